@@ -12,7 +12,7 @@ from .objectives import OBJECTIVES
 
 logger = get_logger(__name__)
 
-# What only GRPO's ratio, clip, group statistics and choice of tokens read.
+# Fields that only GRPO's ratio, clip, group statistics and choice of tokens read.
 _UNUSED = (
     "delta", "epsilon", "epsilon_high", "importance_sampling_level", "loss_type", "off_policy_mask_threshold",
     "scale_rewards", "top_entropy_quantile", "use_bias_correction_kl", "dynamic_sampling", "prompt_selection",
@@ -38,7 +38,7 @@ class AStarPOConfig(EfficientGRPOConfig):
     "Parallel Single/Multi-Turn RL" report.
 
     Raises:
-        ValueError: a value outside its range; says what to write instead.
+        ValueError: a value outside its range; the message names a value to use.
     """
 
     num_generations: int = option(1, "Completions per prompt in stage 2.")

@@ -1,4 +1,4 @@
-"""From the rewards of a prompt's reference samples to its optimal value V*, and how sure that value is.
+"""The optimal value V* of a prompt and its interval, from the rewards of the prompt's reference samples.
 
 Everything here is float64 in plain Python: ten thousand prompts of eight rewards are many small sums, not one large.
 """
@@ -109,7 +109,7 @@ class SamplePlan:
                 return count
 
     def target(self, rewards_N: Sequence[float]) -> int:
-        """The count to draw up to next; call it where [`SamplePlan.use`] says `None`."""
+        """The count to draw up to next; called if [`SamplePlan.use`] returns `None`."""
         return next(count for count in self.counts if count > len(rewards_N))
 
     def value(self, rewards_N: Sequence[float]) -> float:
@@ -118,11 +118,12 @@ class SamplePlan:
 
 
 def check_reward_range(rewards: torch.Tensor, plan: SamplePlan) -> None:
-    """Refuse rewards outside the range that `log_mean_exp` and adaptive counts assume; `mean` and `max` assume
-    nothing.
+    """Refuse rewards outside the range that `log_mean_exp` and adaptive counts assume.
+
+    `mean` and `max` assume nothing.
 
     Raises:
-        ValueError: names the reward, the range and the fields to change.
+        ValueError: the message names the reward, the range and the fields to change.
     """
     rewards = rewards[~rewards.isnan()]
     if rewards.isinf().any():

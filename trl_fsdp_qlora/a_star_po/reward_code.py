@@ -1,4 +1,4 @@
-"""What a reward function is, for the key of its values: the text of its code, and by value whatever it was built with.
+"""Description of a reward function for the key of its values: the text of its code, and the values it was built with.
 
 The text is that of the file which defines the function, since its helpers mostly stand there, too. Partials, methods,
 decorators, closures and defaults are walked, so a helper or a class that comes from another file counts by the text of
@@ -26,7 +26,7 @@ from .values import describe_model, digest
 logger = get_logger(__name__)
 
 _PACKAGE = __name__.partition(".")[0]
-# What this package's own rewards grade with beside its own code.
+# Libraries that this package's own rewards grade with, in addition to its own code.
 _GRADERS = ("math-verify", "reasoning-gym")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 

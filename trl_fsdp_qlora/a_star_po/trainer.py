@@ -40,7 +40,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     """
 
     _tag_names = ["trl", "a-star-po", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)
-    _weighs_in_loss = True  # it has no ratio: no pass is made for weights that nothing reads
+    _weighs_in_loss = True  # the losses have no ratio, so a pass for weights would be wasted
 
     def __init__(self, model, reward_funcs=None, args: AStarPOConfig | None = None, *positional, **kwargs):
         args = own_config(AStarPOConfig, args, model, "A-star-PO")
@@ -106,7 +106,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         return self.values.estimate(self._remove_unused_columns(dataset, "training"))  # as before stage 2 loads it
 
     def _describe_context(self) -> dict:
-        """All that a value depends on beside its row."""
+        """Everything except its row that a value depends on."""
         model = self.accelerator.unwrap_model(self.model)
         adapter = None
         if self.ref_model is not None and not self.rollout.is_sharded:
@@ -138,17 +138,17 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     @property
     def _starts_from_adapter(self) -> bool:
-        """Training continues an adapter, whose copy `ref` is the reference policy."""
+        """Whether training continues an adapter; its copy `ref` is then the reference policy."""
         return "ref" in getattr(self.accelerator.unwrap_model(self.model), "peft_config", {})
 
     @property
     def _engine_is_reference(self) -> bool:
-        """The reference policy is the base that vLLM holds."""
+        """Whether the reference policy is the base that vLLM holds."""
         return self.engine_draws and not self._starts_from_adapter
 
     @property
     def _is_lockstep(self) -> bool:
-        """Stage 1 needs forwards of a sharded model: every rank draws whenever one does."""
+        """Whether stage 1 needs forwards of a sharded model, so that every rank draws whenever one does."""
         return self.rollout.is_sharded and not self._engine_is_reference
 
     def _draw(self, items: list[Item], counts: list[int], seed: int) -> list[np.ndarray]:
@@ -161,7 +161,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         return np.split(rewards, np.cumsum(counts)[:-1])
 
     def _generation_config(self, sample: bool) -> GenerationConfig:
-        """How the reference policy is sampled, or the policy decodes greedily."""
+        """Settings to sample the reference policy, or to decode the policy greedily."""
         args = self.args
         settings = {"pad_token_id": self._tokenizer.pad_token_id, "eos_token_id": self.eos_token_ids}
         settings |= {"max_new_tokens": args.max_completion_length, "repetition_penalty": args.repetition_penalty}

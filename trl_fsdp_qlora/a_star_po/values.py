@@ -53,7 +53,7 @@ class Item(NamedTuple):
 
 @dataclass
 class Report:
-    """What stage 1 did, on all ranks together."""
+    """Summary of stage 1's work, over all ranks together."""
 
     prompts: int
     already_known: int
@@ -97,8 +97,9 @@ class ReferenceValues:
         return Path(self.args.value_cache).expanduser().absolute()
 
     def open(self, describe: Callable[[], dict]) -> None:
-        """Read what earlier runs stored, once; `describe`, what a value depends on beside its row, is called on the
-        main rank.
+        """Read the values that earlier runs stored, once.
+
+        `describe` returns everything except its row that a value depends on; it is called on the main rank.
         """
         if self.context is None:
             self.context = on_main(lambda: digest(describe()))
@@ -145,9 +146,7 @@ class ReferenceValues:
             logger.warning(f"V* values are not stored, and the next run draws them again: {error}")
 
     def items(self, rows: list[dict], prompt_ids: list[list[int]] | None = None) -> list[tuple[str, Item]]:
-        """Key and stage-1 item of each row: the prompt as the model gets it, and the row as the reward functions
-        do.
-        """
+        """Key and stage-1 item of each row: the prompt that the model gets, and the row that reward functions get."""
         rows = [{k: v for k, v in row.items() if k not in ("completion", "completion_ids")} for row in rows]
         if prompt_ids is None:
             prompt_ids = self.tokenize([row["prompt"] for row in rows])
@@ -261,7 +260,7 @@ class ReferenceValues:
         return dataset.select(kept)
 
     def of(self, inputs: list[dict], prompt_ids: list[list[int]]) -> torch.Tensor:
-        """V* of this rank's rows, estimated now where it is not known yet; all ranks take part."""
+        """V* of this rank's rows; values that are not known yet are estimated now. All ranks take part."""
         items = self.items(inputs, prompt_ids)
         unseen = [(key, item) for key, item in items if key not in self.known]
         unseen = dict(pair for pairs in gather_object([unseen]) for pair in pairs)
@@ -290,7 +289,7 @@ def digest(value) -> str:
 
 
 def describe_sampling(model: nn.Module, sampling: GenerationConfig) -> dict:
-    """What `generate` draws with: `sampling`, and the model's own settings where it leaves something open."""
+    """The settings that `generate` draws with: `sampling`, and the model's own settings if `sampling` leaves a gap."""
     settings = model.generation_config.to_dict()
     settings |= {name: value for name, value in sampling.to_dict().items() if value is not None}
     beside = ("transformers_version", "_from_model_config", "pad_token_id", "bos_token_id")

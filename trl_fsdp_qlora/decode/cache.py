@@ -1,13 +1,14 @@
-"""The cache while decoding: a prompt's is repeated for its rows, with room for what follows, and rows that have ended
-leave.
+"""The cache during decoding.
+
+A prompt's cache is repeated for its rows, with room for further tokens. Rows that have ended leave it.
 """
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
-# Layers whose states have one entry per row; static layers have a fixed batch size. By name: transformers 5.17 has
-# fewer.
+# Layers whose states have one entry per row; static layers have a fixed batch size. The set holds names, because
+# transformers 5.17 does not have all of these classes.
 _BY_ROW = {
     "DummyLayer", "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionAndFullAttentionLayer",
     "LinearAttentionAndSlidingWindowAttentionLayer", "LinearAttentionLayer",
@@ -17,10 +18,11 @@ _ROOM = 16
 
 
 class RoomyLayer(DynamicLayer):
-    """A full-attention layer that writes new keys and values behind the old ones, into room made for `_ROOM` at once.
+    """A full-attention layer that allocates room for `_ROOM` positions at once and writes new keys and values there.
 
-    `DynamicLayer` copies the whole cache for every token. What attention reads is the same, entry by entry. It takes
-    over the rows `rows_R` of keys and values `(rows, H_kv, L, D)`, and never makes room beyond `max_length` positions.
+    `DynamicLayer` copies the whole cache for every token. Attention reads the same entries from both layers. This
+    layer takes over the rows `rows_R` of keys and values `(rows, H_kv, L, D)`. It never allocates more than
+    `max_length` positions.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, rows_R: torch.Tensor, max_length: int):
@@ -33,7 +35,7 @@ class RoomyLayer(DynamicLayer):
         self.batch_select_indices(rows_R)
 
     def batch_select_indices(self, indices: torch.Tensor, new: int = 0) -> None:
-        """Take these rows to where there is room for at least `new` more positions."""
+        """Copy these rows into new memory with room for at least `new` more positions."""
         length = self.keys.shape[-2]
         size = max(length + new, min(length + _ROOM, self.max_length))
         self._rooms = []
@@ -55,16 +57,16 @@ class RoomyLayer(DynamicLayer):
 
 
 def unrepeatable(config: PreTrainedConfig) -> str | None:
-    """Why the rows of a decoder's cache cannot be repeated and dropped; `None` where they can."""
+    """Why the rows of a decoder's cache cannot be repeated and dropped; `None` if they can."""
     others = sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers} - _BY_ROW)
     return f"the cache has layers of type {', '.join(others)}" if others else None
 
 
 def take_rows(cache: DynamicCache, rows_A: torch.Tensor, max_length: int | None = None) -> None:
-    """Let row i of `cache` be what was row `rows_A[i]`, in place; with `max_length`, room is made for rows so long."""
+    """Replace row i of `cache` by row `rows_A[i]`, in place; with `max_length`, layers get room to grow to it."""
     for i, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
-            layer.reorder_cache(rows_A)  # its states, and keys and values where it has both
+            layer.reorder_cache(rows_A)  # reorders states, and also keys and values if it has them
         elif type(layer).__name__ == "DummyLayer" or not layer.get_seq_length():
             continue
         elif max_length is not None and type(layer) is DynamicLayer:

@@ -1,10 +1,9 @@
-"""A beginning that all prompts of a batch have in common (system prompt, tool schemas, worked examples) is prefilled
-once.
+"""Prefill of a beginning that all prompts of a batch share, such as a system prompt, tool schemas or worked examples.
 
-It runs as a batch of one; its keys and values are expanded to the prompts, and only the rest of each prompt is
-prefilled behind them. Padding that stood in front of a prompt then stands between the beginning and the rest. Rows
-keep their width and their real tokens' positions, so the decoding loop goes on from the arguments returned here as it
-does from `generate`'s own.
+The beginning is prefilled once, as a batch of one. Its keys and values are expanded to all prompts, and only the rest
+of each prompt is prefilled after them. Padding in front of a prompt moves between the beginning and the rest. Rows
+keep their width, and real tokens keep their positions. So the decoding loop continues from the arguments returned here
+as it does from `generate`'s own.
 """
 
 import torch
@@ -14,24 +13,25 @@ from transformers.cache_utils import DynamicLayer
 from ..compat.generation import prefill, prepares_inputs_itself, unfinished
 from ..prefix_sharing.support import layer_types, position_limit, sees_distances, unsupported_reason
 
-# A beginning is prefilled on its own if that saves so many tokens: it costs one more forward.
+# A beginning is prefilled on its own only if that saves this many tokens, because it costs one more forward.
 _MIN_SAVED_TOKENS = 256
-# Arguments of the prefill whose meaning is known here; with any other (images, token types) prompts are prefilled as
-# they are.
+# Arguments of the prefill that this module can handle. With any other (images, token types) each prompt is prefilled
+# whole.
 _ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 
 
 def prefill_beginning(
     model: PreTrainedModel, ids_UP: torch.Tensor, kwargs: dict, config: GenerationConfig, synced: bool
 ) -> tuple[torch.Tensor, dict, int]:
-    """Prefills what `ids_UP`, U prompts padded on the left, have in common, if that is exact and pays.
+    """Prefill the common beginning of `ids_UP`, U prompts padded on the left, if that is exact and saves enough.
 
     Args:
         kwargs: `generate`'s arguments of the prefill. Their cache holds the beginning of all U prompts afterwards.
         synced: a forward is collective; the beginning is then prefilled on its own on all ranks or on none.
 
     Returns:
-        Ids and arguments of the prefill of the rests, and the tokens of the beginning; all as given and 0 without one.
+        Ids and arguments for the prefill of the rests, and the number of tokens of the beginning. If no beginning was
+        prefilled, ids and arguments are unchanged and the number is 0.
     """
     if not _is_exact_for(model):
         return ids_UP, kwargs, 0
@@ -57,7 +57,7 @@ def prefill_beginning(
 def _is_exact_for(model: PreTrainedModel) -> bool:
     """Whether `model` has full attention with rotary positions in every layer, and takes text alone.
 
-    These are reasons of the model, so that ranks that share one agree.
+    The reasons depend on the model only, so ranks that share a model agree.
     """
     text = model.config.get_text_config(decoder=True)
     return (
@@ -71,10 +71,9 @@ def _is_exact_for(model: PreTrainedModel) -> bool:
 
 
 def _length(ids_UP: torch.Tensor, kwargs: dict) -> int:
-    """Tokens of the beginning that all prompts have in common; 0 if it saves too little or the arguments are not
-    plain.
+    """Number of tokens that all prompts begin with; 0 if sharing saves too little or the arguments are not plain.
 
-    One token is left to the shortest prompt: its logits choose the first token of the completion.
+    The shortest prompt keeps at least one token: the logits of this token choose the completion's first token.
     """
     if {name for name, value in kwargs.items() if value is not None} - _ARGUMENTS:
         return 0
@@ -97,15 +96,13 @@ def _length(ids_UP: torch.Tensor, kwargs: dict) -> int:
 
 
 def _mask(ids_UP: torch.Tensor, kwargs: dict) -> torch.Tensor:
-    """Which tokens are no padding; `generate` leaves out a mask that masks nothing."""
+    """Mask of the tokens that are no padding; `generate` passes no mask if there is no padding."""
     mask_UP = kwargs.get("attention_mask")
     return torch.ones_like(ids_UP) if mask_UP is None else mask_UP
 
 
 def _expand(cache: DynamicCache, rows: int) -> None:
-    """Let `cache`, of one row, be that of `rows` equal ones; keys and values are copied with the next that are
-    appended.
-    """
+    """Expand `cache` from one row to `rows` equal rows; nothing is copied until keys and values are appended."""
     for layer in cache.layers:
         if layer.get_seq_length():
             layer.keys, layer.values = (x.expand(rows, -1, -1, -1) for x in (layer.keys, layer.values))

@@ -21,17 +21,17 @@ from .decoding import Decoding, DecodingWork, distinct_rows, why_stock
 if TYPE_CHECKING:
     from ..vllm.engine import AdapterEngine
 
-CONCURRENCY = 64  # requests to a vLLM server at a time, each for one prompt: as many connections as TRL's client keeps
+CONCURRENCY = 64  # simultaneous requests to a vLLM server, each for one prompt; TRL's client keeps as many connections
 
 
 def _compute_device(model: nn.Module) -> torch.device:
     parameter = next(model.parameters())
-    # Under CPU offloading a shard lies in host memory and is computed with on the mesh's device.
+    # Under CPU offloading a shard lies in host memory, but the mesh's device computes.
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
 def vision_tensors(vision: dict[str, Any], width: int, device: torch.device | None = None) -> dict[str, Any]:
-    """A processor's fields as tensors, those per token padded on the left to `width`; `num_images` stays a list."""
+    """A processor's fields as tensors; those per token are left-padded to `width`, `num_images` stays a list."""
     made = dict(vision)
     for name in made.keys() - {"num_images"}:
         if name.endswith("token_type_ids"):
@@ -53,22 +53,22 @@ def complete(
     decoding: Decoding | None = None,
     vision: dict[str, Any] | None = None,
 ) -> tuple[list[list[int]], DecodingWork | None]:
-    """One completion for every prompt given, from the global random state, in the mode that the model is in.
+    """One completion for every prompt, drawn from the global random state, in the model's current mode.
 
     Args:
         model: causal language model, unwrapped.
-        prompt_ids: token ids of R prompts, padded on the left here. Equal ones are prefilled once.
-        config: with `pad_token_id`, and a list `eos_token_id` where `ends` is not given.
-        ends: a completion is cut behind the first of these tokens; the config's end-of-sequence tokens by default.
-        synced: a forward is collective, so a rank that has finished goes on with the others. By transformers' rule if
-            `None`.
-        compact: use the decoding loop of [`decoding`] where it is exact.
-        decoding: that loop, where the caller knows that it is exact.
-        vision: what a processor gives beside token ids, for prompts with images, and `num_images` of each prompt.
+        prompt_ids: token ids of R prompts; they are padded on the left here. Equal prompts are prefilled once.
+        config: has `pad_token_id`, and a list `eos_token_id` if `ends` is not given.
+        ends: a completion is cut after the first of these tokens; by default the config's end-of-sequence tokens.
+        synced: a forward is collective, so a rank that has finished goes on with the others. If `None`, transformers'
+            rule decides.
+        compact: use the decoding loop of [`decoding`] if it is exact.
+        decoding: that loop, if the caller knows that it is exact.
+        vision: a processor's outputs other than token ids, for prompts with images, and `num_images` of each prompt.
 
     Returns:
-        R lists of completion token ids, each cut behind its first end-of-sequence token, and what was run for them;
-        `None` where transformers' own loop was.
+        R lists of completion token ids, each cut after its first end-of-sequence token, and the work that was done
+        for them; `None` in its place if transformers' own loop generated.
     """
     width = max(map(len, prompt_ids))
     device = _compute_device(model)
@@ -93,15 +93,16 @@ def complete(
 
 
 class EngineModel:
-    """vLLM (a server, or an engine of this rank's own) in the place of a model in [`generate`]; the config is the
-    model's.
+    """vLLM in the place of a model in [`generate`]: a server, or an engine of this rank's own.
+
+    `generation_config` is the model's.
     """
 
     def __init__(self, engine: "AdapterEngine", generation_config: GenerationConfig):
         self.engine, self.generation_config = engine, generation_config
 
     def complete(self, prompt_ids: list[list[int]], config: GenerationConfig, seed: int | None) -> list[list[int]]:
-        """One completion for every prompt; row i is drawn with a seed of its own, made of `seed` and i."""
+        """One completion for every prompt; row i has a seed of its own, computed from `seed` and i."""
         seeds = [None if seed is None else seed * 1_000_003 + row for row in range(len(prompt_ids))]
         settings = [sampling(config, own) for own in seeds]
         if self.engine.mode == "server":
@@ -127,7 +128,7 @@ class EngineModel:
 
 
 def sampling(config: GenerationConfig, seed: int | None) -> dict:
-    """vLLM's sampling parameters of a row for a generation config of transformers."""
+    """vLLM's sampling parameters for one row, from a generation config of transformers."""
     ends = config.eos_token_id
     wanted = ["repetition_penalty"]
     settings = {"max_tokens": config.max_new_tokens, "temperature": float(config.do_sample or 0)}
@@ -148,14 +149,15 @@ def generate(
     compact: bool = True,
     vision: dict[str, Any] | None = None,
 ) -> list[list[int]]:
-    """One completion for every prompt given, as [`complete`], without dropout and reproducible.
+    """One completion for every prompt, as from [`complete`], without dropout and reproducible.
 
     The result depends on the prompts, the weights and `seed` only; the global random state is not moved.
 
     Args:
-        model: causal language model, unwrapped; its training mode is restored. Or an engine that draws in its place.
+        model: causal language model, unwrapped, or an engine that draws in its place. A model's training mode is
+            restored.
         prompt_ids, config, synced, compact, vision: see [`complete`].
-        seed: of the sampling; `None` for greedy decoding.
+        seed: the seed of the sampling; `None` for greedy decoding.
     """
     if isinstance(model, EngineModel):
         if vision:
@@ -182,18 +184,19 @@ def over_ranks(
     lockstep: bool = False,
     description: str | None = None,
 ) -> list:
-    """Results of problems 0 to `count` - 1, each worked on exactly once, in their order on every rank.
+    """Results of problems 0 to `count` - 1, in this order on every rank; each problem is worked on exactly once.
 
-    Batches are fixed by `count` and `batch_size` and dealt to the ranks in turn; results travel with their index, so
-    nothing is padded or counted twice, whatever the number of ranks.
+    `count` and `batch_size` fix the batches, and the ranks take them in turn. Each result keeps its index. So nothing
+    is padded or counted twice with any number of ranks.
 
     Args:
         count: problems; the same on every rank.
         batch_size: problems per batch, per rank.
         generate: completions of a batch of problems; may be collective.
         score: one result for every problem of a batch from its completions; runs on one rank alone.
-        lockstep: `generate` is collective: a rank that has no batch left repeats the first problem, for nobody.
-        description: of the progress that the main rank shows, of its own problems; none is shown without.
+        lockstep: `generate` is collective: a rank that has no batch left repeats the first problem, and the result is
+            dropped.
+        description: label of the progress bar over the main rank's own problems; no bar if `None`.
 
     Raises:
         RuntimeError: the ranks disagree about the problems.

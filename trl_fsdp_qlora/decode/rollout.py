@@ -1,4 +1,4 @@
-"""`Rollout`: whatever draws completions asks here, training's own rollouts, accuracy and stage 1 alike."""
+"""`Rollout`: the source of all completions, for training's own rollouts, accuracy and stage 1."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 
 
 class GenerateSettings(NamedTuple):
-    """What a trainer gives to transformers' `generate`; a completion is cut behind the first of `eos_token_ids`."""
+    """A trainer's settings for transformers' `generate`; a completion is cut after the first of `eos_token_ids`."""
 
     config: GenerationConfig
     overrides: dict[str, Any]  # take precedence over the model's own generation config
@@ -32,7 +32,7 @@ class GenerateSettings(NamedTuple):
 
 
 class Rollout:
-    """Where completions come from, on whatever the model is wrapped in; `backend` is TRL's `DistributedBackend`."""
+    """Source of completions for a model in any wrapper; `backend` is TRL's `DistributedBackend`."""
 
     def __init__(self, args: Any, accelerator: Accelerator, backend: Any):
         self.args = args
@@ -43,8 +43,9 @@ class Rollout:
 
     @contextmanager
     def episodes(self, turns: int) -> Iterator[None]:
-        """Inside, rows keep their caches from one turn to the next; `turns` may follow the first. Nothing is kept
-        behind it.
+        """Context in which rows keep their caches from one turn to the next; all caches are freed at its end.
+
+        `turns`: how many turns may follow the first.
         """
         limit = FREE_SHARE * free_bytes(self.accelerator.device)
         self._turns = KeptTurns(limit, turns)
@@ -59,8 +60,9 @@ class Rollout:
         return self.accelerator.num_processes > 1 and (self.backend.is_fsdp or self.backend.is_zero3)
 
     def refuse_unprepared(self, what: str, model: nn.Module, wrapped: nn.Module) -> None:
-        """A `RuntimeError` where `what` needs a forward of a model that is still to be sharded; says what to do
-        instead.
+        """Raise `RuntimeError` if `what` needs a forward of a model that is not sharded yet.
+
+        The message names the change to make.
         """
         prepared = wrapped is not model or any(isinstance(p, DTensor) for p in model.parameters())
         if self.is_sharded and not prepared:
@@ -72,12 +74,12 @@ class Rollout:
     def training_turn(
         self, stock: Callable, turn: tuple, wrapped: nn.Module, settings: GenerateSettings | None
     ) -> tuple[list[list[int]], list[list[float]] | None]:
-        """Completions of a generation batch, one per prompt row, and their log-probabilities where vLLM drew them.
+        """Completions of a generation batch, one per prompt row, and their log-probabilities if vLLM drew them.
 
         Args:
             stock, turn: `GRPOTrainer._generate_single_turn` and its arguments.
             wrapped: the policy as it was prepared.
-            settings: of transformers' `generate`; `None` where something else generates.
+            settings: settings of transformers' `generate`; `None` if another engine generates.
         """
         if self.args.use_transformers_continuous_batching and not self.args.use_vllm:
             with restore_weights(self.accelerator.unwrap_model(wrapped)):
@@ -126,21 +128,22 @@ class Rollout:
         """Take part in the further turns of other ranks, if a forward is collective and this rank's episodes are over.
 
         Args:
-            stock, wrapped, settings: as of `training_turn`.
-            prompt: tokens of any prompt of this rank's.
+            stock, wrapped, settings: see `training_turn`.
+            prompt: tokens of any prompt of this rank.
         """
         if settings is None or self._turns is None:
             return
         while self._any_rank_goes_on(False):
-            # One token for nobody; the decoding loop then goes on as long as any rank's does.
+            # This rank's token is not used; the decoding loop goes on as long as any rank's loop does.
             with replaced(settings.config, max_new_tokens=1):
                 self._turn(stock, ([prompt[-1:]], None, {}, 1, False), wrapped, settings, self._turns)
             self._turns.clear()
             self._turns.number += 1
 
     def _any_rank_goes_on(self, this_one: bool) -> bool:
-        """Whether a rank generates another turn. Collective if a forward is: every rank then has to generate equally
-        often.
+        """Whether any rank generates another turn.
+
+        Collective if a forward is collective: every rank then has to generate equally often.
         """
         if not self.is_sharded:
             return this_one
@@ -148,7 +151,7 @@ class Rollout:
         return bool(self.accelerator.reduce(count, reduction="sum"))
 
     def why_stock(self, wrapped: nn.Module, settings: GenerateSettings, vision: dict | None = None) -> str | None:
-        """Why training's completions come from transformers' own decoding loop; `None` where they do not."""
+        """Why training's completions come from transformers' own decoding loop; `None` if they do not."""
         if not self.args.compact_generation:
             return "compact_generation=False"
         return why_stock(self.accelerator.unwrap_model(wrapped), settings.config, vision)
@@ -156,9 +159,7 @@ class Rollout:
     def features(
         self, wrapped: nn.Module, settings: GenerateSettings | None, tools: bool = False
     ) -> list[tuple[str, str]]:
-        """Headings and lines of the start-up block on transformers' `generate`, where it is used, with `tools` or
-        without.
-        """
+        """Headings and lines of the start-up block on transformers' `generate`; `tools`: whether the run has tools."""
         if settings is None:
             found = [("as stock TRL", "rollouts: transformers' continuous batching")]
             return [] if self.args.use_vllm else found
@@ -176,7 +177,7 @@ class Rollout:
         return found
 
     def take_metrics(self) -> dict[str, float]:
-        """What was run of all ranks since the last call, and what transformers' loop would have. Collective."""
+        """Metrics of the work of all ranks since the last call, and of transformers' own loop. Collective."""
         figures = torch.tensor(astuple(self._work), device=self.accelerator.device)
         figures = self.accelerator.reduce(figures, reduction="sum")
         self._work = DecodingWork()
@@ -185,18 +186,18 @@ class Rollout:
 
     @contextmanager
     def generating(self, wrapped: nn.Module, overrides: dict | None = None) -> Iterator[tuple[nn.Module, bool]]:
-        """A model for [`completions.generate`] beside training's own rollouts, without gradients. Every rank has to
-        enter.
+        """A model for [`completions.generate`] outside of training's rollouts, without gradients.
 
-        Under FSDP2 the weights are gathered once for the whole block, if `args.fsdp_gather` and the free memory say
-        so: each rank then generates on its own. Otherwise every forward is a collective operation.
+        Every rank has to enter this context. Under FSDP2 the weights are gathered once for the whole block, if
+        `args.fsdp_gather` and the free memory allow it, and each rank then generates on its own. Otherwise every
+        forward is a collective operation.
 
         Args:
             wrapped: the policy or the reference model, as it was prepared.
-            overrides: settings put into the model's own generation config meanwhile.
+            overrides: settings that replace those of the model's generation config inside the context.
 
         Yields:
-            The unwrapped model, and whether it works in lockstep: every rank has to generate equally
+            The unwrapped model, and whether it works in lockstep. In lockstep every rank has to generate equally
             often, and with `synced=True`.
         """
         with (
@@ -216,11 +217,11 @@ class Rollout:
 
 @contextmanager
 def restore_weights(model: nn.Module) -> Iterator[None]:
-    """Give every parameter and buffer back the values and dtype it had, and the model its mode.
+    """Restore the values and dtype of every parameter and buffer after the block, and the model's training mode.
 
-    TRL casts the model that is trained to bf16 or fp16 for the engine and leaves it so: the adapter's float32 weights
-    lose their low bits, and rotary frequencies are rounded. Costs a copy of what is cast while completions are
-    generated.
+    TRL casts the trained model to bf16 or fp16 for the engine and leaves it so: the adapter's float32 weights
+    lose their low bits, and rotary frequencies are rounded. While completions are generated, the originals of cast
+    tensors stay in memory.
     """
     parameters = [(parameter, parameter.data) for parameter in model.parameters()]
     buffers = [(module, name, b) for module in model.modules() for name, b in module._buffers.items() if b is not None]

@@ -1,10 +1,10 @@
-"""On a CPU, prompts are not repeated while completions are decoded: attention runs over each once for all its rows.
+"""Decoding on a CPU without repeated prompts: attention runs over each prompt once for all of its rows.
 
 Each prompt's keys and values are held once, and those of the completions row by row. A layer attends from all queries
-of a group to their prompt in one product, and from each query to its own completion; the two are merged by their
-log-sum-exps, which is attention over both. It serves layers of plain causal attention that go through transformers'
-attention interface. Which
-those are is seen in the prefill: each layer's call is looked at before the model's own function computes it.
+of a group to their prompt in one product, and from each query to its own completion. Merging the two results by their
+log-sum-exps gives attention over both. This works for layers of plain causal attention that go through transformers'
+attention interface. The prefill shows which layers those are: each layer's call is checked before the model's own
+function computes it.
 """
 
 import functools
@@ -31,15 +31,13 @@ from .cache import RoomyLayer
 
 _NAME = "shared_prompts_"
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-# Of the model's call: what a decoding forward is given here, or needs no more.
+# Arguments of the model's call that this module passes to a decoding forward, or that decoding no longer needs.
 _ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 _ARGUMENTS |= {*PER_IMAGE, *PER_TOKEN, "mm_encoder_outputs"}
 
 
 def why_per_row(model: PreTrainedModel) -> str | None:
-    """Why `model` attends to the prompt in each row, as far as can be said before a forward; `None` where it need
-    not.
-    """
+    """Why `model` has to attend to the prompt in each row; `None` if nothing known before a forward requires it."""
     if next(model.parameters()).device.type != "cpu":
         return "not on a CPU"
     if torch.is_autocast_enabled("cpu"):
@@ -59,8 +57,10 @@ def why_per_row(model: PreTrainedModel) -> str | None:
 
 @contextmanager
 def watched_attention(model: PreTrainedModel) -> Iterator[str | None]:
-    """Inside, a `shared_prompts` argument of the model's call takes the attention layers over. Yields why not, or
-    `None`.
+    """Context in which a `shared_prompts` argument of the model's call computes its attention layers.
+
+    Yields:
+        The reason if that is impossible, or `None`.
     """
     reason = why_per_row(model)
     base = model.config._attn_implementation
@@ -85,7 +85,7 @@ def _attention(module, query, key, value, attention_mask, *, base: str, shared_p
 
 
 class PrefillWatch:
-    """Looks at every attention layer of a prefill that fills `cache`; computes what the model would."""
+    """Check of every attention layer in a prefill that fills `cache`; the results are the model's own."""
 
     def __init__(self, cache: DynamicCache, kwargs: dict):
         self.cache = cache
@@ -96,7 +96,7 @@ class PrefillWatch:
             self.reason = f"generate hands {', '.join(more)} to the model"
 
     def attend(self, base, module, query, key, value, mask, **kwargs):
-        """The layer's own function, after a look at what it is given. Shapes as in transformers' interface."""
+        """Check a layer's arguments, then call its own function. Shapes as in transformers' interface."""
         self.reason = self.reason or self._refuses(module, query, key, value, mask, kwargs)
         self.seen.add(getattr(module, "layer_idx", None))
         return own_attention_function(base, module)(module, query, key, value, mask, **kwargs)
@@ -116,14 +116,13 @@ class PrefillWatch:
         return None if self._sees_the_prompt(mask) else "its mask leaves out part of the prompt"
 
     def _sees_the_prompt(self, mask: torch.Tensor | None) -> bool:
-        """Whether the last query sees every token of its prompt so far and nothing else, under one mask for all
-        heads.
-        """
+        """Whether the last query sees all tokens of its prompt so far and no others, under one mask for all heads."""
         if mask is None or mask.shape[1] != 1:
             return mask is None and (self.mask_UP is None or bool(self.mask_UP.all()))
         last_UK = mask[:, 0, -1]
         last_UK = last_UK if last_UK.dtype == torch.bool else last_UK == 0
-        # Of a prompt that is prefilled in chunks the keys so far; padding that ends one is a query that nobody reads.
+        # If a prompt is prefilled in chunks, these are the keys so far. A chunk may end with padding; the result of
+        # that query is not used.
         real_UK = torch.ones_like(last_UK) if self.mask_UP is None else self.mask_UP[:, : last_UK.shape[1]].bool()
         last_UK = last_UK[:, -real_UK.shape[1] :]
         return bool(((last_UK == real_UK) | ~real_UK[:, -1:]).all())
@@ -136,10 +135,10 @@ class PrefillWatch:
 
 
 class SharedPrompts:
-    """Keys and values of U prompts, those of the completions of A rows, and which row has which prompt (`place_A`).
+    """Keys and values of U prompts and of the completions of A rows; `place_A` is the prompt of each row.
 
-    `cache` is as a prefill of the U prompts left it and holds the completions from here on; `kwargs` are those of the
-    model's calls of the prompts, and rows end at `max_length`, prompt included.
+    `cache` comes from a prefill of the U prompts and holds the completions from now on. `kwargs` are the model's
+    arguments for the prompts. Rows end at `max_length`, prompt included.
     """
 
     def __init__(self, cache: DynamicCache, place_A: torch.Tensor, kwargs: dict, max_length: int):
@@ -152,11 +151,11 @@ class SharedPrompts:
             zeros_UP = torch.zeros(mask_UP.shape, dtype=self.prompts[0][0].dtype)
             self.bias_U11P = zeros_UP.masked_fill_(mask_UP == 0, float("-inf"))[:, None, None]
         self._place(place_A)
-        # `(A, 1)`, or `(axes, A, 1)` of a class that takes images.
+        # `(A, 1)`, or `(axes, A, 1)` for a class that takes images.
         self.positions_A1 = kwargs["position_ids"][..., place_A, -1:]
 
     def _place(self, place_A: torch.Tensor) -> None:
-        """Where the query of each row stands among those of its prompt: rows `(U, G)`, filled up with any row."""
+        """Compute the place of each row's query among those of its prompt: rows `(U, G)`, filled up with any row."""
         counts_U = place_A.bincount(minlength=len(self.prompts[0][0]))
         self.prompt_count = len(counts_U)
         self.group = int(counts_U.max())
@@ -170,7 +169,7 @@ class SharedPrompts:
             self.rows_S = self.slots_A = None  # whole groups in their order
 
     def select(self, kept: torch.Tensor) -> None:
-        """Let these rows stay, and the prompts they have."""
+        """Keep only these rows and their prompts."""
         self.cache.batch_select_indices(kept)
         self.positions_A1 = self.positions_A1[..., kept, :]
         alive, place_A = self.place_A[kept].unique(return_inverse=True)
@@ -217,7 +216,7 @@ class SharedPrompts:
         return out.to(query.dtype).reshape(rows, 1, heads, size), None
 
     def _to_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """`(U, H_kv, G · R, …)` of the groups as `(A, H_kv, R, …)` of the rows."""
+        """Reorder values of the groups `(U, H_kv, G · R, …)` to values of the rows `(A, H_kv, R, …)`."""
         x = x.unflatten(2, (self.group, -1)).transpose(1, 2).flatten(0, 1)
         return x if self.slots_A is None else x[self.slots_A]
 

@@ -1,4 +1,4 @@
-"""What a tool may do to a rollout: take too long, or answer more than an episode has room for. All else is TRL's."""
+"""Limits on a tool's time and on the length of its answer. Everything else about tools is TRL's."""
 
 import asyncio
 import functools
@@ -14,16 +14,15 @@ from accelerate.logging import get_logger
 logger = get_logger(__name__)
 
 _READ = "the model reads that as an error of the tool. tool_timeout=None waits as long as it takes"
-# Answers of fewer characters for each token that there is room for are tokenized without a look at the vocabulary.
+# An answer with at most this many characters per token of the budget is tokenized without a check of the vocabulary.
 _CHARACTERS = 64
 
 
 def limited(tool: Callable, seconds: float | None) -> Callable:
-    """`tool`, whose call raises a `TimeoutError` after `seconds`; TRL makes of it what it makes of every error of a
-    tool.
+    """`tool` with a time limit: a call raises `TimeoutError` after `seconds`, and TRL handles it as any tool error.
 
-    A function is stopped by a signal, in the main thread alone. One that waits in a library without returning to
-    Python goes on.
+    A signal stops a function, in the main thread only. A function that waits in a library without returning to Python
+    is not stopped.
     """
     if not seconds:
         return tool
@@ -71,10 +70,10 @@ def _alarm(seconds: float, line: str) -> Iterator[None]:
 
 
 def fitted(messages: list[dict[str, Any]], tokenizer: Any, budget: int) -> list[dict[str, Any]]:
-    """A tool's `messages`, each text cut behind what `budget` tokens could hold if all were the longest of the
-    vocabulary.
+    """A tool's `messages`, with each text cut to slightly more than `budget` tokens can hold.
 
-    TRL ends an episode before an answer that is longer than its budget, but tokenizes it first: 10 MB take seconds.
+    The cut assumes that every token is the longest of the vocabulary. TRL ends an episode before an answer that is
+    longer than the budget, but tokenizes the answer first: 10 MB take seconds.
     """
     cut = []
     for message in messages:

@@ -1,14 +1,14 @@
-"""Caches kept over the turns of an episode: what a row's last turn computed is not prefilled again in its next one.
+"""Caches kept over the turns of an episode: a row's next turn does not prefill its earlier turns again.
 
 With tools, TRL's loop generates each turn from the whole history: prompt, completions and the tools' answers so far.
 Here a row that ends a turn leaves its keys, values and states with [`KeptTurns`]. The next `generate` call compares
-the tokens of its prompts with those of the rows that were kept, and runs only what is new. So a history that was
-edited or rolled back is noticed: keys and values are used as far as the tokens agree. Recurrent states and full
-    sliding windows cannot go back; such a row is used whole or not at all.
+the tokens of its prompts with those of the rows that were kept, and runs only the new tokens. So an edited or
+rolled-back history is safe: keys and values are used as far as the tokens agree. Recurrent states and full sliding
+windows cannot go back, so such a row is used whole or not at all.
 
-Rows stand in a forward as `generate` would have them, padded on the left. Where every row may go back a few tokens,
-all of them run as many new tokens as the longest needs; the others, whose states no padding may touch, run with rows
-that have as many new tokens.
+Rows are padded on the left in a forward, as in `generate`. Rows that may go back a few tokens run together, with as
+many new tokens as the longest of them needs. Padding must not touch the states of the other rows, so these run only
+with rows that have equally many new tokens.
 """
 
 from bisect import bisect_right
@@ -36,17 +36,17 @@ States = dict[str | tuple[str, int], torch.Tensor]
 
 
 def why_not_kept(model: nn.Module) -> str | None:
-    """Why every turn of `model`, unwrapped, is prefilled whole; `None` where it need not be."""
+    """Why every turn of `model`, unwrapped, has to be prefilled whole; `None` if it need not be."""
     model = model.get_base_model() if isinstance(model, PeftModel) else model
     if position_limit(model) != float("inf"):
         return "rotary tables that depend on the longest row"
-    # Mamba-1 in transformers: with several tokens its scan begins at zero, whatever the cache holds.
+    # Transformers' Mamba-1 starts its scan at zero for several tokens, whatever the cache holds.
     anew = [type(layer) for layer in recurrent_layers(model) if not goes_on_from_a_state(type(layer))]
     return f"{anew[0].__name__} goes on from no state" if anew else None
 
 
 def layer_states(layer) -> States:
-    """What a layer of a cache holds; each tensor has a row for each row of the batch."""
+    """The tensors that a layer of a cache holds; each tensor has a row for each row of the batch."""
     states: States = {}
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         for kind, by_number in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
@@ -57,7 +57,7 @@ def layer_states(layer) -> States:
 
 
 def fill_layer(layer, states: States, length: int) -> None:
-    """Let an empty layer be as if it had seen `length` columns and kept `states` of them."""
+    """Fill an empty layer as if it had seen `length` columns and kept `states`."""
     for name, state in states.items():
         if name in ("keys", "values"):
             continue
@@ -75,8 +75,9 @@ def fill_layer(layer, states: States, length: int) -> None:
 
 @dataclass
 class KeptRow:
-    """The tokens `ids` of a row, and what each layer holds of them: keys and values `(H_kv, L, D)` without padding,
-    states as they are.
+    """The tokens `ids` of a row, and each layer's tensors for them.
+
+    Keys and values are `(H_kv, L, D)`, without padding; recurrent states are as the layer holds them.
     """
 
     ids: list[int]
@@ -84,7 +85,7 @@ class KeptRow:
 
     def __post_init__(self):
         self.bytes = sum(state.nbytes for states in self.layers for state in states.values())
-        # A sliding layer that has let go of its first tokens cannot go back.
+        # A sliding layer that has dropped its first tokens cannot go back.
         self.may_go_back = all(
             name in ("keys", "values") and state.shape[-2] == len(self.ids)
             for states in self.layers
@@ -92,7 +93,7 @@ class KeptRow:
         )
 
     def usable(self, ids: list[int]) -> int:
-        """How many tokens of a prompt `ids` this row serves; the last one is left, for its logits."""
+        """How many tokens of a prompt `ids` this row serves; the last token always runs, for its logits."""
         common = min(len(self.ids), len(ids) - 1)
         kept = self.ids
         if ids[:common] != kept[:common]:
@@ -102,9 +103,7 @@ class KeptRow:
 
 @dataclass
 class Continuation:
-    """Rows of a batch that are prefilled together: which they are, who serves each, and how many columns each of them
-    runs.
-    """
+    """Rows of a batch that are prefilled together, the kept row that serves each, and the columns that each runs."""
 
     rows: list[int]
     kept: list[KeptRow | None]
@@ -112,14 +111,14 @@ class Continuation:
 
 
 class KeptTurns:
-    """What the rows of one rollout keep from one turn to the next.
+    """Store for the caches that the rows of one rollout keep from one turn to the next.
 
     Args:
-        limit: bytes of what is kept at a time; the rows that were kept first make room, and are prefilled again.
+        limit: most bytes to keep at a time. Beyond it the rows kept first are dropped and prefilled again.
         turns: how many turns may follow the first.
 
     Attributes:
-        number: of the turn that is generated; 0 for the first.
+        number: number of the turn that is generated; 0 for the first.
     """
 
     def __init__(self, limit: float, turns: int):
@@ -150,7 +149,7 @@ class KeptTurns:
         self._rows, self.bytes = [], 0
 
     def take(self, prompts: list[list[int]]) -> list[Continuation]:
-        """How `prompts` are prefilled; whatever serves none of them is let go."""
+        """The parts in which `prompts` are prefilled; kept rows that serve no prompt are freed."""
         kept = sorted(self._rows, key=lambda row: row.ids)
         self.clear()
         served = [self._serving(kept, ids) for ids in prompts]
@@ -172,11 +171,11 @@ class KeptTurns:
 
     @staticmethod
     def _serving(kept: list[KeptRow], ids: list[int]) -> tuple[KeptRow | None, int]:
-        """Which of the rows, sorted by their tokens, serves most of a prompt, and how many tokens."""
+        """The kept row that serves most tokens of a prompt, and their number; `kept` is sorted by tokens."""
         place = bisect_right(kept, ids, key=lambda row: row.ids)
-        # In this order the rows next to a prompt have the longest beginning in common with it, and the last one before
-        # it is the longest that it goes on from. If it goes on from none, one that cannot go back may hide a shorter
-        # one that serves.
+        # In this order the neighbours of a prompt share the longest beginning with the prompt. If the prompt continues
+        # any row, the longest such row is the neighbour before it. If the prompt continues none, a neighbour that
+        # cannot go back may hide a shorter row that serves, so all rows are searched.
         near = kept[max(0, place - 1) : place + 1]
         goes_on = place > 0 and near[0].usable(ids) == len(near[0].ids)
         if not goes_on and not all(row.may_go_back for row in near):
@@ -187,7 +186,7 @@ class KeptTurns:
 
 
 def filled_cache(config: PreTrainedConfig, rows: list[KeptRow | None], used: list[int], width: int) -> DynamicCache:
-    """The cache of a batch of `rows`, of each its first `used` tokens, padded on the left to `width` columns."""
+    """The cache of a batch: the first `used` tokens of each of `rows`, padded on the left to `width` columns."""
     cache = DynamicCache(config=config)
     for number, layer in enumerate(cache.layers if width else ()):
         by_row = [None if row is None else row.layers[number] for row in rows]
@@ -201,7 +200,7 @@ def filled_cache(config: PreTrainedConfig, rows: list[KeptRow | None], used: lis
             batch = one.new_zeros(len(rows), one.shape[0], columns, one.shape[2])
             for place, (row, length) in enumerate(zip(by_row, used, strict=True)):
                 if length:
-                    # What a sliding layer has let go of is missing in front.
+                    # Tokens that a sliding layer has dropped are missing in front.
                     missing = len(rows[place].ids) - row[name].shape[-2]
                     real = row[name][:, max(0, length - missing - columns) : length - missing]
                     batch[place, :, columns - real.shape[1] :] = real
@@ -228,5 +227,5 @@ def joined_cache(
         if states:
             fill_layer(layer, states, width)
         for cache in caches:
-            cache.layers[number] = None  # its memory is free before the next layer is joined
+            cache.layers[number] = None  # frees its memory before the next layer is joined
     return joined

@@ -15,7 +15,7 @@ class EfficientDPOConfig(OwnConfig, DPOConfig):
     """Every field of [`trl.DPOConfig`], unchanged in meaning, and the ones below.
 
     Raises:
-        ValueError: values that cannot be right together; says what to write instead.
+        ValueError: values that cannot be right together; the message names a value to use.
     """
 
     STOCK = DPOConfig

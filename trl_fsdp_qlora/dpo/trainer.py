@@ -1,6 +1,4 @@
-"""`EfficientDPOTrainer`: `trl.DPOTrainer`'s interface; the two answers of a pair share the computation of their
-prompt.
-"""
+"""`EfficientDPOTrainer`: the interface of `trl.DPOTrainer`; the prompt of a pair is computed once for both answers."""
 
 import inspect
 from functools import wraps
@@ -19,24 +17,25 @@ from ..prefix_sharing.layout import IGNORED_LABEL, UnpackableBatch
 from ..prefix_sharing.self_check import compares_gradients, reduced_over_ranks
 from .config import EfficientDPOConfig
 
-# What TRL's collators put into a batch for the loss, not for the model.
+# Entries that TRL's collators put into a batch for the loss, not for the model.
 _OF_THE_LOSS = {"completion_mask", "ref_chosen_logps", "ref_rejected_logps"}
 
 
 class EfficientDPOTrainer(EfficientTraining, ShardedQLoRAMixin, DPOTrainer):
     """Drop-in replacement of [`trl.DPOTrainer`]: same arguments, losses, metrics, checkpoints, options.
 
-    What differs is how:
+    The trainer computes the same numbers in another way:
 
-    - prompts are computed once per pair, and padding not at all, in the policy's passes and the reference's
+    - the passes of the policy and the reference model compute a prompt once per pair and skip padding
       ([`trl_fsdp_qlora.prefix_sharing.door.share_prompts`]);
-    - [`ShardedQLoRAMixin`]: FSDP2 with a 4-bit base;
-    - [`trl_fsdp_qlora.grpo.training.EfficientTraining`]: phases on the clock, whole checkpoints, a start-up block.
+    - [`ShardedQLoRAMixin`] trains under FSDP2 with a 4-bit base;
+    - [`trl_fsdp_qlora.grpo.training.EfficientTraining`] times phases, writes whole checkpoints and prints a start-up
+      block.
     """
 
     _tag_names = ["trl", "dpo", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)
 
-    # Of a trainer that was built without `__init__`.
+    # Defaults for a trainer that was built without `__init__`.
     door: Door | None = None
     reference_door: Door | None = None
 
@@ -65,7 +64,7 @@ class EfficientDPOTrainer(EfficientTraining, ShardedQLoRAMixin, DPOTrainer):
             self.reference_door = open_door(self.accelerator.unwrap_model(self.ref_model), **options)
 
     def compute_ref_log_probs(self, model, inputs):
-        if self.door is None:  # TRL's constructor computes them ahead
+        if self.door is None:  # TRL's constructor may call this method
             self._open_doors()
         door = self.door if self.ref_model is None else self.reference_door
         with torch.no_grad():
@@ -94,20 +93,21 @@ class EfficientDPOTrainer(EfficientTraining, ShardedQLoRAMixin, DPOTrainer):
         others = {"input_ids", "attention_mask", *_OF_THE_LOSS}
         vision = {name: value for name, value in inputs.items() if name not in others}
         batch = Batch(inputs["input_ids"], inputs.get("attention_mask"), labels, vision)
-        # Counted until a batch with images was compared: ranks agree on it, and the host waits.
+        # Images are counted only until a batch with images was compared: the ranks have to agree, and the host waits.
         is_open = door.expects_images and (compares_gradients(model), True) not in door.checked
         if is_open and not self._counts_images(door, batch):
             return
-        # TRL's batch is all chosen answers, then all rejected ones: of a pair side by side.
+        # TRL's batch has all chosen answers first, then all rejected ones. The comparison needs the two of a pair
+        # next to each other.
         in_pairs = np.arange(len(labels)).reshape(2, -1).T.ravel()
         door.compare_with_stock(model, batch.rows(in_pairs), self.accelerator.autocast)
 
     def _counts_images(self, door: Door, batch: Batch) -> bool:
-        """Give `batch` the number of images of each row; whether that could be told on every rank."""
+        """Set the number of images of each row of `batch`; return whether every rank could count its images."""
         is_counted = True
         if batch.has_images:
             try:
                 batch.num_images = door.images.count(batch)
-            except UnpackableBatch:  # which its pass says, too
+            except UnpackableBatch:  # the pass itself logs it, too
                 is_counted = False
         return not reduced_over_ranks([int(not is_counted)], batch.input_ids.device)[0]

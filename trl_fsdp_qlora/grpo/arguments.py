@@ -18,9 +18,7 @@ logger = get_logger(__name__)
 
 
 def adapter_and_base(call: dict[str, Any]) -> tuple[Any, bool]:
-    """The config of the adapter that a trainer's arguments train (or `None`), and whether they name a quantized
-    base.
-    """
+    """The config of the adapter to train (or `None`), and whether a trainer's arguments name a quantized base."""
     model = call["model"]
     peft_config = call.get("peft_config")
     args = call.get("args")
@@ -28,7 +26,7 @@ def adapter_and_base(call: dict[str, Any]) -> tuple[Any, bool]:
         options = getattr(args, "model_init_kwargs", None) or {}
         stored = options.get("quantization_config")
         if stored is None and getattr(args, "use_vllm", False):  # without vLLM nothing depends on the checkpoint
-            with suppress(OSError, ValueError):  # no such checkpoint, or an unreadable one: loading it says so in full
+            with suppress(OSError, ValueError):  # missing or unreadable checkpoint: loading raises the full error
                 stored = PreTrainedConfig.get_config_dict(model, **options)[0].get("quantization_config")
     else:
         if peft_config is None and is_peft_model(model):
@@ -38,8 +36,10 @@ def adapter_and_base(call: dict[str, Any]) -> tuple[Any, bool]:
 
 
 def own_config(cls: type, args: Any, model: Any, suffix: str) -> Any:
-    """`args`, or a config of class `cls` whose folder is named after `model` and the method; `TypeError` for another
-    class.
+    """`args`, or if it is `None` a config of class `cls` whose folder is named after `model` and the method.
+
+    Raises:
+        TypeError: `args` is of another class.
     """
     if args is None:
         return cls(f"{model_name(model).rstrip('/').split('/')[-1]}-{suffix}")
@@ -49,15 +49,15 @@ def own_config(cls: type, args: Any, model: Any, suffix: str) -> Any:
 
 
 def completed(call: dict[str, Any], cls: type, suffix: str) -> dict[str, Any]:
-    """A trainer's arguments with a whole config of `cls`; numbers in it that can only be a mistake are warned of.
+    """A trainer's arguments with a complete config of `cls`. Logs a warning for numbers that can only be a mistake.
 
     Raises:
-        UserError: several processes were launched of which each takes itself for the only one.
+        UserError: several processes were launched, and each of them believes that it is the only one.
     """
     model = call["model"]
     args = cls.complete(call.get("args")) or own_config(cls, None, model, suffix)
     for line in checks.mistakes(args):
-        logger.warning(line)  # what TRL takes is no error
+        logger.warning(line)  # TRL accepts these values, so they are no error
     options = args.model_init_kwargs or {}
     peft_config = checks.language_model_only(call.get("peft_config"), model, options.get("revision"))
     checks.check_processes(args.world_size)
@@ -65,17 +65,18 @@ def completed(call: dict[str, Any], cls: type, suffix: str) -> dict[str, Any]:
 
 
 def check_prompts(call: dict[str, Any], needs_prompt: bool = True) -> None:
-    """Refuse a dataset that a trainer which draws completions would trip over, see [`checks.check_dataset`]."""
+    """Refuse a dataset that a trainer cannot draw completions for, see [`checks.check_dataset`]."""
     args = call["args"]
     if (dataset := call.get("train_dataset")) is not None:
         checks.check_dataset(dataset, args.generation_batch_size // args.num_generations, needs_prompt)
 
 
 def with_base_loaded(call: dict[str, Any], needs_reference: bool) -> dict[str, Any]:
-    """A trainer's arguments with the base loaded where FSDP2 is to shard a 4-bit one that is given by name.
+    """A trainer's arguments; a 4-bit base that is given by name and sharded by FSDP2 is loaded here.
 
     Args:
-        needs_reference: a model of its own beside the policy, were there no adapter to switch off.
+        needs_reference: whether the loss needs a reference model. Without an adapter to switch off, this is a second
+            model next to the policy.
 
     Raises:
         ValueError: a wrong combination of launch and model.
@@ -89,7 +90,7 @@ def with_base_loaded(call: dict[str, Any], needs_reference: bool) -> dict[str, A
     check_launch(quantized, getattr(args.deepspeed_plugin, "zero_stage", None))
     check_reference(needs_reference and adapter_and_base(call)[0] is None)
     if isinstance(model, str) and is_fsdp2_launch() and getattr(quantization_config, "load_in_4bit", False):
-        # Once per node. TRL's own default dtype, so that the same script gives the same numbers.
+        # The base is loaded once per node, in TRL's own default dtype, so that a script gives the same numbers.
         options = {"dtype": "float32", **options}
         model = load_quantized_base(model, quantization_config, **options)
         quantization_config = None
@@ -97,7 +98,7 @@ def with_base_loaded(call: dict[str, Any], needs_reference: bool) -> dict[str, A
 
 
 def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
-    """The arguments of `trl.GRPOTrainer` to construct it with, from those the user gave, and what vLLM is sent.
+    """The constructor arguments of `trl.GRPOTrainer`, made from the user's arguments, and how vLLM gets the weights.
 
     Raises:
         ValueError: no `prompt` column, an empty or too small dataset, a wrong combination of launch and model.
@@ -120,6 +121,6 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
             "num_generations_first draws single-turn completions of text prompts in two parts, and there is "
             f"{', '.join(found)}: set num_generations_first=None"
         )
-    # Refuses what vLLM cannot serve before anything is loaded.
+    # Raises before anything is loaded if vLLM cannot serve the model.
     sync = choose_sync(args, *adapter_and_base(call), ask=True)
     return with_base_loaded(call, needs_reference=args.beta != 0.0), sync

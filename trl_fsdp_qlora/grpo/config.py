@@ -1,4 +1,4 @@
-"""`EfficientGRPOConfig`: `trl.GRPOConfig` plus the few switches this package adds."""
+"""`EfficientGRPOConfig`: `trl.GRPOConfig` plus the switches that this package adds."""
 
 from dataclasses import dataclass
 
@@ -17,10 +17,10 @@ from .token_budget import check_config
 class EfficientGRPOConfig(OwnConfig, GRPOConfig):
     """Every field of [`trl.GRPOConfig`], unchanged in meaning, and the ones below.
 
-    The text beside a field is its only one: `--help`, this docstring and docs/config.md take it from there.
+    Each field has one help text, next to the field: `--help`, this docstring and docs/config.md use it.
 
     Raises:
-        ValueError: values that cannot be right together; says what to write instead.
+        ValueError: values that cannot be right together; the message names a value to use.
     """
 
     STOCK = GRPOConfig

@@ -1,4 +1,4 @@
-"""Keeping the completions of one prompt together."""
+"""Micro-batches and a sampler that keep the completions of one prompt together."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ from ..scoring.transfer import to_device
 def group_permutation(batch_size: int, group_size: int, rank_offset: int = 0) -> torch.Tensor:
     """A random order of `batch_size` rows in which whole groups move and rows inside a group keep their order.
 
-    Draws exactly one `torch.randperm(batch_size)` from the global generator, which is what TRL's shuffle draws, so a
-    run with the same seed generates the same completions as stock TRL where transformers draws them as in stock. A
-    group that this rank holds only in part stays at the end of the slice where it stood.
+    The function draws exactly one `torch.randperm(batch_size)` from the global generator, as TRL's shuffle does. So a
+    run with the same seed generates the same completions as stock TRL, if transformers draws them as in stock. A
+    group that this rank holds only in part stays at its end of the slice.
 
     Args:
         batch_size: rows on this rank.
@@ -35,11 +35,11 @@ def group_permutation(batch_size: int, group_size: int, rank_offset: int = 0) ->
 
 
 def micro_batches(batch: dict[str, torch.Tensor | Sequence | None], group_size: int, rank: int, count: int) -> list:
-    """`count` slices of this rank's part of a generation batch, its groups shuffled; as TRL slices it otherwise.
+    """`count` slices of this rank's part of a generation batch, with shuffled groups; otherwise sliced as in TRL.
 
-    Pixels are lists with an entry per row, to be put together by `joined_images` when a slice is used: TRL's
-    batch has them once per completion, this one once per prompt. What tells a row's images apart goes along
-    (`image_keys`).
+    Pixels are lists with an entry per row; `joined_images` joins them when a slice is used. TRL's batch holds the
+    pixels once per completion, this batch once per prompt. The keys that tell a row's images apart are added as
+    `image_keys`.
     """
     apart = dict(split_pixel_values_by_grid(batch))
     rows = len(batch["prompt_ids"])
@@ -52,7 +52,7 @@ def micro_batches(batch: dict[str, torch.Tensor | Sequence | None], group_size: 
             if isinstance(apart.get(name), list):
                 for key, one in zip(keys, apart[name], strict=True):
                     if (name, key) not in kept:
-                        kept[name, key] = one.clone()  # the batch itself is then let go
+                        kept[name, key] = one.clone()  # a copy, so that the batch itself can be freed
                 apart[name] = [kept[name, key] for key in keys]
     order = group_permutation(rows, group_size, rank_offset=rank * rows)
 
@@ -65,10 +65,10 @@ def micro_batches(batch: dict[str, torch.Tensor | Sequence | None], group_size: 
 
 
 class EpochRepeatSampler(RepeatSampler):
-    """TRL's `RepeatSampler`, which yields in epoch n what it would yield in its n-th pass.
+    """TRL's `RepeatSampler` with the order of epoch n also in a run that is resumed in epoch n.
 
-    TRL's draws the permutations of all epochs from one generator, so a run resumed in a later epoch starts over with
-    the first epoch's order. The order of an uninterrupted run is the same as TRL's.
+    TRL's sampler draws the permutations of all epochs from one generator, so a run that is resumed in a later epoch
+    starts over with the first epoch's order. The order of an uninterrupted run is the same as TRL's.
     """
 
     epoch = 0

@@ -9,16 +9,16 @@ EPSILON = 1e-4  # TRL's
 
 
 def mean_scaled_advantages(rewards_N: torch.Tensor, group_size: int) -> torch.Tensor:
-    """(r - mean) / mean within each group, `(N,)`: the group's mean reward in the place of its standard deviation.
+    """(r - mean) / mean within each group, `(N,)`: the group's mean reward replaces its standard deviation.
 
     With rewards of 0 and 1 and completions drawn from the policy, the expectation over a group of G is, per
     completion,
 
         E[1/G Σ A ∇ log π] = (1 - (1 - p)^(G - 1)) / p · ∇p = Σ_{k=0}^{G-2} (1 - p)^k ∇p,
 
-    the first G - 1 terms of ∇ log p = ∇p / p: rare successes count for more the larger a group is. A group that never
-    succeeded gives nothing, nor does a completion without a reward (NaN). The method is defined for rewards of 0 and
-    more: a group whose mean is negative, where the sign would turn, gives nothing either.
+    the first G - 1 terms of ∇ log p = ∇p / p: rare successes count for more the larger a group is. Advantages are zero
+    in a group that never succeeded, and for a completion without a reward (NaN). The method is defined for rewards of
+    0 and more: a negative mean would turn the sign, so advantages are zero in a group with a negative mean.
     """
     rewards_GN = rewards_N.unflatten(0, (-1, group_size))
     mean_G1 = rewards_GN.nanmean(1, keepdim=True)

@@ -1,5 +1,6 @@
-"""What trainers that draw completions have around their loss: rollouts, rewards, whole groups, completions kept in
-checkpoints.
+"""`OnlineTraining`: the steps around the loss of a trainer that draws completions.
+
+It handles rollouts, rewards, whole groups in micro-batches, and completions kept in checkpoints.
 """
 
 from contextlib import nullcontext
@@ -25,19 +26,19 @@ logger = get_logger(__name__)
 class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
     """Part of a trainer of TRL's that draws completions for its prompts and rewards them (GRPO, RLOO).
 
-    - `rollout`: where completions come from;
+    - `rollout` draws the completions;
     - completions of one prompt stay together in micro-batches, so that their prompt is computed once;
     - a checkpoint holds the completions still to be used.
     """
 
-    # Of a trainer that was built without `__init__`.
+    # Defaults for a trainer that was built without `__init__`.
     rollout = None
     _is_in_training_step = False
     _micro_batches_done = 0  # since the optimizer step before
     _planned_steps = range(
         0
-    )  # the values of `_step` that were looked ahead to, whether or not they are scored together
-    _planned_inputs = ()  # what the scores of each of them depend on, see `_what_counts`
+    )  # the values of `_step` covered by the last look ahead, whether or not they are scored together
+    _planned_inputs = ()  # for each planned step, the tensors its scores depend on; see `_what_counts`
 
     def begin(self, method: str) -> None:
         super().begin(method)
@@ -56,7 +57,7 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
         return sampler
 
     def _prepare_inputs(self, generation_batch):
-        # TRL's own method with one change: whole groups are shuffled, so a prompt's completions stay in one
+        # TRL's own method with one change: it shuffles whole groups, so a prompt's completions stay in one
         # micro-batch.
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
@@ -95,14 +96,15 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
         return bool(getattr(self, "tools", None))
 
     def _generate_settings(self) -> GenerateSettings | None:
-        """What TRL gives to transformers' `generate`; `None` where another engine generates."""
+        """The settings that TRL passes to transformers' `generate`; `None` if another engine generates."""
         if self.use_vllm or self.use_transformers_continuous_batching:
             return None
         return GenerateSettings(self.generation_config, self.generation_kwargs, self.eos_token_ids)
 
     def generating(self, wrapped=None):
-        """A model to generate with beside training's rollouts, see
-        [`trl_fsdp_qlora.decode.rollout.Rollout.generating`].
+        """A model to generate with outside of training's rollouts.
+
+        See [`trl_fsdp_qlora.decode.rollout.Rollout.generating`].
         """
         return self.rollout.generating(self.model_wrapped if wrapped is None else wrapped)
 
@@ -118,17 +120,17 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
     # --- an optimizer step's micro-batches are scored together -------------------------------------------------------
 
     def train(self, *args, **kwargs):
-        self._forget_update()  # of a run that broke off; its gradients are dropped as well
+        self._forget_update()  # a run that broke off may have left a plan; its gradients are dropped as well
         return super().train(*args, **kwargs)
 
     def get_batch_samples(self, *args, **kwargs):
-        # Once in front of each optimizer step: the one before may have ended early.
+        # Called once before each optimizer step; the previous step may have ended early.
         self._end_update()
         return super().get_batch_samples(*args, **kwargs)
 
     def training_step(self, model, *args, **kwargs):
         if self.accelerator.sync_gradients and self._step + 1 < self._planned_steps.stop:
-            self._end_update()  # the optimizer steps earlier than it said
+            self._end_update()  # the optimizer steps earlier than planned
         self._is_in_training_step = True
         try:
             loss = super().training_step(model, *args, **kwargs)
@@ -136,7 +138,7 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
                 with fast_linears(self.model):
                     self.step_scores.go_back(model, self.accelerator.autocast, self.accelerator.no_sync)
         except BaseException:
-            # Somebody may catch it and go on: nothing of this step is used then.
+            # A caller may catch the error and go on; nothing of this step may be used then.
             self._forget_update()
             raise
         finally:
@@ -147,7 +149,7 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
         return loss
 
     def _end_update(self) -> None:
-        """No further micro-batch of this optimizer step comes; gradients that wait for one are paid."""
+        """End this optimizer step: no further micro-batch comes, so gradients that wait for one are added now."""
         if self.step_scores is not None:
             self.step_scores.settle()
         self._forget_update()
@@ -176,7 +178,7 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
         return self.step_scores, number
 
     def _scores_of_step(self, door) -> StepScores | None:
-        """Of the micro-batches from this one on to the optimizer step, as far as their completions are drawn."""
+        """Scores of this micro-batch and those after it up to the optimizer step, if their completions are drawn."""
         place = self._step % self.args.steps_per_generation
         left_in_update = max(1, self.current_gradient_accumulation_steps - self._micro_batches_done)
         if self.accelerator.sync_gradients:
@@ -195,14 +197,14 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
             if scored_BC is not None:
                 batch.labels[:, -scored_BC.shape[1] :].masked_fill_(~scored_BC, IGNORED_LABEL)
             batches.append(batch)
-        # Each backward of DeepSpeed's has to reach a parameter, and its optimizer steps in that of the last loss.
+        # With DeepSpeed each backward has to reach a parameter, and the optimizer steps in the last loss's backward.
         plan = door.plan_step(batches, limit, one_by_one=self.is_deepspeed_enabled)
         return None if plan is None else StepScores(plan, batches, ends_update=count == left_in_update)
 
     def _scored_tokens(self, inputs, ahead: int) -> torch.Tensor | None:
-        """Completion tokens `(B, C)` that the loss of a micro-batch will ask for; `None` for all that the mask has.
+        """Completion tokens `(B, C)` that the loss of a micro-batch will ask for; `None` for every unmasked token.
 
-        `ahead`: how many micro-batches come before it.
+        `ahead`: how many micro-batches lie between the current one and this one; 0 for the current one.
         """
         return None
 
@@ -212,9 +214,9 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
         return {"step": self._step, "buffer": self._buffered_inputs}
 
     def _take_rollouts(self, rollouts):
-        """Go on with what `_rollouts_to_keep` gave; `None` where that cannot be used."""
+        """Continue with the rollouts that `_rollouts_to_keep` returned; `None` if they cannot be used."""
         if rollouts is None:
-            self._step = self.state.global_step * self.args.gradient_accumulation_steps  # as far as the sampler is
+            self._step = self.state.global_step * self.args.gradient_accumulation_steps  # the sampler's position
         else:
             self._step = rollouts["step"]
             self._buffered_inputs = rollouts["buffer"]
@@ -225,10 +227,10 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
             self._take_rollouts(self.checkpointing.load_rollouts(checkpoint))
 
     def _load_best_model(self):
-        self._last_loaded_step = -1  # the engine holds the last weights, not the best
+        self._last_loaded_step = -1  # the engine still holds the last weights, not the best ones
         super()._load_best_model()
 
-    # --- what is said about a run ------------------------------------------------------------------------------------
+    # --- the start-up block ------------------------------------------------------------------------------------------
 
     def features(self):
         per_device = self.args.per_device_train_batch_size
@@ -247,13 +249,14 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
         return [door, groups, *rollouts, *self._engine_features(), *others]
 
     def _engine_features(self) -> list[tuple[str, str]]:
-        """How the policy gets into vLLM, where it draws."""
+        """Lines of the start-up block on how the policy gets into vLLM; none if vLLM is not used."""
         return []
 
 
 def _what_counts(inputs: dict) -> list[tuple[int, int]]:
-    """Which tensors of a micro-batch say what is scored, and how often each was written to: no two lists are equal by
-    chance.
+    """Identity and version of each tensor that decides what is scored in a micro-batch.
+
+    A changed micro-batch has another list, because a write to a tensor raises its version.
     """
     names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages")
     tensors = [inputs[name] for name in names if name in inputs]

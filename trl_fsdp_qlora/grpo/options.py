@@ -1,6 +1,4 @@
-"""What the configs of this package have in common: the fields that several trainers take, and how a config is copied
-and kept.
-"""
+"""Fields that several configs of this package share, and how a config is copied and stored."""
 
 import copy
 from dataclasses import fields
@@ -68,14 +66,15 @@ SHOW_COMPLETIONS = {
 
 
 class OwnConfig:
-    """Mixed into a config of TRL's, before it in the bases; the dataclass sets `STOCK` and is made with
-    `repr=False`.
+    """Mixin for a config that extends one of TRL's, placed before TRL's class in the bases.
+
+    The dataclass sets `STOCK` and is made with `repr=False`.
     """
 
-    STOCK: ClassVar[type]  # the config of TRL's that it extends
+    STOCK: ClassVar[type]  # the TRL config that the dataclass extends
 
     def note_defaults(self) -> None:
-        """To be called first: what is left at its default is known before anything is worked out."""
+        """Record which fields are left at their defaults. Called first, before any field is derived."""
         self._take_numpy()
         self._left_at_default = left_at_default(self)
 
@@ -87,7 +86,7 @@ class OwnConfig:
         super().__post_init__()
 
     def check_choices(self) -> None:
-        """To be called last. Raises `ValueError` for a word that a field of this package does not know."""
+        """Raise `ValueError` if a field of this package has an unknown value. Called last."""
         for item in fields(self):
             value = getattr(self, item.name)
             known = item.metadata.get("choices")
@@ -98,19 +97,19 @@ class OwnConfig:
         note_derived(self, self._left_at_default)
 
     def _take_numpy(self) -> None:
-        # An optimizer.pt with numpy's number as the learning rate could be written, but not read again.
+        # With a numpy number as the learning rate, optimizer.pt could be written, but not read again.
         for name, value in vars(self).items():
             if isinstance(value, np.generic):
                 setattr(self, name, value.item())
 
     @classmethod
     def complete(cls, args: Any) -> Any:
-        """`args` with this class's own fields at their defaults where it lacks them, so a plain TRL config serves."""
+        """A copy of `args` with defaults for the fields of this class that it lacks, so a plain TRL config works."""
         if args is None or isinstance(args, cls):
             return args
         completed = copy.copy(args)
         if type(args) is cls.STOCK:
-            completed.__class__ = cls  # so that what is said below of secrets holds for it too
+            completed.__class__ = cls  # so that the methods below hide its secrets too
         completed.__dict__ = {item.name: item.default for item in fields(cls)} | vars(args)
         cls._take_numpy(completed)
         return completed
@@ -122,7 +121,7 @@ class OwnConfig:
 
     def __copy__(self):
         twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)  # copies within a process keep what a pickle leaves out
+        twin.__dict__.update(self.__dict__)  # copies within a process keep the secrets that a pickle leaves out
         return twin
 
     def __deepcopy__(self, memo):

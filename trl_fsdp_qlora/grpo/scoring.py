@@ -1,4 +1,4 @@
-"""How trainers that draw completions score them: TRL's passes go through the door, and each pass is on the clock."""
+"""`ScoringThroughTheDoor`: TRL's scoring passes on packed rows, each pass timed as a phase."""
 
 import inspect
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from ..scoring.token_selection import weight_gradient
 from .step import StepScores
 
 LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-# What TRL's pass takes of a batch next to ids and masks.
+# Arguments that TRL's pass takes from a batch in addition to ids and masks.
 OF_IMAGES = (
     "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
     "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
@@ -31,16 +31,16 @@ OF_IMAGES = (
 
 @dataclass(frozen=True, eq=False)
 class LossPass:
-    """The policy as a loss hands it to TRL, which does nothing with it but score completions.
+    """The policy and a request for scores; a loss passes it to TRL in the place of the model.
 
     Attributes:
         model: the root module, wrappers included.
-        scored_BC: completion tokens whose values are wanted (bool); all that the mask has if `None`. All others get
-            zeros. Who narrows the policy's tokens must also zero what they are compared with: `exp(0 - old)`
-            overflows, and infinity times a zero mask is not zero.
+        scored_BC: completion tokens whose values are wanted (bool); every unmasked token if `None`. All others get
+            zeros. A caller that leaves out tokens must also zero the old and reference values of these tokens:
+            `exp(0 - old)` overflows, and infinity times a zero mask is not zero.
         weight_BC: factor on the gradient of each log-probability; one if `None`.
-        inputs: of the loss.
-        values: of this very pass, if it was made ahead of the loss (its weights needed the log-probabilities).
+        inputs: the inputs of the loss.
+        values: the result of this pass, if it was made before the loss (its weights needed the log-probabilities).
     """
 
     model: nn.Module
@@ -51,27 +51,30 @@ class LossPass:
 
     @property
     def image_keys(self) -> torch.Tensor | None:
-        """What tells the images of each row apart, if the batch was made with it."""
+        """Keys that tell the images of each row apart, if the batch was made with them."""
         return None if self.inputs is None else self.inputs.get("image_keys")
 
 
 class ScoringThroughTheDoor:
     """Part of a trainer: `_get_per_token_logps_and_entropies` of TRL's GRPO and RLOO trainers on packed rows.
 
-    Where a pass runs padded, rows and trailing columns without a label are left out. Old and reference passes are cut
+    If a pass runs padded, rows and trailing columns without a label are left out. Old and reference passes are cut
     by the tokens they compute instead of by rows.
     """
 
-    # Of a trainer that was built without `__init__`, as some tests of TRL do.
+    # Defaults for a trainer that was built without `__init__`, as in some tests of TRL.
     door: Door | None = None
     reference_door: Door | None = None
     step_scores: StepScores | None = None
 
     def open_doors(self, entropy_gradient: bool) -> None:
-        """Once the models are made. `entropy_gradient`: the loss has a term in the entropy."""
+        """Open the doors of the policy and the reference model, once both exist.
+
+        `entropy_gradient`: whether the loss has an entropy term.
+        """
         columns = set(getattr(self.train_dataset, "column_names", None) or ())
         may_have_images = bool({"image", "images"} & columns)
-        # Of GRPO's, which may return pictures.
+        # GRPO's tools and environments may return images.
         may_have_images |= bool(getattr(self, "tools", None) or getattr(self, "environments", None))
         options = {
             "attention": self.args.prefix_sharing,
@@ -87,18 +90,19 @@ class ScoringThroughTheDoor:
         self._keeps_columns = position_limit(policy) != float("inf")
 
     def own_attention(self):
-        """Inside, the policy has its own attention implementation, as generation expects it."""
+        """Context in which the policy has its own attention implementation, as generation expects."""
         return nullcontext() if self.door is None else self.door.set_aside()
 
     def forget_images(self) -> None:
-        """Give the memory of the image features back, which were kept for the passes over one generation batch."""
+        """Free the image features that were kept for the passes over one generation batch."""
         for door in (self.door, self.reference_door):
             if door is not None:
                 door.forget_images()
 
     def look_for_images(self, here: bool) -> None:
-        """Let the ranks agree whether a generation batch has images; `here`: this rank's has. Every rank has to call
-        it.
+        """Let the ranks agree whether a generation batch has images. Every rank has to call this method.
+
+        `here`: whether this rank's part of the batch has images.
         """
         for door in (self.door, self.reference_door):
             if door is not None:
@@ -124,7 +128,7 @@ class ScoringThroughTheDoor:
     def _score(
         self, stock: Callable[..., LogProbs], wanted: LossPass, kind: str, arguments: dict[str, Any]
     ) -> LogProbs:
-        """A pass of a kind: `stock` is TRL's, with its `arguments` but for the model."""
+        """Run and time a pass of this kind. `stock` is TRL's method, `arguments` are its arguments but the model."""
         is_phase = self.model.training and kind in ("old_policy", "reference")
         with self.clock.phase(f"{kind}_pass") if is_phase else nullcontext():
             return self._score_through_the_door(stock, wanted, kind, arguments)
@@ -138,7 +142,7 @@ class ScoringThroughTheDoor:
         rows, width = batch.input_ids.shape
         batch_size = arguments.get("batch_size") or rows
         tokens_per_pass = batch_size * width if batch_size < rows else None
-        # A micro-batch that is cut to fit is not compared in passes that would not.
+        # If a micro-batch is cut to fit into memory, the comparison passes have to be cut as well.
         limit = tokens_per_pass or self.args.tokens_per_pass or None
         door.compare_with_stock(wanted.model, batch, self.accelerator.autocast, limit)
         step_scores, number = (None, 0)
@@ -165,8 +169,8 @@ class ScoringThroughTheDoor:
                     self.step_scores = None
             return wanted.model(**model_arguments, **for_the_door)
 
-        # TRL leaves values where the LM head is: on the last device of a model that is split over several, on the host
-        # where FSDP2 offloads it.
+        # TRL leaves the values on the LM head's device: the last device of a model that is split over several, or the
+        # host if FSDP2 offloads the head.
         values = (None if x is None else x.to(batch.input_ids.device) for x in stock(call, **arguments))
         logps_BC, entropies_BC, aux_loss = values
         if door.is_active and door.figures.tokens:
@@ -174,7 +178,7 @@ class ScoringThroughTheDoor:
                 self._add_metrics(
                     door.figures.metrics(f"prefix_sharing/{'policy' if kind == 'policy' else 'no_grad'}")
                 )
-            # A quantile may fall on a tie.
+            # Equal tokens need equal entropies: the quantile may fall on a tie.
             if getattr(self, "top_entropy_quantile", 1.0) < 1.0 and entropies_BC is not None:
                 entropies_BC = share_values(
                     entropies_BC, batch.input_ids, batch.attention_mask, arguments["logits_to_keep"]
@@ -186,7 +190,7 @@ class ScoringThroughTheDoor:
         return logps_BC, entropies_BC, aux_loss
 
     def _look_ahead(self, door: Door, inputs: dict[str, Any] | None) -> tuple[StepScores | None, int]:
-        """The scores of this optimizer step, and which of its micro-batches the one of these `inputs` is."""
+        """The scores of this optimizer step, and the number of the micro-batch with these `inputs` in it."""
         return None, 0
 
     def _add_metrics(self, metrics: dict[str, float]) -> None:
@@ -205,14 +209,14 @@ def padded_batch(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def batch_of(arguments: dict[str, Any], image_keys: torch.Tensor | None) -> Batch:
-    """The batch of a pass with all of its completion tokens labelled, from the arguments of TRL's method."""
+    """The batch of a pass, with every completion token labelled, from the arguments of TRL's method."""
     input_ids = arguments["input_ids"]
     attention_mask = arguments["attention_mask"]
     labels = input_ids.masked_fill(attention_mask == 0, IGNORED_LABEL)
     labels[:, : -arguments["logits_to_keep"]] = IGNORED_LABEL
     vision = {name: arguments[name] for name in OF_IMAGES if arguments.get(name) is not None}
     if image_keys is None and "pixel_values" in vision and vision.get("num_images") is not None:
-        # Here, since TRL hands slices of the pixels on, and those of the next pass are others.
+        # The keys are made here because TRL passes on slices of the pixels, and each pass gets another slice.
         image_keys = fingerprints(vision)
     num_images = vision.pop("num_images", None)
     return Batch(input_ids, attention_mask, labels, vision, num_images, image_keys)

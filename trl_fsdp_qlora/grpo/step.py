@@ -1,17 +1,17 @@
-"""The micro-batches of an optimizer step, scored together: what several of them begin with is computed once.
+"""Scores of an optimizer step's micro-batches, computed together: a beginning that several share is computed once.
 
-Their weights are the same, and TRL has drawn them all before it uses the first. So the trainer looks ahead: which
-tokens each of them will score is known, and [`trl_fsdp_qlora.prefix_sharing.door.Door.plan_step`] says how to compute
-them.
+All micro-batches of an optimizer step use the same weights, and TRL draws all of them before it uses the first. So the
+trainer can look ahead: it knows which tokens each micro-batch will score, and
+[`trl_fsdp_qlora.prefix_sharing.door.Door.plan_step`] plans the passes that compute them.
 
-- As many micro-batches as fit run in one pass. Each gets its scores when TRL asks for them: the last one of a pass
-  with the graph, those before it as constants, whose gradients wait for the last one's backward (see
-  `prefix_sharing/across_passes.py`).
-- A micro-batch that does not fit is cut. Its scores are computed without a graph first. Once TRL's loss has said what
-  their gradients are, each pass runs again, with a graph, and gets its part of them ([`StepScores.go_back`]). That is
-  one forward more, as with gradient checkpointing.
+- As many micro-batches as fit run in one pass. TRL asks for the scores of one micro-batch at a time. The last one of a
+  pass gets its scores with the graph. Those before it get constants, and their gradients wait for the backward of the
+  last one (see `prefix_sharing/across_passes.py`).
+- A micro-batch that does not fit is cut into several passes. First its scores are computed without a graph. TRL's loss
+  then returns the gradients of these scores, and each pass runs again with a graph and takes its part of the gradients
+  ([`StepScores.go_back`]). This costs one more forward, as gradient checkpointing does.
 
-Either way TRL's loss is taken of each micro-batch as it is.
+In both cases TRL's loss sees each micro-batch unchanged.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ from ..prefix_sharing.door import Batch
 
 
 class RandomState:
-    """Of the generators that dropout draws from: a forward that runs again has to draw the same."""
+    """State of the generators that dropout draws from: a forward that runs again has to draw the same numbers."""
 
     def __init__(self, device: torch.device):
         self.devices = [] if device.type == "cpu" else [device]
@@ -40,7 +40,7 @@ class RandomState:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Inside, what was drawn from here on is drawn again; behind it, draws go on as if nothing had been."""
+        """Repeat the draws that followed the recorded state; after the block, draws continue as if it had not run."""
         with torch.random.fork_rng(self.devices, device_type=self.type if self.devices else "cuda"):
             torch.set_rng_state(self.on_host)
             for device, state in zip(self.devices, self.on_device, strict=True):
@@ -49,7 +49,7 @@ class RandomState:
 
 
 class _CutScores(NamedTuple):
-    """A micro-batch whose scores were computed without a graph: its number, its scores as leaves, what was drawn."""
+    """A micro-batch whose scores were computed without a graph: its number, its scores as leaves, its random state."""
 
     number: int
     constants: dict[str, torch.Tensor]
@@ -62,7 +62,7 @@ class StepScores:
     Args:
         plan: how to compute them.
         batches: the micro-batches.
-        ends_update: the optimizer steps behind the last of them.
+        ends_update: whether the optimizer steps after the last of these micro-batches.
     """
 
     def __init__(self, plan: StepPlan, batches: list[Batch], ends_update: bool):
@@ -70,14 +70,14 @@ class StepScores:
         self.batches = batches
         self.ends_update = ends_update
         self._number = -1  # the micro-batch whose scores were asked for last
-        self._scores: dict[int, FusedCausalLMOutput] = {}  # of the pass at hand, by micro-batch
+        self._scores: dict[int, FusedCausalLMOutput] = {}  # of the current pass, by micro-batch
         self._owed: list[
             tuple[torch.Tensor, Account]
-        ] = []  # what a pass's micro-batches before its last one owe to it
-        self._cut: _CutScores | None = None  # of the micro-batch at hand, if it is cut
+        ] = []  # gradients that the earlier micro-batches of a pass pass on to its last one
+        self._cut: _CutScores | None = None  # the current micro-batch, if it is cut
 
     def score(self, number: int, model: nn.Module) -> FusedCausalLMOutput:
-        """The scores of a micro-batch. Asked for in their order; whoever asks again gets the same."""
+        """The scores of a micro-batch. Callers ask in order; a second call for the same number returns the same."""
         if number != self._number:
             self._number = number
             if self.plan.passes_per_batch > 1:
@@ -85,11 +85,11 @@ class StepScores:
             elif self.computes(number):
                 self._scores = self._scores_of_pass(number // self.plan.batches_per_pass, model)
         if (number + 1) % self.plan.batches_per_pass == 0:
-            self._owed = []  # its own backward pays the others
+            self._owed = []  # the backward of this last micro-batch adds the gradients of the others
         return self._scores[number]
 
     def comes_next(self, number: int) -> bool:
-        """Whether a micro-batch is the one that was asked for last, or the one behind it."""
+        """Whether a micro-batch is the one that was asked for last, or the one after it."""
         return number - self._number in (0, 1)
 
     def computes(self, number: int) -> bool:
@@ -97,8 +97,9 @@ class StepScores:
         return number % self.plan.batches_per_pass == 0
 
     def settle(self) -> None:
-        """No further scores are asked for: pay what waits for the backward of a later pass. After a whole step nothing
-        does.
+        """Add the gradients that wait for the backward of a later pass, because no further scores are asked for.
+
+        After a complete step no gradient waits.
         """
         pay(self._owed)
         self.plan.forwards.settle()
@@ -106,7 +107,7 @@ class StepScores:
         self._owed = []
 
     def _is_last(self, batches: int) -> bool:
-        """Whether the optimizer steps behind the first so many micro-batches."""
+        """Whether the optimizer steps after the first `batches` micro-batches."""
         return self.ends_update and batches == len(self.batches)
 
     # --- several micro-batches in one pass ---------------------------------------------------------------------------
@@ -130,13 +131,13 @@ class StepScores:
                 for place, batch in zip(places, batches, strict=True)
             ]
         values = {name: torch.cat([getattr(output, name) for output in outputs]) for name in _tensors(outputs[0])}
-        # What a loss may take a gradient of.
+        # A loss may take gradients of these two only.
         constants = {name: values[name].requires_grad_() for name in ("log_probs", "entropy") if name in values}
         self._cut = _CutScores(number, constants, draws)
         return FusedCausalLMOutput(**{**values, **constants})
 
     def _passes(self, number: int) -> tuple[range, list[Batch]]:
-        """The passes of a micro-batch, and what each scores."""
+        """The passes of a micro-batch, and the rows that each pass scores."""
         count = self.plan.passes_per_batch
         places = range(number * count, (number + 1) * count)
         batch = self.batches[number]
@@ -145,11 +146,11 @@ class StepScores:
         return places, [batch.rows(rows_of_pass[place] - first) for place in places]
 
     def go_back(self, model: nn.Module, autocast: AbstractContextManager, without_sync) -> None:
-        """What is left of a micro-batch once its loss's backward is over: if it was cut, the backward of its passes.
+        """Run the backward of a micro-batch's passes after the backward of its loss, if the micro-batch was cut.
 
         Args:
             model: the root module.
-            autocast: what its forwards run in.
+            autocast: the context that its forwards run in.
             without_sync: `without_sync(model)` is a context in which a backward does not reduce gradients over ranks.
         """
         self._scores.pop(self._number, None)
@@ -179,7 +180,7 @@ class StepScores:
                     if constant.grad is not None and getattr(output, name).requires_grad
                 ]
                 torch.autograd.backward([value for value, _ in pairs], [owed.to(value.dtype) for value, owed in pairs])
-                # The next pass would run next to what this one's graph refers to.
+                # Otherwise the tensors of this pass's graph would stay in memory during the next pass.
                 del output, pairs
 
 
@@ -191,14 +192,15 @@ def _run(
     reduces: bool = False,
     is_first: bool = True,
 ) -> FusedCausalLMOutput:
-    """A pass with the trunks that it is the first to need.
+    """Run a pass, and before it each trunk that no earlier pass has needed.
 
     Args:
-        reduces: its backward is the optimizer step's last.
-        is_first: of the passes whose tokens are counted together.
+        reduces: the backward of this pass is the last one of the optimizer step.
+        is_first: this pass is the first of those whose tokens are counted together.
     """
     of_images = {"num_images": batch.num_images, "image_keys": batch.image_keys}
-    # DDP asks in the forward whether the backward will reduce gradients. That of a pass may be a later micro-batch's.
+    # DDP decides in the forward whether the backward will reduce gradients, but the backward of this pass may only run
+    # with a later micro-batch.
     reduces = reduces and isinstance(model, DistributedDataParallel)
     for forward in forwards.of_pass(number, is_first):
         with replaced(model, require_backward_grad_sync=True) if reduces else nullcontext():
@@ -215,9 +217,9 @@ def _tensors(output: FusedCausalLMOutput) -> dict[str, torch.Tensor]:
 def _parts(
     output: FusedCausalLMOutput, rows: list[int]
 ) -> tuple[list[FusedCausalLMOutput], list[tuple[torch.Tensor, Account]]]:
-    """The output of a pass by micro-batch, of so many `rows` each, and what all but the last one will owe to it.
+    """The output of a pass, split by micro-batch, and the accounts of all micro-batches but the last.
 
-    The loss is that of all rows, and left out.
+    `rows` has the number of rows of each micro-batch. The loss is left out, because it is taken over all rows.
     """
     if len(rows) == 1:
         return [output], []

@@ -1,14 +1,14 @@
-"""Which tokens of a micro-batch the policy's forward and backward spend anything on.
+"""`TokenBudget`: the choice of the tokens that the policy's forward and backward compute.
 
-`TokenBudget` chooses the tokens in front of TRL's `_compute_loss`; the trainer asks the pass for these alone
-([`trl_fsdp_qlora.grpo.scoring.LossPass`]) and leaves TRL's formulas and normalisers alone. Three things make that
-exact:
+`TokenBudget` chooses tokens before TRL's `_compute_loss`. The trainer then asks the pass for the values of these
+tokens only ([`trl_fsdp_qlora.grpo.scoring.LossPass`]). TRL's formulas and normalisers stay as they are. Three facts
+make this exact:
 
-- a completion with zero advantage adds nothing to a loss without KL and entropy terms, so its tokens need no values;
-- a kept token's weight multiplies the gradient of its log-probability (`token_selection.weight_gradient`), so it
-  reaches the policy term and the KL term alike, whatever the loss type;
-- where nothing was computed the log-probability is zero and so are the old and reference ones it is compared with:
-  ratio 1, KL 0, no gradient.
+- A completion with zero advantage adds nothing to a loss without KL and entropy terms, so its tokens need no values.
+- The weight of a kept token multiplies the gradient of its log-probability (`token_selection.weight_gradient`). So the
+  weight reaches the policy term and the KL term alike, for every loss type.
+- A token that is not computed has the log-probability zero, and its old and reference log-probabilities are set to
+  zero as well: ratio 1, KL 0, no gradient.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 
 
 def _options(args: Any) -> dict[str, Any]:
-    """What a config says of [`select_tokens`], by its names."""
+    """The options of [`select_tokens`] that a config sets, by the names of its parameters."""
     return {x: getattr(args, f"token_selection_{x}") for x in ("rate", "always_first", "max_tokens", "weighting")}
 
 
@@ -32,7 +32,7 @@ def check_config(args: Any) -> None:
     """Refuse token selections that cannot be right with the rest of a config.
 
     Raises:
-        ValueError: names the value, the reason and what to write instead.
+        ValueError: the selection conflicts with another value; the message names both and the change to make.
     """
     strategy = args.token_selection
     check_selection(strategy, **_options(args))
@@ -52,13 +52,13 @@ def check_config(args: Any) -> None:
 
 
 class Choice(NamedTuple):
-    """The tokens that one micro-batch spends anything on."""
+    """The tokens of one micro-batch that are computed."""
 
     scored_BC: torch.Tensor
-    weight_BC: torch.Tensor | None  # where each is one
-    inputs: dict[str, Any]  # with zeros in what the log-probabilities are compared with where nothing is scored
-    # Int64 `(6,)`: tokens of the loss, those of completions that were not skipped, those of the latter that are
-    # scored; completions, those of them with a scored token; what TRL divides its means over tokens by.
+    weight_BC: torch.Tensor | None  # `None` if every weight is one
+    inputs: dict[str, Any]  # old and reference log-probabilities are zero at tokens that are not scored
+    # Int64 `(6,)`: tokens of the loss; tokens of completions that were not skipped; scored tokens; completions;
+    # completions with a scored token; the divisor of TRL's means over tokens.
     counts: torch.Tensor
 
 
@@ -67,7 +67,7 @@ class TokenBudget:
 
     Args:
         args: an `EfficientGRPOConfig`, or a `GRPOConfig` with its fields.
-        rank: of this process.
+        rank: the rank of this process.
         entropy_bonus, router_loss: whether the loss has these terms.
     """
 
@@ -75,7 +75,7 @@ class TokenBudget:
         self.args = args
         self.rank = rank
         self.strategy = args.token_selection
-        # A term that every completion enters, whatever its advantage, keeps all of them in.
+        # A loss term that every completion enters, whatever its advantage, forbids skipping completions.
         reasons = {
             "switched off": not args.skip_zero_advantage,
             f"beta={args.beta} keeps every completion in the KL term": args.beta != 0.0,
@@ -86,7 +86,7 @@ class TokenBudget:
         self.kept_by = next((reason for reason, holds in reasons.items() if holds), None)
 
     def features(self, packed: bool = True) -> list[tuple[str, str]]:
-        """Headings and lines of the start-up block; `packed`: the policy's passes run on packed rows."""
+        """Headings and lines of the start-up block; `packed`: whether the policy's passes run on packed rows."""
         heading = "on" if self.kept_by is None else "as stock TRL" if self.args.skip_zero_advantage else "off"
         found = [(heading, "completions with zero advantage skipped" + (f": {self.kept_by}" if self.kept_by else ""))]
         if self.strategy != "all":
@@ -95,10 +95,10 @@ class TokenBudget:
         return found
 
     def choose(self, inputs: dict[str, Any], step: int, micro_step: int) -> Choice | None:
-        """The tokens of a training micro-batch (`inputs` of `GRPOTrainer._compute_loss`); `None` where there is no
-        choice.
+        """The tokens of a training micro-batch that are computed; `None` if all are.
 
-        A draw depends on `step` and `micro_step`, beside the seed and the rank.
+        A draw depends on the seed, the rank, `step` and `micro_step`. `inputs` are those of
+        `GRPOTrainer._compute_loss`.
         """
         if self.kept_by is not None and self.strategy == "all":
             return None
@@ -115,8 +115,8 @@ class TokenBudget:
             options = _options(self.args) | {"generator": step_generator(self.args.seed, step, micro_step, self.rank)}
             scored_BC, weight_BC = select_tokens(learning_BC, self.strategy, **options)
         scored = scored_BC.sum()
-        rows = scored.new_full((), len(mask_BC))  # filled in on the device: one from the host would be waited for
-        # TRL takes values of one column for one per completion, masked ones included.
+        rows = scored.new_full((), len(mask_BC))  # filled on the device: a copy from the host would synchronize
+        # TRL treats values with one column as one per completion, and its mean includes masked completions.
         divisor = rows if mask_BC.shape[1] == 1 else mask_BC.sum()
         counts = torch.stack([mask_BC.sum(), learning_BC.sum(), scored, rows, scored_BC.any(1).sum(), divisor])
         compared = {key: inputs[key].masked_fill(~scored_BC, 0.0) for key in COMPARED if inputs.get(key) is not None}
@@ -126,9 +126,10 @@ class TokenBudget:
         return Choice(scored_BC, weight_BC, {**inputs, **compared}, counts)
 
     def report(self, metrics: dict[str, list]) -> Callable[[list[float]], None]:
-        """What adds the share of scored tokens to the trainer's metrics right after the loss, and corrects the means
-        that TRL
-        took over all tokens: a function of the counts of that loss's [`Choice`], summed over ranks.
+        """A function that adds the fraction of scored tokens to the metrics and corrects TRL's means over all tokens.
+
+        Call this method right after the loss. The function takes the counts of the loss's [`Choice`], summed over
+        ranks.
         """
         keys = (*SCORED_MEANS, *LEARNING_MEANS, PHI_MEAN)
         last = {key: (metrics[key], len(metrics[key]) - 1) for key in keys if metrics.get(key)}
@@ -144,15 +145,15 @@ class TokenBudget:
                     "A micro-batch has no token to learn from (every advantage is zero or every completion is "
                     "masked); it leaves the gradient as it is. tokens/nothing_to_learn counts such batches."
                 )
-            # Zeros stand where nothing was computed. A skipped completion is never clipped, so its zeros are stock's;
-            # those of tokens that a selection left out of a completion are made up for. Phi is one where nothing is
-            # scored.
+            # A token that was not computed has the value zero. A skipped completion is never clipped, so its zeros
+            # equal stock TRL's values. The means are corrected for the zeros of tokens that a selection left out.
+            # Phi is one for a completion without a scored token.
             for keys, over in ((SCORED_MEANS, divisor), (LEARNING_MEANS, learning)):
                 for key in keys:
                     if key in last and scored:
                         values, i = last[key]
                         values[i] = values[i] * over / scored
-                    elif key in last and key in SCORED_MEANS and valid:  # skipped; of nothing it is zero, as in stock
+                    elif key in last and key in SCORED_MEANS and valid:  # all skipped; no valid token: zero, as stock
                         values, i = last[key]
                         values[i] = float("nan")  # see `drop_missing`
             if scored_completions and PHI_MEAN in last:
@@ -163,8 +164,9 @@ class TokenBudget:
 
 
 def drop_missing(metrics: dict[str, list]) -> None:
-    """Leave the entropy of micro-batches that scored no token out of the mean; without any other there is none to
-    log.
+    """Leave micro-batches that scored no token out of the mean entropy.
+
+    If no micro-batch scored a token, no entropy is logged.
     """
     for key in SCORED_MEANS:
         metrics[key] = [value for value in metrics.pop(key, ()) if value == value]

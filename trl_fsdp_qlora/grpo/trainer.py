@@ -1,4 +1,4 @@
-"""`EfficientGRPOTrainer`: `trl.GRPOTrainer`'s interface, with another way of computing the same numbers."""
+"""`EfficientGRPOTrainer`: the interface of `trl.GRPOTrainer`; it computes the same numbers in another way."""
 
 import inspect
 from contextlib import nullcontext
@@ -39,15 +39,14 @@ logger = get_logger(__name__)
 class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
     """Drop-in replacement of [`trl.GRPOTrainer`]: same arguments, losses, metrics, checkpoints, options.
 
-    What differs is how, and who is asked for it:
+    The trainer computes the same numbers in another way. These parts do it:
 
-    - [`trl_fsdp_qlora.grpo.scoring.ScoringThroughTheDoor`]: what rows have in common is computed once, and padding not
-      at all;
-    - `budget`: which tokens of a micro-batch are computed;
-    - `rollout`: where completions come from;
-    - [`ShardedQLoRAMixin`]: FSDP2 with a 4-bit base;
-    - `checkpointing`: a checkpoint is whole or not taken for one, and holds the completions still to be used;
-    - `clock`: seconds, bytes and efficiency of each phase, as ordinary metrics.
+    - [`trl_fsdp_qlora.grpo.scoring.ScoringThroughTheDoor`] computes shared tokens once and skips padding;
+    - `budget` chooses which tokens of a micro-batch are computed;
+    - `rollout` draws the completions;
+    - [`ShardedQLoRAMixin`] trains under FSDP2 with a 4-bit base;
+    - `checkpointing` writes whole checkpoints, ignores unfinished ones, and keeps the completions still to be used;
+    - `clock` logs seconds, bytes and efficiency of each phase as ordinary metrics.
 
     Completions of one prompt stay together in micro-batches.
 
@@ -91,8 +90,8 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         return batch
 
     def _make_batch(self, inputs):
-        # TRL weighs the engine's tokens here, with one more pass of the policy; where that is the loss's own, it can
-        # wait.
+        # TRL computes the engine's importance weights here, with one more pass of the policy. If the loss's own pass
+        # gives the same log-probabilities, the weights can wait for it.
         weighs = self.vllm_importance_sampling_correction and not self._weighs_in_loss
         others = {"vllm_importance_sampling_correction": weighs}
         if self.model.training and self.prompt_selection is not None:
@@ -101,7 +100,7 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
             rows, metrics = self.dynamic_sampling.fill(inputs, self._draw_rows)
             self._add_metrics(metrics)
             self._pending_extra_logs.update(rows.extras())
-            # TRL's method asks for completions and rewards itself. It gets those of the rows.
+            # TRL's method asks for completions and rewards itself. It gets the ones that these rows already have.
             inputs = rows
             others["_generate"] = lambda prompts: rows.generated()
         by_mean = self.scale_rewards == "mean" and not SCALES_BY_MEAN
@@ -111,12 +110,12 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
             batch = super()._make_batch(inputs)
         if by_mean:
             self._scale_by_mean(batch)
-        if self.model.training and self.num_generations > 1:  # A*-PO's groups may be of one
+        if self.model.training and self.num_generations > 1:  # A*-PO may have groups of one completion
             self._add_metrics(self.groups.metrics(self.num_generations))
         return batch
 
     def _choose_rows(self, inputs: list[dict]) -> ChosenRows:
-        """Rows of the prompts that are chosen for a generation batch, in the place of the sampler's `inputs`."""
+        """Rows of the prompts chosen for a generation batch; they replace the sampler's `inputs`."""
         size = self.num_generations
         rank = self.accelerator.process_index
         ranks = self.accelerator.num_processes
@@ -131,13 +130,13 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         advantages_N = mean_scaled_advantages(self.groups.rewards_N(), size)
         first = self.accelerator.process_index * len(batch["advantages"])
         batch["advantages"] = advantages_N[first : first + len(batch["advantages"])]
-        logged = self._logs["advantages"]  # the last of them
+        logged = self._logs["advantages"]  # its last entries are TRL's values for this batch
         for _ in range(min(len(logged), len(advantages_N))):
             logged.pop()
         logged.extend(advantages_N.tolist())
 
     def _draw_rows(self, rows: list[dict], count: int) -> ScoredRows:
-        """Completions and rewards for these rows of this rank, `count` of each prompt on all ranks."""
+        """Completions and rewards for these rows of this rank; all ranks together draw `count` for each prompt."""
         prompts = [row["prompt"] for row in rows]
         with replaced(self, num_generations=count):
             generated = self._generate(prompts)
@@ -161,7 +160,7 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         }
         with replaced(self, **by_row):
             result = super()._tool_call_loop(prompts, prompt_ids, *others)
-        # TRL leaves the loop on each rank when its own episodes are over.
+        # In TRL a rank leaves the loop when its own episodes are over; other ranks may still generate.
         turn = super()._generate_single_turn
         self.rollout.join_turns(turn, prompt_ids[0], self.model_wrapped, self._generate_settings())
         return result
@@ -170,10 +169,10 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         return super()._get_tool_suffix_ids(fitted(tool_messages, self._tokenizer, self.max_completion_length))
 
     def generating(self, wrapped=None):
-        """A model to generate with beside training's rollouts, see
-        [`trl_fsdp_qlora.decode.rollout.Rollout.generating`].
+        """A model to generate with outside of training's rollouts.
 
-        With vLLM it is the engine, holding the adapter as it is now.
+        See [`trl_fsdp_qlora.decode.rollout.Rollout.generating`]. With vLLM the model is the engine, which then holds
+        the current adapter.
         """
         if wrapped is not None or not self.engine_draws:
             return super().generating(wrapped)
@@ -184,11 +183,11 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
 
     @property
     def engine_draws(self) -> bool:
-        """vLLM draws what is not part of training, too: accuracy, evaluation, V*."""
+        """Whether vLLM also draws completions outside of training: for accuracy, evaluation and V*."""
         return self.sync.mode == "adapter" and self.vllm_generation.draws_alone
 
     def _engine_model(self):
-        """The engine in a model's place, and that no other rank has to draw at the same time."""
+        """The engine in the place of a model, and `False`: no other rank has to draw at the same time."""
         config = self.accelerator.unwrap_model(self.model).generation_config
         return nullcontext((EngineModel(self.vllm_generation, config), False))
 
@@ -222,21 +221,28 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
 
     @property
     def _weighs_in_loss(self) -> bool:
-        """Old log-probabilities are the loss's own: one optimizer step per generation batch, every token scored."""
+        """Whether the old log-probabilities are the loss's own.
+
+        They are if a generation batch serves one optimizer step and the loss scores every token.
+        """
         whole = self.budget.strategy == "all" or not self.args.vllm_importance_sampling_mode.startswith("sequence")
         every = self.args.steps_per_generation * self.num_iterations
         return self.use_vllm and self.args.gradient_accumulation_steps % every == 0 and whole
 
     def _weighed(self, wanted: LossPass, inputs):
-        """The loss's arguments, with the pass made ahead and the engine's importance weights from its values."""
+        """The loss's arguments.
+
+        If the engine's importance weights wait for the loss's pass, that pass is made here and gives the weights.
+        """
         if not self.use_vllm or SAMPLED_LOGPS not in inputs or OLD_LOGPS in inputs:
             return wanted, inputs
         inputs = dict(inputs)
         return replace(wanted, values=self._score_completions(wanted, inputs, weigh=True)), inputs
 
     def _score_completions(self, wanted: LossPass, inputs, weigh=False):
-        """Log-probabilities, entropies and router loss of a micro-batch; with `weigh` it gets the engine's importance
-        weights.
+        """Log-probabilities, entropies and router loss of a micro-batch.
+
+        With `weigh` this method adds the engine's importance weights to `inputs`.
         """
         options = {"compute_entropy": True, "compute_aux_loss": self.aux_loss_enabled}
         values = self._get_per_token_logps_and_entropies(wanted, **padded_batch(inputs), **options)
@@ -248,7 +254,7 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         return values
 
     def _compare_with_engine(self, inputs, policy_BC, scored_BC=None):
-        """Log how far the engine's log-probabilities lie from the policy's, and let that be checked. Collective."""
+        """Log and check how far the engine's log-probabilities lie from the policy's. Collective."""
         figures = sampling_figures(inputs, policy_BC, scored_BC)
         width = len(figures)
         figures = self.accelerator.gather(figures)
@@ -262,7 +268,7 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
                 metrics[name].append(value)
             check(*sums)
 
-        # Another model is an error before the first optimizer step; later there is time.
+        # The first check runs at once: an engine with another model must fail before the first optimizer step.
         if self.model.training and not (check.judges and check.first is None):
             self.telemetry.later(figures, finish)
         else:
@@ -289,7 +295,7 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         if self.prompt_selection is not None:
             self.prompt_selection.load((rollouts or {}).get("prompt_selection"))
 
-    # --- what is said about a run ------------------------------------------------------------------------------------
+    # --- logs and the start-up block ---------------------------------------------------------------------------------
 
     def log(self, logs, *args, **kwargs):
         self.telemetry.flush()

@@ -1,5 +1,6 @@
-"""What every trainer of this package has around its loss: phases on the clock, whole checkpoints, cards, the start-up
-block.
+"""`EfficientTraining`: the parts around the loss that every trainer of this package shares.
+
+They are phase timing, whole checkpoints, model cards and the start-up block.
 """
 
 from functools import partial
@@ -28,19 +29,20 @@ logger = get_logger(__name__)
 
 
 class EfficientTraining:
-    """Part of a trainer, in front of [`trl_fsdp_qlora.fsdp2_qlora.trainer.ShardedQLoRAMixin`] and TRL's class in its
-    bases.
+    """Mixin for a trainer's timing, checkpoints, card and start-up block.
 
-    - `clock`: seconds and bytes of each phase, as ordinary metrics;
-    - `checkpointing`: a checkpoint is whole or not taken for one;
-    - `card_info`: what the card says that a trainer cannot know by itself.
+    In a trainer's bases it stands before [`trl_fsdp_qlora.fsdp2_qlora.trainer.ShardedQLoRAMixin`] and TRL's class.
+
+    - `clock` logs seconds and bytes of each phase as ordinary metrics;
+    - `checkpointing` writes whole checkpoints and ignores unfinished ones;
+    - `card_info` holds the entries of the card that a trainer cannot know by itself.
     """
 
-    # What a trainer has that was built without `__init__`, as some tests of TRL do.
+    # Default for a trainer that was built without `__init__`, as in some tests of TRL.
     clock = PhaseTimer(torch.device("cpu"), "off")
 
     def begin(self, method: str) -> None:
-        """Once TRL's constructor is through. `method` is what the card calls it."""
+        """Set up clock, checkpoints and card after TRL's constructor. `method` is the method's name on the card."""
         self.aux_loss_enabled = self.aux_loss_enabled and counts_experts(self.model.config.get_text_config())
         self.card_info = CardInfo(method=method)
         self.checkpointing = WholeCheckpoints(self.args, self.accelerator, self._describe_run)
@@ -49,8 +51,9 @@ class EfficientTraining:
         self.add_callback(self.telemetry)
 
     def report_start(self, tokenize=None) -> None:
-        """Let the start-up block be printed, with the first prompt as `tokenize` gives it; the last of a
-        constructor.
+        """Register the start-up block, which shows the first prompt as `tokenize` returns it.
+
+        A trainer's constructor calls this method last.
         """
         self.add_callback(StartupCallback(self.features, tokenize, lambda: self.door.figures))
         print_briefly(self)
@@ -72,7 +75,7 @@ class EfficientTraining:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        """As [`transformers.Trainer.train`]; `"auto"` resumes from the newest whole checkpoint, if there is one.
+        """Train as [`transformers.Trainer.train`]; `"auto"` resumes from the newest whole checkpoint, if any.
 
         Raises:
             trl_fsdp_qlora.checkpoints.disk.CheckpointError: see
@@ -83,7 +86,7 @@ class EfficientTraining:
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *more):
         begins = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *more)
-        # Transformers looks whether a run is over after a step: one that was over would do one more.
+        # Transformers checks only after a step whether a run is over, so a finished run would do one more step.
         if self.state.global_step < max_steps:
             return begins
         steps = counted(self.state.global_step, "step")
@@ -99,7 +102,7 @@ class EfficientTraining:
             self._push_from_checkpoint(str(folder))
 
     def _rollouts_to_keep(self) -> dict[str, Any] | None:
-        """What this rank has drawn and not yet used; `None` of a trainer that draws nothing."""
+        """The completions that this rank has drawn and not yet used; `None` if a trainer draws none."""
         return None
 
     def _get_output_dir(self, trial):
@@ -120,7 +123,7 @@ class EfficientTraining:
         model = self.accelerator.unwrap_model(self.model)
         with replaced(
             model, create_or_update_model_card=partial(write_first_card, self)
-        ):  # PEFT's, which says nothing
+        ):  # PEFT's own card says nothing about the run
             super()._save(output_dir, state_dict)
 
     def _describe_run(self):
@@ -128,7 +131,7 @@ class EfficientTraining:
         names = getattr(self, "reward_func_names", []), type(self).__name__
         return describe_rollouts(self.args, model, self.train_dataset, *names), describe_training(self.args, model)
 
-    # --- what is said about a run ------------------------------------------------------------------------------------
+    # --- the start-up block and the card -----------------------------------------------------------------------------
 
     def features(self) -> list[tuple[str, str]]:
         """Lines of the start-up block under `"on"`, `"off"` (by a setting) or `"as stock TRL"` (with the reason)."""
@@ -141,7 +144,7 @@ class EfficientTraining:
         ]
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
-        """Write the adapter's card, see [`trl_fsdp_qlora.publishing.card.card_of`]; `card_info` fills it in."""
+        """Write the adapter's card from `card_info`; see [`trl_fsdp_qlora.publishing.card.card_of`]."""
         if self.is_world_process_zero():
             self.card_info.dataset = dataset_name or self.card_info.dataset
             write_card(self, self.args.output_dir, model_name, [tags] if isinstance(tags, str) else tags or [])

@@ -15,7 +15,7 @@ class EfficientRLOOConfig(OwnConfig, RLOOConfig):
     """Every field of [`trl.RLOOConfig`], unchanged in meaning, and the ones below.
 
     Raises:
-        ValueError: values that cannot be right together; says what to write instead.
+        ValueError: values that cannot be right together; the message names a value to use.
     """
 
     STOCK = RLOOConfig

@@ -1,4 +1,4 @@
-"""`EfficientRLOOTrainer`: `trl.RLOOTrainer`'s interface, with another way of computing the same numbers."""
+"""`EfficientRLOOTrainer`: the interface of `trl.RLOOTrainer`; it computes the same numbers in another way."""
 
 import inspect
 from functools import wraps
@@ -16,9 +16,9 @@ from .config import EfficientRLOOConfig
 class EfficientRLOOTrainer(OnlineTraining, ShardedQLoRAMixin, RLOOTrainer):
     """Drop-in replacement of [`trl.RLOOTrainer`]: same arguments, losses, metrics, checkpoints, options.
 
-    What differs is how: see [`trl_fsdp_qlora.grpo.online.OnlineTraining`] and
-    [`trl_fsdp_qlora.grpo.scoring.ScoringThroughTheDoor`], on which `EfficientGRPOTrainer` stands, too. With vLLM it is
-    TRL's own engine, which is sent every weight.
+    The trainer computes the same numbers in another way: see [`trl_fsdp_qlora.grpo.online.OnlineTraining`] and
+    [`trl_fsdp_qlora.grpo.scoring.ScoringThroughTheDoor`], which `EfficientGRPOTrainer` uses, too. With vLLM the
+    trainer uses TRL's own engine and sends it every weight.
 
     Raises:
         ValueError: no `prompt` column, an empty or too small dataset; before the first step.

@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476) and groups that grow: completions where rewards differ.
+"""Dynamic sampling (DAPO, arXiv 2503.14476) and groups that grow: completions go to groups whose rewards differ.
 
 A group whose rewards are all equal has zero advantage. Its place in the generation batch goes to another prompt's
 group, for a few rounds at most. The further prompts come from a stream of their own, which goes through the whole
@@ -18,7 +18,7 @@ logger = get_logger(__name__)
 
 
 def combine(rewards_NK: torch.Tensor, weights_K: torch.Tensor) -> torch.Tensor:
-    """`(N,)`: weighted sum over the functions that gave one; NaN where none did (as in TRL)."""
+    """`(N,)`: weighted sum over the functions that returned a reward; NaN if none did (as in TRL)."""
     total_N = (rewards_NK * weights_K.to(rewards_NK)).nansum(1)
     return total_N.masked_fill(rewards_NK.isnan().all(1), torch.nan)
 
@@ -34,7 +34,7 @@ class DrawnRow(NamedTuple):
 
 
 def to_rows(generated: tuple, extras: dict[str, list]) -> list[DrawnRow]:
-    """What `GRPOTrainer._generate` returned for text prompts, and the columns that reward functions logged, by row."""
+    """The rows of a result of `GRPOTrainer._generate` for text prompts, with what reward functions logged for each."""
     prompt_ids, completion_ids, _, completions, logprobs, *_ = generated
     logprobs = [None] * len(prompt_ids) if logprobs is None else logprobs
     columns = {name: values for name, values in extras.items() if len(values) == len(prompt_ids)}
@@ -43,8 +43,9 @@ def to_rows(generated: tuple, extras: dict[str, list]) -> list[DrawnRow]:
 
 
 class ChosenRows(list):
-    """Dataset rows of this rank, one for each completion to be drawn, and `indices`, the prompts of all ranks' groups
-    in order.
+    """Dataset rows of this rank, one for each completion to be drawn.
+
+    `indices`: the prompts of all ranks' groups, in order.
     """
 
     def __init__(self, rows: Sequence[dict], indices: Sequence[int]):
@@ -53,10 +54,9 @@ class ChosenRows(list):
 
 
 class ScoredRows(list):
-    """Dataset rows of this rank, one for each completion, with what was drawn for them, `drawn`, and all ranks'
-    `rewards_NK`.
+    """Dataset rows of this rank, one for each completion, with the `drawn` completions and all ranks' `rewards_NK`.
 
-    Groups are whole, spread over the ranks in equal parts and in order. In the place of the inputs of TRL's
+    Groups are whole, spread over the ranks in equal parts and in order. These rows replace the inputs of TRL's
     `_generate_and_score_completions`.
     """
 
@@ -143,7 +143,8 @@ class DynamicSampling:
     def _draw(
         self, prompts: list[dict], indices: list[int] | None, count: int, draw: Callable
     ) -> tuple[list, torch.Tensor]:
-        """`count` completions of each of `prompts` on all ranks, what was drawn and its rewards in order.
+        """Draw `count` completions of each of `prompts` on all ranks; return them and their rewards in order.
+
         Collective.
         """
         rank = self.accelerator.process_index

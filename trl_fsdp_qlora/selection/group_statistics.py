@@ -1,4 +1,4 @@
-"""What the completions of a generation batch were worth: metrics `groups/...`."""
+"""Statistics of the groups in a generation batch, logged as the metrics `groups/...`."""
 
 import torch
 
@@ -18,7 +18,7 @@ class GroupStatistics:
         self.rewards_NK: torch.Tensor | None = None
 
     def add(self, rewards_NK: torch.Tensor, drawn: int) -> torch.Tensor:
-        """Take note of rewards, for which `drawn` completions were generated; returns them."""
+        """Record rewards, for which `drawn` completions were generated, and return them."""
         self.rewards_NK = rewards_NK
         self.drawn += drawn
         return rewards_NK
@@ -28,7 +28,7 @@ class GroupStatistics:
         return combine(self.rewards_NK, self.weights_K)
 
     def metrics(self, group_size: int) -> dict[str, float]:
-        """Of the batch whose rewards came last, and starts counting anew.
+        """Metrics of the batch whose rewards came last. The call restarts the counts.
 
         `information` is 4 p (1 - p) per completion drawn for rewards of 0 and 1: the unbiased variance within the
         groups that are trained on, in units of a quarter of the squared range of the batch's rewards.
@@ -48,6 +48,6 @@ class GroupStatistics:
         metrics = {"groups/zero_variance_fraction": 1 - float(varied_G.double().mean())}
         if drawn:  # `compare` gives two trainers the same completions, which neither has drawn
             metrics["groups/information"] = taught / drawn
-            if trained:  # without any there is no such ratio
+            if trained:  # without a trained completion there is no ratio
                 metrics["groups/drawn_per_trained"] = drawn / trained
         return metrics

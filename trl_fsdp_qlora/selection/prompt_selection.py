@@ -272,7 +272,7 @@ class PromptSelection:
         drawn_again = [0] * len(OUTCOMES)
         for group, index in enumerate(indices):
             rewards_GC = columns_NC[group * size : (group + 1) * size]
-            # Of several functions the one that differs most.
+            # With several functions, the one with the largest spread counts.
             spread, success = max(spread_and_success(column_G, self.lowest, self.highest) for column_G in rewards_GC.T)
             if self.last_step[index] < 0:
                 self.new_in_batch.add(index)
@@ -301,7 +301,7 @@ class PromptSelection:
         self.again_step = step
 
     def metrics(self) -> dict[str, float]:
-        """Of the groups observed last."""
+        """Metrics of the groups observed last."""
         outcomes = self.history[-1][1 : 1 + 2 * len(OUTCOMES)]
         return {
             "prompt_selection/new_fraction": sum(outcomes[: len(OUTCOMES)]) / sum(outcomes),
@@ -311,7 +311,7 @@ class PromptSelection:
     # --- checkpoints, and the picture --------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps; the same on every rank."""
+        """The state that a checkpoint keeps; the same on every rank."""
         drawn = np.flatnonzero(self.last_step >= 0)
         arrays = {
             "index": drawn,
@@ -331,8 +331,9 @@ class PromptSelection:
         return state
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Go on from what [`state`] gave; starts anew, and logs it, if there is none of this dataset and these
-        arms.
+        """Continue from the result of [`state`].
+
+        If there is no state for this dataset and these arms, selection starts anew and logs it.
         """
         fits = (
             state is not None and state["rows"] == len(self.dataset) and len(state["arm_step"]) == len(self.arm_step)
@@ -355,7 +356,7 @@ class PromptSelection:
 
     @nonfatal("the picture of prompt_selection")
     def draw(self, path: Path) -> None:
-        """What was chosen over time, by how difficult it was: by the rewards, and by the values of the column."""
+        """Plot the chosen prompts over time by difficulty: by the rewards, and by the values of the column."""
         import matplotlib
 
         matplotlib.use("Agg")

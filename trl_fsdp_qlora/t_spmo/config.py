@@ -1,4 +1,4 @@
-"""`TSPMOConfig`: `EfficientGRPOConfig` with the choice of objective, and without what T-SPMO has no place for."""
+"""`TSPMOConfig`: `EfficientGRPOConfig` with a choice of objective; it refuses options that T-SPMO does not have."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""From completions and rewards of a generation batch to the credit of each token, by a prefix trie that is not built.
+"""Credit of each token from the completions and rewards of a generation batch, by a prefix trie that is not built.
 
 Sorted lexicographically, completions that share a prefix are neighbours, and two neighbours part where their longest
 common prefix (LCP) ends. A node of depth d is then a run of neighbours with LCP ≥ d, an edge (p, v) is a node one
@@ -37,7 +37,7 @@ def prefix_transitions(
     Args:
         completion_ids: `(G, C)` token ids of one prompt's completions, right-padded; C is 1 or more.
         completion_mask: `(G, C)`, nonzero on a completion's own tokens; ones, then zeros.
-        rewards: `(G,)`. A completion whose reward is NaN was not judged: it gets and gives no credit.
+        rewards: `(G,)`. A completion with the reward NaN was not judged: it gets no credit and changes no mean.
 
     Returns:
         [`Transitions`], on the CPU.
@@ -67,7 +67,8 @@ def prefix_transitions(
     judged_sum = np.concatenate([[0], np.cumsum(judged_G)])
     size = judged_sum[after] - judged_sum[first]
     mean = (reward_sum[after] - reward_sum[first]) / np.maximum(size, 1)
-    # Where nobody parts the two means are of the same rows; their difference is exactly zero then, not a rounding.
+    # If no completion parts, both means are over the same rows, so their difference is set to exactly zero and not to
+    # a rounding error.
     advantage = np.where(valid_GC & (size[:, 1:] != size[:, :-1]), mean[:, 1:] - mean[:, :-1], 0.0)
     representative = valid_GC & starts[:, 1:]
 
@@ -82,14 +83,15 @@ def group_credit(
 
     Args:
         completion_ids, completion_mask: `(B, C)`, right-padded. A row without tokens (a truncated completion that is
-            masked out) gives and gets nothing.
-        rewards: `(B,)`; NaN where a completion was not judged.
+            masked out) gets no credit and changes no mean.
+        rewards: `(B,)`; NaN if a completion was not judged.
         group_size: G; B is a multiple of it.
 
     Returns:
-        Float32 `(B, C)`: A(v|p) / |U| at one representative of each distinct transition, zero elsewhere; and metrics:
-        the means over groups of |U| and of those with nonzero advantage, and of the positions in front of the last
-        credited token of each completion the fraction that repeats another completion's prefix.
+        Float32 `(B, C)`: A(v|p) / |U| at one representative of each distinct transition, zero elsewhere. And three
+        metrics: the mean over groups of |U|; the mean over groups of the transitions with nonzero advantage; and the
+        fraction of positions that repeat another completion's prefix, among the positions before the last credited
+        token of each completion.
     """
     device = completion_ids.device
     completion_ids, completion_mask, rewards = (x.cpu() for x in (completion_ids, completion_mask, rewards))
@@ -107,7 +109,7 @@ def group_credit(
         parts.append(credit / max(count, 1))
         transitions = transitions + count
         credited = credited + int((credit != 0).sum())
-        # Positions up to the last credited token, which itself is only a target.
+        # Positions before the last credited token; that token itself is only a target.
         needed = (credit != 0).flip(1).cumsum(1).flip(1)[:, 1:] > 0
         forward += int(needed.sum())
         if needed.any():

@@ -17,17 +17,17 @@ class TSPMOTrainer(EfficientGRPOTrainer):
 
         1/|U| · Σ_U A(v|p) · π(v|p),    A(v|p) = mean{R : starts with p∘v} − mean{R : starts with p}.
 
-    A is zero where completions do not part, so only branching tokens are scored, each distinct one once, and every
-    completion is cut behind its last credited token. The prompt is computed once, and so is every prefix that
-    completions share behind it (`t_spmo/repeated_fraction`), unless the model runs padded or on an attention
-    implementation without masks.
+    A is zero if completions do not part. So only branching tokens are scored, each distinct one once, and every
+    completion is cut after its last credited token. The prompt and every prefix that completions share after it
+    (`t_spmo/repeated_fraction`) are computed once, unless the model runs padded or on an attention implementation
+    without masks.
 
-    A completion's reward is the weighted sum of the reward functions, unscaled. Groups may span ranks: the trie is
-    built over the whole group. The definition follows the paper's abstract and is otherwise this project's reading.
+    A completion's reward is the weighted sum of the reward functions, unscaled. Groups may span ranks: the trie covers
+    the whole group. The definition follows the paper's abstract and is otherwise this project's reading.
     """
 
     _tag_names = ["trl", "t-spmo", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)
-    _weighs_in_loss = True  # it has no ratio: no pass is made for weights that nothing reads
+    _weighs_in_loss = True  # the objective has no ratio, so a pass for weights would be wasted
 
     def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
         args = own_config(TSPMOConfig, args, model, "T-SPMO")
@@ -49,7 +49,7 @@ class TSPMOTrainer(EfficientGRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         ids = output["completion_ids"]
         mask = output["completion_mask"]
-        # A group may span ranks: completions of all of them, in the order of the gathered rewards.
+        # A group may span ranks, so the completions of all ranks are gathered, in the order of the gathered rewards.
         every = [self.accelerator.gather(self.accelerator.pad_across_processes(x, dim=1)) for x in (ids, mask)]
         credit_BC, figures = group_credit(*every, self._rewards, self._group_size)
         first = self.accelerator.process_index * len(ids)
@@ -70,7 +70,8 @@ class TSPMOTrainer(EfficientGRPOTrainer):
         wanted = LossPass(model, scored_BC=credit_BC != 0, inputs=inputs)
         logps_BC, entropies_BC, aux_loss = self._score_completions(wanted, inputs)
         value_BC = logps_BC.exp() if self.args.t_spmo_objective == "probability" else logps_BC
-        # Mean over the groups of the optimizer step: rows of one group carry 1/|U| each and sum up to its objective.
+        # Mean over the groups of the optimizer step: each row carries 1/|U|, and a group's rows sum up to its
+        # objective.
         loss = -(credit_BC * value_BC).sum() * self._group_size / len(credit_BC)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss

@@ -1,7 +1,7 @@
 """The adapter's way into a vLLM engine: which adapters it can serve, and a folder for each version.
 
-vLLM takes a LoRA adapter from a folder. Every version gets a name and a folder of its own: the engine keys its prefix
-cache by the adapter's name, so one that is used twice may answer from the policy before.
+vLLM loads a LoRA adapter from a folder. Every version gets a name and a folder of its own: the engine keys its prefix
+cache by the adapter's name, so a name that is used twice may answer from the previous policy.
 """
 
 import os
@@ -26,16 +26,16 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's `max_lora_rank` c
 
 
 class RolloutError(UserError):
-    """Completions could not be drawn from the policy; says what to do."""
+    """Completions could not be drawn from the policy; the message names the change to make."""
 
 
 def served_rank(config: LoraConfig) -> int:
     """The `max_lora_rank` under which vLLM serves an adapter. Needs no model, so it can be asked before one is loaded.
 
-    vLLM holds lora_A and lora_B beside linear layers, and leaves out in silence whatever else a folder has.
+    vLLM holds lora_A and lora_B next to linear layers, and silently ignores everything else in a folder.
 
     Raises:
-        RolloutError: vLLM cannot serve such an adapter; names the line to change.
+        RolloutError: vLLM cannot serve such an adapter; the message names the line to change.
     """
     if not isinstance(config, LoraConfig):
         raise RolloutError(f"vLLM cannot serve this adapter by itself: a {type(config).__name__} is no LoraConfig")
@@ -79,7 +79,7 @@ def adapter_weights(model: PeftModel) -> dict[str, torch.Tensor]:
 class AdapterVersions:
     """Folders `<prefix>-v1`, `-v2`, … under a scratch folder in `folder`, each written whole before it has its name.
 
-    The prefix is unique to a run, so that two can share a server. `in_memory` takes `/dev/shm` where it has room for
+    The prefix is unique to a run, so that two can share a server. `in_memory` takes `/dev/shm` if it has room for
     four versions.
     """
 

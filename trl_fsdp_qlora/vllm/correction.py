@@ -1,8 +1,8 @@
-"""vLLM's policy against the trainer's: importance weights as TRL computes them, and whether vLLM holds the model that
-is trained.
+"""Comparison of vLLM's policy with the trainer's: TRL's importance weights, and whether vLLM holds the same model.
 
-vLLM returns the log-probability of every token that it drew, and the loss computes the policy's own. Their difference
-is a metric in every step. Rounding alone makes it a few hundredths of a nat, another model makes it more than one.
+vLLM returns the log-probability of every token that it drew, and the loss computes the policy's own. The difference of
+the two is a metric in every step. Rounding alone makes it a few hundredths of a nat, another model makes it more than
+one.
 """
 
 import math
@@ -31,7 +31,7 @@ def importance_weights(
 
     Args:
         policy_BC: the trainer's log-probabilities when the batch was drawn; no gradient is taken through them.
-        sampled_BC: the engine's; NaN where it gave none, which counts as no difference.
+        sampled_BC: the engine's log-probabilities; NaN if the engine returned none, which counts as no difference.
         mask_BC: completion tokens, tool results left out.
         args: with `vllm_importance_sampling_mode`, `..._clip_min` and `..._clip_max`.
 
@@ -82,7 +82,7 @@ def sampling_figures(inputs: dict[str, Any], policy_BC: torch.Tensor, scored_BC:
     Args:
         inputs: of the loss, with the engine's log-probabilities and the importance weights, if there are any.
         policy_BC: the policy's log-probabilities when the batch was drawn.
-        scored_BC: tokens that the loss looks at; all where `None`.
+        scored_BC: tokens that the loss scores; all if `None`.
     """
     mask_BC = sampled_mask(inputs) if scored_BC is None else sampled_mask(inputs) & scored_BC
     known_BC = mask_BC & ~inputs[SAMPLED_LOGPS].isnan()
@@ -126,7 +126,7 @@ def draws_from_policy(args: Any) -> bool:
 
 
 class WeightSyncCheck:
-    """Judges the mean difference of each batch. Every rank calls it with the same sums.
+    """Check of each batch's mean difference. Every rank calls it with the same sums.
 
     Args:
         judges: whether the engine draws from the policy itself, see [`draws_from_policy`]; nothing happens otherwise.
@@ -138,12 +138,12 @@ class WeightSyncCheck:
         self._tokens = self._total = 0.0
 
     def __call__(self, tokens: float, total: float) -> None:
-        """Judge a batch of so many tokens on all ranks, with their Σ|engine − trainer|.
+        """Check a batch of `tokens` tokens on all ranks, with `total` as their Σ|engine − trainer|.
 
         Raises:
             RolloutError: after the first sync the engine plainly holds another model.
         """
-        if not self.judges or not tokens or not math.isfinite(total):  # a policy that overflows says nothing of vLLM
+        if not self.judges or not tokens or not math.isfinite(total):  # an overflow of the policy is no error of vLLM
             return
         if self.first is None:
             self._tokens = self._tokens + tokens

@@ -80,9 +80,9 @@ def dequantized_base(
 
     Args:
         model: a quantized model, wrapped by PEFT or not, with its weights on this rank and not yet sharded.
-        tokenizer: saved beside it.
+        tokenizer: saved next to the weights.
         cache: folder of such copies; a copy of the same weights in the same dtype is used again.
-        dtype: of the copy.
+        dtype: dtype of the copy.
         progress: show a bar.
         output: folder to write instead of one in `cache` that is named after the content.
 

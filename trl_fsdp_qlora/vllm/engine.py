@@ -79,7 +79,7 @@ class _Serving:
 
 
 def server_info(args: Any) -> dict[str, Any]:
-    """What the server of a trainer's arguments was started with; waits for `vllm_server_timeout`, as TRL does."""
+    """The options that a trainer's vLLM server was started with; waits for `vllm_server_timeout`, as TRL does."""
     url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
     return VLLMClient(url, connection_timeout=args.vllm_server_timeout).get_server_info()
 
@@ -88,14 +88,14 @@ class AdapterServer(VLLMClient):
     """TRL's client of a vLLM server, for a server that is given adapters.
 
     Args:
-        url, patience: of the server, and seconds to wait until it is up.
-        max_lora_rank: the adapter's, as vLLM counts ranks.
+        url, patience: address of the server, and seconds to wait until it is up.
+        max_lora_rank: the adapter's rank, as vLLM counts ranks.
 
     Attributes:
         base, folder: the name under which it serves the base, and what it loaded that from.
 
     Raises:
-        RolloutError: it cannot take such adapters; names what to start it with.
+        RolloutError: the server cannot take such adapters; the message names the option to start it with.
     """
 
     def __init__(self, url: str, patience: float, max_lora_rank: int):
@@ -157,7 +157,7 @@ class AdapterEngine(VLLMGeneration):
 
     def _init_vllm(self) -> None:
         if self.mode == "server":
-            # Every rank: accuracy and V* are drawn by each for itself.
+            # Every rank connects, because each draws its own completions for accuracy and V*.
             url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
             self.vllm_client = AdapterServer(url, self.server_timeout, self.max_lora_rank)
             self.base = self.vllm_client.folder
@@ -183,7 +183,7 @@ class AdapterEngine(VLLMGeneration):
         on_cpu = ranks.device.type == "cpu"
         options = {
             "model": self.base,
-            # The policy's own dtype where there is no GPU: bfloat16 without AMX is hundreds of times slower.
+            # The policy's own dtype if there is no GPU: bfloat16 without AMX is hundreds of times slower.
             "dtype": str(self.model.dtype).removeprefix("torch.") if on_cpu else "auto",
             "enforce_eager": on_cpu,
             "tensor_parallel_size": size,
@@ -248,11 +248,11 @@ class AdapterEngine(VLLMGeneration):
 
     @property
     def draws_alone(self) -> bool:
-        """A rank can ask for completions by itself: no other has to take part."""
+        """Whether a rank can ask for completions by itself, without the other ranks."""
         return self.mode == "server" or self.tensor_parallel_size == 1
 
     def without_adapter(self) -> AbstractContextManager:
-        """Inside, the engine answers with the base model: the reference policy of a LoRA run."""
+        """Context in which the engine answers with the base model: the reference policy of a LoRA run."""
         if self.mode == "colocate":
             return replaced(self.llm, adapter=None)
         return replaced(self.vllm_client, model=self.vllm_client.base)

@@ -1,4 +1,4 @@
-"""How the policy gets into a vLLM engine: decided, and refused if it cannot work, before a model is loaded."""
+"""The choice of how the policy gets into a vLLM engine. An impossible choice raises before a model is loaded."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -35,16 +35,16 @@ class Sync(NamedTuple):
 
 
 def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: bool = False) -> Sync:
-    """What `rollout_sync` comes to for a run.
+    """Resolve `rollout_sync` for a run.
 
     Args:
-        args: of the trainer.
-        peft_config: of the adapter that is trained, or `None`.
-        quantized: the base is quantized.
-        ask: the server what it was started with, once for all ranks, instead of taking it for one that takes adapters.
+        args: the trainer's arguments.
+        peft_config: config of the adapter that is trained, or `None`.
+        quantized: whether the base is quantized.
+        ask: ask the server how it was started, once for all ranks, instead of assuming that it takes adapters.
 
     Raises:
-        RolloutError: the choice cannot work; names the line to change.
+        RolloutError: the choice cannot work; the message names the line to change.
     """
     if not args.use_vllm:
         return Sync("off", "use_vllm is off")
@@ -107,16 +107,14 @@ def truncations(args: Any) -> dict[str, Any]:
 
 
 def low_adapter_rate(rate: float) -> str | None:
-    """Why an adapter learns little at a learning rate; `None` where it may learn."""
+    """Why an adapter learns little at a learning rate; `None` if the rate is high enough."""
     if rate >= LOW_ADAPTER_RATE:
         return None
     return f"learning_rate={rate:g} is one for full fine-tuning; adapters usually need 1e-5 to 1e-4"
 
 
 def warnings_for(args: Any, sync: Sync) -> list[str]:
-    """What is likely to go wrong in a run with vLLM, each with the line to change; for the log before the first
-    step.
-    """
+    """Warnings about a run with vLLM, each with the line to change; the trainer logs them before the first step."""
     if sync.mode == "off":
         return []
     mode = args.vllm_importance_sampling_mode
