@@ -1,4 +1,4 @@
-"""Each token once, wherever it is shared, and no padding: exact for any transformer with causal attention."""
+"""Computes each shared token once and no padding: exact for any transformer with causal attention."""
 
 from .door import CHOICES, Door, PrefixSharingError, open_door, share_prompts
 from .support import position_limit

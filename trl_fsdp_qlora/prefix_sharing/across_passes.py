@@ -1,24 +1,22 @@
-"""Beginnings that several passes have in common are computed once, with their gradient: a prompt whose group is cut in
-two.
+"""Computes beginnings that several passes share once, with their gradient: a prompt whose group is cut in two.
 
 A packed pass computes a beginning once for its own rows. The rows of an optimizer step may not fit into one pass (one
-completion in each micro-batch, a group larger than memory). Then what they begin with is computed by a forward of its
-own, a
-*trunk*, and every layer *keeps* what later tokens need of it: keys and values, or the states that a recurrent layer
-    ends in.
+completion in each micro-batch, a group larger than memory). Then a forward of its own, a *trunk*, computes their
+beginning. Every layer *keeps* what later tokens need of the trunk: keys and values, or the final states of a recurrent
+layer.
 
     trunk:   [ prompt ]                       graph of the prompt, kept
     pass 0:  [ completion 0 | completion 1 ]  attends to the prompt's keys and values as constants
-    pass 1:  [ completion 2 | completion 3 ]  the last one: attends to them as they are
+    pass 1:  [ completion 2 | completion 3 ]  the last pass: attends to them as part of the graph
 
-A pass that is not the last one takes what was kept as constants ([`_Lend`]), and its backward adds what is owed to
-them to an account. In the last pass they are part of the graph, and the accounts of all passes before are handed over
-where its backward begins ([`_HandOver`]). So the trunk's backward runs once, in that of the last pass, and every
-backward is the one that the trainer calls itself. Weights do not change in between, so all of this is what one pass
-over all rows would compute, up to the order of sums.
+Every pass but the last takes the kept values as constants ([`_Lend`]), and its backward adds their gradients to an
+account. In the last pass the kept values are part of the graph. When its backward begins, the accounts of all earlier
+passes are added ([`_HandOver`]). So the trunk's backward runs once, inside the backward of the last pass, and the
+trainer calls every backward itself. Weights do not change between the passes, so the result is that of one pass over
+all rows, up to the order of sums.
 
-Tokens that predict a label belong to the pass that scores it. So a trunk ends one token before the first label of its
-rows.
+A token that predicts a label belongs to the pass that scores the label. So a trunk ends one token before the first
+label of its rows.
 """
 
 from collections import Counter
@@ -32,7 +30,7 @@ import torch
 from .forest import Forest, Node, choose_nodes, prefix_nodes, segments_of, sorted_rows
 from .layout import Sequences
 
-# A trunk is a forward of its own, so a beginning has to save so many tokens over all passes.
+# A trunk costs a forward of its own, so a beginning has to save at least this many tokens over all passes.
 MIN_SAVED_TOKENS = 64
 
 
@@ -41,14 +39,14 @@ MIN_SAVED_TOKENS = 64
 
 @dataclass
 class KeptNode:
-    """A beginning that rows of several passes have in common.
+    """A beginning that rows of several passes share.
 
     Attributes:
-        depth: its tokens, those of its parent included.
-        rows: of the step, in any order.
+        depth: number of its tokens, those of its parent included.
+        rows: the rows of the step that begin with it, in any order.
         parent: index of the longest kept beginning that it goes on from; -1 for none.
-        first, last: of the passes that need it.
-        offset: what positions are counted from, see [`forest.Forest`].
+        first, last: the first and the last pass that need it.
+        offset: the offset from which positions are counted, see [`forest.Forest`].
     """
 
     depth: int
@@ -60,12 +58,12 @@ class KeptNode:
 
 
 def kept_nodes(sequences: Sequences, pass_B: np.ndarray, min_length: int = 1) -> list[KeptNode]:
-    """The beginnings that are worth a trunk, parents before their children.
+    """Returns the beginnings that are worth a trunk, parents before their children.
 
     Args:
         sequences: the rows of an optimizer step.
         pass_B: the pass that scores each row.
-        min_length: shortest segment that others may go on from.
+        min_length: length of the shortest segment that others may go on from.
     """
     needed_B = sequences.needed_B
     first_label_B = np.where(needed_B > 0, sequences.scored_BL.argmax(1), 0)
@@ -96,11 +94,11 @@ def kept_nodes(sequences: Sequences, pass_B: np.ndarray, min_length: int = 1) ->
 
 @dataclass
 class PassForest:
-    """All segments of one pass's rows, those included that other passes compute.
+    """All segments of one pass's rows, including those that other passes compute.
 
     Attributes:
-        forest: of the pass's rows.
-        segment_of: the segment of each kept node that its rows begin with.
+        forest: the forest of the pass's rows.
+        segment_of: the segment of each kept node with which rows of the pass begin.
         offset_S: see [`forest.Forest`].
     """
 
@@ -109,11 +107,11 @@ class PassForest:
     offset_S: np.ndarray
 
     def of_trunk(self, nodes: list[int]) -> tuple[Forest, list[int]]:
-        """The forward that computes some kept nodes, and the node that each of its kept segments is."""
+        """Returns the forest of the forward that computes some kept nodes, and the node of each kept segment in it."""
         return self._part(np.sort([self.segment_of[node] for node in nodes]))
 
     def of_pass(self) -> tuple[Forest, list[int]]:
-        """The forward that computes everything else, and the node that each of its kept segments is."""
+        """Returns the forest of the forward that computes all else, and the node of each kept segment in it."""
         return self._part(np.setdiff1d(np.arange(self.forest.segments), list(self.segment_of.values())))
 
     def _part(self, segments: np.ndarray) -> tuple[Forest, list[int]]:
@@ -124,14 +122,14 @@ class PassForest:
 
 
 def grow_pass(sequences: Sequences, kept: list[KeptNode], rows: np.ndarray, min_length: int = 1) -> PassForest:
-    """The forest of some rows of the step (`sequences` has all of them) in which the kept beginnings are segments.
+    """Returns the forest of some rows of the step (`sequences` has all rows), with kept beginnings as segments.
 
-    What rows have in common behind the same kept beginning is computed once, as in any pass.
+    Tokens that rows share behind the same kept beginning are computed once, as in any pass.
     """
     few = sequences.rows(rows)
     needed_B = few.needed_B
     if not needed_B.any():
-        # One token, connected to the model, so that every rank meets every other.
+        # One token is computed, so that the graph contains the model and ranks meet in it.
         needed_B = (np.arange(len(rows)) == 0).astype(int)
         kept = []
     local = {row: i for i, row in enumerate(rows.tolist())}
@@ -165,13 +163,15 @@ def grow_pass(sequences: Sequences, kept: list[KeptNode], rows: np.ndarray, min_
 
 
 def _tails_sorted(few: Sequences, needed_B, path_B, depth_B) -> tuple[np.ndarray, np.ndarray]:
-    """Rows that have tokens, sorted by their kept beginning and what follows, and how much of the latter neighbours
-    share.
+    """Sort the rows that have tokens by their kept beginning and the tokens behind it.
+
+    Returns:
+        The order, and how many of the tokens behind the kept beginning each row shares with the row before it.
     """
     width = few.tokens_BL.shape[1]
     columns = np.minimum(np.arange(width) + depth_B[:, None], width - 1)
     tails_BL = np.take_along_axis(few.tokens_BL, columns, axis=1)
-    # In front of the tail a number that tells the kept beginnings apart.
+    # A number in front of the tail distinguishes the kept beginnings.
     marked = np.concatenate([path_B[:, None].astype(few.tokens_BL.dtype), tails_BL], axis=1)
     lengths_B = np.where(needed_B > 0, needed_B - depth_B + 1, 0)
     spans_B2 = None
@@ -180,7 +180,7 @@ def _tails_sorted(few: Sequences, needed_B, path_B, depth_B) -> tuple[np.ndarray
         spans_B2[spans_B2[:, 1] < 1] = (0, -1)
     order, common = sorted_rows(marked, lengths_B, spans_B2)
     common = np.concatenate([[0], np.maximum(common - 1, 0)])
-    # Kept beginnings in their order, in which those that go on from one another are neighbours.
+    # In the order of the kept beginnings, those that go on from one another are neighbours.
     by_path = np.argsort(path_B[order], kind="stable")
     return order[by_path], common[by_path][1:]
 
@@ -189,7 +189,10 @@ def _tails_sorted(few: Sequences, needed_B, path_B, depth_B) -> tuple[np.ndarray
 
 
 class Account:
-    """What passes owe to a kept value, in float32 or better: of half-precision gradients there may be hundreds."""
+    """The sum of the gradients that passes owe to a kept value.
+
+    The sum is in float32 or better: it may have hundreds of half-precision terms.
+    """
 
     total: torch.Tensor | None = None
 
@@ -198,14 +201,14 @@ class Account:
         self.total = gradient.clone() if self.total is None else self.total.add_(gradient)
 
     def withdraw(self) -> torch.Tensor | None:
-        """What is on it, which is paid once."""
+        """Returns the sum and empties the account, so that the sum is paid once."""
         total = self.total
         self.total = None
         return total
 
 
 class _Lend(torch.autograd.Function):
-    """A value as a constant; what comes back goes to its account. `anchor` makes autograd come back."""
+    """A value as a constant, whose gradient goes to its account. `anchor` makes autograd call the backward."""
 
     @staticmethod
     def forward(ctx, value, anchor, account: Account):
@@ -219,7 +222,7 @@ class _Lend(torch.autograd.Function):
 
 
 class _HandOver(torch.autograd.Function):
-    """`x` as it is; in the backward, each of `values` gets what is on its account, and zeros if it has no account."""
+    """`x` unchanged; in the backward each of `values` gets its account's sum as gradient, or zeros without account."""
 
     @staticmethod
     def forward(ctx, x, accounts: list[Account | None], *values):
@@ -237,7 +240,7 @@ class _HandOver(torch.autograd.Function):
 
 
 def lend(value: torch.Tensor, account: Account) -> torch.Tensor:
-    """`value` as a constant whose gradient goes to `account`."""
+    """Returns `value` as a constant whose gradient goes to `account`."""
     if not (torch.is_grad_enabled() and value.requires_grad):
         return value.detach()
     anchor = torch.zeros((), device=value.device, requires_grad=True)
@@ -245,7 +248,7 @@ def lend(value: torch.Tensor, account: Account) -> torch.Tensor:
 
 
 def hand_over(x: torch.Tensor, values: list[tuple[torch.Tensor, Account | None]]) -> torch.Tensor:
-    """`x`, whose backward gives each value what is on its account."""
+    """Returns `x`, whose backward gives each value its account's sum as gradient."""
     values = [(value, account) for value, account in values if value.requires_grad]
     if not values or not x.requires_grad:
         return x
@@ -253,7 +256,7 @@ def hand_over(x: torch.Tensor, values: list[tuple[torch.Tensor, Account | None]]
 
 
 def pay(owed: list[tuple[torch.Tensor, Account]]) -> None:
-    """The backward of values with what is on their accounts, if no pass is left whose backward would do it."""
+    """Run the backward of values with the sums on their accounts, if no pass is left whose backward would do it."""
     totals = [(value, total) for value, account in owed if (total := account.withdraw()) is not None]
     if totals:
         torch.autograd.backward([x for x, _ in totals], [total.to(x.dtype) for x, total in totals])
@@ -265,7 +268,7 @@ class CannotKeep(Exception):
 
 @dataclass(eq=False)
 class KeptValues:
-    """What the layers of a model keep during an optimizer step, by layer, kind and kept node."""
+    """Values that the layers of a model keep during an optimizer step, by layer, kind and kept node."""
 
     values: dict[tuple, torch.Tensor] = field(default_factory=dict)
     accounts: dict[tuple, Account] = field(default_factory=dict)
@@ -281,26 +284,27 @@ class KeptValues:
         self.accounts.clear()
 
     def drop(self, nodes: set) -> None:
-        """Nothing of these is needed any more."""
+        """Free all values of these nodes."""
         for key in [key for key in self.values if key[-1] in nodes]:
             del self.values[key], self.accounts[key]
 
 
 @dataclass(eq=False)
 class KeptInPass:
-    """What one forward keeps and takes; layers find it in [`layout.PackedLayout`].
+    """The values that one forward keeps and takes; layers find it in [`layout.PackedLayout`].
 
     Attributes:
-        store: of the step.
-        gives: of a trunk, `(node, first token in the row, tokens)`.
+        store: the kept values of the step.
+        gives: the nodes that a trunk computes, as `(node, first token in the row, tokens)`.
         takes: nodes whose keys lie behind those of the row, in their order.
-        ending: nodes that no later forward needs; they are taken as they are, not as constants.
-        end_of: of a trunk whose every layer has to be in the backward, the name of its last hidden states; else
+        ending: nodes that no later forward needs; their values are part of the graph and not constants.
+        end_of: name of a trunk's last hidden states, if each layer of the trunk has to be in the backward; else
             `None`.
         ends: names of such trunks, which are handed over with the output.
-        is_trunk: nothing is scored.
-        has_gradients: a backward will come.
-        calls, recomputed_calls: of each attention layer so far, in the forward and where a backward recomputes it.
+        is_trunk: whether the forward is a trunk, which scores nothing.
+        has_gradients: whether a backward will follow.
+        calls, recomputed_calls: number of calls of each attention layer so far, in the forward and in its
+            recomputation by the backward.
     """
 
     store: KeptValues
@@ -315,26 +319,26 @@ class KeptInPass:
     recomputed_calls: Counter = field(default_factory=Counter)
 
     def slot(self, module: torch.nn.Module, is_recomputed: bool) -> tuple[int, int]:
-        """The name of a call of a layer in a forward: some attend twice in each."""
+        """Returns the name of a call of a layer in a forward: some layers attend twice in each forward."""
         calls = self.recomputed_calls if is_recomputed else self.calls
         call = calls[id(module)]
         calls[id(module)] += 1
         return id(module), call
 
     def keep(self, slot: tuple, node: int, value: torch.Tensor) -> None:
-        """Keep what later passes take of a node under the name `slot`."""
+        """Keep a node's `value` for later passes under the name `slot`."""
         if self.has_gradients and not torch.is_grad_enabled():
             raise CannotKeep("its layers run without a graph")
         self.store.keep((*slot, node), value)
 
     def take(self, slot: tuple, node: int) -> torch.Tensor:
-        """What a layer kept of a node under the name `slot`."""
+        """Returns the value that a layer kept of a node under the name `slot`."""
         key = (*slot, node)
         value = self.store.values[key]
         return value if node in self.ending else lend(value, self.store.accounts[key])
 
     def extended(self, slot: tuple, x: torch.Tensor, is_recomputed: bool) -> torch.Tensor:
-        """Keys or values `(1, H, T, D)` of the row with those kept behind them: `(1, H, T + kept, D)`."""
+        """Returns keys or values `(1, H, T, D)` of the row followed by the kept ones: `(1, H, T + kept, D)`."""
         if not is_recomputed:
             for node, start, length in self.gives:
                 self.keep(slot, node, x.narrow(2, start, length))
@@ -347,7 +351,7 @@ class KeptInPass:
             self.store.keep(("end", self.end_of), hidden)
 
     def handed_over(self, x: torch.Tensor) -> torch.Tensor:
-        """The scores of a pass that ends nodes, whose backward pays what earlier passes owe."""
+        """Returns the scores of a pass that ends nodes; their backward pays the gradients that earlier passes owe."""
         values = [
             (value, None if key[0] == "end" else self.store.accounts[key])
             for key, value in self.store.values.items()
@@ -360,15 +364,16 @@ class KeptInPass:
 
 
 class Forward:
-    """One call of the model: what the door computes instead of what it would find in the batch by itself.
+    """One call of the model, with a given forest in place of the one that the door would find in the batch.
 
-    Not a dataclass: FSDP2 and DDP look for tensors in those among a forward's arguments, and take them for its inputs.
+    It is not a dataclass: FSDP2 and DDP look for tensors in dataclasses among a forward's arguments, and take these
+    tensors for inputs of the forward.
 
     Attributes:
         sequences: the rows of the call; a trunk scores none.
         forest: see [`forest.Forest.part`].
-        kept: what layers keep and take.
-        is_first: of those whose tokens are counted together.
+        kept: the values that layers keep and take.
+        is_first: whether it is the first of the forwards whose tokens are counted together.
     """
 
     def __init__(self, sequences: Sequences, forest: Forest, kept: KeptInPass, is_first: bool):
@@ -382,11 +387,11 @@ class StepForwards:
     """The forwards of an optimizer step (or of a set of passes without gradients), pass by pass.
 
     Args:
-        sequences: all of its rows.
+        sequences: all rows of the step.
         rows_of_pass: the rows that each pass scores.
-        min_length: shortest segment that others may go on from.
-        agree: element-wise maximum of a list of numbers over ranks.
-        ties_ends: every layer of a trunk has to be part of the backward (ranks meet in each of them).
+        min_length: length of the shortest segment that others may go on from.
+        agree: returns the element-wise maximum of a list of numbers over ranks.
+        ties_ends: whether every layer of a trunk has to be part of the backward, because ranks meet in each layer.
     """
 
     def __init__(
@@ -406,7 +411,8 @@ class StepForwards:
         self.kept = kept_nodes(sequences, pass_B, min_length)
         self.store = KeptValues()
         self.ties_ends = ties_ends
-        # Ranks meet in every forward: each makes the trunks of all, from the first pass that needs one to the last.
+        # Ranks meet in every forward, so each rank runs the trunks of all ranks. A trunk lives from the first pass
+        # that needs it to the last one.
         count = len(rows_of_pass)
         needed = np.zeros((count, count), dtype=int)
         for node in self.kept:
@@ -420,19 +426,19 @@ class StepForwards:
 
     @property
     def count(self) -> int:
-        """Calls of the model, trunks included."""
+        """Number of calls of the model, trunks included."""
         return len(self.rows_of_pass) + int(self.trunks.sum())
 
     @property
     def tokens(self) -> int:
-        """Tokens that this rank computes in all passes and trunks."""
+        """Number of tokens that this rank computes in all passes and trunks."""
         tokens = sum(self._length(node) for node in self.kept)
         for rows in self.rows_of_pass:
             tokens += grow_pass(self.sequences, self.kept, rows, self.min_length).of_pass()[0].tokens
         return tokens
 
     def _length(self, node: KeptNode) -> int:
-        """Tokens of a kept beginning's own trunk."""
+        """Returns the number of tokens of a kept beginning that its parent does not have."""
         return node.depth - (self.kept[node.parent].depth if node.parent >= 0 else 0)
 
     def fits(self, limit: int) -> bool:
@@ -448,9 +454,11 @@ class StepForwards:
         return True
 
     def of_pass(self, number: int, is_first: bool = True) -> Iterator[Forward]:
-        """The trunks that a pass is the first to need, the longest-lived first, and the pass itself.
+        """Yields the trunks that a pass is the first to need, the longest-lived first, and then the pass itself.
 
-        `is_first`: of the passes whose tokens are counted together.
+        Args:
+            number: of the pass.
+            is_first: whether it is the first of the passes whose tokens are counted together.
         """
         self.store.drop(self._ended_before(number))
         rows = self.rows_of_pass[number]
@@ -463,11 +471,11 @@ class StepForwards:
             gives, takes = [], []
             if nodes:
                 forest, takes = grown.of_trunk(nodes)
-                # The segments of the forest come in the order of the pass's.
+                # The forest has its segments in the order of the pass's forest.
                 by_segment = sorted(nodes, key=grown.segment_of.__getitem__)
                 places = zip(forest.starts.tolist(), forest.lengths.tolist(), strict=True)
                 gives = [(node, *place) for node, place in zip(by_segment, places, strict=False)]
-            else:  # another rank's: one token
+            else:  # another rank's trunk: this rank computes one token
                 forest, _ = grow_pass(unscored, [], np.arange(len(rows)), self.min_length).of_pass()
             kept = KeptInPass(
                 self.store,
@@ -490,9 +498,9 @@ class StepForwards:
         yield Forward(sequences, forest, kept, is_first)
 
     def settle(self) -> None:
-        """No further pass comes: pay what is owed to trunks that one would have ended, and keep nothing any more."""
+        """End the step: run the backward of trunks whose last pass never came, and free all kept values."""
         trunks = {(node.first, node.last) for node in self.kept}
-        # A trunk goes on from those that live longer: it comes before them.
+        # A trunk goes on from trunks that live longer, so its backward comes before theirs.
         for trunk in sorted(trunks, key=lambda trunk: (-trunk[0], trunk[1])):
             nodes = {n for n, node in enumerate(self.kept) if (node.first, node.last) == trunk}
             pay([(x, self.store.accounts[key]) for key, x in self.store.values.items() if key[-1] in nodes])
@@ -508,12 +516,12 @@ class StepForwards:
 
 @dataclass(eq=False)
 class StepPlan:
-    """How batches that are scored with the same weights are computed.
+    """The passes that compute batches that are scored with the same weights.
 
     Attributes:
-        forwards: with gradients.
-        values: without, if a batch is cut into several passes: a loss needs all of its values before there is a
-            gradient.
+        forwards: the forwards with gradients.
+        values: the forwards without gradients, if a batch is cut into several passes: a loss needs all of its values
+            before there is a gradient.
         batches_per_pass, passes_per_batch: one of the two is 1.
     """
 

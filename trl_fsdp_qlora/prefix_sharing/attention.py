@@ -1,8 +1,8 @@
-"""The attention function a model is given, and the choice of a backend for each layer.
+"""The attention function of a model with packed rows, and the choice of a backend for each layer.
 
-`install(model)` registers, through transformers' public `AttentionInterface` and `AttentionMaskInterface`, one
-implementation on top of the one the model has. Outside of a packed row it *is* that implementation, masks included, so
-generation and padded forwards are what they were. Inside, the layer goes to a backend.
+`install(model)` registers an implementation on top of the one that the model has, through transformers' public
+`AttentionInterface` and `AttentionMaskInterface`. Outside of a packed row it runs the model's implementation, masks
+included, so generation and padded forwards stay as they were. On a packed row a backend computes the layer.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from .scope import current, note
 from .support import attention_layers, layer_types
 
 PREFIX = "prefix_sharing_"
-# The implementation underneath each name that `install` registered.
+# The model's own implementation, by the name that `install` registered on top of it.
 _BASES: dict[str, str] = {}
 BACKENDS = {"cascade": cascade, "two_part": two_part}
-# "auto" takes the first that serves the layer, and for a dense row `tree`.
+# "auto" takes the first backend that serves the layer, and `tree` for a dense row.
 AUTO_ORDER = ("cascade", "two_part")
-# What takes a mask of all pairs of tokens.
+# Implementations that take a mask of all pairs of tokens.
 _MASKED = ("sdpa", "eager")
-# Keywords that say nothing about who attends to whom or how a score is computed.
+# Keywords that do not change who attends to whom or how a score is computed.
 NEUTRAL = {
     "position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "output_router_logits",
     "return_dict", "is_causal",
@@ -40,7 +40,7 @@ NEUTRAL = {
 
 
 class UnsupportedAttention(ValueError):
-    """An attention layer that cannot be computed exactly on a packed row; the message is the reason."""
+    """An attention layer cannot be computed exactly on a packed row; the message is the reason."""
 
 
 @dataclass
@@ -50,9 +50,9 @@ class AttentionCall:
     Attributes:
         query, key, value: `(1, H, T, D)`, `(1, H_kv, T, D)`, `(1, H_kv, T, D_v)`, rotary embedding applied; keys and
             values of kept segments lie behind those of the row.
-        window: tokens a query may look back, itself included, or `None`.
+        window: number of tokens that a query sees, itself included, or `None`.
         scaling: factor on the scores; softcap: tanh cap on the scores or `None`; sinks: `(H,)` or `None`.
-        base: name of the implementation underneath; own_function: that implementation, as a function.
+        base: name of the model's own implementation; own_function: that implementation, as a function.
     """
 
     module: torch.nn.Module
@@ -69,19 +69,19 @@ class AttentionCall:
 
     @property
     def own_masks(self) -> dict[int, torch.Tensor]:
-        """Of the prompts in which the layer is not causal, by where they start."""
+        """Masks of the prompts in which the layer is not causal, by the place of the prompt's first token."""
         kind = getattr(self.module, "layer_type", "full_attention")
         return {start: masks[kind] for start, masks in self.layout.own_masks.items() if masks[kind] is not None}
 
     def run(self, query, key, value, mask, **more) -> torch.Tensor:
-        """The layer's own function on `(n, H, ·, D)` queries, keys and values: `(n, queries, H, D_v)`."""
+        """Run the layer's own function on `(n, H, ·, D)` queries, keys and values: `(n, queries, H, D_v)`."""
         given = {"softcap": self.softcap, "s_aux": self.sinks}
         more |= {name: x for name, x in given.items() if x is not None}
         return self.own_function(self.module, query, key, value, mask, scaling=self.scaling, dropout=0.0, **more)[0]
 
 
 def own_attention_function(base: str, module: torch.nn.Module) -> Callable:
-    """The function that implementation `base` runs for `module`; `"eager"` is defined beside each model."""
+    """Returns the function that `base` runs for `module`; each model's file defines its own `"eager"`."""
     if is_flash(base):
         return functools.partial(_under_own_name, ALL_ATTENTION_FUNCTIONS[base], base)
     if base != "eager":
@@ -108,7 +108,7 @@ def _prefix_shared_attention(module, query, key, value, attention_mask, *, base:
 def _packed_attention(module, query, key, value, attention_mask, base: str, kwargs: dict):
     own_function = own_attention_function(base, module)
     layout = current.layout
-    if query.shape[2] != layout.tokens:  # a vision tower's
+    if query.shape[2] != layout.tokens:  # a vision tower's layer
         return own_function(module, query, key, value, attention_mask, **kwargs)
     try:
         if attention_mask is not None and attention_mask.numel() > 1:
@@ -133,32 +133,32 @@ def _packed_attention(module, query, key, value, attention_mask, base: str, kwar
 
 
 def _kernel(call: AttentionCall, backend: str) -> str:
-    """What computed a layer, in words."""
+    """Returns a name for the kernel that computed a layer."""
     if backend != "cascade":
         return call.base if is_flash(call.base) else f"{call.base} under a mask"
     if call.query.device.type != "cuda":
         return "torch's flash attention for CPUs"
-    # Not every torch that is supported has a choice.
+    # Not every supported version of torch has a choice of kernels.
     chosen = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
     if chosen is not None:
         return f"torch's flash attention, {chosen}"
     has_fa3 = find_spec("flash_attn_interface") is not None
     if has_fa3 and torch.cuda.get_device_capability(call.query.device)[0] == 9:
-        # torch leaves the choice of the process's kernels to its user.
+        # The choice holds for the whole process, so it is left to the user.
         line = 'torch.nn.attention.activate_flash_attention_impl("FA3")'
         return f"torch's flash attention 2 (3 is installed, and faster on this GPU: {line})"
     return "torch's flash attention 2"
 
 
 def _options(module, query, layout: PackedLayout, kwargs: dict) -> dict:
-    """What the keywords of a layer's attention say, by the names of [`AttentionCall`]."""
+    """Returns the options in the keywords of a layer's attention, by the names of [`AttentionCall`]."""
     kwargs = {name: x for name, x in kwargs.items() if x is not None and name not in NEUTRAL}
     window = kwargs.pop("sliding_window", None)
     if window is None and getattr(module, "layer_type", None) == "sliding_attention":
         window = module.config.sliding_window
     found = {
         "scaling": kwargs.pop("scaling", query.shape[-1] ** -0.5),
-        # One that reaches over the whole batch row cuts nothing.
+        # A window that reaches over the whole batch row hides nothing.
         "window": None if window is None or window >= layout.width else window,
         "softcap": kwargs.pop("softcap", None),
         "sinks": kwargs.pop("s_aux", getattr(module, "sinks", None)),
@@ -184,10 +184,10 @@ def _attend(call: AttentionCall) -> tuple[str, torch.Tensor]:
 
 
 def install(model: PreTrainedModel) -> None:
-    """Give `model` the prefix-aware implementation on top of the one it has. Calling it twice changes nothing.
+    """Give `model` the prefix-aware implementation on top of its own. A second call changes nothing.
 
     Raises:
-        UnsupportedAttention: the implementation underneath is one no backend can stand on.
+        UnsupportedAttention: no backend can work with the model's own implementation.
     """
     base = _implementation(model)
     if base in _BASES:
@@ -208,24 +208,30 @@ def install(model: PreTrainedModel) -> None:
 
 
 def _implementation(model: PreTrainedModel) -> str:
-    """What its decoder attends by: where a vision tower has attention of its own, the whole model keeps its name."""
-    # What ModernBERT calls its decoder is the head.
+    """Returns the name of the decoder's implementation.
+
+    If a vision tower has attention of its own, the name in the whole model's config does not change.
+    """
+    # ModernBERT's `get_decoder` returns the head, which has no config.
     return getattr(model.get_decoder(), "config", model.config)._attn_implementation
 
 
 def can_nest(model: PreTrainedModel, choice: str) -> bool:
-    """Whether a model with [`install`]'s implementation can compute dense rows under a backend choice."""
+    """Returns whether a model with [`install`]'s implementation can compute dense rows under a backend choice."""
     return choice == "auto" and _BASES.get(_implementation(model)) in _MASKED
 
 
 @contextlib.contextmanager
 def set_aside(model: PreTrainedModel) -> Iterator[None]:
-    """The implementation underneath [`install`]'s inside, for code that asks for it by name (continuous batching)."""
+    """Inside this context the model has its own implementation, for code that looks up its name.
+
+    Continuous batching is such code.
+    """
     name = _implementation(model)
     if name not in _BASES:
         yield
         return
-    # A kernel from the Hub was let in when the model was loaded.
+    # If the implementation is a kernel from the Hub, the user allowed it when the model was loaded.
     model.set_attn_implementation(_BASES[name], allow_all_kernels=True)
     try:
         yield
@@ -234,8 +240,9 @@ def set_aside(model: PreTrainedModel) -> Iterator[None]:
 
 
 def use_in_decoder(model: PreTrainedModel, name: str) -> None:
-    """Let the decoder of `model` attend by the implementation `name`; a vision tower, whose rows are images, as it
-    did.
+    """Let the decoder of `model` use the implementation `name`.
+
+    A vision tower keeps its implementation, because its rows are images.
     """
     text = model.config.get_text_config(decoder=True)
     parts = {} if text is model.config else {key: getattr(model.config, key, None) for key in model.config.sub_configs}
@@ -246,15 +253,17 @@ def use_in_decoder(model: PreTrainedModel, name: str) -> None:
 
 
 def no_mask(device: torch.device) -> torch.Tensor:
-    """A 4-D mask of one element, which transformers passes through: without it restarting positions would be separate
-    sequences.
+    """Returns a 4-D mask of one element, which transformers passes through unchanged.
+
+    Without a mask transformers would take positions that start again for separate sequences.
     """
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
 def tree(call: AttentionCall) -> torch.Tensor:
-    """Attention output `(1, T, H, D_v)` on a dense row: the model's own function, once per tree, with the mask of its
-    prefixes.
+    """Attention output `(1, T, H, D_v)` on a dense row.
+
+    The model's own function runs once per tree, with the mask of the tree's prefixes.
     """
     parts = []
     forest = call.layout.forest
@@ -265,7 +274,7 @@ def tree(call: AttentionCall) -> torch.Tensor:
 
 
 def tree_mask(call, start: int, length: int) -> torch.Tensor:
-    """`(1, 1, length, length)`, added to the scores of a tree of a dense row; kept for the next layer."""
+    """Returns the mask `(1, 1, length, length)` that is added to the scores of a tree; kept for the next layer."""
     layout = call.layout
     device = call.query.device
     dtype = call.query.dtype
@@ -277,16 +286,16 @@ def tree_mask(call, start: int, length: int) -> torch.Tensor:
         if call.window is not None:
             position = layout.position_ids[0, start : start + length].to(device)
             seen &= position.unsqueeze(1) - position < call.window
-        # Not boolean: SDPA would turn that into numbers anew, and keep them, in every layer.
+        # Not boolean: SDPA would turn a boolean mask into numbers, and keep them, in every layer anew.
         layout.cache[key] = additive(seen, dtype)
     return layout.cache[key]
 
 
 class DenseMask:
-    """One mask of all pairs of a packed row, for attention that is code of a model's own.
+    """One mask of all pairs of a packed row, for models whose attention is code of their own.
 
-    It computes every pair and throws most away, so it is used only for rows that have no more pairs than stock's
-    padded ones.
+    Under this mask every pair is computed and most are discarded. So it is used only for rows that have no more pairs
+    than stock's padded rows.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -295,12 +304,12 @@ class DenseMask:
 
     @staticmethod
     def serves(model: PreTrainedModel) -> bool:
-        """Whether such a mask tells every attention layer of `model` who sees whom."""
+        """Returns whether such a mask alone determines who sees whom in every attention layer of `model`."""
         types = set(layer_types(model.config.get_text_config(decoder=True)))
         if not attention_layers(model) or model.config._attn_implementation not in _MASKED:
             return False
         modules = list(model.get_decoder().modules())
-        # BigBird attends to blocks in long rows; others have buffers that mask by the place in the row.
+        # BigBird attends to blocks in long rows; other models have buffers that mask by the place in the row.
         by_place = (x for module in modules for x in module.buffers(recurse=False) if x.ndim > 1)
         by_place = any(1 < x.shape[-1] == x.shape[-2] for x in by_place)
         by_block = any(hasattr(module, "set_attention_type") for module in modules)
@@ -308,11 +317,14 @@ class DenseMask:
 
     @staticmethod
     def pays(tokens: int, rows: int, width: int) -> bool:
-        """Whether a row of so many tokens has no more pairs than stock computes."""
+        """Returns whether a row of `tokens` tokens has no more pairs than stock computes."""
         return tokens**2 <= rows * width**2
 
     def of(self, layout: PackedLayout) -> torch.Tensor:
-        """`(1, 1, T, T)`, added to the scores: a segment so far, and all of its ancestors."""
+        """Returns the mask `(1, 1, T, T)` that is added to the scores.
+
+        A token sees its segment up to itself, and all ancestors of the segment.
+        """
         device = layout.input_ids.device
         forest = layout.forest
         layout.layer_calls = ["dense"] * self.layers

@@ -1,11 +1,10 @@
-"""`share_prompts(model)`: equal beginnings of a batch's rows are computed once, behind the call that every TRL trainer
-makes.
+"""`share_prompts(model)` computes equal beginnings of a batch's rows once.
 
 TRL's trainers score with `model(..., labels=labels, fused_lm_head=True)`. The [`Door`] stands in front of that
-forward, inside the root module's, so DDP, FSDP2, PEFT and autocast stay what they are. A pass goes through it in five
-steps: it is read ([`layout.decode`]), laid out ([`forest.grow`], [`layout.lay_out`]), run, scored
-([`trl_fsdp_qlora.scoring.logprobs.score_with_head`]) and scattered. Where that would not be exact it runs as in stock
-TRL, and one line says why.
+forward and inside the root module's forward, so DDP, FSDP2, PEFT and autocast stay as they are. A pass goes through
+the door in five steps: the batch is read ([`layout.decode`]), laid out ([`forest.grow`], [`layout.lay_out`]), run,
+scored ([`trl_fsdp_qlora.scoring.logprobs.score_with_head`]) and scattered. If that would not be exact, the pass runs
+as in stock TRL, and the door logs the reason once.
 """
 
 import contextlib
@@ -59,23 +58,23 @@ from .self_check import (
 logger = logging.getLogger(__name__)
 
 CHOICES = ("auto", "off", *BACKENDS)
-# Under this name the model (without wrappers) knows its door.
+# The attribute of the model (without wrappers) that holds its door.
 _ATTRIBUTE = "prompt_sharing"
-# Arguments of a forward that say nothing about its values, and those that do only if they are set.
+# Arguments of a forward that do not change its values.
 _NEUTRAL = {"use_cache", "return_dict"}
 _NOTHING_TO_COMPARE = "nothing to compare"
 # A layer spends about 24 h² operations on a token (projections and MLP) and 4 h on a query-key pair.
 _PAIRS_PER_TOKEN = 6.0
 
 
-# torch.compile takes the model's own forward and nothing of the door: every batch has another layout, and would be
-# traced anew.
+# torch.compile compiles the model's own forward and nothing of the door: every batch has another layout, so every
+# batch would be traced anew.
 _not_compiled = torch.compiler.disable
 _but_for_the_model = torch.compiler.disable(recursive=False)
 
 
 class PrefixSharingError(UserError):
-    """A backend was asked for by name and cannot be exact for this model or batch."""
+    """The backend that was chosen by name cannot be exact for this model or batch."""
 
 
 def share_prompts(
@@ -86,30 +85,32 @@ def share_prompts(
     outputs: tuple[str, ...] = ("log_probs", "entropy"),
     lm_head_kernel: str = "auto",
 ) -> nn.Module:
-    """Compute equal beginnings of a batch's rows once wherever `model` is called with `fused_lm_head=True`, as TRL
-    does.
+    """Compute equal beginnings of a batch's rows once.
+
+    This holds for every call of `model` with `fused_lm_head=True`, which is how TRL's trainers score.
 
         trainer = trl.DPOTrainer(...)
         share_prompts(trainer.model)
 
-    What such a call returns is what it was: a `FusedCausalLMOutput` with the same fields, equal up to rounding. Every
-    other call (`generate`, a forward with logits) is the model's own. Calling this twice changes nothing, and
-    `attention="off"` takes it back.
+    Such a call returns a `FusedCausalLMOutput` with the same fields as before, equal up to rounding. Every other call
+    (`generate`, a forward with logits) runs the model's own forward. Calling `share_prompts` twice changes nothing,
+    and `attention="off"` undoes it.
 
     Args:
-        model: a causal language model as TRL's trainers hold it: with PEFT on it or not, before or after it was
-            wrapped. A model without TRL's fused head gets one.
-        attention: `"auto"` (packed where that is exact, else as in stock TRL with one line that says why), `"off"`, or
-            the name of an attention backend, `"cascade"` or `"two_part"`, which then is used or is an error.
-        temperature, outputs: of the head, for a model that TRL gave none.
-        lm_head_kernel: what scores the tokens: `"trl"`, `"frozen"` or `"auto"`, see
+        model: a causal language model as TRL's trainers hold it: with or without PEFT, before or after it was wrapped.
+            A model without TRL's fused head gets one.
+        attention: `"auto"`, `"off"`, or the name of an attention backend, `"cascade"` or `"two_part"`. `"auto"` packs
+            rows if that is exact; else the pass runs as in stock TRL, and the reason is logged once. A backend that is
+            named is used, or an error is raised.
+        temperature, outputs: settings of the head that a model without TRL's fused head gets.
+        lm_head_kernel: the kernel that scores the tokens: `"trl"`, `"frozen"` or `"auto"`, see
             [`trl_fsdp_qlora.scoring.logprobs.choose_head_kernel`].
 
     Returns:
         `model`.
 
     Raises:
-        PrefixSharingError: `attention` is not known, or it names a backend that cannot serve this model.
+        PrefixSharingError: `attention` is not known, or the backend that it names cannot serve this model.
     """
     open_door(model, attention=attention, temperature=temperature, outputs=outputs, lm_head_kernel=lm_head_kernel)
     return model
@@ -129,10 +130,10 @@ def open_door(
     """[`share_prompts`] for the trainers of this package.
 
     Args:
-        entropy_gradient: somebody may ask for the entropy's gradient, which not every kernel has.
-        compares: let the door compare its first pass with stock's by itself. A trainer that compares gradients, too,
-            does it with [`Door.compare_with_stock`].
-        expects_images: prompts may have images, on some ranks earlier than on others.
+        entropy_gradient: whether the entropy's gradient may be needed; not every kernel has it.
+        compares: whether the door compares its first pass with stock TRL's by itself. A trainer that also compares
+            gradients calls [`Door.compare_with_stock`] instead.
+        expects_images: whether prompts may have images, on some ranks earlier than on others.
     """
     if attention not in CHOICES:
         raise PrefixSharingError(f"prefix_sharing={attention!r} is not known; use one of {', '.join(CHOICES)}")
@@ -149,7 +150,7 @@ def open_door(
 
 
 def causal_language_model(model: nn.Module) -> nn.Module:
-    """The causal language model inside all wrappers."""
+    """Returns the causal language model inside all wrappers."""
     model = extract_model_from_parallel(model)
     # By class: transformers' models have an attribute `peft_config`, too.
     return model.get_base_model() if isinstance(model, PeftModel) else model
@@ -157,14 +158,14 @@ def causal_language_model(model: nn.Module) -> nn.Module:
 
 @dataclass
 class PassFigures:
-    """What a packed pass computed.
+    """Token counts, time and kernels of a packed pass.
 
     Attributes:
-        tokens, padded_tokens: tokens computed, and of the padded batch.
+        tokens, padded_tokens: number of tokens computed, and number of tokens of the padded batch.
         levels: tokens of each level of the forest.
-        seconds: until the forward returned (on CUDA: was queued).
+        seconds: time until the forward returned (on CUDA: until it was queued).
         layer_calls: names of the backends that served the attention layers.
-        kernels: what computed the attention layers of each kind, by the kind's name.
+        kernels: the kernel that computed the attention layers of each kind, by the kind's name.
     """
 
     tokens: int = 0
@@ -187,7 +188,7 @@ class PassFigures:
         self.kernels |= layout.kernels
 
     def metrics(self, prefix: str) -> dict[str, float]:
-        """By name: the fraction of tokens that was computed, seconds, and the share of layers of each backend."""
+        """Returns metrics by name: the fraction of tokens computed, seconds, and each backend's share of layers."""
         calls = self.layer_calls
         metrics = {f"{prefix}/layers_{name}": calls.count(name) / len(calls) for name in sorted(set(calls))}
         metrics[f"{prefix}/tokens_fraction"] = self.tokens / max(self.padded_tokens, 1)
@@ -201,11 +202,11 @@ class Batch:
 
     Attributes:
         input_ids, attention_mask, labels: `(B, L)`; the mask may be absent.
-        vision: the model's further arguments, of images and per token.
-        num_images: images of each row, if somebody counted them.
-        image_keys: `(B, 1)` numbers that rows with the same images have in common, if somebody hashed them.
-        router_loss: the router loss of a mixture of experts is wanted.
-        num_items: what the loss is divided by; the number of labels if absent.
+        vision: the model's further arguments, those for images and those with one entry per token.
+        num_images: number of images of each row, if the caller counted them.
+        image_keys: `(B, 1)` numbers, equal for rows with the same images, if the caller hashed them.
+        router_loss: whether the router loss of a mixture of experts is needed.
+        num_items: divisor of the loss; the number of labels if absent.
     """
 
     input_ids: torch.Tensor
@@ -222,9 +223,9 @@ class Batch:
         return any(name.startswith("pixel_values") for name in self.vision)
 
     def arguments(self) -> dict[str, Any]:
-        """Of the call that it is."""
+        """Returns the arguments of the forward call for this batch."""
         arguments = {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "labels": self.labels}
-        # Rows of another batch have on the host what was read there.
+        # `rows` reads the images on the host and leaves the picked ones there.
         device = self.input_ids.device
         arguments |= {n: to_device(x, device) if isinstance(x, torch.Tensor) else x for n, x in self.vision.items()}
         if self.router_loss:
@@ -233,7 +234,7 @@ class Batch:
 
     @classmethod
     def joined(cls, batches: list["Batch"]) -> "Batch":
-        """Batches of one width as one."""
+        """Returns batches of equal width joined into one."""
         if len(batches) == 1:
             return batches[0]
         joined = {}
@@ -248,7 +249,7 @@ class Batch:
         return cls(**joined, vision=vision, num_images=num_images)
 
     def rows(self, rows: np.ndarray) -> "Batch":
-        """Some rows of it."""
+        """Returns a batch of the rows with these indices."""
         picked = {
             name: None if x is None else x[to_device(torch.from_numpy(rows), x.device)]
             for name, x in vars(self).items()
@@ -264,8 +265,9 @@ class Batch:
 
 @dataclass
 class Rehearsal:
-    """A packed pass that is compared with stock's: layers note what they cannot compute, so that ranks meet in every
-    collective.
+    """A packed pass that is compared with stock TRL's.
+
+    Its layers note what they cannot compute instead of raising, so that ranks meet in every collective.
     """
 
     is_dense: bool
@@ -273,13 +275,13 @@ class Rehearsal:
 
 
 class Door:
-    """Stands in front of a causal language model's fused forward, see the module.
+    """Stands in front of a causal language model's fused forward, see the module docstring.
 
     Attributes:
         base: the causal language model, without wrappers.
-        reason: why passes run as in stock TRL, or `None`.
-        figures: of the last packed pass.
-        checked: kinds of passes that were compared with stock's.
+        reason: why passes run as in stock TRL; `None` if they run packed.
+        figures: figures of the last packed pass.
+        checked: the kinds of passes that were compared with stock TRL's, as `(gradients, images)`.
     """
 
     def __init__(self, base: nn.Module):
@@ -300,8 +302,10 @@ class Door:
     def configure(
         self, model: nn.Module, attention: str, lm_head_kernel: str, entropy_gradient: bool, compares: bool
     ) -> None:
-        """Give the model layers that can compute packed rows, once; a backend by name that cannot serve it is an
-        error.
+        """Give the model layers that can compute packed rows, once.
+
+        Raises:
+            PrefixSharingError: a backend was named that cannot serve the model.
         """
         self.attention, self.lm_head_kernel = attention, lm_head_kernel
         self.entropy_gradient, self.compares = entropy_gradient, compares
@@ -340,11 +344,12 @@ class Door:
         self.hidden_size = base.config.get_text_config().hidden_size
         for table in () if self.takes_positions else support.position_tables(base):
             place(table)
-        self.recomputed: list[nn.Module] | None = None  # by gradient checkpointing, see `scope.checkpointed`
+        # Modules that gradient checkpointing recomputes, see `scope.checkpointed`.
+        self.recomputed: list[nn.Module] | None = None
         self._is_prepared = True
 
     def hang(self, temperature: float, outputs: tuple[str, ...]) -> None:
-        """Put the door in front of the model's fused forward, unless it stands there."""
+        """Put the door in front of the model's fused forward, unless it already stands there."""
         if self._head() is None:
             if not isinstance(self.base, PreTrainedModel):
                 return
@@ -357,20 +362,20 @@ class Door:
         if wrapped is None:
             self.base.forward = self._own_forward
             return
-        # Accelerate's mixed precision stays around the door, or packed passes would run without it.
+        # Accelerate's mixed precision stays around the door; else packed passes would run without mixed precision.
         self.base._original_forward = self._own_forward
         in_autocast = get_mixed_precision_context_manager(native_amp=True)(self._own_forward.__func__)
         self.base.forward = types.MethodType(convert_outputs_to_fp32(in_autocast), self.base)
 
     @_not_compiled
     def _head(self) -> FusedHead | None:
-        """What TRL's fused head behind (or, given later, in front of) the door was asked for."""
-        # Accelerate's mixed precision wraps the forward, and keeps what it wraps under the second name.
+        """Returns TRL's fused head, which stands behind the door, or in front of it if it was added later."""
+        # Accelerate's mixed precision wraps the forward, and keeps the wrapped one under the second name.
         forwards = [vars(self.base).get(name) for name in ("forward", "_original_forward")]
         forwards += [getattr(forward, "behind_the_door", None) for forward in forwards]
         return next((head for forward in forwards if (head := fused_head(forward)) is not None), None)
 
-    # --- what a trainer asks ----------------------------------------------------------------------------------------
+    # --- questions of a trainer -------------------------------------------------------------------------------------
 
     @property
     def is_active(self) -> bool:
@@ -378,39 +383,44 @@ class Door:
         return self.reason is None
 
     def describe(self) -> str:
-        """A line for a start-up report: what runs packed, or why not, and what draws differently there."""
-        if self.attention == "auto":  # else it is an error, of all ranks' first pass
+        """Returns a line for a start-up report: whether passes run packed, or why not, and other dropout."""
+        # With a named backend an unsuitable wrapper raises, and all ranks have to raise together, in the first pass.
+        if self.attention == "auto":
             self._look_at_wrappers()
         if not self.is_active:
             return f"prefix sharing: {self.reason}"
         return "; ".join(filter(None, [f"prefix sharing: {self.attention}", other_dropout(self.base)]))
 
     def feature(self) -> tuple[str, str]:
-        """Heading and line of the start-up block, see `EfficientGRPOTrainer.features`."""
+        """Returns heading and line for the start-up block, see `EfficientGRPOTrainer.features`."""
         line = self.describe()
         return "on" if self.is_active else "off" if self.attention == "off" else "as stock TRL", line
 
     def forget_images(self) -> None:
-        """Give the memory of kept image features back."""
-        self.images_may_come = True  # with tools, on any rank
+        """Free the memory of kept image features."""
+        self.images_may_come = True  # tools may return images on any rank
         if self._is_prepared:
             self.images.features.clear()
 
     def look_for_images(self, here: bool, device: torch.device) -> None:
-        """Ask whether a generation batch has images on any rank (`here`: on this one). Every rank has to call it.
+        """Find out whether a generation batch has images on any rank. Every rank has to call this.
 
-        Until then each pass asks; afterwards those over a batch without any need not.
+        Before this call each pass asks all ranks. After it the passes over a batch without images no longer ask.
+
+        Args:
+            here: whether the batch has images on this rank.
+            device: of the all-reduce.
         """
         if self.expects_images and self.is_active and self.images.reason is None:
             self.images_may_come = bool(reduced_over_ranks([int(here)], device)[0])
 
     def set_aside(self) -> contextlib.AbstractContextManager:
-        """The model's own attention implementation inside, as generation expects it."""
+        """Inside this context the model has its own attention implementation, as generation expects it."""
         return set_aside(self.base) if self._is_prepared else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
-        """Inside, passes run as in stock TRL."""
+        """Inside this context passes run as in stock TRL."""
         before = self.is_aside
         self.is_aside = True
         try:
@@ -419,12 +429,15 @@ class Door:
             self.is_aside = before
 
     def _look_at_wrappers(self) -> None:
-        """Give up if wrappers that came later do not allow packed rows; all ranks have the same ones."""
+        """Give up if wrappers that were added later do not allow packed rows; all ranks have the same wrappers."""
         if self.is_active and (reason := gathered_per_call(self.base)) is not None:
             self.give_up(reason)
 
     def _refuse_together(self, batch: "Batch") -> None:
-        """Raise on all ranks if a backend was named and a rank's batch cannot be packed. Every rank has to call it."""
+        """Raise on all ranks if a backend was named and one rank's batch cannot be packed.
+
+        Every rank has to call this.
+        """
         problem = None
         try:
             self._read(batch)
@@ -434,12 +447,12 @@ class Door:
             self._log("A batch", problem or "another rank's cannot be packed")
 
     def give_up(self, reason: str) -> None:
-        """From now on passes run as in stock TRL."""
+        """Let all further passes run as in stock TRL."""
         self.reason = reason
         self._log("The model", reason)
 
     def _log(self, what: str, reason: str) -> None:
-        """Log once why something runs as in stock TRL; if a backend was named, that is an error."""
+        """Log once why something runs as in stock TRL; raise if a backend was named."""
         line = f"{what} runs padded as in stock TRL: {reason}"
         if self.attention != "auto":
             raise PrefixSharingError(
@@ -452,22 +465,22 @@ class Door:
             self._logged.add(line)
             logger.warning("%s.", line)
 
-    # --- once for each kind of pass: is it stock's? -----------------------------------------------------------------
+    # --- once for each kind of pass: is it equal to stock? ----------------------------------------------------------
 
     def compare_with_stock(
         self, model: nn.Module, batch: Batch, autocast=contextlib.nullcontext, tokens_per_pass: int | None = None
     ) -> None:
-        """Before the first pass of a kind (with gradients, with images): compute a few rows both ways, see
-        [`self_check`].
+        """Compute a few rows both packed and as in stock TRL, and compare, see [`self_check`].
 
-        A collective: every rank has to call it in front of every pass. If the two differ, passes run as in stock TRL.
+        This happens before the first pass of each kind (with gradients, with images). If the results differ, passes
+        run as in stock TRL from then on. The method is a collective: every rank has to call it before every pass.
 
         Args:
             model: the root module, wrappers included.
-            batch: what is about to be scored.
-            autocast: context manager factory that the forward runs in.
-            tokens_per_pass: of the pass, see [`score`]. No forward of the comparison holds more tokens than one of the
-                pass.
+            batch: the batch that is about to be scored.
+            autocast: factory of the context manager in which the forward runs.
+            tokens_per_pass: limit of the pass, see [`score`]. No forward of the comparison holds more tokens than one
+                of the pass.
         """
         if not self.checked:
             self._look_at_wrappers()
@@ -479,7 +492,7 @@ class Door:
         with_images = batch.has_images and self.images.reason is None
         asks = self.expects_images and self.images_may_come and self.images.reason is None
         if asks and (gradients, True) not in self.checked:
-            # The first come to some ranks earlier than to others.
+            # Some ranks see their first images earlier than others.
             with_images = bool(reduced_over_ranks([int(with_images)], batch.input_ids.device)[0])
         if (gradients, with_images) in self.checked:
             return
@@ -489,7 +502,7 @@ class Door:
                 with autocast():
                     return model(**arguments, fused_lm_head=True, **of_the_door).log_probs
             except Exception:
-                forget_forward(model)  # a padded one comes next
+                forget_forward(model)  # a padded forward comes next
                 raise
 
         with autocast():
@@ -498,10 +511,10 @@ class Door:
 
     @_not_compiled
     def _compare_by_itself(self, stock, batch: Batch | None, sequences: Sequences | None) -> bool:
-        """The same from inside the forward, for trainers that know nothing of the door: values alone.
+        """Compare values from inside the forward, for trainers that do not know of the door.
 
-        Ranks that hold parts of the model meet in each of its forwards, so they compare together, once all of them can
-        pack. Others may be alone in this forward (an evaluation on the first rank), and judge alone.
+        If the model is sharded, ranks meet in each of its forwards, so they compare together as soon as all of them
+        can pack. Else a rank may be alone in this forward (an evaluation on the first rank), so it judges alone.
 
         Returns:
             Whether this pass may run packed.
@@ -518,8 +531,8 @@ class Door:
             if (False, bool(with_images)) in self.checked:
                 return True
             if not has_images:
-                # Rows that begin alike are compared: in a batch of pairs (all chosen, all rejected) they are no
-                # neighbours.
+                # The comparison needs rows that begin alike. In a batch of pairs (all chosen, then all rejected) they
+                # are not neighbours.
                 order, _ = sort_by_prefix(sequences.tokens_BL, sequences.lengths_B)
                 batch = batch.rows(order)
             through = _through_the_door(self.base, stock)
@@ -542,7 +555,7 @@ class Door:
         with_images: bool,
         tokens_per_pass: int | None,
     ) -> None:
-        """Compare a few rows of a batch and keep what that says."""
+        """Compare a few rows of a batch and keep the verdict."""
         try:
             self._count_images(batch)
         except UnpackableBatch as error:
@@ -555,7 +568,7 @@ class Door:
             return
         if problem is None:
             self.checked.update(itertools.product({False, gradients}, {False, with_images}))
-        elif with_images and self.attention == "auto":  # text may do
+        elif with_images and self.attention == "auto":  # batches without images may still run packed
             self.images.reason = problem
         else:
             self.give_up(problem)
@@ -563,7 +576,7 @@ class Door:
     def _difference(
         self, model: nn.Module, forward, batch: Batch, unit: float, tokens_per_pass: int | None
     ) -> str | None:
-        """What is wrong with packed passes over a few rows of a batch; `None` for nothing."""
+        """Returns what is wrong with packed passes over a few rows of a batch; `None` if nothing is."""
         device = batch.input_ids.device
         (count,) = reduced_over_ranks([min(ROWS_HALF if unit else ROWS_FP32, len(batch.input_ids))], device)
         few = replace(batch.rows(sampled_rows(batch, int(count))), router_loss=False)
@@ -575,7 +588,7 @@ class Door:
         rows, width = few.input_ids.shape
         ends = [(0, rows)]
         if is_readable:
-            # Rows of one forward lie side by side.
+            # The rows of one forward have to be neighbours.
             sets = cut_rows(sequences, max(tokens, width), lambda rows: self._grow(few, sequences.rows(rows)).tokens)
             few = few.rows(np.concatenate(sets))
             lengths = np.cumsum([0, *map(len, sets)]).tolist()
@@ -587,7 +600,7 @@ class Door:
                 return forward(few.rows(np.arange(part.start, part.stop)).arguments())
 
         def packed(is_dense: bool, part: slice) -> torch.Tensor:
-            if not is_readable:  # for the ranks that meet in it
+            if not is_readable:  # other ranks meet this one in the forward
                 return padded(part)
             rehearsal = Rehearsal(is_dense)
             these = few.rows(np.arange(part.start, part.stop))
@@ -602,7 +615,7 @@ class Door:
 
         scored = few.labels[:, 1:] != IGNORED_LABEL
         embeddings = self.base.get_input_embeddings()
-        problem = attention_reason(self.base)  # somebody may have set dropout since
+        problem = attention_reason(self.base)  # dropout may have been set since
         with without_dropout(model), self.images.in_every_forward():
             for is_dense in (False, True)[: 1 + self.can_be_dense]:
                 pass_of_rows = functools.partial(packed, is_dense)
@@ -616,30 +629,31 @@ class Door:
             self._log("A batch", str(error))
 
     def _tokens_of(self, batch: Batch) -> int:
-        """Tokens of a pass over a batch."""
+        """Returns the number of tokens that a pass over a batch computes."""
         sequences = self._try_to_read(batch)
         return batch.input_ids.numel() if sequences is None else self._grow(batch, sequences).tokens
 
-    # --- the passes of a step, which have beginnings in common -------------------------------------------------------
+    # --- passes of an optimizer step with common beginnings ----------------------------------------------------------
 
     @_not_compiled
     def plan_step(
         self, batches: list[Batch], tokens_per_pass: int | None = None, one_by_one: bool = False
     ) -> StepPlan | None:
-        """How to compute batches that are scored with the same weights, so that a beginning they share is computed
-        once.
+        """Plan the passes of batches that are scored with the same weights.
 
-        A collective: every rank has to call it with equally many batches.
+        A beginning that several batches share is then computed once. The method is a collective: every rank has to
+        call it with equally many batches.
 
         Args:
-            batches: of one width.
-            tokens_per_pass: of a pass with gradients, together with the trunks that are alive then; those of one
-                padded batch if `None`. If any two batches share something, as many run at once as fit. A batch that is
-                longer than `tokens_per_pass` is cut.
-            one_by_one: each batch has a pass of its own.
+            batches: batches of equal width.
+            tokens_per_pass: limit of a pass with gradients, together with the trunks that are alive then. If `None`,
+                the limit is the tokens of one padded batch. If any two batches share a beginning, as many batches run
+                at once as fit. A batch that is longer than `tokens_per_pass` is cut.
+            one_by_one: whether each batch has a pass of its own.
 
         Returns:
-            `None` if no two batches share anything and each fits, or if this model cannot keep what they share.
+            The plan; `None` if no two batches share a beginning and each batch fits, or if this model cannot keep
+            shared beginnings.
         """
         if not self.is_active or self._cannot_keep is not None:
             return None
@@ -682,10 +696,10 @@ class Door:
         if one_by_one:
             rows_per_pass = [rows]
         fitting = (count for count in rows_per_pass if forwards(count, list).fits(limit))
-        # As many as fit on the rank that can take fewest; a row that is longer runs alone.
+        # As many rows as fit on the rank that can take fewest; a row that is longer runs alone.
         chosen = -agree([-next(fitting, 0)])[0]
         if chosen < rows and tokens_per_pass is None:
-            return None  # too many beginnings at once: alone, each batch is as small as it was
+            return None  # too many beginnings would be alive at once; alone, each batch is as small as before
         if chosen < rows and one_by_one:
             self._log_once(
                 f"Micro-batches of {rows} rows are longer than tokens_per_pass={tokens_per_pass}, and cannot "
@@ -697,7 +711,8 @@ class Door:
             if not forwards(rows, agree).is_shared:
                 return None
             together = forwards(chosen, agree)
-            # Dense rows, which a pass of several does not have, may save more than what batches have in common.
+            # A batch that runs alone may be a dense row, which a pass of several batches cannot be. That may save more
+            # than sharing between batches does.
             alone = [self._grow(batch, few).tokens for batch, few in zip(batches, sequences.split(rows), strict=True)]
             planned, alone = reduced_over_ranks([together.tokens, sum(alone)], device, "SUM")
             return StepPlan(together, None, chosen // rows, 1) if planned < alone else None
@@ -705,16 +720,16 @@ class Door:
 
     @property
     def keeps_beginnings(self) -> bool:
-        """Whether what several passes begin with can be computed once, see [`plan_step`]."""
+        """Whether a beginning that several passes share can be computed once, see [`plan_step`]."""
         return self.is_active and self._cannot_keep is None and self._why_not_keep() is None
 
     def cannot_keep(self, reason: str) -> None:
-        """From now on each pass computes what it begins with."""
+        """Let each further pass compute its own beginnings."""
         self._cannot_keep = reason
         logger.warning("Prompts are computed once per micro-batch, and not once per optimizer step: %s.", reason)
 
     def _why_not_keep(self) -> str | None:
-        """Why passes of this model cannot take what others computed; `None` if they can."""
+        """Returns why passes of this model cannot use what other passes computed; `None` if they can."""
         if self.dense:
             return "its attention is code of its own"
         if not all(goes_on_from_a_state(type(layer)) for layer in recurrent_layers(self.base)):
@@ -729,14 +744,15 @@ class Door:
 
     @_but_for_the_model
     def score(self, stock, arguments: dict[str, Any]) -> FusedCausalLMOutput:
-        """What `stock`, the fused forward behind the door, gives for `arguments`, with equal beginnings computed once.
+        """Returns what `stock` returns for `arguments`, with equal beginnings computed once.
 
-        Next to the model's own arguments it takes
+        `stock` is the fused forward behind the door. Next to the model's own arguments the door takes
 
-        - `num_images`, `image_keys`: images of each row, and what rows with the same images have in common, if known;
-        - `tokens_per_pass`: in passes of no more tokens than this. Ranks exchange how many passes they need.
+        - `num_images`, `image_keys`: number of images of each row, and numbers that are equal for rows with the same
+          images, if known;
+        - `tokens_per_pass`: run in passes of no more tokens than this. Ranks exchange how many passes they need;
         - `rehearsal`: of [`compare_with_stock`];
-        - `forward`: one of several that together compute a step, see [`across_passes.StepForwards`].
+        - `forward`: one of several forwards that together compute a step, see [`across_passes.StepForwards`].
         """
         start = time.perf_counter()
         tokens_per_pass = arguments.pop("tokens_per_pass", None)
@@ -774,7 +790,7 @@ class Door:
 
     @property
     def _is_checked(self) -> bool:
-        """Whether nothing is left to be compared from inside the forward."""
+        """Whether nothing is left to compare from inside the forward."""
         if not (self.compares and self.is_active) or self.is_aside:
             return True
         may_have_images = self.images.token is not None and self.images.reason is None
@@ -782,7 +798,7 @@ class Door:
 
     @_but_for_the_model
     def _score_forward(self, batch: "Batch", forward: Forward) -> FusedCausalLMOutput:
-        """A packed pass that shares beginnings with others, or the trunk of such passes."""
+        """Score a packed pass that shares beginnings with other passes, or compute the trunk of such passes."""
         self._count_images(batch)
         if forward.kept.is_trunk:
             batch = replace(batch, labels=torch.full_like(batch.labels, IGNORED_LABEL))
@@ -796,7 +812,7 @@ class Door:
     def _score_rows(
         self, batch: "Batch", sequences: Sequences, rehearsal: "Rehearsal | None" = None
     ) -> FusedCausalLMOutput:
-        """One packed pass."""
+        """Score a batch in one packed pass."""
         return self._score_layout(batch, sequences, self._lay_out(batch, sequences, rehearsal))
 
     @_but_for_the_model
@@ -816,8 +832,9 @@ class Door:
 
     @_but_for_the_model
     def _score_in_passes(self, stock, arguments, batch, sequences, tokens_per_pass: int) -> FusedCausalLMOutput:
-        """As many packed passes as the rank that needs most; stock's, of as many rows as fit, if one rank cannot
-        pack.
+        """Score a batch in as many packed passes as the rank that needs most.
+
+        If one rank cannot pack, all ranks run stock passes of as many rows as fit.
         """
         device = arguments["input_ids"].device
         (rows, width) = arguments["input_ids"].shape
@@ -843,7 +860,7 @@ class Door:
                     *_, output = (self._score_forward(batch.rows(cut), f) for f in forwards.of_pass(number))
                     outputs.append(output)
             nothing = np.array([0])
-            for _ in range(int(most) - count):  # other ranks meet in them
+            for _ in range(int(most) - count):  # ranks with more passes meet this one in them
                 few = batch.rows(nothing)
                 few.labels = torch.full_like(few.labels, IGNORED_LABEL)
                 unscored = sequences.rows(nothing)
@@ -859,9 +876,7 @@ class Door:
 
     @_not_compiled
     def _forwards_of_cuts(self, batch: Batch | None, sequences: Sequences | None, cuts: list) -> StepForwards | None:
-        """How passes without gradients compute a beginning that several of them share once; `None` where they share
-        none.
-        """
+        """Plan passes without gradients so that a shared beginning is computed once; `None` if they share none."""
         if len(cuts) < 2 or torch.is_grad_enabled() or batch.router_loss or self._cannot_keep is not None:
             return None
         if self._why_not_keep() is not None:
@@ -871,14 +886,17 @@ class Door:
 
     @_not_compiled
     def _check_pairs(self, batch: "Batch", sequences: Sequences) -> None:
-        """Attention of a model's own computes all pairs of a packed row: not more than stock does."""
+        """Raise if a mask of all pairs of the packed row would be larger than stock's.
+
+        A model whose attention is code of its own computes all pairs of a row.
+        """
         rows, width = batch.input_ids.shape
         if self.dense and not self.dense.pays(self._grow(batch, sequences).tokens, rows, width):
             raise UnpackableBatch("a mask of all pairs of the packed row would be larger than stock's")
 
     @_not_compiled
     def _batch(self, arguments: dict[str, Any], num_images, image_keys) -> Batch:
-        """A call's arguments by their meaning; those that are not known have to be left to stock."""
+        """Returns a call's arguments by their meaning; raises `UnpackableBatch` if one is not known."""
         arguments = {name: x for name, x in arguments.items() if x is not None and x is not False}
         for name in _NEUTRAL:
             arguments.pop(name, None)
@@ -899,11 +917,11 @@ class Door:
 
     @_not_compiled
     def _read(self, batch: Batch) -> Sequences:
-        """The batch as the host sees it. Tokens that must not be shared get numbers of their own."""
+        """Read a batch on the host. Tokens that must not be shared get numbers of their own."""
         return self._read_together([batch])
 
     def _read_together(self, batches: list[Batch]) -> Sequences:
-        """Batches of one width as one, on the host."""
+        """Read batches of equal width on the host, as one."""
         rows, width = batches[0].input_ids.shape
         if width > self.position_limit:
             raise UnpackableBatch(f"rows of {width} positions switch the rotary tables at {self.position_limit}")
@@ -915,7 +933,7 @@ class Door:
         for i, batch in enumerate(batches):
             if batch.has_images:
                 sent |= {(i, name): x for name, x in self.images.to_send(batch).items()}
-        # The host waits for the device here, once for all of them.
+        # The host waits for the device here, once for all batches.
         sent = to_host(sent)
         sequences = decode(sent["code"].numpy())
         if has_images:
@@ -937,7 +955,8 @@ class Door:
 
     def _grow(self, batch: Batch, sequences: Sequences, is_dense: bool = False) -> Forest:
         lengths_B = sequences.lengths_B if batch.router_loss else sequences.needed_B
-        if not lengths_B.any():  # one token, connected to the model, so that every rank meets every other
+        # Without labels one token is computed, so that the graph contains the model and ranks meet in it.
+        if not lengths_B.any():
             lengths_B = (np.arange(len(lengths_B)) == 0).astype(int)
         pairs_per_token = None
         if self.can_be_dense and not batch.has_images:
@@ -946,13 +965,14 @@ class Door:
 
     @property
     def _shortest(self) -> int:
-        """Tokens of a segment that others may go on from, at least."""
+        """Least number of tokens of a segment that others may go on from."""
         return SHORTEST if self.recurrent else 1
 
     @property
     def can_be_dense(self) -> bool:
-        """Whether prefixes of completions can be computed once under a dense mask; a state is not kept at every
-        token.
+        """Whether prefixes of completions can be computed once under a dense mask.
+
+        Recurrent layers cannot: they do not keep a state at every token.
         """
         return can_nest(self.base, self.attention) and not (self.recurrent or self.dense)
 
@@ -974,9 +994,9 @@ class Door:
 
     @_but_for_the_model
     def _run(self, batch: Batch, layout: PackedLayout, sequences: Sequences) -> tuple[torch.Tensor, Any]:
-        """The last hidden states `(N, H)` that predict labels, and the router's logits where they are wanted.
+        """Returns the last hidden states `(N, H)` that predict labels, and the router's logits if they are needed.
 
-        All others are freed here, before the head needs its room.
+        All other hidden states are freed here, before the head needs memory.
         """
         if torch.is_grad_enabled() and self.recomputed is None:
             self.recomputed = checkpointed(self.base)
@@ -999,7 +1019,7 @@ class Door:
 
     @_not_compiled
     def _output(self, batch: Batch, layout: PackedLayout, values: dict, router_logits) -> FusedCausalLMOutput:
-        """TRL's output, made of values `(B, L - 1)`."""
+        """Returns TRL's output, made of values `(B, L - 1)`."""
         config = self.base.config.get_text_config()
         mask = batch.labels[:, 1:] != IGNORED_LABEL
         count = mask.sum().clamp(min=1) if batch.num_items is None else batch.num_items
@@ -1015,10 +1035,10 @@ class Door:
 
 
 def sampled_rows(batch: Batch, count: int) -> np.ndarray:
-    """So many rows, half of them the first (with images, if any) and half the last ones: neighbours mostly share a
-    prompt.
+    """Returns `count` row indices: half from the first row with images (or row 0) on, half from the end of the batch.
 
-    Of a smaller batch the last row is taken again, so that ranks have equally many.
+    Neighbouring rows mostly share a prompt. If the batch has fewer rows, the last row is repeated, so that ranks have
+    equally many.
     """
     rows = list(range(len(batch.input_ids)))
     rows += rows[-1:] * (count - len(rows))
@@ -1029,12 +1049,12 @@ def sampled_rows(batch: Batch, count: int) -> np.ndarray:
 
 
 def _through_the_door(base: PreTrainedModel, stock):
-    """A forward that sends fused calls through the model's door, and everything else to `stock`."""
+    """Returns a forward that sends fused calls through the model's door, and all other calls to `stock`."""
     names = list(inspect.signature(type(base).forward).parameters)[1:]
-    # The function and not the bound method: a copy of the model has to call itself.
+    # The function and not the bound method: a copy of the model has to call the copy's forward, not the original's.
     function = getattr(stock, "__func__", None) or (lambda self, *args, **kwargs: stock(*args, **kwargs))
 
-    # The signature stays: `generate` validates its arguments against it.
+    # `wraps` keeps the signature: `generate` validates its arguments against it.
     @functools.wraps(type(base).forward)
     def forward(self, *args, **kwargs):
         if not kwargs.pop("fused_lm_head", False):

@@ -1,19 +1,19 @@
 """Equal beginnings of token sequences, at any depth: a forest of segments.
 
-Each row of a batch is a sequence of tokens. Sorted by their tokens, rows that begin alike are neighbours, and the
-length of the longest common prefix (LCP) of each row with the row before it describes the whole prefix tree. Every
-node of that tree at which rows part *could* be computed once for all of them. Which ones are is decided by what they
-save: see [`choose_nodes`].
+Each row of a batch is a sequence of tokens. If rows are sorted by their tokens, rows that begin alike are neighbours,
+and the length of the longest common prefix (LCP) of each row with the row before it describes the whole prefix tree.
+Every node of that tree at which rows part *could* be computed once for all of them. [`choose_nodes`] takes the nodes
+that save enough tokens.
 
-A *segment* is a run of tokens `[depth, depth + length)` that a set of rows has in common and that is computed once. It
+A *segment* is a run of tokens `[depth, depth + length)` that a set of rows shares and that is computed once. A segment
 attends to itself, causally, and to all of its ancestors. Segments lie in the packed row in *stretches*, one for each
 kind and level:
 
     [ inner, level 0 | inner, level 1 | … | leaves, level 0 | leaves, level 1 | … ]
 
-A segment's level is the number of its ancestors, an inner segment has descendants. Inside a stretch, segments with a
-common ancestor are neighbours and come in the order in which these ancestors lie in the row. So what attends to an
-ancestor is at most one run of tokens in each stretch.
+A segment's level is the number of its ancestors. An inner segment has descendants, a leaf has none. Inside a stretch,
+segments with a common ancestor are neighbours, in the order in which the ancestors lie in the row. So in each stretch
+at most one run of tokens attends to an ancestor.
 """
 
 import itertools
@@ -22,16 +22,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-# A level beyond the first is made if it saves so many tokens ...
+# A level beyond the first is made if it saves at least this many tokens ...
 MIN_SAVED_TOKENS = 8
-# ... and this share of the tokens that will have to attend to it in a call of their own.
+# ... and this share of the tokens below it, which attend to it in a call of their own.
 MIN_SAVED_FRACTION = 0.02
-# A dense mask computes every pair, and without a flash kernel: so many times what a pair costs otherwise.
+# A dense mask computes every pair, without a flash kernel. A pair then costs this many times as much.
 DENSE_PAIR_COST = 4.0
 
 
 class Node(NamedTuple):
-    """Rows `[first, last]` of the sorted ones have their first `depth` tokens in common, and not all of them more."""
+    """Sorted rows `[first, last]` share their first `depth` tokens; not all of them share more."""
 
     depth: int
     first: int
@@ -43,9 +43,7 @@ class Node(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """Runs of queries `[starts, starts + lengths)` in the row, neighbours of each other, and the segment that each
-    attends to.
-    """
+    """Neighbouring runs of queries `[starts, starts + lengths)` in the row, and the segment that each attends to."""
 
     starts: np.ndarray
     lengths: np.ndarray
@@ -58,19 +56,20 @@ class Forest:
 
     Attributes:
         starts, lengths: place of the first token in the row, and number of tokens.
-        depths: how many tokens come before a segment in its sequences.
+        depths: number of tokens that come before a segment in its sequences.
         parents: index of the parent segment; -1 for none.
         levels: number of ancestors.
         is_leaf: whether no other segment attends to it.
         source: a row of the batch that holds the segment's tokens.
         trees: index of the root segment.
-        place_BL: where in the packed row token t of row b is computed; -1 where it is not. Tokens are counted from the
-            first real one of a row.
-        end_T: of a row with dense masks, the place behind the last token that sees each one, so token q attends to k
-            if k <= q < end_T[k] (and both are in one segment); else `None`.
-        kept: how many segments, the last ones, an earlier pass computed. They are no part of the packed row. Their
-            keys and values lie behind those of the row, so their places are those behind the row's last token.
-        offset_S: what the positions of each segment's tree are counted from; `None` where the batch says it.
+        place_BL: the place in the packed row at which token t of row b is computed; -1 if it is not. Tokens are
+            counted from the first real token of a row.
+        end_T: for a row with dense masks, the place behind the last token that sees each token, so token q attends to
+            k if k <= q < end_T[k] (and both are in one segment); else `None`.
+        kept: number of segments, at the end of the list, that an earlier pass computed. They are no part of the packed
+            row. Their keys and values lie behind those of the row, so their places come after the row's last token.
+        offset_S: the offset from which the positions of each segment's tree are counted; `None` if the offsets of the
+            batch's rows apply.
     """
 
     starts: np.ndarray
@@ -88,7 +87,7 @@ class Forest:
 
     @property
     def tokens(self) -> int:
-        """Of the packed row."""
+        """Number of tokens of the packed row."""
         return int(self.lengths[: self.computed].sum())
 
     @property
@@ -97,27 +96,28 @@ class Forest:
 
     @property
     def computed(self) -> int:
-        """Segments of the packed row; the others are kept."""
+        """Number of segments of the packed row; the other segments are kept."""
         return self.segments - self.kept
 
     def stretches(self) -> list[slice]:
-        """Runs of segments of one kind and level."""
+        """Returns the runs of segments of one kind and level."""
         kinds = np.stack([self.is_leaf, self.levels])[:, : self.computed]
         borders = 1 + np.flatnonzero((kinds[:, 1:] != kinds[:, :-1]).any(0))
         edges = [0, *borders.tolist(), self.computed]
         return [slice(first, last) for first, last in itertools.pairwise(edges)]
 
     def ancestors_at(self, level: int) -> np.ndarray:
-        """Each segment's ancestor at a level, itself if it is there; -1 for segments above it."""
+        """Returns each segment's ancestor at a level: a segment at the level itself; -1 for segments above it."""
         ancestors = np.arange(self.segments)
         while (is_below := self.levels[ancestors] > level).any():
             ancestors = np.where(is_below, self.parents[ancestors], ancestors)
         return np.where(self.levels >= level, ancestors, -1)
 
     def crossings(self) -> list["Crossing"]:
-        """What attends to ancestors: one entry for each stretch below the roots and each level above it.
+        """Returns the queries that attend to ancestors: one entry for each stretch below the roots and level above it.
 
-        Ancestors of one entry lie side by side: where some of a level are kept and others are not, it has several.
+        Ancestors of one entry lie side by side. A level of which some segments are kept and others are not has several
+        entries.
         """
         ends = self.starts + self.lengths
         crossings = []
@@ -136,23 +136,24 @@ class Forest:
         return crossings
 
     def path(self, segment: int) -> list[int]:
-        """A segment's ancestors, outermost first."""
+        """Returns a segment's ancestors, outermost first."""
         path = []
         while (segment := int(self.parents[segment])) >= 0:
             path.append(segment)
         return path[::-1]
 
     def part(self, segments: np.ndarray, rows: np.ndarray, offset_S: np.ndarray) -> tuple["Forest", list[int]]:
-        """A pass over some rows of the batch that computes only these segments; their ancestors are kept from earlier
-        passes.
+        """Returns the forest of a pass over some rows that computes only some segments.
+
+        The ancestors of these segments are kept from earlier passes.
 
         Args:
             segments: indices, in increasing order.
-            rows: of the batch. Together they hold all of these segments.
-            offset_S: of this forest's segments, see the attribute.
+            rows: rows of the batch. Together they hold all of these segments.
+            offset_S: offsets of this forest's segments, see the attribute.
 
         Returns:
-            The forest of the pass, and which segments its kept ones are here.
+            The forest of the pass, and the indices that its kept segments have in this forest.
         """
         ancestors = {ancestor for segment in segments.tolist() for ancestor in self.path(segment)}
         kept = sorted(ancestors.difference(segments.tolist()))
@@ -188,8 +189,9 @@ class Forest:
         return forest, kept
 
     def lengthened(self, tokens: int) -> "Forest":
-        """With so many more tokens at the end of the last segment, a leaf. They are in no row, and no other token
-        attends to them.
+        """Returns the forest with `tokens` more tokens at the end of the last segment, which has to be a leaf.
+
+        The new tokens are in no row, and no other token attends to them.
         """
         starts = self.starts.copy()
         lengths = self.lengths.copy()
@@ -203,25 +205,24 @@ class Forest:
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs that attention computes."""
+        """Number of query-key pairs that attention computes."""
         return int((self.lengths * (self.depths + self.lengths)).sum())
 
 
 def sort_by_prefix(tokens_BL: np.ndarray, lengths_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """An order of rows in which equal prefixes are neighbours, and the LCP of each row with the row before it.
+    """Returns an order of rows in which equal prefixes are neighbours, and the LCP of each row with the one before.
 
     Args:
-        tokens_BL: numbers that are equal if and only if tokens are. What stands behind the end of a row does not
-            matter.
-        lengths_B: tokens of each row that count.
+        tokens_BL: numbers that are equal if and only if tokens are. Numbers behind the end of a row do not matter.
+        lengths_B: number of tokens of each row.
 
     Returns:
         `(order, common)`, `(B,)` and `(B - 1,)`.
     """
     is_behind = np.arange(tokens_BL.shape[1]) >= lengths_B[:, None]
-    # A row that ends is parted from those that go on by a number that no token has.
+    # A number that no token has separates a row that ends from rows that go on.
     tokens_BL = np.ascontiguousarray(np.where(is_behind, np.iinfo(tokens_BL.dtype).min, tokens_BL))
-    # Any order of whole tokens will do. That of their bytes is one.
+    # Any order of whole tokens will do. The order of their bytes is one.
     keys = [row.tobytes() for row in tokens_BL]
     order = np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=int)
     tokens_BL = tokens_BL[order]
@@ -234,8 +235,9 @@ def sort_by_prefix(tokens_BL: np.ndarray, lengths_B: np.ndarray) -> tuple[np.nda
 def sorted_rows(
     tokens_BL: np.ndarray, lengths_B: np.ndarray, spans_B2: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The rows that have tokens to compute, sorted by [`sort_by_prefix`], and their common prefixes, which part no
-    image.
+    """Returns the rows that have tokens to compute, sorted by [`sort_by_prefix`], and their common prefixes.
+
+    A common prefix ends before an image that it would cut.
     """
     needed = np.flatnonzero(lengths_B)
     order, common = sort_by_prefix(tokens_BL[needed], lengths_B[needed])
@@ -249,8 +251,9 @@ def sorted_rows(
 
 
 def prefix_nodes(common: np.ndarray) -> list[Node]:
-    """Every node of a prefix tree at which rows part, from the LCPs of its sorted rows; parents follow their
-    children.
+    """Returns every node of a prefix tree at which rows part, from the LCPs of its sorted rows.
+
+    Parents follow their children.
     """
     nodes, open_nodes = [], []  # open: (depth, first row), depths increasing
     for row, depth in enumerate([*common.tolist(), 0], start=1):
@@ -264,16 +267,16 @@ def prefix_nodes(common: np.ndarray) -> list[Node]:
 
 
 def choose_nodes(nodes: list[Node], lengths: np.ndarray, min_length: int = 1) -> list[Node]:
-    """The nodes of a prefix tree that are computed once for their rows.
+    """Returns the nodes of a prefix tree that are computed once for their rows.
 
-    One level costs nothing worth mentioning: of all ways of computing at most one node per row once, the one that
-    saves most is taken. Each further node makes what lies below it attend once more, so it has to save
-    [`MIN_SAVED_TOKENS`] and [`MIN_SAVED_FRACTION`] of the tokens below it.
+    One level costs almost nothing: of all choices with at most one node per row, the choice that saves most is taken.
+    Each further node makes the tokens below it attend once more. So it has to save [`MIN_SAVED_TOKENS`] and
+    [`MIN_SAVED_FRACTION`] of the tokens below it.
 
     Args:
         nodes: from [`prefix_nodes`].
-        lengths: tokens of each sorted row.
-        min_length: shortest segment that others may go on from.
+        lengths: number of tokens of each sorted row.
+        min_length: length of the shortest segment that others may go on from.
     """
     children: dict[Node, list[Node]] = {node: [] for node in nodes}
     parents: dict[Node, Node] = {}
@@ -284,7 +287,7 @@ def choose_nodes(nodes: list[Node], lengths: np.ndarray, min_length: int = 1) ->
             children[node].append(child)
             parents[child] = node
         waiting.append(node)
-    # The most that one level below and including a node saves, and the nodes that do it.
+    # The most tokens that one level at or below a node can save, and the nodes that save them.
     best: dict[Node, tuple[int, list[Node]]] = {}
     for node in nodes:
         alone = (node.rows - 1) * node.depth if node.depth >= min_length else 0
@@ -294,7 +297,7 @@ def choose_nodes(nodes: list[Node], lengths: np.ndarray, min_length: int = 1) ->
     chosen = {node for root in waiting for node in best[root][1]}
 
     def parts(node: Node) -> int:
-        """How many segments would go on from a node."""
+        """Returns how many segments would go on from a node."""
         count = node.rows
         pending = list(children[node])
         while pending:
@@ -322,7 +325,7 @@ def choose_nodes(nodes: list[Node], lengths: np.ndarray, min_length: int = 1) ->
                 pending += children[child]
         return depths
 
-    # Top down, so that a node is compared with what is computed once above it.
+    # Top down, so that a node is compared with the chosen nodes above it.
     for node in reversed(nodes):
         if node in chosen:
             continue
@@ -345,16 +348,17 @@ def grow(
     min_length: int = 1,
     pairs_per_token: float | None = None,
 ) -> Forest:
-    """The forest of a batch of sequences.
+    """Returns the forest of a batch of sequences.
 
     Args:
         tokens_BL: see [`sort_by_prefix`].
-        lengths_B: how many tokens of each row have to be computed; 0 leaves the row out. At least one row has some.
-        spans_B2: tokens `[first, last]` of a row that are not parted (those of its images); (0, -1) for none.
+        lengths_B: number of tokens of each row that have to be computed; 0 leaves the row out. At least one row has
+            some.
+        spans_B2: tokens `[first, last]` of a row that are not separated (those of its images); (0, -1) for none.
         shares: whether equal beginnings are computed once at all.
-        min_length: shortest segment that others may go on from.
-        pairs_per_token: allows rows with dense masks, and says how many query-key pairs cost a layer as much as one
-            token costs it outside of attention; `None` for models that cannot compute them.
+        min_length: length of the shortest segment that others may go on from.
+        pairs_per_token: number of query-key pairs that cost a layer as much as one token costs outside of attention.
+            It allows rows with dense masks; `None` for models that cannot compute such rows.
     """
     rows, common = sorted_rows(tokens_BL, lengths_B, spans_B2)
     lengths = lengths_B[rows]
@@ -371,9 +375,9 @@ def grow(
 
 
 def segments_of(rows: np.ndarray, lengths: np.ndarray, nodes: list[Node], shape: tuple[int, int]) -> Forest:
-    """The forest in which `nodes` are computed once, for `rows` of the batch, sorted, with their `lengths`."""
-    # Outer nodes first, so that parents are known: (parent, level, depth, length, source row, first and last sorted
-    # row).
+    """Returns the forest in which `nodes` are computed once, for sorted `rows` of the batch and their `lengths`."""
+    # Outer nodes come first, so that parents are known. A piece is (parent, level, depth, length, source row, first
+    # sorted row, last sorted row).
     inner = sorted(nodes, key=lambda node: (node.first, -node.last, node.depth))
     pieces = []
     path: list[int] = []  # indices of the pieces that contain the current one
@@ -395,7 +399,7 @@ def segments_of(rows: np.ndarray, lengths: np.ndarray, nodes: list[Node], shape:
     columns = (np.array(column, dtype=int) for column in zip(*pieces, strict=True))
     parents, levels, depths, segment_lengths, source, first, last = columns
     is_leaf = np.arange(len(pieces)) >= len(inner)
-    # An inner piece below which nothing is left (equal rows) is a leaf.
+    # An inner piece without any piece below it (equal rows) is a leaf.
     is_leaf[: len(inner)] = ~np.isin(np.arange(len(inner)), parents)
     order = _row_order(parents, levels, segment_lengths, is_leaf, first)
     place = np.empty(len(order), dtype=int)
@@ -425,9 +429,9 @@ def segments_of(rows: np.ndarray, lengths: np.ndarray, nodes: list[Node], shape:
 
 
 def _row_order(parents, levels, lengths, is_leaf, first) -> np.ndarray:
-    """Pieces in the order of the packed row, see the module."""
-    # Roots of equal length are neighbours, so that they can be computed as one batch; below them the order of tokens
-    # decides.
+    """Returns the pieces in the order of the packed row, see the module docstring."""
+    # Roots of equal length are neighbours, and so are siblings, so that they can be computed as one batch. At equal
+    # length the order of the sorted rows decides.
     rank: dict[int, tuple] = {}
 
     def key(piece: int) -> tuple:
@@ -441,14 +445,14 @@ def _row_order(parents, levels, lengths, is_leaf, first) -> np.ndarray:
 
 
 def _dense_segments(rows: np.ndarray, lengths: np.ndarray, common: np.ndarray, shape: tuple[int, int]) -> Forest:
-    """The forest in which every tree is one segment: its whole prefix tree, read row by row.
+    """Returns the forest in which every tree is one segment: its whole prefix tree, read row by row.
 
-    What a row adds to the rows before it are its tokens behind the LCP. Read one after the other, these are the tree
-    in preorder, so the tokens that may see token k are exactly those from k up to the end of its subtree.
+    A row adds its tokens behind the LCP to the rows before it. These additions, one after the other, are the tree in
+    preorder. So the tokens that may see token k are exactly those from k up to the end of its subtree.
     """
     added_from = np.concatenate([[0], common])
     added = np.maximum(lengths - added_from, 0)
-    tails = np.concatenate([[0], np.cumsum(added)])  # where what a row adds begins; the end
+    tails = np.concatenate([[0], np.cumsum(added)])  # the place of the first token that each row adds, and the end
     width = int(lengths.max())
     place = np.full((len(rows), width), -1)
     for i in range(len(rows)):
@@ -457,7 +461,7 @@ def _dense_segments(rows: np.ndarray, lengths: np.ndarray, common: np.ndarray, s
         place[i, added_from[i] : lengths[i]] = np.arange(tails[i], tails[i + 1])
     is_added = (np.arange(width) >= added_from[:, None]) & (np.arange(width) < lengths[:, None])
     row_T, depth_T = is_added.nonzero()
-    # A node of depth d holds d + 1 tokens: a row with fewer in common has left it.
+    # A node of depth d holds d + 1 tokens: a row that shares fewer has left the node.
     end_T = tails[rows_behind_subtree(common, width + 1)[row_T, depth_T + 1]]
     first_rows = np.flatnonzero(added_from == 0)
     starts = tails[first_rows]
@@ -481,8 +485,9 @@ def _dense_segments(rows: np.ndarray, lengths: np.ndarray, common: np.ndarray, s
 
 
 def rows_behind_subtree(common: np.ndarray, width: int) -> np.ndarray:
-    """`(B, width)`: for sorted row i and depth d, the first later row that has left i's node of depth d; B if none
-    has.
+    """Returns `(B, width)`: for sorted row i and depth d, the first later row that has left i's node of depth d.
+
+    The entry is B if no row has left the node.
 
     Args:
         common: LCP of each sorted row with the row before it.

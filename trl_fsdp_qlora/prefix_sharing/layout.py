@@ -1,12 +1,12 @@
-"""From a batch of sequences with labels to one packed row, and back.
+"""Turns a batch of sequences with labels into one packed row, and results back into the batch's shape.
 
-[`read_batch`] copies the batch to the host, [`forest.grow`] finds equal beginnings there, and [`lay_out`] makes what
-the model is called with. A row of the batch may be padded on either side. Tokens are counted from its first real one.
+[`read_batch`] copies the batch to the host, [`forest.grow`] finds equal beginnings there, and [`lay_out`] makes the
+model's inputs. A row of the batch may be padded on either side. Tokens are counted from the row's first real token.
 The last token that has a label is only ever a target, so a row is computed up to the token before it.
 
-Positions are those that stock's forward gives: columns of the padded batch. Rows of one tree may stand in different
-columns if the model sees positions only by their differences ([`support.sees_distances`]). They then get the columns
-of one of them.
+Positions are those of stock's forward: columns of the padded batch. Rows of one tree may stand in different columns
+if the model sees positions only by their differences ([`support.sees_distances`]). All rows of the tree then get the
+columns of one of them.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,13 +20,13 @@ from ..scoring.transfer import to_device
 from .forest import Forest, sort_by_prefix
 
 IGNORED_LABEL = -100
-# On CUDA rows are as long as a multiple of so many tokens. Batches differ by some tokens, and torch's allocator keeps
-# blocks of every size that it was asked for.
+# On CUDA the length of a row is a multiple of this many tokens. Batches differ by some tokens, and torch's allocator
+# keeps blocks of every size that was requested, so memory would fill with blocks of nearly equal size.
 ROW_MULTIPLE = 64
 
 
 class UnpackableBatch(ValueError):
-    """A batch that is no set of token sequences with something in front of each label; the message is the reason."""
+    """The batch is not a set of token sequences with a token in front of each label; the message is the reason."""
 
 
 @dataclass
@@ -34,12 +34,12 @@ class Sequences:
     """A batch as the host sees it: B rows of up to L tokens, each counted from its first real token.
 
     Attributes:
-        tokens_BL: token ids, and other numbers for tokens that must not be taken for equal ones.
+        tokens_BL: token ids, and other numbers for tokens that must not count as equal.
         offsets_B, lengths_B: column of the first real token, and number of tokens.
-        scored_BL: tokens that have a label.
-        width: columns of the padded batch.
-        code_BL: the batch itself, in its columns: two times the token, and one more if it has a label; -1 for padding.
-        image_keys_B: what rows with the same images have in common; `None` for a batch without images.
+        scored_BL: whether a token has a label.
+        width: number of columns of the padded batch.
+        code_BL: the batch itself, in its columns: two times the token, plus one if it has a label; -1 for padding.
+        image_keys_B: numbers that are equal for rows with the same images; `None` for a batch without images.
         spans_B2: first and last token that stands for an image, (0, -1) for none; `None` for a batch without images.
     """
 
@@ -54,26 +54,26 @@ class Sequences:
 
     @property
     def needed_B(self) -> np.ndarray:
-        """Tokens of each row up to the one that predicts its last label."""
+        """Number of tokens of each row up to the one that predicts its last label."""
         width = self.scored_BL.shape[1]
         return np.where(self.scored_BL.any(1), width - 1 - self.scored_BL[:, ::-1].argmax(1), 0)
 
     def rows(self, rows: np.ndarray) -> "Sequences":
-        """Some rows of it."""
+        """Returns the rows with these indices."""
         parts = {name: x[rows] for name, x in vars(self).items() if isinstance(x, np.ndarray)}
         return replace(self, **parts)
 
     def split(self, count: int) -> list["Sequences"]:
-        """In parts of so many rows."""
+        """Returns the batch in parts of `count` rows."""
         rows = np.arange(len(self.lengths_B))
         return [self.rows(rows[first : first + count]) for first in range(0, len(rows), count)]
 
 
 def read_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, labels: torch.Tensor) -> Sequences:
-    """A batch on the host, copied in one transfer.
+    """Returns a batch on the host, copied in one transfer.
 
     Args:
-        input_ids, attention_mask, labels: `(B, L)`; a label in column t is predicted from what stands in front of it.
+        input_ids, attention_mask, labels: `(B, L)`; a label in column t is predicted from the columns before t.
 
     Raises:
         UnpackableBatch: a mask has holes, or a label has no token of its row in front of it.
@@ -82,15 +82,15 @@ def read_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, lab
 
 
 def encode(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
-    """All that the host has to know of a batch of text as one tensor `(B, L)` of int64."""
+    """Returns all that the host has to know of a batch of text as one tensor `(B, L)` of int64."""
     is_scored = labels != IGNORED_LABEL
-    is_scored[:, 0] = False  # nothing predicts it, and stock leaves it out as well
+    is_scored[:, 0] = False  # no token predicts the first one, and stock leaves its label out as well
     code = input_ids.long() * 2 + is_scored
     return code if attention_mask is None else torch.where(attention_mask.bool(), code, -1 - is_scored.long())
 
 
 def decode(code_BL: np.ndarray) -> Sequences:
-    """What [`encode`] gave, see [`read_batch`]."""
+    """Returns the sequences that [`encode`] encoded, see [`read_batch`]."""
     host = code_BL
     if (host == -2).any():
         raise UnpackableBatch("a label stands where the attention mask has no token")
@@ -112,13 +112,14 @@ def decode(code_BL: np.ndarray) -> Sequences:
 
 
 def cut_rows(sequences: Sequences, tokens_per_pass: int, tokens_of: Callable[[np.ndarray], int]) -> list[np.ndarray]:
-    """Rows in sets whose packed tokens stay within a limit (a row that is longer stands alone), cut where they share
-    least.
+    """Cut rows, at borders where they share least, into sets whose packed tokens stay within a limit.
 
-    Rows without a label are in the first set.
+    A row that is longer than the limit has a set of its own. Rows without a label are in the first set.
 
     Args:
-        tokens_of: how many tokens a packed row of some rows has.
+        sequences: the rows.
+        tokens_per_pass: the limit.
+        tokens_of: returns the number of tokens of the packed row of some rows.
     """
     needed_B = sequences.needed_B
     kept = np.flatnonzero(needed_B)
@@ -127,17 +128,17 @@ def cut_rows(sequences: Sequences, tokens_per_pass: int, tokens_of: Callable[[np
     order, common = sort_by_prefix(sequences.tokens_BL[kept], needed_B[kept])
     rows = kept[order]
     common = np.concatenate([[0], common])
-    added = needed_B[rows] - common  # tokens beyond what a row has in common with the one before
+    added = needed_B[rows] - common  # tokens of a row that the row before it does not share
     cuts, first = [], 0
     while first < len(rows):
-        # As many as fit if every equal beginning is computed once, ...
+        # As many rows as fit if every equal beginning is computed once, ...
         used = needed_B[rows[first]] + np.cumsum(added[first + 1 :])
         last = first + 1 + int(np.searchsorted(used, tokens_per_pass, side="right"))
-        # ... less those that do not, since not every level is made.
+        # ... without the rows that then do not fit, because not every level is made.
         while last > first + 1 and tokens_of(rows[first:last]) > tokens_per_pass:
             last -= 1
         if last < len(rows):
-            # In the second half of a set, the latest border at which least is shared.
+            # The latest of the borders in the second half of a set at which least is shared.
             half = first + 1 + (last - first) // 2
             last = max(range(half, last + 1), key=lambda border: (-common[border], border))
         cuts.append(rows[first:last])
@@ -148,28 +149,30 @@ def cut_rows(sequences: Sequences, tokens_per_pass: int, tokens_of: Callable[[np
 
 @dataclass(eq=False)
 class PackedLayout:
-    """One packed row of T tokens: what the model is called with, where each result goes, who attends to whom.
+    """One packed row of T tokens: the model's inputs, the place of each result, and who attends to whom.
 
     Layers find it in [`scope.current`].
 
     Attributes:
-        forest: its segments.
+        forest: the segments of the row.
         input_ids, position_ids: `(1, T)`.
         score_index_N, targets_N, scatter_index_N: for each of the N labels the place in the row that predicts it, the
-            label, and where its result belongs in the flattened `(B, L - 1)`. Behind the last label the first two may
-            go on.
-        multiplicity_1T: how many tokens of the batch a token stands for (the router loss of MoE models counts with
-        it).
+            label, and the place of its result in the flattened `(B, L - 1)`. The first two may have filling entries
+            behind the last label.
+        multiplicity_1T: number of tokens of the batch that a token stands for (the router loss of MoE models counts
+            with it).
         shape: `(B, L)` of the padded batch.
-        row_T, column_T: where in it each token stands, on the host.
+        row_T, column_T: row and column of each token in the padded batch, on the host.
         backend: `"auto"` or the name of the attention backend to use.
         layer_calls: backend name for each attention layer that saw this layout, in order, recomputation included.
-        kernels: what computed the layers of each kind, by the kind's name.
-        problems: where this is a list, a layer that cannot be computed notes why and gives zeros, so that this rank
-            meets the others in every collective of the forward; where it is `None`, such a layer raises.
-        is_computed: the forward is over; what runs from now on is a recomputation, and has no way back.
-        own_masks: of roots with images, see `images.py`.
-        kept: an `across_passes.KeptInPass`, what layers keep for other passes; `None` if each pass stands alone.
+        kernels: the kernel that computed the layers of each kind, by the kind's name.
+        problems: if this is a list, a layer that cannot be computed notes the reason and returns zeros, so that this
+            rank meets the others in every collective of the forward. If it is `None`, such a layer raises.
+        is_computed: whether the forward is over. Every later call of a layer is a recomputation, which raises if it
+            fails.
+        own_masks: masks of roots with images, see `images.py`.
+        kept: an `across_passes.KeptInPass` with the values that layers keep for other passes; `None` if each pass
+            stands alone.
         cache: index tensors that a backend derived from the layout, kept for the next layer.
     """
 
@@ -201,12 +204,12 @@ class PackedLayout:
         return self.shape[1]
 
     def take(self, x_BL: torch.Tensor) -> torch.Tensor:
-        """What the padded batch has at each token of the row: `(..., 1, T)` of `(..., B, L)`."""
+        """Returns the padded batch's entry for each token of the row: `(..., 1, T)` of `(..., B, L)`."""
         source_T = torch.from_numpy(self.row_T * x_BL.shape[-1] + self.column_T)
         return x_BL.flatten(-2)[..., to_device(source_T, x_BL.device)].unsqueeze(-2)
 
     def scatter(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Put one value per label back to `(B, L - 1)`, zeros elsewhere; differentiable."""
+        """Put one value per label back into `(B, L - 1)`, with zeros elsewhere; differentiable."""
         rows, width = self.shape
         flat = values_N.new_zeros(rows * (width - 1))
         values_N = values_N[: len(self.scatter_index_N)]
@@ -214,26 +217,29 @@ class PackedLayout:
 
 
 def row_multiple(device: torch.device) -> int:
-    """What the tokens of a row and its labels are a multiple of."""
+    """Returns the number of which the tokens of a row and its labels are a multiple."""
     return ROW_MULTIPLE if device.type == "cuda" else 1
 
 
 def lay_out(
     input_ids: torch.Tensor, labels: torch.Tensor, sequences: Sequences, forest: Forest, multiple: int = 1
 ) -> PackedLayout:
-    """The packed row of a forest that was grown from all rows of a batch; one transfer to its device.
+    """Returns the packed row of a forest that was grown from all rows of a batch; one transfer to its device.
 
     Args:
-        multiple: of tokens, and of labels. The last leaf gets as many more tokens as that takes, copies of its last
-            one that nothing is read from. A row that does not end with a leaf, or that ends with an image, stays as it
-            is.
+        input_ids, labels: `(B, L)` of the batch.
+        sequences: the batch on the host.
+        forest: its segments.
+        multiple: number of which tokens and labels are a multiple. The last leaf is filled up with copies of its last
+            token, from which nothing is read. A row that does not end with a leaf, or that ends with an image, stays
+            as it is.
     """
     rows, width = input_ids.shape
     batch_row, token = ((forest.place_BL >= 0) & (forest.place_BL < forest.tokens)).nonzero()
     place = forest.place_BL[batch_row, token]
     row_T = np.empty(forest.tokens, dtype=int)
     depth_T = np.empty(forest.tokens, dtype=int)
-    # Backwards, so that the first of the rows that share a token is the one it is copied from.
+    # Backwards, so that a token is copied from the first of the rows that share it.
     row_T[place[::-1]] = batch_row[::-1]
     depth_T[place] = token
     column_T = depth_T + sequences.offsets_B[row_T]
@@ -281,12 +287,12 @@ def lay_out(
 
 
 def fold(x: torch.Tensor, start: int, count: int, length: int) -> torch.Tensor:
-    """`count` neighbouring stretches of a `(1, H, T, D)` tensor as a batch `(count, H, length, D)`; a view."""
+    """Returns `count` neighbouring stretches of a `(1, H, T, D)` tensor as a batch `(count, H, length, D)`; a view."""
     return x[0].narrow(1, start, count * length).unflatten(1, (count, length)).transpose(0, 1)
 
 
 def gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Row positions `index` `(n, length)` of a `(1, H, T, D)` tensor as `(n, H, length, D)`."""
+    """Returns the places `index` `(n, length)` of a `(1, H, T, D)` tensor as `(n, H, length, D)`."""
     return x[0].transpose(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
 
 
@@ -296,7 +302,7 @@ def join(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
 
 
 def equal_runs(starts: Iterable[int], lengths: Iterable[int]) -> list[tuple[int, int, int]]:
-    """Neighbouring segments of equal length as `(start, count, length)`."""
+    """Returns runs of neighbouring segments of equal length as `(start, count, length)`."""
     runs = []
     for start, length in zip(map(int, starts), map(int, lengths), strict=False):
         if runs and runs[-1][2] == length:
@@ -307,20 +313,22 @@ def equal_runs(starts: Iterable[int], lengths: Iterable[int]) -> list[tuple[int,
 
 
 def padded(starts: np.ndarray, lengths: np.ndarray, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Segments of unequal length as a batch: their `(n, longest)` places in a row of `tokens`, and the flat ones that
-    are real.
+    """Returns segments of unequal length as one batch.
+
+    Returns:
+        Their `(n, longest)` places in a row of `tokens`, and the indices of the real ones in the flattened places.
     """
     within = np.arange(lengths.max())
     index = np.minimum(starts[:, None] + within, tokens - 1)
     return torch.from_numpy(index), torch.from_numpy(np.flatnonzero(within < lengths[:, None]))
 
 
-# Padded tokens that a further call of a kernel is worth.
+# A further call of a kernel costs as much as this many padded tokens.
 TOKENS_PER_CALL = 128
 
 
 def padded_batches(starts: np.ndarray, lengths: np.ndarray, tokens: int) -> list[tuple]:
-    """Neighbouring segments in as few batches as padding allows, in their order.
+    """Returns neighbouring segments in few batches with little padding, in their order.
 
     A batch is `(start, count, length)` if its segments are equally long, else `(index, real)` as [`padded`] returns
     them.
@@ -347,11 +355,11 @@ def padded_batches(starts: np.ndarray, lengths: np.ndarray, tokens: int) -> list
 
 
 def cumulative(lengths, device: torch.device) -> tuple[torch.Tensor, int]:
-    """What kernels for stretches of unequal length take: `(n + 1,)` cumulative lengths, int32, and the longest."""
+    """Returns `(n + 1,)` cumulative lengths, int32, and the longest one, for kernels with variable lengths."""
     total = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return to_device(torch.from_numpy(total), device), int(max(lengths, default=0))
 
 
 def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask `(queries, keys)` of who is seen, as numbers `(1, 1, queries, keys)` that are added to scores."""
+    """Returns a mask `(queries, keys)` of who is seen as numbers `(1, 1, queries, keys)` that are added to scores."""
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)[None, None]

@@ -1,4 +1,4 @@
-"""The padded pass without what nobody asks for: rows and trailing columns in which nothing is scored."""
+"""The padded pass without the rows and trailing columns in which nothing is scored."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,17 +15,19 @@ from .layout import IGNORED_LABEL
 def call_on_scored_rows(
     model: Callable, arguments: dict[str, Any], keeps_columns: bool = False
 ) -> FusedCausalLMOutput:
-    """`model(**arguments)`, a call of TRL's fused forward, on the part of the batch that has labels.
+    """Call TRL's fused forward, `model(**arguments)`, on the part of the batch that has labels.
 
-    What is left keeps its columns, so its positions and, the model being causal, its values. One row always stays, so
-    that every rank meets every other in the forward. A router loss counts every row, and images belong to rows:
-    nothing is cut then.
+    The part keeps its columns, so its positions stay the same. The model is causal, so its values stay the same too.
+    One row always stays, so that all ranks meet in the forward. Nothing is cut if there is a router loss, which counts
+    every row, or if there are images, which belong to rows.
 
     Args:
-        keeps_columns: keep all columns (rotary tables that depend on the longest position).
+        model: the model, called with `arguments`.
+        arguments: of the fused forward.
+        keeps_columns: whether to keep all columns (for rotary tables that depend on the longest position).
 
     Returns:
-        The output's `log_probs` and `entropy`, of the whole batch, if something was cut; else the output.
+        The output's `log_probs` and `entropy` for the whole batch, if something was cut; else the output.
     """
     labels = arguments["labels"]
     rows, columns = labels.shape
