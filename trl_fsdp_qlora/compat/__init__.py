@@ -1,1 +1,1 @@
-"""Every name borrowed from TRL, transformers, PEFT and torch, in one place, checked."""
+"""Names borrowed from TRL, transformers, PEFT and torch that are not part of a documented interface, with checks."""

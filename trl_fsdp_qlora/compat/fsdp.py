@@ -1,6 +1,6 @@
-"""The private parts of torch's FSDP2 that have no public counterpart, and what differs between torch 2.11 and 2.13.
+"""The private parts of torch's FSDP2 that have no public counterpart, and the differences of torch 2.11 to 2.13.
 
-They are imported where they are used, so that another release of torch shuts out nobody who does not use FSDP2.
+They are imported when used, so that another release of torch fails only for users of FSDP2.
 """
 
 import functools
@@ -24,7 +24,7 @@ SHARDS_INTEGERS = Version(torch.__version__).release >= (2, 12)
 
 @functools.cache
 def misfit() -> str | None:
-    """What of the installed torch's FSDP2 is not where this package looks for it; `None` where all is."""
+    """The names of torch's FSDP2 that this package does not find in the installed version; `None` if it finds all."""
     try:
         from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param, _fsdp_param_group, _fsdp_state
 
@@ -55,25 +55,26 @@ def param_groups(model: nn.Module) -> list:
 
 
 def initialise(model: nn.Module) -> None:
-    """What the root's first forward does: streams and the units' order are set up lazily."""
+    """Set up streams and the units' order, which the root's first forward would otherwise do lazily."""
     units(model)[0][1]._lazy_init()
 
 
 def reshard_settings(model: nn.Module) -> list[tuple[object, str, object]]:
-    """Each unit's reshard settings, to be set again: owner, attribute, value (torch's setter knows no "automatic")."""
+    """Each unit's reshard settings, to restore them: owner, attribute, value (torch's setter knows no "automatic")."""
     found = [(state, "_auto_reshard_after_forward") for _, state in units(model)]
     found += [(group, "post_forward_mesh_info") for group in param_groups(model)]
     return [(owner, name, getattr(owner, name)) for owner, name in found]
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what activation checkpointing puts into it."""
+    """A parameter's name without the parts that activation checkpointing puts into it."""
     return name.replace("._checkpoint_wrapped_module", "")
 
 
 def finds_final_norm(model: nn.Module) -> bool:
-    """Whether accelerate puts the final norm and the LM head of `model` into one unit: the norm's forward then gathers
-    both.
+    """Whether accelerate puts the final norm and the LM head of `model` into one unit.
+
+    The norm's forward then gathers both.
     """
     find = getattr(fsdp_utils, "_find_final_norm", None)
     return find is not None and find(model) is not None
@@ -82,7 +83,7 @@ def finds_final_norm(model: nn.Module) -> bool:
 def filled_shard(parameter: DTensor, local: torch.Tensor) -> DTensor:
     """`parameter` with `local` as this rank's shard, on whatever device that lies.
 
-    `DTensor.from_local` would move it to the mesh's device: a shard that is offloaded to the host back to the GPU.
+    `DTensor.from_local` would move an offloaded shard from the host to the mesh's device, the GPU.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
 
@@ -93,8 +94,8 @@ def filled_shard(parameter: DTensor, local: torch.Tensor) -> DTensor:
 def integer_shards(model: nn.Module) -> Iterator[None]:
     """Let `fully_shard` take the frozen integer parameters of `model` inside, also in torch 2.11.
 
-    There it makes each shard a parameter that requires a gradient and takes that back on the next line, and the first
-    half is an error for integers; later it would cast them to the mixed precision's dtype, which is for numbers.
+    Torch 2.11 makes each shard a parameter that requires a gradient, which is an error for integers, and takes that
+    back on the next line. Later it would cast integers to the mixed precision's dtype, which is for numbers.
     """
     if SHARDS_INTEGERS:
         yield
@@ -114,7 +115,7 @@ def integer_shards(model: nn.Module) -> Iterator[None]:
 
 
 def has_unreduced_gradients(model: nn.Module) -> bool:
-    """Whether an earlier micro-batch left gradients that FSDP2 has still to reduce and shard."""
+    """Whether an earlier micro-batch left gradients that FSDP2 must still reduce and shard."""
     return any(
         sharded.unsharded_accumulated_grad is not None
         or getattr(getattr(sharded, "_unsharded_param", None), "grad", None) is not None
@@ -125,7 +126,7 @@ def has_unreduced_gradients(model: nn.Module) -> bool:
 
 @contextmanager
 def reducing(model: nn.Module) -> Iterator[None]:
-    """Every backward inside reduces and shards its gradients, also between the micro-batches of an optimizer step."""
+    """Make every backward inside reduce and shard its gradients, also between an optimizer step's micro-batches."""
     groups = param_groups(model)
     before = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
     for group in groups:
@@ -138,7 +139,7 @@ def reducing(model: nn.Module) -> Iterator[None]:
 
 
 def forget_forward(model: nn.Module) -> None:
-    """Let an FSDP2 model start a new forward after one that an error ended; nothing for other models."""
+    """Let an FSDP2 model start a new forward after an error ended one; does nothing for other models."""
     if misfit() is not None:
         return
     for _, state in units(model):

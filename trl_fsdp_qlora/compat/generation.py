@@ -1,7 +1,7 @@
 """The private parts of transformers' `generate` that a custom decoding loop needs, checked like TRL's.
 
-`generate(custom_generate=...)` prepares the arguments of `GenerationMixin._sample` and hands them over. Where a
-release differs, [`MISFIT`] says so and `generate` keeps its own loop.
+`generate(custom_generate=...)` prepares the arguments of `GenerationMixin._sample` and hands them over. If a release
+differs, [`MISFIT`] has the difference and `generate` keeps its own loop.
 """
 
 import inspect
@@ -31,8 +31,8 @@ _EXPECTED = {
 _problems = misfits(GenerationMixin, _EXPECTED)
 MISFIT = f"transformers {transformers.__version__} differs in {_problems[0]}" if _problems else None
 
-# What each of these methods is when this module is imported: a class, an object and a patch of `GenerationMixin`
-# differ from it. Our loop takes the place of `_sample`, so a model with one of its own keeps it.
+# These methods at the import of this module. A class, an object or a patch of `GenerationMixin` may differ from them.
+# Our loop replaces `_sample`, so a model with a `_sample` of its own keeps it.
 _LIBRARY_METHODS = {
     "generate": [each.generate for each in (GenerationMixin, PeftModel, PeftModelForCausalLM, PeftModelForSeq2SeqLM)],
     "_sample": [GenerationMixin._sample],
@@ -40,9 +40,7 @@ _LIBRARY_METHODS = {
 
 
 def foreign_generation(model: nn.Module) -> str | None:
-    """Name of a method of `model` that generates by other code than transformers' or PEFT's; `None` if there is
-    none.
-    """
+    """Name of a method of `model` that generates by other code than transformers' or PEFT's; `None` if none does."""
     for name, library_methods in _LIBRARY_METHODS.items():
         method = _without_fsdp(getattr(model, name))
         function = getattr(
@@ -54,8 +52,9 @@ def foreign_generation(model: nn.Module) -> str | None:
 
 
 def _without_fsdp(method: Any) -> Any:
-    """The method behind FSDP2's wrappers: transformers' Trainer registers `generate` as a forward method at each
-    `train()`.
+    """The method behind FSDP2's wrappers.
+
+    Transformers' Trainer registers `generate` as a forward method at each `train()`.
     """
     while True:
         function = getattr(method, "__func__", None)
@@ -66,34 +65,34 @@ def _without_fsdp(method: Any) -> Any:
 
 
 def prefill(model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict):
-    """The model's outputs for the prompts, in chunks where `config` says so."""
+    """The model's outputs for the prompts, computed in chunks if `config` asks for it."""
     return model._prefill(input_ids, config, model_kwargs)
 
 
 def next_inputs(model: PreTrainedModel, outputs, model_kwargs: dict) -> dict:
     """`model_kwargs` with cache, mask and positions for the token after `outputs`."""
-    # Mllama's own has no default for the last.
+    # Mllama's own method has no default for the last argument.
     return model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
 
 
 def unfinished(model: PreTrainedModel, finished_here: bool, synced: bool, device: torch.device) -> bool:
-    """Whether another token is to be generated, here or (where `synced`, which makes it collective) on any rank."""
+    """Whether another token is to be generated, here or, if `synced`, on any rank; `synced` makes it collective."""
     return model._has_unfinished_sequences(finished_here, synced, device)
 
 
 def tuned_for_decoding(model: PreTrainedModel):
-    """A context in which transformers has switched the model to what decodes fastest."""
+    """A context in which transformers has switched the model to its fastest settings for decoding."""
     return model._optimize_model_for_decode()
 
 
 def synced_by_default(model: PreTrainedModel) -> bool:
-    """Whether `generate` keeps the ranks in step where nobody says; it does not hand its decision to a custom loop."""
+    """Whether `generate` synchronises the ranks by default; it does not pass its decision to a custom loop."""
     sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
     return sharded and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 def effective_config(model: PreTrainedModel, config: GenerationConfig) -> GenerationConfig:
-    """`config` with the gaps that `generate` fills from the model's own."""
+    """`config`, with gaps filled from the model's own config like in `generate`."""
     return model._prepare_generation_config(config)[0]
 
 
@@ -103,13 +102,14 @@ def pad_token(config: GenerationConfig) -> torch.Tensor | None:
 
 
 def takes_dynamic_cache(model: PreTrainedModel) -> bool:
-    """Whether `generate` gives the model a `DynamicCache` that it uses: the oldest models run whole rows for each
-    token.
+    """Whether `generate` gives the model a `DynamicCache` that it uses.
+
+    The oldest models run whole rows for each token.
     """
     takes_one = {"past_key_values", "cache_params"} & set(inspect.signature(type(model).forward).parameters)
     return bool(takes_one) and model._supports_default_dynamic_cache()
 
 
 def prepares_inputs_itself(model: PreTrainedModel) -> bool:
-    """Whether the model's class has its own way from `generate`'s arguments to those of a forward."""
+    """Whether the model's class has its own method that turns `generate`'s arguments into a forward's."""
     return type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation

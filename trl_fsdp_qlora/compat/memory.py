@@ -1,7 +1,7 @@
 """Counting the bytes of a pass without running it: torch's fake tensors, and a mode that follows storages.
 
-`torch.distributed._tools.MemTracker` follows them too, but hooks every parameter for its gradient, which is an error
-for one that is frozen and so for LoRA, and copies its table of modules at every operator.
+`torch.distributed._tools.MemTracker` follows storages too. But it hooks every parameter for its gradient, which is an
+error for a frozen one and so for LoRA, and it copies its table of modules at every operator.
 """
 
 import weakref
@@ -17,7 +17,7 @@ __all__ = ["TRL_VOCABULARY_CHUNK", "FakeTensorMode", "PeakTracker"]
 
 
 class PeakTracker(TorchDispatchMode):
-    """Bytes of all storages that operators made and that are still there, and the most at once.
+    """Bytes of all storages that operators made and that still exist, and the peak of these bytes.
 
     Attributes:
         now, peak: bytes.

@@ -1,8 +1,8 @@
-"""bfloat16 on GPUs below compute capability 8.0 (a T4, a V100): torch multiplies it there, but does not sum it in
-float32.
+"""bfloat16 on GPUs below compute capability 8.0 (a T4, a V100), on which torch does not sum it in float32.
 
-`torch.addmm` of bf16 operands with `out_dtype=torch.float32` is refused on them, and the backward of TRL's LM head
-calls it. On devices that are not CUDA TRL casts the operands first; here it does so on these GPUs too.
+Torch multiplies bfloat16 on them, but refuses `torch.addmm` of bf16 operands with `out_dtype=torch.float32`. The
+backward of TRL's LM head calls it. On devices that are not CUDA TRL casts the operands first; this module makes TRL do
+so on these GPUs too.
 """
 
 from collections.abc import Iterator
@@ -30,8 +30,9 @@ def refuses_wide_sum(device: torch.device, dtype: torch.dtype) -> bool:
 
 @contextmanager
 def casting_wide_sums() -> Iterator[None]:
-    """Where a GPU of this process needs it, TRL's LM head casts the operands of such sums inside: a step's backward is
-    there.
+    """Make TRL's LM head cast the operands of such sums inside the block, if a GPU of this process needs it.
+
+    The block must contain a step's backward.
     """
     original = chunked_logprob._addmm_fp32
     if not any(lacks_bf16(torch.device("cuda", i)) for i in range(torch.cuda.device_count())):

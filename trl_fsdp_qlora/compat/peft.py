@@ -1,4 +1,4 @@
-"""What PEFT says about the state of a model."""
+"""The state of a model under PEFT, and LoRA on parameters of packed bytes."""
 
 from contextlib import contextmanager
 
@@ -14,7 +14,7 @@ def is_reference(model: nn.Module) -> bool:
     Args:
         model: wrapped or not.
     """
-    # Not through `accelerator.unwrap_model`, which reads package metadata from the disk each time (some 3 ms).
+    # `accelerator.unwrap_model` would read package metadata from the disk each time (some 3 ms).
     peft_model = next((module for module in model.modules() if isinstance(module, PeftModel)), None)
     if peft_model is None:
         return False
@@ -33,10 +33,10 @@ def adapted_parts(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def lora_factors_beside_the_weight() -> None:
-    """Let PEFT adapt parameters (`LoraConfig.target_parameters`) that hold no numbers, but packed bytes.
+    """Let PEFT adapt parameters (`LoraConfig.target_parameters`) that hold packed bytes instead of numbers.
 
     PEFT's `ParamWrapper` reads shape and dtype off the parameter and adds the whole update to it. For a base layer
-    with `layouts` the shape comes from there, and the active adapters' factors are handed to it in `lora`.
+    with `layouts` the shape comes from these, and `lora` passes the active adapters' factors to the layer.
     """
     if hasattr(ParamWrapper, "_factors_beside"):
         return
@@ -54,7 +54,7 @@ def lora_factors_beside_the_weight() -> None:
         self.num_experts = base.num_experts
         self._param_ndim = 3
         out_features, in_features = base.layouts[self.parameter_name].shape
-        # In the order in which transformers would have stored them, as `update_layer` turns them round.
+        # In the order in which transformers would have stored them, because `update_layer` swaps the two.
         return (in_features, out_features) if base.is_transposed else (out_features, in_features)
 
     @contextmanager
@@ -73,9 +73,7 @@ def lora_factors_beside_the_weight() -> None:
             del base.lora[self.parameter_name]
 
     def factors(self, adapter):
-        """`(experts, out, r)`, `(experts, r, in)` and the scaling; the same weights as `get_delta_weight`
-        multiplies.
-        """
+        """`(experts, out, r)`, `(experts, r, in)` and the scaling: the weights that `get_delta_weight` multiplies."""
         a = self.lora_A[adapter].weight
         b = self.lora_B[adapter].weight
         rhs = a.reshape(self.num_experts, -1, a.shape[-1])

@@ -1,4 +1,4 @@
-"""An attribute that is another one for a while."""
+"""Temporary replacement of attributes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Inside, `owner` has `values` for attributes; each comes back, or goes again where it was its class's."""
+    """Give `owner` the attributes `values` inside the block; then each is restored, or deleted if its class had it."""
     before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     try:
         for name, value in values.items():

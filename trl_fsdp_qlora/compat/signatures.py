@@ -6,7 +6,7 @@ from typing import Any
 
 
 def misfits(where: Any, expected: dict[str, str]) -> list[str]:
-    """What differs in `where` (a module, a class) from `expected`: dotted name -> its parameters in order."""
+    """The differences of `where` (a module, a class) from `expected`: dotted name -> its parameters in order."""
     problems = []
     for name, parameters in expected.items():
         try:

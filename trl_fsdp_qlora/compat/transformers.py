@@ -24,18 +24,18 @@ _LANGUAGE_MODELS = {
 
 
 def model_name(model: nn.Module | str) -> str:
-    """The name or folder that `model` was loaded from; a name is its own."""
+    """The name or folder that `model` was loaded from; a name is returned unchanged."""
     return model if isinstance(model, str) else model.config._name_or_path
 
 
 def model_class(config: PretrainedConfig, name: str | None = None) -> type:
-    """The auto class that builds what TRL builds, which is `config.architectures[0]`.
+    """The auto class that builds the same class as TRL, which is `config.architectures[0]`.
 
-    For one family there may be a class for text and one that takes images too, whose weights are called otherwise.
+    A family may have a class for text and one that takes images too, whose weights have other names.
 
     Args:
         config: of a model.
-        name: of its class; `config.architectures[0]` where absent.
+        name: of the model's class; `config.architectures[0]` if absent.
     """
     name = name or (config.architectures or [None])[0]
     for auto, classes in _LANGUAGE_MODELS.items():
@@ -52,13 +52,13 @@ def auto_class_of(model: nn.Module) -> str:
 
 
 def no_optimizer_read() -> AbstractContextManager:
-    """Inside, transformers reads no optimizer; what trainers built on it read with it, they read."""
+    """Let transformers read no optimizer inside; trainers built on it still read their own further states."""
     return replaced(Trainer, _load_optimizer_and_scheduler=lambda self, checkpoint: None)
 
 
-# Transformers looks for the kernel of an attention implementation with "flash" in its name by that name, in the
-# config, each time the function underneath runs. So what is registered on top of one must have a name without the
-# word, and the one underneath must find its own name while it runs.
+# For an attention implementation with "flash" in its name, transformers looks up the kernel by that name, which it
+# reads in the config each time the function underneath runs. An implementation on top must therefore have a name
+# without the word, and the config must have the name of the one underneath while that runs.
 
 
 def is_flash(name: str) -> bool:
@@ -73,7 +73,7 @@ def unlike_flash(name: str) -> str:
 
 @contextmanager
 def under_own_name(config: PretrainedConfig, name: str) -> Iterator[None]:
-    """`config` names implementation `name` inside."""
+    """Set the attention implementation in `config` to `name` inside the block."""
     registered = config._attn_implementation
     config._attn_implementation = name
     try:

@@ -1,8 +1,8 @@
-"""Triton where it is there: a kernel of ours has the torch code that it replaces beside it, as its reference and
-wherever it cannot run.
+"""Triton, if it is installed.
 
-Triton comes with torch's CUDA build, and its interpreter (`TRITON_INTERPRET=1` before the import) runs kernels on a
-CPU, which is how they are tested.
+Each of our kernels has the torch code that it replaces next to it, as its reference and for devices on which the
+kernel cannot run. Triton comes with torch's CUDA build. Its interpreter (`TRITON_INTERPRET=1` before the import) runs
+kernels on a CPU, which is how the kernels are tested.
 """
 
 import logging
@@ -23,7 +23,7 @@ _refused: set[str] = set()
 
 
 def jit(function):
-    """`triton.jit`, or the function as it is where there is no Triton."""
+    """`triton.jit`, or the unchanged function without Triton."""
     return triton.jit(function) if AVAILABLE else function
 
 
@@ -38,8 +38,10 @@ def interpreted(kernel) -> bool:
 
 
 def launch(kernel, programs: int, *args, **constants) -> bool:
-    """Launch `kernel`; `False` where Triton could not compile it (an old card, an old driver, no C compiler), of which
-    one line is logged. Nothing was written then, and the kernel is not tried again."""
+    """Launch `kernel`; returns `False` if Triton could not compile it (an old card or driver, no C compiler).
+
+    In that case one line is logged, nothing was written, and the kernel is not tried again.
+    """
     try:
         kernel[(programs,)](*args, **constants)
     except torch.OutOfMemoryError:

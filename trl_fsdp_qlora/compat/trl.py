@@ -41,13 +41,13 @@ from .replaced import replaced
 logger = logging.getLogger(__name__)
 
 TESTED_TRL = "1.16"
-# What a micro-batch may hold for the log-probabilities to be compared with.
+# A micro-batch's key for the log-probabilities of the old policy, which it may lack.
 OLD_LOGPS = "old_per_token_logps"
 REFERENCE_LOGPS = "ref_per_token_logps"
 SAMPLED_LOGPS = "sampling_per_token_logps"
 COMPARED = (OLD_LOGPS, REFERENCE_LOGPS, SAMPLED_LOGPS)
 IMPORTANCE_RATIO = "importance_sampling_ratio"  # of vLLM's samples, one per token or per completion
-# What TRL logs of them.
+# TRL's metrics of these ratios.
 SAMPLING_METRICS = (
     "sampling/sampling_logp_difference/mean",
     "sampling/sampling_logp_difference/max",
@@ -74,8 +74,9 @@ if Version(trl.__version__).release[:2] != Version(TESTED_TRL).release:
 
 
 def rewards_of_rank(trainer: GRPOTrainer, rows: list, prompts: list, completions: list, ids: list) -> torch.Tensor:
-    """TRL's rewards of R completions by K functions, `(R, K)`, of this rank alone and unlogged: TRL gathers them in
-    the end.
+    """TRL's rewards of R completions by K functions, `(R, K)`, of this rank alone and not logged.
+
+    TRL itself gathers the rewards at the end.
     """
     unlogged = replaced(trainer, _log_completion_extra=lambda *_: None, _log_metric=lambda *_: None)
     with replaced(grpo_trainer, gather=lambda rewards: rewards), unlogged:
@@ -83,21 +84,23 @@ def rewards_of_rank(trainer: GRPOTrainer, rows: list, prompts: list, completions
 
 
 def with_response_schema(tokenizer: Any) -> Any:
-    """`tokenizer`, as `GRPOTrainer` makes it able to read tool calls; an own `response_template` stays."""
+    """`tokenizer`, changed like in `GRPOTrainer` to read tool calls; a `response_template` of its own stays."""
     known = getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None)
     return tokenizer if known else add_response_schema(tokenizer)
 
 
 def training_chat_template(tokenizer: Any) -> str | None:
-    """The chat template with which `GRPOTrainer` renders episodes in the place of the tokenizer's own; `None` if that
-    serves.
+    """The chat template with which `GRPOTrainer` renders episodes instead of the tokenizer's own.
+
+    It is `None` if the tokenizer's own serves.
     """
     return None if is_chat_template_prefix_preserving(tokenizer) else get_training_chat_template(tokenizer)
 
 
 def tool_suffix_ids(tokenizer: Any, chat_template: str | None, options: dict, messages: list[dict]) -> list[int]:
-    """Token ids that `GRPOTrainer` puts between a turn's last token and the next turn: tool results, and the turn's
-    opening.
+    """Token ids that `GRPOTrainer` puts between a turn's last token and the next turn.
+
+    They are the tool results and the opening of the next turn.
     """
     trainer = SimpleNamespace(_is_vlm=False, processing_class=tokenizer, _tokenizer=tokenizer)
     trainer.chat_template, trainer.chat_template_kwargs = chat_template, options
@@ -111,24 +114,23 @@ def rows_of_images(vision: dict[str, Any], rows: Iterable[int]) -> dict[str, Any
     chosen = {}
     for name, x in apart.items():
         of_rows = [x[row] for row in rows]
-        # Not `x[rows]`: the host would wait until the list is on the device.
+        # `x[rows]` would make the host wait until the list is on the device.
         chosen[name] = torch.stack(of_rows) if isinstance(x, torch.Tensor) and rows else of_rows
     return joined_images(chosen)
 
 
 def joined_images(batch: dict[str, Any]) -> dict[str, Any]:
-    """`unsplit_pixel_values_by_grid`; without pixels where no row has an image, which a vision tower does not take."""
+    """`unsplit_pixel_values_by_grid`, but without pixels if no row has an image; a vision tower refuses empty ones."""
     if batch.get("num_images") is not None and not any(batch["num_images"]):
         return {n: x for n, x in batch.items() if not n.startswith(("pixel_", "image_", "num_", "spatial_"))}
     return unsplit_pixel_values_by_grid(batch)
 
 
 def counts_experts(text_config: PretrainedConfig) -> bool:
-    """Whether there is a router to take a loss of; the number of experts is then where TRL's fused forward looks for
-    it.
+    """Whether TRL's fused forward can take a router loss: it finds the number of experts in the config.
 
-    Granite's, among others, call it otherwise (an AttributeError in TRL 1.16), and dense ones of theirs have a
-    coefficient too.
+    Granite's models, among others, have another name for the number (an AttributeError in TRL 1.16), and their dense
+    models have a coefficient too.
     """
     if not hasattr(text_config, "num_experts"):
         names = ("num_local_experts", "n_routed_experts")
@@ -137,7 +139,7 @@ def counts_experts(text_config: PretrainedConfig) -> bool:
 
 
 class FusedHead(NamedTuple):
-    """What `add_fused_lm_head` was asked for, and how the model transforms its logits."""
+    """The arguments of `add_fused_lm_head`, and the model's transformation of its logits."""
 
     temperature: float
     cast_lm_head_to_fp32: bool
@@ -147,10 +149,9 @@ class FusedHead(NamedTuple):
 
 
 def fused_head(forward: Callable) -> FusedHead | None:
-    """The settings of TRL's fused head if `forward` is the method that `add_fused_lm_head` gave to a model, else
-    `None`.
+    """The settings of TRL's fused head, if `forward` is the method that `add_fused_lm_head` gave to a model.
 
-    TRL keeps them in the closure of that method.
+    Otherwise it returns `None`. TRL keeps the settings in the closure of that method.
     """
     function = getattr(forward, "__func__", None)
     if function is None or "final_logit_softcapping" not in function.__code__.co_freevars:

@@ -1,4 +1,4 @@
-"""What is borrowed from TRL's vLLM code and from vLLM itself, looked at when an adapter is to be sent to an engine."""
+"""Names borrowed from TRL's vLLM code and from vLLM, checked when an adapter is to be sent to an engine."""
 
 import weakref
 from collections.abc import Callable
@@ -26,9 +26,7 @@ _EXPECTED = {
 
 
 def adapter_misfits() -> list[str]:
-    """Where the installed TRL differs from what an engine that is sent the adapter is written for; empty where it
-    fits.
-    """
+    """Differences of the installed TRL from the one that the engine for adapters is written for; empty if it fits."""
     try:
         from trl.generation import vllm_generation
 
@@ -38,9 +36,9 @@ def adapter_misfits() -> list[str]:
 
 
 def trl_starts(make_engine: Callable[..., Any] | None, engine_kwargs: dict[str, Any] | None) -> AbstractContextManager:
-    """Inside, TRL's trainer starts another engine than its own, or its own with further options.
+    """Make TRL's trainer start another engine inside the block, or its own engine with further options.
 
-    TRL has no argument for either: its constructor looks both up by their names.
+    TRL has no argument for either; its constructor looks both up by name, so the names are replaced.
 
     Args:
         make_engine: takes the arguments of `VLLMGeneration`; `None` for TRL's own engine.
@@ -48,7 +46,7 @@ def trl_starts(make_engine: Callable[..., Any] | None, engine_kwargs: dict[str, 
     """
     from trl.generation import vllm_generation
 
-    llm = getattr(vllm_generation, "LLM", None)  # only where vLLM is installed
+    llm = getattr(vllm_generation, "LLM", None)  # exists only if vLLM is installed
     if make_engine is not None:
         return replaced(grpo_trainer, VLLMGeneration=make_engine)
     if engine_kwargs and llm is not None:
@@ -59,8 +57,8 @@ def trl_starts(make_engine: Callable[..., Any] | None, engine_kwargs: dict[str, 
 def leave_groups_that_are_gone(llm: Any) -> None:
     """Let vLLM's `LLM` in this process end without a traceback after `torch.distributed.destroy_process_group()`.
 
-    When its engine is collected, or the process ends, vLLM destroys process groups of its own, which that call has
-    taken along.
+    When its engine is collected, or the process ends, vLLM destroys process groups of its own. That call has already
+    destroyed these groups.
     """
     client = getattr(llm.llm_engine, "engine_core", None)
     finalizer = getattr(client, "_finalizer", None)

@@ -1,8 +1,7 @@
-"""LoRA layers of a vLLM engine on CPUs, for batches in which every row has the same adapter, as all of a rollout's
-have.
+"""LoRA layers of a vLLM engine on CPUs, for batches in which every row has the same adapter, as in a rollout.
 
-vLLM's CPU backend copies a layer's adapter once for every token of a batch: 51 of 71 seconds of a profile. Here two
-matrix products do. Importing this needs vLLM, so only what starts an engine on CPUs does.
+vLLM's CPU backend copies a layer's adapter once for every token of a batch: 51 of 71 seconds of a profile. Two matrix
+products replace the copies here. Importing this needs vLLM, so only the code that starts an engine on CPUs imports it.
 """
 
 from contextlib import nullcontext
@@ -19,13 +18,13 @@ _EXPECTED = {"add_lora_linear": _LINEAR, "add_lora_logits": _LOGITS}
 
 
 class OneAdapterOnCPU(Stock):
-    """vLLM's `PunicaWrapperCPU`, which computes as before where a batch has several adapters."""
+    """vLLM's `PunicaWrapperCPU`, unchanged for a batch with several adapters."""
 
     slot: int | None = None
 
     def update_metadata(self, mapping, lora_index_to_id, *args, **kwargs):
         super().update_metadata(mapping, lora_index_to_id, *args, **kwargs)
-        adapters = set(mapping.index_mapping)  # one id per token; 0 is none
+        adapters = set(mapping.index_mapping)  # one id per token; 0 means no adapter
         alone = len(adapters) == 1 and 0 not in adapters
         self.slot = lora_index_to_id.index(adapters.pop()) if alone else None
 
@@ -44,7 +43,7 @@ class OneAdapterOnCPU(Stock):
             left += width
 
     def add_lora_logits(self, y, x, lora_a_stacked, lora_b_stacked, scale, **kwargs) -> None:
-        """The same for the LM head, whose logits may be padded."""
+        """Add to `y` like [`add_lora_linear`], for the LM head, whose logits may be padded."""
         if self.slot is None:
             super().add_lora_logits(y, x, lora_a_stacked, lora_b_stacked, scale, **kwargs)
         else:
@@ -52,7 +51,7 @@ class OneAdapterOnCPU(Stock):
 
 
 def one_adapter():
-    """An engine that is started inside, in this process, computes with [`OneAdapterOnCPU`] where this vLLM fits it."""
+    """Make an engine that is started inside, in this process, use [`OneAdapterOnCPU`] if this vLLM fits it."""
     if misfits(Stock, _EXPECTED) or not current_platform.get_punica_wrapper().endswith(".PunicaWrapperCPU"):
         return nullcontext()
     return replaced(current_platform, get_punica_wrapper=lambda: f"{__name__}.{OneAdapterOnCPU.__name__}")

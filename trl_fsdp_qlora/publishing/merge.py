@@ -85,7 +85,7 @@ def merge_adapter(
         with written_whole(output) as scratch:
             merged.save_pretrained(scratch)
             AutoTokenizer.from_pretrained(base, revision=revision).save_pretrained(scratch)
-            with nonfatal("the processor of images"):  # may need torchvision; a text model's processor is its tokenizer
+            with nonfatal("the processor of images"):  # may need torchvision; for text it is the tokenizer
                 AutoProcessor.from_pretrained(base, revision=revision).save_pretrained(scratch)
             ModelCard.from_template(data, template_str=_CARD, **names).save(scratch / "README.md")
     except (OSError, ValueError) as error:
