@@ -1,22 +1,23 @@
-"""`cascade`: every segment attends to itself and to each of its ancestors, and what comes out is merged.
+"""`cascade`: every segment attends to itself and to each of its ancestors, and the outputs are merged.
 
 With (o_s, l_s) the output and log-sum-exp of a segment over itself (causal) and (o_a, l_a) over an ancestor (full),
 
     l = log(exp l_s + exp l_a),    o = exp(l_s - l) o_s + exp(l_a - l) o_a
 
-is softmax attention over both. Merging is associative, so it goes on over any number of ancestors. The backward needs
-no new kernel. Writing P for the probabilities of the *merged* softmax, dS = P * (dO V^T - rowsum(dO * o)), and P =
-exp(S - l): with the merged o and l put in, a flash backward over any part computes that part's columns of dS exactly.
-So it runs once per part, dQ is the sum, and dK and dV of an ancestor add up over its own queries and those of all its
-descendants.
+is softmax attention over both. Merging is associative, so it works for any number of ancestors.
 
-It wins wherever it applies (no softcap, no sinks, one head size; sliding windows on CUDA alone): keys and values are
-never copied for a segment or repeated for grouped queries, nothing but q, k, v, o and l is kept for backward, and
-there is no mask. torch's public `varlen_attn` cannot serve: its backward takes the output and the log-sum-exp of its
-own forward (docs/LOG.md).
+The backward needs no new kernel. Let P = exp(S - l) be the probabilities of the *merged* softmax; then
+dS = P * (dO V^T - rowsum(dO * o)). A flash backward over any part, called with the merged o and l, computes that
+part's columns of dS exactly. So the flash backward runs once per part. dQ is the sum over the parts. dK and dV of an
+ancestor add up over the ancestor's own queries and those of all its descendants.
+
+This backend is the best one where it applies (no softcap, no sinks, one head size; sliding windows only on CUDA).
+Keys and values are never copied for a segment or repeated for grouped queries. Only q, k, v, o and l are kept for the
+backward, and there is no mask. torch's public `varlen_attn` cannot be used: its backward takes the output and the
+log-sum-exp of its own forward (docs/LOG.md).
 """
 
-# A kernel's annotations are read as text: `tl` is only there where Triton is.
+# The annotations of kernels must stay text: `tl` exists only if Triton is installed.
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 
 
 def refuses(call) -> str | None:
-    """Why this backend cannot serve `call`, or `None`."""
+    """Returns why this backend cannot serve `call`, or `None`."""
     if call.window is not None and call.query.device.type != "cuda":
         return (
             f"torch's flash kernel for {call.query.device.type} has no sliding window (here of {call.window} tokens)"
@@ -54,8 +55,9 @@ def refuses(call) -> str | None:
         major, minor = torch.cuda.get_device_capability(call.query.device)
         if major < 8:
             return f"CUDA flash attention wants compute capability 8.0, this device has {major}.{minor}"
-        # torch's own list, `check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`: the backward
-        # raises. A pass without gradients is refused as well, so that old and new log-probabilities are rounded alike.
+        # The backward raises on the devices of torch's list,
+        # `check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`. A pass without gradients is refused
+        # as well, so that old and new log-probabilities are rounded alike.
         if 192 < size <= 224 and ((8, 6) <= (major, minor) <= (8, 9) or (12, 0) <= (major, minor) <= (12, 1)):
             return f"CUDA flash attention has no backward for heads of {size} on compute capability {major}.{minor}"
     if call.query.device.type not in ("cpu", "cuda"):
@@ -65,17 +67,18 @@ def refuses(call) -> str | None:
 
 def attend(call) -> torch.Tensor:
     """Attention output `(1, T, H, D)` of an [`AttentionCall`]."""
-    # A custom function is invisible to autocast, so the cast that `scaled_dot_product_attention` gets happens here.
+    # Autocast does not see a custom function, so the cast that `scaled_dot_product_attention` gets happens here.
     dtype = _compute_dtype(call.query)
     q, k, v = (x.to(dtype) for x in (call.query, call.key, call.value))
     return _Cascade.apply(q, k, v, call.layout, call.scaling, call.window)
 
 
 def merge(out, lse, ancestor_out, ancestor_lse) -> torch.Tensor:
-    """The output over both parts, from `(…, D)` outputs and their log-sum-exps `(…)`, computed in at least float32.
+    """Returns the output over both parts, from `(…, D)` outputs and their log-sum-exps `(…)`.
 
-    A weight rounded to bfloat16 is off by up to 1 in 256, for all of a head's numbers alike. On a GPU one kernel
-    computes it, without copies in float32, and rounds to the outputs' dtype as whoever stores it would.
+    It is computed in at least float32: a weight rounded to bfloat16 is off by up to 1 in 256, equally for all numbers
+    of a head. On a GPU one kernel computes the output without copies in float32, and rounds it to the dtype of the
+    inputs, in which the caller would store it anyway.
     """
     if out.ndim == 3 and runs(_merge_kernel, out):
         merged = torch.empty_like(out, memory_format=torch.contiguous_format)
@@ -139,9 +142,7 @@ def _merge_kernel(
 
 
 def _with_kept(gradient: torch.Tensor, keys: int) -> torch.Tensor:
-    """The gradient `(T, H, D)` of the row's keys, with zeros for those of kept segments behind them:
-    `(keys, H, D)`.
-    """
+    """Returns the gradient `(T, H, D)` of the row's keys with zeros for keys of kept segments: `(keys, H, D)`."""
     if len(gradient) == keys:
         return gradient
     extended = gradient.new_zeros(keys, *gradient.shape[1:])
@@ -177,10 +178,10 @@ class _Cascade(torch.autograd.Function):
 
 
 def _parts(layout: PackedLayout) -> tuple[list[tuple], list[tuple]]:
-    """What to batch: `(own, cross)`, derived from the layout once.
+    """Returns the batches of the kernel calls, `(own, cross)`, derived once from the layout.
 
     `own`: neighbouring segments, see [`layout.padded_batches`].
-    `cross`: what attends to an ancestor, and that ancestor, each as `(start, 1, length)`.
+    `cross`: queries that attend to an ancestor, and that ancestor, each as `(start, 1, length)`.
     """
     if "cascade" not in layout.cache:
         forest = layout.forest
@@ -197,19 +198,20 @@ def _parts(layout: PackedLayout) -> tuple[list[tuple], list[tuple]]:
 
 
 def _take(x: torch.Tensor, part: tuple) -> torch.Tensor:
-    """Stretches of a `(1, H, T, D)` tensor as a batch `(n, H, length, D)`."""
+    """Returns stretches of a `(1, H, T, D)` tensor as a batch `(n, H, length, D)`."""
     return fold(x, *part) if len(part) == 3 else gather(x, part[0])
 
 
 def _rows(x: torch.Tensor, part: tuple) -> torch.Tensor:
-    """A batch `(n, H, length, D)` as the tokens of the row `(tokens, H, D)`."""
+    """Returns a batch `(n, H, length, D)` as the tokens of the row `(tokens, H, D)`."""
     rows = x.transpose(1, 2).flatten(0, 1)
     return rows if len(part) == 3 else rows.index_select(0, part[1])
 
 
 class _batched:
-    """CPU flash kernels over batches of equal-length stretches: views of the row; unequal completions are padded to
-    their longest.
+    """CPU flash kernels over batches of stretches of equal length.
+
+    The batches are views of the row; unequal completions are padded to the longest.
     """
 
     @staticmethod
@@ -237,7 +239,7 @@ class _batched:
 
         def call(queries, keys, causal):
             grad = _take(grad_h, queries)
-            if len(queries) == 2:  # filled-up places must not reach anyone's gradient: their incoming gradient is zero
+            if len(queries) == 2:  # padding gets a zero gradient, so that it does not reach the gradients of tokens
                 index, real = queries
                 keep = torch.zeros(index.numel(), dtype=grad.dtype).index_fill_(0, real, 1)
                 grad = grad * keep.view(len(index), 1, -1, 1)
@@ -264,10 +266,10 @@ class _Call:
     """One call of flash attention with cumulative lengths.
 
     Attributes:
-        queries, keys: which tokens of the row, as a slice if they are neighbours.
+        queries, keys: tokens of the row, as a slice if they are neighbours.
         lengths: of the sequences, as the kernel takes them.
         is_causal, window: as the kernel takes them.
-        siblings: how queries of several segments are heads of one sequence; `None` where they are not.
+        siblings: how queries of several segments become heads of one sequence; `None` if they do not.
     """
 
     queries: slice | torch.Tensor
@@ -279,8 +281,9 @@ class _Call:
 
 
 class _varlen:
-    """CUDA flash attention with cumulative lengths: one call for all segments, one per stretch and level of its
-    ancestors.
+    """CUDA flash attention with cumulative lengths.
+
+    One call computes all segments over themselves, and one call per stretch and level computes them over ancestors.
     """
 
     @staticmethod
@@ -354,10 +357,14 @@ class _varlen:
 
 
 def _whole_ancestors(forest: Forest, device: torch.device) -> list[_Call]:
-    """Segments over all of their ancestors: an ancestor and all that attends to it are one sequence."""
+    """Returns the calls of segments over all of their ancestors.
+
+    An ancestor and all queries that attend to it are one sequence.
+    """
     calls = []
     for crossing in forest.crossings():
-        # Neighbours in the row; those between them to which none of these queries attends get no queries.
+        # The kernel takes neighbours in the row. An ancestor among them to which none of these queries attends gets
+        # no queries.
         ancestors = np.arange(crossing.ancestors[0], crossing.ancestors[-1] + 1)
         query_lengths = np.zeros(len(ancestors), dtype=int)
         query_lengths[crossing.ancestors - ancestors[0]] = crossing.lengths
@@ -372,29 +379,29 @@ def _whole_ancestors(forest: Forest, device: torch.device) -> list[_Call]:
 
 # --- CUDA, with a sliding window -------------------------------------------------------------------------------------
 
-# Keys of a call times the segments that attend to each: flash attention's backward holds their gradients apart for
-# every head.
+# Limit on the keys of a call times the segments that attend to each key: flash attention's backward holds the keys'
+# gradients separately for every head.
 _EXPANDED_KEYS = 2**15
 
 
 class _Siblings:
     """Segments that attend to one ancestor through a window, as heads of one sequence.
 
-    How far a query looks back into its ancestor depends on how far it stands behind the ancestor's end, in each
-    segment anew. So segments that follow each other in a sequence, as for whole ancestors, would need a mask. Next to
-    each other they are heads, and one window of the kernel serves all of them. Heads that have a key head in common
-    are neighbours there: with r query heads per key head and N segments, its heads are `(H_kv, N, r)`. Keys are
-        neither copied for a segment nor repeated.
+    How far a query looks back into its ancestor depends on the query's distance from the ancestor's end. That distance
+    starts anew in each segment. So if segments followed each other in one sequence, as for whole ancestors, they would
+    need a mask. As heads they lie next to each other, and one window of the kernel serves all of them. Heads that
+    share a key head are neighbours: with r query heads per key head and N segments, the heads are `(H_kv, N, r)`. Keys
+    are neither copied for a segment nor repeated.
 
     Args:
-        token_SN: for each of the S distances from the ends of the ancestors and each of N segments the token of the
-            row that stands there; -1 for none.
+        token_SN: for each of the S distances from the ends of the ancestors and each of N segments, the token of the
+            row at that distance; -1 for none.
     """
 
     def __init__(self, token_SN: np.ndarray, device: torch.device):
         is_pad_SN = token_SN < 0
         slot_R, child_R = (~is_pad_SN).nonzero()
-        # In the order of the row, so that neighbours are recognised.
+        # In the order of the row, so that `_neighbours` finds runs.
         order = np.argsort(token_SN[slot_R, child_R])
         slot_R = slot_R[order]
         child_R = child_R[order]
@@ -404,32 +411,32 @@ class _Siblings:
         self.is_pad_S1N1 = to_device(torch.from_numpy(is_pad_SN), device)[:, None, :, None]
 
     def take(self, x_THx: torch.Tensor, key_heads: int) -> torch.Tensor:
-        """`(S, H_kv * N * r, ...)` of `(T, H, ...)`; some token in place of none."""
+        """Returns `(S, H_kv * N * r, ...)` of `(T, H, ...)`; padding holds an arbitrary token."""
         heads = torch.arange(key_heads, device=x_THx.device).unsqueeze(1)
         return x_THx.unflatten(1, (key_heads, -1))[self.token_S1N, heads].flatten(1, 3)
 
     def take_lse(self, lse_HT: torch.Tensor, key_heads: int) -> torch.Tensor:
-        """`(H_kv * N * r, S)` of `(H, T)`; infinite in place of none, so that nothing is sent back from there."""
+        """Returns `(H_kv * N * r, S)` of `(H, T)`; padding is infinite, so that no gradient comes from it."""
         lse = lse_HT.t().unflatten(1, (key_heads, -1))
         heads = torch.arange(key_heads, device=lse.device).unsqueeze(1)
         lse = lse[self.token_S1N, heads].masked_fill(self.is_pad_S1N1, torch.inf)
         return lse.flatten(1).t().contiguous()
 
     def rows(self, x_SHx: torch.Tensor, key_heads: int) -> torch.Tensor:
-        """The tokens `(R, H, ...)` in the order of the row, of `(S, H_kv * N * r, ...)`."""
+        """Returns the tokens `(R, H, ...)`, in the order of the row, of `(S, H_kv * N * r, ...)`."""
         x = x_SHx.unflatten(1, (key_heads, self.token_S1N.shape[2], -1)).transpose(1, 2)
         return x[self.slot_R, self.child_R].flatten(1, 2)
 
 
 def _ends_of_ancestors(forest: Forest, window: int, device: torch.device) -> list[_Call]:
-    """Segments over what a window shows them of their ancestors, see [`_Siblings`]."""
+    """Returns the calls of segments over the ends of their ancestors that a window shows, see [`_Siblings`]."""
     seen = window - 1  # tokens before a query
     ends = forest.depths + forest.lengths
     calls = []
     for stretch in forest.stretches():
         for level in range(int(forest.levels[stretch.start])):
             ancestors = forest.ancestors_at(level)[stretch]
-            # How many tokens stand between a segment and the end of its ancestor.
+            # Number of tokens between a segment and the end of its ancestor.
             gaps = forest.depths[stretch] - ends[ancestors]
             children: dict[int, list[tuple[int, int]]] = {}
             for place in np.flatnonzero(gaps < seen).tolist():
@@ -440,7 +447,7 @@ def _ends_of_ancestors(forest: Forest, window: int, device: torch.device) -> lis
 
 
 def _few_at_once(forest: Forest, children: list[tuple], seen: int) -> list[list[tuple]]:
-    """Ancestors with those that attend to them, in sets of which a backward holds no more than [`_EXPANDED_KEYS`]."""
+    """Returns ancestors and their descendants in sets of which a backward holds at most [`_EXPANDED_KEYS`]."""
     sets = []
     keys = 0
     most = 0
@@ -456,9 +463,9 @@ def _few_at_once(forest: Forest, children: list[tuple], seen: int) -> list[list[
 
 
 def _siblings_call(forest: Forest, children: list[tuple], seen: int, device: torch.device) -> _Call:
-    """One call for some ancestors and the `(segment, gap)` that attend to each."""
-    # A query that stands s tokens behind its ancestor's end sees the last `seen - s` tokens of it, so only s < seen
-    # count.
+    """Returns one call for some ancestors and the `(segment, gap)` pairs that attend to each."""
+    # A query that stands s tokens behind its ancestor's end sees the ancestor's last `seen - s` tokens, so only
+    # queries with s < seen count.
     first = min(gap for _, segments in children for _, gap in segments)
     last = max(min(gap + int(forest.lengths[segment]), seen) for _, segments in children for segment, gap in segments)
     distances = last - first
@@ -475,7 +482,8 @@ def _siblings_call(forest: Forest, children: list[tuple], seen: int, device: tor
     siblings = _Siblings(token_SN.reshape(-1, token_SN.shape[2]), device)
     cu_q, max_q = cumulative(np.full(len(children), distances), device)
     cu_k, max_k = cumulative(key_lengths, device)
-    # The kernel aligns the last query with the last key, and a side that is as wide as the longest keys is open.
+    # The kernel aligns the last query with the last key. A side of the window that is as wide as the longest keys is
+    # open.
     looks_back = {"window_size_left": seen - first - distances, "window_size_right": distances}
     lengths = cu_q, cu_k, max_q, max(max_k, distances)
     queries, keys = (_neighbours(x, device) for x in (siblings.tokens_R, np.concatenate(keys)))
@@ -483,7 +491,7 @@ def _siblings_call(forest: Forest, children: list[tuple], seen: int, device: tor
 
 
 def _neighbours(tokens: np.ndarray, device: torch.device) -> slice | torch.Tensor:
-    """Places in the row in rising order: as a slice where no token is missing between them."""
+    """Returns places in the row, in rising order, as a slice if no token is missing between them."""
     if tokens[-1] - tokens[0] + 1 == len(tokens):
         return slice(int(tokens[0]), int(tokens[-1]) + 1)
     return to_device(torch.from_numpy(tokens), device)

@@ -1,11 +1,10 @@
 """Images in prompts on packed rows: those of each prompt once, and its positions as the model itself would make them.
 
 TRL's batch holds a prompt's pixels once for each of its completions. A packed row holds each prompt once, so it takes
-the
-pixels of one row of every group, in the order in which the prompts stand in it: the model writes its image features
-over the placeholders from left to right. Classes with three-axis rotary positions (Qwen-VL, GLM-4V) work them out from
-the images' grids; their own `get_rope_index` does that for one row of each group, and a group's completions count on
-from there.
+the pixels of one row of every group, in the order of the prompts in the packed row: the model writes its image
+features over the placeholders from left to right. Classes with three-axis rotary positions (Qwen-VL, GLM-4V) derive
+them from the images' grids. The model's own `get_rope_index` does that for one row of each group, and the group's
+completions count on from there.
 
 Rows share a prompt where tokens *and pixels* agree: "How many are red?" is asked of many pictures. Where the tokens of
 an image see each other in both directions (Gemma 3 and 4), a prompt's segment has the model's own mask.

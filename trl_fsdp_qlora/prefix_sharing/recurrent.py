@@ -1,14 +1,16 @@
 """Recurrent layers on a packed row: each layer's own forward, level by level.
 
-Linear attention, state space models and short convolutions carry a state from token to token, which on a packed row
-would run on from one segment into the next. So a layer is called on the roots first, with a cache that keeps the
-states they end in, and then on the segments of each further level as a batch, with a cache that answers the states of
-their parents. Autograd adds up what segments send back into their parents. No kernel is touched, and no family of
-models has a line of its
-own: a layer is served if it speaks the cache protocol of transformers (`cache_utils.LinearAttentionCacheLayerMixin`).
-Mamba-1 goes on from no state in transformers' code; such a layer gets each leaf behind all of its ancestors, whose
-output is kept once. Segments that others go on from are not padded: that would need a mask of each layer's own. Leaves
-are, behind their last token.
+Linear attention, state space models and short convolutions carry a state from token to token. On a packed row that
+state would run on from one segment into the next. So a layer is called on the roots first, with a cache that keeps
+their final states. Then it is called on the segments of each further level as a batch, with a cache that returns the
+states of their parents. Autograd adds up the gradients that segments send back into their parents.
+
+No kernel is changed, and no model family has code of its own: a layer is served if it uses the cache protocol of
+transformers (`cache_utils.LinearAttentionCacheLayerMixin`). Mamba-1 cannot go on from a state in transformers' code.
+Such a layer computes each leaf behind all of its ancestors, and the ancestors' output is kept once.
+
+Leaves are padded behind their last token. Segments that others go on from are not padded: that would need a mask that
+differs from layer to layer.
 """
 
 import functools
@@ -30,20 +32,22 @@ from .scope import current, note
 _KEEPS_A_STATE = {"update_conv_state", "update_recurrent_state"}
 # Keywords of kernels that go on from a state.
 _FIRST_STATES = {"initial_state", "initial_states"}
-# What a layer calls its cache.
+# The argument names under which layers take their cache.
 _CACHE_NAMES = ("cache_params", "past_key_values")
-# A layer that gets one token and a state decodes: kernels without a backward, which write into the state.
+# With one token and a state a layer decodes: it calls kernels without a backward, which write into the state.
 SHORTEST = 2
 
 
 class StateCache:
-    """What a recurrent layer takes for transformers' cache in one call. That one copies in place, out of the graph.
+    """Stands in for transformers' cache in one call of a recurrent layer.
+
+    Transformers' own cache copies states in place and outside of the graph, so no gradient would pass through it.
 
     Args:
-        before: the states that the rows of this call go on from, by kind and index; `None` where they begin.
+        before: the states from which the rows of this call go on, by kind and index; `None` if the rows begin here.
 
     Attributes:
-        after: the states in which they end.
+        after: the states in which the rows end.
     """
 
     def __init__(self, before: dict[tuple[str, int], torch.Tensor] | None = None):
@@ -54,11 +58,11 @@ class StateCache:
         return None if self.before is None else self.before["conv", state_idx]
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        # Short convolutions have none.
+        # Short convolutions have no recurrent state.
         return None if self.before is None else self.before.get(("recurrent", state_idx))
 
     def update_conv_state(self, conv_states, layer_idx, state_idx=0, conv_kernel_size=None, **kwargs) -> torch.Tensor:
-        """The inputs of a convolution `(rows, channels, tokens)` with what came before them."""
+        """Returns the inputs of a convolution `(rows, channels, tokens)` with the inputs that came before them."""
         if self.before is not None:
             before = self.before["conv", state_idx]
             conv_states = torch.cat([before, conv_states], dim=-1)
@@ -81,13 +85,13 @@ class StateCache:
 
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules of `model` that keep a state in transformers' cache, found by what their code calls."""
+    """Returns the modules of `model` that keep a state in transformers' cache; their code calls its methods."""
     return [module for module in model.modules() if _KEEPS_A_STATE & looked_up(type(module))]
 
 
 @functools.cache
 def looked_up(cls: type) -> set[str]:
-    """Names that the methods of `cls` look up, and the keywords that they call functions with."""
+    """Returns the names that the methods of `cls` look up, and the keywords of their function calls."""
     functions = (x for base in cls.__mro__ for x in vars(base).values() if inspect.isfunction(x))
     codes = [inspect.unwrap(function).__code__ for function in functions]
     keywords = (part for code in codes for part in code.co_consts if isinstance(part, tuple))
@@ -95,12 +99,15 @@ def looked_up(cls: type) -> set[str]:
 
 
 def goes_on_from_a_state(cls: type) -> bool:
-    """Whether a layer hands its kernel a state to begin with; convolutions get theirs from the cache itself."""
+    """Returns whether a layer passes its kernel a first state; convolutions get theirs from the cache itself."""
     return bool(_FIRST_STATES & looked_up(cls)) or "update_recurrent_state" not in looked_up(cls)
 
 
 def state_bytes(module: nn.Module, width: int) -> int:
-    """Bytes of the states that a recurrent layer of `width` without data (on the meta device) keeps of one row."""
+    """Returns the bytes of the states that a recurrent layer of `width` keeps of one row.
+
+    The layer has no data (it is on the meta device).
+    """
     dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
     cache = StateCache()
     module(torch.empty(1, 8, width, dtype=dtype, device="meta"), **{cache_name(module): cache})
@@ -108,15 +115,16 @@ def state_bytes(module: nn.Module, width: int) -> int:
 
 
 def cache_name(module: nn.Module) -> str | None:
-    """The argument that a recurrent layer takes its cache by; `None` where it is not known, so the layer cannot be
-    called twice.
+    """Returns the name of the argument for a recurrent layer's cache.
+
+    `None` means that the name is not known, so the layer cannot be called twice.
     """
     parameters = inspect.signature(type(module).forward).parameters
     return next((name for name in _CACHE_NAMES if name in parameters), None)
 
 
 def install(model: nn.Module) -> None:
-    """Let the recurrent layers of `model` compute packed rows. Without one their forward is what it was."""
+    """Let the recurrent layers of `model` compute packed rows. Without a packed row their forward is unchanged."""
     for module in recurrent_layers(model):
         if not hasattr(module, "own_forward"):
             module.own_forward = module.forward
@@ -124,12 +132,13 @@ def install(model: nn.Module) -> None:
 
 
 def gathered_per_call(model: nn.Module) -> str | None:
-    """Why the recurrent layers of `model` (as it is wrapped now) cannot be called as often as a batch wants; `None` if
-    they can.
+    """Returns why recurrent layers of `model` (as it is wrapped now) cannot be called several times in a forward.
 
-    A layer is called once for each run of prompts and each batch of completions. Where every call of it gathers
-    weights, ranks with other batches would wait for each other. A wrapper around the whole layer or above it gathers
-    once.
+    A layer is called once for each run of prompts and each batch of completions. If each of its calls gathers weights,
+    ranks with different batches would wait for each other. A wrapper around the whole layer or above it gathers once.
+
+    Returns:
+        The reason; `None` if they can.
     """
     for layer in recurrent_layers(model):
         if any(hasattr(parameter, "ds_id") for parameter in layer.parameters()):
@@ -157,7 +166,7 @@ def _branch(module: nn.Module, args: tuple, kwargs: dict):
     layout = current.layout
     parameters = inspect.signature(type(module).forward).parameters
     named = dict(zip(list(parameters)[1:], args, strict=False)) | kwargs
-    # The mask and whatever else speaks of the whole row is left out.
+    # The mask and all other arguments about the whole row are left out.
     tokens = {
         name: x
         for name, x in named.items()
@@ -173,10 +182,10 @@ def _branch(module: nn.Module, args: tuple, kwargs: dict):
 
 
 def _compute(module: nn.Module, tokens: dict, layout: PackedLayout) -> torch.Tensor:
-    """The layer's output `(1, T, ...)` from its arguments that have one entry per token, `(1, T, ...)`."""
+    """Returns the layer's output `(1, T, ...)`; `tokens` are its arguments with one entry per token, `(1, T, ...)`."""
     forward = module.own_forward
     takes_cache = cache_name(module)
-    # Each leaf is then computed behind its ancestors, without a state.
+    # `whole`: each leaf is computed behind its ancestors, without a state.
     whole = not goes_on_from_a_state(type(module))
     batches, order = _plan(layout, tokens["hidden_states"].device, whole)
     parts = []
@@ -207,7 +216,7 @@ def _compute(module: nn.Module, tokens: dict, layout: PackedLayout) -> torch.Ten
 
 
 def _keep_states(module: nn.Module, layout: PackedLayout, batch: "_Batch", after: dict) -> None:
-    """Keep the states in which a trunk's segments end, see `across_passes.py`."""
+    """Keep the final states of a trunk's segments, see `across_passes.py`."""
     if layout.kept is None or layout.is_computed or batch.run is None:
         return
     start, count, length = batch.run
@@ -219,7 +228,7 @@ def _keep_states(module: nn.Module, layout: PackedLayout, batch: "_Batch", after
 
 
 def _kept_states(module: nn.Module, layout: PackedLayout, level: int) -> list[dict]:
-    """The states of the kept segments of a level, in their order."""
+    """Returns the states of the kept segments of a level, in their order."""
     forest = layout.forest
     if layout.kept is None or not forest.kept:
         return []
@@ -230,7 +239,7 @@ def _kept_states(module: nn.Module, layout: PackedLayout, level: int) -> list[di
 
 
 def _states_of(batches: list[dict], parents: torch.Tensor) -> dict[tuple[str, int], torch.Tensor]:
-    """The states that segments go on from: `batches` hold those of a level, in order."""
+    """Returns the states from which segments go on: `batches` hold the states of a level, in order."""
     return {kind: join([states[kind] for states in batches]).index_select(0, parents) for kind in batches[0]}
 
 
@@ -238,11 +247,11 @@ class _Batch(NamedTuple):
     """Segments that a layer computes in one call.
 
     Attributes:
-        run: `(start, count, length)` of neighbouring ones of equal length, or `None`.
-        index: else their `(n, longest)` places in the row.
-        real: the flat ones of these whose output is kept; `None` for all.
-        parents: which inner segment of the level above each one goes on from, or `None`.
-        level, is_inner: of the segments; the states of inner ones are kept.
+        run: `(start, count, length)` of neighbouring segments of equal length, or `None`.
+        index: the `(n, longest)` places of the segments in the row, if there is no `run`.
+        real: indices, in the flattened `index`, of the tokens whose output is kept; `None` for all.
+        parents: the inner segment of the level above from which each segment goes on, or `None`.
+        level, is_inner: of the segments; the states of inner segments are kept.
     """
 
     run: tuple[int, int, int] | None
@@ -254,9 +263,9 @@ class _Batch(NamedTuple):
 
 
 def _plan(layout: PackedLayout, device: torch.device, whole: bool) -> tuple[list[_Batch], torch.Tensor | None]:
-    """What to call a layer on, derived from the layout once, and where each token of the row is among the outputs.
+    """Returns the batches of a layer's calls, and the place of each token of the row among their outputs.
 
-    The latter is `None` if they come in the order of the row.
+    The places are `None` if the outputs come in the order of the row. Both are derived once from the layout.
     """
     key = ("recurrent", device, whole)
     if key in layout.cache:
@@ -276,9 +285,10 @@ def _plan(layout: PackedLayout, device: torch.device, whole: bool) -> tuple[list
 
 
 def _batches_by_level(forest: Forest) -> tuple[list[_Batch], list[np.ndarray]]:
-    """Calls on inner segments and leaves, parents first, and the places of their outputs."""
+    """Returns the calls on inner segments and leaves, parents first, and the places of their outputs."""
     batches, places = [], []
-    place_in_level = np.zeros(forest.segments, dtype=int)  # among the inner segments, kept ones behind the others
+    # Among the inner segments of a level; kept segments come behind the others.
+    place_in_level = np.zeros(forest.segments, dtype=int)
     for level in range(int(forest.levels.max()) + 1):
         inner = np.flatnonzero((forest.levels == level) & ~forest.is_leaf)
         place_in_level[inner] = np.arange(len(inner))
@@ -307,7 +317,10 @@ def _batches_by_level(forest: Forest) -> tuple[list[_Batch], list[np.ndarray]]:
 
 
 def _whole_batches(forest: Forest) -> tuple[list[_Batch], list[np.ndarray]]:
-    """Calls on each leaf behind all of its ancestors; the first leaf below a segment gives that segment's outputs."""
+    """Returns calls on each leaf behind all of its ancestors, and the places of their outputs.
+
+    A segment's outputs come from the first leaf below it.
+    """
     leaves = np.flatnonzero(forest.is_leaf)
     paths = []
     seen = set()
@@ -333,10 +346,10 @@ def _whole_batches(forest: Forest) -> tuple[list[_Batch], list[np.ndarray]]:
 
 
 def _similar(length_S: np.ndarray) -> list[np.ndarray]:
-    """Segments of these lengths in batches, such that padding them and calling a layer for each costs least."""
+    """Returns segments of these lengths in batches whose padding and layer calls together cost least."""
     by_length = np.argsort(-length_S, kind="stable")
     sorted_S = np.maximum(length_S[by_length], SHORTEST)
-    # best[i]: cost of the i longest; the last batch of them begins at cut[i], which is its longest.
+    # best[i]: cost of the i longest segments. Their last batch begins with segment cut[i], its longest.
     best = np.zeros(len(sorted_S) + 1)
     cut = np.zeros(len(sorted_S) + 1, int)
     for i in range(1, len(sorted_S) + 1):

@@ -146,9 +146,9 @@ def compare(
     """What is wrong with the packed pass over a few rows, judged alike by every rank; `None` for nothing.
 
     Every rank has to call it, with equally many rows. Gradients are those of a sum over the scored tokens with random
-    weights; each pass is added to the others' with its sign, so there is never more than one copy of them. Where one
-    rank runs out of memory,
-    all end, unless ranks meet in the passes themselves: there the others wait until its launcher ends them.
+    weights. Each pass adds its gradients with a sign, so there is never more than one copy of them. If one rank runs
+    out of memory, all ranks raise. If ranks meet in the passes themselves, the others wait until the launcher ends
+    them.
 
     Args:
         model: the root module, wrappers included.

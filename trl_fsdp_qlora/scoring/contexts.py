@@ -8,11 +8,10 @@ def share_values(
 ) -> torch.Tensor:
     """`values_BC` with that of the first of all equal contexts for each of them, among completion tokens of the mask.
 
-    A padded batch computes them by the same operations in the same order, so they tie to the last bit, and a quantile
-    may
-    fall on the tie: all of its tokens are then selected. On a packed row they differ in the last bit. Where the mask
-    has nothing (a completion that was masked because it was cut off) nothing was computed, and the zero there is no
-    value.
+    A padded batch computes values of equal contexts by the same operations in the same order, so they tie to the last
+    bit. A quantile may fall on the tie: all tokens of the tie are then selected. On a packed row the values differ in
+    the last bit. Outside of the mask (a completion that was masked because it was cut off) nothing was computed, and
+    the zero there is no value.
 
     Args:
         values_BC: what each completion token was predicted with, such as the entropy.
