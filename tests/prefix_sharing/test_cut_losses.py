@@ -24,7 +24,7 @@ FAMILIES = ("qwen3", "gemma3", "gpt_oss", "qwen3_5", "lfm2", "mamba2")
 # Micro-batches, and the passes of the whole step.
 CUTS = [(12, 1), (12, 2), (12, 3), (12, 12), (4, 2), (1, 2), (1, 3), (1, 12)]
 # Of the largest gradient, float32: sums in other orders (2e-6 but for VESPO, whose weights are exponentials, and
-# gpt-oss: 2.4e-6), most of all in the scans of recurrent layers.
+# gpt-oss: 4.3e-6), most of all in the scans of recurrent layers.
 TOLERANCE = {"qwen3_5": 1e-5, "mamba2": 1e-5}
 # PEFT adapts these layers of Mamba-2 and no others. TRL takes a router loss of a mixture, which is each micro-batch's
 # own.
@@ -134,7 +134,7 @@ def test_what_a_batch_has_of_tools_and_of_an_engine(tmp_path, monkeypatch, extra
     else:
         inputs["sampling_per_token_logps"] = inputs.pop("old_per_token_logps")
         trainer.use_vllm = True
-    assert_cuts_give_stock_gradients(trainer, monkeypatch, CUTS, 3e-6, inputs)
+    assert_cuts_give_stock_gradients(trainer, monkeypatch, CUTS, 5e-6, inputs)
 
 
 def test_a_layer_that_attends_twice_in_a_forward(tmp_path, monkeypatch):

@@ -15,17 +15,11 @@ from trl.chat_template_utils import parse_response, supports_tool_calling
 
 from tests.tiny import save_tool_calling_model, tool_tokenizer
 from trl_fsdp_qlora.decode.completions import generate
+from trl_fsdp_qlora.evaluation import episodes as episodes_module
 from trl_fsdp_qlora.evaluation.accuracy import evaluate, generation_configs
-from trl_fsdp_qlora.recipe import episodes as episodes_module
+from trl_fsdp_qlora.evaluation.episodes import Agent, run_episodes, run_tool
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments
-from trl_fsdp_qlora.recipe.episodes import (
-    Agent,
-    agent_of,
-    check_tool_template,
-    run_episodes,
-    run_tool,
-    with_tool_format,
-)
+from trl_fsdp_qlora.recipe.episodes import agent_of, check_tool_template, with_tool_format
 
 CALCULATOR = str(Path(__file__).parents[2] / "examples" / "agents" / "calculator.py")
 

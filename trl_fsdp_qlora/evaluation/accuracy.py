@@ -12,7 +12,7 @@ from trl.data_utils import is_conversational, prepare_multimodal_messages
 from ..data import reasoning_gym
 from ..data.answers import answers_match, completion_text, extract_answer, parse_gold, parse_number, required_answer
 from ..decode.completions import generate, over_ranks
-from ..recipe.episodes import Agent, run_episodes
+from .episodes import Agent, run_episodes
 from .stats import format_accuracy, pass_at_k, wilson_interval
 
 # Options that `generate` would otherwise take from the model's own config (Qwen2.5's has a repetition penalty).

@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import ModelConfig
 
 from ..evaluation.accuracy import encode_images
+from ..evaluation.episodes import Agent, begin
 from ..recipe.arguments import ConfigError, ScriptArguments
-from ..recipe.episodes import Agent, agent_of, begin
+from ..recipe.episodes import agent_of
 from ..recipe.runner import load_processing
 from ..recipe.script import say
 from ..run.nonfatal import nonfatal
