@@ -35,9 +35,8 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
     rollout = None
     _is_in_training_step = False
     _micro_batches_done = 0  # since the optimizer step before
-    _planned_steps = range(
-        0
-    )  # the values of `_step` covered by the last look ahead, whether or not they are scored together
+    # The values of `_step` covered by the last look ahead, whether or not they are scored together.
+    _planned_steps = range(0)
     _planned_inputs = ()  # for each planned step, the tensors its scores depend on; see `_what_counts`
 
     def begin(self, method: str) -> None:

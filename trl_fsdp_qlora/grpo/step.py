@@ -71,9 +71,8 @@ class StepScores:
         self.ends_update = ends_update
         self._number = -1  # the micro-batch whose scores were asked for last
         self._scores: dict[int, FusedCausalLMOutput] = {}  # of the current pass, by micro-batch
-        self._owed: list[
-            tuple[torch.Tensor, Account]
-        ] = []  # gradients that the earlier micro-batches of a pass pass on to its last one
+        # Gradients that the earlier micro-batches of a pass hand to its last one.
+        self._owed: list[tuple[torch.Tensor, Account]] = []
         self._cut: _CutScores | None = None  # the current micro-batch, if it is cut
 
     def score(self, number: int, model: nn.Module) -> FusedCausalLMOutput:

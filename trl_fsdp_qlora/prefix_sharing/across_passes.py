@@ -411,6 +411,7 @@ class StepForwards:
         self.kept = kept_nodes(sequences, pass_B, min_length)
         self.store = KeptValues()
         self.ties_ends = ties_ends
+        self._grown: dict[int, PassForest] = {}  # by pass: planning and running look at the same forests
         # Ranks meet in every forward, so each rank runs the trunks of all ranks. A trunk lives from the first pass
         # that needs it to the last one.
         count = len(rows_of_pass)
@@ -433,9 +434,15 @@ class StepForwards:
     def tokens(self) -> int:
         """Number of tokens that this rank computes in all passes and trunks."""
         tokens = sum(self._length(node) for node in self.kept)
-        for rows in self.rows_of_pass:
-            tokens += grow_pass(self.sequences, self.kept, rows, self.min_length).of_pass()[0].tokens
+        for number in range(len(self.rows_of_pass)):
+            tokens += self._forest_of(number).of_pass()[0].tokens
         return tokens
+
+    def _forest_of(self, number: int) -> PassForest:
+        """Returns the forest of a pass's rows, which is grown once."""
+        if number not in self._grown:
+            self._grown[number] = grow_pass(self.sequences, self.kept, self.rows_of_pass[number], self.min_length)
+        return self._grown[number]
 
     def _length(self, node: KeptNode) -> int:
         """Returns the number of tokens of a kept beginning that its parent does not have."""
@@ -443,9 +450,8 @@ class StepForwards:
 
     def fits(self, limit: int) -> bool:
         """Whether no pass, together with the trunks that are alive then, has more tokens with a graph than `limit`."""
-        for number, rows in enumerate(self.rows_of_pass):
-            grown = grow_pass(self.sequences, self.kept, rows, self.min_length)
-            tokens = grown.of_pass()[0].tokens
+        for number in range(len(self.rows_of_pass)):
+            tokens = self._forest_of(number).of_pass()[0].tokens
             for node in self.kept:
                 if node.first <= number <= node.last:
                     tokens += self._length(node)
@@ -463,7 +469,7 @@ class StepForwards:
         self.store.drop(self._ended_before(number))
         rows = self.rows_of_pass[number]
         sequences = self.sequences.rows(rows)
-        grown = grow_pass(self.sequences, self.kept, rows, self.min_length)
+        grown = self._forest_of(number)
         unscored = self.sequences.rows(rows)
         unscored.scored_BL = np.zeros_like(unscored.scored_BL)
         for last in reversed(np.flatnonzero(self.trunks[number]).tolist()):

@@ -708,9 +708,10 @@ class Door:
             chosen = rows
         chosen = max(chosen, 1)
         if chosen >= rows:
-            if not forwards(rows, agree).is_shared:
+            each_alone = forwards(rows, agree)
+            if not each_alone.is_shared:
                 return None
-            together = forwards(chosen, agree)
+            together = each_alone if chosen == rows else forwards(chosen, agree)
             # A batch that runs alone may be a dense row, which a pass of several batches cannot be. That may save more
             # than sharing between batches does.
             alone = [self._grow(batch, few).tokens for batch, few in zip(batches, sequences.split(rows), strict=True)]

@@ -354,9 +354,8 @@ class Images:
         first_B, last_B = sequences.spans_B2.T
         segment_T = np.repeat(np.arange(forest.segments), forest.lengths)
         rows_with_images = np.flatnonzero((last_B >= 0) & (forest.place_BL[np.arange(len(last_B)), last_B] >= 0))
-        head_B = np.arange(
-            len(last_B)
-        )  # the row whose positions another one takes up to its first token behind the images
+        # The row whose positions another one takes up to its first token behind the images.
+        head_B = np.arange(len(last_B))
         for row in rows_with_images.tolist():
             segment = segment_T[forest.place_BL[row, first_B[row]]]
             head_B[row] = forest.source[segment]
