@@ -1,4 +1,4 @@
-"""Values of tokens as TRL reads them: equal ones of equal contexts, and those of completions of one token."""
+"""Values of tokens as in TRL's padded batch: equal contexts have equal values, and masked rows change no mean."""
 
 import torch
 
@@ -6,20 +6,20 @@ import torch
 def share_values(
     values_BC: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
 ) -> torch.Tensor:
-    """`values_BC` with that of the first of all equal contexts for each of them, among completion tokens of the mask.
+    """Give all tokens with equal contexts the value of the first of them; only completion tokens in the mask count.
 
     A padded batch computes values of equal contexts by the same operations in the same order, so they tie to the last
     bit. A quantile may fall on the tie: all tokens of the tie are then selected. On a packed row the values differ in
-    the last bit. Outside of the mask (a completion that was masked because it was cut off) nothing was computed, and
-    the zero there is no value.
+    the last bit. Outside of the mask (a completion that was masked because it was cut off) nothing was computed, so
+    the zero there is not a value.
 
     Args:
-        values_BC: what each completion token was predicted with, such as the entropy.
+        values_BC: a number for each completion token, such as the entropy of the distribution that predicted it.
         input_ids, attention_mask: `(B, P + C)`.
         logits_to_keep: C.
     """
     columns = input_ids.shape[1] - logits_to_keep
-    # What stands under the padding does not matter, and token t is predicted from what is in front of it.
+    # Token ids under the padding do not matter. Token t is predicted from the tokens in front of it.
     tokens = input_ids.masked_fill(attention_mask == 0, -1)
     contexts = tokens[:, columns : columns + logits_to_keep - 1]
     computed_BC = attention_mask[:, columns:].bool()
@@ -32,10 +32,10 @@ def share_values(
 
 
 def fill_masked_rows(values_B1: torch.Tensor, completion_mask_B1: torch.Tensor) -> torch.Tensor:
-    """`values_B1` with the mean of the rows in the mask for each of the others.
+    """Give each row outside of the mask the mean of the rows in the mask.
 
-    TRL takes values of one column for one per completion, and divides their sum by all rows. On a packed row nothing
-    is computed of a masked one, so its zero would count.
+    If the values have one column, TRL reads them as one value per completion and divides their sum by the number of
+    all rows. A packed row computes nothing for a masked completion, so its zero would lower TRL's mean.
     """
     mask_B1 = completion_mask_B1.bool()
     return torch.where(mask_B1, values_B1, (values_B1 * mask_B1).sum() / mask_B1.sum().clamp(min=1))

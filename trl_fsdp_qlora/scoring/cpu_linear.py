@@ -1,10 +1,10 @@
-"""Linear layers on a CPU in float32: by oneDNN where that beats MKL, with LoRA's part in two products while decoding.
+"""Faster linear layers on a CPU in float32: oneDNN instead of MKL, and LoRA's part in two products while decoding.
 
-Torch hands float32 products to MKL on x86, and to oneDNN, which is in the same wheel, only under its compiler, by the
-private operator borrowed here. On AMD's processors MKL takes slower kernels, about half as fast (docs/LOG.md). A LoRA
-layer runs five small operations beside its base; without gradients one product and one that is added to the base's
-output in place do, 12% of generation's time with SmolLM2. Sums run in another order; weights are neither copied nor
-changed.
+On x86, torch computes float32 products by MKL. It calls oneDNN, which is in the same wheel, only from its compiler, by
+the private operator that this module borrows. On AMD's processors MKL runs at about half of oneDNN's speed
+(docs/LOG.md). A LoRA layer runs five small operations in addition to its base layer. Without gradients two products
+suffice, the second of which is added to the base's output in place; this saves 12% of generation's time with SmolLM2.
+Sums run in another order; weights are neither copied nor changed.
 """
 
 import functools
@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from ..compat.replaced import replaced
 
-# Below, the call costs what the product does.
+# With fewer weights the call itself costs as much as the product.
 MANY_WEIGHTS = 2**16
 _LINEAR = nn.Linear.forward
 _LORA = LoraLinear.forward
@@ -28,9 +28,7 @@ _LORA = LoraLinear.forward
 
 @functools.cache
 def beats_mkl() -> bool:
-    """Whether float32 products of this process are better made by oneDNN: the same answer in every run on a
-    machine.
-    """
+    """Whether oneDNN computes float32 products faster than MKL here; a machine gives the same answer in every run."""
     both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     cpuinfo = Path("/proc/cpuinfo")
     # On Windows Python's own description names the vendor; a Mac's is not AMD.
@@ -39,52 +37,55 @@ def beats_mkl() -> bool:
 
 
 def is_plain(weight: torch.Tensor) -> bool:
-    """Whether `weight` is a float32 tensor on the CPU, of no subclass."""
+    """Whether `weight` is a float32 tensor on the CPU, and not of a subclass."""
     plain = type(weight) in (nn.Parameter, torch.Tensor) and weight.dtype is torch.float32
     return plain and weight.device.type == "cpu"
 
 
-def gains(weight: torch.Tensor) -> bool:
-    """Whether `x @ weight.T` is faster by [`product`]."""
+def is_faster(weight: torch.Tensor) -> bool:
+    """Whether [`product`] computes `x @ weight.T` faster than torch does."""
     return is_plain(weight) and weight.numel() >= MANY_WEIGHTS and beats_mkl()
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`nn.functional.linear` by oneDNN, for float32 on the CPU and any strides. It has no gradient."""
-    if not x.numel():  # it makes no product over nothing
+    if not x.numel():  # oneDNN refuses an empty input
         return nn.functional.linear(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
 
 @contextmanager
 def fast_linears(model: nn.Module, decoding: bool = False) -> Iterator[None]:
-    """Inside the block, layers of a model on the CPU multiply as above; nothing changes for one on another device.
+    """Inside the block, linear layers of a model on the CPU use [`product`]; a model on another device is unchanged.
 
-    A block has to hold the backward too where gradients are checkpointed: it runs the forward again. With `decoding`,
-    adapters take two products; no gradient is wanted then, and no weight changes inside.
+    If activations are checkpointed, the block has to contain the backward too, because the backward runs the forward
+    again. With `decoding`, LoRA layers compute their adapter in two products: the caller needs no gradient then, and
+    changes no weight inside the block.
     """
-    first = next(model.parameters(), None)
-    if first is None or first.device.type != "cpu":
+    parameter = next(model.parameters(), None)
+    if parameter is None or parameter.device.type != "cpu":
         yield
         return
     with ExitStack() as stack:
         if nn.Linear.forward is _LINEAR:
             stack.enter_context(replaced(nn.Linear, forward=_linear))
-        for layer in model.modules() if decoding else ():
-            if type(layer) is LoraLinear and (name := _only_adapter(layer)):
-                stack.enter_context(replaced(layer, forward=_fused(layer, name)))
+        if decoding:
+            for layer in model.modules():
+                if type(layer) is LoraLinear and (name := _only_adapter(layer)):
+                    stack.enter_context(replaced(layer, forward=_fused(layer, name)))
         yield
 
 
-def _is_other(x: torch.Tensor) -> bool:
+def _needs_torch(x: torch.Tensor) -> bool:
+    """Whether only torch's own product accepts `x`, or only torch's own product is compiled."""
     compiling = torch.compiler.is_compiling()
     return compiling or x.dtype is not torch.float32 or x.ndim < 2 or torch.is_autocast_enabled("cpu")
 
 
 def _linear(layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    if _is_other(input) or not gains(layer.weight):
-        # Torch copies a bfloat16 weight once per row of a batch that is not contiguous, as the last hidden states of a
-        # prefill are: the head of a 0.5B model takes 50 s and 5 GB for 20 prompts, and 0.04 s with a contiguous input.
+    if _needs_torch(input) or not is_faster(layer.weight):
+        # If a batch is not contiguous, as the last hidden states of a prefill, torch copies a bfloat16 weight once per
+        # row: the head of a 0.5B model takes 50 s and 5 GB for 20 prompts, and 0.04 s with a contiguous input.
         return _LINEAR(layer, input.contiguous() if input.ndim > 2 else input)
     if torch.is_grad_enabled():
         return _Product.apply(input, layer.weight, layer.bias)
@@ -92,7 +93,7 @@ def _linear(layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """[`product`] with its gradients by the same means; keeps what `nn.functional.linear` would keep."""
+    """[`product`] with gradients that oneDNN computes too; it keeps the tensors that `nn.functional.linear` keeps."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):
@@ -102,17 +103,20 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        (x, weight) = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
-        grad_x = product(grad, weight.t()) if wanted[0] else None
-        grad_weight = product(rows.t(), x.reshape(-1, x.shape[-1]).t()) if wanted[1] else None
-        return grad_x, grad_weight, rows.sum(0) if wanted[2] else None
+        grad_x = product(grad, weight.t()) if needs_x else None
+        grad_weight = product(rows.t(), x.reshape(-1, x.shape[-1]).t()) if needs_weight else None
+        grad_bias = rows.sum(0) if needs_bias else None
+        return grad_x, grad_weight, grad_bias
 
 
 def _only_adapter(layer: LoraLinear) -> str | None:
-    """The adapter of `layer` where its output is the base's product plus that adapter's, and nothing more."""
-    active = () if layer.disable_adapters or layer.merged else [x for x in layer.active_adapters if x in layer.lora_A]
+    """The name of the one adapter whose product `layer` adds to its base's; `None` if its output is anything else."""
+    if layer.disable_adapters or layer.merged:
+        return None
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
     if len(active) != 1 or active[0] in layer.lora_variant:
         return None
     (name,) = active
@@ -128,11 +132,11 @@ def _fused(layer: LoraLinear, name: str) -> Callable:
     bias = layer.base_layer.bias
     down = layer.lora_A[name].weight.t()
     up = (layer.lora_B[name].weight * layer.scaling[name]).t().contiguous()
-    multiply = product if gains(weight) else nn.functional.linear
+    multiply = product if is_faster(weight) else nn.functional.linear
 
     def forward(x, *args, **kwargs):
-        # More than an input (mixed adapters in a batch), or another dtype, is the layer's own matter.
-        if args or kwargs or _is_other(x):
+        # Further arguments (a batch that mixes adapters) and other dtypes go to PEFT's own forward.
+        if args or kwargs or _needs_torch(x):
             return _LORA(layer, x, *args, **kwargs)
         out = multiply(x, weight, bias)
         out.view(-1, out.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]) @ down, up)

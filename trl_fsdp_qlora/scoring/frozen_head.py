@@ -10,10 +10,11 @@ is then an elementwise product, for every loss, on- or off-policy; a kernel that
 time. Σ_v p_v W[v] is accumulated over chunks of the vocabulary with a running maximum, as flash attention accumulates
 its values, so the only wide buffers are two of TOKEN_TILE × VOCABULARY_CHUNK elements, whatever N and V are. On a CPU
 they stay in the cache. On a GPU the tiles are larger, and one Triton kernel folds a tile of logits into the running
-sums: 200 launches for 8,192 tokens × 152k words, where small tiles in torch operations were 7,100 (docs/launches.md).
+sums: 200 launches for 8,192 tokens × 152k words, compared with 7,100 for small tiles in torch operations
+(docs/launches.md).
 """
 
-# A kernel's annotations are read as text: `tl` is only there where Triton is.
+# A kernel's annotations are read as text: `tl` exists only if Triton is installed.
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from ..compat.older_gpus import refuses_wide_sum
 from ..compat.triton_kernels import jit, launch, runs, tl
-from .cpu_linear import gains, product
+from .cpu_linear import is_faster, product
 
 # Together 8 MB in float32: large enough for the GEMMs to run at full rate, small enough for the last-level cache.
 TOKEN_TILE = 1024
@@ -39,9 +40,8 @@ REFERENCE_SLACK = 30.0
 class FrozenHeadLogProbFunction(torch.autograd.Function):
     """`(log_probs_N, entropy_N)` of `hidden_NH @ weight_VH.T` at `targets_N`; only `hidden_NH` gets a gradient.
 
-    Keeps the Jacobian vector of every token for the backward and nothing else: neither the hidden states nor, under
-    FSDP2, the gathered head. The entropy is a value without a gradient; asking for one raises instead of returning
-    zero.
+    For the backward it keeps the Jacobian vector of every token, and neither the hidden states nor, under FSDP2, the
+    gathered head. The entropy is a value without a gradient: a backward through it raises, instead of returning zero.
     """
 
     @staticmethod
@@ -57,24 +57,28 @@ class FrozenHeadLogProbFunction(torch.autograd.Function):
         keep_jacobian: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         device_type = hidden_NH.device.type
-        # As TRL's kernel: under autocast the projection runs in autocast's dtype, else in that of the hidden states.
+        # As in TRL's kernel, the projection runs in autocast's dtype under autocast, and otherwise in that of the
+        # hidden states.
         autocast = torch.is_autocast_enabled(device_type)
         compute_dtype = torch.get_autocast_dtype(device_type) if autocast else hidden_NH.dtype
         token_tile = TOKEN_TILE if device_type == "cpu" else TOKEN_TILE_GPU
         log_probs_N = hidden_NH.new_empty(len(hidden_NH), dtype=_accumulator_dtype(compute_dtype))
-        # In the sums' precision: rounding it to bf16 here and the product again would put the gradient's error above
-        # that of a kernel that rounds once.
+        # The Jacobian is kept in the sums' precision. If it were rounded to bf16 here, and the product with it again
+        # later, the gradient's error would be larger than that of a kernel that rounds once.
         jacobian_NH = log_probs_N.new_empty(hidden_NH.shape) if keep_jacobian else None
         entropy_N = torch.empty_like(log_probs_N)
-        how = (temperature, softcap, logit_scale)
+        scales = (temperature, softcap, logit_scale)
         with torch.autocast(device_type, enabled=False):
             for start in range(0, len(hidden_NH), token_tile):
                 tile = slice(start, start + token_tile)
                 hidden_TH = hidden_NH[tile].to(compute_dtype)
                 jacobian_TH = jacobian_NH[tile] if keep_jacobian else None
-                scores = _score_tile(hidden_TH, weight_VH, bias_V, targets_N[tile], jacobian_TH, *how)
-                log_probs_N[tile], entropy_N[tile] = scores
-        # Without this, an entropy that is only logged would come back as a gradient of zeros.
+                log_probs_T, entropy_T = _score_tile(
+                    hidden_TH, weight_VH, bias_V, targets_N[tile], jacobian_TH, *scales
+                )
+                log_probs_N[tile] = log_probs_T
+                entropy_N[tile] = entropy_T
+        # Otherwise autograd would hand `backward` a gradient of zeros for an entropy that is only logged.
         ctx.set_materialize_grads(False)
         ctx.hidden_dtype = hidden_NH.dtype
         if keep_jacobian:
@@ -107,18 +111,25 @@ def add_product(sum_MN: torch.Tensor, left_MK: torch.Tensor, right_KN: torch.Ten
     if sum_MN.is_cuda and half and not refuses_wide_sum(sum_MN.device, right_KN.dtype):
         left_MK = left_MK.to(right_KN.dtype)
         torch.addmm(sum_MN, left_MK, right_KN, beta=beta, out_dtype=torch.float32, out=sum_MN)
-    elif sum_MN.dtype == left_MK.dtype == torch.float32 and gains(right_KN):
-        made_MN = product(left_MK, right_KN.t())
-        sum_MN.mul_(beta).add_(made_MN) if beta else sum_MN.copy_(made_MN)
+    elif sum_MN.dtype == left_MK.dtype == torch.float32 and is_faster(right_KN):
+        product_MN = product(left_MK, right_KN.t())
+        if beta:
+            sum_MN.mul_(beta).add_(product_MN)
+        else:
+            sum_MN.copy_(product_MN)
     else:
         sum_MN.addmm_(left_MK.to(sum_MN.dtype), right_KN.to(sum_MN.dtype), beta=beta)
 
 
 @dataclass
 class _Sums:
-    """Of a tile's tokens, over the vocabulary so far: the largest logit, the sums of e and e·z with e = exp(z −
-    reference), and the target's logit; `rescale_T1` is what the last move of the reference left of the sums, `None`
-    where it did not move.
+    """Sums over the part of the vocabulary that was read so far, for each token of a tile.
+
+    Attributes:
+        reference_T1: the largest logit, or one that is at most `REFERENCE_SLACK` smaller.
+        sum_T1, logit_sum_T1: sums of e and of e·z, with e = exp(z − reference).
+        target_logit_T1: the target's logit.
+        rescale_T1: the factor by which the last chunk scaled the sums to a new reference; `None` if it kept the old.
     """
 
     reference_T1: torch.Tensor
@@ -135,9 +146,7 @@ class _Sums:
 
 
 def _score_tile(hidden_TH, weight_VH, bias_V, targets_T, jacobian_TH, temperature, softcap, logit_scale):
-    """One tile of tokens against the whole vocabulary: `(log_probs_T, entropy_T)`; its Jacobian is written where there
-    is room.
-    """
+    """`(log_probs_T, entropy_T)` of one tile of tokens; writes their Jacobian to `jacobian_TH` unless it is `None`."""
     tokens = len(hidden_TH)
     compute_dtype = hidden_TH.dtype
     dtype = _accumulator_dtype(compute_dtype)
@@ -147,18 +156,18 @@ def _score_tile(hidden_TH, weight_VH, bias_V, targets_T, jacobian_TH, temperatur
     chunk = min(VOCABULARY_CHUNK if device.type == "cpu" else VOCABULARY_CHUNK_GPU, vocabulary)
     in_kernel = runs(_fold_kernel, hidden_TH)
     logits = torch.empty(tokens * chunk, device=device, dtype=dtype)
-    # The product rounds these to its operands' precision; the kernel writes them so.
+    # The product would round these weights to its operands' precision; the kernel writes them in that precision.
     weights = torch.empty(tokens * chunk, device=device, dtype=compute_dtype if in_kernel else dtype)
     sums = _Sums.of_nothing(tokens, device, dtype)
     settings = (temperature, softcap, logit_scale)
     if keep_jacobian:
-        jacobian_TH.zero_()  # the sum of e·W until the end
+        jacobian_TH.zero_()  # holds the sum of e·W until the last chunk was read
 
     for start in range(0, vocabulary, chunk):
         weight_CH = weight_VH[start : start + chunk].to(compute_dtype)
         width = len(weight_CH)
         z_TC, e_TC = (buffer[: tokens * width].view(tokens, width) for buffer in (logits, weights))
-        # beta=0 reads nothing of what the buffer held.
+        # With beta=0 the old content of the buffer is not read.
         add_product(z_TC, hidden_TH, weight_CH.t(), beta=0.0)
         if bias_V is not None:
             z_TC.add_(bias_V[start : start + chunk].to(compute_dtype))
@@ -182,10 +191,10 @@ def _score_tile(hidden_TH, weight_VH, bias_V, targets_T, jacobian_TH, temperatur
 
 
 def _fold(sums: _Sums, z_TC, e_TC, local_T1, keep_jacobian, temperature, softcap, logit_scale) -> None:
-    """Add a chunk of logits to `sums`, and write to `e_TC` what the head's rows are weighed with. Overwrites `z_TC`.
+    """Add a chunk of logits to `sums`, and write the weights of the head's rows to `e_TC`. Overwrites `z_TC`.
 
     Args:
-        local_T1: the target's place in the chunk; outside of it where the target is in another one.
+        local_T1: the target's column in the chunk; outside of `0..C-1` if the target is in another chunk.
     """
     width = z_TC.shape[1]
     if softcap is not None:
@@ -193,12 +202,13 @@ def _fold(sums: _Sums, z_TC, e_TC, local_T1, keep_jacobian, temperature, softcap
     elif logit_scale != temperature:
         z_TC.mul_(logit_scale / temperature)
 
-    found_T1 = z_TC.gather(-1, local_T1.clamp(0, width - 1))
-    sums.target_logit_T1 = torch.where((local_T1 >= 0) & (local_T1 < width), found_T1, sums.target_logit_T1)
+    logit_T1 = z_TC.gather(-1, local_T1.clamp(0, width - 1))
+    is_here_T1 = (local_T1 >= 0) & (local_T1 < width)
+    sums.target_logit_T1 = torch.where(is_here_T1, logit_T1, sums.target_logit_T1)
 
     maximum_T1 = torch.maximum(sums.reference_T1, z_TC.amax(-1, keepdim=True))
     sums.rescale_T1 = None
-    # On a CPU the question costs nothing and saves rescaling the sums; on a GPU it would wait for the device.
+    # On a CPU the comparison costs nothing and saves rescaling the sums; on a GPU the host would wait for its result.
     if z_TC.device.type != "cpu" or bool((maximum_T1 > sums.reference_T1 + REFERENCE_SLACK).any()):
         sums.rescale_T1 = torch.exp(sums.reference_T1 - maximum_T1)
         sums.reference_T1 = maximum_T1
@@ -219,7 +229,7 @@ _BLOCK = 1024
 
 
 def _fold_in_kernel(sums: _Sums, z_TC, e_TC, local_T1, keep_jacobian, temperature, softcap, logit_scale) -> bool:
-    """[`_fold`] as one kernel; `False` where it could not be launched."""
+    """[`_fold`] as one kernel; returns `False` if the kernel could not be launched."""
     running = sums.reference_T1, sums.sum_T1, sums.logit_sum_T1, sums.target_logit_T1, sums.rescale_T1
     scales = logit_scale, softcap or 1.0, 1 / temperature
     flags = {"SOFTCAP": softcap is not None, "JACOBIAN": keep_jacobian, "BLOCK": _BLOCK}

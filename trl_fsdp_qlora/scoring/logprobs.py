@@ -1,7 +1,7 @@
 """Per-token log-probabilities of selected positions, without the logits.
 
-[`score_with_head`] projects hidden states through a model's own LM head, wherever that lies and however it is sharded,
-and [`score_positions`] chooses the kernel.
+[`score_with_head`] projects hidden states through a model's own LM head, on whatever device the head lies and however
+it is sharded. [`score_positions`] chooses the kernel.
 """
 
 from contextlib import nullcontext
@@ -28,19 +28,20 @@ def choose_head_kernel(
     gathered: bool = False,
     triton: bool | None = None,
 ) -> str:
-    """`"trl"` (`ChunkedLogProbFunction`: three GEMMs) or `"frozen"` (`frozen_head.py`: the Jacobian is kept, two
-    GEMMs).
+    """Choose `"trl"` (TRL's `ChunkedLogProbFunction`, three GEMMs) or `"frozen"` (`frozen_head.py`, two GEMMs).
 
-    It depends on nothing that differs between passes of a run with one model. On a GPU `auto` takes TRL's Triton
-    kernel until the other one has been measured to be faster there (`python benchmarks/lm_head.py --device cuda`).
+    The choice depends on nothing that differs between the passes of a run with one model. On a GPU `auto` is TRL's
+    Triton kernel until the frozen one has been measured to be faster there
+    (`python benchmarks/lm_head.py --device cuda`).
 
     Args:
         choice: one of `HEAD_KERNELS`.
-        device_type, dtype: where the head lies, and of the GEMM's operands.
+        device_type: type of the device on which the head lies.
+        dtype: of the GEMM's operands.
         trained: the head gets a gradient.
         entropy_gradient: the loss has a term in the entropy.
         gathered: the head is a shard's gathered copy, which TRL's kernel would keep until the backward.
-        triton: whether Triton is installed; looked up where `None`.
+        triton: whether Triton is installed; `None` looks it up.
     """
     if trained or entropy_gradient:
         return "trl"
@@ -67,34 +68,37 @@ def score_positions(
     """Log-probability of each target and entropy of its distribution in nats, and TRL's further fields; float32
     `(N,)`.
 
-    One kernel serves passes with and without gradient alike, so that old and new log-probabilities are rounded the
-    same way: [`choose_head_kernel`] says which.
+    Passes with and without gradient use the same kernel, so that old and new log-probabilities are rounded alike:
+    [`choose_head_kernel`] chooses it.
 
     Args:
-        entropy_gradient: somebody may ask for the entropy's gradient. Without it the entropy of a frozen head is a
-            value only, and a backward through it raises.
+        entropy_gradient: the loss may have a term in the entropy. If not, the entropy of a frozen head is a value
+            only, and a backward through it raises.
         kernel: one of `HEAD_KERNELS`.
         gathered: `weight_VH` is a shard's gathered copy.
         wanted: names of TRL's `FusedCausalLMOutput`.
 
     Returns:
         `log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1`; `None` for those that are not wanted (the entropy
-        may come without being asked for).
+        may be returned although it is not wanted).
     """
-    device = hidden_NH.device.type
+    device_type = hidden_NH.device.type
     inputs = (hidden_NH, weight_VH, bias_V, targets_N, temperature)
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
+    autocast = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type) if autocast else hidden_NH.dtype
     trained = weight_VH.requires_grad or (bias_V is not None and bias_V.requires_grad)
+    chosen = choose_head_kernel(
+        kernel, device_type, dtype, trained=trained, entropy_gradient=entropy_gradient, gathered=gathered
+    )
     has_further_fields = bool({"log_sum_sq_probs", "mean_logits", "is_top1"} & set(wanted))
-    settings = {"trained": trained, "entropy_gradient": entropy_gradient, "gathered": gathered}
-    if has_further_fields or choose_head_kernel(kernel, device, dtype, **settings) == "trl":
+    if has_further_fields or chosen == "trl":
         return ChunkedLogProbFunction.apply(*inputs, VOCABULARY_TILE, softcap, logit_scale, wanted)
     keep_jacobian = torch.is_grad_enabled() and hidden_NH.requires_grad
     values = FrozenHeadLogProbFunction.apply(*inputs, softcap, logit_scale, keep_jacobian)
     return *values, None, None, None
 
 
-# Out of torch.compile's graphs: how many positions there are differs from batch to batch, and it looks at numbers.
+# Kept out of torch.compile's graphs: the number of positions differs between batches, and the code branches on values.
 @torch.compiler.disable
 def score_with_head(
     model: PreTrainedModel,
@@ -104,13 +108,13 @@ def score_with_head(
     entropy_gradient: bool = False,
     kernel: str = "auto",
 ) -> dict[str, torch.Tensor | None]:
-    """What TRL's fused head gives for N hidden states and their targets, by the names of its output; `(N,)` each.
+    """The values of TRL's fused head for N hidden states and their targets, by the names of its output; `(N,)` each.
 
-    N = 0 gives empty values that are still connected to the model, so that every rank can call `backward`.
+    With N = 0 the values are empty and still connected to the model, so that every rank can call `backward`.
 
     Args:
         model: causal language model, without wrappers.
-        head: what its fused head was asked for.
+        head: settings and wanted outputs of the model's fused head.
         entropy_gradient, kernel: see [`score_positions`].
     """
     lm_head = model.get_output_embeddings()
@@ -118,10 +122,10 @@ def score_with_head(
     bias = getattr(lm_head, "bias", None)
     device = targets_N.device
     if gathered := isinstance(weight, DTensor):
-        # A shard of FSDP2's. One that is offloaded travels first: gathered on the host, the head would be computed
-        # there.
+        # The head is sharded by FSDP2. An offloaded shard is moved before the gathering: a head that is gathered on
+        # the host would be computed there.
         weight, bias = (None if x is None else x.to(hidden_NH.device).full_tensor() for x in (weight, bias))
-    # A model may be split over several devices and end on another one than its head.
+    # A model may be split over several devices, with its last layer on another device than its head.
     hidden_NH = hidden_NH.to(weight.device)
     autocast = nullcontext()
     if head.cast_lm_head_to_fp32:

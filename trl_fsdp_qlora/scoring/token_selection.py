@@ -30,7 +30,7 @@ WEIGHTINGS = ("auto", "self_normalized", "horvitz_thompson")
 
 
 class TokenSelection(NamedTuple):
-    """Kept tokens (`bool`) and their weights (`float32`, zero where not kept), both `(B, C)`."""
+    """Kept tokens (`bool`) and their weights (`float32`, zero if not kept), both `(B, C)`."""
 
     keep: torch.Tensor
     weight: torch.Tensor
@@ -86,12 +86,12 @@ def select_tokens(
     Tokens are numbered t = 0.. over the valid tokens of their completion, whatever lies between them.
 
     - `all`: every valid token, weight 1; draws nothing.
-    - `s_grpo`: t < α always, the others with probability `rate`; where more than `max_tokens` come together, that many
-      stay, the first α among them and the rest at random.
+    - `s_grpo`: t < α always, the others with probability `rate`. If these are more than `max_tokens`, that many stay:
+      the first α, and a random subset of the rest.
     - `uniform`: the same with α = 0.
-    - `prefix_cut`: tokens 0..K−1 with K uniform on {m..L}, where m = (2·rate − 1)·L, and at least α and 1. The
-      expected share is `rate`. What lies behind the cut need not be computed at all; the largest Horvitz–Thompson
-      weight is L − m + 1.
+    - `prefix_cut`: tokens 0..K−1 with K uniform on {m..L}, m = (2·rate − 1)·L, and at least α and 1. The expected
+      share is `rate`. Tokens behind the cut need not be computed at all; the largest Horvitz–Thompson weight is
+      L − m + 1.
 
     With several optimisation passes over a batch (`num_iterations > 1`), draw anew for each pass: the policy of the
     second pass depends on the subset of the first, so weights drawn once would be correlated with the gradient that
@@ -147,7 +147,7 @@ def _bernoulli(number_BC, length_B1, valid_BC, rate, always_first, max_tokens, g
     drawn_BC = valid_BC & ~first_BC & (draw_BC < rate)
     probability_B1 = torch.full(length_B1.shape, rate, dtype=torch.float64, device=length_B1.device)
     if max_tokens is not None:
-        # Given that a token was drawn its number is still uniform, so the smallest numbers are a random subset.
+        # The random number of a token that was drawn is uniform below the rate, so the smallest are a random subset.
         room = max_tokens - always_first
         order_BC = draw_BC.masked_fill(~drawn_BC, torch.inf).argsort(-1).argsort(-1)
         drawn_BC &= order_BC < room
@@ -156,18 +156,20 @@ def _bernoulli(number_BC, length_B1, valid_BC, rate, always_first, max_tokens, g
 
 
 def capped_probability(n: torch.Tensor, rate: float, room: int, most: int | None = None) -> torch.Tensor:
-    """Chance of one of `n` tokens to stay when each is drawn with `rate` and at most `room` of the drawn are kept.
+    """Chance of one of `n` tokens to stay if each is drawn with `rate` and at most `room` of the drawn ones are kept.
 
-    All n are alike, so it is their expected number over n: E[min(Bin(n, rate), room)] / n, in float64.
+    All n tokens have the same chance, so it is the expected number of kept ones over n:
+    E[min(Bin(n, rate), room)] / n, in float64.
 
     Args:
         n: `(…, 1)`.
-        most: no n is larger; what it is need not be asked of the device then.
+        most: no n is larger. `None` reads the maximum from the device, for which the host waits.
     """
     n = n.clamp(min=1).double()
     if rate == 1.0:
         return (room / n).clamp(max=1.0)
-    # E[min(X, room)] = Σ_{j=1..room} P(X ≥ j); the binomial's terms by logarithms, as n may be in the thousands.
+    # E[min(X, room)] = Σ_j P(X = j)·min(j, room). The terms are computed as logarithms, because n may be in the
+    # thousands.
     j = torch.arange((int(n.max()) if most is None else most) + 1, dtype=torch.float64, device=n.device)
     remaining = (n - j).clamp(min=0)
     log_term = torch.lgamma(n + 1) - torch.lgamma(j + 1) - torch.lgamma(remaining + 1)
@@ -177,9 +179,9 @@ def capped_probability(n: torch.Tensor, rate: float, room: int, most: int | None
 
 
 def step_generator(seed: int, step: int, micro_step: int, rank: int) -> torch.Generator:
-    """A generator that depends on nothing else, so a resumed run draws what the uninterrupted one would have drawn.
+    """A generator seeded by the arguments alone, so a resumed run draws what the uninterrupted one would have drawn.
 
-    Ranks and micro-batches draw independently, and the global generators are left alone.
+    Ranks and micro-batches draw independently, and the global generators are not touched.
     """
     entropy = np.random.SeedSequence([seed, step, micro_step, rank]).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(entropy[0]))
@@ -188,8 +190,7 @@ def step_generator(seed: int, step: int, micro_step: int, rank: int) -> torch.Ge
 def weight_gradient(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`values` unchanged, their gradient multiplied by `weight`, elementwise.
 
-    What a loss computes from these log-probabilities is then the token's own value, and its gradient the weighted one,
-    for any loss that is a sum of one term per token, KL included.
+    A loss that is a sum of one term per token, KL included, then has the unweighted value and the weighted gradient.
     """
     fixed = values.detach()
     return fixed + weight * (values - fixed)

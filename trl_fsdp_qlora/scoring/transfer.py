@@ -1,12 +1,10 @@
-"""Numbers from the host to a device that the host does not wait for, those that it waits for once, and which of them a
-device has.
-"""
+"""Copies between the host and a device for which the host waits never or once, and the widest float of a device."""
 
 import torch
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """What random draws and probabilities are computed in on `device`: float64 on hosts and CUDA, else float32.
+    """The dtype of random draws and probabilities on `device`: float64 on the CPU and CUDA, otherwise float32.
 
     Apple's GPUs have no float64. Counters are int64 on every device, and float64 on the host once they are read.
     """
@@ -14,7 +12,7 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`tensor` (on the host) on `device`; through pinned memory to CUDA, from where the copy is made in its queue.
+    """Copy `tensor` from the host to `device`; to CUDA through pinned memory, in its stream, without waiting.
 
     torch keeps the pinned copy until the device has read it.
     """
@@ -24,12 +22,14 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def to_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of integers on the host, for which it waits once; those that are there already stay as they are."""
-    far = {name: x for name, x in tensors.items() if x.device.type != "cpu"}
-    if not far:
+    """Copy tensors of integers to the host in one transfer; tensors that are on the host already stay as they are."""
+    on_device = {name: x for name, x in tensors.items() if x.device.type != "cpu"}
+    if not on_device:
         return tensors
-    device = next(iter(far.values())).device
-    flat = [x.reshape(-1).to(device, torch.int64) for x in far.values()]
+    device = next(iter(on_device.values())).device
+    flat = [x.reshape(-1).to(device, torch.int64) for x in on_device.values()]
     parts = torch.cat(flat).cpu().split([x.numel() for x in flat])
-    received = {name: part.view(x.shape).to(x.dtype) for part, (name, x) in zip(parts, far.items(), strict=True)}
-    return {**tensors, **received}
+    on_host = dict(tensors)
+    for part, (name, x) in zip(parts, on_device.items(), strict=True):
+        on_host[name] = part.view(x.shape).to(x.dtype)
+    return on_host
