@@ -24,7 +24,7 @@ def combine(rewards_NK: torch.Tensor, weights_K: torch.Tensor) -> torch.Tensor:
 
 
 class DrawnRow(NamedTuple):
-    """One completion of `GRPOTrainer._generate`, and what its reward functions logged for it."""
+    """One completion of `GRPOTrainer._generate`, and the columns that reward functions logged for it."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -34,7 +34,7 @@ class DrawnRow(NamedTuple):
 
 
 def to_rows(generated: tuple, extras: dict[str, list]) -> list[DrawnRow]:
-    """The rows of a result of `GRPOTrainer._generate` for text prompts, with what reward functions logged for each."""
+    """Split a result of `GRPOTrainer._generate` for text prompts, and the columns of `extras`, into rows."""
     prompt_ids, completion_ids, _, completions, logprobs, *_ = generated
     logprobs = [None] * len(prompt_ids) if logprobs is None else logprobs
     columns = {name: values for name, values in extras.items() if len(values) == len(prompt_ids)}
@@ -62,14 +62,17 @@ class ScoredRows(list):
 
     def __init__(self, rows: list[dict], drawn: list, rewards_NK: torch.Tensor):
         super().__init__(rows)
-        self.drawn, self.rewards_NK = drawn, rewards_NK
+        self.drawn = drawn
+        self.rewards_NK = rewards_NK
 
     def generated(self) -> tuple:
         """The rows as `GRPOTrainer._generate` would return them."""
         rows = self.drawn
+        prompt_ids = [row.prompt_ids for row in rows]
+        completion_ids = [row.completion_ids for row in rows]
+        completions = [row.completion for row in rows]
         logprobs = None if rows[0].logprobs is None else [row.logprobs for row in rows]
-        ids = [row.prompt_ids for row in rows], [row.completion_ids for row in rows]
-        return *ids, None, [row.completion for row in rows], logprobs, {}, None, []
+        return prompt_ids, completion_ids, None, completions, logprobs, {}, None, []
 
     def extras(self) -> dict[str, list]:
         """Columns that reward functions logged, with `None` for rows without."""
@@ -100,12 +103,13 @@ class DynamicSampling:
     - `dynamic_sampling`: a zero-variance group gives its place to another prompt's, which is drawn in the same way.
 
     Which prompts are trained on depends on their first completions; the statistics of a group are those of all its
-    completions. With rewards of 0 and 1 the expected gradient of a prompt stays a multiple of ∇p whatever groups are
-    left out by their rewards, since E[∇ log π | reward] is one. Only the weight of that prompt is another: for groups
-    whose first F differ it is higher at middling p.
+    completions. With rewards of 0 and 1 the expected gradient of a prompt stays a multiple of ∇p, whatever groups are
+    left out because of their rewards, since E[∇ log π | reward] is a multiple of ∇p. Only the weight of the prompt
+    changes: if groups are kept whose first F rewards differ, prompts with a middling p weigh more.
 
     Attributes:
-        taken: further prompts since the start of the run; a checkpoint keeps it, the same on every rank.
+        taken: number of further prompts drawn since the start of the run. It is the same on every rank, and a
+            checkpoint keeps it.
     """
 
     def __init__(
@@ -130,15 +134,15 @@ class DynamicSampling:
 
     def in_random_order(self, count: int) -> list[int]:
         """Indices of the next `count` further prompts."""
-        found = []
-        while len(found) < count:
-            passes, place = divmod(self.taken, len(self.dataset))
+        indices = []
+        while len(indices) < count:
+            passes, start = divmod(self.taken, len(self.dataset))
             generator = torch.Generator().manual_seed((self.args.seed << 20) + passes)
             order = torch.randperm(len(self.dataset), generator=generator)
-            part = order[place : place + count - len(found)].tolist()
-            found += part
+            part = order[start : start + count - len(indices)].tolist()
+            indices += part
             self.taken += len(part)
-        return found
+        return indices
 
     def _draw(
         self, prompts: list[dict], indices: list[int] | None, count: int, draw: Callable
@@ -151,10 +155,10 @@ class DynamicSampling:
         ranks = self.accelerator.num_processes
         wanted = len(prompts) * count
         groups = list(range(len(prompts)))
-        while len(groups) * count % ranks:  # as many rows for every rank
+        while len(groups) * count % ranks:  # every rank draws the same number of rows
             groups.append(groups[-1])
-        mine = len(groups) * count // ranks
-        rows = [prompts[groups[i // count]] for i in range(rank * mine, (rank + 1) * mine)]
+        per_rank = len(groups) * count // ranks
+        rows = [prompts[groups[i // count]] for i in range(rank * per_rank, (rank + 1) * per_rank)]
         if indices is not None:
             rows = ChosenRows(rows, [indices[group] for group in groups])
         scored = draw(rows, count)
@@ -164,12 +168,14 @@ class DynamicSampling:
     def fill(
         self, inputs: list[dict], draw: Callable[[list[dict], int], ScoredRows]
     ) -> tuple[ScoredRows, dict[str, float]]:
-        """Rows to train on, drawn for `inputs` or, in the place of a zero-variance group, for others; and metrics.
+        """Draw the groups to train on, replace those without variance by other prompts' groups, and return metrics.
+
         Collective.
 
         Args:
             inputs: dataset rows of this rank; a group may lie on two ranks.
-            draw: completions and rewards for these rows of this rank, so many of each prompt; collective.
+            draw: `draw(rows, count)` returns completions and rewards for these rows of this rank, which hold `count`
+                rows of each prompt; collective.
         """
         size = self.args.num_generations
         rank = self.accelerator.process_index
@@ -178,49 +184,52 @@ class DynamicSampling:
         indices = getattr(inputs, "indices", None)
         prompts = (gather_object(list(inputs)) if ranks > 1 else list(inputs))[::size]
         drawn, rewards_NK = self._draw(prompts, indices, first, draw)
-        places = [drawn[i : i + first] for i in range(0, len(drawn), first)]
+        groups = [drawn[i : i + first] for i in range(0, len(drawn), first)]
         rewards = list(rewards_NK.split(first))
         varied = self._varied(rewards_NK, group_size=first).tolist()
-        metrics = dict.fromkeys(("rounds", "further_prompts", "surplus_groups"), 0.0)
-        rounds = self.args.dynamic_sampling_max_rounds if self.args.dynamic_sampling else 0
-        while not all(varied) and metrics["rounds"] < rounds:
-            groups = varied.count(False)
-            while groups * first % ranks:  # as many rows for every rank
-                groups += 1
-            chosen = self.next_prompts(groups)
-            further = [{name: row[name] for name in prompts[0]} for row in (self.dataset[i] for i in chosen)]
+        metrics = {"rounds": 0.0, "further_prompts": 0.0, "surplus_groups": 0.0}
+        max_rounds = self.args.dynamic_sampling_max_rounds if self.args.dynamic_sampling else 0
+        while not all(varied) and metrics["rounds"] < max_rounds:
+            count = varied.count(False)
+            while count * first % ranks:  # every rank draws the same number of rows
+                count += 1
+            chosen = self.next_prompts(count)
+            columns = list(prompts[0])
+            further = [{name: row[name] for name in columns} for row in map(self.dataset.__getitem__, chosen)]
             drawn, rewards_NK = self._draw(further, None if indices is None else chosen, first, draw)
             sources = self._varied(rewards_NK, group_size=first).nonzero()[:, 0].tolist()
             slots = [slot for slot, is_varied in enumerate(varied) if not is_varied]
             for slot, source in zip(slots, sources, strict=False):
                 prompts[slot] = further[source]
                 varied[slot] = True
-                places[slot] = drawn[source * first : (source + 1) * first]
+                groups[slot] = drawn[source * first : (source + 1) * first]
                 rewards[slot] = rewards_NK[source * first : (source + 1) * first]
                 if indices is not None:
                     indices[slot] = chosen[source]
             metrics["rounds"] += 1
-            metrics["further_prompts"] += groups
+            metrics["further_prompts"] += count
             metrics["surplus_groups"] += max(0, len(sources) - len(slots))
         if first < size:
-            self._grow(places, rewards, prompts, indices, varied, draw)
+            self._grow(groups, rewards, prompts, indices, varied, draw)
         metrics["frac_zero_variance"] = varied.count(False) / len(varied)
-        if metrics["frac_zero_variance"] and rounds:
+        if metrics["frac_zero_variance"] and max_rounds:
             logger.warning_once(
-                f"dynamic_sampling: after {rounds} rounds some groups still have equal "
-                "rewards and stay in the batch; dynamic_sampling/frac_zero_variance says how many. Raise "
-                "dynamic_sampling_max_rounds for more; where it stays at 1, look at the rewards of a few completions"
+                f"dynamic_sampling: after {max_rounds} rounds some groups still have equal rewards and stay in the "
+                "batch; the metric dynamic_sampling/frac_zero_variance is their fraction. Raise "
+                "dynamic_sampling_max_rounds to lower it; if it stays at 1, look at the rewards of a few completions"
             )
-        mine = range(rank * len(inputs), (rank + 1) * len(inputs))
-        rows = [prompts[i // size] for i in mine]
-        part = ScoredRows(rows, [places[i // size][i % size] for i in mine], torch.cat(rewards))
-        return part, {f"dynamic_sampling/{k}": v for k, v in metrics.items()}
+        rows_of_rank = range(rank * len(inputs), (rank + 1) * len(inputs))
+        rows = [prompts[i // size] for i in rows_of_rank]
+        completions = [groups[i // size][i % size] for i in rows_of_rank]
+        prefixed = {f"dynamic_sampling/{name}": value for name, value in metrics.items()}
+        return ScoredRows(rows, completions, torch.cat(rewards)), prefixed
 
     def _grow(
-        self, places: list[list], rewards: list[torch.Tensor], prompts: list[dict], indices: list[int] | None,
+        self, groups: list[list], rewards: list[torch.Tensor], prompts: list[dict], indices: list[int] | None,
         varied: list[bool], draw: Callable,
     ) -> None:  # fmt: skip
-        """Complete the groups in `places`: those that `varied` by further completions, the others by their own.
+        """Fill `groups` up to `num_generations`: with new completions if the rewards `varied`, otherwise by repeating.
+
         Collective.
         """
         size = self.args.num_generations
@@ -230,10 +239,11 @@ class DynamicSampling:
             chosen = None if indices is None else [indices[slot] for slot in slots]
             drawn, rewards_NK = self._draw([prompts[slot] for slot in slots], chosen, size - first, draw)
             for k, slot in enumerate(slots):
-                places[slot] = places[slot] + drawn[k * (size - first) : (k + 1) * (size - first)]
-                rewards[slot] = torch.cat([rewards[slot], rewards_NK[k * (size - first) : (k + 1) * (size - first)]])
+                added = slice(k * (size - first), (k + 1) * (size - first))
+                groups[slot] = groups[slot] + drawn[added]
+                rewards[slot] = torch.cat([rewards[slot], rewards_NK[added]])
         for slot, is_varied in enumerate(varied):
             if not is_varied:
                 repeated = torch.arange(size, device=rewards[slot].device) % first
-                places[slot] = [places[slot][i] for i in repeated.tolist()]
+                groups[slot] = [groups[slot][i] for i in repeated.tolist()]
                 rewards[slot] = rewards[slot][repeated]

@@ -6,14 +6,15 @@ from .dynamic_sampling import combine, groups_with_variance
 
 
 class GroupStatistics:
-    """Counts the completions that are drawn for a generation batch, and what those trained on can teach.
+    """Counts the completions drawn for a generation batch, and measures the variance of the groups trained on.
 
     Attributes:
-        rewards_NK: of the last completions that were scored, on all ranks.
+        rewards_NK: rewards of the completions that were scored last, on all ranks.
     """
 
     def __init__(self, weights_K: torch.Tensor, each: bool):
-        self.weights_K, self.each = weights_K, each
+        self.weights_K = weights_K
+        self.each = each
         self.drawn = 0
         self.rewards_NK: torch.Tensor | None = None
 
@@ -37,17 +38,17 @@ class GroupStatistics:
         self.drawn = 0
         varied_G = groups_with_variance(self.rewards_NK, self.weights_K, group_size, self.each).cpu()
         rewards_GN = self.rewards_N().double().cpu().unflatten(0, (-1, group_size))
-        given_GN = rewards_GN.isfinite()
-        count_G = given_GN.sum(1)
-        centred_GN = torch.where(given_GN, rewards_GN - rewards_GN.nanmean(1, keepdim=True), 0.0)
+        finite_GN = rewards_GN.isfinite()
+        count_G = finite_GN.sum(1)
+        centred_GN = torch.where(finite_GN, rewards_GN - rewards_GN.nanmean(1, keepdim=True), 0.0)
         variance_G = centred_GN.square().sum(1) / (count_G - 1).clamp(min=1)
-        given_N = rewards_GN[given_GN]
-        extent = float(given_N.max() - given_N.min()) if len(given_N) else 0.0
-        taught = 4 * float(variance_G[varied_G].sum()) * group_size / extent**2 if extent else 0.0
+        finite_N = rewards_GN[finite_GN]
+        extent = float(finite_N.max() - finite_N.min()) if len(finite_N) else 0.0
+        information = 4 * float(variance_G[varied_G].sum()) * group_size / extent**2 if extent else 0.0
         trained = int(varied_G.sum()) * group_size
         metrics = {"groups/zero_variance_fraction": 1 - float(varied_G.double().mean())}
-        if drawn:  # `compare` gives two trainers the same completions, which neither has drawn
-            metrics["groups/information"] = taught / drawn
+        if drawn:  # the command `compare` hands two trainers the same completions, which neither has drawn
+            metrics["groups/information"] = information / drawn
             if trained:  # without a trained completion there is no ratio
                 metrics["groups/drawn_per_trained"] = drawn / trained
         return metrics

@@ -1,7 +1,7 @@
 """Prompts chosen by what they taught before (`prompt_selection="history"`).
 
 A group of completions teaches in proportion to the spread of its rewards: 4 p (1 - p) for rewards of 0 and 1, nothing
-if all are equal. What a prompt taught before says what it will teach, and costs nothing to look up:
+if all are equal. The spread of a prompt's earlier groups predicts that of its next one, and costs nothing to look up:
 
     a prompt drawn before    4 p (1 - p) · trust    p ~ Beta(PRIOR + successes, PRIOR + failures)
     one never drawn          s                      s ~ Beta(1 + Σ spreads, 1 + Σ (1 - spreads)), sums over first draws
@@ -16,8 +16,8 @@ in a column that the user names, such as a difficulty. Without a column all prom
 as soon as they are drawn, the trust falls, and prompts that were never drawn take their place.
 
 The objective is the expected reward over the chosen prompts, not over the dataset. Prompts that the policy always or
-never solves are hardly trained on. What it could already do may be unlearned without any of them showing it. Each
-group is still drawn from the policy, so the gradient of a chosen prompt is what it would be without the choice.
+never solves are hardly trained on, so the policy may unlearn a skill without any chosen prompt showing it. Each group
+is still drawn from the policy, so the gradient of a chosen prompt is the same as without the choice.
 
 Every rank holds the same state and draws the same numbers, since rewards are gathered before they are counted.
 """
@@ -42,16 +42,16 @@ CHOICES = ("off", "history")
 PRIOR = 0.25
 MOST_ARMS = 64  # values of a column; more numbers than that become TENTHS of their range by rank
 TENTHS = 10
-# How a group came out; the order of the columns of `PromptSelection.history`.
+# Outcomes of a group, in the order of the columns of `PromptSelection.history`.
 OUTCOMES = ("none right", "fewer than half", "half and more", "all right")
 
 
 def spread_and_success(rewards_G: np.ndarray, lowest: float, highest: float) -> tuple[float, float]:
-    """The unbiased variance of a group's rewards, times four, in units of their range over the run, and the success
-    behind it.
+    """Spread and success of a group, with rewards scaled to [0, 1] by their range over the run.
 
-    The success is the p with p (1 - p) = variance: the mean for rewards at the ends of the range, as 0 and 1 are, and
-    otherwise the smaller root. Completions without a reward (NaN) do not count.
+    The spread is four times the unbiased variance. The success is the p with p (1 - p) = variance: the mean if all
+    rewards are at an end of the range, and otherwise the smaller root. Completions without a reward (NaN) do not
+    count.
     """
     rewards_G = rewards_G[np.isfinite(rewards_G)]
     if len(rewards_G) < 2 or not highest > lowest:
@@ -64,21 +64,24 @@ def spread_and_success(rewards_G: np.ndarray, lowest: float, highest: float) -> 
 
 
 def outcome_of(spread: float, success: float) -> int:
-    """The place in `OUTCOMES` of a group."""
+    """The index in `OUTCOMES` of a group."""
     if spread == 0:
         return 0 if success < 0.5 else 3
     return 1 if success < 0.5 else 2
 
 
 def arms_of(dataset: Sequence[dict], column: str | None) -> tuple[list[int], list[str]]:
-    """The arm of each row, and what the arms are called: values in `column`, numbers in tenths by rank if there are
-    many; one arm without a column."""
+    """The arm of each row, and the names of the arms.
+
+    An arm is a value of `column`, or a tenth of the values by rank if they are many numbers. Without a column, or if
+    the column is not usable, there is one arm.
+    """
     rows = len(dataset)
     if column is None:
         return [0] * rows, ["all"]
     if column not in dataset[0]:
         logger.warning(
-            f"prompt_selection_column={column!r} is no column of the dataset, which has {', '.join(dataset[0])}: "
+            f"prompt_selection_column={column!r} is not a column of the dataset, which has {', '.join(dataset[0])}: "
             "prompts are chosen without it"
         )
         return [0] * rows, ["all"]
@@ -107,12 +110,11 @@ class PromptSelection:
         weights_K: weight of each reward function.
 
     Attributes:
-        successes, failures, last_step: of each row; counts as of the step at which it was drawn last, -1 if it never
-            was.
-        arm_spread, arm_groups, arm_step: of each arm: what first draws in it taught, and how many they were, as of
-            `arm_step`.
-        taught, promised, again_step: of prompts drawn again: what they taught, and what they were chosen for, as of
-            `again_step`.
+        successes, failures: of each row, as of `last_step`.
+        last_step: the step at which each row was drawn last, -1 if it never was.
+        arm_spread, arm_groups: sum of the spreads of first draws in each arm, and their number, as of `arm_step`.
+        taught, promised: sums over prompts drawn again of their spreads, and of the values that they were chosen for,
+            as of `again_step`.
         lowest, highest: of all rewards so far; of all functions if they are normalised one by one.
         batches: how often prompts were chosen.
         history: per draw of a batch: the step, groups by `OUTCOMES` that were drawn for the first time, groups by
@@ -130,7 +132,7 @@ class PromptSelection:
         arm_of_row, self.arm_names = arms_of(dataset, args.prompt_selection_column)
         self.arm_of_row = np.asarray(arm_of_row)
         arms = len(self.arm_names)
-        # In which prompts are drawn for the first time: all of them, and those of each arm.
+        # The order in which prompts are drawn for the first time: of all of them, and of those of each arm.
         self.order = np.random.default_rng(self.seed).permutation(len(dataset))
         self.order_in_arm = [self.order[self.arm_of_row[self.order] == arm] for arm in range(arms)]
 
@@ -148,10 +150,10 @@ class PromptSelection:
         self.batches = 0
         self.history: list[list[int]] = []
 
-        # Of the generation batch that is being drawn.
+        # State of the generation batch that is being drawn.
         self.in_batch: set[int] = set()
         self.new_in_batch: set[int] = set()
-        self.promised_for: dict[int, float] = {}  # what each prompt drawn before is chosen for, until it is drawn
+        self.promised_for: dict[int, float] = {}  # the value that each prompt is chosen for, until it is drawn again
 
     @classmethod
     def of(cls, args: Any, dataset: Any, weights_K: torch.Tensor) -> "PromptSelection | None":
@@ -170,15 +172,15 @@ class PromptSelection:
         return None
 
     def _kept(self, step: int, since: Any) -> Any:
-        """The part that is left at `step` of a count as of step `since`."""
+        """The fraction of a count as of step `since` that is left at `step`."""
         return 0.5 ** ((step - since) / self.half_life)
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
     def choose(self, places: int, step: int, further: bool = False) -> list[int]:
-        """Indices of the prompts of `places` groups at optimizer step `step`; different ones while there are enough.
+        """Indices of the prompts of `places` groups at optimizer step `step`, without repetition if there are enough.
 
-        With `further` they join the prompts chosen before for the same batch, and are others than those.
+        With `further` the prompts are added to those chosen before for the same batch, and differ from them.
         """
         random = np.random.default_rng([self.seed, self.batches])
         self.batches += 1
@@ -198,7 +200,7 @@ class PromptSelection:
         return [chosen[i % len(chosen)] for i in range(places)]
 
     def _drawn_before(self) -> np.ndarray:
-        """Prompts that were drawn before, without those of this batch as long as there are others."""
+        """Prompts that were drawn before, without those of this batch unless there are no others."""
         drawn = np.flatnonzero(self.last_step >= 0)
         is_other = np.array([index not in self.in_batch for index in drawn.tolist()], dtype=bool)
         any_other = is_other.any() or (self.last_step < 0).any()
@@ -211,13 +213,15 @@ class PromptSelection:
         return 4 * success * (1 - success)
 
     def _trust(self, step: int) -> float:
-        """How much of what prompts are chosen for they teach when they are drawn again."""
+        """The sum of the spreads of prompts drawn again, divided by the sum of the values they were chosen for."""
         kept = self._kept(step, self.again_step)
         return (1 + self.taught * kept) / (1 + self.promised * kept)
 
     def _to_explore(self, drawn: np.ndarray, count: int) -> list[int]:
-        """`count` prompts whatever their value or arm, so that what was unlearned is found: never drawn, then drawn
-        longest ago."""
+        """`count` prompts that are chosen regardless of value and arm, so that an unlearned skill is noticed.
+
+        Prompts that were never drawn come first, then those that were drawn longest ago.
+        """
         never_drawn = self._never_drawn(self.order, count)
         oldest_first = drawn[np.argsort(self.last_step[drawn], kind="stable")].tolist()
         return never_drawn + oldest_first[: count - len(never_drawn)]
@@ -229,8 +233,10 @@ class PromptSelection:
     def _new_by_arm(
         self, places: int, step: int, random: np.random.Generator, without: set[int]
     ) -> list[tuple[float, int]]:
-        """(value, index) of up to `places` prompts that were never drawn, each of the arm that was worth most in a
-        draw of its own."""
+        """(value, index) of up to `places` prompts that were never drawn.
+
+        Each prompt comes from the arm with the highest of the values that are drawn anew for it.
+        """
         kept = self._kept(step, self.arm_step)
         spread = self.arm_spread * kept
         groups = self.arm_groups * kept
@@ -244,18 +250,18 @@ class PromptSelection:
         return candidates
 
     def rows(self, indices: Sequence[int], size: int, rank: int, ranks: int) -> ChosenRows:
-        """The part of `rank` of the rows of groups of `size`."""
-        mine = len(indices) * size // ranks
-        rows = [self.dataset[indices[i // size]] for i in range(rank * mine, (rank + 1) * mine)]
+        """Dataset rows of `rank`, if each prompt in `indices` has `size` rows and the ranks have equal shares."""
+        per_rank = len(indices) * size // ranks
+        rows = [self.dataset[indices[i // size]] for i in range(rank * per_rank, (rank + 1) * per_rank)]
         return ChosenRows(rows, indices)
 
     # --- learning from the rewards -----------------------------------------------------------------------------------
 
     def observe(self, indices: Sequence[int], rewards_NK: torch.Tensor, step: int) -> None:
-        """Count what the groups of the prompts `indices` taught: `rewards_NK` of all ranks, group after group.
+        """Count the rewards of the groups of the prompts `indices`; `rewards_NK` holds all ranks', group after group.
 
-        A group that grows is observed twice. The second time only its own counts and the history go on: whether its
-        prompt was new, and whether it kept what it was chosen for, was answered by the first completions.
+        A group that grows is observed twice. The second time only the prompt's counts and the history change: its
+        first completions have been counted for its arm or for the trust already.
         """
         rewards_NK = rewards_NK.detach().double().cpu()
         weights_K = self.weights_K.double().cpu()
@@ -335,11 +341,9 @@ class PromptSelection:
 
         If there is no state for this dataset and these arms, selection starts anew and logs it.
         """
-        fits = (
-            state is not None and state["rows"] == len(self.dataset) and len(state["arm_step"]) == len(self.arm_step)
-        )
-        if not fits:
-            logger.warning("prompt_selection: the checkpoint has no history of these prompts, which starts anew")
+        is_same_dataset = state is not None and state["rows"] == len(self.dataset)
+        if not is_same_dataset or len(state["arm_step"]) != len(self.arm_step):
+            logger.warning("prompt_selection: the checkpoint has no history of these prompts; a new history is begun")
             return
         arrays = {name: value.cpu().numpy() for name, value in state.items() if isinstance(value, torch.Tensor)}
         drawn = arrays["index"]

@@ -35,5 +35,6 @@ class TSPMOConfig(EfficientGRPOConfig):
             ("num_iterations", 1, "it has no ratio"),
             ("token_selection", "all", "it selects its tokens itself"),
         ):
-            if (given := getattr(self, name)) != value:
-                raise ValueError(f"{name}={given!r} has no place in T-SPMO: {reason}; leave it at {value!r}")
+            current = getattr(self, name)
+            if current != value:
+                raise ValueError(f"{name}={current!r} has no place in T-SPMO: {reason}; leave it at {value!r}")

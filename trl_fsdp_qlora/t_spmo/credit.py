@@ -94,8 +94,9 @@ def group_credit(
         token of each completion.
     """
     device = completion_ids.device
-    completion_ids, completion_mask, rewards = (x.cpu() for x in (completion_ids, completion_mask, rewards))
-    rewards = rewards.double().masked_fill(completion_mask.sum(1) == 0, torch.nan)
+    completion_ids = completion_ids.cpu()
+    completion_mask = completion_mask.cpu()
+    rewards = rewards.cpu().double().masked_fill(completion_mask.sum(1) == 0, torch.nan)
     parts = []
     transitions = 0
     credited = 0
@@ -103,17 +104,21 @@ def group_credit(
     distinct = 0
     for start in range(0, len(rewards), group_size):
         rows = slice(start, start + group_size)
-        found = prefix_transitions(completion_ids[rows], completion_mask[rows], rewards[rows])
-        credit = torch.where(found.representative, found.advantage, 0.0)
-        count = int(found.representative.sum())
+        group = prefix_transitions(completion_ids[rows], completion_mask[rows], rewards[rows])
+        credit = torch.where(group.representative, group.advantage, 0.0)
+        count = int(group.representative.sum())
         parts.append(credit / max(count, 1))
-        transitions = transitions + count
-        credited = credited + int((credit != 0).sum())
+        transitions += count
+        credited += int((credit != 0).sum())
         # Positions before the last credited token; that token itself is only a target.
         needed = (credit != 0).flip(1).cumsum(1).flip(1)[:, 1:] > 0
         forward += int(needed.sum())
         if needed.any():
             prefixes = prefix_transitions(completion_ids[rows, :-1], needed, torch.zeros(len(needed)))
             distinct += int(prefixes.representative.sum())
-    means = {"transitions": transitions / len(parts), "credited_transitions": credited / len(parts)}
-    return torch.cat(parts).float().to(device), {**means, "repeated_fraction": (forward - distinct) / max(forward, 1)}
+    metrics = {
+        "transitions": transitions / len(parts),
+        "credited_transitions": credited / len(parts),
+        "repeated_fraction": (forward - distinct) / max(forward, 1),
+    }
+    return torch.cat(parts).float().to(device), metrics

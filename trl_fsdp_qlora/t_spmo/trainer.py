@@ -36,9 +36,10 @@ class TSPMOTrainer(EfficientGRPOTrainer):
 
     def features(self) -> list[tuple[str, str]]:
         # GRPO's lines on skipping and selection do not apply here.
-        budget = self.budget.features(self.door.is_active)
-        found = [feature for feature in super().features() if feature not in budget]
-        return [*found, ("on", f"T-SPMO: branching tokens only, objective {self.args.t_spmo_objective}")]
+        not_applicable = self.budget.features(self.door.is_active)
+        features = [feature for feature in super().features() if feature not in not_applicable]
+        features.append(("on", f"T-SPMO: branching tokens only, objective {self.args.t_spmo_objective}"))
+        return features
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -50,12 +51,13 @@ class TSPMOTrainer(EfficientGRPOTrainer):
         ids = output["completion_ids"]
         mask = output["completion_mask"]
         # A group may span ranks, so the completions of all ranks are gathered, in the order of the gathered rewards.
-        every = [self.accelerator.gather(self.accelerator.pad_across_processes(x, dim=1)) for x in (ids, mask)]
-        credit_BC, figures = group_credit(*every, self._rewards, self._group_size)
+        all_ids = self.accelerator.gather(self.accelerator.pad_across_processes(ids, dim=1))
+        all_masks = self.accelerator.gather(self.accelerator.pad_across_processes(mask, dim=1))
+        credit_BC, metrics = group_credit(all_ids, all_masks, self._rewards, self._group_size)
         first = self.accelerator.process_index * len(ids)
         credit_BC = credit_BC[first : first + len(ids), : ids.shape[1]]
         output["advantages"] = credit_BC * output["tool_mask"] if "tool_mask" in output else credit_BC
-        self._add_metrics({f"t_spmo/{name}": value for name, value in figures.items()})
+        self._add_metrics({f"t_spmo/{name}": value for name, value in metrics.items()})
         return output
 
     @property
@@ -67,15 +69,15 @@ class TSPMOTrainer(EfficientGRPOTrainer):
 
     def _compute_loss(self, model, inputs):
         credit_BC = inputs["advantages"]
-        wanted = LossPass(model, scored_BC=credit_BC != 0, inputs=inputs)
-        logps_BC, entropies_BC, aux_loss = self._score_completions(wanted, inputs)
+        loss_pass = LossPass(model, scored_BC=credit_BC != 0, inputs=inputs)
+        logps_BC, entropies_BC, aux_loss = self._score_completions(loss_pass, inputs)
         value_BC = logps_BC.exp() if self.args.t_spmo_objective == "probability" else logps_BC
-        # Mean over the groups of the optimizer step: each row carries 1/|U|, and a group's rows sum up to its
-        # objective.
+        # The loss is the mean over the groups of the optimizer step: the credit contains 1/|U|, so the sum over a
+        # group's rows is the group's objective.
         loss = -(credit_BC * value_BC).sum() * self._group_size / len(credit_BC)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss
-        counts = torch.stack([inputs["completion_mask"].sum(), wanted.scored_BC.sum(), entropies_BC.sum()]).float()
+        counts = torch.stack([inputs["completion_mask"].sum(), loss_pass.scored_BC.sum(), entropies_BC.sum()]).float()
         counts = self.accelerator.reduce(counts.detach(), reduction="sum")
         metrics = self._metrics["train" if self.model.training else "eval"]
 
