@@ -27,6 +27,8 @@ PAGES = [
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 # A path of this repository in code: at least one slash, and an ending that files here have.
 PATH = re.compile(r"(?<![\w/.$~{<-])((?:[\w.+*-]+/)+[\w.*-]+\.(?:py|md|ya?ml|json|png|txt))(?![\w/])")
+# A room of the package, in code.
+ROOM = re.compile(r"\btrl_fsdp_qlora/\w+/(?![\w*])")
 DOTTED = re.compile(r"\btrl_fsdp_qlora(?:\.\w+)+")
 CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
 # What a run or its user makes.
@@ -68,6 +70,7 @@ def test_what_a_page_links_and_names_is_there(page):
         there = (any(base.glob(name.removeprefix("./"))) for base in (ROOT, page.parent, PACKAGE))
         if not name.startswith(MADE) and not any(there):
             lost.append(name)
+    lost += [name for name in ROOM.findall(code) if not (ROOT / name).is_dir()]
     lost += [name for name in DOTTED.findall(code) if not resolves(name)]
     assert lost == []
 

@@ -75,6 +75,14 @@ def test_a_room_imports_only_from_rooms_below_it():
 
 
 ROOT = PACKAGE.parent
+
+
+def test_the_tests_of_a_room_lie_in_a_folder_of_its_name():
+    """Besides the rooms, only the scripts in `recipes/` and what launches processes have a folder."""
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/__init__.py")}
+    assert folders - set(HEIGHT) == {"distributed", "recipes"}
+
+
 BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
 
 

@@ -38,7 +38,7 @@ from tests.fsdp2_qlora import tiny
 from tests.grpo import resume_worker
 from tests.grpo.test_token_budget import batch_of, made
 from tests.publishing.hub_server import TOKEN, hub
-from tests.rollout import whole_engine
+from tests.vllm import whole_engine
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.fsdp import reshard_settings
 from trl_fsdp_qlora.fsdp2_qlora import generation

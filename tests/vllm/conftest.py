@@ -1,4 +1,4 @@
-"""One engine and one server for all tests of this folder; without vLLM every test is skipped."""
+"""One engine and one server for all tests that need vLLM; without it the tests marked `vllm` are skipped."""
 
 import importlib.util
 import os
@@ -17,16 +17,14 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-HERE = Path(__file__).parent
 INSTALLED = importlib.util.find_spec("vllm") is not None
 
 
 def pytest_collection_modifyitems(items):
+    missing = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed: `make test-vllm` builds an environment")
     for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.vllm)
-            missing = "vLLM is not installed: `make test-vllm` builds an environment"
-            item.add_marker(pytest.mark.skipif(not INSTALLED, reason=missing))
+        if item.get_closest_marker("vllm"):
+            item.add_marker(missing)
 
 
 def save(folder: Path, seed: int, sharpness: float = 1.0) -> str:

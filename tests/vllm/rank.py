@@ -11,8 +11,8 @@ force_fsdp()
 import torch  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
 
-from tests.rollout.whole_engine import is_sharded, whole_bytes  # noqa: E402
 from tests.vllm.runs import figures, on_quantized, on_server  # noqa: E402
+from tests.vllm.whole_engine import is_sharded, whole_bytes  # noqa: E402
 from trl_fsdp_qlora.decode.completions import generate  # noqa: E402
 
 

@@ -16,6 +16,8 @@ from trl_fsdp_qlora.grpo.mean_scaled import mean_scaled_advantages
 from trl_fsdp_qlora.vllm.adapter_sync import AdapterVersions, RolloutError
 from trl_fsdp_qlora.vllm.engine import AdapterEngine
 
+pytestmark = pytest.mark.vllm
+
 DIFFERENCE = "sampling/sampling_logp_difference/mean"
 
 

@@ -2,12 +2,15 @@
 here.
 """
 
+import pytest
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 
 from tests import tiny
 from trl_fsdp_qlora.vllm.adapter_sync import AdapterVersions
 from trl_fsdp_qlora.vllm.engine import AdapterEngine
+
+pytestmark = pytest.mark.vllm
 
 
 class Recorded:

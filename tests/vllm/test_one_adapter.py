@@ -5,6 +5,8 @@ batch.
 import pytest
 import torch
 
+pytestmark = pytest.mark.vllm
+
 RANK, WIDTH, SLICES = 4, 24, (16, 8)
 
 

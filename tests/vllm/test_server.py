@@ -14,6 +14,8 @@ from trl_fsdp_qlora.decode.completions import EngineModel, generate
 from trl_fsdp_qlora.evaluation.accuracy import evaluate
 from trl_fsdp_qlora.vllm.adapter_sync import RolloutError
 
+pytestmark = pytest.mark.vllm
+
 
 def test_a_run_syncs_generates_and_unloads_and_its_accuracy_is_drawn_by_the_server(server, quantized_base, tmp_path):
     trainer = on_quantized(quantized_base[1], tmp_path, quantized=False, max_steps=3, **on_server(server.url))

@@ -9,7 +9,7 @@ import torch
 from peft import get_peft_model
 
 from tests import tiny
-from tests.rollout.whole_engine import start_whole
+from tests.vllm.whole_engine import start_whole
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.vllm import correction, engine
 from trl_fsdp_qlora.vllm.adapter_sync import RolloutError
