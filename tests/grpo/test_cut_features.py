@@ -3,7 +3,14 @@
 import pytest
 
 from tests.tiny import even_start, lora
-from trl_fsdp_qlora import EfficientRLOOConfig, EfficientRLOOTrainer, TSPMOConfig, TSPMOTrainer
+from trl_fsdp_qlora import (
+    AStarPOConfig,
+    AStarPOTrainer,
+    EfficientRLOOConfig,
+    EfficientRLOOTrainer,
+    TSPMOConfig,
+    TSPMOTrainer,
+)
 
 from .test_broken_off_steps import assert_as_alone, short_beginnings, ways  # noqa: F401 (a fixture)
 
@@ -25,6 +32,8 @@ def checkpointed(**options):
     return run
 
 
+A_STAR_PO = {"cls": AStarPOTrainer, "config": AStarPOConfig, "reward": even_start, "num_generations": 4, "beta": 0.1}
+
 FEATURES = {
     "selected tokens": {"token_selection": "s_grpo"},
     "prefix cut": {"token_selection": "prefix_cut", "token_selection_rate": 0.6},
@@ -37,9 +46,16 @@ FEATURES = {
     "checkpointing every other layer": {"run": checkpointed(every_n_layers=2)},
     "RLOO": {"cls": EfficientRLOOTrainer, "config": EfficientRLOOConfig, "beta": 0.1},
     "T-SPMO": {"cls": TSPMOTrainer, "config": TSPMOConfig, "learning_rate": 3.0},
+    "A*-PO": {**A_STAR_PO, "learning_rate": 1.0},
+    "A*-PO, weighted by advantages": {**A_STAR_PO, "objective": "advantage_weighted", "entropy_coef": 0.01},
     # Products of bfloat16 are rounded to 0.4%, and each way adds them up in another order.
     "bfloat16": {"bf16": True, "tolerance": 0.2},
 }
+
+
+@pytest.fixture(autouse=True)
+def no_values_of_other_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_FSDP_QLORA_CACHE", str(tmp_path / "cache"))
 
 
 @ways

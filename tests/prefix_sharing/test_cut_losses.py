@@ -3,7 +3,9 @@ layer.
 """
 
 import itertools
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
@@ -11,16 +13,23 @@ from peft import LoraConfig
 
 from tests.tiny import LOSS_TYPES
 from trl_fsdp_qlora import EfficientGRPOTrainer
-from trl_fsdp_qlora.prefix_sharing import across_passes
+from trl_fsdp_qlora.compat.trl import split_pixel_values_by_grid
+from trl_fsdp_qlora.fsdp2_qlora.experts import packed_experts
+from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
+from trl_fsdp_qlora.prefix_sharing import across_passes, images
 
 from .helpers import assert_equal_gradients, build, gradients, loss_inputs, make_batch, make_trainer, small
 from .test_equals_stock import lora
+from .test_images import ADAPTER, with_images
+from .test_images import COMPLETION as COMPLETION_OF_IMAGES
 
 ROWS = 12
 # Two groups of six, of two prompts of other lengths.
 PROMPT_LENGTHS = [14] * 6 + [9] * 6
 COMPLETION_LENGTHS = [9, 1, 4, 7, 6, 9, 6, 9, 2, 3, 8, 5]
-FAMILIES = ("qwen3", "gemma3", "gpt_oss", "qwen3_5", "lfm2", "mamba2")
+FAMILIES = ("qwen3", "gemma3", "gpt_oss", "qwen3_5", "lfm2", "mamba2", "qwen3_vl")
+# The rows of `test_images.ROWS` that make a step: two groups with an image each, one without, one with two images.
+ROWS_WITH_IMAGES = [0, 1, 2, 0, 3, 4, 3, 5, 6, 7, 8, 10]
 # Micro-batches, and the passes of the whole step.
 CUTS = [(12, 1), (12, 2), (12, 3), (12, 12), (4, 2), (1, 2), (1, 3), (1, 12)]
 # Of the largest gradient, float32: sums in other orders (2e-6 but for VESPO, whose weights are exponentials, and
@@ -28,8 +37,8 @@ CUTS = [(12, 1), (12, 2), (12, 3), (12, 12), (4, 2), (1, 2), (1, 3), (1, 12)]
 TOLERANCE = {"qwen3_5": 1e-5, "mamba2": 1e-5}
 # PEFT adapts these layers of Mamba-2 and no others. TRL takes a router loss of a mixture, which is each micro-batch's
 # own.
-ADAPTED = {"mamba2": LoraConfig(r=4, target_modules=["in_proj"], init_lora_weights=False)}
-OPTIONS = {"gpt_oss": {"router_aux_loss_coef": 0.0}}
+ADAPTED = {"mamba2": LoraConfig(r=4, target_modules=["in_proj"], init_lora_weights=False), "qwen3_vl": ADAPTER}
+OPTIONS = {name: {"router_aux_loss_coef": 0.0} for name in ("gpt_oss", "qwen3_moe")}
 
 
 @pytest.fixture(autouse=True)
@@ -38,15 +47,16 @@ def short_beginnings(monkeypatch):
 
 
 def trainer_of(name, tmp_path, kind="lora", **changes):
-    model = build(name)
-    if kind == "nf4":
+    model = with_images(name)[0] if name == "qwen3_vl" else build(name)
+    if kind != "lora":
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is optional")
         model.save_pretrained(tmp_path / "base")
         config = tf.BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
         )
         load = {"quantization_config": config, "dtype": torch.float32}
-        model = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "base", **load)
+        with experts_in_4bit() if kind == "nf4 experts" else nullcontext():
+            model = type(model).from_pretrained(tmp_path / "base", **load)
     changes = OPTIONS.get(name, {}) | changes
     trainer = make_trainer(EfficientGRPOTrainer, model, tmp_path, ADAPTED.get(name) or lora(name), **changes)
     for parameter in trainer.model.parameters():
@@ -57,23 +67,34 @@ def trainer_of(name, tmp_path, kind="lora", **changes):
 
 
 def inputs_of(trainer) -> dict[str, torch.Tensor]:
-    """A batch with old log-probabilities near the policy's."""
-    inputs = loss_inputs(*make_batch(PROMPT_LENGTHS, COMPLETION_LENGTHS))
+    """A batch with old log-probabilities near the policy's; with images if the model has a tower."""
+    vision = {}
+    if getattr(trainer.model.config, "vision_config", None) is None:
+        inputs = loss_inputs(*make_batch(PROMPT_LENGTHS, COMPLETION_LENGTHS))
+    else:
+        batch = with_images("qwen3_vl")[1].rows(np.array(ROWS_WITH_IMAGES))
+        inputs = loss_inputs(batch.input_ids, batch.attention_mask, COMPLETION_OF_IMAGES)
+        vision = {**batch.vision, "num_images": batch.num_images}
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
     width = inputs["completion_ids"].shape[1]
     with torch.no_grad(), trainer.door.closed():
-        logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, width)[0]
+        logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, width, **vision)[0]
     noise = torch.randn(logps.shape, generator=torch.Generator().manual_seed(4))
     inputs["old_per_token_logps"] = logps + 0.1 * noise
+    if vision:  # as a generation batch is cut into micro-batches
+        inputs |= {"image_keys": images.fingerprints(vision), **split_pixel_values_by_grid(vision)}
     return inputs
 
 
 def sliced(inputs, count) -> list[dict[str, torch.Tensor]]:
     rows = ROWS // count
-    return [
-        {name: x if x.ndim == 0 else x[i * rows : (i + 1) * rows] for name, x in inputs.items()} for i in range(count)
-    ]
+
+    def cut(x, i):
+        is_number = isinstance(x, torch.Tensor) and x.ndim == 0
+        return x if is_number else x[i * rows : (i + 1) * rows]
+
+    return [{name: cut(x, i) for name, x in inputs.items()} for i in range(count)]
 
 
 def step_gradients(trainer, micro_batches, tokens_per_pass) -> list[torch.Tensor]:
@@ -108,12 +129,13 @@ def assert_cuts_give_stock_gradients(trainer, monkeypatch, cuts, tolerance, inpu
         assert_equal_gradients(found, expected, tolerance)
 
 
+FAST = {("lora", "dapo", name) for name in ("qwen3", "lfm2", "qwen3_vl")}
+
+
 @pytest.mark.parametrize(
     "kind, loss_type, name",
     [
-        pytest.param(
-            *case, marks=[] if case[2] in ("qwen3", "lfm2") and case[:2] == ("lora", "dapo") else pytest.mark.slow
-        )
+        pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow)
         for case in itertools.product(("lora", "nf4"), LOSS_TYPES, FAMILIES)
     ],
 )
@@ -121,6 +143,13 @@ def test_any_number_of_passes(tmp_path, monkeypatch, name, loss_type, kind):
     level = "sequence" if loss_type == "luspo" else "token"
     trainer = trainer_of(name, tmp_path, kind, loss_type=loss_type, importance_sampling_level=level)
     assert_cuts_give_stock_gradients(trainer, monkeypatch, CUTS, TOLERANCE.get(name, 5e-6))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_experts_packed_into_4_bits(tmp_path, monkeypatch, name):
+    trainer = trainer_of(name, tmp_path, "nf4 experts")
+    assert packed_experts(trainer.model)
+    assert_cuts_give_stock_gradients(trainer, monkeypatch, [(12, 1), (12, 3), (12, 12), (1, 3), (1, 12)], 5e-6)
 
 
 @pytest.mark.parametrize("extra", ["tools", "engine"])

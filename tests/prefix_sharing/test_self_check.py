@@ -178,10 +178,11 @@ def test_no_forward_of_the_comparison_holds_more_tokens_than_the_steps_own(rows,
     model.model.register_forward_pre_hook(
         lambda module, args, kwargs: tokens.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
-    for asked in ({"tokens_per_pass": PROMPT + COMPLETION}, {}):
-        with torch.set_grad_enabled(not asked):
-            one_pass(model, door, (ids, mask), **asked)
-        cut = asked and rows > 1
+    for limit in (PROMPT + COMPLETION, 10**6, None):  # a limit that the batch does not reach, too
+        door.checked.clear()
+        with torch.set_grad_enabled(limit is None):
+            one_pass(model, door, (ids, mask), **({} if limit is None else {"tokens_per_pass": limit}))
+        cut = limit == PROMPT + COMPLETION and rows > 1
         own = PROMPT + COMPLETION if cut else PROMPT + rows * (COMPLETION - 1)  # the last tokens are targets alone
         compared = tokens[: -rows if cut else -1]
         assert len(compared) >= 2 and max(compared) <= own + 1, (compared, own)  # a padded row has its last token

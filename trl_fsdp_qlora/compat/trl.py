@@ -122,7 +122,8 @@ def rows_of_images(vision: dict[str, Any], rows: Iterable[int]) -> dict[str, Any
 def joined_images(batch: dict[str, Any]) -> dict[str, Any]:
     """`unsplit_pixel_values_by_grid`, but without pixels if no row has an image; a vision tower refuses empty ones."""
     if batch.get("num_images") is not None and not any(batch["num_images"]):
-        return {n: x for n, x in batch.items() if not n.startswith(("pixel_", "image_", "num_", "spatial_"))}
+        of_images = ("pixel_", "image_", "num_images", "num_tiles", "spatial_")
+        return {n: x for n, x in batch.items() if not n.startswith(of_images)}
     return unsplit_pixel_values_by_grid(batch)
 
 

@@ -584,7 +584,9 @@ class Door:
         is_readable = sequences is not None and bool(sequences.scored_BL.any())
         if not any(reduced_over_ranks([int(is_readable)], device)):
             return _NOTHING_TO_COMPARE
-        tokens = tokens_per_pass or self._tokens_of(batch)
+        tokens = self._tokens_of(batch)
+        if tokens_per_pass is not None:
+            tokens = min(tokens, tokens_per_pass)
         rows, width = few.input_ids.shape
         ends = [(0, rows)]
         if is_readable:
