@@ -31,6 +31,15 @@ IDLE = {
     "idle_cut": f"{CUT['too_long']},idle=1",
     "idle_alone": f"{CUT['grpo']},tokens_per_pass=0,idle=1",
 }
+# A mixture of experts, whose router loss depends on how a step is split into micro-batches.
+MIXTURE = "model={root}/mixture,router_aux_loss_coef=1.0"
+MIXTURES = {
+    "mixture": f"{CUT['grpo']},{MIXTURE}",
+    "mixture_merged": f"{CUT['merged']},{MIXTURE}",
+    "mixture_alone": f"{CUT['grpo']},{MIXTURE},tokens_per_pass=0",
+    "mixture_cut": f"{CUT['too_long']},{MIXTURE}",
+    "mixture_whole": f"grpo:max_completion_length=12,{MIXTURE},tokens_per_pass=0",
+}
 # Each micro-batch has a pass of its own.
 ZERO_2 = {name: CUT[name] for name in ("grpo", "merged", "too_long")}
 CHECKPOINTED = "grpo:per_device_train_batch_size=1,gradient_accumulation_steps=4,gradient_checkpointing=true"
@@ -40,12 +49,13 @@ CHECKPOINTED = "grpo:per_device_train_batch_size=1,gradient_accumulation_steps=4
 def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("cut")
     tiny.make_checkpoint(root / "hybrid", **tiny.HYBRID)
+    tiny.make_checkpoint(root / "mixture", **tiny.MIXTURE)
     model = tiny.make_checkpoint(root / "model")
     found = {"model": model}
     for run, scenarios, processes, environment in (
         ("one", WHOLE, 1, {}),
-        ("ddp", {**CUT, **IDLE, "checkpointed": CHECKPOINTED}, 2, {}),
-        ("fsdp2", {**CUT, **IDLE, "checkpointed": CHECKPOINTED}, 2, fsdp_environment()),
+        ("ddp", {**CUT, **IDLE, **MIXTURES, "checkpointed": CHECKPOINTED}, 2, {}),
+        ("fsdp2", {**CUT, **IDLE, **MIXTURES, "checkpointed": CHECKPOINTED}, 2, fsdp_environment()),
     ):
         ranks = scenarios_of(model, root / run, scenarios, processes, environment=environment)
         found |= {(run, scenario): [rank[scenario] for rank in ranks] for scenario in scenarios}
@@ -72,6 +82,18 @@ def test_cut_groups_train_as_whole_ones(runs, run, scenario):
 def test_a_rank_without_anything_to_learn_from(runs, run, scenario):
     for expected, found in zip(runs[run, "idle_alone"], runs[run, scenario], strict=True):
         assert found["trunks"] > 0
+        for wanted, gradients in zip(expected["gradients"], found["gradients"], strict=True):
+            assert difference(wanted, gradients) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("scenario", "alone"),
+    [("mixture", "mixture_alone"), ("mixture_merged", "mixture_alone"), ("mixture_cut", "mixture_whole")],
+)
+@pytest.mark.parametrize("run", ["ddp", "fsdp2"])
+def test_a_router_loss_over_passes(runs, run, scenario, alone):
+    for expected, found in zip(runs[run, alone], runs[run, scenario], strict=True):
+        assert found["trunks"] > 0 or scenario == "mixture_merged"
         for wanted, gradients in zip(expected["gradients"], found["gradients"], strict=True):
             assert difference(wanted, gradients) <= 1e-5
 

@@ -36,6 +36,9 @@ HYBRID = {
     "family": "qwen3_5_text", "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
+MIXTURE = {
+    "family": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
 
 
 def make_model(hidden=64, layers=2, intermediate=128, likes_digits=False, family="qwen3", **config) -> PreTrainedModel:

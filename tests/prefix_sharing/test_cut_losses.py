@@ -35,10 +35,10 @@ CUTS = [(12, 1), (12, 2), (12, 3), (12, 12), (4, 2), (1, 2), (1, 3), (1, 12)]
 # Of the largest gradient, float32: sums in other orders (2e-6 but for VESPO, whose weights are exponentials, and
 # gpt-oss: 4.3e-6), most of all in the scans of recurrent layers.
 TOLERANCE = {"qwen3_5": 1e-5, "mamba2": 1e-5}
-# PEFT adapts these layers of Mamba-2 and no others. TRL takes a router loss of a mixture, which is each micro-batch's
-# own.
+# PEFT adapts these layers of Mamba-2 and no others.
 ADAPTED = {"mamba2": LoraConfig(r=4, target_modules=["in_proj"], init_lora_weights=False), "qwen3_vl": ADAPTER}
-OPTIONS = {name: {"router_aux_loss_coef": 0.0} for name in ("gpt_oss", "qwen3_moe")}
+# Mixtures of experts with a router loss that is as large as the policy's.
+OPTIONS = {name: {"router_aux_loss_coef": 0.1} for name in ("gpt_oss", "qwen3_moe")}
 
 
 @pytest.fixture(autouse=True)
@@ -172,3 +172,27 @@ def test_a_layer_that_attends_twice_in_a_forward(tmp_path, monkeypatch):
     """
     trainer = trainer_of(small("DiffLlama"), tmp_path)
     assert_cuts_give_stock_gradients(trainer, monkeypatch, [(12, 12), (1, 12)], 5e-6)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_the_router_loss_of_each_micro_batch(tmp_path, monkeypatch, name):
+    """It counts every token of a micro-batch, also those that another pass computed."""
+    trainer = trainer_of(name, tmp_path, router_aux_loss_coef=10.0)
+    assert trainer.aux_loss_enabled
+    # All but the router loss is small next to it, so that its gradient decides.
+    inputs = inputs_of(trainer)
+    inputs["advantages"] = 0.01 * inputs["advantages"]
+    losses = trainer._metrics["train"]["aux_loss"]
+    for cut in CUTS:
+        losses.clear()
+        assert_cuts_give_stock_gradients(trainer, monkeypatch, [cut], 5e-6, inputs)
+        expected, found = losses[: cut[0]], losses[cut[0] :]
+        assert found == pytest.approx(expected, rel=1e-5) and min(expected) > 0
+
+
+def test_the_router_loss_of_rows_without_a_label(tmp_path, monkeypatch):
+    """Such rows are computed for the router loss alone."""
+    trainer = trainer_of("qwen3_moe", tmp_path, router_aux_loss_coef=1.0)
+    inputs = inputs_of(trainer)
+    inputs["completion_mask"][[1, 4, 5, 8]] = 0
+    assert_cuts_give_stock_gradients(trainer, monkeypatch, CUTS, 5e-6, inputs)

@@ -191,7 +191,8 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
         self._planned_inputs = [_what_counts(inputs) for inputs in drawn]
         batches = []
         for ahead, inputs in enumerate(drawn):
-            batch = batch_of(padded_batch(inputs), inputs.get("image_keys"))
+            arguments = {**padded_batch(inputs), "compute_aux_loss": self.aux_loss_enabled}
+            batch = batch_of(arguments, inputs.get("image_keys"))
             scored_BC = self._scored_tokens(inputs, ahead)
             if scored_BC is not None:
                 batch.labels[:, -scored_BC.shape[1] :].masked_fill_(~scored_BC, IGNORED_LABEL)

@@ -146,7 +146,7 @@ class ScoringThroughTheDoor:
         limit = tokens_per_pass or self.args.tokens_per_pass or None
         door.compare_with_stock(wanted.model, batch, self.accelerator.autocast, limit)
         step_scores, number = (None, 0)
-        if kind == "policy" and torch.is_grad_enabled() and not arguments.get("compute_aux_loss"):
+        if kind == "policy" and torch.is_grad_enabled():
             step_scores, number = self._look_ahead(door, wanted.inputs)
         if door.is_active and not (arguments.get("compute_aux_loss") and tokens_per_pass):
             for_the_door = {"num_images": batch.num_images, "image_keys": batch.image_keys}
@@ -219,4 +219,5 @@ def batch_of(arguments: dict[str, Any], image_keys: torch.Tensor | None) -> Batc
         # The keys are made here because TRL passes on slices of the pixels, and each pass gets another slice.
         image_keys = fingerprints(vision)
     num_images = vision.pop("num_images", None)
-    return Batch(input_ids, attention_mask, labels, vision, num_images, image_keys)
+    router_loss = bool(arguments.get("compute_aux_loss"))
+    return Batch(input_ids, attention_mask, labels, vision, num_images, image_keys, router_loss)

@@ -49,10 +49,18 @@ class RandomState:
 
 
 class _CutScores(NamedTuple):
-    """A micro-batch whose scores were computed without a graph: its number, its scores as leaves, its random state."""
+    """A micro-batch whose scores were computed without a graph.
+
+    Attributes:
+        number: of the micro-batch.
+        constants: its scores `(B, L - 1)`, as leaves.
+        router_sums: the sums `(1, 2, E)` of which its router loss is made, as a leaf; `None` if it has none.
+        draws: the random state before its passes.
+    """
 
     number: int
     constants: dict[str, torch.Tensor]
+    router_sums: torch.Tensor | None
     draws: RandomState
 
 
@@ -116,7 +124,9 @@ class StepScores:
         last = first + self.plan.batches_per_pass
         batches = self.batches[first:last]
         output = _run(self.plan.forwards, number, model, Batch.joined(batches), self._is_last(last))
-        parts, self._owed = _parts(output, [len(batch.input_ids) for batch in batches])
+        rows = [len(batch.input_ids) for batch in batches]
+        router_losses = None if output.aux_loss is None else self.plan.router_loss(output.aux_loss)
+        parts, self._owed = _parts(output, rows, router_losses)
         return dict(enumerate(parts, first))
 
     # --- a micro-batch in several passes -----------------------------------------------------------------------------
@@ -132,7 +142,11 @@ class StepScores:
         values = {name: torch.cat([getattr(output, name) for output in outputs]) for name in _tensors(outputs[0])}
         # A loss may take gradients of these two only.
         constants = {name: values[name].requires_grad_() for name in ("log_probs", "entropy") if name in values}
-        self._cut = _CutScores(number, constants, draws)
+        sums = None
+        if outputs[0].aux_loss is not None:
+            sums = torch.stack([output.aux_loss for output in outputs]).sum(0).requires_grad_()
+            values["aux_loss"] = self.plan.router_loss(sums)[0]
+        self._cut = _CutScores(number, constants, sums, draws)
         return FusedCausalLMOutput(**{**values, **constants})
 
     def _passes(self, number: int) -> tuple[range, list[Batch]]:
@@ -155,15 +169,13 @@ class StepScores:
         self._scores.pop(self._number, None)
         if self._cut is None:
             return
-        (number, constants, draws) = self._cut
+        cut = self._cut
         self._cut = None
-        with draws.again():
-            self._go_back(number, constants, model, autocast, without_sync)
+        with cut.draws.again():
+            self._go_back(cut, model, autocast, without_sync)
 
-    def _go_back(
-        self, number: int, constants: dict[str, torch.Tensor], model: nn.Module, autocast, without_sync
-    ) -> None:
-        places, batches = self._passes(number)
+    def _go_back(self, cut: _CutScores, model: nn.Module, autocast, without_sync) -> None:
+        places, batches = self._passes(cut.number)
         first_row = 0
         for place, batch in zip(places, batches, strict=True):
             is_last_pass = place == places[-1]
@@ -171,13 +183,16 @@ class StepScores:
             first_row = rows.stop
             with nullcontext() if is_last_pass else without_sync(model):
                 with autocast():
-                    reduces = is_last_pass and self._is_last(number + 1)
+                    reduces = is_last_pass and self._is_last(cut.number + 1)
                     output = _run(self.plan.forwards, place, model, batch, reduces, is_first=place == places[0])
                 pairs = [
                     (getattr(output, name), constant.grad[rows])
-                    for name, constant in constants.items()
+                    for name, constant in cut.constants.items()
                     if constant.grad is not None and getattr(output, name).requires_grad
                 ]
+                if cut.router_sums is not None and cut.router_sums.grad is not None and output.aux_loss.requires_grad:
+                    # The sums of the micro-batch are the sum of all passes' sums.
+                    pairs.append((output.aux_loss, cut.router_sums.grad))
                 torch.autograd.backward([value for value, _ in pairs], [owed.to(value.dtype) for value, owed in pairs])
                 # Otherwise the tensors of this pass's graph would stay in memory during the next pass.
                 del output, pairs
@@ -214,14 +229,15 @@ def _tensors(output: FusedCausalLMOutput) -> dict[str, torch.Tensor]:
 
 
 def _parts(
-    output: FusedCausalLMOutput, rows: list[int]
+    output: FusedCausalLMOutput, rows: list[int], router_losses: torch.Tensor | None
 ) -> tuple[list[FusedCausalLMOutput], list[tuple[torch.Tensor, Account]]]:
     """The output of a pass, split by micro-batch, and the accounts of all micro-batches but the last.
 
-    `rows` has the number of rows of each micro-batch. The loss is left out, because it is taken over all rows.
+    Args:
+        output: of the pass. Its loss is left out, because it is taken over all rows.
+        rows: number of rows of each of the M micro-batches.
+        router_losses: of the micro-batches, `(M,)`; `None` if they have none.
     """
-    if len(rows) == 1:
-        return [output], []
     pieces: list[dict[str, Any]] = [{} for _ in rows]
     owed = []
     for name, value in _tensors(output).items():
@@ -231,5 +247,11 @@ def _parts(
             piece[name] = lend(part, account)
             owed.append((part, account))
         pieces[-1][name] = split[-1]
+    if router_losses is not None:
+        for piece, loss in zip(pieces[:-1], router_losses[:-1], strict=True):
+            account = Account()
+            piece["aux_loss"] = lend(loss, account)
+            owed.append((loss, account))
+        pieces[-1]["aux_loss"] = router_losses[-1]
     pieces[-1]["log_probs"] = hand_over(pieces[-1]["log_probs"], owed)
     return [FusedCausalLMOutput(**piece) for piece in pieces], owed

@@ -184,8 +184,6 @@ def why_not_keep(settings: Settings, config: PretrainedConfig) -> str | None:
         return "reentrant gradient checkpointing"
     if not all(goes_on_from_a_state(type(layer)) for layer in recurrent_layers(whole(settings, config))):
         return "its recurrent layers go on from no state"
-    if getattr(config.get_text_config(), "output_router_logits", False):
-        return "a router loss"
     return None
 
 

@@ -21,7 +21,7 @@ label of its rows.
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -66,7 +66,7 @@ def kept_nodes(sequences: Sequences, pass_B: np.ndarray, min_length: int = 1) ->
         min_length: length of the shortest segment that others may go on from.
     """
     needed_B = sequences.needed_B
-    first_label_B = np.where(needed_B > 0, sequences.scored_BL.argmax(1), 0)
+    first_label_B = np.where(sequences.scored_BL.any(1), sequences.scored_BL.argmax(1), needed_B)
     # Each pass computes the token that predicts its first label.
     lengths_B = np.maximum(np.minimum(first_label_B - 1, needed_B), 0)
     if not lengths_B.any():
@@ -374,13 +374,15 @@ class Forward:
         forest: see [`forest.Forest.part`].
         kept: the values that layers keep and take.
         is_first: whether it is the first of the forwards whose tokens are counted together.
+        batches: number of batches whose rows it has.
     """
 
-    def __init__(self, sequences: Sequences, forest: Forest, kept: KeptInPass, is_first: bool):
+    def __init__(self, sequences: Sequences, forest: Forest, kept: KeptInPass, is_first: bool, batches: int = 1):
         self.sequences = sequences
         self.forest = forest
         self.kept = kept
         self.is_first = is_first
+        self.batches = batches
 
 
 class StepForwards:
@@ -392,6 +394,7 @@ class StepForwards:
         min_length: length of the shortest segment that others may go on from.
         agree: returns the element-wise maximum of a list of numbers over ranks.
         ties_ends: whether every layer of a trunk has to be part of the backward, because ranks meet in each layer.
+        batches_per_pass: number of batches whose rows a pass has; 1 if it has a part of a batch.
     """
 
     def __init__(
@@ -401,6 +404,7 @@ class StepForwards:
         min_length: int,
         agree: Callable[[list[int]], list[int]],
         ties_ends: bool = False,
+        batches_per_pass: int = 1,
     ):
         self.sequences = sequences
         self.rows_of_pass = rows_of_pass
@@ -411,6 +415,7 @@ class StepForwards:
         self.kept = kept_nodes(sequences, pass_B, min_length)
         self.store = KeptValues()
         self.ties_ends = ties_ends
+        self.batches_per_pass = batches_per_pass
         self._grown: dict[int, PassForest] = {}  # by pass: planning and running look at the same forests
         # Ranks meet in every forward, so each rank runs the trunks of all ranks. A trunk lives from the first pass
         # that needs it to the last one.
@@ -482,7 +487,8 @@ class StepForwards:
                 places = zip(forest.starts.tolist(), forest.lengths.tolist(), strict=True)
                 gives = [(node, *place) for node, place in zip(by_segment, places, strict=False)]
             else:  # another rank's trunk: this rank computes one token
-                forest, _ = grow_pass(unscored, [], np.arange(len(rows)), self.min_length).of_pass()
+                nothing = replace(unscored, needs_all=False)
+                forest, _ = grow_pass(nothing, [], np.arange(len(rows)), self.min_length).of_pass()
             kept = KeptInPass(
                 self.store,
                 gives=gives,
@@ -501,7 +507,7 @@ class StepForwards:
             ending=self._ending_in(number),
             ends=tuple(("trunk", first, number) for first in trunks),
         )
-        yield Forward(sequences, forest, kept, is_first)
+        yield Forward(sequences, forest, kept, is_first, self.batches_per_pass)
 
     def settle(self) -> None:
         """End the step: run the backward of trunks whose last pass never came, and free all kept values."""
@@ -529,9 +535,12 @@ class StepPlan:
         values: the forwards without gradients, if a batch is cut into several passes: a loss needs all of its values
             before there is a gradient.
         batches_per_pass, passes_per_batch: one of the two is 1.
+        router_loss: makes router losses from the sums that the forwards return as `aux_loss`, see
+            [`router_loss.router_sums`]; `None` if the loss has none.
     """
 
     forwards: StepForwards
     values: StepForwards | None
     batches_per_pass: int
     passes_per_batch: int
+    router_loss: Callable[[torch.Tensor], torch.Tensor] | None = None

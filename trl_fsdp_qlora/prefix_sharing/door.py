@@ -34,7 +34,7 @@ from ..scoring.logprobs import score_with_head
 from ..scoring.transfer import to_device, to_host
 from . import layout as layouts
 from . import support
-from .across_passes import Forward, StepForwards, StepPlan
+from .across_passes import CannotKeep, Forward, StepForwards, StepPlan
 from .attention import BACKENDS, DenseMask, UnsupportedAttention, can_nest, install, no_mask, set_aside
 from .dropout import attention_reason, other_dropout, without_dropout
 from .forest import Forest, grow, sort_by_prefix
@@ -42,6 +42,7 @@ from .images import Images, on_host
 from .layout import IGNORED_LABEL, PackedLayout, Sequences, UnpackableBatch, cut_rows, decode, encode, lay_out
 from .recurrent import SHORTEST, gathered_per_call, goes_on_from_a_state, recurrent_layers
 from .recurrent import install as install_recurrent
+from .router_loss import router_loss, router_sums
 from .scope import checkpointed, computing, keeps_no_graph, place
 from .self_check import (
     ROWS_FP32,
@@ -246,7 +247,8 @@ class Batch:
         num_images = None
         if any(batch.num_images is not None for batch in batches):
             num_images = [n for b in batches for n in (b.num_images or [0] * len(b.input_ids))]
-        return cls(**joined, vision=vision, num_images=num_images)
+        needs_router_loss = any(batch.router_loss for batch in batches)
+        return cls(**joined, vision=vision, num_images=num_images, router_loss=needs_router_loss)
 
     def rows(self, rows: np.ndarray) -> "Batch":
         """Returns a batch of the rows with these indices."""
@@ -676,8 +678,6 @@ class Door:
         try:
             if len({batch.input_ids.shape for batch in batches}) > 1:
                 raise UnpackableBatch("batches of several shapes")
-            if any(batch.router_loss for batch in batches):
-                raise UnpackableBatch("a router loss is taken over the tokens of each batch")
             sequences = self._read_together(batches)
         except UnpackableBatch:
             sequences = None
@@ -690,7 +690,12 @@ class Door:
             first_rows = range(0, len(sequences.lengths_B), rows_per_pass)
             rows_of_pass = [np.arange(first, first + rows_per_pass) for first in first_rows]
             ties_ends = has_gradients and is_sharded(self.base)
-            return StepForwards(sequences, rows_of_pass, self._shortest, agree, ties_ends)
+            batches_per_pass = max(1, rows_per_pass // rows)
+            return StepForwards(sequences, rows_of_pass, self._shortest, agree, ties_ends, batches_per_pass)
+
+        to_losses = None
+        if any(batch.router_loss for batch in batches):
+            to_losses = functools.partial(router_loss, top_k=self._experts_per_token())
 
         divisors = [count for count in range(len(batches), 0, -1) if len(batches) % count == 0]
         rows_per_pass = [count * rows for count in divisors]
@@ -718,8 +723,9 @@ class Door:
             # than sharing between batches does.
             alone = [self._grow(batch, few).tokens for batch, few in zip(batches, sequences.split(rows), strict=True)]
             planned, alone = reduced_over_ranks([together.tokens, sum(alone)], device, "SUM")
-            return StepPlan(together, None, chosen // rows, 1) if planned < alone else None
-        return StepPlan(forwards(chosen, agree), forwards(chosen, agree, has_gradients=False), 1, rows // chosen)
+            return StepPlan(together, None, chosen // rows, 1, to_losses) if planned < alone else None
+        values = forwards(chosen, agree, has_gradients=False)
+        return StepPlan(forwards(chosen, agree), values, 1, rows // chosen, to_losses)
 
     @property
     def keeps_beginnings(self) -> bool:
@@ -772,6 +778,8 @@ class Door:
         if self.is_active and not self.is_aside:
             try:
                 batch = self._batch(arguments, **of_images)
+                if tokens_per_pass is not None:
+                    batch.router_loss = False  # a pass in parts returns values and no losses of the model
                 sequences = self._read(batch)
                 if rehearsal is None:
                     self._check_pairs(batch, sequences)
@@ -805,9 +813,10 @@ class Door:
         self._count_images(batch)
         if forward.kept.is_trunk:
             batch = replace(batch, labels=torch.full_like(batch.labels, IGNORED_LABEL))
+        batch = replace(batch, router_loss=forward.sequences.needs_all)
         layout = self._lay_out(batch, forward.sequences, None, forward.forest)
         layout.kept = forward.kept
-        output = self._score_layout(batch, forward.sequences, layout)
+        output = self._score_layout(batch, forward.sequences, layout, forward.batches)
         output.log_probs = forward.kept.handed_over(output.log_probs)
         return output
 
@@ -819,8 +828,10 @@ class Door:
         return self._score_layout(batch, sequences, self._lay_out(batch, sequences, rehearsal))
 
     @_but_for_the_model
-    def _score_layout(self, batch: "Batch", sequences: Sequences, layout: PackedLayout) -> FusedCausalLMOutput:
-        hidden_NH, router_logits = self._run(batch, layout, sequences)
+    def _score_layout(
+        self, batch: "Batch", sequences: Sequences, layout: PackedLayout, batches: int = 1
+    ) -> FusedCausalLMOutput:
+        hidden_NH, sums_M2E = self._run(batch, layout, sequences, batches)
         values = score_with_head(
             self.base,
             hidden_NH,
@@ -831,7 +842,7 @@ class Door:
         )
         values = {name: None if x is None else layout.scatter(x) for name, x in values.items()}
         self.figures.add(layout)
-        return self._output(batch, layout, values, router_logits)
+        return self._output(batch, layout, values, sums_M2E)
 
     @_but_for_the_model
     def _score_in_passes(self, stock, arguments, batch, sequences, tokens_per_pass: int) -> FusedCausalLMOutput:
@@ -880,7 +891,7 @@ class Door:
     @_not_compiled
     def _forwards_of_cuts(self, batch: Batch | None, sequences: Sequences | None, cuts: list) -> StepForwards | None:
         """Plan passes without gradients so that a shared beginning is computed once; `None` if they share none."""
-        if len(cuts) < 2 or torch.is_grad_enabled() or batch.router_loss or self._cannot_keep is not None:
+        if len(cuts) < 2 or torch.is_grad_enabled() or self._cannot_keep is not None:
             return None
         if self._why_not_keep() is not None:
             return None
@@ -939,6 +950,7 @@ class Door:
         # The host waits for the device here, once for all batches.
         sent = to_host(sent)
         sequences = decode(sent["code"].numpy())
+        sequences.needs_all = any(batch.router_loss for batch in batches)
         if has_images:
             keys = []
             for i, batch in enumerate(batches):
@@ -957,7 +969,7 @@ class Door:
             batch.num_images = self.images.count(batch)
 
     def _grow(self, batch: Batch, sequences: Sequences, is_dense: bool = False) -> Forest:
-        lengths_B = sequences.lengths_B if batch.router_loss else sequences.needed_B
+        lengths_B = sequences.needed_B
         # Without labels one token is computed, so that the graph contains the model and ranks meet in it.
         if not lengths_B.any():
             lengths_B = (np.arange(len(lengths_B)) == 0).astype(int)
@@ -996,8 +1008,10 @@ class Door:
         return layout
 
     @_but_for_the_model
-    def _run(self, batch: Batch, layout: PackedLayout, sequences: Sequences) -> tuple[torch.Tensor, Any]:
-        """Returns the last hidden states `(N, H)` that predict labels, and the router's logits if they are needed.
+    def _run(
+        self, batch: Batch, layout: PackedLayout, sequences: Sequences, batches: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the last hidden states `(N, H)` that predict labels, and [`router_sums`] if the loss needs them.
 
         All other hidden states are freed here, before the head needs memory.
         """
@@ -1017,23 +1031,42 @@ class Door:
         layout.is_computed = True
         if layout.kept is not None:
             layout.kept.keep_end(outputs.last_hidden_state)
+        sums_M2E = None
+        if batch.router_loss:
+            router_logits = getattr(outputs, "router_logits", None)
+            if isinstance(router_logits, tuple):
+                sums_M2E = self._router_sums(router_logits, layout, batches)
+            elif layout.kept is not None:
+                raise CannotKeep("its forward returns no router logits")
         hidden_TH = outputs.last_hidden_state.flatten(0, 1)
-        return hidden_TH[layout.score_index_N.to(hidden_TH.device)], getattr(outputs, "router_logits", None)
+        return hidden_TH[layout.score_index_N.to(hidden_TH.device)], sums_M2E
 
     @_not_compiled
-    def _output(self, batch: Batch, layout: PackedLayout, values: dict, router_logits) -> FusedCausalLMOutput:
-        """Returns TRL's output, made of values `(B, L - 1)`."""
-        config = self.base.config.get_text_config()
+    def _router_sums(self, router_logits: tuple, layout: PackedLayout, batches: int) -> torch.Tensor:
+        return router_sums(router_logits, layout, self._experts_per_token(), batches)
+
+    def _experts_per_token(self) -> int:
+        return self.base.config.get_text_config().num_experts_per_tok
+
+    @_not_compiled
+    def _output(
+        self, batch: Batch, layout: PackedLayout, values: dict, sums_M2E: torch.Tensor | None
+    ) -> FusedCausalLMOutput:
+        """Returns TRL's output, made of values `(B, L - 1)`.
+
+        A pass that runs with others leaves it to its caller to add their router sums, and returns the sums.
+        """
         mask = batch.labels[:, 1:] != IGNORED_LABEL
         count = mask.sum().clamp(min=1) if batch.num_items is None else batch.num_items
         loss = -values["log_probs"].sum() / count
         aux_loss = None
-        if batch.router_loss:
-            from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-            experts = config.num_experts, config.num_experts_per_tok
-            aux_loss = load_balancing_loss_func(router_logits, *experts, layout.multiplicity_1T)
-            loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
+        if layout.kept is not None:
+            aux_loss = sums_M2E
+        elif batch.router_loss:
+            # transformers returns 0 for a model without router logits.
+            aux_loss = 0 if sums_M2E is None else router_loss(sums_M2E[0], self._experts_per_token())
+            coefficient = getattr(self.base.config.get_text_config(), "router_aux_loss_coef", 0.0)
+            loss = loss + coefficient * aux_loss
         return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **values)
 
 

@@ -41,6 +41,7 @@ class Sequences:
         code_BL: the batch itself, in its columns: two times the token, plus one if it has a label; -1 for padding.
         image_keys_B: numbers that are equal for rows with the same images; `None` for a batch without images.
         spans_B2: first and last token that stands for an image, (0, -1) for none; `None` for a batch without images.
+        needs_all: whether all tokens are needed, and not only those up to the last label of a row.
     """
 
     tokens_BL: np.ndarray
@@ -51,10 +52,13 @@ class Sequences:
     code_BL: np.ndarray
     image_keys_B: np.ndarray | None = None
     spans_B2: np.ndarray | None = None
+    needs_all: bool = False
 
     @property
     def needed_B(self) -> np.ndarray:
-        """Number of tokens of each row up to the one that predicts its last label."""
+        """Number of tokens of each row up to the one that predicts its last label, or of the whole row."""
+        if self.needs_all:
+            return self.lengths_B
         width = self.scored_BL.shape[1]
         return np.where(self.scored_BL.any(1), width - 1 - self.scored_BL[:, ::-1].argmax(1), 0)
 
@@ -159,8 +163,6 @@ class PackedLayout:
         score_index_N, targets_N, scatter_index_N: for each of the N labels the place in the row that predicts it, the
             label, and the place of its result in the flattened `(B, L - 1)`. The first two may have filling entries
             behind the last label.
-        multiplicity_1T: number of tokens of the batch that a token stands for (the router loss of MoE models counts
-            with it).
         shape: `(B, L)` of the padded batch.
         row_T, column_T: row and column of each token in the padded batch, on the host.
         backend: `"auto"` or the name of the attention backend to use.
@@ -182,7 +184,6 @@ class PackedLayout:
     score_index_N: torch.Tensor
     targets_N: torch.Tensor
     scatter_index_N: torch.Tensor
-    multiplicity_1T: torch.Tensor
     shape: tuple[int, int]
     row_T: np.ndarray
     column_T: np.ndarray
@@ -247,7 +248,6 @@ def lay_out(
     segment_T = np.repeat(np.arange(forest.computed), forest.lengths[: forest.computed])
     offset_S = sequences.offsets_B[forest.source[forest.trees]] if forest.offset_S is None else forest.offset_S
     position_T = depth_T + offset_S[segment_T]
-    multiplicity_T = np.bincount(place, minlength=forest.tokens)
     filling = -forest.tokens % multiple
     if sequences.spans_B2 is not None:
         first, last = sequences.spans_B2[row_T[-1]]
@@ -255,7 +255,6 @@ def lay_out(
     if filling and forest.is_leaf[forest.computed - 1]:
         forest = forest.lengthened(filling)
         row_T, column_T, position_T = (np.pad(x, (0, filling), "edge") for x in (row_T, column_T, position_T))
-        multiplicity_T = np.pad(multiplicity_T, (0, filling))
     scored_row, scored_token = sequences.scored_BL.nonzero()
     target_column = scored_token + sequences.offsets_B[scored_row]
     predicting = forest.place_BL[scored_row, scored_token - 1]
@@ -265,13 +264,12 @@ def lay_out(
     parts = [
         row_T * width + column_T,
         position_T,
-        multiplicity_T,
         predicting,
         target,
         scored_row * (width - 1) + target_column - 1,
     ]
     sent = to_device(torch.from_numpy(np.concatenate(parts).astype(np.int64)), input_ids.device)
-    source, position, multiplicity, score_index, target, scatter_index = sent.split([len(part) for part in parts])
+    source, position, score_index, target, scatter_index = sent.split([len(part) for part in parts])
     return PackedLayout(
         forest=forest,
         input_ids=input_ids.reshape(-1)[source].unsqueeze(0),
@@ -279,7 +277,6 @@ def lay_out(
         score_index_N=score_index,
         targets_N=labels.reshape(-1)[target],
         scatter_index_N=scatter_index,
-        multiplicity_1T=multiplicity.float().unsqueeze(0),
         shape=(rows, width),
         row_T=row_T,
         column_T=column_T,
