@@ -21,7 +21,8 @@ import transformers
 from synthetic import RESULTS, SavedBytes, cpu_name
 from trl.trainer.utils import add_fused_lm_head
 
-from trl_fsdp_qlora.prefix_sharing.door import Batch, open_door
+from trl_fsdp_qlora.prefix_sharing.batch import Batch
+from trl_fsdp_qlora.prefix_sharing.door import open_door
 
 IMAGE, VOCABULARY, TEXT, COMPLETION, GROUP, PATCH = 3, 512, 16, 64, 8, 16
 # Of the image, in patches: four patches are a token.
@@ -102,7 +103,7 @@ def measure(tokens: int, frozen: bool, runs: int) -> dict:
         logps.sum().backward()
         return time.perf_counter() - start
 
-    door.compare_with_stock(models["ours"], batch)
+    door.comparison.with_stock(models["ours"], batch)
     for name in models:
         step(name)
     if not door.figures.tokens:

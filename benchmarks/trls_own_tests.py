@@ -57,7 +57,7 @@ def _share_prompts_of(trainer: type) -> None:
 
 
 def _count_passes() -> None:
-    score, log = Door.score, Door._log
+    score, log = Door.score, Door.runs_padded
 
     @functools.wraps(score)
     def counted(self, *args):
@@ -72,4 +72,4 @@ def _count_passes() -> None:
         reasons[f"{type(self.base).__name__}: {reason}"] += 1
         log(self, what, reason)
 
-    Door.score, Door._log = counted, noted
+    Door.score, Door.runs_padded = counted, noted

@@ -7,6 +7,7 @@ from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.cli import compare as module
 from trl_fsdp_qlora.cli.compare import OURS, PHASES, STOCK, verdict
 from trl_fsdp_qlora.errors import UserError
+from trl_fsdp_qlora.prefix_sharing.comparison import Comparison
 from trl_fsdp_qlora.prefix_sharing.door import Door
 
 REWARDS = """
@@ -125,7 +126,7 @@ def test_dpo_follows_from_the_recipe_and_can_fail(compare, monkeypatch, place):
         output.log_probs = 1.01 * output.log_probs
         return output
 
-    monkeypatch.setattr(Door, "compare_with_stock", lambda *arguments, **more: None)
+    monkeypatch.setattr(Comparison, "with_stock", lambda *arguments, **more: None)
     monkeypatch.setattr(Door, "_output", off_by_a_percent)
     status, said, steps = compare("--steps 1", "dpo.yaml")
     assert status == 1 and said.splitlines()[-1].startswith("DIFFERENT (float32): ")
@@ -147,7 +148,7 @@ def test_kto_takes_pairs_apart_and_can_fail(compare, monkeypatch):
         output.log_probs = 1.01 * output.log_probs
         return output
 
-    monkeypatch.setattr(Door, "_compare_by_itself", lambda *arguments: True)
+    monkeypatch.setattr(Comparison, "from_inside", lambda *arguments: True)
     monkeypatch.setattr(Door, "_output", off_by_a_percent)
     status, said, steps = compare("--steps 1", "kto.yaml")
     assert status == 1 and said.splitlines()[-1].startswith("DIFFERENT (float32): ")

@@ -6,6 +6,7 @@ import pytest
 
 from tests.tiny import LOSS_TYPES
 from trl_fsdp_qlora.prefix_sharing import across_passes
+from trl_fsdp_qlora.prefix_sharing.comparison import Comparison
 from trl_fsdp_qlora.prefix_sharing.door import Door
 
 from .test_equals_stock import assert_equal_runs
@@ -102,12 +103,12 @@ def test_full_fine_tuning(tmp_path, steps):
 
 def test_no_forward_of_a_cut_micro_batch_is_longer_than_a_pass(tmp_path, steps, monkeypatch):
     """The comparison of the first step included."""
-    limits, compare = [], Door.compare_with_stock
+    limits, compare = [], Comparison.with_stock
 
     def watched(door, model, batch, autocast, tokens_per_pass):
         limits.append(tokens_per_pass)
         return compare(door, model, batch, autocast, tokens_per_pass)
 
-    monkeypatch.setattr(Door, "compare_with_stock", watched)
+    monkeypatch.setattr(Comparison, "with_stock", watched)
     assert_equal_runs(tmp_path, own={"tokens_per_pass": 25}, **cut(8))
     assert steps and set(limits) == {25}

@@ -18,7 +18,8 @@ from trl_fsdp_qlora.grpo.step import StepScores
 from trl_fsdp_qlora.planning import passes, steps
 from trl_fsdp_qlora.planning.plan import cache_bytes
 from trl_fsdp_qlora.planning.settings import Launch
-from trl_fsdp_qlora.prefix_sharing.door import Batch, open_door
+from trl_fsdp_qlora.prefix_sharing.batch import Batch
+from trl_fsdp_qlora.prefix_sharing.door import open_door
 from trl_fsdp_qlora.recipe.checks import lora_config
 from trl_fsdp_qlora.scoring import logprobs
 

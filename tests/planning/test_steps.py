@@ -10,7 +10,8 @@ from tests.planning.models import config, folder, settings
 from trl_fsdp_qlora.planning.settings import Launch
 from trl_fsdp_qlora.planning.steps import plan_step
 from trl_fsdp_qlora.prefix_sharing.across_passes import grow_pass
-from trl_fsdp_qlora.prefix_sharing.door import Batch, open_door
+from trl_fsdp_qlora.prefix_sharing.batch import Batch
+from trl_fsdp_qlora.prefix_sharing.door import open_door
 
 
 @pytest.fixture(scope="module")

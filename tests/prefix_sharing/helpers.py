@@ -14,7 +14,8 @@ from trl.trainer.utils import add_fused_lm_head
 from trl_fsdp_qlora.data.answers import completion_text
 from trl_fsdp_qlora.grpo.config import EfficientGRPOConfig
 from trl_fsdp_qlora.prefix_sharing import forest
-from trl_fsdp_qlora.prefix_sharing.door import Batch, Door, PassFigures, causal_language_model, open_door
+from trl_fsdp_qlora.prefix_sharing.batch import Batch
+from trl_fsdp_qlora.prefix_sharing.door import Door, PassFigures, causal_language_model, open_door
 from trl_fsdp_qlora.prefix_sharing.layout import PackedLayout, lay_out, read_batch
 
 VOCABULARY = 67
@@ -221,7 +222,7 @@ def prepared(model, choice="auto", compared=False, **options) -> Door:
         with_stock_head(base)
     door = open_door(model, attention=choice, **({"compares": False} | options))
     if compared:
-        door.checked.update(product((False, True), repeat=2))
+        door.comparison.checked.update(product((False, True), repeat=2))
     return door
 
 
@@ -246,7 +247,7 @@ def one_pass(model, door, batch=None, scored_BC=None, completion=COMPLETION, **a
     if scored_BC is not None:
         labels[:, -completion:].masked_fill_(~scored_BC, -100)
     with counting_padded_forwards(door.base) as padded:
-        door.compare_with_stock(model, whole, **tokens_per_pass)
+        door.comparison.with_stock(model, whole, **tokens_per_pass)
         inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels, **arguments}
         for_the_door = of_images | tokens_per_pass if door.is_active else {}
         output = model(**inputs, **for_the_door, fused_lm_head=True)

@@ -128,7 +128,7 @@ def an_unpackable_batch_on_one_rank(scene):
         mask[0, -COMPLETION + 2] = 0
     for _ in range(2):
         logps = scene.run((ids, mask))
-        assert scene.door.is_active and scene.door.checked
+        assert scene.door.is_active and scene.door.comparison.checked
         assert bool(scene.door.figures.tokens) == (dist.get_rank() == 0)
         with scene.door.closed():
             stock = stock_log_probs(scene.model, ids, mask)[0]
@@ -153,7 +153,11 @@ def an_unpackable_batch_on_one_rank_in_passes(scene):
 def no_trainer_compares(scene):
     """`share_prompts` alone: the door compares from inside the forward."""
     logps = scene.run_alone()
-    assert scene.door.is_active and scene.door.checked and all(p.grad is None for p in scene.model.parameters())
+    assert (
+        scene.door.is_active
+        and scene.door.comparison.checked
+        and all(p.grad is None for p in scene.model.parameters())
+    )
     assert scene.door.figures.tokens
     scene.assert_right(logps)
     scene.assert_right(scene.run_alone())
@@ -172,7 +176,7 @@ def no_trainer_compares_and_one_rank_cannot_pack(scene):
         logps.sum().backward()
         scene.model.zero_grad()
     scene.assert_right(scene.run_alone())
-    assert scene.door.is_active and scene.door.checked and scene.door.figures.tokens
+    assert scene.door.is_active and scene.door.comparison.checked and scene.door.figures.tokens
 
 
 def no_trainer_compares_and_one_rank_is_wrong(scene):

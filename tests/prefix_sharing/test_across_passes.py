@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from trl_fsdp_qlora.prefix_sharing import across_passes, cascade, forest, layout
-from trl_fsdp_qlora.prefix_sharing.door import Batch, open_door
+from trl_fsdp_qlora.prefix_sharing.batch import Batch
+from trl_fsdp_qlora.prefix_sharing.door import open_door
 
 from .helpers import RECURRENT, SUPPORTED, VOCABULARY, assert_equal_gradients, build, gradients, with_stock_head
 from .test_attention import dense_backward, dense_forward

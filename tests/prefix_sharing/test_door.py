@@ -195,7 +195,7 @@ def test_few_sizes_are_asked_for(monkeypatch):
     """In ten steps with groups of random lengths: an allocator that keeps blocks by size finds them again."""
     model = with_stock_head(build("llama"))
     share_prompts(model)
-    model.prompt_sharing.checked.add((False, False))
+    model.prompt_sharing.comparison.checked.add((False, False))
     found = {}
     for multiple in (1, 64):
         monkeypatch.setattr(layout, "row_multiple", lambda device, multiple=multiple: multiple)

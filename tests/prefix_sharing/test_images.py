@@ -18,8 +18,10 @@ from trl import GRPOTrainer
 from tests.distributed.launch import launch
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.prefix_sharing import across_passes, images
-from trl_fsdp_qlora.prefix_sharing import door as door_module
-from trl_fsdp_qlora.prefix_sharing.door import Batch, Door, sampled_rows
+from trl_fsdp_qlora.prefix_sharing import comparison as comparison_module
+from trl_fsdp_qlora.prefix_sharing.batch import Batch
+from trl_fsdp_qlora.prefix_sharing.comparison import sampled_rows
+from trl_fsdp_qlora.prefix_sharing.door import Door
 from trl_fsdp_qlora.prefix_sharing.layout import UnpackableBatch
 
 from .helpers import (
@@ -152,7 +154,7 @@ def stock(model, batch: Batch):
 
 def packed(model, door: Door, batch: Batch, **options):
     """The same through the door, as a trainer does it: compared with stock's first, images counted by the trainer."""
-    door.compare_with_stock(model, batch)
+    door.comparison.with_stock(model, batch)
     if door.is_active:
         options |= {"num_images": batch.num_images, "image_keys": batch.image_keys}
     return model(**batch.arguments(), **options, fused_lm_head=True)
@@ -367,13 +369,13 @@ def test_the_comparison_of_the_first_pass_takes_rows_with_images():
 def test_ranks_ask_each_other_for_images_once_per_generation_batch(monkeypatch):
     """With tools a vision class asked in every pass until an image came, and the host waited each time."""
     model, door, batch = pictured("qwen3_vl")
-    asked, reduced = [], door_module.reduced_over_ranks
-    monkeypatch.setattr(door_module, "reduced_over_ranks", lambda *args: asked.append(1) or reduced(*args))
+    asked, reduced = [], comparison_module.reduced_over_ranks
+    monkeypatch.setattr(comparison_module, "reduced_over_ranks", lambda *args: asked.append(1) or reduced(*args))
     text = batch.rows(np.array([5, 6]))
 
     def exchanges(batch):
         asked.clear()
-        door.compare_with_stock(model, batch)
+        door.comparison.with_stock(model, batch)
         return len(asked)
 
     assert exchanges(text) > 1  # a few rows are compared

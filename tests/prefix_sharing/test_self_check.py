@@ -135,7 +135,7 @@ def test_another_release_of_torch_compares_log_probabilities_alone_under_fsdp2(m
     monkeypatch.setattr("trl_fsdp_qlora.prefix_sharing.self_check.misfit", lambda: "torch 9.9")
     # Two forwards of two rows, next to each of the two ways in which rows of this model may be packed.
     assert one_pass(model, door).padded_forwards == 4
-    assert door.is_active and door.checked == {(False, False)}
+    assert door.is_active and door.comparison.checked == {(False, False)}
 
 
 def test_each_kind_of_pass_is_compared_once():
@@ -145,14 +145,14 @@ def test_each_kind_of_pass_is_compared_once():
     model, door = llama()
     ids, mask = awkward_batch()
     mask[:, -COMPLETION:] = 0
-    assert one_pass(model, door, (ids, mask)).padded_forwards == 0 and not door.checked
+    assert one_pass(model, door, (ids, mask)).padded_forwards == 0 and not door.comparison.checked
     with torch.no_grad():
         assert [one_pass(model, door).padded_forwards for _ in range(2)] == [4, 0]
     nothing = torch.zeros(10, COMPLETION, dtype=torch.bool)  # rows that nothing can be learnt from are compared, too
     assert [one_pass(model, door, scored_BC=nothing).padded_forwards for _ in range(2)] == [4, 0]
     with torch.no_grad():
         assert one_pass(model, door).padded_forwards == 0
-    assert door.checked == {(False, False), (True, False)}
+    assert door.comparison.checked == {(False, False), (True, False)}
     # A state is not kept at every token, so of recurrent layers there is one way.
     model = build("qwen3_5")
     assert [one_pass(model, prepared(model)).padded_forwards for _ in range(2)] == [2, 0]
@@ -179,7 +179,7 @@ def test_no_forward_of_the_comparison_holds_more_tokens_than_the_steps_own(rows,
         lambda module, args, kwargs: tokens.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
     for limit in (PROMPT + COMPLETION, 10**6, None):  # a limit that the batch does not reach, too
-        door.checked.clear()
+        door.comparison.checked.clear()
         with torch.set_grad_enabled(limit is None):
             one_pass(model, door, (ids, mask), **({} if limit is None else {"tokens_per_pass": limit}))
         cut = limit == PROMPT + COMPLETION and rows > 1

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.grpo.test_syncs import Waits, places
-from trl_fsdp_qlora.prefix_sharing.door import Batch
+from trl_fsdp_qlora.prefix_sharing.batch import Batch
 
 from .helpers import RECURRENT, SUPPORTED, awkward_batch, build, completion_labels, prepared
 from .test_images import freeze_tower, with_images

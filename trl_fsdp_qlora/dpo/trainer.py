@@ -12,7 +12,8 @@ from ..fsdp2_qlora.loading import experts_in_4bit
 from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
 from ..grpo.arguments import completed, with_base_loaded
 from ..grpo.training import EfficientTraining
-from ..prefix_sharing.door import Batch, Door, open_door
+from ..prefix_sharing.batch import Batch
+from ..prefix_sharing.door import Door, open_door
 from ..prefix_sharing.layout import IGNORED_LABEL, UnpackableBatch
 from ..prefix_sharing.self_check import compares_gradients, reduced_over_ranks
 from .config import EfficientDPOConfig
@@ -86,7 +87,7 @@ class EfficientDPOTrainer(EfficientTraining, ShardedQLoRAMixin, DPOTrainer):
         return loss
 
     def _compare_with_stock(self, door: Door, model: torch.nn.Module, inputs: dict[str, Any]) -> None:
-        """Compare a few pairs of the first batch of a kind with stock's pass, see [`Door.compare_with_stock`]."""
+        """Compare a few pairs of the first batch of a kind with stock's pass, see [`Comparison.with_stock`]."""
         if not door.is_active:
             return
         labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORED_LABEL)
@@ -94,13 +95,13 @@ class EfficientDPOTrainer(EfficientTraining, ShardedQLoRAMixin, DPOTrainer):
         vision = {name: value for name, value in inputs.items() if name not in others}
         batch = Batch(inputs["input_ids"], inputs.get("attention_mask"), labels, vision)
         # Images are counted only until a batch with images was compared: the ranks have to agree, and the host waits.
-        is_open = door.expects_images and (compares_gradients(model), True) not in door.checked
+        is_open = door.expects_images and (compares_gradients(model), True) not in door.comparison.checked
         if is_open and not self._counts_images(door, batch):
             return
         # TRL's batch has all chosen answers first, then all rejected ones. The comparison needs the two of a pair
         # next to each other.
         in_pairs = np.arange(len(labels)).reshape(2, -1).T.ravel()
-        door.compare_with_stock(model, batch.rows(in_pairs), self.accelerator.autocast)
+        door.comparison.with_stock(model, batch.rows(in_pairs), self.accelerator.autocast)
 
     def _counts_images(self, door: Door, batch: Batch) -> bool:
         """Set the number of images of each row of `batch`; return whether every rank could count its images."""

@@ -12,7 +12,8 @@ from torch import nn
 from ..compat.fsdp import forget_forward
 from ..compat.peft import is_reference
 from ..prefix_sharing.across_passes import CannotKeep
-from ..prefix_sharing.door import Batch, Door, open_door
+from ..prefix_sharing.batch import Batch
+from ..prefix_sharing.door import Door, open_door
 from ..prefix_sharing.images import fingerprints
 from ..prefix_sharing.layout import IGNORED_LABEL
 from ..prefix_sharing.narrow import call_on_scored_rows
@@ -144,7 +145,7 @@ class ScoringThroughTheDoor:
         tokens_per_pass = batch_size * width if batch_size < rows else None
         # If a micro-batch is cut to fit into memory, the comparison passes have to be cut as well.
         limit = tokens_per_pass or self.args.tokens_per_pass or None
-        door.compare_with_stock(wanted.model, batch, self.accelerator.autocast, limit)
+        door.comparison.with_stock(wanted.model, batch, self.accelerator.autocast, limit)
         step_scores, number = (None, 0)
         if kind == "policy" and torch.is_grad_enabled():
             step_scores, number = self._look_ahead(door, wanted.inputs)

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compat.replaced import replaced
 from ..compat.trl import FusedCausalLMOutput
 from ..prefix_sharing.across_passes import Account, StepForwards, StepPlan, hand_over, lend, pay
-from ..prefix_sharing.door import Batch
+from ..prefix_sharing.batch import Batch
 
 
 class RandomState:

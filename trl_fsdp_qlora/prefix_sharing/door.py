@@ -27,8 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
-from ..compat.fsdp import forget_forward
-from ..compat.trl import FusedCausalLMOutput, FusedHead, add_fused_lm_head, fused_head, rows_of_images
+from ..compat.trl import FusedCausalLMOutput, FusedHead, add_fused_lm_head, fused_head
 from ..errors import UserError
 from ..scoring.logprobs import score_with_head
 from ..scoring.transfer import to_device, to_host
@@ -36,24 +35,19 @@ from . import layout as layouts
 from . import support
 from .across_passes import CannotKeep, Forward, StepForwards, StepPlan
 from .attention import BACKENDS, DenseMask, UnsupportedAttention, can_nest, install, no_mask, set_aside
-from .dropout import attention_reason, other_dropout, without_dropout
-from .forest import Forest, grow, sort_by_prefix
-from .images import Images, on_host
+from .batch import Batch
+from .comparison import Comparison, Rehearsal
+from .dropout import other_dropout
+from .forest import Forest, grow
+from .images import Images
 from .layout import IGNORED_LABEL, PackedLayout, Sequences, UnpackableBatch, cut_rows, decode, encode, lay_out
 from .recurrent import SHORTEST, gathered_per_call, goes_on_from_a_state, recurrent_layers
 from .recurrent import install as install_recurrent
 from .router_loss import router_loss, router_sums
 from .scope import checkpointed, computing, keeps_no_graph, place
 from .self_check import (
-    ROWS_FP32,
-    ROWS_HALF,
-    compare,
-    compares_gradients,
-    cut_sample,
     is_sharded,
-    judging_alone,
     reduced_over_ranks,
-    rounding_unit,
 )
 
 logger = logging.getLogger(__name__)
@@ -63,7 +57,6 @@ CHOICES = ("auto", "off", *BACKENDS)
 _ATTRIBUTE = "prompt_sharing"
 # Arguments of a forward that do not change its values.
 _NEUTRAL = {"use_cache", "return_dict"}
-_NOTHING_TO_COMPARE = "nothing to compare"
 # A layer spends about 24 h² operations on a token (projections and MLP) and 4 h on a query-key pair.
 _PAIRS_PER_TOKEN = 6.0
 
@@ -133,7 +126,7 @@ def open_door(
     Args:
         entropy_gradient: whether the entropy's gradient may be needed; not every kernel has it.
         compares: whether the door compares its first pass with stock TRL's by itself. A trainer that also compares
-            gradients calls [`Door.compare_with_stock`] instead.
+            gradients calls [`comparison.Comparison.with_stock`] instead.
         expects_images: whether prompts may have images, on some ranks earlier than on others.
     """
     if attention not in CHOICES:
@@ -197,85 +190,6 @@ class PassFigures:
         return metrics
 
 
-@dataclass(eq=False)
-class Batch:
-    """A call of the fused forward: B padded rows of L tokens.
-
-    Attributes:
-        input_ids, attention_mask, labels: `(B, L)`; the mask may be absent.
-        vision: the model's further arguments, those for images and those with one entry per token.
-        num_images: number of images of each row, if the caller counted them.
-        image_keys: `(B, 1)` numbers, equal for rows with the same images, if the caller hashed them.
-        router_loss: whether the router loss of a mixture of experts is needed.
-        num_items: divisor of the loss; the number of labels if absent.
-    """
-
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor | None
-    labels: torch.Tensor
-    vision: dict[str, Any] = field(default_factory=dict)
-    num_images: list[int] | None = None
-    image_keys: torch.Tensor | None = None
-    router_loss: bool = False
-    num_items: Any = None
-
-    @property
-    def has_images(self) -> bool:
-        return any(name.startswith("pixel_values") for name in self.vision)
-
-    def arguments(self) -> dict[str, Any]:
-        """Returns the arguments of the forward call for this batch."""
-        arguments = {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "labels": self.labels}
-        # `rows` reads the images on the host and leaves the picked ones there.
-        device = self.input_ids.device
-        arguments |= {n: to_device(x, device) if isinstance(x, torch.Tensor) else x for n, x in self.vision.items()}
-        if self.router_loss:
-            arguments["output_router_logits"] = True
-        return arguments
-
-    @classmethod
-    def joined(cls, batches: list["Batch"]) -> "Batch":
-        """Returns batches of equal width joined into one."""
-        if len(batches) == 1:
-            return batches[0]
-        joined = {}
-        for name in ("input_ids", "attention_mask", "labels", "image_keys"):
-            parts = [getattr(batch, name) for batch in batches]
-            joined[name] = None if any(part is None for part in parts) else torch.cat(parts)
-        names = dict.fromkeys(name for batch in batches for name in batch.vision)
-        vision = {name: torch.cat([b.vision[name] for b in batches if name in b.vision]) for name in names}
-        num_images = None
-        if any(batch.num_images is not None for batch in batches):
-            num_images = [n for b in batches for n in (b.num_images or [0] * len(b.input_ids))]
-        needs_router_loss = any(batch.router_loss for batch in batches)
-        return cls(**joined, vision=vision, num_images=num_images, router_loss=needs_router_loss)
-
-    def rows(self, rows: np.ndarray) -> "Batch":
-        """Returns a batch of the rows with these indices."""
-        picked = {
-            name: None if x is None else x[to_device(torch.from_numpy(rows), x.device)]
-            for name, x in vars(self).items()
-            if name in ("input_ids", "attention_mask", "labels", "image_keys")
-        }
-        vision = self.vision
-        if vision:
-            counted = vision if self.num_images is None else {**vision, "num_images": self.num_images}
-            vision = rows_of_images(on_host(counted), rows)
-        num_images = vision.pop("num_images", None) if vision else None
-        return replace(self, vision=vision, num_images=num_images, **picked)
-
-
-@dataclass
-class Rehearsal:
-    """A packed pass that is compared with stock TRL's.
-
-    Its layers note what they cannot compute instead of raising, so that ranks meet in every collective.
-    """
-
-    is_dense: bool
-    problems: list[str] = field(default_factory=list)
-
-
 class Door:
     """Stands in front of a causal language model's fused forward, see the module docstring.
 
@@ -283,7 +197,7 @@ class Door:
         base: the causal language model, without wrappers.
         reason: why passes run as in stock TRL; `None` if they run packed.
         figures: figures of the last packed pass.
-        checked: the kinds of passes that were compared with stock TRL's, as `(gradients, images)`.
+        comparison: compares the first pass of each kind with stock TRL's.
     """
 
     def __init__(self, base: nn.Module):
@@ -291,7 +205,7 @@ class Door:
         self.attention = "off"
         self.reason: str | None = None
         self.figures = PassFigures()
-        self.checked: set = set()
+        self.comparison = Comparison(self)
         self.is_aside = False
         self.images_may_come = True
         self._is_prepared = False
@@ -388,7 +302,7 @@ class Door:
         """Returns a line for a start-up report: whether passes run packed, or why not, and other dropout."""
         # With a named backend an unsuitable wrapper raises, and all ranks have to raise together, in the first pass.
         if self.attention == "auto":
-            self._look_at_wrappers()
+            self.look_at_wrappers()
         if not self.is_active:
             return f"prefix sharing: {self.reason}"
         return "; ".join(filter(None, [f"prefix sharing: {self.attention}", other_dropout(self.base)]))
@@ -430,30 +344,17 @@ class Door:
         finally:
             self.is_aside = before
 
-    def _look_at_wrappers(self) -> None:
+    def look_at_wrappers(self) -> None:
         """Give up if wrappers that were added later do not allow packed rows; all ranks have the same wrappers."""
         if self.is_active and (reason := gathered_per_call(self.base)) is not None:
             self.give_up(reason)
 
-    def _refuse_together(self, batch: "Batch") -> None:
-        """Raise on all ranks if a backend was named and one rank's batch cannot be packed.
-
-        Every rank has to call this.
-        """
-        problem = None
-        try:
-            self._read(batch)
-        except UnpackableBatch as error:
-            problem = str(error)
-        if any(reduced_over_ranks([int(problem is not None)], batch.input_ids.device)):
-            self._log("A batch", problem or "another rank's cannot be packed")
-
     def give_up(self, reason: str) -> None:
         """Let all further passes run as in stock TRL."""
         self.reason = reason
-        self._log("The model", reason)
+        self.runs_padded("The model", reason)
 
-    def _log(self, what: str, reason: str) -> None:
+    def runs_padded(self, what: str, reason: str) -> None:
         """Log once why something runs as in stock TRL; raise if a backend was named."""
         line = f"{what} runs padded as in stock TRL: {reason}"
         if self.attention != "auto":
@@ -466,176 +367,6 @@ class Door:
         if line not in self._logged:
             self._logged.add(line)
             logger.warning("%s.", line)
-
-    # --- once for each kind of pass: is it equal to stock? ----------------------------------------------------------
-
-    def compare_with_stock(
-        self, model: nn.Module, batch: Batch, autocast=contextlib.nullcontext, tokens_per_pass: int | None = None
-    ) -> None:
-        """Compute a few rows both packed and as in stock TRL, and compare, see [`self_check`].
-
-        This happens before the first pass of each kind (with gradients, with images). If the results differ, passes
-        run as in stock TRL from then on. The method is a collective: every rank has to call it before every pass.
-
-        Args:
-            model: the root module, wrappers included.
-            batch: the batch that is about to be scored.
-            autocast: factory of the context manager in which the forward runs.
-            tokens_per_pass: limit of the pass, see [`score`]. No forward of the comparison holds more tokens than one
-                of the pass.
-        """
-        if not self.checked:
-            self._look_at_wrappers()
-        if not self.is_active:
-            return
-        if self.attention != "auto":
-            self._refuse_together(batch)
-        gradients = compares_gradients(model)
-        with_images = batch.has_images and self.images.reason is None
-        asks = self.expects_images and self.images_may_come and self.images.reason is None
-        if asks and (gradients, True) not in self.checked:
-            # Some ranks see their first images earlier than others.
-            with_images = bool(reduced_over_ranks([int(with_images)], batch.input_ids.device)[0])
-        if (gradients, with_images) in self.checked:
-            return
-
-        def forward(arguments: dict[str, Any], **of_the_door) -> torch.Tensor:
-            try:
-                with autocast():
-                    return model(**arguments, fused_lm_head=True, **of_the_door).log_probs
-            except Exception:
-                forget_forward(model)  # a padded forward comes next
-                raise
-
-        with autocast():
-            unit = rounding_unit(self.base, batch.input_ids.device)
-        self._compare(model, forward, batch, unit, gradients, with_images, tokens_per_pass)
-
-    @_not_compiled
-    def _compare_by_itself(self, stock, batch: Batch | None, sequences: Sequences | None) -> bool:
-        """Compare values from inside the forward, for trainers that do not know of the door.
-
-        If the model is sharded, ranks meet in each of its forwards, so they compare together as soon as all of them
-        can pack. Else a rank may be alone in this forward (an evaluation on the first rank), so it judges alone.
-
-        Returns:
-            Whether this pass may run packed.
-        """
-        self._look_at_wrappers()
-        if not self.is_active:
-            return False
-        device = next(self.base.parameters()).device if batch is None else batch.input_ids.device
-        with contextlib.nullcontext() if is_sharded(self.base) else judging_alone():
-            has_images = sequences is not None and batch.has_images
-            cannot, with_images = reduced_over_ranks([int(sequences is None), int(has_images)], device)
-            if cannot:
-                return False
-            if (False, bool(with_images)) in self.checked:
-                return True
-            if not has_images:
-                # The comparison needs rows that begin alike. In a batch of pairs (all chosen, then all rejected) they
-                # are not neighbours.
-                order, _ = sort_by_prefix(sequences.tokens_BL, sequences.lengths_B)
-                batch = batch.rows(order)
-            through = _through_the_door(self.base, stock)
-
-            def forward(arguments: dict[str, Any], **of_the_door) -> torch.Tensor:
-                return through(self.base, fused_lm_head=True, **arguments, **of_the_door).log_probs
-
-            with torch.no_grad():
-                unit = rounding_unit(self.base, device)
-                self._compare(self.base, forward, batch, unit, False, bool(with_images), None)
-        return self.is_active and not (batch.has_images and self.images.reason)
-
-    def _compare(
-        self,
-        model: nn.Module,
-        forward,
-        batch: Batch,
-        unit: float,
-        gradients: bool,
-        with_images: bool,
-        tokens_per_pass: int | None,
-    ) -> None:
-        """Compare a few rows of a batch and keep the verdict."""
-        try:
-            self._count_images(batch)
-        except UnpackableBatch as error:
-            self._log("A batch", str(error))
-            batch = replace(batch, vision={}, num_images=None)
-        if with_images:
-            self.images.share(batch)
-        problem = self._difference(model, forward, batch, unit, tokens_per_pass)
-        if problem == _NOTHING_TO_COMPARE:
-            return
-        if problem is None:
-            self.checked.update(itertools.product({False, gradients}, {False, with_images}))
-        elif with_images and self.attention == "auto":  # batches without images may still run packed
-            self.images.reason = problem
-        else:
-            self.give_up(problem)
-
-    def _difference(
-        self, model: nn.Module, forward, batch: Batch, unit: float, tokens_per_pass: int | None
-    ) -> str | None:
-        """Returns what is wrong with packed passes over a few rows of a batch; `None` if nothing is."""
-        device = batch.input_ids.device
-        (count,) = reduced_over_ranks([min(ROWS_HALF if unit else ROWS_FP32, len(batch.input_ids))], device)
-        few = replace(batch.rows(sampled_rows(batch, int(count))), router_loss=False)
-        sequences = self._try_to_read(few)
-        is_readable = sequences is not None and bool(sequences.scored_BL.any())
-        if not any(reduced_over_ranks([int(is_readable)], device)):
-            return _NOTHING_TO_COMPARE
-        tokens = self._tokens_of(batch)
-        if tokens_per_pass is not None:
-            tokens = min(tokens, tokens_per_pass)
-        rows, width = few.input_ids.shape
-        ends = [(0, rows)]
-        if is_readable:
-            # The rows of one forward have to be neighbours.
-            sets = cut_rows(sequences, max(tokens, width), lambda rows: self._grow(few, sequences.rows(rows)).tokens)
-            few = few.rows(np.concatenate(sets))
-            lengths = np.cumsum([0, *map(len, sets)]).tolist()
-            ends = list(itertools.pairwise(lengths))
-        cuts = cut_sample(ends, rows, width, tokens, device)
-
-        def padded(part: slice) -> torch.Tensor:
-            with self.closed():
-                return forward(few.rows(np.arange(part.start, part.stop)).arguments())
-
-        def packed(is_dense: bool, part: slice) -> torch.Tensor:
-            if not is_readable:  # other ranks meet this one in the forward
-                return padded(part)
-            rehearsal = Rehearsal(is_dense)
-            these = few.rows(np.arange(part.start, part.stop))
-            of_images = {"num_images": these.num_images, "image_keys": these.image_keys}
-            values = forward(these.arguments(), rehearsal=rehearsal, **of_images)
-            calls = len(self.figures.layer_calls)
-            if not calls or calls % self.layers:  # differential attention calls its function twice a layer
-                rehearsal.problems.append(f"prefix-aware layers ran {calls} times in a forward of {self.layers}")
-            if rehearsal.problems:
-                raise UnsupportedAttention(rehearsal.problems[0])
-            return values
-
-        scored = few.labels[:, 1:] != IGNORED_LABEL
-        embeddings = self.base.get_input_embeddings()
-        problem = attention_reason(self.base)  # dropout may have been set since
-        with without_dropout(model), self.images.in_every_forward():
-            for is_dense in (False, True)[: 1 + self.can_be_dense]:
-                pass_of_rows = functools.partial(packed, is_dense)
-                problem = problem or compare(model, pass_of_rows, padded, scored, cuts, embeddings, unit)
-        return problem
-
-    def _try_to_read(self, batch: Batch) -> Sequences | None:
-        try:
-            return self._read(batch)
-        except UnpackableBatch as error:
-            self._log("A batch", str(error))
-
-    def _tokens_of(self, batch: Batch) -> int:
-        """Returns the number of tokens that a pass over a batch computes."""
-        sequences = self._try_to_read(batch)
-        return batch.input_ids.numel() if sequences is None else self._grow(batch, sequences).tokens
 
     # --- passes of an optimizer step with common beginnings ----------------------------------------------------------
 
@@ -721,7 +452,7 @@ class Door:
             together = each_alone if chosen == rows else forwards(chosen, agree)
             # A batch that runs alone may be a dense row, which a pass of several batches cannot be. That may save more
             # than sharing between batches does.
-            alone = [self._grow(batch, few).tokens for batch, few in zip(batches, sequences.split(rows), strict=True)]
+            alone = [self.grow(batch, few).tokens for batch, few in zip(batches, sequences.split(rows), strict=True)]
             planned, alone = reduced_over_ranks([together.tokens, sum(alone)], device, "SUM")
             return StepPlan(together, None, chosen // rows, 1, to_losses) if planned < alone else None
         values = forwards(chosen, agree, has_gradients=False)
@@ -760,7 +491,7 @@ class Door:
         - `num_images`, `image_keys`: number of images of each row, and numbers that are equal for rows with the same
           images, if known;
         - `tokens_per_pass`: run in passes of no more tokens than this. Ranks exchange how many passes they need;
-        - `rehearsal`: of [`compare_with_stock`];
+        - `rehearsal`: of a [`comparison.Comparison`];
         - `forward`: one of several forwards that together compute a step, see [`across_passes.StepForwards`].
         """
         start = time.perf_counter()
@@ -780,14 +511,14 @@ class Door:
                 batch = self._batch(arguments, **of_images)
                 if tokens_per_pass is not None:
                     batch.router_loss = False  # a pass in parts returns values and no losses of the model
-                sequences = self._read(batch)
+                sequences = self.read(batch)
                 if rehearsal is None:
                     self._check_pairs(batch, sequences)
             except UnpackableBatch as error:
                 sequences = None
-                self._log("A batch", str(error))
-        is_unchecked = rehearsal is None and tokens_per_pass is None and not self._is_checked
-        if is_unchecked and not self._compare_by_itself(stock, batch, sequences):
+                self.runs_padded("A batch", str(error))
+        is_unchecked = rehearsal is None and tokens_per_pass is None and not self.comparison.is_complete
+        if is_unchecked and not self.comparison.from_inside(stock, batch, sequences):
             sequences = None
         self.figures = PassFigures()
         if tokens_per_pass is None and sequences is None:
@@ -799,18 +530,10 @@ class Door:
         self.figures.seconds = time.perf_counter() - start
         return output
 
-    @property
-    def _is_checked(self) -> bool:
-        """Whether nothing is left to compare from inside the forward."""
-        if not (self.compares and self.is_active) or self.is_aside:
-            return True
-        may_have_images = self.images.token is not None and self.images.reason is None
-        return {(False, False), (False, may_have_images)} <= self.checked
-
     @_but_for_the_model
-    def _score_forward(self, batch: "Batch", forward: Forward) -> FusedCausalLMOutput:
+    def _score_forward(self, batch: Batch, forward: Forward) -> FusedCausalLMOutput:
         """Score a packed pass that shares beginnings with other passes, or compute the trunk of such passes."""
-        self._count_images(batch)
+        self.count_images(batch)
         if forward.kept.is_trunk:
             batch = replace(batch, labels=torch.full_like(batch.labels, IGNORED_LABEL))
         batch = replace(batch, router_loss=forward.sequences.needs_all)
@@ -822,14 +545,14 @@ class Door:
 
     @_but_for_the_model
     def _score_rows(
-        self, batch: "Batch", sequences: Sequences, rehearsal: "Rehearsal | None" = None
+        self, batch: Batch, sequences: Sequences, rehearsal: Rehearsal | None = None
     ) -> FusedCausalLMOutput:
         """Score a batch in one packed pass."""
         return self._score_layout(batch, sequences, self._lay_out(batch, sequences, rehearsal))
 
     @_but_for_the_model
     def _score_layout(
-        self, batch: "Batch", sequences: Sequences, layout: PackedLayout, batches: int = 1
+        self, batch: Batch, sequences: Sequences, layout: PackedLayout, batches: int = 1
     ) -> FusedCausalLMOutput:
         hidden_NH, sums_M2E = self._run(batch, layout, sequences, batches)
         values = score_with_head(
@@ -854,7 +577,7 @@ class Door:
         (rows, width) = arguments["input_ids"].shape
         cuts = []
         if sequences is not None:
-            cuts = cut_rows(sequences, tokens_per_pass, lambda few: self._grow(batch, sequences.rows(few)).tokens)
+            cuts = cut_rows(sequences, tokens_per_pass, lambda few: self.grow(batch, sequences.rows(few)).tokens)
         forwards = self._forwards_of_cuts(batch, sequences, cuts)
         count = len(cuts) if forwards is None else forwards.count
         most, cannot = reduced_over_ranks([count, int(sequences is None)], device)
@@ -899,13 +622,13 @@ class Door:
         return forwards if forwards.is_shared else None
 
     @_not_compiled
-    def _check_pairs(self, batch: "Batch", sequences: Sequences) -> None:
+    def _check_pairs(self, batch: Batch, sequences: Sequences) -> None:
         """Raise if a mask of all pairs of the packed row would be larger than stock's.
 
         A model whose attention is code of its own computes all pairs of a row.
         """
         rows, width = batch.input_ids.shape
-        if self.dense and not self.dense.pays(self._grow(batch, sequences).tokens, rows, width):
+        if self.dense and not self.dense.pays(self.grow(batch, sequences).tokens, rows, width):
             raise UnpackableBatch("a mask of all pairs of the packed row would be larger than stock's")
 
     @_not_compiled
@@ -930,7 +653,7 @@ class Door:
         return Batch(input_ids, mask, labels, vision, num_images, image_keys, bool(router_loss), num_items)
 
     @_not_compiled
-    def _read(self, batch: Batch) -> Sequences:
+    def read(self, batch: Batch) -> Sequences:
         """Read a batch on the host. Tokens that must not be shared get numbers of their own."""
         return self._read_together([batch])
 
@@ -964,11 +687,11 @@ class Door:
             sequences.tokens_BL[:, 0] += sequences.offsets_B << 40
         return sequences
 
-    def _count_images(self, batch: Batch) -> None:
+    def count_images(self, batch: Batch) -> None:
         if batch.has_images and batch.num_images is None:
             batch.num_images = self.images.count(batch)
 
-    def _grow(self, batch: Batch, sequences: Sequences, is_dense: bool = False) -> Forest:
+    def grow(self, batch: Batch, sequences: Sequences, is_dense: bool = False) -> Forest:
         lengths_B = sequences.needed_B
         # Without labels one token is computed, so that the graph contains the model and ranks meet in it.
         if not lengths_B.any():
@@ -993,10 +716,10 @@ class Door:
 
     @_not_compiled
     def _lay_out(
-        self, batch: Batch, sequences: Sequences, rehearsal: "Rehearsal | None", forest: Forest | None = None
+        self, batch: Batch, sequences: Sequences, rehearsal: Rehearsal | None, forest: Forest | None = None
     ) -> PackedLayout:
         if forest is None:
-            forest = self._grow(batch, sequences, is_dense=rehearsal is not None and rehearsal.is_dense)
+            forest = self.grow(batch, sequences, is_dense=rehearsal is not None and rehearsal.is_dense)
         layout = lay_out(
             batch.input_ids, batch.labels, sequences, forest, layouts.row_multiple(batch.input_ids.device)
         )
@@ -1068,20 +791,6 @@ class Door:
             coefficient = getattr(self.base.config.get_text_config(), "router_aux_loss_coef", 0.0)
             loss = loss + coefficient * aux_loss
         return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **values)
-
-
-def sampled_rows(batch: Batch, count: int) -> np.ndarray:
-    """Returns `count` row indices: half from the first row with images (or row 0) on, half from the end of the batch.
-
-    Neighbouring rows mostly share a prompt. If the batch has fewer rows, the last row is repeated, so that ranks have
-    equally many.
-    """
-    rows = list(range(len(batch.input_ids)))
-    rows += rows[-1:] * (count - len(rows))
-    first = next((row for row, images in enumerate(batch.num_images or ()) if images), 0)
-    first = min(first, len(rows) - count)
-    last = count // 2
-    return np.array(rows[first : first + count - last] + rows[len(rows) - last :])
 
 
 def _through_the_door(base: PreTrainedModel, stock):

@@ -1,0 +1,266 @@
+"""`Comparison`: before the first packed pass of each kind, a few rows are also computed as in stock TRL.
+
+If the results differ, passes run as in stock TRL from then on. [`self_check.compare`] computes both and judges. This
+file decides when to compare, which rows, and what follows from the verdict.
+"""
+
+import contextlib
+import functools
+import itertools
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..compat.fsdp import forget_forward
+from .attention import UnsupportedAttention
+from .batch import Batch
+from .dropout import attention_reason, without_dropout
+from .forest import sort_by_prefix
+from .layout import IGNORED_LABEL, Sequences, UnpackableBatch, cut_rows
+from .self_check import (
+    ROWS_FP32,
+    ROWS_HALF,
+    compare,
+    compares_gradients,
+    cut_sample,
+    is_sharded,
+    judging_alone,
+    reduced_over_ranks,
+    rounding_unit,
+)
+
+if TYPE_CHECKING:
+    from .door import Door
+
+_NOTHING_TO_COMPARE = "nothing to compare"
+
+
+@dataclass
+class Rehearsal:
+    """A packed pass that is compared with stock TRL's.
+
+    Its layers note what they cannot compute instead of raising, so that ranks meet in every collective.
+    """
+
+    is_dense: bool
+    problems: list[str] = field(default_factory=list)
+
+
+class Comparison:
+    """Compares packed passes of a door with stock TRL's.
+
+    Attributes:
+        door: whose passes are compared.
+        checked: the kinds of passes that were compared, as `(gradients, images)`.
+    """
+
+    def __init__(self, door: "Door"):
+        self.door = door
+        self.checked: set[tuple[bool, bool]] = set()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to compare from inside the forward."""
+        if not (self.door.compares and self.door.is_active) or self.door.is_aside:
+            return True
+        may_have_images = self.door.images.token is not None and self.door.images.reason is None
+        return {(False, False), (False, may_have_images)} <= self.checked
+
+    def with_stock(
+        self, model: nn.Module, batch: Batch, autocast=contextlib.nullcontext, tokens_per_pass: int | None = None
+    ) -> None:
+        """Compute a few rows both packed and as in stock TRL, and compare, see [`self_check`].
+
+        This happens before the first pass of each kind (with gradients, with images). If the results differ, passes
+        run as in stock TRL from then on. The method is a collective: every rank has to call it before every pass.
+
+        Args:
+            model: the root module, wrappers included.
+            batch: the batch that is about to be scored.
+            autocast: factory of the context manager in which the forward runs.
+            tokens_per_pass: limit of the pass, see [`door.Door.score`]. No forward of the comparison holds more tokens
+                than one of the pass.
+        """
+        if not self.checked:
+            self.door.look_at_wrappers()
+        if not self.door.is_active:
+            return
+        if self.door.attention != "auto":
+            self._refuse_together(batch)
+        gradients = compares_gradients(model)
+        with_images = batch.has_images and self.door.images.reason is None
+        asks = self.door.expects_images and self.door.images_may_come and self.door.images.reason is None
+        if asks and (gradients, True) not in self.checked:
+            # Some ranks see their first images earlier than others.
+            with_images = bool(reduced_over_ranks([int(with_images)], batch.input_ids.device)[0])
+        if (gradients, with_images) in self.checked:
+            return
+
+        def forward(arguments: dict[str, Any], **of_the_door) -> torch.Tensor:
+            try:
+                with autocast():
+                    return model(**arguments, fused_lm_head=True, **of_the_door).log_probs
+            except Exception:
+                forget_forward(model)  # a padded forward comes next
+                raise
+
+        with autocast():
+            unit = rounding_unit(self.door.base, batch.input_ids.device)
+        self._compare(model, forward, batch, unit, gradients, with_images, tokens_per_pass)
+
+    @torch.compiler.disable
+    def from_inside(self, stock, batch: Batch | None, sequences: Sequences | None) -> bool:
+        """Compare values from inside the forward, for trainers that do not know of the door.
+
+        If the model is sharded, ranks meet in each of its forwards, so they compare together as soon as all of them
+        can pack. Else a rank may be alone in this forward (an evaluation on the first rank), so it judges alone.
+
+        Returns:
+            Whether this pass may run packed.
+        """
+        self.door.look_at_wrappers()
+        if not self.door.is_active:
+            return False
+        device = next(self.door.base.parameters()).device if batch is None else batch.input_ids.device
+        with contextlib.nullcontext() if is_sharded(self.door.base) else judging_alone():
+            has_images = sequences is not None and batch.has_images
+            cannot, with_images = reduced_over_ranks([int(sequences is None), int(has_images)], device)
+            if cannot:
+                return False
+            if (False, bool(with_images)) in self.checked:
+                return True
+            if not has_images:
+                # The comparison needs rows that begin alike. In a batch of pairs (all chosen, then all rejected) they
+                # are not neighbours.
+                order, _ = sort_by_prefix(sequences.tokens_BL, sequences.lengths_B)
+                batch = batch.rows(order)
+
+            def forward(arguments: dict[str, Any], **of_the_door) -> torch.Tensor:
+                return self.door.score(stock, {**arguments, **of_the_door}).log_probs
+
+            with torch.no_grad():
+                unit = rounding_unit(self.door.base, device)
+                self._compare(self.door.base, forward, batch, unit, False, bool(with_images), None)
+        return self.door.is_active and not (batch.has_images and self.door.images.reason)
+
+    def _refuse_together(self, batch: Batch) -> None:
+        """Raise on all ranks if a backend was named and one rank's batch cannot be packed.
+
+        Every rank has to call this.
+        """
+        problem = None
+        try:
+            self.door.read(batch)
+        except UnpackableBatch as error:
+            problem = str(error)
+        if any(reduced_over_ranks([int(problem is not None)], batch.input_ids.device)):
+            self.door.runs_padded("A batch", problem or "another rank's cannot be packed")
+
+    def _compare(
+        self,
+        model: nn.Module,
+        forward,
+        batch: Batch,
+        unit: float,
+        gradients: bool,
+        with_images: bool,
+        tokens_per_pass: int | None,
+    ) -> None:
+        """Compare a few rows of a batch and keep the verdict."""
+        try:
+            self.door.count_images(batch)
+        except UnpackableBatch as error:
+            self.door.runs_padded("A batch", str(error))
+            batch = replace(batch, vision={}, num_images=None)
+        if with_images:
+            self.door.images.share(batch)
+        problem = self._difference(model, forward, batch, unit, tokens_per_pass)
+        if problem == _NOTHING_TO_COMPARE:
+            return
+        if problem is None:
+            self.checked.update(itertools.product({False, gradients}, {False, with_images}))
+        elif with_images and self.door.attention == "auto":  # batches without images may still run packed
+            self.door.images.reason = problem
+        else:
+            self.door.give_up(problem)
+
+    def _difference(
+        self, model: nn.Module, forward, batch: Batch, unit: float, tokens_per_pass: int | None
+    ) -> str | None:
+        """Returns what is wrong with packed passes over a few rows of a batch; `None` if nothing is."""
+        device = batch.input_ids.device
+        (count,) = reduced_over_ranks([min(ROWS_HALF if unit else ROWS_FP32, len(batch.input_ids))], device)
+        few = replace(batch.rows(sampled_rows(batch, int(count))), router_loss=False)
+        sequences = self._try_to_read(few)
+        is_readable = sequences is not None and bool(sequences.scored_BL.any())
+        if not any(reduced_over_ranks([int(is_readable)], device)):
+            return _NOTHING_TO_COMPARE
+        tokens = self._tokens_of(batch)
+        if tokens_per_pass is not None:
+            tokens = min(tokens, tokens_per_pass)
+        rows, width = few.input_ids.shape
+        ends = [(0, rows)]
+        if is_readable:
+            # The rows of one forward have to be neighbours.
+            sets = cut_rows(
+                sequences, max(tokens, width), lambda part: self.door.grow(few, sequences.rows(part)).tokens
+            )
+            few = few.rows(np.concatenate(sets))
+            lengths = np.cumsum([0, *map(len, sets)]).tolist()
+            ends = list(itertools.pairwise(lengths))
+        cuts = cut_sample(ends, rows, width, tokens, device)
+
+        def padded(part: slice) -> torch.Tensor:
+            with self.door.closed():
+                return forward(few.rows(np.arange(part.start, part.stop)).arguments())
+
+        def packed(is_dense: bool, part: slice) -> torch.Tensor:
+            if not is_readable:  # other ranks meet this one in the forward
+                return padded(part)
+            rehearsal = Rehearsal(is_dense)
+            these = few.rows(np.arange(part.start, part.stop))
+            of_images = {"num_images": these.num_images, "image_keys": these.image_keys}
+            values = forward(these.arguments(), rehearsal=rehearsal, **of_images)
+            calls = len(self.door.figures.layer_calls)
+            if not calls or calls % self.door.layers:  # differential attention calls its function twice a layer
+                rehearsal.problems.append(f"prefix-aware layers ran {calls} times in a forward of {self.door.layers}")
+            if rehearsal.problems:
+                raise UnsupportedAttention(rehearsal.problems[0])
+            return values
+
+        scored = few.labels[:, 1:] != IGNORED_LABEL
+        embeddings = self.door.base.get_input_embeddings()
+        problem = attention_reason(self.door.base)  # dropout may have been set since
+        with without_dropout(model), self.door.images.in_every_forward():
+            for is_dense in (False, True)[: 1 + self.door.can_be_dense]:
+                pass_of_rows = functools.partial(packed, is_dense)
+                problem = problem or compare(model, pass_of_rows, padded, scored, cuts, embeddings, unit)
+        return problem
+
+    def _try_to_read(self, batch: Batch) -> Sequences | None:
+        try:
+            return self.door.read(batch)
+        except UnpackableBatch as error:
+            self.door.runs_padded("A batch", str(error))
+
+    def _tokens_of(self, batch: Batch) -> int:
+        """Returns the number of tokens that a pass over a batch computes."""
+        sequences = self._try_to_read(batch)
+        return batch.input_ids.numel() if sequences is None else self.door.grow(batch, sequences).tokens
+
+
+def sampled_rows(batch: Batch, count: int) -> np.ndarray:
+    """Returns `count` row indices: half from the first row with images (or row 0) on, half from the end of the batch.
+
+    Neighbouring rows mostly share a prompt. If the batch has fewer rows, the last row is repeated, so that ranks have
+    equally many.
+    """
+    rows = list(range(len(batch.input_ids)))
+    rows += rows[-1:] * (count - len(rows))
+    first = next((row for row, images in enumerate(batch.num_images or ()) if images), 0)
+    first = min(first, len(rows) - count)
+    last = count // 2
+    return np.array(rows[first : first + count - last] + rows[len(rows) - last :])
