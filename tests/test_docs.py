@@ -8,12 +8,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from datasets import Dataset
 from trl import TrlParser
 
 import trl_fsdp_qlora
-from tests.tiny import save_tiny_model
+from tests.decode.test_tools import naming
+from tests.tiny import config as small_config
+from tests.tiny import save_tiny_model, tiny_model
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.cli.scripts import LAUNCHER
+from trl_fsdp_qlora.recipe.arguments import ScriptArguments
+from trl_fsdp_qlora.recipe.episodes import agent_of
 from trl_fsdp_qlora.run.config_fields import own_fields
+from trl_fsdp_qlora.run.import_path import load_function
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(trl_fsdp_qlora.__file__).parent
@@ -142,3 +150,34 @@ def test_the_script_of_a_page_runs_and_every_metric_it_logs_is_explained(tmp_pat
     explained = [re.escape(name) for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
     patterns = [re.sub(r"<\w+>", r"\\w+", name.replace(re.escape("..."), ".*")) for name in explained]
     assert {name for name in logged if not any(re.fullmatch(pattern, name) for pattern in patterns)} == set()
+
+
+@pytest.mark.filterwarnings("ignore:.*environment_factory")
+def test_the_tool_the_environment_and_the_reward_of_agents_md_train(tmp_path, monkeypatch):
+    """Each Python block of the page is a file; the recipe lines name them, and a step calls the environment's tool."""
+    page = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
+    tool, game, reward = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    for name, code in {"my_tools": tool, "my_game": game, "my_reward": reward}.items():
+        (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    (settings,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert "environment: my_game.py:HigherOrLower" in page
+    script = ScriptArguments("problems.jsonl", **yaml.safe_load(settings), environment="my_game.py:HigherOrLower")
+    agent = agent_of(script)
+    assert [agent.tools[0](6, 7), agent.environment.__name__] == [42, "HigherOrLower"]
+    questions = [[{"role": "user", "content": f"{n}="}] for n in range(8)]
+    settings = {"max_steps": 1, "max_completion_length": 60, "max_tool_calling_iterations": 2}
+    trainer = EfficientGRPOTrainer(
+        tiny_model(),
+        load_function("my_reward.py:right_and_brief"),
+        small_config(EfficientGRPOConfig, tmp_path, **settings),
+        Dataset.from_dict({"prompt": questions, "answer": ["40"] * 8}),
+        processing_class=naming("guess", {"number": 30}),
+        **agent.arguments(),
+    )
+    trainer.train()
+    step = trainer.state.log_history[0]
+    assert step["tools/call_frequency"] > 0 and step["tools/failure_frequency"] == 0
+    # One guess too low by ten leaves 0.9; an episode without a guess has 0.
+    assert 0 < step["rewards/HigherOrLower/mean"] <= 0.9
+    assert -0.2 <= step["rewards/right_and_brief/mean"] <= 1

@@ -127,6 +127,22 @@ def joined_images(batch: dict[str, Any]) -> dict[str, Any]:
     return unsplit_pixel_values_by_grid(batch)
 
 
+def token_types_of_images(trainer: Any, prompt_ids: list[list[int]], fields: dict) -> dict[str, list[list[int]]]:
+    """The field by which a model tells an image's tokens from text, for prompts that tools have given images to.
+
+    `GRPOTrainer._generate_single_turn` makes it too, inside of its own call of `generate`. Nothing if no prompt has an
+    image, or if TRL did not find the placeholder token of the model's images.
+    """
+    image = getattr(trainer, "_image_pad_token_id", None)
+    if "pixel_values" not in fields or image is None:
+        return {}
+    types = {image: 1}
+    if (video := getattr(trainer, "_video_pad_token_id", None)) is not None:
+        types[video] = 2
+    name = "mm_token_type_ids" if "image_grid_thw" in fields else "token_type_ids"
+    return {name: [[types.get(token, 0) for token in ids] for ids in prompt_ids]}
+
+
 def counts_experts(text_config: PretrainedConfig) -> bool:
     """Whether TRL's fused forward can take a router loss: it finds the number of experts in the config.
 

@@ -81,7 +81,10 @@ def complete(
     if decoding is not None:
         keys = [ids_RP, mask_RP] + ([fingerprints(pictures)] if pictures else [])
         first_U, decoding.place_R = distinct_rows(torch.cat(keys, 1))
-        batch = {**rows_of_images(batch, first_U), "custom_generate": decoding}
+        batch = rows_of_images(batch, first_U)
+        if pictures:
+            batch = decoding.with_images(batch, config.prefill_chunk_size is not None)
+        batch["custom_generate"] = decoding
     batch.pop("num_images", None)
     out = model.generate(**batch, generation_config=config, synced_gpus=synced)
     ends = config.eos_token_id if ends is None else ends

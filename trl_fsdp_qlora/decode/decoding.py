@@ -41,7 +41,7 @@ from ..scoring.transfer import widest_float
 from .cache import take_rows, unrepeatable
 from .common_beginning import prefill_beginning
 from .shared_prompts import PrefillWatch, SharedPrompts, watched_attention
-from .turns import Continuation, KeptRow, KeptTurns, filled_cache, joined_cache, layer_states
+from .turns import Continuation, KeptRow, KeptTurns, PromptImages, filled_cache, joined_cache, layer_states
 
 # Processors and criteria that treat each row by itself, so rows may leave the batch. Repetition penalties may hold one
 # number per row; it is dropped together with the row.
@@ -53,6 +53,8 @@ _BY_ROW = {
     "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper",
     "TypicalLogitsWarper", "EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria",
 }  # fmt: skip
+# A prefill's arguments that are not per row: images, or their features, which `generate` computes for some classes.
+_OF_IMAGES = (*PER_IMAGE, "mm_encoder_outputs")
 # Finished rows are dropped once they are this share of the batch: dropping copies the cache of the others.
 _DROP_SHARE = 1 / 16
 
@@ -129,6 +131,7 @@ class Decoding:
         self.work = DecodingWork()
         self.turns = turns
         self.place_R: torch.Tensor | None = None  # the prompt of each row; one row per prompt if `None`
+        self.images: PromptImages | None = None  # of the distinct prompts, if rows keep caches and prompts have images
         self.per_row: str | None = None  # why the last call attended to prompts in each row; `None`: it did not
 
     @torch.no_grad()
@@ -148,9 +151,9 @@ class Decoding:
         # Some rotary tables depend on the longest row. It may have ended, so no row may be dropped then.
         batch.drops = batch.drops and batch.longest <= position_limit(model)
         continues = self.turns is not None and self.turns.number > 0
-        # Kept rows are recognized by their tokens, and tokens do not identify images.
-        with_images = any(model_kwargs.get(name) is not None for name in PER_IMAGE)
-        keeps = self.turns is not None and not self.turns.is_last and not with_images
+        keeps = self.turns is not None and not self.turns.is_last
+        if self.images is not None:
+            batch.images_R = [self.images.keys[prompt] for prompt in place_R.tolist()]
         prefill_rows = self._prefill_turn if continues else self._prefill
         with fast_linears(model, decoding=True), watched_attention(model) as self.per_row:
             outputs = prefill_rows(model, input_ids, place_R, batch, generation_config, synced)
@@ -173,6 +176,21 @@ class Decoding:
                         batch.drop_finished(synced)
         return torch.cat([input_ids[place_R], torch.stack(batch.columns, 1)], 1)
 
+    def with_images(self, batch: dict[str, Any], chunked: bool) -> dict[str, Any]:
+        """`generate`'s arguments for prompts with images, whose images are remembered if rows keep their caches.
+
+        In a later turn the pixels stay here: `generate` would run the vision tower on images that kept rows have seen.
+        It still gets what positions are computed from.
+        """
+        if chunked:
+            self.turns = None  # transformers takes pixels in chunks from `generate` alone
+        if self.turns is None or "pixel_values" not in batch:
+            return batch
+        self.images = PromptImages(batch)
+        if self.turns.number == 0:
+            return batch
+        return {name: x for name, x in batch.items() if name not in PER_IMAGE or name == "image_grid_thw"}
+
     def _prefill(self, model, ids_UP, place_R: torch.Tensor, batch: "_Batch", config: GenerationConfig, synced: bool):
         """Outputs as of a prefill of every row, from one of each prompt; the cache in `batch` serves every row."""
         ids_UP, once, beginning = prefill_beginning(model, ids_UP, batch.kwargs, config, synced)
@@ -191,7 +209,7 @@ class Decoding:
         """Outputs of a prefill of distinct prompts with arguments `once`, repeated for the rows of each prompt."""
         outputs.logits = outputs.logits[:, -1:][place_R]
         self.work.prefill_tokens_stock += batch.ids_AL.numel()
-        others = {name: value for name, value in once.items() if name not in (*PER_IMAGE, "mm_encoder_outputs")}
+        others = {name: value for name, value in once.items() if name not in _OF_IMAGES}
         kwargs = batch.kwargs = {name: _rows(name, value, place_R) for name, value in others.items()}
         # The last positions are enough for the next step, unless a model drops its cache and needs all of them again.
         if kwargs.get("position_ids") is not None and not prepares_inputs_itself(model):
@@ -207,9 +225,8 @@ class Decoding:
         device = ids_UP.device
         width = ids_UP.shape[1]
         lengths = (width - _padding(ids_UP, once)).tolist()
-        together = self.turns.take([row[width - n :] for row, n in zip(ids_UP.tolist(), lengths, strict=True)])
-        if any(once.get(name) is not None for name in PER_IMAGE):
-            together = [Continuation(list(range(len(lengths))), [None] * len(lengths), width)]
+        histories = [row[width - n :] for row, n in zip(ids_UP.tolist(), lengths, strict=True)]
+        together = self.turns.take(histories, None if self.images is None else self.images.keys)
         own = None
         caches = []
         logits = []
@@ -232,9 +249,8 @@ class Decoding:
         take_rows(own[batch.cache_name], place_R, batch.longest)
         return self._of_rows(model, own, once, place_R, batch)
 
-    @staticmethod
     def _prefill_part(
-        model, ids_UP, lengths: list[int], part: Continuation, config: GenerationConfig, batch: "_Batch"
+        self, model, ids_UP, lengths: list[int], part: Continuation, config: GenerationConfig, batch: "_Batch"
     ):
         """The model's outputs for the last `part.new` columns of some prompts, continued from the kept caches.
 
@@ -243,10 +259,13 @@ class Decoding:
         width = max(lengths[row] for row in part.rows)
         used = [max(0, lengths[row] - part.new) for row in part.rows]
         rows = torch.tensor(part.rows, device=ids_UP.device)
-        kwargs = {n: x if n in PER_IMAGE else _rows(n, x, rows) for n, x in batch.kwargs.items()}
+        kwargs = {n: _rows(n, x, rows) for n, x in batch.kwargs.items() if n not in _OF_IMAGES}
+        if self.images is not None and part.new > 1:  # a single token is text, and may be nobody's
+            seen = [0 if row is None else len(row.images) for row in part.kept]
+            kwargs |= self.images.unseen(part.rows, seen)
         kwargs[batch.cache_name] = filled_cache(model.config, part.kept, used, width - part.new)
         part.kept.clear()  # frees the kept rows' memory before the forward
-        for name in ("attention_mask", "position_ids"):
+        for name in ("attention_mask", "position_ids", *PER_TOKEN):
             if kwargs.get(name) is not None:
                 kwargs[name] = kwargs[name][..., -width:]
         return prefill(model, ids_UP[rows, -part.new :], config, kwargs)
@@ -272,6 +291,7 @@ class _Batch:
         columns: the tokens of all R rows, step by step.
         kwargs: arguments of the model's next forward, including the cache.
         shared: the cache, if decoding attends to each prompt once; its arguments then replace `kwargs`.
+        images_R: keys of the images of all R rows.
         left: number of rows that have not ended.
         drops: whether rows that have ended leave the batch.
         longest: maximum length of a row, prompt included.
@@ -282,6 +302,7 @@ class _Batch:
         self.kwargs = kwargs
         self.cache_name = "cache_params" if "cache_params" in kwargs else "past_key_values"
         self.shared: SharedPrompts | None = None
+        self.images_R: list[tuple[int, ...]] = [()] * len(place_R)
         self.logits_processor, self.stopping_criteria = logits_processor, stopping_criteria
         self._select_in_processors(place_R)
         self._padding_R = _padding(ids_UP, kwargs)[place_R]
@@ -341,8 +362,9 @@ class _Batch:
             return
         cache = self.kwargs[self.cache_name] if self.shared is None else self.shared.cache
         ended = self._ended_A.nonzero()[:, 0]
-        padding = self._padding_R[self._rows_A[ended]].tolist()
-        for row, columns in zip(ended.tolist(), padding, strict=True):
+        numbers = self._rows_A[ended]
+        padding = self._padding_R[numbers].tolist()
+        for row, number_in_R, columns in zip(ended.tolist(), numbers.tolist(), padding, strict=True):
             length = self.ids_AL.shape[1] - 1 - columns
             layers = []
             for number, layer in enumerate(cache.layers):
@@ -353,7 +375,7 @@ class _Batch:
                 of_row = {name: state[row] for name, state in layer_states(layer).items()}
                 attended = {name: of_row[name][:, -length:] for name in of_row if name in ("keys", "values")}
                 layers.append({name: state.clone() for name, state in (of_row | attended).items()})
-            yield KeptRow(self.ids_AL[row, -1 - length : -1].tolist(), layers)
+            yield KeptRow(self.ids_AL[row, -1 - length : -1].tolist(), layers, self.images_R[number_in_R])
 
     def drop_finished(self, synced: bool) -> None:
         """Drop finished rows and their part of the cache, once there are enough of them to be worth the copy."""

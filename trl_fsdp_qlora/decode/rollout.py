@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from ..compat.replaced import replaced
 from ..compat.trl import unwrap_model_for_generation
 from ..fsdp2_qlora.generation import FREE_SHARE, free_bytes, gathered_as, is_gathered
+from ..prefix_sharing.images import PER_TOKEN
 from ..scoring.cpu_linear import beats_mkl
 from .completions import complete, vision_tensors
 from .decoding import Decoding, DecodingWork, why_stock
@@ -95,10 +96,15 @@ class Rollout:
 
     def _turn(self, stock, turn: tuple, wrapped, settings: GenerateSettings | None, turns: KeptTurns | None):
         prompt_ids, images, multimodal_fields, _, of_tools = turn
-        if settings is None or of_tools or self.why_stock(wrapped, settings) is not None:
-            if of_tools and turns is not None:
+        if settings is None or self.why_stock(wrapped, settings) is not None:
+            return stock(*turn)
+        if of_tools and not any(name in PER_TOKEN for name in multimodal_fields):
+            if turns is not None:
                 turns.clear()
-                logger.warning_once("rollouts: turns behind a tool's image are prefilled whole, as in stock TRL")
+                logger.warning_once(
+                    "rollouts: turns behind a tool's image are prefilled whole, as in stock TRL, which knows no "
+                    "placeholder token of this model's images"
+                )
             return stock(*turn)
         vision = {}
         if images or any(name.startswith("pixel_values") for name in multimodal_fields):
@@ -107,8 +113,6 @@ class Rollout:
             if (reason := self.why_stock(wrapped, settings, vision)) is not None:
                 logger.warning_once(f"decoding: a batch with images generates as in stock TRL ({reason})")
                 return stock(*turn)
-            if turns is not None:
-                logger.warning_once("rollouts: every turn of prompts with images is prefilled whole, as in stock TRL")
         with self.generating(wrapped, settings.overrides) as (model, lockstep):
             kept = turns if why_not_kept(model) is None else None
             decoding = Decoding(lockstep, kept)

@@ -6,6 +6,10 @@ the tokens of its prompts with those of the rows that were kept, and runs only t
 rolled-back history is safe: keys and values are used as far as the tokens agree. Recurrent states and full sliding
 windows cannot go back, so such a row is used whole or not at all.
 
+Tokens do not identify images. A kept row has a key of each of its images as well, and serves only prompts that begin
+with the same tokens and the same images. It is used whole or not at all, so no forward begins inside an image. The
+next turn gets the pixels of those images alone that the kept row has not seen.
+
 Rows are padded on the left in a forward, as in `generate`. Rows that may go back a few tokens run together, with as
 many new tokens as the longest of them needs. Padding must not touch the states of the other rows, so these run only
 with rows that have equally many new tokens.
@@ -13,7 +17,8 @@ with rows that have equally many new tokens.
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +28,8 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from ..compat.trl import rows_of_images, split_pixel_values_by_grid
+from ..prefix_sharing.images import PER_IMAGE, fingerprints
 from ..prefix_sharing.recurrent import goes_on_from_a_state, recurrent_layers
 from ..prefix_sharing.support import position_limit
 
@@ -73,27 +80,73 @@ def fill_layer(layer, states: States, length: int) -> None:
             layer.cumulative_length = length
 
 
+class PromptImages:
+    """The images of a batch's prompts: a key of each image, and the arguments of the model for some of them.
+
+    Classes that pad each prompt to as many images as any prompt has (Idefics, SmolVLM) have one key per prompt. If
+    such a prompt gets another image, its key changes, and the prompt is prefilled whole.
+
+    Attributes:
+        keys: keys of each prompt's images, in their order.
+    """
+
+    def __init__(self, vision: dict[str, Any]):
+        counts = list(vision["num_images"])
+        self._tensors = {name: vision[name] for name in PER_IMAGE if vision.get(name) is not None}
+        one_by_one = {**self._tensors, "num_images": [1] * sum(counts)}
+        padding = self._tensors.get("pixel_attention_mask")
+        # There may be as many images as prompts by chance. The mask over pixels then tells the two layouts apart.
+        is_padded = padding is not None and padding.ndim == 4
+        self.is_per_prompt = is_padded or isinstance(
+            split_pixel_values_by_grid(one_by_one)["pixel_values"], torch.Tensor
+        )
+        if self.is_per_prompt:
+            self._tensors["num_images"] = [1] * len(counts)
+            self._places = [[row] if count else [] for row, count in enumerate(counts)]
+        else:
+            self._tensors["num_images"] = [1] * sum(counts)
+            self._places = [[*range(end - n, end)] for n, end in zip(counts, accumulate(counts), strict=True)]
+        keys = fingerprints(self._tensors)[:, 0].tolist()
+        self.keys = [tuple(keys[place] for place in places) for places in self._places]
+
+    def unseen(self, rows: list[int], seen: list[int]) -> dict[str, torch.Tensor]:
+        """The model's arguments for the images of prompts `rows`, without the first `seen` images of each."""
+        pairs = zip(rows, seen, strict=True)
+        places = [place for row, count in pairs if self.keys[row] for place in self._places[row][count:]]
+        if not places:
+            return {}
+        if self.is_per_prompt:
+            logger.warning_once(
+                "rollouts: this model's pixels are padded to the prompt with most images, so a turn with a new image "
+                "is prefilled whole"
+            )
+        return {name: x for name, x in rows_of_images(self._tensors, places).items() if name != "num_images"}
+
+
 @dataclass
 class KeptRow:
-    """The tokens `ids` of a row, and each layer's tensors for them.
+    """The tokens `ids` of a row, keys of the images among them, and each layer's tensors for them.
 
     Keys and values are `(H_kv, L, D)`, without padding; recurrent states are as the layer holds them.
     """
 
     ids: list[int]
     layers: list[States]
+    images: tuple[int, ...] = ()
 
     def __post_init__(self):
         self.bytes = sum(state.nbytes for states in self.layers for state in states.values())
-        # A sliding layer that has dropped its first tokens cannot go back.
-        self.may_go_back = all(
+        # A sliding layer that has dropped its first tokens cannot go back, and no row may go back into an image.
+        self.may_go_back = not self.images and all(
             name in ("keys", "values") and state.shape[-2] == len(self.ids)
             for states in self.layers
             for name, state in states.items()
         )
 
-    def usable(self, ids: list[int]) -> int:
-        """How many tokens of a prompt `ids` this row serves; the last token always runs, for its logits."""
+    def usable(self, ids: list[int], images: tuple[int, ...] = ()) -> int:
+        """How many tokens of a prompt this row serves; the last token always runs, for its logits."""
+        if images[: len(self.images)] != self.images:
+            return 0
         common = min(len(self.ids), len(ids) - 1)
         kept = self.ids
         if ids[:common] != kept[:common]:
@@ -148,11 +201,15 @@ class KeptTurns:
     def clear(self) -> None:
         self._rows, self.bytes = [], 0
 
-    def take(self, prompts: list[list[int]]) -> list[Continuation]:
-        """The parts in which `prompts` are prefilled; kept rows that serve no prompt are freed."""
+    def take(self, prompts: list[list[int]], images: list[tuple[int, ...]] | None = None) -> list[Continuation]:
+        """The parts in which `prompts` are prefilled; kept rows that serve no prompt are freed.
+
+        `images`: keys of each prompt's images.
+        """
         kept = sorted(self._rows, key=lambda row: row.ids)
         self.clear()
-        served = [self._serving(kept, ids) for ids in prompts]
+        images = [()] * len(prompts) if images is None else images
+        served = [self._serving(kept, ids, of_row) for ids, of_row in zip(prompts, images, strict=True)]
         new = [len(ids) - length for ids, (_, length) in zip(prompts, served, strict=True)]
 
         def key(row: int) -> tuple:
@@ -170,18 +227,23 @@ class KeptTurns:
         return together
 
     @staticmethod
-    def _serving(kept: list[KeptRow], ids: list[int]) -> tuple[KeptRow | None, int]:
+    def _serving(kept: list[KeptRow], ids: list[int], images: tuple[int, ...]) -> tuple[KeptRow | None, int]:
         """The kept row that serves most tokens of a prompt, and their number; `kept` is sorted by tokens."""
+
+        def usable(row: KeptRow) -> int:
+            return row.usable(ids, images)
+
         place = bisect_right(kept, ids, key=lambda row: row.ids)
         # In this order the neighbours of a prompt share the longest beginning with the prompt. If the prompt continues
         # any row, the longest such row is the neighbour before it. If the prompt continues none, a neighbour that
-        # cannot go back may hide a shorter row that serves, so all rows are searched.
+        # cannot go back may hide a shorter row that serves, so all rows are searched. All rows are searched for a
+        # prompt with images, too, since several rows may have its tokens, and other images.
         near = kept[max(0, place - 1) : place + 1]
-        goes_on = place > 0 and near[0].usable(ids) == len(near[0].ids)
-        if not goes_on and not all(row.may_go_back for row in near):
+        goes_on = place > 0 and usable(near[0]) == len(near[0].ids)
+        if images or (not goes_on and not all(row.may_go_back for row in near)):
             near = kept
-        best = max(near, key=lambda row: row.usable(ids), default=None)
-        length = 0 if best is None else best.usable(ids)
+        best = max(near, key=usable, default=None)
+        length = 0 if best is None else usable(best)
         return (best, length) if length else (None, 0)
 
 

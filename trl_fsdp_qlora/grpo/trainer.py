@@ -10,7 +10,7 @@ from accelerate.logging import get_logger
 from trl import GRPOTrainer
 
 from ..compat.replaced import replaced
-from ..compat.trl import IMPORTANCE_RATIO, OLD_LOGPS, SAMPLED_LOGPS, SCALES_BY_MEAN
+from ..compat.trl import IMPORTANCE_RATIO, OLD_LOGPS, SAMPLED_LOGPS, SCALES_BY_MEAN, token_types_of_images
 from ..decode.completions import EngineModel
 from ..decode.tools import fitted, limited
 from ..fsdp2_qlora.loading import experts_in_4bit
@@ -146,6 +146,8 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         return ScoredRows(rows, drawn, rewards_NK)
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
+        if has_tool_images:
+            multimodal_fields = multimodal_fields | token_types_of_images(self, prompt_ids, multimodal_fields)
         turn = (prompt_ids, images, multimodal_fields, num_generations, has_tool_images)
         settings = self._generate_settings()
         return self.rollout.training_turn(super()._generate_single_turn, turn, self.model_wrapped, settings)
