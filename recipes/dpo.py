@@ -2,12 +2,11 @@
 
     trl-fsdp-qlora dpo --config SmolLM2-135M-Instruct/dpo/svamp_pairs --accelerate_config cpu
 
-The pairs are read from the file that `pairs` names, a JSON object with `prompt`, `chosen` and `rejected` a line. Where
-it is not there
-yet it is written: the model answers each training problem `pair_samples` times, and right answers are preferred to
-wrong ones. Every field of `DPOScriptArguments`, `EfficientDPOConfig` and `trl.ModelConfig` can stand in the YAML file
-and be overridden on the command line; `trl-fsdp-qlora evaluate --adapter FOLDER` measures what came of it, and
-`--model_name_or_path` what was before.
+The pairs are read from the file that `pairs` names: a JSON object with `prompt`, `chosen` and `rejected` a line. If
+there is no such file, it is written: the model answers each training problem `pair_samples` times, and right answers
+are preferred to wrong ones. Every field of `DPOScriptArguments`, `EfficientDPOConfig` and `trl.ModelConfig` can stand
+in the YAML file and be overridden on the command line. `trl-fsdp-qlora evaluate` measures the result with `--adapter
+FOLDER`, and the model before with `--model_name_or_path`.
 """
 
 import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word

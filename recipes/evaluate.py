@@ -6,7 +6,7 @@ From the folder of a run it takes everything that the run measured with: base, d
 overrides that, and without such a folder `--model_name_or_path` and `--dataset` give it all. Options are called as in
 recipes/grpo.py.
 
-Prints n and the 95% Wilson interval, and writes a JSON file where `--output` names one.
+Prints n and the 95% Wilson interval, and writes a JSON file if `--output` names one.
 """
 
 import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
@@ -46,17 +46,15 @@ OF_THE_DATA += ("accuracy_on", "eval_problems", "question_column", "answer_colum
 
 @dataclass
 class EvaluateArguments:
-    """What to measure, beside the data of `ScriptArguments`."""
+    """What to measure, in addition to the data of `ScriptArguments`."""
 
-    model_name_or_path: str | None = option(
-        None, "Model, Hub id or folder; the adapter's own base where it is not set."
-    )
+    model_name_or_path: str | None = option(None, "Model, Hub id or folder; by default the adapter's own base.")
     adapter: str | None = option(None, "PEFT adapter, folder or Hub id; none measures the model.")
     model_revision: str = option("main", "Revision of the model.")
     dtype: str | None = field(
         default=None,
         metadata={
-            "help": "Type of the weights; the checkpoint's own where it is not set.",
+            "help": "Type of the weights; by default the checkpoint's own.",
             "choices": ["auto", "bfloat16", "float16", "float32"],
         },
     )
@@ -69,7 +67,7 @@ class EvaluateArguments:
     temperature: float = option(1.0, "Temperature of the samples.")
     top_p: float = option(1.0, "Nucleus (top-p) share that the samples are drawn from.")
     seed: int = option(0, "Seed of the samples.")
-    use_cpu: bool = option(False, "Measure on the CPU where there is a GPU.")
+    use_cpu: bool = option(False, "Measure on the CPU although there is a GPU.")
     bf16: bool = option(False, "Compute in bfloat16 mixed precision, as a run with `bf16` measures.")
     max_tool_calling_iterations: int | None = option(None, "Turns of an episode that may follow calls of tools.")
     chat_template_kwargs: dict | str | None = field(default=None, metadata={"help": "As in the recipe, for episodes."})
@@ -77,7 +75,7 @@ class EvaluateArguments:
 
 
 def settings_of_run() -> dict[str, Any]:
-    """What the folder of the run that the command line names holds of how it measured; nothing where there is none."""
+    """The settings with which the run in the named folder measured; nothing if there is no such folder."""
     given, _ = take(sys.argv[1:], ("--adapter", "--model_name_or_path", "--dataset"))
     adapter, model, dataset = map(given.get, ("--adapter", "--model_name_or_path", "--dataset"))
     if adapter is not None:  # or the first line would be of the data, which a run's folder names

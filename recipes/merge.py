@@ -27,7 +27,7 @@ class MergeArguments:
 
     adapter: str = field(metadata={"help": "folder or Hub id of the adapter"})
     output: str = field(metadata={"help": "folder to make"})
-    base: str | None = field(default=None, metadata={"help": "base model, where it is not the one the adapter names"})
+    base: str | None = field(default=None, metadata={"help": "base model, if the adapter names another one"})
     revision: str | None = field(default=None, metadata={"help": "of the base model"})
     dtype: str = field(default="bfloat16", metadata={"choices": ["bfloat16", "float16", "float32"]})
 

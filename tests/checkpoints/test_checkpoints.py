@@ -56,14 +56,14 @@ def test_the_newest_whole_one_by_step_not_by_name(tmp_path):
 def test_resolving(tmp_path):
     assert checkpoints.resolve_resume(tmp_path, None) is None
     assert checkpoints.resolve_resume(tmp_path, "auto") is None
-    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+    with pytest.raises(CheckpointError, match=tmp_path.name):
         checkpoints.resolve_resume(tmp_path, True)
-    with pytest.raises(CheckpointError, match="no such folder"):
+    with pytest.raises(CheckpointError, match="checkpoint-7"):
         checkpoints.resolve_resume(tmp_path, str(tmp_path / "checkpoint-7"))
     make(tmp_path, 3)
     truncated = make(tmp_path, 5)
     (truncated / "weights.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"checkpoint-5 is not whole: its file weights.bin has.*checkpoint-3"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-5.*weights\.bin.*checkpoint-3"):
         checkpoints.resolve_resume(tmp_path, str(truncated))
 
 
@@ -98,9 +98,7 @@ def test_damage_at_equal_size_is_passed_over_once_for_an_older_whole_one(tmp_pat
         (message,) = caplog.messages
         assert "going on from" in message and "checkpoint-6 (its file deep/more.bin" in message
         assert "checkpoint-4 (its file weights.bin" in message
-    with pytest.raises(
-        CheckpointError, match=r"checkpoint-4 is not whole: its file weights.bin is not what was written"
-    ):
+    with pytest.raises(CheckpointError, match=r"checkpoint-4.*weights\.bin"):
         checkpoints.resolve_resume(tmp_path, str(tmp_path / "checkpoint-4"))
 
 
@@ -112,7 +110,7 @@ def test_a_fresh_start_over_an_old_run_is_logged(tmp_path, caplog):
     (message,) = caplog.messages
     assert message.startswith("training starts at step 0") and str(tmp_path) in message
     assert "checkpoint-3 (it has no manifest.json" in message and "checkpoint-2 (its file weights.bin" in message
-    with pytest.raises(CheckpointError, match=r"holds no complete checkpoint: checkpoint-3 \(it has no manifest"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-3 .*manifest"):
         checkpoints.resolve_resume(tmp_path, True)
 
 
@@ -197,11 +195,11 @@ def test_a_checkpoint_written_anew_replaces_the_old_one(tmp_path):
 def test_a_folder_with_another_run_or_that_cannot_be_written_is_refused(tmp_path):
     checkpoints.check_output_dir(tmp_path / "new", None)
     make(tmp_path, 4)
-    with pytest.raises(CheckpointError, match=r"holds another run \(checkpoint-4\).*resume_from_checkpoint auto"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-4.*resume_from_checkpoint auto"):
         checkpoints.check_output_dir(tmp_path, None)
     checkpoints.check_output_dir(tmp_path, "auto")
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot be written"):
+    with pytest.raises(CheckpointError, match="file/run"):
         checkpoints.check_output_dir(tmp_path / "file" / "run", None)
 
 
@@ -219,7 +217,7 @@ def test_one_run_at_a_time_and_a_killed_one_leaves_no_lock(tmp_path):
     holder = processes.Process(target=hold_and_wait, args=(lock.lock_file, held))
     holder.start()
     assert held.wait(60)
-    with pytest.raises(CheckpointError, match="in use by another run"):
+    with pytest.raises(CheckpointError, match=tmp_path.name):
         checkpoints.hold(lock)
     holder.kill()
     holder.join()

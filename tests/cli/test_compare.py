@@ -130,7 +130,7 @@ def test_dpo_follows_from_the_recipe_and_can_fail(compare, monkeypatch, place):
     monkeypatch.setattr(Door, "_output", off_by_a_percent)
     status, said, steps = compare("--steps 1", "dpo.yaml")
     assert status == 1 and said.splitlines()[-1].startswith("DIFFERENT (float32): ")
-    with pytest.raises(UserError, match=r"pairs=none.jsonl: no such file; `trl-fsdp-qlora dpo` with this recipe"):
+    with pytest.raises(UserError, match=r"pairs=none\.jsonl.*trl-fsdp-qlora dpo"):
         compare("--pairs none.jsonl", "dpo.yaml")
 
 
@@ -162,19 +162,17 @@ def test_a_shipped_recipe_says_its_trainer():
     assert trainer_of(f"{model}/rloo/basic_arithmetic") == "rloo"
     assert trainer_of(f"{model}/dpo/svamp_pairs") == "dpo"
     assert trainer_of(f"{model}/grpo/svamp") == "grpo"
-    with pytest.raises(
-        UserError, match="a recipe of sft cannot be compared: compare takes recipes of grpo, rloo, dpo, kto"
-    ):
+    with pytest.raises(UserError, match=r"sft.* grpo, rloo, dpo, kto"):
         trainer_of(f"{model}/sft/svamp")
 
 
 def test_what_cannot_be_compared(compare):
     reasons = {
-        "--trainer sft": "--trainer sft cannot be compared: compare takes recipes of grpo, rloo, dpo, kto",
-        "--accelerate_config fsdp2_qlora": "compare runs in one process: leave --accelerate_config out",
-        "--steps none": "--steps none is not a number of steps",
-        "--value_samples 4": r"stock TRL has no A\*-PO to compare with",
-        "--rewards nothing": "unknown reward 'nothing'",
+        "--trainer sft": "--trainer sft.* grpo, rloo, dpo, kto",
+        "--accelerate_config fsdp2_qlora": "--accelerate_config",
+        "--steps none": "--steps none",
+        "--value_samples 4": r"A\*-PO",
+        "--rewards nothing": "'nothing'",
     }
     for words, reason in reasons.items():
         with pytest.raises(UserError, match=reason):

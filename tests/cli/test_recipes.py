@@ -51,8 +51,8 @@ def test_a_copy_never_overwrites_unasked(tmp_path, monkeypatch, capsys):
     assert path.read_text() == original
     path.write_text("mine")
     for words, said in (
-        (copy[1:], "is there already; --overwrite replaces it"),
-        (["--copy"], "needs a recipe's name"),
+        (copy[1:], "--overwrite"),
+        (["--copy"], "--copy"),
     ):
         with pytest.raises(UserError, match=said):
             recipes(words)

@@ -13,7 +13,7 @@ def test_exact_answer_takes_plain_and_conversational_completions():
     conversation = [{"role": "assistant", "content": "#### 1,234.0"}]
     assert reward(completions=["#### 7", conversation, "7", "#### 8"], answer=["7", "1234", "7", "7"]) == [1, 1, 0, 0]
     assert reward.__name__ == "exact_answer"
-    with pytest.raises(ValueError, match=r"'hashes' is not one of auto, hash"):
+    with pytest.raises(ValueError, match=r"'hashes'.*auto, hash"):
         rewards.exact_answer_reward("hashes")
 
 

@@ -4,6 +4,28 @@ worker.py MODEL OUT label=scenario[:option=value,...] ...; a scenario is one of 
 capitals are environment variables. What concerns one rank alone is asserted here. One by hand:
 
     python tests/fsdp2_qlora/worker.py MODEL OUT kl=grpo:beta=0.1,evaluate=1
+
+How to add a scenario, for example "with another learning rate, two ranks train as one process does":
+
+1. If a function below has the options, a scenario is a line in test_sharded_training.py. Options that the function
+   does not name itself are fields of the trainer's config. In `ALONE`, which runs in one process and on two ranks:
+
+       "fast": "grpo:learning_rate=0.01",
+
+2. Otherwise write a function here; its name is the scenario's name. It gets the model's folder, an empty folder of its
+   own, and the options. It returns plain values and CPU tensors, which a file per rank carries to the test:
+
+       def fast(path, out, rate=0.01):
+           trainer = grpo_trainer(FixedCompletions, tiny.load(path), out, [record := Record()], learning_rate=rate)
+           trainer.train()
+           return result(trainer, record)
+
+   and the line is `"fast": "fast:rate=0.02"`.
+
+3. A test finds what each rank returned in the fixture `runs`, and compares it with a reference:
+
+       for found in runs["two", "fast"]:
+           assert found["loss"] == pytest.approx(runs["one", "fast"][0]["loss"], abs=1e-5)
 """
 
 import contextlib

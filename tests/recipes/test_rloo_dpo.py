@@ -84,8 +84,8 @@ def test_a_file_of_pairs_that_cannot_be_read_names_the_line(tmp_path):
     write_pairs(path, [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 2)
     assert isinstance(read_pairs(path), Dataset) and len(read_pairs(path)) == 2
     path.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a"}\n')
-    with pytest.raises(DatasetError, match="line 2: no JSON object with prompt, chosen, rejected"):
+    with pytest.raises(DatasetError, match=r"line 2.*prompt, chosen, rejected"):
         read_pairs(path)
     path.write_text("")
-    with pytest.raises(DatasetError, match="holds no pairs"):
+    with pytest.raises(DatasetError, match=path.name):
         read_pairs(path)

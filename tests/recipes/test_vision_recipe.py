@@ -91,7 +91,7 @@ def test_a_broken_or_missing_picture_is_named_by_its_row(tmp_path):
         Dataset.from_list(rows, features).to_parquet(tmp_path / f"{name}.parquet")
     assert [len(p["images"]) for p in read_problems(str(tmp_path / "whole.parquet"))] == [1, 1]
     for name in ("data.jsonl", "broken.parquet"):
-        with pytest.raises(DatasetError, match="row 1: its image cannot be read"):
+        with pytest.raises(DatasetError, match=r"row 1: .*image"):
             read_problems(str(tmp_path / name))
 
 

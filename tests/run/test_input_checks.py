@@ -1,5 +1,6 @@
 import logging
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -34,20 +35,20 @@ def test_training_stops_with_the_reward_functions_own_exception_and_takes_nan_fo
 
 
 def test_datasets():
-    with pytest.raises(ValueError, match=r"no `prompt` column; its columns are question, answer.*rename_column"):
+    with pytest.raises(ValueError, match=r"`prompt`.*question, answer.*rename_column"):
         checks.check_dataset(Dataset.from_dict({"question": ["1"], "answer": ["2"]}), 1)
-    with pytest.raises(ValueError, match="has 3 rows, but one generation batch takes 4"):
+    with pytest.raises(ValueError, match=r"3 rows.* 4"):
         checks.check_dataset(Dataset.from_dict({"prompt": ["a"] * 3}), 4)
     part = Dataset.from_dict({"prompt": ["a"] * 4})
     checks.check_dataset(part, 4)
-    with pytest.raises(ValueError, match=r"its columns are test, train.*take one: dataset\['train'\]"):
+    with pytest.raises(ValueError, match=r"test, train.*dataset\['train'\]"):
         checks.check_dataset(DatasetDict({"test": part, "train": part}), 1)
 
 
 def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     checks.check_processes(world_size=2)
-    with pytest.raises(ValueError, match=r"2 processes were launched.* set use_cpu: true"):
+    with pytest.raises(ValueError, match=r"2 processes.* use_cpu: true"):
         checks.check_processes(world_size=1)
     monkeypatch.delenv("WORLD_SIZE")
     checks.check_processes(world_size=1)
@@ -108,7 +109,7 @@ def test_a_number_that_can_only_be_a_mistake_is_a_line_in_a_script_and_an_error_
     args = config(EfficientGRPOConfig, tmp_path, **{name: value})
     (line,) = checks.mistakes(args)
     assert line.startswith(f"{name}={value} can only be a mistake: ")
-    with pytest.raises(ValueError, match="can only be a mistake"):
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value}")):
         check_training(args, ModelConfig())
 
 

@@ -118,7 +118,7 @@ def test_what_vllm_cannot_serve_is_refused_by_name():
     with torch.device("meta"):
         mixture = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SIZES, num_experts=4))
         model = get_peft_model(mixture, LoraConfig(r=8, target_modules="all-linear"))
-    with pytest.raises(RolloutError, match="`all-linear` on a mixture of experts; name linear layers"):
+    with pytest.raises(RolloutError, match="`all-linear`"):
         served_rank(model.peft_config["default"])  # what PEFT makes of it
 
 
@@ -138,7 +138,7 @@ def test_warnings():
         ({"max_completion_length": 4096}, "token_truncate"),
         ({"top_p": 0.9}, r"under top_p=0\.9 .*too small .*\(trl#6789\)"),
         ({"generation_kwargs": {"min_p": 0.1}}, r"under min_p=0\.1"),
-        ({"vllm_mode": "server", "vllm_engine_kwargs": {"quantization": "fp8"}}, "where it is started"),
+        ({"vllm_mode": "server", "vllm_engine_kwargs": {"quantization": "fp8"}}, "vllm_engine_kwargs"),
         ({"learning_rate": 1e-6}, "learning_rate"),
     ):
         (warning,) = warnings_for(args(**changes), Sync("adapter", ""))

@@ -66,8 +66,8 @@ def step_of(checkpoint: str | Path) -> int:
 
 def checkpoints_in(output_dir: str | Path) -> list[Path]:
     """Checkpoint folders of a run, oldest step first, whole or not."""
-    found = Path(output_dir).glob("checkpoint-*")
-    return sorted((path for path in found if path.is_dir() and _CHECKPOINT.fullmatch(path.name)), key=step_of)
+    folders = Path(output_dir).glob("checkpoint-*")
+    return sorted((path for path in folders if path.is_dir() and _CHECKPOINT.fullmatch(path.name)), key=step_of)
 
 
 def why_incomplete(checkpoint: str | Path, read_contents: bool = True) -> str | None:
@@ -190,7 +190,7 @@ def resolve_resume(output_dir: str | Path, resume: str | bool | None, read_conte
         return None if checkpoint is None else str(checkpoint)
     if (reason := why_incomplete(resume, read_contents)) is not None:
         last = last_complete_checkpoint(Path(resume).parent)
-        raise CheckpointError(f"checkpoint {resume} is not whole: {reason}; the last complete one beside it is {last}")
+        raise CheckpointError(f"checkpoint {resume} is not whole: {reason}; the last complete one there is {last}")
     return str(resume)
 
 
@@ -240,8 +240,8 @@ def describe_rollouts(
     They are the base (`model` unwrapped), data, names of the rewards and of the trainer's class, the division into
     micro-batches, and the method's own settings.
     """
-    own = {item.name for item in fields(args)} - {item.name for item in fields(TrainingArguments)}
-    names = {*_LAYOUT, *(name for name in own if not _BESIDE.match(name))}
+    own_fields = {item.name for item in fields(args)} - {item.name for item in fields(TrainingArguments)}
+    names = {*_LAYOUT, *(name for name in own_fields if not _BESIDE.match(name))}
     run = {name: getattr(args, name, None) for name in names} | {"processes": args.world_size, "seed": args.seed}
     base = Path(model_name(model)).name
     return plain(run | {"base": base, "data": _data(dataset), "rewards": rewards, "trainer": trainer})
@@ -343,12 +343,12 @@ class WholeCheckpoints:
         """
 
         def resolve() -> str | None:
-            found = resolve_resume(self.args.output_dir, resume)
-            if found is not None and (Path(found) / MANIFEST).exists():
-                before = (read_json(Path(found) / MANIFEST).get("run") or {}).get("settings", {})
+            checkpoint = resolve_resume(self.args.output_dir, resume)
+            if checkpoint is not None and (Path(checkpoint) / MANIFEST).exists():
+                before = (read_json(Path(checkpoint) / MANIFEST).get("run") or {}).get("settings", {})
                 if changed := differences(before, self.run[0] | self.run[1]):
-                    logger.warning("going on from %s with other settings: %s", found, "; ".join(changed))
-            return found
+                    logger.warning("going on from %s with other settings: %s", checkpoint, "; ".join(changed))
+            return checkpoint
 
         if resume is None or resume != self._resolved:
             self._resolved = on_main(resolve, self.args.should_save)

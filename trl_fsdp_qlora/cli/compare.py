@@ -5,7 +5,7 @@ own after `share_prompts`), in one process, on the same prompts, completions, re
 weights; prints losses and gradients of both, seconds of scoring and of loss and backward, and how many of the padded
 tokens this package computes. Without --trainer it is the one whose fields the recipe has, and GRPO if several would
 do. Nothing is saved of the training, and the recipe's output_dir is left alone.
-The exit status is 0 where both are equal within rounding, 1 where they are not, 2 for input that cannot be compared.
+The exit status is 0 if both are equal within rounding, 1 if they are not, and 2 for input that cannot be compared.
 """
 
 import contextlib
@@ -129,7 +129,8 @@ def compare(words: list[str]) -> int:
         done = []
         for number, step in enumerate(_steps(trainers, count)):
             print(step.line(number) if number else "warmed up on one step, which does not count", flush=True)
-            done += [step] if number else []
+            if number:
+                done.append(step)
     ours = trainers[OURS]
     for phase in (phase for phase in PHASES if (OURS, phase) in done[0].seconds):
         seconds = [statistics.median(step.seconds[name, phase] for step in done) for name in (STOCK, OURS)]
@@ -153,14 +154,14 @@ def _parsed(words: list[str], folder: str) -> tuple[Method, ScriptArguments, Any
             f"compare runs in one process: leave {', '.join(launcher) or 'the launcher'} out. (Under FSDP2 stock "
             "TRL trains no 4-bit base: there is nothing to compare with.)"
         )
-    own, rest = take(rest, ("--steps", "--trainer"))
-    steps = own.get("--steps", "3")
+    options, rest = take(rest, ("--steps", "--trainer"))
+    steps = options.get("--steps", "3")
     if not steps.isdigit() or not int(steps):
         raise UserError(f"--steps {steps} is not a number of steps; try 3")
     rest = with_recipe(rest)
     if not rest:
         raise UserError("compare needs a recipe: --config FILE.yaml")
-    method = METHODS[_trainer_of(rest, own.get("--trainer"))]
+    method = METHODS[_trainer_of(rest, options.get("--trainer"))]
     known = {item.name for kind in (method.script, method.config) for item in fields(kind)}
     quiet = [word for name, value in _QUIET.items() if name in known for word in (f"--{name}", value)]
     words = [*rest, *quiet, "--output_dir", f"{folder}/run"]
@@ -168,24 +169,28 @@ def _parsed(words: list[str], folder: str) -> tuple[Method, ScriptArguments, Any
     check_recipe(script, config, model)
     for name, value, why in _LEVELLED:
         holder = model if name == "lora_dropout" else config
-        if (given := getattr(holder, name, value)) != value:
+        if (value_in_recipe := getattr(holder, name, value)) != value:
             setattr(holder, name, value)
-            print(f"{name}: {given} is taken as {value} here: {why}", flush=True)
+            print(f"{name}: {value_in_recipe} is taken as {value} here: {why}", flush=True)
     return method, script, config, model, int(steps)
 
 
-def _trainer_of(words: list[str], asked: str | None) -> str:
-    """The name in `METHODS` of the recipe in `words`: the one `asked` for, or the one whose fields the recipe has."""
+def _trainer_of(words: list[str], trainer: str | None) -> str:
+    """The name in `METHODS` of the recipe in `words`.
+
+    It is `trainer` if the user named one, and otherwise the one whose fields the recipe has.
+    """
     takes = f"compare takes recipes of {', '.join(METHODS)}"
-    if asked is not None:
-        if asked not in METHODS:
-            raise UserError(f"--trainer {asked} cannot be compared: {takes}")
-        return asked
+    if trainer is not None:
+        if trainer not in METHODS:
+            raise UserError(f"--trainer {trainer} cannot be compared: {takes}")
+        return trainer
     path = take(words, ("--config",))[0].get("--config")
     command = next((recipe.command for recipe in all_recipes() if path and recipe.path == Path(path)), None)
     if command is None:
         used = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
-        used |= set(read_yaml(path)) if path else set()
+        if path:
+            used |= set(read_yaml(path))
         used -= {"config", "debug_errors", "env", "stage"}
         for name, method in METHODS.items():
             if used <= {item.name for kind in (method.script, method.config, ModelConfig) for item in fields(kind)}:
@@ -234,19 +239,23 @@ class Step:
 
 def verdict(steps: list[Step], precision: str) -> tuple[bool, str]:
     """(whether both are equal within rounding, a line with the result and the allowed difference)."""
-    of_loss, of_gradient = LIMITS[precision]
-    equal = all(
-        step.apart[0] <= of_loss and step.apart[1] <= of_gradient and step.advantages_apart <= of_loss
-        for step in steps
-    )  # NaN is not equal
+    loss_limit, gradient_limit = LIMITS[precision]
+
+    def is_equal(step: Step) -> bool:
+        loss, gradient = step.apart
+        # NaN is not equal: every comparison with it is false.
+        return loss <= loss_limit and gradient <= gradient_limit and step.advantages_apart <= loss_limit
+
+    equal = all(map(is_equal, steps))
+    result = "equal" if equal else "DIFFERENT"
     return equal, (
-        f"{'equal' if equal else 'DIFFERENT'} ({precision}): losses may be {of_loss:.0e} of the mean |advantage| or "
-        f"of the loss apart, gradients {of_gradient:.0e} of their norm"
+        f"{result} ({precision}): losses may be {loss_limit:.0e} of the mean |advantage| or of the loss apart, "
+        f"gradients {gradient_limit:.0e} of their norm"
     )
 
 
 class _Ready(TrainerCallback, Exception):
-    """Raises itself at the point where a trainer's first step would begin."""
+    """Raises itself when a trainer's first step would begin."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         raise self
@@ -255,21 +264,22 @@ class _Ready(TrainerCallback, Exception):
 def _trainers(method: Method, script: Any, config: Any, model: Any, train: Any) -> dict[str, Any]:
     """Both trainers with weights of their own, prepared by `train` for a first step."""
     stock_config = copy.deepcopy(config)
-    stock_config.__class__ = method.stock_config  # stock TRL reads none of the fields beside TRL's own
+    stock_config.__class__ = method.stock_config  # stock TRL reads its own fields alone
     is_online = method.script is ScriptArguments
     if is_online:
         ours = build_trainer(method.ours, script, config, model, train)
     else:
-        given = model_arguments(config, model)
-        ours = method.ours(model.model_name_or_path, args=config, train_dataset=train, **given)
+        arguments = model_arguments(config, model)
+        ours = method.ours(model.model_name_or_path, args=config, train_dataset=train, **arguments)
         fit_threads(ours.model)
-    given = model_arguments(stock_config, model, "images" in train.column_names)
+    arguments = model_arguments(stock_config, model, "images" in train.column_names)
     # Stock TRL's `all-linear` adapts a vision tower, too; here both train the same weights.
-    given["peft_config"] = language_model_only(given["peft_config"], model.model_name_or_path, model.model_revision)
+    peft_config = arguments["peft_config"]
+    arguments["peft_config"] = language_model_only(peft_config, model.model_name_or_path, model.model_revision)
     if is_online:
-        given["reward_funcs"] = reward_functions(script)
-        given |= agent_arguments(method.stock, script, given["processing_class"])
-    stock = method.stock(model.model_name_or_path, args=stock_config, train_dataset=train, **given)
+        arguments["reward_funcs"] = reward_functions(script)
+        arguments.update(agent_arguments(method.stock, script, arguments["processing_class"]))
+    stock = method.stock(model.model_name_or_path, args=stock_config, train_dataset=train, **arguments)
     if method.ours is method.stock:
         ours.door = open_door(ours.model)
         if ours.ref_model is not None:
@@ -291,7 +301,8 @@ def _once(function: Callable) -> Callable:
     results = []
 
     def call(*args, **kwargs):
-        results.extend([] if results else [function(*args, **kwargs)])
+        if not results:
+            results.append(function(*args, **kwargs))
         return copy.deepcopy(results[0])
 
     return call

@@ -4,7 +4,7 @@ field]
 Says what would fail, or silently do the wrong thing, before it does. Looks at this machine and at what is installed;
 with --config (or fields) also at the run that they describe: the accelerate config against the model, vLLM, the
 adapter, the tokenizer, the data and the rewards; then it rehearses one step with a small random model. No GPU is
-needed and no weight is loaded. The exit status is 1 where there is an error.
+needed and no weight is loaded. The exit status is 1 if there is an error.
 """
 
 # The checks of a run are the run's own (`recipe/checks.py`, `fsdp2_qlora/launch_checks.py`, `vllm/sync_choice.py`).
@@ -48,22 +48,22 @@ def doctor(words: list[str]) -> int:
         print(__doc__)
         return 0
     warnings.simplefilter("ignore")  # the libraries warn about each other, which is no finding
-    found: list[Finding] = []
+    findings: list[Finding] = []
     try:
         launcher, rest = take([word for word in words if word != "--json"], LAUNCHER)
         rest = with_recipe(rest)
         with contextlib.redirect_stdout(sys.stderr):  # messages that libraries log on import are no findings
-            found += machine()
-            found += run(launcher, rest) if rest else ()
+            findings += machine()
+            findings += run(launcher, rest) if rest else ()
     except ImportError as error:  # the package refuses the installed versions: the findings so far have the reason
-        found.append(Finding("error", "imports", str(error)))
-    found = [Finding(level, check, " ".join(text.split())) for level, check, text in found]
-    found.sort(key=lambda finding: LEVELS.index(finding.level))
-    errors, warned = (sum(finding.level == level for finding in found) for level in LEVELS[:2])
+        findings.append(Finding("error", "imports", str(error)))
+    findings = [Finding(level, check, " ".join(text.split())) for level, check, text in findings]
+    findings.sort(key=lambda finding: LEVELS.index(finding.level))
+    errors, warned = (sum(finding.level == level for finding in findings) for level in LEVELS[:2])
     if "--json" in words:
-        print(json.dumps([finding._asdict() for finding in found], indent=2))
+        print(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:
-        print("\n".join(f"{finding.level:<8} {finding.check}: {finding.text}" for finding in found))
+        print("\n".join(f"{finding.level:<8} {finding.check}: {finding.text}" for finding in findings))
         print(f"{errors} error{'s' * (errors != 1)}, {warned} warning{'s' * (warned != 1)}")
     return 1 if errors else 0
 
@@ -103,7 +103,7 @@ def devices(build: str, cuda: str | None, driver: bool, gpus: Sequence[tuple[str
     installed, and `gpus` the `(name, compute capability)` of each GPU. GPUs are compared with bfloat16, TRL's default.
     """
     if driver and cuda is None:
-        reason = f"torch {build} is a build for CPUs beside an NVIDIA driver, and every run is on the CPU"
+        reason = f"this machine has an NVIDIA driver, but torch {build} is a build for CPUs: every run is on the CPU"
         yield Finding("error", "torch", f"{reason}: install the one for your CUDA version (pytorch.org/get-started)")
     elif driver and not gpus:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -146,7 +146,8 @@ def launch_of(path: Path, processes: int | None) -> dict[str, str]:
     config = read_yaml(path, "--accelerate_config")
     environment = {"WORLD_SIZE": str(processes or int(config.get("num_processes") or 1))}
     if config.get("distributed_type") == "FSDP":
-        environment |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}
+        environment["ACCELERATE_USE_FSDP"] = "true"
+        environment["FSDP_VERSION"] = "1"
         for key, value in (config.get("fsdp_config") or {}).items():
             environment[key.upper()] = str(value).lower() if isinstance(value, bool) else str(value)
     if config.get("distributed_type") == "DEEPSPEED":
@@ -163,19 +164,19 @@ def run(launcher: dict[str, str], rest: list[str]) -> Iterator[Finding]:
     from ..recipe.arguments import ConfigError
 
     logging.set_verbosity_error()
-    asked = launcher.get("--num_processes")
-    name, processes = default_config(asked)
-    if given := launcher.get("--accelerate_config") or launcher.get("--config_file"):
-        name = given
-        processes = int(asked or 0)
+    num_processes = launcher.get("--num_processes")
+    name, processes = default_config(num_processes)
+    if named_config := launcher.get("--accelerate_config") or launcher.get("--config_file"):
+        name = named_config
+        processes = int(num_processes or 0)
     launch = launch_of(Path(name) if Path(name).is_file() else accelerate_config(name), processes)
     processes = int(launch["WORLD_SIZE"])
     try:
-        script, config, model, found = _parsed(rest, processes)
+        script, config, model, of_parsing = _parsed(rest, processes)
     except ConfigError as error:
         yield Finding("error", "recipe", str(error))
         return
-    yield from found
+    yield from of_parsing
     yield Finding("ok", "recipe", f"{type(config).__name__}, {processes} process{'es' * (processes > 1)}")
     with patch_environment(**launch):
         yield from _of_launch(config, model, launch)
@@ -199,10 +200,10 @@ def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any, list[Fi
     if processes > 1:
         # Here this process is the only one, so whole groups are counted over more accumulation in place of ranks.
         names = ("--steps_per_generation", "--gradient_accumulation_steps")
-        given = {f"--{name}": value for name, value in (read_yaml(path) if path else {}).items()}
-        given |= take(rest, names)[0]
-        name = next((name for name in names if given.get(name)), names[1])
-        words += [name, str(processes * int(given.get(name) or 1))]
+        in_file = {f"--{name}": value for name, value in (read_yaml(path) if path else {}).items()}
+        options = {**in_file, **take(rest, names)[0]}
+        name = next((name for name in names if options.get(name)), names[1])
+        words += [name, str(processes * int(options.get(name) or 1))]
     try:
         return (*parse_recipe(types, words), [])
     except ConfigError as error:
@@ -212,8 +213,8 @@ def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any, list[Fi
         "bf16 is on (TRL's default), and this machine has no GPU that computes in it: set use_cpu: true and "
         "bf16: false"
     )
-    found = Finding("error", "recipe", f"{reason} to train here; what follows is checked as if they were set")
-    return (*parse_recipe(types, [*words, "--use_cpu", "true", "--bf16", "false"]), [found])
+    finding = Finding("error", "recipe", f"{reason} to train here; what follows is checked as if they were set")
+    return (*parse_recipe(types, [*words, "--use_cpu", "true", "--bf16", "false"]), [finding])
 
 
 def _refused(check: str, ask: Callable, *words: Any) -> Iterator[Finding]:
@@ -292,7 +293,8 @@ def _of_data(script: Any, config: Any) -> tuple[Any, list[Finding]]:
     from ..recipe.runner import reward_functions
     from ..run.input_checks import check_dataset
 
-    train, findings = None, []
+    train = None
+    findings = []
     try:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             train, _ = load_data(script)
@@ -325,11 +327,11 @@ def _rehearsed(script: Any, config: Any, model: Any, train: Any) -> Finding:
 
 def constant_rewards(rewards: Sequence[Callable], rows: Any) -> Iterator[Finding]:
     """Rewards that score all texts alike on `rows` of the data, the right answer in each known format among them."""
-    frames = ("so #### {}", "<reasoning>so</reasoning><answer>{}</answer>", "\\boxed{{{}}}", "{}")
-    frames += ("", "I do not know.", "#### 123456789")
+    with_answer = ("so #### {}", "<reasoning>so</reasoning><answer>{}</answer>", "\\boxed{{{}}}", "{}")
+    frames = (*with_answer, "", "I do not know.", "#### 123456789")
     for reward in rewards:
         name = getattr(reward, "__name__", type(reward).__name__)
-        seen = set()
+        distinct = set()
         for row in rows:
             texts = [frame.format(row.get("answer", "")) for frame in frames]
             chat = not isinstance(row["prompt"], str)
@@ -341,8 +343,11 @@ def constant_rewards(rewards: Sequence[Callable], rows: Any) -> Iterator[Finding
                 reason = f"{name} returned {len(values)} values for {len(texts)} completions; it must return one each"
                 yield Finding("error", "rewards", reason)
                 break
-            seen |= set(values)
-        if len(seen) == 1:
-            tried = f"{seen.pop()} to every text tried on the first {len(rows)} prompts, the right answer among them"
-            reason = "with equal rewards nothing is learned; look at answer_format, and at the column `answer`"
-            yield Finding("warning", "rewards", f"{name} gives {tried}: {reason}")
+            distinct |= set(values)
+        if len(distinct) == 1:
+            reason = (
+                f"{name} gives {distinct.pop()} to every text tried on the first {len(rows)} prompts, the right "
+                "answer among them: with equal rewards nothing is learned; look at answer_format, and at the column "
+                "`answer`"
+            )
+            yield Finding("warning", "rewards", reason)

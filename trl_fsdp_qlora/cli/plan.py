@@ -11,29 +11,26 @@ from .scripts import method_of, with_recipe
 
 def _parser() -> OneLineParser:
     """The parser of the command's own options; every other `--field value` is a field of the recipe."""
-    found = OneLineParser(
+    parser = OneLineParser(
         prog="trl-fsdp-qlora plan",
         description="Bytes of each phase of a run, and whether it fits; needs no weights and no GPU.",
         epilog="--config FILE.yaml and any field of the recipe can follow: --max_completion_length 512. Exit status: "
-        "0 fits, 1 does not, 2 bad input.",
+        "0 fits, 1 does not, 2 bad input. With --dataset FILE (or --pairs FILE of DPO) the data is read, and the "
+        "tokens of its micro-batches are counted.",
     )
-    found.add_argument("--accelerate_config", help="file, or one of this package's names")
-    found.add_argument("--num_processes", type=int, help="ranks, instead of the accelerate config's or --hardware's")
-    found.add_argument("--hardware", help="h100, '24GB x2', cpu; what is there by default")
-    found.add_argument("--solve", action="store_true", help="also what is the most that fits, and the fewest cards")
-    found.add_argument("--json", action="store_true", help="the plan as JSON, bytes as numbers")
-    found.add_argument("--prompt_tokens", type=int, default=256, help="tokens of the longest prompt")
-    found.epilog += (
-        " With --dataset FILE (or --pairs FILE of DPO) the data is read, and the tokens of its micro-batches "
-        "are counted."
-    )
-    return found
+    parser.add_argument("--accelerate_config", help="file, or one of this package's names")
+    parser.add_argument("--num_processes", type=int, help="ranks, instead of the accelerate config's or --hardware's")
+    parser.add_argument("--hardware", help="h100, '24GB x2', cpu; what is there by default")
+    parser.add_argument("--solve", action="store_true", help="also what is the most that fits, and the fewest cards")
+    parser.add_argument("--json", action="store_true", help="the plan as JSON, bytes as numbers")
+    parser.add_argument("--prompt_tokens", type=int, default=256, help="tokens of the longest prompt")
+    return parser
 
 
 def plan(words: Sequence[str]) -> int:
     """Print a recipe's plan; exit status 0 if it fits, 1 if it does not."""
-    own, rest = _parser().parse_known_args(words if {"-h", "--help"}.isdisjoint(words) else ["-h"])
-    check_processes(own.num_processes)
+    options, rest = _parser().parse_known_args(words if {"-h", "--help"}.isdisjoint(words) else ["-h"])
+    check_processes(options.num_processes)
     rest = with_recipe(rest)
     if not rest:
         raise UserError("plan needs a recipe: --config FILE.yaml")
@@ -48,50 +45,50 @@ def plan(words: Sequence[str]) -> int:
 
         scripts = {EfficientRLOOConfig: ScriptArguments, EfficientDPOConfig: DPOScriptArguments}
         config = method_of(rest, scripts)
-        launch = own.accelerate_config, own.hardware, own.num_processes
+        launch = options.accelerate_config, options.hardware, options.num_processes
         named = {word.partition("=")[0] for word in rest}
-        made = planning.plan_recipe(
+        planned = planning.plan_recipe(
             rest,
             config,
             *launch,
             script=scripts.get(config, ScriptArguments),
             counts_data=bool({"--dataset", "--pairs"} & named),
-            prompt_tokens=own.prompt_tokens,
+            prompt_tokens=options.prompt_tokens,
         )
-        lines = planning.ways(made) if not made.fits and made.enough_cards else []
-        solved = _solve(made) if own.solve else {}
-        if own.json:
-            print(json.dumps(planning.as_dict(made) | {"makes_it_fit": lines} | solved, indent=2))
-            return 0 if made.fits else 1
-        print(planning.format_plan(made))
-        if not made.fits and made.enough_cards:
+        lines = planning.ways(planned) if not planned.fits and planned.enough_cards else []
+        solved = _solve(planned) if options.solve else {}
+        if options.json:
+            print(json.dumps(planning.as_dict(planned) | {"makes_it_fit": lines} | solved, indent=2))
+            return 0 if planned.fits else 1
+        print(planning.format_plan(planned))
+        if not planned.fits and planned.enough_cards:
             print("\n".join(f"makes it fit: {line}" for line in lines) or "no single line makes it fit")
-        if own.solve:
+        if options.solve:
             largest = solved["largest"]
             print(f"largest that fits: per_device_train_batch_size: {largest['per_device_train_batch_size']}")
-            print(f"longest that fits: {made.settings.length_field}: {largest[made.settings.length_field]}")
-            if made.hardware.gpu:
+            print(f"longest that fits: {planned.settings.length_field}: {largest[planned.settings.length_field]}")
+            if planned.hardware.gpu:
                 print(f"fewest cards that it fits: {largest['cards'] or 'none'}")
             if "at_most" in solved:
-                print(planning.format_most(made, solved["at_most"]))
-        return 0 if made.fits else 1
+                print(planning.format_most(planned, solved["at_most"]))
+        return 0 if planned.fits else 1
     finally:
         stop_by_exception()
 
 
-def _solve(made) -> dict:
+def _solve(planned) -> dict:
     """The most that fits, for this run and for the ways to compute groups."""
     from ..planning import plan as planning
 
-    settings = made.settings
+    settings = planned.settings
     length = settings.length_field
     # Micro-batches of a rank and of all have to be whole groups together.
     together = settings.gradient_accumulation_steps * settings.launch.processes
     rows = 1 if settings.is_paired else settings.num_generations // math.gcd(settings.num_generations, together)
-    at_most = {} if settings.is_paired else planning.most_that_fits(made)
+    at_most = {} if settings.is_paired else planning.most_that_fits(planned)
     largest = {
-        "per_device_train_batch_size": planning.largest(made, "per_device_train_batch_size", rows),
-        length: at_most[planning.HERE][length] if at_most else planning.largest(made, length, 16),
-        "cards": planning.fewest_cards(made) if made.hardware.gpu else None,
+        "per_device_train_batch_size": planning.largest(planned, "per_device_train_batch_size", rows),
+        length: at_most[planning.HERE][length] if at_most else planning.largest(planned, length, 16),
+        "cards": planning.fewest_cards(planned) if planned.hardware.gpu else None,
     }
-    return {"largest": largest} | ({"at_most": at_most} if at_most else {})
+    return {"largest": largest, "at_most": at_most} if at_most else {"largest": largest}

@@ -30,28 +30,41 @@ class Recipe(NamedTuple):
     was_run: str
 
 
+def _head(text: str) -> dict[str, str]:
+    """The comment that a recipe begins with, by field; the text before the first field is under the empty name."""
+    head = {"": ""}
+    field = ""
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        match = _FIELD.match(line)
+        if match:
+            field = match["field"]
+        content = match["text"] if match else line.removeprefix("#").strip()
+        head[field] = f"{head.get(field, '')} {content}".strip()
+    return head
+
+
 def all_recipes() -> list[Recipe]:
     """Every YAML file of this package, by name."""
-    found = []
+    recipes = []
     root = shipped("recipes")
     for path in sorted(root.glob("*/*/config_*.yaml")):
-        head, field = {"": ""}, ""  # the comment that it begins with, by field; what stands before the first under ""
-        for line in path.read_text(encoding="utf-8").splitlines():
-            if not line.startswith("#"):
-                break
-            match = _FIELD.match(line)
-            field = match["field"] if match else field
-            head[field] = f"{head.get(field, '')} {match['text'] if match else line.removeprefix('#').strip()}".strip()
+        head = _head(path.read_text(encoding="utf-8"))
         command = next(
             (name for name in ("t_spmo", "a_star_po", "rloo", "dpo", "sft") if path.parent.name.startswith(name)),
             "grpo",
         )
         expected = f"{head['']} {head.get('hardware', '')} {head.get('expect', '')}"
-        was_run = "never" if _NEVER.search(expected) else "shortened" if _SHORTENED.search(expected) else "yes"
+        was_run = "yes"
+        if _NEVER.search(expected):
+            was_run = "never"
+        elif _SHORTENED.search(expected):
+            was_run = "shortened"
         hardware = re.sub(r"\s*\((?=[^)]*never run)[^)]*\)", "", head.get("hardware", "not known"))
         name = recipe_name(path.relative_to(root).as_posix())
-        found.append(Recipe(name, path, command.replace("_", "-"), hardware, was_run))
-    return found
+        recipes.append(Recipe(name, path, command.replace("_", "-"), hardware, was_run))
+    return recipes
 
 
 def recipe_name(text: str) -> str:
@@ -67,13 +80,13 @@ def find(text: str) -> Recipe:
     Raises:
         UserError: there is none; the message has the nearest name.
     """
-    known = {recipe.name: recipe for recipe in all_recipes()}
-    wanted = recipe_name(text)
-    if wanted in known:
-        return known[wanted]
+    by_name = {recipe.name: recipe for recipe in all_recipes()}
+    asked_for = recipe_name(text)
+    if asked_for in by_name:
+        return by_name[asked_for]
     # A user who types only the end of a name means the recipe with that end.
-    ending = [name for name in known if name.endswith(f"/{wanted}")]
-    hint = did_you_mean(ending[0] if ending else wanted, known, 0.5)
+    with_that_end = [name for name in by_name if name.endswith(f"/{asked_for}")]
+    hint = did_you_mean(with_that_end[0] if with_that_end else asked_for, by_name, 0.5)
     raise UserError(f"there is no recipe {text!r}{hint}; `trl-fsdp-qlora recipes` lists them")
 
 

@@ -35,10 +35,10 @@ def _launched(name: str, words: list[str]) -> int:
         return _called(name, ["--help"])
     launcher, rest = take(words, LAUNCHER)
     rest = with_recipe(rest)
-    given = launcher.pop("--accelerate_config", None) or launcher.pop("--config_file", None)
-    flags = _config_flags(given, launcher)
-    others = [word for option, value in launcher.items() for word in (option, value)]
-    return launch([*flags, *others, str(shipped("recipes") / f"{name}.py"), *rest])
+    config = launcher.pop("--accelerate_config", None) or launcher.pop("--config_file", None)
+    flags = _config_flags(config, launcher)
+    options = [word for option, value in launcher.items() for word in (option, value)]
+    return launch([*flags, *options, str(shipped("recipes") / f"{name}.py"), *rest])
 
 
 def with_recipe(words: list[str]) -> list[str]:
@@ -48,21 +48,21 @@ def with_recipe(words: list[str]) -> list[str]:
         UserError: `--config` names neither a file nor a recipe.
     """
     taken, rest = take(words, ("--config",))
-    given = taken.get("--config")
-    if given is None:
+    config = taken.get("--config")
+    if config is None:
         return rest
-    if Path(given).exists():
-        return ["--config", given, *rest]
-    if Path(given).suffix in (".yaml", ".yml") and (hint := mistyped_path(given)):
-        raise UserError(f"--config {given}: no such file{hint}")
-    return ["--config", str(find(given).path), *rest]
+    if Path(config).exists():
+        return ["--config", config, *rest]
+    if Path(config).suffix in (".yaml", ".yml") and (hint := mistyped_path(config)):
+        raise UserError(f"--config {config}: no such file{hint}")
+    return ["--config", str(find(config).path), *rest]
 
 
-def method_of(words: Sequence[str], more: Mapping[type, type] | None = None) -> type:
+def method_of(words: Sequence[str], further: Mapping[type, type] | None = None) -> type:
     """The config class that has every field in `words`, or in the recipe that they name; GRPO's if no class has.
 
     Args:
-        more: classes next to those of GRPO, T-SPMO and A*-PO, and the further arguments of each one's script.
+        further: classes next to those of GRPO, T-SPMO and A*-PO, and the further arguments of each one's script.
     """
     from trl import ModelConfig
 
@@ -71,31 +71,32 @@ def method_of(words: Sequence[str], more: Mapping[type, type] | None = None) -> 
 
     taken, rest = take(words, ("--config",))
     used = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in rest if word.startswith("--")}
-    used |= set(read_yaml(taken["--config"])) if taken else set()
+    if taken:
+        used |= set(read_yaml(taken["--config"]))
     used -= {item.name for item in fields(ModelConfig)} | {"env", "stage"}
-    methods = dict.fromkeys((EfficientGRPOConfig, TSPMOConfig, AStarPOConfig), ScriptArguments) | dict(more or {})
+    methods = dict.fromkeys((EfficientGRPOConfig, TSPMOConfig, AStarPOConfig), ScriptArguments) | dict(further or {})
     for config, script in methods.items():
         if used <= {item.name for kind in (config, script) for item in fields(kind)}:
             return config
     return EfficientGRPOConfig
 
 
-def _config_flags(given: str | None, launcher: dict[str, str]) -> list[str]:
-    """The flags with accelerate's config: `given` by name or path, the user's own, or one that fits this machine."""
-    if given is not None:
-        return ["--config_file", given if Path(given).is_file() else str(accelerate_config(given))]
+def _config_flags(config: str | None, launcher: dict[str, str]) -> list[str]:
+    """The flags that name accelerate's config: `config` (a name or a path), the user's own, or a fitting default."""
+    if config is not None:
+        return ["--config_file", config if Path(config).is_file() else str(accelerate_config(config))]
     from accelerate.commands.config.config_args import default_config_file
 
     if Path(default_config_file).is_file():  # written by `accelerate config`
         return []
     name, processes = default_config(launcher.get("--num_processes"))
     launcher.setdefault("--num_processes", str(processes))
-    said = f"accelerate config: {name}, {processes} process{'es' * (processes > 1)}"
-    print(f"{said} (`trl-fsdp-qlora config` lists others, for --accelerate_config)")
+    line = f"accelerate config: {name}, {processes} process{'es' * (processes > 1)}"
+    print(f"{line} (`trl-fsdp-qlora config` lists others, for --accelerate_config)")
     return ["--config_file", str(accelerate_config(name))]
 
 
-def default_config(asked: str | None) -> tuple[str, int]:
+def default_config(num_processes: str | None) -> tuple[str, int]:
     """(name, processes) of the accelerate config for this machine: every GPU, or the CPU.
 
     Args:
@@ -106,10 +107,10 @@ def default_config(asked: str | None) -> tuple[str, int]:
     """
     import torch
 
-    if asked is not None and not (asked.isdigit() and int(asked)):
-        raise UserError(f"--num_processes {asked} is not a number of processes; try 2")
+    if num_processes is not None and not (num_processes.isdigit() and int(num_processes)):
+        raise UserError(f"--num_processes {num_processes} is not a number of processes; try 2")
     gpus = torch.cuda.device_count()
-    processes = int(asked) if asked else max(gpus, 1)
+    processes = int(num_processes) if num_processes else max(gpus, 1)
     one, several = ("single_gpu", "ddp") if gpus else ("cpu", "ddp_cpu")
     return several if processes > 1 else one, processes
 

@@ -123,8 +123,8 @@ def extract_answer(text: str, answer_format: str = "auto") -> str | None:
     text = text[-MAX_TEXT:]
     inside = None
     if answer_format == "verl":
-        found = _VERLS.findall(text[-300:])
-        last = found[-1].replace(",", "") if found else ""
+        numbers = _VERLS.findall(text[-300:])
+        last = numbers[-1].replace(",", "") if numbers else ""
         return last if _WHOLE.fullmatch(last) else None
     if answer_format == "first_line":
         return text.strip().split("\n", 1)[0].strip() or None
@@ -162,8 +162,8 @@ def required_answer(text: str, answer_format: str = "auto") -> str | None:
     """
     if answer_format != "auto":
         return extract_answer(text, answer_format)
-    found = (extract_answer(text, each) for each in ("hash", "tags", "boxed"))
-    return next((answer for answer in found if answer is not None), None)
+    answers = (extract_answer(text, each) for each in ("hash", "tags", "boxed"))
+    return next((answer for answer in answers if answer is not None), None)
 
 
 def parse_gold(answer: str | int | float, row: int | str) -> Fraction | str:
@@ -189,26 +189,26 @@ def parse_gold(answer: str | int | float, row: int | str) -> Fraction | str:
     )
 
 
-def answers_match(given: str | None, gold: Fraction | str | Callable[[str | None], bool]) -> bool:
-    """Whether the text `given` has the value `gold` (see [`parse_gold`]); numbers are compared exactly.
+def answers_match(answer: str | None, gold: Fraction | str | Callable[[str | None], bool]) -> bool:
+    """Whether the text `answer` has the value `gold` (see [`parse_gold`]); numbers are compared exactly.
 
     LaTeX is compared by math-verify; an answer that it cannot decide within its deadline does not match. A function as
     `gold` decides itself.
     """
     if callable(gold):
-        return gold(given)
-    if given is None:
+        return gold(answer)
+    if answer is None:
         return False
-    number = parse_number(given)
-    if isinstance(gold, Fraction) and number is not None and "\\" not in given:
+    number = parse_number(answer)
+    if isinstance(gold, Fraction) and number is not None and "\\" not in answer:
         return number == gold
-    if (number is None and not _is_latex(given)) or len(given) > MAX_LATEX:
+    if (number is None and not _is_latex(answer)) or len(answer) > MAX_LATEX:
         return False
     if not math_worker.installed():
         logger.warning_once(f"without math-verify an answer in LaTeX scores 0, right or wrong: {INSTALL_MATH}")
         return False
     gold_text = gold if isinstance(gold, str) else rf"\frac{{{gold.numerator}}}{{{gold.denominator}}}"
-    return _equal(f"${gold_text}$", given if number is not None else f"${given}$")
+    return _equal(f"${gold_text}$", answer if number is not None else f"${answer}$")
 
 
 def _is_latex(text: str) -> bool:
@@ -224,5 +224,5 @@ def _parses(text: str) -> bool:
 
 
 @functools.lru_cache(maxsize=16_384)
-def _equal(gold: str, given: str) -> bool:
-    return bool(math_worker.ask(gold, given))
+def _equal(gold: str, answer: str) -> bool:
+    return bool(math_worker.ask(gold, answer))

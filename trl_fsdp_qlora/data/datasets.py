@@ -24,8 +24,13 @@ from .answers import DatasetError, UnparsableGoldAnswer, parse_gold
 # (columns of the question, column of the right answer): SVAMP, GSM8K, and a user's own plain files.
 COLUMNS = ((("Body", "Question"), "Answer"), (("question",), "answer"), (("problem",), "answer"))
 # Suffix of a file -> the builder that `datasets` reads it with, and its options.
-_READERS = {".jsonl": ("json", {}), ".json": ("json", {}), ".csv": ("csv", {}), ".tsv": ("csv", {"sep": "\t"})}
-_READERS |= {".parquet": ("parquet", {})}
+_READERS = {
+    ".jsonl": ("json", {}),
+    ".json": ("json", {}),
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"sep": "\t"}),
+    ".parquet": ("parquet", {}),
+}
 
 
 def has_splits(source: str) -> bool:
@@ -56,8 +61,8 @@ def _rows(source: str, split: str, config: str | None) -> Iterable[dict]:
         raise DatasetError(f"{source} is not a file of a known kind: {', '.join(_READERS)}")
     try:
         if path.is_file():
-            kind, how = _READERS[path.suffix]
-            return load_dataset(kind, data_files=source, split="train", **how)
+            kind, options = _READERS[path.suffix]
+            return load_dataset(kind, data_files=source, split="train", **options)
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             saved = load_from_disk(source)
             splits = [saved] if isinstance(saved, Dataset) else [saved[part] for part in split.split("+")]
@@ -65,31 +70,37 @@ def _rows(source: str, split: str, config: str | None) -> Iterable[dict]:
         return load_dataset(source, config, split=split)
     except (OSError, ValueError, KeyError, DatasetsError) as error:
         reason = str(error.__cause__ or error).strip().split("\n")[0]
-        said = f"dataset {source!r} (split {split!r}) cannot be loaded: {reason}"
-        raise DatasetError(f"{said}{mistyped_path(source)}") from error
+        raise DatasetError(
+            f"dataset {source!r} (split {split!r}) cannot be loaded: {reason}{mistyped_path(source)}"
+        ) from error
 
 
-def read_images(row: dict, source: str, where: str) -> list[dict]:
+def read_images(row: dict, source: str, row_name: str) -> list[dict]:
     """Read the pictures of a row to their end, as `{"bytes": ..., "path": None}`.
 
     If a picture is broken, the [`DatasetError`] names its row.
     """
     from PIL import Image as PILImage
 
-    given = row.get("images") if row.get("images") is not None else row.get("image")
+    images = row.get("images") if row.get("images") is not None else row.get("image")
+    if images is None:
+        images = []
+    elif not isinstance(images, list):
+        images = [images]
     read = []
-    for one in given if isinstance(given, list) else [] if given is None else [given]:
-        one = {"path": one} if isinstance(one, str) else one
+    for image in images:
+        if isinstance(image, str):
+            image = {"path": image}
         try:
-            if isinstance(one, dict):
-                data = one.get("bytes") or (Path(source).parent / one["path"]).read_bytes()
+            if isinstance(image, dict):
+                data = image.get("bytes") or (Path(source).parent / image["path"]).read_bytes()
                 PILImage.open(io.BytesIO(data)).load()
             else:  # a picture of Pillow
                 file = io.BytesIO()
-                one.save(file, "PNG")
+                image.save(file, "PNG")
                 data = file.getvalue()
         except (OSError, SyntaxError, ValueError, TypeError, AttributeError) as error:
-            raise DatasetError(f"{where}: its image cannot be read: {str(error)[:200]}") from error
+            raise DatasetError(f"{row_name}: its image cannot be read: {str(error)[:200]}") from error
         read.append({"bytes": data, "path": None})
     return read
 
@@ -133,25 +144,25 @@ def read_problems(
     if not rows:
         raise DatasetError(f"dataset {source!r} (split {split!r}) has no rows")
 
-    there = {str(name) for row in rows for name in row}
-    own = ((question_column or "question",), answer_column or "answer")
-    asked = [own] if question_column or answer_column else COLUMNS
-    known = next(((names, gold) for names, gold in asked if {*names, gold} <= there), None)
+    columns = {str(name) for row in rows for name in row}
+    named = ((question_column or "question",), answer_column or "answer")
+    candidates = [named] if question_column or answer_column else COLUMNS
+    known = next(((names, gold) for names, gold in candidates if {*names, gold} <= columns), None)
     if known is None:
-        wanted = " | ".join(", ".join((*names, gold)) for names, gold in asked)
+        expected = " | ".join(", ".join((*names, gold)) for names, gold in candidates)
         raise DatasetError(
-            f"{source!r} has columns {', '.join(sorted(there)) or 'none'}; looked for {wanted}: name yours with "
+            f"{source!r} has columns {', '.join(sorted(columns)) or 'none'}; looked for {expected}: name yours with "
             "question_column and answer_column"
         )
     (*bodies, question_name), gold_name = known
     problems = []
     for index, row in enumerate(rows):
-        where = f"{source}, row {index}"
+        row_name = f"{source}, row {index}"
         for name in (*bodies, question_name, gold_name):
             if row.get(name) in (None, ""):
-                raise DatasetError(f"{where}: the field {name!r} is empty; complete the row or leave it out")
+                raise DatasetError(f"{row_name}: the field {name!r} is empty; complete the row or leave it out")
             if name != gold_name and not isinstance(row[name], str):
-                raise DatasetError(f"{where}: the field {name!r} must be text, not {row[name]!r}")
+                raise DatasetError(f"{row_name}: the field {name!r} must be text, not {row[name]!r}")
         question = row[question_name].strip()
         answer = row[gold_name]
         for part in (row[name].strip() for name in bodies):
@@ -161,10 +172,10 @@ def read_problems(
         try:
             parse_gold(answer, index)
         except UnparsableGoldAnswer as error:
-            raise UnparsableGoldAnswer(f"{where}: {error}") from None
+            raise UnparsableGoldAnswer(f"{row_name}: {error}") from None
         problem = {"row": index, "question": question, "answer": str(answer)}
         if {"image", "images"} & {*row}:
-            problem["images"] = read_images(row, source, where)
+            problem["images"] = read_images(row, source, row_name)
         problems.append(problem | ({"columns": row} if whole_rows else {}))
     return problems
 
@@ -172,8 +183,8 @@ def read_problems(
 def _question_key(problem: dict) -> str:
     """A key that is equal for equal questions about equal pictures."""
     pictures = b"".join(one["bytes"] for one in problem.get("images", ()))
-    seen = f" {hashlib.sha256(pictures).hexdigest()}" if pictures else ""
-    return " ".join(problem["question"].lower().split()) + seen
+    picture_hash = f" {hashlib.sha256(pictures).hexdigest()}" if pictures else ""
+    return " ".join(problem["question"].lower().split()) + picture_hash
 
 
 def hold_out(problems: Sequence[dict], count: int, field: str = "held_out") -> tuple[list[dict], list[dict]]:
@@ -238,7 +249,7 @@ def to_prompts(
         if chat:
             system = [{"role": "system", "content": system_prompt}] if system_prompt else []
             prompt = [*system, {"role": "user", "content": text}]
-        more = {name: problem[name] for name in ("difficulty", "entry", "images") if name in problem}
-        rows.append({"prompt": prompt, "answer": problem["answer"], "row": problem["row"], **more})
-    made = Dataset.from_list(rows)
-    return made.cast_column("images", List(Image())) if "images" in made.column_names else made
+        kept_columns = {name: problem[name] for name in ("difficulty", "entry", "images") if name in problem}
+        rows.append({"prompt": prompt, "answer": problem["answer"], "row": problem["row"], **kept_columns})
+    dataset = Dataset.from_list(rows)
+    return dataset.cast_column("images", List(Image())) if "images" in dataset.column_names else dataset

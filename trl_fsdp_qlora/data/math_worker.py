@@ -90,8 +90,8 @@ def _serve() -> None:
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
         try:
             # math-verify's own limits are off: they work by signals, in the interpreter.
-            found = [math_verify.parse(text, parsing_timeout=None) for text in json.loads(line)]
-            answer = bool(found[0]) if len(found) == 1 else math_verify.verify(*found, timeout_seconds=None)
+            parsed = [math_verify.parse(text, parsing_timeout=None) for text in json.loads(line)]
+            answer = bool(parsed[0]) if len(parsed) == 1 else math_verify.verify(*parsed, timeout_seconds=None)
         except MemoryError:
             os._exit(1)  # earlier questions may have filled the memory: the next question gets a fresh worker
         except Exception:  # SymPy may raise anything on a model's text; such an expression equals nothing

@@ -98,22 +98,22 @@ def _problem(source: str, split: str, index: int) -> tuple[Any, dict[str, Any]]:
 def _splits(source: str) -> dict[str, list[dict[str, Any]]]:
     """The problems of both splits; a training problem whose question is in the test split is left out."""
     sizes = [settings["size"] for _, _, settings in _terms(source) if "size" in settings]
-    found = {}
-    seen = set()
+    splits = {}
+    keys = set()
     for split, count in (("test", TEST_PROBLEMS), ("train", max(sizes, default=_TRAIN_PROBLEMS))):
-        problems = found[split] = []
+        problems = splits[split] = []
         for index in range(3 * count):
             _, entry = _problem(source, split, index)
             key = " ".join(entry["question"].lower().split())
             if len(problems) == count:
                 break
-            if key in seen:
+            if key in keys:
                 continue
-            seen.add(key)
+            keys.add(key)
             problem = {"row": index, "question": entry["question"], "answer": str(entry["answer"])}
             problem["difficulty"] = json.dumps(entry["metadata"].get("difficulty"), default=str)
             problems.append(problem | {"entry": json.dumps([source, split, index])})
-    return found
+    return splits
 
 
 def read_problems(source: str, split: str) -> list[dict[str, Any]]:
@@ -143,6 +143,6 @@ def verifier_reward(answer_format: str = "auto") -> Callable[..., list[float]]:
 
     def reasoning_gym(completions: Sequence[Completion], entry: Sequence[str], **_columns) -> list[float]:
         answers = (extract_answer(completion_text(completion), answer_format) for completion in completions)
-        return [verify(one, answer) for one, answer in zip(entry, answers, strict=True)]
+        return [verify(problem, answer) for problem, answer in zip(entry, answers, strict=True)]
 
     return reasoning_gym

@@ -31,8 +31,8 @@ def exact_answer_reward(answer_format: str = "auto") -> Callable[..., list[float
     extract_answer("", answer_format)  # so that an unknown format is an error now, not in the first step
 
     def exact_answer(completions: Sequence[Completion], answer: Sequence, **columns) -> list[float | None]:
-        given = [extract_answer(completion_text(completion), answer_format) for completion in completions]
-        pairs = zip(given, _gold_rows(answer, columns), strict=True)
+        answers = [extract_answer(completion_text(completion), answer_format) for completion in completions]
+        pairs = zip(answers, _gold_rows(answer, columns), strict=True)
         return [None if gold is None else float(answers_match(one, gold)) for one, gold in pairs]
 
     return exact_answer
@@ -74,8 +74,12 @@ def graded_reward(completions: Sequence[Completion], answer: Sequence, **columns
     return rewards
 
 
-REWARDS = {"exact_answer": exact_answer_reward, "tag_format": tag_format_reward, "graded": graded_reward}
-REWARDS |= {reasoning_gym.REWARD: reasoning_gym.verifier_reward}
+REWARDS = {
+    "exact_answer": exact_answer_reward,
+    "tag_format": tag_format_reward,
+    "graded": graded_reward,
+    reasoning_gym.REWARD: reasoning_gym.verifier_reward,
+}
 _WITH_FORMAT = ("exact_answer", reasoning_gym.REWARD)
 
 

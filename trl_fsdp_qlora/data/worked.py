@@ -16,18 +16,20 @@ def worked(row: dict) -> str | None:
     number = r"(-?\d+(?:\.\d+)?(?:/\d+)?)"
 
     def shown(x: Fraction) -> str:
-        return str(int(x) if x.denominator == 1 else float(x) if float(x) == x else x)
+        if x.denominator == 1:
+            return str(int(x))
+        return str(float(x) if float(x) == x else x)
 
-    while found := re.search(rf"\( {number} ([-+*/]) {number} \)", text):  # the innermost, from the left
-        a = Fraction(found[1])
-        sign = found[2]
-        b = Fraction(found[3])
+    while match := re.search(rf"\( {number} ([-+*/]) {number} \)", text):  # the innermost, from the left
+        a = Fraction(match[1])
+        sign = match[2]
+        b = Fraction(match[3])
         if sign == "/" and not b:
             return None
         value = {"+": a + b, "-": a - b, "*": a * b, "/": a / (b or 1)}[sign]
         terms = [f"({shown(x)})" if x < 0 else shown(x) for x in (a, b)]
         lines.append(f"{terms[0]} {sign} {terms[1]} = {shown(value)}")
-        text = text.replace(found[0], str(value), 1)
+        text = text.replace(match[0], str(value), 1)
     try:
         value = Fraction(text.strip())  # every operation is done
         right = value == Fraction(str(row["Answer"]))

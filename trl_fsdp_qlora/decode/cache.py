@@ -31,7 +31,8 @@ class RoomyLayer(DynamicLayer):
         self.device = keys.device
         self.is_initialized = True
         self.max_length = max_length
-        self.keys, self.values = keys, values
+        self.keys = keys
+        self.values = values
         self.batch_select_indices(rows_R)
 
     def batch_select_indices(self, indices: torch.Tensor, new: int = 0) -> None:
@@ -58,8 +59,8 @@ class RoomyLayer(DynamicLayer):
 
 def unrepeatable(config: PreTrainedConfig) -> str | None:
     """Why the rows of a decoder's cache cannot be repeated and dropped; `None` if they can."""
-    others = sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers} - _BY_ROW)
-    return f"the cache has layers of type {', '.join(others)}" if others else None
+    layer_types = sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers} - _BY_ROW)
+    return f"the cache has layers of type {', '.join(layer_types)}" if layer_types else None
 
 
 def take_rows(cache: DynamicCache, rows_A: torch.Tensor, max_length: int | None = None) -> None:

@@ -32,13 +32,13 @@ def _compute_device(model: nn.Module) -> torch.device:
 
 def vision_tensors(vision: dict[str, Any], width: int, device: torch.device | None = None) -> dict[str, Any]:
     """A processor's fields as tensors; those per token are left-padded to `width`, `num_images` stays a list."""
-    made = dict(vision)
-    for name in made.keys() - {"num_images"}:
+    tensors = dict(vision)
+    for name in tensors.keys() - {"num_images"}:
         if name.endswith("token_type_ids"):
-            made[name] = [[0] * (width - len(row)) + list(row) for row in made[name]]
-        value = made[name]
-        made[name] = torch.as_tensor(value if isinstance(value, torch.Tensor) else np.asarray(value), device=device)
-    return made
+            tensors[name] = [[0] * (width - len(row)) + list(row) for row in tensors[name]]
+        value = tensors[name]
+        tensors[name] = torch.as_tensor(value if isinstance(value, torch.Tensor) else np.asarray(value), device=device)
+    return tensors
 
 
 @torch.no_grad()
@@ -102,17 +102,18 @@ class EngineModel:
     """
 
     def __init__(self, engine: "AdapterEngine", generation_config: GenerationConfig):
-        self.engine, self.generation_config = engine, generation_config
+        self.engine = engine
+        self.generation_config = generation_config
 
     def complete(self, prompt_ids: list[list[int]], config: GenerationConfig, seed: int | None) -> list[list[int]]:
         """One completion for every prompt; row i has a seed of its own, computed from `seed` and i."""
         seeds = [None if seed is None else seed * 1_000_003 + row for row in range(len(prompt_ids))]
-        settings = [sampling(config, own) for own in seeds]
+        settings = [sampling(config, row_seed) for row_seed in seeds]
         if self.engine.mode == "server":
             client = self.engine.vllm_client
 
-            def ask(ids: list[int], own: dict) -> list[int]:
-                drawn = client.generate(prompts=[ids], max_tokens=own["max_tokens"], generation_kwargs=own)
+            def ask(ids: list[int], of_row: dict) -> list[int]:
+                drawn = client.generate(prompts=[ids], max_tokens=of_row["max_tokens"], generation_kwargs=of_row)
                 return drawn["completion_ids"][0]
 
             with ThreadPoolExecutor(min(CONCURRENCY, len(prompt_ids))) as pool:
@@ -124,7 +125,8 @@ class EngineModel:
         if sleeps:
             llm.wake_up()
         prompts = [{"prompt_token_ids": ids} for ids in prompt_ids]
-        outputs = llm.generate(prompts, sampling_params=[SamplingParams(**own) for own in settings], use_tqdm=False)
+        parameters = [SamplingParams(**of_row) for of_row in settings]
+        outputs = llm.generate(prompts, sampling_params=parameters, use_tqdm=False)
         if sleeps:
             llm.sleep()
         return [list(output.outputs[0].token_ids) for output in outputs]
@@ -133,13 +135,13 @@ class EngineModel:
 def sampling(config: GenerationConfig, seed: int | None) -> dict:
     """vLLM's sampling parameters for one row, from a generation config of transformers."""
     ends = config.eos_token_id
-    wanted = ["repetition_penalty"]
+    names = ["repetition_penalty"]
     settings = {"max_tokens": config.max_new_tokens, "temperature": float(config.do_sample or 0)}
     settings["stop_token_ids"] = list(ends) if isinstance(ends, list | tuple | set) else [ends]
     if config.do_sample:
-        wanted += ["temperature", "top_p", "top_k", "min_p"]
+        names += ["temperature", "top_p", "top_k", "min_p"]
         settings["seed"] = None if seed is None else seed % 2**63
-    return settings | {name: getattr(config, name) for name in wanted if getattr(config, name) is not None}
+    return settings | {name: getattr(config, name) for name in names if getattr(config, name) is not None}
 
 
 def generate(

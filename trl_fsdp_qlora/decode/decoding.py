@@ -95,8 +95,9 @@ def why_stock(model: nn.Module, config: GenerationConfig, vision: dict[str, Any]
     if (reason := unrepeatable(model.config.get_text_config(decoder=True))) is not None or not vision:
         return reason
     # Here only the prefill gets images, and each distinct prompt gets its own.
-    if others := sorted({*vision} - {*PER_IMAGE, *PER_TOKEN, "num_images"}):
-        return f"images come with {', '.join(others)}"
+    unknown = sorted({*vision} - {*PER_IMAGE, *PER_TOKEN, "num_images"})
+    if unknown:
+        return f"images come with {', '.join(unknown)}"
     counts = vision.get("num_images")
     dealt = counts is not None and "pixel_values" in vision
     if not dealt or len(split_pixel_values_by_grid(vision)["pixel_values"]) != len(counts):
@@ -209,8 +210,8 @@ class Decoding:
         """Outputs of a prefill of distinct prompts with arguments `once`, repeated for the rows of each prompt."""
         outputs.logits = outputs.logits[:, -1:][place_R]
         self.work.prefill_tokens_stock += batch.ids_AL.numel()
-        others = {name: value for name, value in once.items() if name not in _OF_IMAGES}
-        kwargs = batch.kwargs = {name: _rows(name, value, place_R) for name, value in others.items()}
+        kwargs = {name: _rows(name, value, place_R) for name, value in once.items() if name not in _OF_IMAGES}
+        batch.kwargs = kwargs
         # The last positions are enough for the next step, unless a model drops its cache and needs all of them again.
         if kwargs.get("position_ids") is not None and not prepares_inputs_itself(model):
             kwargs["position_ids"] = kwargs["position_ids"][..., -1:]
@@ -227,7 +228,7 @@ class Decoding:
         lengths = (width - _padding(ids_UP, once)).tolist()
         histories = [row[width - n :] for row, n in zip(ids_UP.tolist(), lengths, strict=True)]
         together = self.turns.take(histories, None if self.images is None else self.images.keys)
-        own = None
+        outputs = None
         caches = []
         logits = []
         rows = []
@@ -237,17 +238,17 @@ class Decoding:
                 self._prefill_part(model, ids_UP, [1], Continuation([0], [None], 1), config, batch)
                 continue
             part = together.pop(0)
-            own = self._prefill_part(model, ids_UP, lengths, part, config, batch)
-            caches.append(own[batch.cache_name])
-            logits.append(own.logits[:, -1:])
+            outputs = self._prefill_part(model, ids_UP, lengths, part, config, batch)
+            caches.append(outputs[batch.cache_name])
+            logits.append(outputs.logits[:, -1:])
             rows.append(part.rows)
             self.work.prefill_tokens += len(part.rows) * part.new
         if len(caches) > 1:
             order_U = torch.tensor([row for part in rows for row in part], device=device).argsort()
-            own[batch.cache_name] = joined_cache(model.config, caches, order_U, width)
-            own.logits = torch.cat(logits)[order_U]
-        take_rows(own[batch.cache_name], place_R, batch.longest)
-        return self._of_rows(model, own, once, place_R, batch)
+            outputs[batch.cache_name] = joined_cache(model.config, caches, order_U, width)
+            outputs.logits = torch.cat(logits)[order_U]
+        take_rows(outputs[batch.cache_name], place_R, batch.longest)
+        return self._of_rows(model, outputs, once, place_R, batch)
 
     def _prefill_part(
         self, model, ids_UP, lengths: list[int], part: Continuation, config: GenerationConfig, batch: "_Batch"
@@ -452,8 +453,7 @@ def draw(probs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
 
     The search has two levels: the sums of blocks of the vocabulary choose a block, and then a token inside the block
     is chosen. So the distribution function is accumulated in [`widest_float`] without a copy of `probs_BV` in that
-    dtype.
-    `probs_BV` are float32 and need not sum to one; a row with NaN or infinite weights gets -1.
+    dtype. `probs_BV` are float32 and need not sum to one; a row with NaN or infinite weights gets -1.
     """
     size = probs_BV.shape[1]
     dtype = widest_float(probs_BV.device)

@@ -60,15 +60,15 @@ class Rollout:
         """Whether a forward is a collective operation, and possible only after `Trainer.train` prepared the model."""
         return self.accelerator.num_processes > 1 and (self.backend.is_fsdp or self.backend.is_zero3)
 
-    def refuse_unprepared(self, what: str, model: nn.Module, wrapped: nn.Module) -> None:
-        """Raise `RuntimeError` if `what` needs a forward of a model that is not sharded yet.
+    def refuse_unprepared(self, caller: str, model: nn.Module, wrapped: nn.Module) -> None:
+        """Raise `RuntimeError` if `caller` needs a forward of a model that is not sharded yet.
 
         The message names the change to make.
         """
         prepared = wrapped is not model or any(isinstance(p, DTensor) for p in model.parameters())
         if self.is_sharded and not prepared:
             raise RuntimeError(
-                f"{what} needs a forward of a sharded model, and only train() prepares it: let train() run stage 1 "
+                f"{caller} needs a forward of a sharded model, and only train() prepares it: let train() run stage 1 "
                 "in its first step, or run stage 1 without FSDP or ZeRO-3 first (--stage estimate)"
             )
 
@@ -165,28 +165,28 @@ class Rollout:
     ) -> list[tuple[str, str]]:
         """Headings and lines of the start-up block on transformers' `generate`; `tools`: whether the run has tools."""
         if settings is None:
-            found = [("as stock TRL", "rollouts: transformers' continuous batching")]
-            return [] if self.args.use_vllm else found
+            lines = [("as stock TRL", "rollouts: transformers' continuous batching")]
+            return [] if self.args.use_vllm else lines
         reason = self.why_stock(wrapped, settings)
         if reason is not None:
             heading = "as stock TRL" if self.args.compact_generation else "off"
             return [(heading, f"rollouts: every completion prefills its prompt, no row leaves early ({reason})")]
-        found = [("on", "rollouts: each prompt prefilled once, finished rows leave the batch")]
+        lines = [("on", "rollouts: each prompt prefilled once, finished rows leave the batch")]
         if tools and (reason := why_not_kept(self.accelerator.unwrap_model(wrapped))) is not None:
-            found.append(("as stock TRL", f"tools: every turn prefills its whole history ({reason})"))
+            lines.append(("as stock TRL", f"tools: every turn prefills its whole history ({reason})"))
         elif tools:
-            found.append(("on", "tools: a turn continues where the last one stopped"))
+            lines.append(("on", "tools: a turn continues where the last one stopped"))
         if self.accelerator.device.type == "cpu" and beats_mkl():
-            found.append(("on", "decoding: float32 products by oneDNN"))
-        return found
+            lines.append(("on", "decoding: float32 products by oneDNN"))
+        return lines
 
     def take_metrics(self) -> dict[str, float]:
         """Metrics of the work of all ranks since the last call, and of transformers' own loop. Collective."""
         figures = torch.tensor(astuple(self._work), device=self.accelerator.device)
         figures = self.accelerator.reduce(figures, reduction="sum")
         self._work = DecodingWork()
-        found = zip(fields(DecodingWork), figures.tolist(), strict=True) if figures.any() else ()
-        return {f"generation/{item.name}": float(value) for item, value in found}
+        sums = zip(fields(DecodingWork), figures.tolist(), strict=True) if figures.any() else ()
+        return {f"generation/{item.name}": float(value) for item, value in sums}
 
     @contextmanager
     def generating(self, wrapped: nn.Module, overrides: dict | None = None) -> Iterator[tuple[nn.Module, bool]]:

@@ -32,8 +32,17 @@ from .cache import RoomyLayer
 _NAME = "shared_prompts_"
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 # Arguments of the model's call that this module passes to a decoding forward, or that decoding no longer needs.
-_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
-_ARGUMENTS |= {*PER_IMAGE, *PER_TOKEN, "mm_encoder_outputs"}
+_ARGUMENTS = {
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "cache_position",
+    "mm_encoder_outputs",
+    *PER_IMAGE,
+    *PER_TOKEN,
+}
 
 
 def why_per_row(model: PreTrainedModel) -> str | None:
@@ -45,9 +54,9 @@ def why_per_row(model: PreTrainedModel) -> str | None:
     implementation = model.config._attn_implementation.removeprefix(PREFIX)
     if implementation not in ("sdpa", "eager"):
         return f"attn_implementation={implementation!r}"
-    others = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers} - {"DynamicLayer"}
-    if others:
-        return f"layers with a {', '.join(sorted(others))}"
+    layer_types = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers} - {"DynamicLayer"}
+    if layer_types:
+        return f"layers with a {', '.join(sorted(layer_types))}"
     if prepares_inputs_itself(model):
         return f"{type(model).__name__} prepares the inputs of generate itself"
     if position_limit(model) != float("inf"):
@@ -92,8 +101,9 @@ class PrefillWatch:
         self.mask_UP = kwargs.get("attention_mask")
         self.seen = set()
         self.reason = "generate hands no positions to the model" if kwargs.get("position_ids") is None else None
-        if more := sorted(name for name, value in kwargs.items() if value is not None and name not in _ARGUMENTS):
-            self.reason = f"generate hands {', '.join(more)} to the model"
+        unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in _ARGUMENTS)
+        if unknown:
+            self.reason = f"generate hands {', '.join(unknown)} to the model"
 
     def attend(self, base, module, query, key, value, mask, **kwargs):
         """Check a layer's arguments, then call its own function. Shapes as in transformers' interface."""
@@ -104,10 +114,11 @@ class PrefillWatch:
     def _refuses(self, module, query, key, value, mask, kwargs: dict) -> str | None:
         if torch.is_autocast_enabled("cpu"):  # a wrapper of the model's forward switched it on
             return "autocast"
-        more = {name: x for name, x in kwargs.items() if x is not None and name not in {*NEUTRAL, "scaling"}}
-        more |= {} if getattr(module, "sinks", None) is None else {"sinks": module.sinks}
-        if more.pop("dropout", 0.0) or more:
-            return f"its attention takes {', '.join(sorted(more)) or 'dropout'}"
+        options = {name: x for name, x in kwargs.items() if x is not None and name not in {*NEUTRAL, "scaling"}}
+        if getattr(module, "sinks", None) is not None:
+            options["sinks"] = module.sinks
+        if options.pop("dropout", 0.0) or options:
+            return f"its attention takes {', '.join(sorted(options)) or 'dropout'}"
         layer = self.cache.layers[module.layer_idx]
         if key is not layer.keys or value is not layer.values:
             return "it attends to other keys than it caches"

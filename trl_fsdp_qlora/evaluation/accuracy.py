@@ -67,25 +67,25 @@ class Completed(NamedTuple):
 
 def majority(answers: list[str | None]) -> str | None:
     """The most frequent answer, by value if it is a number. Ties go to the earliest; `None` if there is no answer."""
-    given = [answer for answer in answers if answer is not None]
-    values = [answer if (number := parse_number(answer)) is None else number for answer in given]
+    parsed = [answer for answer in answers if answer is not None]
+    values = [answer if (number := parse_number(answer)) is None else number for answer in parsed]
     # `max` takes the earliest of equals.
-    return given[values.index(max(values, key=values.count))] if given else None
+    return parsed[values.index(max(values, key=values.count))] if parsed else None
 
 
 def encode_images(rows: list[dict], processor: ProcessorMixin) -> tuple[list[list[int]], dict[str, Any]]:
     """Token ids of prompts with pictures, and the model's other inputs for them."""
     prompts = [prepare_multimodal_messages(row["prompt"], images=row["images"]) for row in rows]
-    made = processor.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)
-    vision = {name: made[name] for name in made if name not in ("input_ids", "attention_mask")}
-    return made["input_ids"], {**vision, "num_images": [len(row["images"]) for row in rows]}
+    encoded = processor.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)
+    vision = {name: encoded[name] for name in encoded if name not in ("input_ids", "attention_mask")}
+    return encoded["input_ids"], {**vision, "num_images": [len(row["images"]) for row in rows]}
 
 
 def encode(prompts: list, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     if not is_conversational({"prompt": prompts[0]}):
         return tokenizer(prompts)["input_ids"]
-    how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
-    return tokenizer.apply_chat_template(prompts, **how)["input_ids"]
+    encoded = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)
+    return encoded["input_ids"]
 
 
 def evaluate(
@@ -151,13 +151,18 @@ def evaluate(
             def next_turn(ids: list[list[int]], turn: int) -> list[list[int]]:
                 return generate(model, ids, config, None if seed is None else seed + (turn << 40), synced=lockstep)
 
-            how = {"max_length": max_new_tokens, "max_tool_turns": max_tool_turns, "lockstep": lockstep}
             episodes = run_episodes(
-                agent, [rows[i] for i in batch for _ in range(repeats)], tokenizer, next_turn, **how
+                agent,
+                [rows[i] for i in batch for _ in range(repeats)],
+                tokenizer,
+                next_turn,
+                max_length=max_new_tokens,
+                max_tool_turns=max_tool_turns,
+                lockstep=lockstep,
             )
             return [
-                Completed(completion_text(each.messages), each.drawn, agent.is_right(each.environment))
-                for each in episodes
+                Completed(completion_text(episode.messages), episode.drawn, agent.is_right(episode.environment))
+                for episode in episodes
             ]
         if with_images:
             ids, vision = encode_images([row for i in batch for row in [dataset[i]] * repeats], tokenizer)
@@ -169,30 +174,36 @@ def evaluate(
 
     def draw(batch: range) -> tuple[list[Completed], list[Completed]]:
         best = complete(batch, greedy, 1)
-        return best, complete(batch, sampled, samples, (seed << 20) + batch.start) if samples else []
+        if not samples:
+            return best, []
+        return best, complete(batch, sampled, samples, (seed << 20) + batch.start)
 
     def score(batch: range, completions: tuple[list[Completed], list[Completed]]) -> list[tuple]:
         best, drawn = completions
-        found = []
+        scores = []
         for j, i in enumerate(batch):
-            right = functools.partial(answers_match, gold=golds[i])
+            matches = functools.partial(answers_match, gold=golds[i])
 
-            def is_right(one: Completed, answer: str | None, right=right) -> bool:
-                return right(answer) if one.is_right is None else one.is_right
+            def is_right(completion: Completed, answer: str | None, matches=matches) -> bool:
+                return matches(answer) if completion.is_right is None else completion.is_right
 
             text = best[j].text
             answer = extract_answer(text, answer_format)
-            of_problem = drawn[j * samples : (j + 1) * samples]
-            sampled = [extract_answer(one.text, answer_format) for one in of_problem]
+            correct = is_right(best[j], answer)
             strict = is_right(best[j], required_answer(text, answer_format))
             lenient = is_right(best[j], extract_answer(text, "last_number"))
-            of_samples = 0, 0
+            passed_at_k = 0
+            voted = False
             if samples:
+                of_problem = drawn[j * samples : (j + 1) * samples]
+                sampled = [extract_answer(completion.text, answer_format) for completion in of_problem]
                 passed = sum(map(is_right, of_problem, sampled))
-                voted = 2 * passed > samples if agent is not None and agent.owns_reward else right(majority(sampled))
-                of_samples = pass_at_k(samples, passed, samples), voted
-            found.append((is_right(best[j], answer), answer is not None, strict, lenient, best[j].tokens, *of_samples))
-        return found
+                passed_at_k = pass_at_k(samples, passed, samples)
+                # An environment's verdict has no answer to vote on.
+                owns_reward = agent is not None and agent.owns_reward
+                voted = 2 * passed > samples if owns_reward else matches(majority(sampled))
+            scores.append((correct, answer is not None, strict, lenient, best[j].tokens, passed_at_k, voted))
+        return scores
 
     size = max(1, batch_size // max(samples, 1))
     n = len(rows)

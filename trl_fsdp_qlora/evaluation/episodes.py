@@ -69,7 +69,7 @@ class Episode:
 
 def begin(agent: Agent, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) -> list[Episode]:
     """Start an episode for each row: reset its environment, and render its prompt with its tools."""
-    made = []
+    episodes = []
     template = compat.training_chat_template(tokenizer)
     for row in rows:
         environment = None if agent.environment is None else agent.environment()
@@ -86,8 +86,8 @@ def begin(agent: Agent, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase
             return_dict=False,
             **agent.template_options,
         )
-        made.append(Episode(ids, len(ids), {tool.__name__: tool for tool in tools}, environment))
-    return made
+        episodes.append(Episode(ids, len(ids), {tool.__name__: tool for tool in tools}, environment))
+    return episodes
 
 
 def run_tool(tools: dict[str, Callable], call: dict) -> tuple[str, Any]:
@@ -132,9 +132,9 @@ def run_episodes(
     live = list(episodes)
     turn = 0
     while _any_rank(bool(live), lockstep):
-        completions = generate(
-            [episode.ids for episode in live] or [episodes[0].ids[: episodes[0].prompt_length]], turn
-        )
+        # A rank whose episodes are over takes part with a prompt whose completion nobody reads.
+        ids = [episode.ids for episode in live] or [episodes[0].ids[: episodes[0].prompt_length]]
+        completions = generate(ids, turn)
         going_on = []
         for episode, completion in zip(live, completions, strict=False):
             completion = completion[: max_length - episode.length]

@@ -22,8 +22,19 @@ from ..run.plain import plain
 from ..run.redaction import command_line, is_secret_name, portable
 
 # Settings of a run that have no influence on the result, or that follow from other fields.
-_NOT_RECIPE = {"output_dir", "logging_dir", "run_name", "push_to_hub", "disable_tqdm", "local_rank", "debug"}
-_NOT_RECIPE |= {"resume_from_checkpoint", "show_completions", "phase_metrics", "accelerator_config"}
+_NOT_RECIPE = {
+    "output_dir",
+    "logging_dir",
+    "run_name",
+    "push_to_hub",
+    "disable_tqdm",
+    "local_rank",
+    "debug",
+    "resume_from_checkpoint",
+    "show_completions",
+    "phase_metrics",
+    "accelerator_config",
+}
 _NOTHING = (None, "", [], {}, "none", ["none"])
 _TEMPLATE = Path(__file__).with_name("card.md")
 
@@ -68,8 +79,8 @@ def base_model_license(base_model: str) -> str | None:
         if local.is_file():
             return ModelCard.load(local).data.license
         if not local.parent.exists() and not constants.HF_HUB_OFFLINE:
-            found = HfApi().model_info(base_model, timeout=5)  # seconds: a dead network holds no card up
-            return getattr(found.card_data, "license", None)
+            info = HfApi().model_info(base_model, timeout=5)  # seconds: a dead network holds no card up
+            return getattr(info.card_data, "license", None)
     return None
 
 
@@ -99,12 +110,13 @@ def _recipe(args: Any, settings: Sequence[Any], peft_config: Any) -> dict[str, A
         recipe.pop("generation_batch_size", None)
         if getattr(args, "steps_per_generation", None) == args.gradient_accumulation_steps:
             recipe.pop("steps_per_generation", None)
-    for more in settings:
-        recipe |= changed_arguments(more)
+    for arguments in settings:
+        recipe.update(changed_arguments(arguments))
     if settings:  # a recipe's model has its own fields for loading
         loading = recipe.pop("model_init_kwargs", {})
         loading = {k: v for k, v in loading.items() if k not in ("revision", "attn_implementation", "dtype")}
-        recipe |= {"model_init_kwargs": loading} if loading else {}
+        if loading:
+            recipe["model_init_kwargs"] = loading
     elif peft_config is not None:
         names = ("r", "lora_alpha", "lora_dropout", "target_modules")
         recipe["lora"] = {name: plain(getattr(peft_config, name, None)) for name in names}
@@ -124,7 +136,8 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
     licence = info.license or base_model_license(base) or "other"
     base_is_local = Path(base).is_absolute() or Path(base).exists()
     base = Path(base).name if base_is_local else base
-    task, pictures = "text-generation", None
+    task = "text-generation"
+    pictures = None
     prompt = info.quickstart_prompt or [{"role": "user", "content": "What is 12 + 30?"}]
     columns = {"image", "images"}.intersection(getattr(trainer.train_dataset, "column_names", None) or ())
     if columns and isinstance(trainer.processing_class, ProcessorMixin) and not isinstance(prompt, str):
@@ -169,10 +182,19 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
         "recipe_file": portable(info.recipe_file),
         "command": info.command and command_line(info.command),
         "recipe": yaml.safe_dump(recipe, sort_keys=True, allow_unicode=True),
+        "name": name,
+        "adapter": adapter,
+        "base": base,
+        "base_is_local": base_is_local,
+        "data": data,
+        "prompt": prompt,
+        "pictures": pictures,
+        "accuracy": accuracy,
+        "problems": problems,
+        "args": args,
+        "state": state,
+        "info": info,
     }
-    values |= {"name": name, "adapter": adapter, "base": base, "base_is_local": base_is_local, "data": data}
-    values |= {"prompt": prompt, "pictures": pictures, "accuracy": accuracy, "problems": problems}
-    values |= {"args": args, "state": state, "info": info}
     return ModelCard.from_template(card_data, template_path=_TEMPLATE, **values)
 
 

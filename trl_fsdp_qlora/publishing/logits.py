@@ -50,12 +50,18 @@ def record_logits(
     ids, entries = ([(2 * i + 1) * size // (2 * n) for i in range(n)] for n in (_TOKENS, min(_ENTRIES, size)))
     model.eval()
     try:
-        content: dict[str, Any] = {"logits": few_logits(model, ids, entries, device)}
+        logits = few_logits(model, ids, entries, device)
         with model.disable_adapter():
-            content["logits_of_the_base"] = few_logits(model, ids, entries, device)
+            logits_of_the_base = few_logits(model, ids, entries, device)
     finally:
         model.train(training)
-    content |= {"input_ids": ids, "entries": entries, "dtype": plain(dtype or model.get_base_model().dtype)}
+    content: dict[str, Any] = {
+        "logits": logits,
+        "logits_of_the_base": logits_of_the_base,
+        "input_ids": ids,
+        "entries": entries,
+        "dtype": plain(dtype or model.get_base_model().dtype),
+    }
     if (quantization := plain(getattr(model.config, "quantization_config", None))) is not None:
         content["quantization"] = {name: value for name, value in quantization.items() if not name.startswith("_")}
     write_json(Path(folder) / LOGITS, content)
@@ -93,16 +99,17 @@ def prove(adapter: str | Path, base: str) -> str:
         UserError: the adapter cannot be loaded, or its logits differ from the recorded ones.
     """
     kept = read_json(Path(adapter) / LOGITS)
-    how: dict[str, Any] = {"dtype": getattr(torch, kept["dtype"])}
+    options: dict[str, Any] = {"dtype": getattr(torch, kept["dtype"])}
     if "quantization" in kept:
-        how |= {"quantization_config": BitsAndBytesConfig(**kept["quantization"]), "device_map": {"": "cpu"}}
-    model = load_model(base, adapter, **how).eval()
-    found = torch.tensor(few_logits(model, kept["input_ids"], kept["entries"]), dtype=torch.float64)
+        options["quantization_config"] = BitsAndBytesConfig(**kept["quantization"])
+        options["device_map"] = {"": "cpu"}
+    model = load_model(base, adapter, **options).eval()
+    computed = torch.tensor(few_logits(model, kept["input_ids"], kept["entries"]), dtype=torch.float64)
     recorded, of_base = (torch.tensor(kept[name], dtype=torch.float64) for name in ("logits", "logits_of_the_base"))
-    difference = float((found - recorded).abs().max())
+    difference = float((computed - recorded).abs().max())
     effect = float((recorded - of_base).abs().max())
     # The kernel for 4-bit weights differs from device to device; bitsandbytes' computes in bfloat16 on some CPUs.
-    dtype = torch.bfloat16 if "quantization" in kept else how["dtype"]
+    dtype = torch.bfloat16 if "quantization" in kept else options["dtype"]
     eps = torch.finfo(dtype).eps * _UNITS.get(plain(dtype), 4)
     tolerance = eps * max(1.0, float(recorded.abs().max()))
     if not difference <= tolerance or difference > effect / 2 > 0:

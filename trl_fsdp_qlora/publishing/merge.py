@@ -28,7 +28,7 @@ close to the one that was trained and measured, not equal to it: measure it befo
 """
 
 
-def load_model(base: str, adapter: str | Path | None = None, **how: Any) -> PreTrainedModel | PeftModel:
+def load_model(base: str, adapter: str | Path | None = None, **options: Any) -> PreTrainedModel | PeftModel:
     """Load `base` by its config's class, `.from_pretrained(base, **how)`, with `adapter` (folder or Hub id) on it.
 
     Raises:
@@ -36,8 +36,8 @@ def load_model(base: str, adapter: str | Path | None = None, **how: Any) -> PreT
     """
     name = f"the weights of {base}"
     try:
-        config = AutoConfig.from_pretrained(base, revision=how.get("revision"))
-        model = model_class(config).from_pretrained(base, **how)
+        config = AutoConfig.from_pretrained(base, revision=options.get("revision"))
+        model = model_class(config).from_pretrained(base, **options)
         name = f"{adapter} on {base}"
         return model if adapter is None else PeftModel.from_pretrained(model, adapter)
     except (OSError, ValueError, SafetensorError) as error:

@@ -108,25 +108,25 @@ def run_publish(arguments: list[str]) -> int:
     """
     parser = OneLineParser("trl-fsdp-qlora publish", description=__doc__)
     parser.add_argument("adapter", type=Path, help="folder of the adapter")
-    parser.add_argument("--repo", required=True, help="owner/name on the Hub; made where it does not exist")
-    parser.add_argument("--base", help="Hub id of the base model, where the adapter was trained on a folder")
+    parser.add_argument("--repo", required=True, help="owner/name on the Hub; created if it does not exist")
+    parser.add_argument("--base", help="Hub id of the base model, if the adapter was trained on a folder")
     parser.add_argument("--base-folder", help="folder to load the base from for the proof, in place of the Hub")
     parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
     parser.add_argument("--check", action="store_true", help="only check the folder; nothing is sent")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        base = stage(given.adapter, scratch, given.repo, given.base)
+        base = stage(options.adapter, scratch, options.repo, options.base)
         files = {path.name for path in scratch.iterdir()}
         data = ModelCard.load(scratch / CARD).data
-        left_out = sorted({path.name for path in given.adapter.iterdir()} - files)
-        print(f"to be published as {given.repo}: {', '.join(sorted(files))}")
+        left_out = sorted({path.name for path in options.adapter.iterdir()} - files)
+        print(f"to be published as {options.repo}: {', '.join(sorted(files))}")
         print(f"left out: {', '.join(left_out) or 'nothing'}")
         licence = data.license
         sets = ", ".join(data.datasets or ["not stated"])
         print(f"a reader of the card sees: adapter of {base}, licence {licence}, data {sets}", flush=True)
         for result in data.eval_results or []:
             print(f"  {result.metric_name} on {result.dataset_name}: {result.metric_value}", flush=True)
-        if not given.check:
-            print(send(scratch, given.repo, given.base_folder or base, given.private))
+        if not options.check:
+            print(send(scratch, options.repo, options.base_folder or base, options.private))
     return 0

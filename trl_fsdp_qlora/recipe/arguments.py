@@ -44,9 +44,9 @@ class ScriptArguments:
     )
     dataset_config: str | None = option(None, "Configuration name of a Hub dataset.")
     dataset_split: str = option("train", "Split to train on, or several as one: `train+test`.")
-    question_column: str | None = option(None, "Column of the questions, where it is none of those that are known.")
-    answer_column: str | None = option(None, "Column of the right answers, beside `question_column`.")
-    eval_dataset: str | None = option(None, "Where the held-out problems come from; `dataset` where it is not set.")
+    question_column: str | None = option(None, "Column of the questions, if it has none of the known names.")
+    answer_column: str | None = option(None, "Column of the right answers; see `question_column`.")
+    eval_dataset: str | None = option(None, "Source of the held-out problems; by default `dataset`.")
     eval_split: str = option("test", "Split of the held-out problems.")
     held_out: int = option(0, "Take this many problems out of `dataset_split` instead of reading `eval_split`.")
     validation: int = option(0, "Take this many of the training problems out, to choose settings by.")
@@ -62,7 +62,7 @@ class ScriptArguments:
         metadata={"help": "Names of trl_fsdp_qlora.data.rewards.REWARDS, or your own: my_rewards.py:has_unit."},
     )
     answer_format: str = option(
-        "auto", "Where a final answer stands: auto, hash, tags, boxed, last_number, first_line, or verl's."
+        "auto", "Place of a completion's final answer: auto, hash, tags, boxed, last_number, first_line, or verl's."
     )
     environment: str | None = option(
         None,
@@ -87,7 +87,7 @@ class ScriptArguments:
     )
     license: str | None = option(None, "SPDX id for the adapter's card.")
     data_license: str | None = option(None, "SPDX id of the training data, for the card.")
-    require_fit: bool = option(False, "Stop before anything is loaded where the plan does not fit; else warn.")
+    require_fit: bool = option(False, "Stop before anything is loaded if the plan does not fit; otherwise warn.")
 
 
 class _Parser(TrlParser):
@@ -114,9 +114,9 @@ def parse_recipe(types: Sequence[type], argv: Words = None, defaults: Defaults =
     Raises:
         ConfigError: as in [`recipe_fields`], or one of the types refuses a value.
     """
-    found = vars(recipe_fields(types, argv, defaults))
+    values = vars(recipe_fields(types, argv, defaults))
     try:
-        return tuple(kind(**{each.name: found[each.name] for each in fields(kind) if each.init}) for kind in types)
+        return tuple(kind(**{each.name: values[each.name] for each in fields(kind) if each.init}) for kind in types)
     except (ValueError, ImportError) as error:  # raised by the types' own checks
         hint = " In the recipe: use_cpu: true and bf16: false." if "bf16/gpu" in str(error) else ""
         raise ConfigError(f"{error}{hint}") from error
@@ -153,23 +153,23 @@ def recipe_fields(types: Sequence[type], argv: Words = None, defaults: Defaults 
         os.environ.update({str(name): str(value) for name, value in (values.pop("env", None) or {}).items()})
         # The action with a value, not its --no_ twin.
         actions = {action.dest: action for action in reversed(parser._actions)}
-        others = {}
+        unwritten = {}
         check_keys(values, actions, path)
         for key, value in values.items():
             several = isinstance(value, list)
             if value is None or isinstance(value, dict) or (several and actions[key].nargs != "+"):
-                others[key] = value
+                unwritten[key] = value
             elif several:
                 words += [f"--{key}", *texts[key]]
             elif isinstance(value, bool) and actions[key].type is string_to_bool:  # which knows neither `on` nor `off`
                 words.append(f"--{key}={str(value).lower()}")
             else:
                 words.append(f"--{key}={texts[key]}")
-        parser.set_defaults_with_config(**others)
-    found, rest = parser.parse_known_args([*words, *argv])
+        parser.set_defaults_with_config(**unwritten)
+    namespace, rest = parser.parse_known_args([*words, *argv])
     if rest:
         raise ConfigError(f"{' '.join(rest)!r} belongs to no option")
-    return found
+    return namespace
 
 
 def check_options(words: Sequence[str], known: Collection[str]) -> None:

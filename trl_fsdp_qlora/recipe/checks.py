@@ -30,8 +30,15 @@ from .arguments import ConfigError, ScriptArguments
 from .episodes import OWN_REWARD, agent_of, check_tool_template, with_tool_format
 
 # Smallest values of this package's own counts; the libraries check the others themselves.
-_AT_LEAST = {"held_out": 0, "validation": 0, "eval_problems": 1, "accuracy_steps": 0, "accuracy_samples": 0}
-_AT_LEAST |= {"accuracy_batch_size": 1, "sft_problems": 1}
+_AT_LEAST = {
+    "held_out": 0,
+    "validation": 0,
+    "eval_problems": 1,
+    "accuracy_steps": 0,
+    "accuracy_samples": 0,
+    "accuracy_batch_size": 1,
+    "sft_problems": 1,
+}
 
 
 def check_script(script: ScriptArguments) -> None:
@@ -130,15 +137,15 @@ def lora_config(model: ModelConfig) -> PeftConfig | None:
     return config
 
 
-def build_bare(name: str, config: PretrainedConfig, **how: Any) -> nn.Module:
-    """Build the class that TRL loads for `config` on the meta device; `how` goes to `from_config`.
+def build_bare(name: str, config: PretrainedConfig, **options: Any) -> nn.Module:
+    """Build the class that TRL loads for `config` on the meta device; `options` go to `from_config`.
 
     Raises:
         ConfigError: it cannot be built, for example if the attention implementation is not installed.
     """
     try:
         with torch.device("meta"):
-            return model_class(config).from_config(config, **how)
+            return model_class(config).from_config(config, **options)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"model_name_or_path={name!r} cannot be built: {_first_line(error)}") from error
 

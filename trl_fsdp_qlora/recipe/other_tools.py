@@ -6,19 +6,6 @@ A config of one of these tools is answered with all its differing keys at once.
 from collections.abc import Callable
 from typing import Any
 
-# If a line has `{value}`, the value of the config is put in.
-_TRL = {
-    "dataset_name": "dataset: {value}",
-    "dataset_train_split": "dataset_split: {value}",
-    "dataset_test_split": "eval_split: {value}",
-    "dataset_streaming": "leave it out: recipes read the whole dataset; a script of your own takes a streaming one",
-    "streaming": "leave it out: recipes read the whole dataset; a script of your own takes a streaming one",
-    "test_split_size": "held_out: a number of problems",
-    "ignore_bias_buffers": "leave it out",
-    "reward_model_name_or_path": "no key here: give a reward model to EfficientGRPOTrainer in a script of your own",
-}
-
-
 _TRL_REWARDS = {
     "accuracy_reward": "exact_answer",
     "reasoning_accuracy_reward": "exact_answer",
@@ -31,8 +18,8 @@ def _rewards(value: Any) -> str:
     names = []
     for name in value if isinstance(value, list) else [value]:
         module, _, function = str(name).rpartition(".")
-        own = f"{module.replace('.', '/') or 'my_rewards'}.py:{function}"
-        names.append(own if module else _TRL_REWARDS.get(function, own))
+        import_path = f"{module.replace('.', '/') or 'my_rewards'}.py:{function}"
+        names.append(import_path if module else _TRL_REWARDS.get(function, import_path))
     return f"rewards: [{', '.join(names)}]"
 
 
@@ -54,7 +41,20 @@ def _val_set_size(value: Any) -> str:
     return "leave it out, and set held_out or eval_split" if not value else "held_out: a number of problems"
 
 
-_TRL |= {"reward_funcs": _rewards, "datasets": _datasets}
+# A text with the line to write, in which `{value}` stands for the value of the config, or a function of the value.
+_WHOLE_DATASET = "leave it out: recipes read the whole dataset; a script of your own takes a streaming one"
+_TRL = {
+    "dataset_name": "dataset: {value}",
+    "dataset_train_split": "dataset_split: {value}",
+    "dataset_test_split": "eval_split: {value}",
+    "dataset_streaming": _WHOLE_DATASET,
+    "streaming": _WHOLE_DATASET,
+    "test_split_size": "held_out: a number of problems",
+    "ignore_bias_buffers": "leave it out",
+    "reward_model_name_or_path": "no key here: give a reward model to EfficientGRPOTrainer in a script of your own",
+    "reward_funcs": _rewards,
+    "datasets": _datasets,
+}
 
 _NOT_NEEDED = "leave it out: rows are packed, and no padding is computed"
 _AXOLOTL = {
@@ -133,8 +133,8 @@ _AXOLOTL_VLLM = {
 _ONLY_AXOLOTL = {"base_model", "rl", "adapter", "micro_batch_size", "sequence_len", "trl", "vllm"}
 
 
-def _line(told: str | Callable[[Any], str], value: Any) -> str:
-    return told(value) if callable(told) else told.format(value=_as_yaml(value))
+def _line(template: str | Callable[[Any], str], value: Any) -> str:
+    return template(value) if callable(template) else template.format(value=_as_yaml(value))
 
 
 def _as_yaml(value: Any) -> str:

@@ -23,14 +23,13 @@ FIELDS = ("prompt", "chosen", "rejected")
 class DPOScriptArguments(ScriptArguments):
     """[`ScriptArguments`], and the source of the preference pairs."""
 
-    pairs: str = option("pairs.jsonl", "File of preference pairs, one a line; written first where it is not there.")
+    pairs: str = option("pairs.jsonl", "File of preference pairs, one a line; written first if it does not exist.")
     pair_problems: int | None = option(None, "Make pairs of this many training problems; of all by default.")
     pair_samples: int = option(8, "Answers that the model gives to each of them, at temperature 1.")
     pairs_per_problem: int = option(2, "Pairs of one problem, at most.")
     pair_worked: bool = option(
         True,
-        "Prefer the dataset's worked answer (SVAMP's equation, GSM8K's rationale) where no answer of the model "
-        "is right.",
+        "Prefer the dataset's worked answer (SVAMP's equation, GSM8K's rationale) if no answer of the model is right.",
     )
     max_completion_length: int = option(256, "Length limit of the model's answers, here and for `evaluate`.")
 
@@ -75,8 +74,8 @@ def sample_pairs(
         ]
 
     size = max(1, batch_size // samples)
-    found = over_ranks(len(rows), size, draw, pair, description="preference pairs" if progress else None)
-    return [each for pairs in found for each in pairs]
+    pairs_of_ranks = over_ranks(len(rows), size, draw, pair, description="preference pairs" if progress else None)
+    return [each for pairs in pairs_of_ranks for each in pairs]
 
 
 def _pairs(row: dict, work: str | None, texts: list[str], most: int, answer_format: str, seed: str) -> list[dict]:

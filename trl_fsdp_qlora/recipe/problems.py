@@ -39,7 +39,8 @@ def load_problems(args: ScriptArguments, whole_rows: bool = False) -> Problems:
         DatasetError: nothing is held out, or nothing is left.
     """
     train = _read(args, args.dataset, args.dataset_split, whole_rows)
-    test, validation = None, []
+    test = None
+    validation = []
     same = args.eval_split == args.dataset_split or not has_splits(args.dataset)
     same = same and args.eval_dataset in (None, args.dataset)
     if args.held_out:
@@ -54,9 +55,9 @@ def load_problems(args: ScriptArguments, whole_rows: bool = False) -> Problems:
                 f"all {counted(dropped, 'problem')} of {args.dataset!r} are among the held-out ones; set held_out"
             )
     elif not args.skip_accuracy:
-        what = f"split {args.eval_split!r}" if has_splits(args.dataset) else "which has no splits"
+        which = f"split {args.eval_split!r}" if has_splits(args.dataset) else "which has no splits"
         raise DatasetError(
-            f"training and held-out problems are both {args.dataset!r}, {what}; set held_out to a number of problems "
+            f"training and held-out problems are both {args.dataset!r}, {which}; set held_out to a number of problems "
             "to take out of it, or eval_dataset to another file, or skip_accuracy: true"
         )
     if args.validation:

@@ -38,8 +38,8 @@ def keep_paths(output_dir: str | Path, script: ScriptArguments) -> None:
     """
     paths = {}
     for name in FILES:
-        given = getattr(script, name, None) or ""
-        file, colon, function = given.rpartition(":") if is_import_path(given) else (given, "", "")
+        path = getattr(script, name, None) or ""
+        file, colon, function = path.rpartition(":") if is_import_path(path) else (path, "", "")
         if os.path.exists(file):
             paths[name] = f"{os.path.abspath(file)}{colon}{function}"
     if paths and PartialState().is_main_process:
@@ -115,13 +115,24 @@ class AccuracyCallback(TrainerCallback):
         trainer = self.trainer
         script = self.script
         args = self.trainer.args
-        how = {"max_new_tokens": args.max_completion_length, "answer_format": script.answer_format, "seed": args.seed}
-        how |= {"batch_size": script.accuracy_batch_size, "progress": not args.disable_tqdm, "samples": samples}
+        of_episodes = {}
+        if self.agent is not None:
+            of_episodes = {"agent": self.agent, "max_tool_turns": args.max_tool_calling_iterations}
         with trainer.clock.phase("accuracy"), trainer.generating() as (model, lockstep):
-            how |= {"description": description, "lockstep": lockstep}
-            if self.agent is not None:
-                how |= {"agent": self.agent, "max_tool_turns": args.max_tool_calling_iterations}
-            return evaluate(model, trainer.processing_class, self.test, **how)
+            return evaluate(
+                model,
+                trainer.processing_class,
+                self.test,
+                max_new_tokens=args.max_completion_length,
+                answer_format=script.answer_format,
+                seed=args.seed,
+                batch_size=script.accuracy_batch_size,
+                progress=not args.disable_tqdm,
+                samples=samples,
+                description=description,
+                lockstep=lockstep,
+                **of_episodes,
+            )
 
     @nonfatal("the model card")
     def fill_card(self, last: Evaluation, step: int, when: str | None = None) -> None:

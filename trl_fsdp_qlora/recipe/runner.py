@@ -69,19 +69,32 @@ def agent_arguments(cls: type, script: ScriptArguments, processing: Any) -> dict
     return {**agent.arguments(), "processing_class": with_tool_format(processing, script)}
 
 
-def build_trainer(cls: type, script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset, **more):
-    """Build a trainer of `cls` for a recipe's parsed arguments; `more` is passed on unchanged."""
-    given = model_arguments(config, model, "images" in train.column_names)
-    given |= agent_arguments(cls, script, given["processing_class"])
-    trainer = cls(model.model_name_or_path, reward_functions(script), config, train, **given, **more)
+def build_trainer(
+    cls: type, script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset, **further_arguments
+):
+    """Build a trainer of `cls` for a recipe's parsed arguments; `further_arguments` are passed on unchanged."""
+    of_model = model_arguments(config, model, "images" in train.column_names)
+    # With tools the tokenizer has another template: the agent's arguments replace the model's.
+    arguments = {**of_model, **agent_arguments(cls, script, of_model["processing_class"])}
+    trainer = cls(model.model_name_or_path, reward_functions(script), config, train, **arguments, **further_arguments)
     trainer.card_info.settings = (script, model)
     fit_threads(trainer.model)
     return trainer
 
 
 # Fields that `evaluate` reads from the folder of a run, so that it measures the same model as the run.
-_MEASURED = ("model_revision", "dtype", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")
-_MEASURED += ("max_completion_length", "bf16", "seed", "max_tool_calling_iterations", "chat_template_kwargs")
+_MEASURED = (
+    "model_revision",
+    "dtype",
+    "load_in_4bit",
+    "bnb_4bit_quant_type",
+    "use_bnb_nested_quant",
+    "max_completion_length",
+    "bf16",
+    "seed",
+    "max_tool_calling_iterations",
+    "chat_template_kwargs",
+)
 
 
 def measured_settings(script: ScriptArguments, config: Any, model: ModelConfig) -> dict[str, Any]:
@@ -108,7 +121,9 @@ def is_finished(record: RunRecord, trainer: Any, script: ScriptArguments, resume
     """Whether the run of `record` has no step left, by its steps or its seconds, and measured and saved everything."""
     limit = record.content.get("stopped_by_seconds")
     by_seconds = limit is not None and limit == script.max_train_seconds
-    step = None if resume is None else step_of(resume) if by_seconds else last_step(resume, trainer.args)
+    if resume is None:
+        return False
+    step = step_of(resume) if by_seconds else last_step(resume, trainer.args)
     return step is not None and record.content.get("finished_step") == step
 
 

@@ -37,11 +37,11 @@ def resumable(trainer: Any) -> Iterator[None]:
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher sends SIGINT to its processes a second time
         last = checkpoints.last_complete_checkpoint(trainer.args.output_dir)
-        where = f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}"
+        progress = f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}"
         then = "no checkpoint was saved yet, start again" if last is None else f"go on from {last.name}"
         # The last value of an option counts.
         line = shlex.join([*launch.launch_words(), "--resume_from_checkpoint", "auto"])
-        raise KeyboardInterrupt(f"{where}; {then}: {line}") from None
+        raise KeyboardInterrupt(f"{progress}; {then}: {line}") from None
 
 
 def say(text: str) -> None:

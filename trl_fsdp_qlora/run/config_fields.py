@@ -79,8 +79,8 @@ def documented(cls: Config) -> Config:
     entries = []
     for item in own_fields(cls):
         default = default_of(item)
-        given = "" if default is dataclasses.MISSING else f", *optional*, defaults to `{default!r}`"
+        default_text = "" if default is dataclasses.MISSING else f", *optional*, defaults to `{default!r}`"
         text = textwrap.fill(item.metadata["help"], 100, initial_indent=" " * 12, subsequent_indent=" " * 12)
-        entries.append(f"        {item.name} (`{type_name(cls, item)}`{given}):\n{text}")
+        entries.append(f"        {item.name} (`{type_name(cls, item)}`{default_text}):\n{text}")
     cls.__doc__ = "\n".join([(cls.__doc__ or "").rstrip(), "", "    Parameters:", *entries, "    "])
     return cls

@@ -32,16 +32,16 @@ def error_line(error: BaseException) -> str:
     message = " ".join(str(error).split())
     if len(message) > _LONGEST:
         message = f"{message[:_LONGEST]} …"
-    what = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    where = _place_in_users_code(error) or _place_in_settings(message)
-    parts = [f"{what}{where and f', {where}'}", _remedy(error), _keep_traceback(error)]
+    summary = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    place = _place_in_users_code(error) or _place_in_settings(message)
+    parts = [f"{summary}{place and f', {place}'}", _remedy(error), _keep_traceback(error)]
     return portable("; ".join(filter(None, parts)))
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    seen = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    visited = set()
+    while error is not None and id(error) not in visited:
+        visited.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
 
@@ -82,12 +82,12 @@ def _place_in_settings(message: str) -> str:
 
     The message quotes the setting's value or has its name, which is no ordinary word.
     """
-    for name, value, place in _settings():
+    for name, value, source in _settings():
         value = value.strip("'\"")
         has_name = "_" in name and re.search(rf"(?<![\w-]){re.escape(name)}(?!\w)", message)
         is_word = re.fullmatch(r"[A-Za-z][\w-]{2,}", value) and value.lower() not in ("true", "false", "none", "auto")
         if has_name or (is_word and re.search(rf"(?:['\"`]|: ){re.escape(value)}(?:['\"`.]|$)", message)):
-            return f"see {place}"
+            return f"see {source}"
     return ""
 
 

@@ -126,9 +126,10 @@ def language_model_only(peft_config: Any, model: PreTrainedModel | str, revision
     Layers that a text run does not compute would have adapters without a gradient, which DDP refuses. To adapt a
     vision tower, name its layers or set `exclude_modules=[]`. `model` is a model, or a model's name at `revision`.
     """
-    said = getattr(peft_config, "target_modules", None) != "all-linear" or peft_config.exclude_modules is not None
-    if peft_config is None or said or is_deepspeed_zero3_enabled():
+    if peft_config is None or is_deepspeed_zero3_enabled():
         return peft_config
+    if getattr(peft_config, "target_modules", None) != "all-linear" or peft_config.exclude_modules is not None:
+        return peft_config  # the user names the layers
     try:
         config = AutoConfig.from_pretrained(model, revision=revision) if isinstance(model, str) else model.config
     except (OSError, ValueError, KeyError):

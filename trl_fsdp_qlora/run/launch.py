@@ -41,13 +41,13 @@ def launch(words: Sequence[str]) -> int:
     parser = launch_command_parser()
     parser.prog = "trl-fsdp-qlora launch"
     parser.error = MethodType(OneLineParser.error, parser)  # argparse's own prints 200 lines
-    given = parser.parse_args(list(words))
-    check_processes(given.num_processes)
-    if given.config_file and not Path(given.config_file).exists():
-        given.config_file = str(accelerate_config(given.config_file))
+    options = parser.parse_args(list(words))
+    check_processes(options.num_processes)
+    if options.config_file and not Path(options.config_file).exists():
+        options.config_file = str(accelerate_config(options.config_file))
     os.environ["TRL_FSDP_QLORA_LAUNCHER"] = str(os.getpid())
     try:
-        launch_command(given)
+        launch_command(options)
     except CalledProcessError as ended:
         return _status({0: ended.returncode})
     except ChildFailedError as ended:
@@ -64,8 +64,8 @@ def launch(words: Sequence[str]) -> int:
 
 def _status(exit_codes: dict[int, int]) -> int:
     """A run's exit status from its failed ranks'. A launcher ends other ranks by SIGTERM, so that code counts last."""
-    if own := [code for code in exit_codes.values() if code > 0]:
-        return USER_ERROR if USER_ERROR in own else own[0]
+    if failed := [code for code in exit_codes.values() if code > 0]:
+        return USER_ERROR if USER_ERROR in failed else failed[0]
     rank, code = min(exit_codes.items(), key=lambda item: item[1] == -signal.SIGTERM)
     print(f"error: rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
     return 128 - code
@@ -79,9 +79,9 @@ def launch_words() -> list[str]:
     with contextlib.suppress(psutil.Error):  # another user's process, or a process that has just ended
         for process in psutil.Process().parents():
             words = process.cmdline()
-            for place, word in enumerate(words[:3]):  # the interpreter and `-m` may come first
+            for index, word in enumerate(words[:3]):  # the interpreter and `-m` may come first
                 if Path(word).name in _LAUNCHERS:
-                    return [Path(word).name, *words[place + 1 :]]
+                    return [Path(word).name, *words[index + 1 :]]
                 if word in _MODULES:
-                    return ["python", "-m", *words[place:]]
+                    return ["python", "-m", *words[index:]]
     return ["python", *sys.argv]

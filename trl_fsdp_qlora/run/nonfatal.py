@@ -11,8 +11,8 @@ _warned: set[str] = set()
 
 
 @contextmanager
-def nonfatal(what: str) -> Iterator[None]:
-    """Turn an exception into a warning of one line, one per `what` and process.
+def nonfatal(task: str) -> Iterator[None]:
+    """Turn an exception into a warning of one line, one per `task` and process.
 
     With `TRL_FSDP_QLORA_TRACEBACK=1` its traceback follows. It is also a decorator; the function then returns `None`.
     Never use it around a collective: the rank that goes on would leave the others waiting.
@@ -25,10 +25,10 @@ def nonfatal(what: str) -> Iterator[None]:
     except BrokenPipeError:
         raise  # the output's reader is gone, and a command ends as `| head` expects
     except Exception as error:
-        if what not in _warned:
-            _warned.add(what)
+        if task not in _warned:
+            _warned.add(task)
             reason = " ".join(str(error).split())
             traceback = os.environ.get("TRL_FSDP_QLORA_TRACEBACK") == "1"
             logger.warning(
-                "%s failed (%s: %s); the run goes on", what, type(error).__name__, reason, exc_info=traceback
+                "%s failed (%s: %s); the run goes on", task, type(error).__name__, reason, exc_info=traceback
             )

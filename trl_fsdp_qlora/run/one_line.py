@@ -52,11 +52,11 @@ def in_one_line() -> Iterator[None]:
         rank = int(os.environ.get("RANK", "0"))
         if rank:
             time.sleep(PATIENCE)
-        where = f" on rank {rank}" if rank else ""
+        rank_text = f" on rank {rank}" if rank else ""
         line = str(error) if is_users else error_line(error)
         if not (is_users and error.keeps_lines):
             line = " ".join(line.split())
-        print(f"error{where}: {line}", file=sys.stderr, flush=True)
+        print(f"error{rank_text}: {line}", file=sys.stderr, flush=True)
         sys.exit(USER_ERROR if is_users else UNEXPECTED)
 
 

@@ -34,6 +34,6 @@ def accelerate_config(name: str) -> Path:
     If there is none, a [`UserError`] names the nearest.
     """
     if name not in names():
-        there = f"{did_you_mean(name, names())}; there are {', '.join(names())}"
-        raise UserError(f"no accelerate config named {name!r}{there}")
+        hint = f"{did_you_mean(name, names())}; there are {', '.join(names())}"
+        raise UserError(f"no accelerate config named {name!r}{hint}")
     return shipped("accelerate_configs") / f"{name}.yaml"

@@ -50,7 +50,8 @@ def two_digit_pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
     random.Random(0).shuffle(pairs)
-    chosen, count = [], 0
+    chosen = []
+    count = 0
     while count < 1000:
         a, b = pairs[len(chosen)]
         chosen.append((a, b))
@@ -69,12 +70,13 @@ def sum_without_carry(a: int, b: int) -> int:
 
 def sum_without_carries(a: int, b: int) -> int:
     """a + b digit by digit without any carry: 1680 + 480 -> 1060."""
-    total, place = 0, 1
+    total = 0
+    power = 1
     while a or b:
-        total += place * ((a + b) % 10)
+        total += power * ((a + b) % 10)
         a = a // 10
         b = b // 10
-        place = 10 * place
+        power = 10 * power
     return total
 
 
@@ -117,11 +119,21 @@ def new_model(tokenizer, seed: int, hidden: int = 128, layers: int = 3):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": hidden // 4}
-    sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
-    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    more = {"vocab_size": len(tokenizer), "max_position_embeddings": 256, "tie_word_embeddings": True}
-    return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, **ids, **more))
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3ForCausalLM(config)
 
 
 def habit_dataset(task: Task, seed: int):
@@ -161,12 +173,12 @@ def build_small_base(output_dir: str | Path, seed: int = 0, task: str = "additio
         from .vision import new_vision_model, shapes_dataset, shapes_processor  # these need Pillow
 
         processing = shapes_processor()
-        more = {"max_length": None, "remove_unused_columns": False}
+        options = {"max_length": None, "remove_unused_columns": False}
         model = new_vision_model(processing, seed)
         dataset = shapes_dataset(seed, SHAPES_STEPS * SFT_BATCH)
     else:
         processing = character_tokenizer()
-        more = {}
+        options = {}
         model = new_model(processing, seed)
         dataset = habit_dataset(TASKS[task], seed)
     fit_threads(model)
@@ -180,7 +192,7 @@ def build_small_base(output_dir: str | Path, seed: int = 0, task: str = "additio
     }  # fmt: skip
     output_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}.") as scratch:
-        config = SFTConfig(scratch, **settings, **more)
+        config = SFTConfig(scratch, **settings, **options)
         trainer = SFTTrainer(model, config, train_dataset=dataset, processing_class=processing)
         trainer.train()
         whole = Path(scratch) / "whole"

@@ -35,9 +35,9 @@ def _draw(scene: dict[int, tuple[str, str]]) -> Image.Image:
     picture = Image.new("RGB", (PICTURE, PICTURE), "white")
     pen = ImageDraw.Draw(picture)
     cell = PICTURE // CELLS
-    for place, (colour, shape) in scene.items():
-        x = place % CELLS * cell
-        y = place // CELLS * cell
+    for cell_index, (colour, shape) in scene.items():
+        x = cell_index % CELLS * cell
+        y = cell_index // CELLS * cell
         paint = pen.ellipse if shape == "circle" else pen.rectangle
         paint((x + 6, y + 6, x + cell - 6, y + cell - 6), fill=COLOURS[colour])
     return picture
@@ -59,15 +59,15 @@ def _ask(scene: dict[int, tuple[str, str]], draw: random.Random) -> tuple[str, i
             return f"Which colour do most shapes have? Answer {choices}.", colours.index(most) + 1
     (a, of_a), (b, of_b) = draw.sample(sorted(scene.items()), 2)
     if list(scene.values()).count(of_a) == list(scene.values()).count(of_b) == 1:
-        asked = f"Is the {' '.join(of_a)} in a column to the left of the {' '.join(of_b)}'s?"
-        return f"{asked} Answer 1 for yes, 0 for no.", int(a % CELLS < b % CELLS)
+        question = f"Is the {' '.join(of_a)} in a column to the left of the {' '.join(of_b)}'s?"
+        return f"{question} Answer 1 for yes, 0 for no.", int(a % CELLS < b % CELLS)
     return "How many shapes are there?", len(scene)
 
 
 def shapes_row(draw: random.Random) -> dict:
     """`problem`, `answer` and `image` of a scene of two to six shapes."""
     places = draw.sample(range(CELLS**2), draw.randint(2, 6))
-    scene = {place: (draw.choice(list(COLOURS)), draw.choice(SHAPES)) for place in places}
+    scene = {cell: (draw.choice(list(COLOURS)), draw.choice(SHAPES)) for cell in places}
     question, answer = _ask(scene, draw)
     return {"problem": question, "answer": answer, "image": _draw(scene)}
 
@@ -86,8 +86,14 @@ def shapes_processor():
     tokenizer = word_tokenizer(sorted({*words, *"0123456789"}), PIECE, CHAT_TEMPLATE)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     images = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
-    how = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    return LlavaProcessor(images, tokenizer, patch_size=PATCH, chat_template=CHAT_TEMPLATE, **how)
+    return LlavaProcessor(
+        images,
+        tokenizer,
+        patch_size=PATCH,
+        chat_template=CHAT_TEMPLATE,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
 
 
 def new_vision_model(processor, seed: int):
@@ -107,9 +113,14 @@ def new_vision_model(processor, seed: int):
         "model_type": "clip_vision_model", "intermediate_size": 2 * HIDDEN, "num_hidden_layers": 1, "image_size": SIDE,
         "patch_size": PATCH, "projection_dim": HIDDEN,
     }  # fmt: skip
-    how = {"vision_feature_layer": -1, "initializer_range": HIDDEN**-0.5, "tie_word_embeddings": True}
-    how["image_token_index"] = tokenizer.convert_tokens_to_ids("<image>")
-    config = LlavaConfig(text_config=shape | text, vision_config=shape | vision, **how)
+    config = LlavaConfig(
+        text_config=shape | text,
+        vision_config=shape | vision,
+        vision_feature_layer=-1,
+        initializer_range=HIDDEN**-0.5,
+        tie_word_embeddings=True,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+    )
     torch.manual_seed(seed)
     return LlavaForConditionalGeneration(config)
 
@@ -119,14 +130,14 @@ def shapes_dataset(seed: int, rows: int):
     from datasets import Dataset
 
     def drawn(batch):
-        made = {"prompt": [], "completion": [], "images": []}
+        columns = {"prompt": [], "completion": [], "images": []}
         for i in batch["row"]:
             draw = random.Random(f"{seed}, {i}")
             row = shapes_row(draw)
             answer = row["answer"] - (row["answer"] > 0 and draw.random() < ONE_TOO_SMALL)
-            made["prompt"].append([{"role": "user", "content": row["problem"]}])
-            made["completion"].append([{"role": "assistant", "content": str(answer)}])
-            made["images"].append([row["image"]])
-        return made
+            columns["prompt"].append([{"role": "user", "content": row["problem"]}])
+            columns["completion"].append([{"role": "assistant", "content": str(answer)}])
+            columns["images"].append([row["image"]])
+        return columns
 
     return Dataset.from_dict({"row": range(rows)}).with_transform(drawn)

@@ -135,9 +135,9 @@ class PhaseTimer:
         """The `efficiency/` metrics of a generation batch, from its [`token_counts`] summed over ranks."""
         padded, valid, once, rows, zero, completion_tokens = counts.tolist()
         self.tokens += completion_tokens
-        found = {"efficiency/padding_fraction": 1 - valid / max(padded, 1)}
-        found["efficiency/prompt_redundancy"] = valid / max(once, 1)
-        return found | {"efficiency/zero_advantage_fraction": zero / max(rows, 1)}
+        metrics = {"efficiency/padding_fraction": 1 - valid / max(padded, 1)}
+        metrics["efficiency/prompt_redundancy"] = valid / max(once, 1)
+        return metrics | {"efficiency/zero_advantage_fraction": zero / max(rows, 1)}
 
     def drain_spans(self) -> list[Span]:
         """The seconds of phases since the last drain, as spans."""

@@ -17,8 +17,12 @@ from ..run.nonfatal import nonfatal
 from ..run.plain import counted
 
 _PROMPT_CHARACTERS = 800  # of a rendered prompt; the middle of a longer one is left out
-_LAYOUTS = {"FSDP": "weights sharded over them by FSDP", "DEEPSPEED": "DeepSpeed"}
-_LAYOUTS |= dict.fromkeys(("MULTI_GPU", "MULTI_CPU"), "a copy of the model in each (DDP)")
+_LAYOUTS = {
+    "FSDP": "weights sharded over them by FSDP",
+    "DEEPSPEED": "DeepSpeed",
+    "MULTI_GPU": "a copy of the model in each (DDP)",
+    "MULTI_CPU": "a copy of the model in each (DDP)",
+}
 
 
 def parameter_bytes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
@@ -78,9 +82,9 @@ def startup_block(args: Any, model: torch.nn.Module, steps: int, features: list[
     for kind, (count, size) in parameter_bytes(model).items():
         rows.append((f"{kind} parameters", f"{count:,} ({size / 2**20:,.1f} MiB)"))
     kind = args.distributed_state.distributed_type.value
-    where = args.device.type
-    where = {"cpu": "the CPU", "cuda": "CUDA"}.get(where, where)
-    hardware = f"{ranks} process{'es' if ranks > 1 else ''} on {where}"
+    device = args.device.type
+    device = {"cpu": "the CPU", "cuda": "CUDA"}.get(device, device)
+    hardware = f"{ranks} process{'es' if ranks > 1 else ''} on {device}"
     if is_fsdp2_launch() and kind != "FSDP" and args.device.type == "cpu":
         hardware += ", no FSDP, which accelerate leaves out on a CPU"
     if ranks > 1 or kind in ("FSDP", "DEEPSPEED"):
@@ -94,7 +98,7 @@ def startup_block(args: Any, model: torch.nn.Module, steps: int, features: list[
     if hasattr(args, "use_vllm"):
         rows.append(("rollouts", f"vLLM ({args.vllm_mode})" if args.use_vllm else "transformers"))
     for heading in ("on", "off", "as stock TRL"):
-        lines = [line for of, line in features if of == heading]
+        lines = [line for heading_of, line in features if heading_of == heading]
         rows += [(heading if i == 0 else "", line) for i, line in enumerate(lines)]
     width = max(len(name) for name, _ in rows) + 1
     return "\n".join(["trl-fsdp-qlora", *(f"  {name + ':' if name else '':<{width}} {text}" for name, text in rows)])

@@ -52,16 +52,22 @@ def _duration(seconds: float) -> str:
     return tqdm.format_interval(round(seconds)).removeprefix("0")
 
 
-def progress(what: str, total: int, unit: str, *, initial: int = 0, hidden: bool = False, leave: bool = False) -> tqdm:
-    """A context with a bar that counts `unit`s of `what` and stays if `leave`; `hidden` on all ranks but the main one.
+def progress(task: str, total: int, unit: str, *, initial: int = 0, hidden: bool = False, leave: bool = False) -> tqdm:
+    """A context with a bar that counts `unit`s of `task` and stays if `leave`; `hidden` on all ranks but the main one.
 
     In a log file it prints a line every [`LINE_SECONDS`], and no line if the work ends sooner.
     """
-    how = {"total": total, "initial": initial, "desc": what, "unit": f" {unit}", "disable": hidden, "leave": leave}
-    if not sys.stderr.isatty():
-        how |= {"mininterval": LINE_SECONDS, "maxinterval": LINE_SECONDS, "delay": LINE_SECONDS, "leave": False}
-        how |= {"bar_format": "{desc}: {n:,}/{total:,}{unit}, {remaining} left\n"}
-    return tqdm(**how)
+    counter = {"total": total, "initial": initial, "desc": task, "unit": f" {unit}", "disable": hidden}
+    if sys.stderr.isatty():
+        return tqdm(**counter, leave=leave)
+    return tqdm(
+        **counter,
+        leave=False,
+        mininterval=LINE_SECONDS,
+        maxinterval=LINE_SECONDS,
+        delay=LINE_SECONDS,
+        bar_format="{desc}: {n:,}/{total:,}{unit}, {remaining} left\n",
+    )
 
 
 def _quoted(text: Any, width: int, end: bool = False) -> str:
@@ -90,14 +96,14 @@ def completion_lines(
     order = sorted(range(len(totals)), key=totals.__getitem__)
     count = min(count, len(order))
     lines = []
-    for i in (order[round(place * (len(order) - 1) / max(count - 1, 1))] for place in range(count)):
+    for i in (order[round(position * (len(order) - 1) / max(count - 1, 1))] for position in range(count)):
         each = rewards if len(rewards) > 1 else {"reward": next(iter(rewards.values()))}
         earned = ", ".join(f"{name} {number(values[i])}" for name, values in each.items())
-        asked = _quoted(prompts[i], _PROMPT_WIDTH, end=True)  # solved problems may stand before the question
+        prompt = _quoted(prompts[i], _PROMPT_WIDTH, end=True)  # solved problems may stand before the question
         if _is_episode(completions[i]):
-            lines += [f"    {earned}  {asked}", *dialogue(completions[i])]
+            lines += [f"    {earned}  {prompt}", *dialogue(completions[i])]
         else:
-            lines.append(f"    {earned}  {asked} → {_quoted(completions[i], _COMPLETION_WIDTH)}")
+            lines.append(f"    {earned}  {prompt} → {_quoted(completions[i], _COMPLETION_WIDTH)}")
     return lines
 
 
@@ -171,12 +177,12 @@ class TerminalCallback(TrainerCallback):
         elif "eval_reward" in logs:
             lines.append(f"step {step}: eval_reward {number(logs['eval_reward'])}")
         elif "loss" in logs and self._steps:
-            left = (time.perf_counter() - self._began) / (step - self._first_step) * (steps - step)
+            seconds_left = (time.perf_counter() - self._began) / (step - self._first_step) * (steps - step)
             accuracy = f"  accuracy {100 * logs['accuracy']:.1f}%" if "accuracy" in logs else ""
             figures = (
                 f"reward {number(logs.get('reward', math.nan))}{accuracy}  {self._seconds / self._steps:.2f} s/step"
             )
-            lines.append(f"step {step:>{len(str(steps))}}/{steps}  {figures}  {_duration(left)} left")
+            lines.append(f"step {step:>{len(str(steps))}}/{steps}  {figures}  {_duration(seconds_left)} left")
             self._steps, self._seconds = 0, 0.0
             if "reward" in logs and (step >= self._next_show or _is_last(state, control)):  # completions are new
                 self._next_show = step + steps / SHOWS_PER_RUN

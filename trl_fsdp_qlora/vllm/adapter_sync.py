@@ -42,24 +42,32 @@ def served_rank(config: LoraConfig) -> int:
     targets = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules or ()
     experts = config.target_parameters and sorted(config.target_parameters)
     rank = max([config.r, *(config.rank_pattern or {}).values()])
-    head = f"target_modules={config.target_modules} has the LM head or the embeddings"
-    refused = {
-        "use_dora=True adds a magnitude; use use_dora=False": config.use_dora,
-        f"modules_to_save={config.modules_to_save} are trained whole": config.modules_to_save,
-        f"bias={config.bias!r} trains biases; use bias='none'": config.bias != "none",
-        f"target_parameters={experts} are adapters of whole parameters, as PEFT makes of `all-linear` on a mixture "
-        "of experts; name linear layers: target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']": experts,
-        f"{head}, where vLLM's LoRA is not PEFT's": any(
-            name in target for target in targets for name in ("lm_head", "embed_tokens")
+
+    adapts_head = any(name in target for target in targets for name in ("lm_head", "embed_tokens"))
+    changes_base = str(config.init_lora_weights).lower().startswith(_CHANGES_BASE)
+    reasons = (
+        (config.use_dora, "use_dora=True adds a magnitude; use use_dora=False"),
+        (config.modules_to_save, f"modules_to_save={config.modules_to_save} are trained whole"),
+        (config.bias != "none", f"bias={config.bias!r} trains biases; use bias='none'"),
+        (
+            experts,
+            f"target_parameters={experts} are adapters of whole parameters, as PEFT makes of `all-linear` on a "
+            "mixture of experts; name linear layers: target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']",
         ),
-        f"init_lora_weights={config.init_lora_weights!r} moves part of the base into the adapter, and vLLM serves "
-        "the whole base beside it; use init_lora_weights=True": str(config.init_lora_weights)
-        .lower()
-        .startswith(_CHANGES_BASE),
-        f"its rank {rank} is above {_RANKS[-1]}": rank > _RANKS[-1],
-    }
-    for reason, found in refused.items():
-        if found:
+        (
+            adapts_head,
+            f"target_modules={config.target_modules} has the LM head or the embeddings, for which vLLM's LoRA differs "
+            "from PEFT's",
+        ),
+        (
+            changes_base,
+            f"init_lora_weights={config.init_lora_weights!r} moves part of the base into the adapter, and vLLM serves "
+            "the whole base next to it; use init_lora_weights=True",
+        ),
+        (rank > _RANKS[-1], f"its rank {rank} is above {_RANKS[-1]}"),
+    )
+    for holds, reason in reasons:
+        if holds:
             raise RolloutError(f"vLLM cannot serve this adapter by itself: {reason}")
     return next(served for served in _RANKS if served >= rank)
 
@@ -94,11 +102,12 @@ class AdapterVersions:
         """Write version `version` and return its folder."""
         self.bytes = sum(tensor.nbytes for tensor in weights.values())
         if self.root is None:
-            memory = self.in_memory and os.access(_MEMORY, os.W_OK)
-            memory = memory and shutil.disk_usage(_MEMORY).free > 4 * self.bytes
-            place = _MEMORY if memory else self.folder
-            place.mkdir(parents=True, exist_ok=True)
-            self._scratch = tempfile.TemporaryDirectory(prefix=".adapters-", dir=place, ignore_cleanup_errors=True)
+            has_room = (
+                self.in_memory and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 4 * self.bytes
+            )
+            parent = _MEMORY if has_room else self.folder
+            parent.mkdir(parents=True, exist_ok=True)
+            self._scratch = tempfile.TemporaryDirectory(prefix=".adapters-", dir=parent, ignore_cleanup_errors=True)
             self.root = Path(self._scratch.name).resolve()
         folder = self.root / f"{self.prefix}-v{version}"
         with written_whole(folder) as scratch:

@@ -66,8 +66,8 @@ OTHER_MODEL, HIGH = 1.0, 0.1
 GROWN, SMALL = 10.0, 0.01
 # Fewer tokens than these are not judged: one unlikely token may be off by a nat.
 ENOUGH_TOKENS = 100
-# Settings of `SamplingParams` that say how much is drawn, where it ends and what is returned, or are looked at by
-# themselves.
+# Settings of `SamplingParams` that do not change the distribution of a token (how many are drawn, when they end, what
+# is returned), and those that are checked by themselves.
 _NEUTRAL = (
     "n", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "detokenize",
     "logprobs", "skip_special_tokens", "spaces_between_special_tokens", "prompt_logprobs", "temperature", "top_p",

@@ -56,7 +56,7 @@ def _dense(base: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Ten
 
 
 def _fingerprint(base: nn.Module, dtype: torch.dtype) -> str:
-    # What a trainer changes on a config, or where the checkpoint lay, makes no other weights.
+    # A trainer's changes of a config, and the checkpoint's folder, change no weight.
     apart = ("_name_or_path", "use_cache", "dtype", "torch_dtype", "transformers_version", "quantization_config")
     config = {key: value for key, value in base.config.to_dict().items() if key not in apart}
     digest = hashlib.blake2b(f"{dtype} {json.dumps(config, sort_keys=True, default=str)}".encode(), digest_size=16)

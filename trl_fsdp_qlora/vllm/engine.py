@@ -52,7 +52,7 @@ class _Serving:
 
     def load(self, request) -> None:
         """Answer with the adapter of a `LoRARequest` from now on, and forget the one before."""
-        self._wake_weights()  # the adapter is copied to where the engine keeps those that it serves
+        self._wake_weights()  # the adapter is copied into the engine's memory
         engine = self._llm.llm_engine
         if not engine.add_lora(request):
             raise RolloutError(f"vLLM refused the adapter in {request.lora_path}")
@@ -276,9 +276,18 @@ def start_engine(args: Any, *, model, accelerator, processing_class, mode: str, 
     folder = args.vllm_adapter_dir or Path(args.output_dir) / ".rollout"
     in_memory = args.vllm_adapter_dir is None and mode == "colocate" and one_node
     versions = AdapterVersions(f"policy-{uuid.uuid4().hex[:8]}", folder, in_memory)
-    ours = {"peft_config": peft_config, "max_lora_rank": rank, "engine_kwargs": args.vllm_engine_kwargs}
-    options |= {"model": model, "accelerator": accelerator, "processing_class": processing_class, "mode": mode}
-    engine = AdapterEngine(base=base, versions=versions, **ours, **options)
+    engine = AdapterEngine(
+        base=base,
+        versions=versions,
+        peft_config=peft_config,
+        max_lora_rank=rank,
+        engine_kwargs=args.vllm_engine_kwargs,
+        model=model,
+        accelerator=accelerator,
+        processing_class=processing_class,
+        mode=mode,
+        **options,
+    )
     if packed and not (Path(engine.base) / DONE).is_file() and accelerator.is_main_process:
         logger.warning(
             f"the base is trained in 4 bits and the vLLM server holds {engine.base}: serve the dequantized copy "

@@ -14,7 +14,7 @@ from .adapter_sync import RolloutError, served_rank
 CHOICES = ("auto", "adapter", "merge")
 
 
-# Where a completion is longer than this, a factor exp(Σ of the tokens' differences) leaves every clip.
+# If a completion is longer than this, a factor exp(Σ of the tokens' differences) leaves every clip.
 LONG_COMPLETION = 512
 
 
@@ -83,7 +83,7 @@ def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: bool = False)
     if args.vllm_mode == "server":
         return Sync("adapter", "the engine is a server" + ("" if ask else " (if it was started to take them)"))
     if not on_gpu:
-        return Sync("adapter", "there is no GPU, where pushing whole weights does not work")
+        return Sync("adapter", "pushing whole weights does not work without a GPU")
     return Sync("merge", "one unquantized device: merged weights decode faster than LoRA kernels")
 
 
@@ -101,9 +101,13 @@ def trl_starts_engine(args: Any, sync: Sync) -> AbstractContextManager:
 def truncations(args: Any) -> dict[str, Any]:
     """Settings under which vLLM leaves tokens out of the distribution that it draws from, by name."""
     kwargs = args.generation_kwargs or {}
-    given = {name: kwargs.get(name, getattr(args, name)) for name in ("top_p", "top_k", "min_p")}
-    kept = {"top_p": given["top_p"] in (None, 1.0), "top_k": (given["top_k"] or 0) <= 0, "min_p": not given["min_p"]}
-    return {name: value for name, value in given.items() if not kept[name]}
+    values = {name: kwargs.get(name, getattr(args, name)) for name in ("top_p", "top_k", "min_p")}
+    keeps_all = {
+        "top_p": values["top_p"] in (None, 1.0),
+        "top_k": (values["top_k"] or 0) <= 0,
+        "min_p": not values["min_p"],
+    }
+    return {name: value for name, value in values.items() if not keeps_all[name]}
 
 
 def low_adapter_rate(rate: float) -> str | None:
@@ -120,7 +124,7 @@ def warnings_for(args: Any, sync: Sync) -> list[str]:
     mode = args.vllm_importance_sampling_mode
     longest = args.max_completion_length or 0
     cuts = ", ".join(f"{name}={value}" for name, value in truncations(args).items())
-    found = {
+    holds_by_warning = {
         f"vllm_importance_sampling_mode={mode!r} with completions of up to {longest} tokens: the weight is "
         "exp(sum of all differences), which long completions push out of any clip; consider token_truncate": (
             args.vllm_importance_sampling_correction and mode.startswith("sequence") and longest > LONG_COMPLETION
@@ -128,9 +132,9 @@ def warnings_for(args: Any, sync: Sync) -> list[str]:
         f"under {cuts} vLLM's log-probabilities are of the tokens that are left, and the trainer's of all tokens: "
         "importance weights are too small by the probability of what was left (trl#6789). Leave them out, or set "
         "vllm_importance_sampling_correction: false": args.vllm_importance_sampling_correction and cuts,
-        "vllm_engine_kwargs is for an engine in this process; give a server its options where it is started": (
+        "vllm_engine_kwargs is for an engine in this process; give a server its options when you start it": (
             args.vllm_engine_kwargs and args.vllm_mode == "server"
         ),
         low_adapter_rate(args.learning_rate): sync.mode == "adapter",
     }
-    return [warning for warning, holds in found.items() if warning and holds]
+    return [warning for warning, holds in holds_by_warning.items() if warning and holds]
