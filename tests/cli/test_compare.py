@@ -156,7 +156,7 @@ def test_kto_takes_pairs_apart_and_can_fail(compare, monkeypatch):
 
 def test_a_shipped_recipe_says_its_trainer():
     def trainer_of(name: str) -> str:
-        return module._trainer_of(module.with_recipe(["--config", name]), None)
+        return module.trainer_of_recipe(module.with_recipe(["--config", name]), None)
 
     model = "SmolLM2-135M-Instruct"
     assert trainer_of(f"{model}/rloo/basic_arithmetic") == "rloo"

@@ -38,7 +38,7 @@ def rank_environment(extra: Mapping[str, str] | None) -> dict[str, str]:
     return {**environment, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", **(extra or {})}
 
 
-class _Rank:
+class Rank:
     """A script, or a module after "-m", in a child of the fork server, with `Popen`'s names.
 
     Its errors go to the log as well or to a file of their own. A module is started anew, as a user's shell does.
@@ -74,7 +74,7 @@ def _run_script(script, arguments, environment, log, errors, cwd):
     runpy.run_path(script, run_name="__main__")
 
 
-def _end_all(processes: Sequence) -> None:
+def end_all(processes: Sequence) -> None:
     """Kill what is left of each process's group and of its descendants, which a launcher may have put into others."""
     for process in processes:
         children = []
@@ -107,7 +107,7 @@ def launch_all(
         try:
             for start, log in zip(starts, logs, strict=True):
                 log.touch()
-                processes.append(_Rank(*start, log))
+                processes.append(Rank(*start, log))
             if meanwhile is not None:
                 meanwhile(processes)
             deadline = time.monotonic() + _patient(timeout)
@@ -117,7 +117,7 @@ def launch_all(
                 timed_out = time.monotonic() > deadline
                 time.sleep(0.05)
         finally:
-            _end_all(processes)
+            end_all(processes)
         results = [(p.returncode, log.read_text(errors="replace")) for p, log in zip(processes, logs, strict=True)]
     if check and (timed_out or any(code for code, _ in results)):
         lines = (f"--- rank {rank}, exit code {code} ---\n{text}" for rank, (code, text) in enumerate(results))
@@ -128,11 +128,11 @@ def launch_all(
 def _completed(script, words, environment, cwd, timeout) -> subprocess.CompletedProcess:
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder) / "output.txt", Path(folder) / "errors.txt"
-        process = _Rank(script, words, environment, output, errors, cwd)
+        process = Rank(script, words, environment, output, errors, cwd)
         try:
             process.wait(_patient(timeout))
         finally:
-            _end_all([process])
+            end_all([process])
         said = (file.read_text(errors="replace") for file in (output, errors))
         return subprocess.CompletedProcess([script, *words], process.returncode, *said)
 

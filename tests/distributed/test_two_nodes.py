@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("bitsandbytes")
 
-from tests.distributed.launch import AGENT, REPOSITORY, _end_all, _Rank, free_port, launch_all, rank_environment
+from tests.distributed.launch import AGENT, REPOSITORY, Rank, end_all, free_port, launch_all, rank_environment
 from tests.fsdp2_qlora import tiny
 from tests.fsdp2_qlora.runs import WORKER, difference, mesh_environment, scenarios_of
 
@@ -78,13 +78,13 @@ def test_another_node_takes_the_place_of_one_that_dies(base, undisturbed, tmp_pa
             (lambda: started[1].poll() is not None, "the second node did not die"),
             (lambda: None not in (started[0].poll(), started[2].poll()), "the run does not end"),
         ):
-            started.append(_Rank(AGENT, words, environment, tmp_path / f"agent{len(started)}.txt"))
+            started.append(Rank(AGENT, words, environment, tmp_path / f"agent{len(started)}.txt"))
             deadline = time.monotonic() + 240
             while not happened():
                 assert time.monotonic() < deadline, otherwise
                 time.sleep(0.1)
     finally:
-        _end_all(started)
+        end_all(started)
         for log in sorted(tmp_path.glob("agent*.txt")):
             print(f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}")
     assert started[0].returncode == started[2].returncode == 0

@@ -133,7 +133,7 @@ def test_phases_are_stacked_and_what_is_measured_beside_a_step_is_none():
     history = [{"step": step, "reward": 0.5, "step_time": 0.3, **phases} for step in (10, 20)]
     history += [{"step": 15, "eval_reward": 0.5, "eval_runtime": 1.0}, {"step": 20, "train_runtime": 6.0}]
     figure, axes = pyplot.subplots()
-    plots._stack_phases(axes, history)
+    plots.stack_phases(axes, history)
     layers = [part for part in axes.get_children() if isinstance(part, PolyCollection)]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["forward backward", "generate"]
     # The second on top of the first, and nothing above a step.

@@ -21,7 +21,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 from trl import ModelConfig
 
-from tests.distributed.launch import _end_all, _Rank, accelerate_launch, rank_environment, run_script
+from tests.distributed.launch import Rank, accelerate_launch, end_all, rank_environment, run_script
 from tests.tiny import save_recipe_files
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
@@ -299,7 +299,7 @@ def test_ctrl_c_is_one_line_with_the_command_that_goes_on(folder, tmp_path):
     words += ["--accuracy_steps", "0"]
     said, errors = tmp_path / "stdout", tmp_path / "stderr"
     said.touch()
-    run = _Rank(str(ROOT / "recipes" / "grpo.py"), words, rank_environment(None), said, errors, folder)
+    run = Rank(str(ROOT / "recipes" / "grpo.py"), words, rank_environment(None), said, errors, folder)
     try:
         deadline = time.monotonic() + 240
         while not re.search(r"(?m)^step +4/1000", said.read_text()):
@@ -308,7 +308,7 @@ def test_ctrl_c_is_one_line_with_the_command_that_goes_on(folder, tmp_path):
         os.kill(run.pid, signal.SIGINT)
         run.process.join(60)
     finally:
-        _end_all([run])
+        end_all([run])
     text = errors.read_text()
     assert run.returncode == 130 and "Traceback" not in text, text
     line = text.splitlines()[-1]

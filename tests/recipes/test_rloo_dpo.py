@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.data.answers import DatasetError, answers_match, extract_answer
-from trl_fsdp_qlora.recipe.pairs import _pairs, read_pairs, write_pairs
+from trl_fsdp_qlora.recipe.pairs import pairs_of_problem, read_pairs, write_pairs
 
 COMMON = (
     "--model_name_or_path base --dtype float32 --dataset sums.json --held_out 30 --output_dir out "
@@ -71,12 +71,13 @@ def test_dpo_makes_its_pairs_once_trains_and_is_measured(place, called, capsys):
 def test_an_answer_is_in_one_pair_and_the_models_own_right_answer_goes_before_the_worked_one():
     row = {"prompt": "1+1=", "answer": 2, "row": 0}
     texts = ["#### 2", "#### 3", "#### 3", "", "so #### 2", "#### 4", "#### 5"]
-    pairs = _pairs(row, "1 + 1 = 2\n#### 2", texts, 3, "hash", "0")
+    pairs = pairs_of_problem(row, "1 + 1 = 2\n#### 2", texts, 3, "hash", "0")
     assert sorted(pair["chosen"] for pair in pairs) == [" #### 2", " so #### 2"]
     assert len({pair["rejected"] for pair in pairs}) == 2
-    (taught,) = _pairs(row, "1 + 1 = 2\n#### 2", ["#### 7", "#### 8"], 3, "hash", "0")
+    (taught,) = pairs_of_problem(row, "1 + 1 = 2\n#### 2", ["#### 7", "#### 8"], 3, "hash", "0")
     assert taught["chosen"] == " 1 + 1 = 2\n#### 2"
-    assert _pairs(row, None, ["#### 7"], 3, "hash", "0") == [] == _pairs(row, "#### 2", ["#### 2"], 3, "hash", "0")
+    assert pairs_of_problem(row, None, ["#### 7"], 3, "hash", "0") == []
+    assert pairs_of_problem(row, "#### 2", ["#### 2"], 3, "hash", "0") == []
 
 
 def test_a_file_of_pairs_that_cannot_be_read_names_the_line(tmp_path):

@@ -24,7 +24,7 @@ from trl_fsdp_qlora.run.launch import launch_words
     ],
 )
 def test_the_exit_status_is_the_scripts(exit_codes, status, said, capsys):
-    assert launch._status(exit_codes) == status
+    assert launch.exit_status(exit_codes) == status
     assert capsys.readouterr().err == said
 
 

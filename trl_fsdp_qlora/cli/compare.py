@@ -161,7 +161,7 @@ def _parsed(words: list[str], folder: str) -> tuple[Method, ScriptArguments, Any
     rest = with_recipe(rest)
     if not rest:
         raise UserError("compare needs a recipe: --config FILE.yaml")
-    method = METHODS[_trainer_of(rest, options.get("--trainer"))]
+    method = METHODS[trainer_of_recipe(rest, options.get("--trainer"))]
     known = {item.name for kind in (method.script, method.config) for item in fields(kind)}
     quiet = [word for name, value in _QUIET.items() if name in known for word in (f"--{name}", value)]
     words = [*rest, *quiet, "--output_dir", f"{folder}/run"]
@@ -175,7 +175,7 @@ def _parsed(words: list[str], folder: str) -> tuple[Method, ScriptArguments, Any
     return method, script, config, model, int(steps)
 
 
-def _trainer_of(words: list[str], trainer: str | None) -> str:
+def trainer_of_recipe(words: list[str], trainer: str | None) -> str:
     """The name in `METHODS` of the recipe in `words`.
 
     It is `trainer` if the user named one, and otherwise the one whose fields the recipe has.

@@ -16,7 +16,7 @@ def _curve(history: list[dict], key: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _stack_phases(axes, history: list[dict]) -> None:
+def stack_phases(axes, history: list[dict]) -> None:
     """Plot the seconds of a step as a stack of its phases; measurements between steps are not among them."""
     logged = [entry for entry in history if "step_time" in entry]
     keys = {key for entry in logged for key in entry if key.startswith("time/")} - _BESIDE_A_STEP
@@ -52,7 +52,7 @@ def draw_run(record: dict[str, Any], path: Path) -> Path:
     n = record.get("after", record.get("before", {})).get("n")
     accuracy.set_title("held-out accuracy, greedy" + (f" (n={n}, 95% intervals)" if n else ""))
     accuracy.set_ylim(0, 1)
-    _stack_phases(seconds, history)
+    stack_phases(seconds, history)
     for axes in (reward, accuracy, seconds):
         axes.set_xlabel("optimizer step")
         axes.grid(alpha=0.3)

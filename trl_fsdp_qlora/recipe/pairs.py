@@ -68,18 +68,21 @@ def sample_pairs(
 
     def pair(batch: range, completions: list[list[int]]) -> list[list[dict]]:
         texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in completions]
-        return [
-            _pairs(rows[i], taught[i], texts[j * samples : (j + 1) * samples], most, answer_format, f"{seed} {i}")
-            for j, i in enumerate(batch)
-        ]
+        results = []
+        for j, i in enumerate(batch):
+            of_problem = texts[j * samples : (j + 1) * samples]
+            results.append(pairs_of_problem(rows[i], taught[i], of_problem, most, answer_format, f"{seed} {i}"))
+        return results
 
     size = max(1, batch_size // samples)
     pairs_of_ranks = over_ranks(len(rows), size, draw, pair, description="preference pairs" if progress else None)
     return [each for pairs in pairs_of_ranks for each in pairs]
 
 
-def _pairs(row: dict, work: str | None, texts: list[str], most: int, answer_format: str, seed: str) -> list[dict]:
-    """Pairs of one problem, from the `texts` of its samples."""
+def pairs_of_problem(
+    row: dict, work: str | None, texts: list[str], most: int, answer_format: str, seed: str
+) -> list[dict]:
+    """Pairs of one problem, from the `texts` of its samples; `work` is its worked answer, if there is one."""
     gold = parse_gold(row["answer"], row["row"])
     texts = [text for text in dict.fromkeys(texts) if text]
     right = [text for text in texts if answers_match(extract_answer(text, answer_format), gold)]

@@ -49,9 +49,9 @@ def launch(words: Sequence[str]) -> int:
     try:
         launch_command(options)
     except CalledProcessError as ended:
-        return _status({0: ended.returncode})
+        return exit_status({0: ended.returncode})
     except ChildFailedError as ended:
-        return _status({rank: failure.exitcode for rank, failure in ended.failures.items()})
+        return exit_status({rank: failure.exitcode for rank, failure in ended.failures.items()})
     except SignalException as stopped:
         return 128 + stopped.sigval
     except KeyboardInterrupt:
@@ -62,7 +62,7 @@ def launch(words: Sequence[str]) -> int:
     return 0
 
 
-def _status(exit_codes: dict[int, int]) -> int:
+def exit_status(exit_codes: dict[int, int]) -> int:
     """A run's exit status from its failed ranks'. A launcher ends other ranks by SIGTERM, so that code counts last."""
     if failed := [code for code in exit_codes.values() if code > 0]:
         return USER_ERROR if USER_ERROR in failed else failed[0]
