@@ -150,7 +150,7 @@ sharded by FSDP2. – means that not even two completions fit; {MOST} completion
 `python docs/planned_memory.py` writes this page (no weight, no GPU, ten minutes of a core): it plans {FEW} and {MANY} completions, and every phase's bytes
 lie on a line between and beyond. LoRA of rank 16 on every linear layer (experts too, without dropout), bf16, AdamW, gradient checkpointing and
 every other field as the defaults have it; QLoRA is nf4 with double quantization; completions are drawn by transformers. The group is one micro-batch.
-On two cards `fsdp_gather="auto"` plans to gather the whole bf16 base of an 8B model for generating, which does not fit; `fsdp_gather: per_layer` does. A
+On two cards of 24 GB the whole bf16 base of an 8B model is not gathered for generating (`fsdp_gather="auto"` takes half of the free memory at most). A
 smaller `per_device_train_batch_size` lets larger groups train ([prefix_sharing.md](prefix_sharing.md)). What a plan counts and what it leaves out: [plan.md](plan.md).
 For your own lengths:
 

@@ -35,7 +35,7 @@ from trl_fsdp_qlora.run.ranks import on_main
 
 def make_pairs(script: DPOScriptArguments, config: EfficientDPOConfig, model: ModelConfig, tokenizer) -> None:
     """Write `script.pairs`; the ranks share the work."""
-    problems = load_problems(script, whole_rows=True).train[: script.pair_problems]
+    problems = load_problems(script).train[: script.pair_problems]
     taught = [worked(problem["columns"]) if script.pair_worked else None for problem in problems]
     dtype = "auto" if model.dtype in (None, "auto") else getattr(torch, model.dtype)
     answering = load_model(model.model_name_or_path, None, revision=model.model_revision, dtype=dtype)

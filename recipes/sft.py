@@ -43,7 +43,7 @@ def main() -> None:
     check_script(script)
     check_output_dir(config.output_dir, config.resume_from_checkpoint)
     load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
-    problems = load_problems(script, whole_rows=True).train
+    problems = load_problems(script).train
     taught = [(problem, work) for problem in problems if (work := worked(problem["columns"]))][: script.sft_problems]
     if not taught:
         raise ConfigError(f"{script.dataset!r} holds no worked answers; SVAMP's `Equation` and GSM8K's `answer` do")

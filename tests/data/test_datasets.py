@@ -30,6 +30,34 @@ def test_the_three_families_and_columns_of_ones_own(tmp_path):
         datasets.read_problems(path, question_column="tsk", answer_column="gold")
 
 
+def test_rewards_get_the_other_columns_of_a_source(tmp_path, caplog):
+    """As in TRL: a reward that named one failed in a recipe."""
+    rows = [
+        {
+            "question": f"{i}+1=",
+            "answer": i + 1,
+            "level": i,
+            "tests": [f"f({i})"],
+            "prompt": "not this one",
+            "note": None,
+        }
+        for i in range(4)
+    ]
+    script = ScriptArguments(write(tmp_path / "mine.jsonl", rows), held_out=1)
+    train, measured = load_data(script)
+    assert {row["level"]: row["tests"] for part in (train, measured) for row in part} == {
+        i: [f"f({i})"] for i in range(4)
+    }
+    for row in train:
+        assert row["prompt"][0]["content"] == row["question"] and row["answer"] == str(row["level"] + 1)
+    problems = [
+        {"row": i, "question": "?", "answer": "2", "columns": {"mixed": x, "fine": i}} for i, x in enumerate("a1")
+    ]
+    problems[1]["columns"]["mixed"] = 1.5
+    assert "mixed" not in datasets.to_prompts(problems).column_names and "'mixed'" in caplog.text
+    assert datasets.to_prompts(problems)["fine"][:] == [0, 1]
+
+
 def test_prompts_and_place_holders():
     problems = [{"row": 5, "question": "1+1?", "answer": "2"}]
     row = datasets.to_prompts(problems, "Be short.", "Solve: {question}")[0]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from tests.planning.models import config, folder, in_4_bits, settings
 from trl_fsdp_qlora.planning import model
 from trl_fsdp_qlora.planning.hardware import Hardware
-from trl_fsdp_qlora.planning.plan import ACTIVATIONS, GATHERED, gathered_bytes, make_plan
+from trl_fsdp_qlora.planning.plan import ACTIVATIONS, CACHE, GATHERED, ROOM, TOKEN_STEP, gathered_bytes, make_plan
 from trl_fsdp_qlora.planning.settings import Launch
 from trl_fsdp_qlora.recipe.checks import lora_config, read_config
 
@@ -95,6 +95,20 @@ def test_a_gathered_layer_is_received_beside_where_it_is_used(tmp_path):
         phases = make_plan(replace(run, values=values), Hardware("a card", 2**40, 2)).phases
         assert phases["generate"][GATHERED] == phases["score"][GATHERED] == there
         assert phases["forward_backward"][GATHERED] == root + 3 * layer and GATHERED not in phases["optimizer"]
+
+
+def test_auto_gathers_the_whole_model_if_the_trainer_would(tmp_path):
+    """The plan took the shards off, which stay beside it: LoRA on an 8B model on two cards of 24 GB did not fit."""
+    run = settings(folder(tmp_path), Launch("fsdp2", 2))
+    built = model.build(run, read_config(run.model.model_name_or_path))
+    whole = nbytes(built.parameters())
+    parts = make_plan(replace(run, values=run.values | {"fsdp_gather": "per_layer"}), Hardware("a card", 2**40, 2))
+    parts = parts.phases["generate"]
+    stays = sum(parts.values()) - sum(parts.get(name, 0) for name in (ACTIVATIONS, CACHE, TOKEN_STEP, GATHERED, ROOM))
+    for times, gathers in ((1.9, False), (2.1, True)):  # `generation.choose` takes half of what is free
+        card = Hardware("a card", int(stays + times * whole), 2)
+        gathered = make_plan(run, card).phases["generate"][GATHERED]
+        assert gathered == (whole if gathers else parts[GATHERED])
 
 
 @pytest.mark.parametrize("nested", [True, False])

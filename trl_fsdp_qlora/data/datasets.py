@@ -6,6 +6,7 @@ They come from a file, the Hub or a user's own function.
 import hashlib
 import inspect
 import io
+import logging
 import random
 import re
 from collections.abc import Iterable, Sequence
@@ -31,6 +32,14 @@ _READERS = {
     ".tsv": ("csv", {"sep": "\t"}),
     ".parquet": ("parquet", {}),
 }
+# Columns of a source that do not become columns of its prompts. TRL hands columns to reward functions as keyword
+# arguments, next to arguments of its own, and reads some of them itself.
+_NOT_HANDED_ON = {
+    "prompt", "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
+    "image", "images", "environment", "environments", "tools", "chat_template_kwargs",
+}  # fmt: skip
+
+logger = logging.getLogger(__name__)
 
 
 def has_splits(source: str) -> bool:
@@ -233,7 +242,8 @@ def to_prompts(
     """Turn problems of [`read_problems`] into a dataset with TRL's `prompt` column, `answer` and `row`.
 
     `prompt` is conversational, or plain text with `chat=False`. Problems of reasoning-gym keep their `difficulty` and
-    `entry`. `system_prompt` is put before the user's turn, or before the text. `template` turns a question into the
+    `entry`, and problems that were read with `whole_rows` the other columns of their source, which reward functions
+    get. `system_prompt` is put before the user's turn, or before the text. `template` turns a question into the
     user's turn.
 
     Raises:
@@ -251,5 +261,17 @@ def to_prompts(
             prompt = [*system, {"role": "user", "content": text}]
         kept_columns = {name: problem[name] for name in ("difficulty", "entry", "images") if name in problem}
         rows.append({"prompt": prompt, "answer": problem["answer"], "row": problem["row"], **kept_columns})
-    dataset = Dataset.from_list(rows)
+    dataset = _with_columns_of_source(Dataset.from_list(rows), [problem.get("columns", {}) for problem in problems])
     return dataset.cast_column("images", List(Image())) if "images" in dataset.column_names else dataset
+
+
+def _with_columns_of_source(dataset: Dataset, rows: Sequence[dict]) -> Dataset:
+    """`dataset` with the columns of its source that it does not have: reward functions get them, as in TRL."""
+    for name in dict.fromkeys(name for row in rows for name in row):
+        if name in _NOT_HANDED_ON or name in dataset.column_names:
+            continue
+        try:
+            dataset = dataset.add_column(name, [row.get(name) for row in rows])
+        except (ValueError, TypeError, OverflowError) as error:  # values of several types, or of none that Arrow knows
+            logger.warning("reward functions do not get the column %r: %s", name, str(error).split("\n")[0][:200])
+    return dataset

@@ -24,7 +24,7 @@ FREE_SHARE = 0.5
 
 
 def bytes_to_gather(model: nn.Module) -> int:
-    """Bytes that [`gathered`] adds on this rank: the missing part of each weight, in the dtype of its gather."""
+    """Bytes that [`gathered`] adds on this rank: each whole weight, in the dtype of its gather. The shards stay."""
     total = 0
     for parameter in (parameter for group in param_groups(model) for parameter in group.fsdp_params):
         shard = parameter.sharded_param

@@ -174,7 +174,7 @@ def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware, st
         # A row's cache is kept when its turn has ended; the last rows of a batch are then still in the cache.
         phases["generate"][TURNS] = min(phases["generate"][CACHE], max(0, int(FREE_SHARE * free)))
     if once and settings.fsdp_gather == "auto":
-        once = whole - whole // launch.processes <= FREE_SHARE * free
+        once = whole <= FREE_SHARE * free  # as `fsdp2_qlora.generation.choose`: the shards stay beside it
     for name, parts in phases.items():
         coming = sum(parts.get(part, 0) for part in (ACTIVATIONS, CACHE, TURNS, TOKEN_STEP))
         if name != "optimizer":

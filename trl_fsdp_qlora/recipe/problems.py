@@ -28,17 +28,18 @@ def prompts_of(args: ScriptArguments, problems: list[dict]) -> Dataset:
     return to_prompts(problems, args.system_prompt, args.prompt_template, args.chat)
 
 
-def _read(args: ScriptArguments, source: str, split: str, whole_rows: bool = False) -> list[dict]:
-    return read_problems(source, split, args.dataset_config, args.question_column, args.answer_column, whole_rows)
+def _read(args: ScriptArguments, source: str, split: str) -> list[dict]:
+    columns = args.question_column, args.answer_column
+    return read_problems(source, split, args.dataset_config, *columns, whole_rows=True)
 
 
-def load_problems(args: ScriptArguments, whole_rows: bool = False) -> Problems:
-    """The problems of [`load_data`] before they become prompts; with `whole_rows`, training problems keep all columns.
+def load_problems(args: ScriptArguments) -> Problems:
+    """The problems of [`load_data`] before they become prompts.
 
     Raises:
         DatasetError: nothing is held out, or nothing is left.
     """
-    train = _read(args, args.dataset, args.dataset_split, whole_rows)
+    train = _read(args, args.dataset, args.dataset_split)
     test = None
     validation = []
     same = args.eval_split == args.dataset_split or not has_splits(args.dataset)
