@@ -30,6 +30,7 @@ ELSEWHERE = {
     "TRL, of a trainer with vLLM and of its engine": "_last_loaded_step _llm_weights_sleeping",
     "accelerate, where mixed precision keeps the forward that it wraps": "_original_forward",
     "TRL, of the DPO trainer": "_is_vision_dataset",
+    "TRL, of a GRPO trainer with tools": "_async_tool_dicts _sync_tool_dicts",
     "transformers, of training arguments": "_n_gpu",
     "this package, a mark on a model whose weights FSDP2 keeps gathered": "_is_gathered",
 }

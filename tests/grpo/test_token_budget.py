@@ -262,8 +262,8 @@ def test_config_refuses_what_cannot_be_right(tmp_path):
     for changes, message in (
         ({"token_selection": "half"}, "s_grpo, uniform, prefix_cut"),
         ({"token_selection_rate": 1.5}, r"in \(0, 1\]"),
-        ({"token_selection": "uniform", "importance_sampling_level": "sequence"}, "no sum over tokens"),
-        ({"token_selection": "s_grpo", "loss_type": "vespo"}, "no sum over tokens"),
+        ({"token_selection": "uniform", "importance_sampling_level": "sequence"}, "ratio of a sequence"),
+        ({"token_selection": "s_grpo", "loss_type": "vespo"}, "ratio of a sequence"),
         ({"token_selection": "s_grpo", "entropy_coef": 0.1}, "entropy bonus"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -22,7 +22,7 @@ _UNUSED = (
 
 
 class _NotBelowTwo(int):
-    """A number of completions that TRL's check for two or more lets pass; in every other way the number it is."""
+    """A number that is never less than 2, so that it passes TRL's check for two completions or more."""
 
     def __lt__(self, other):
         return False if other == 2 else int(self) < other
@@ -82,8 +82,8 @@ class AStarPOConfig(EfficientGRPOConfig):
     value_reward_range: list[float] | None = field(
         default_factory=lambda: [0.0, 1.0],
         metadata={
-            "help": "Smallest and largest weighted sum of rewards. Rewards outside it are an error where the "
-            "estimator assumes a range; None switches that off."
+            "help": "Smallest and largest weighted sum of rewards. Rewards outside it are an error if the "
+            "estimator assumes a range; None switches the check off."
         },
     )
     value_batch_size: int = option(
@@ -98,13 +98,13 @@ class AStarPOConfig(EfficientGRPOConfig):
     )
     value_reward_version: str | None = option(
         None,
-        "Stands in the cache's keys for the source of the reward functions: another one with every change that "
-        "their own file does not show.",
+        "Replaces the source of the reward functions in the cache's keys. Change it with every change of the rewards "
+        "that their own file does not show.",
     )
     unseen_prompts: str = option(
         "estimate",
-        "What stage 2 does with a prompt that stage 1 never saw: 'estimate' its value then, with one line "
-        "that says so, or 'refuse'.",
+        "What stage 2 does with a prompt that stage 1 never saw: 'estimate' its value then and log one line, "
+        "or 'refuse'.",
         choices=("estimate", "refuse"),
     )
     filter_all_failed: bool = option(
@@ -116,7 +116,7 @@ class AStarPOConfig(EfficientGRPOConfig):
         ignored = [name for name in _UNUSED if getattr(self, name) != defaults[name]]
         for name in ignored:
             setattr(self, name, defaults[name])
-        # GRPO needs two completions or more for its advantages; A*-PO has V* in their place.
+        # GRPO computes its advantages from two completions or more; A*-PO computes them from V*.
         count = self.num_generations
         self.num_generations = _NotBelowTwo(self.num_generations)
         super().__post_init__()

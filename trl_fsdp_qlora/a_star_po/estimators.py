@@ -1,6 +1,6 @@
 """The optimal value V* of a prompt and its interval, from the rewards of the prompt's reference samples.
 
-Everything here is float64 in plain Python: ten thousand prompts of eight rewards are many small sums, not one large.
+All sums are float64 in plain Python, because ten thousand prompts with eight rewards each are many small sums.
 """
 
 import math
@@ -22,8 +22,7 @@ def optimal_value(rewards_N: Sequence[float], estimator: str = "log_mean_exp", b
     RL" report's variant.
 
     Args:
-        rewards_N: N rewards. NaN (a sample that no reward function could score) is left out; without any other, V* is
-            NaN.
+        rewards_N: N rewards. NaN (a sample that no reward function could score) is left out; if all are NaN, so is V*.
         estimator: one of `ESTIMATORS`.
         beta1: temperature of `log_mean_exp`, in units of reward.
     """
@@ -35,7 +34,8 @@ def optimal_value(rewards_N: Sequence[float], estimator: str = "log_mean_exp", b
     if estimator == "mean" or beta1 == 0:
         return math.fsum(rewards_N) / len(rewards_N)
     top = max(rewards_N)
-    return top + beta1 * math.log(math.fsum(math.exp((reward - top) / beta1) for reward in rewards_N) / len(rewards_N))
+    total = math.fsum(math.exp((reward - top) / beta1) for reward in rewards_N)
+    return top + beta1 * math.log(total / len(rewards_N))
 
 
 def value_interval(
@@ -46,11 +46,12 @@ def value_interval(
 ) -> tuple[float, float]:
     """An interval for V* after N samples, of one standard error (about 68%); wide while all samples agree by chance.
 
-    `mean` and `log_mean_exp` are monotone functions of a mean of bounded numbers, which gets a Wilson interval: that
-    of binary rewards, and too wide for others. `max` is sure once the best possible reward was seen.
+    `mean` and `log_mean_exp` are monotone functions of a mean of bounded numbers, for which the function takes a
+    Wilson interval. It is right for binary rewards, and too wide for others. The interval of `max` has no width once
+    the best possible reward was seen.
 
     Args:
-        rewards_N, estimator, beta1: as of [`optimal_value`], with rewards inside `reward_range`.
+        rewards_N, estimator, beta1: as in [`optimal_value`], with rewards inside `reward_range`.
         reward_range: smallest and largest reward that can occur.
     """
     low, high = reward_range
@@ -75,7 +76,7 @@ def value_interval(
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """How many reference samples a prompt gets, and which of them its value is computed from.
+    """The number of reference samples of a prompt, and the computation of the value from them.
 
     With `minimum < maximum` the count doubles from `minimum` until the interval of V* ([`value_interval`]) is no
     wider than `tolerance`, or `maximum` is reached. The decision reads the stored samples in the order they were
@@ -91,14 +92,14 @@ class SamplePlan:
 
     @property
     def counts(self) -> list[int]:
-        """The sample counts at which the plan looks, e.g. `[2, 4, 8]`."""
+        """The numbers of samples after which the plan decides whether to draw more, e.g. `[2, 4, 8]`."""
         counts = [self.minimum or self.maximum]
         while counts[-1] < self.maximum:
             counts.append(min(2 * counts[-1], self.maximum))
         return counts
 
     def use(self, rewards_N: Sequence[float]) -> int | None:
-        """How many of the first samples to use, or `None` if more have to be drawn."""
+        """The number of first samples to compute the value from, or `None` if more have to be drawn."""
         for count in self.counts:
             if len(rewards_N) < count:
                 return None

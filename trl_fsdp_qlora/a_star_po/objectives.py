@@ -18,7 +18,7 @@ def regression_loss(
         logps_BC: log π_θ of the completion tokens, with gradient.
         ref_logps_BC: log π_ref of the same tokens.
         mask_BC: 1 for tokens that count.
-        target_B: `r − V*`; NaN where the reward or the value is not defined, which takes the row out of the loss.
+        target_B: `r − V*`; NaN, if the reward or the value is not defined, takes the row out of the loss.
         beta2: strength of the KL regularisation, in units of reward per nat.
 
     Returns:
@@ -63,7 +63,8 @@ def normalised_advantage(target: torch.Tensor, epsilon: float = 1e-4) -> torch.T
     NaN entries are left out of the statistics and become 0. A batch that is constant becomes 0 throughout.
     """
     defined = target[~target.isnan()]
-    # The mean of equal numbers may miss them by a rounding, which is not small beside a standard deviation of as much.
+    # The mean of equal numbers may differ from them by a rounding error, and their computed standard deviation is of
+    # the same size, so the quotient would not be small.
     if defined.numel() < 2 or defined.amin() == defined.amax():
         return torch.zeros_like(target)
     return ((target - defined.mean()) / (defined.std() + epsilon)).nan_to_num(0.0)

@@ -1,8 +1,8 @@
-"""Description of a reward function for the key of its values: the text of its code, and the values it was built with.
+"""Describe a reward function for the cache's key: the text of its code, and the values it was built with.
 
-The text is that of the file which defines the function, since its helpers mostly stand there, too. Partials, methods,
-decorators, closures and defaults are walked, so a helper or a class that comes from another file counts by the text of
-that file.
+The text is that of the whole file which defines the function, since the file usually has the function's helpers, too.
+Partials, methods, decorators, closures and defaults are followed, so the text of another file counts if a helper or a
+class comes from that file.
 """
 
 import functools
@@ -32,10 +32,10 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def describe_reward(function: Callable, name: str, version: str | None) -> dict | str:
-    """What changes when the reward function called `name` does; with the user's `version` that alone, and of a model
-    its weights.
+    """A description that changes whenever the reward function called `name` changes.
 
-    Code and objects that cannot be read are named in one warning.
+    It is the user's `version` if there is one, the weights if the function is a model, and otherwise the code. Code
+    and objects that cannot be read are named in one warning.
     """
     if isinstance(function, nn.Module):
         return describe_model(function)
@@ -46,17 +46,18 @@ def describe_reward(function: Callable, name: str, version: str | None) -> dict 
     if unreadable:
         logger.warning(
             f"the source of the reward function {name} cannot be read ({', '.join(dict.fromkeys(unreadable))}), so "
-            "V* of before a change of it would be used: set value_reward_version, and another one with every change"
+            "V* from before a change of the function would be used after it: set value_reward_version, and change it "
+            "with every change of the function"
         )
     return {"source": digest(content)}
 
 
 def _content(value: Any, unreadable: list[str], within: list[Any]) -> Any:
-    """`value` as lists and texts that are equal in two runs if, and only if, the value and its code are.
+    """`value` as lists and texts that are equal in two runs if, and only if, the value and its code are equal.
 
     Args:
-        unreadable: gets the names of what can only be told by its name.
-        within: the objects that `value` is part of, which may contain themselves.
+        unreadable: a list to which the names of unreadable objects are added.
+        within: the objects that `value` is part of; an object may contain itself.
     """
     if type(value) in _PLAIN:
         return repr(value)
@@ -91,22 +92,19 @@ def _content(value: Any, unreadable: list[str], within: list[Any]) -> Any:
     try:
         if _is_library(type(value).__module__):
             return Hasher.hash(value)
-        # As pickle takes it apart: its class, and its state, whether that is in `__dict__` or in slots, or a
-        # container's items.
+        # The parts into which pickle would split the object: its class, and its state, whether that is in `__dict__`,
+        # in slots, or the items of a container.
         parts = value.__reduce_ex__(4)
-        parts = (
-            parts
-            if isinstance(parts, str)
-            else [list(part) if hasattr(part, "__next__") else part for part in parts[1:]]
-        )
-    except Exception:  # a lock, a connection; there is no class for all
+        if not isinstance(parts, str):
+            parts = [list(part) if hasattr(part, "__next__") else part for part in parts[1:]]
+    except Exception:  # a lock, a connection; such objects have no common class
         unreadable.append(type(value).__qualname__)
         parts = None
     return [content(type(value)), content(parts)]
 
 
 def _code(thing: Any, unreadable: list[str]) -> Any:
-    """The code that defines a function or a class: a text, and of what is installed its version."""
+    """The code that defines a function or a class: its version if it is installed, and otherwise its text."""
     module = thing.__module__ or "builtins"
     top = module.partition(".")[0]
     if top == _PACKAGE:

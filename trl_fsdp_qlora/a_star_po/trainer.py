@@ -14,7 +14,7 @@ from trl.data_utils import is_conversational
 from ..compat.trl import GROUP_SPREAD, OLD_LOGPS, REFERENCE_LOGPS, parse_response, rewards_of_rank, use_adapter
 from ..decode.completions import generate, over_ranks
 from ..evaluation.stats import wilson_interval
-from ..grpo.arguments import own_config
+from ..grpo.arguments import config_or_default
 from ..grpo.scoring import LossPass
 from ..grpo.trainer import EfficientGRPOTrainer
 from ..selection.dynamic_sampling import combine
@@ -31,9 +31,9 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     """A*-PO (arXiv 2505.20686): V* of every prompt once from the reference policy, then one completion per prompt.
 
     Takes the arguments of [`EfficientGRPOTrainer`], with an [`AStarPOConfig`]. The reference policy is the base model
-    with the adapter switched off (or the adapter's initial copy, where training continues one), or TRL's frozen copy
+    with the adapter switched off, the adapter's initial copy if training continues an adapter, or TRL's frozen copy
     for full fine-tuning. `train()` runs stage 1 first, for the prompts that the cache does not hold yet;
-    [`AStarPOTrainer.estimate_values`] runs it alone.
+    [`AStarPOTrainer.estimate_values`] runs stage 1 alone.
 
     Raises:
         ValueError: tools, environments, a rollout function or a processor with images, which stage 1 cannot sample.
@@ -43,8 +43,8 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     _weighs_in_loss = True  # the losses have no ratio, so a pass for weights would be wasted
 
     def __init__(self, model, reward_funcs=None, args: AStarPOConfig | None = None, *positional, **kwargs):
-        args = own_config(AStarPOConfig, args, model, "A-star-PO")
-        self._given_rewards = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
+        args = config_or_default(AStarPOConfig, args, model, "A-star-PO")
+        self._user_rewards = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         images = {"image", "images"} & set(getattr(self.train_dataset, "column_names", None) or ())
         if self.tools or self.environment_factories is not None or self.rollout_func is not None or images:
@@ -69,15 +69,17 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         values = (
             f"{plan.estimator} of {' → '.join(map(str, plan.counts))} reference samples, from {self.args.value_cache}"
         )
-        found = [("on", f"A*-PO, {self.args.objective}: V* = {values}"), *super().features()]
+        features = [("on", f"A*-PO, {self.args.objective}: V* = {values}"), *super().features()]
         if self.engine_draws and self._starts_from_adapter:
-            found.append(("off", "vLLM for stage 1: the reference is an adapter of its own, and vLLM holds the base"))
-        return found
+            features.append(
+                ("off", "vLLM for stage 1: the reference is an adapter of its own, and vLLM holds the base")
+            )
+        return features
 
     # --- stage 1 -----------------------------------------------------------------------------------------------------
 
     def train(self, *args, **kwargs):
-        # Opened now, while rank 0 still holds the whole reference policy to identify.
+        # The key of the values is a hash of the reference policy, and only before the sharding rank 0 has all of it.
         self.values.open(self._describe_context)
         # A sharded model can generate only once `Trainer.train` has prepared it; an endless dataset has no stage 1.
         if not isinstance(self.train_dataset, IterableDataset):
@@ -89,9 +91,9 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         return super().train(*args, **kwargs)
 
     def estimate_values(self, dataset=None) -> Report:
-        """Stage 1 for every row of `dataset` (default: the training dataset): sample what the cache lacks.
+        """Run stage 1 for every row of `dataset` (default: the training dataset): draw the samples the cache lacks.
 
-        All ranks have to call it. Interrupted at any time, it continues where it stopped.
+        All ranks have to call it. After an interruption it continues from the last samples that were stored.
 
         Returns:
             [`Report`], the same on all ranks.
@@ -103,34 +105,37 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             self.rollout.refuse_unprepared("stage 1", self.model, self.model_wrapped)
         self.values.open(self._describe_context)
         dataset = self.train_dataset if dataset is None else dataset
-        return self.values.estimate(self._remove_unused_columns(dataset, "training"))  # as before stage 2 loads it
+        # Stage 2 removes these columns before it loads rows, and a value's key contains the whole row.
+        return self.values.estimate(self._remove_unused_columns(dataset, "training"))
 
     def _describe_context(self) -> dict:
-        """Everything except its row that a value depends on."""
+        """Everything that a value depends on, except its row."""
         model = self.accelerator.unwrap_model(self.model)
         adapter = None
         if self.ref_model is not None and not self.rollout.is_sharded:
             model = self.accelerator.unwrap_model(self.ref_model)
         elif self._starts_from_adapter:
             adapter = "ref"
-        # The user's own functions, not what the trainer wraps them in; models by their weights.
-        functions = zip(self.reward_func_names, self.reward_funcs, self._given_rewards, strict=True)
-        functions = [(name, loaded if isinstance(loaded, nn.Module) else given) for name, loaded, given in functions]
-        version = self.args.value_reward_version
+        rewards = []
+        for name, loaded, function in zip(self.reward_func_names, self.reward_funcs, self._user_rewards, strict=True):
+            # A model counts by its weights. The trainer wraps functions, so the user's own are described.
+            described = loaded if isinstance(loaded, nn.Module) else function
+            rewards.append([name, describe_reward(described, name, self.args.value_reward_version)])
         return {
             "reference": describe_model(model, adapter),
             "sampling": describe_sampling(model, self._generation_config(sample=True)),
-            "rewards": [[name, describe_reward(function, name, version)] for name, function in functions],
+            "rewards": rewards,
         }
 
     @contextmanager
     def _reference_policy(self):
+        """Yield the reference policy, ready to generate, and whether all ranks have to generate together."""
         if self.ref_model is not None:
-            with self.generating(self.ref_model) as made:
-                yield made
+            with self.generating(self.ref_model) as (model, lockstep):
+                yield model, lockstep
         elif self._engine_is_reference:
-            with self._engine_model() as made, self.vllm_generation.without_adapter():
-                yield made
+            with self._engine_model() as (model, lockstep), self.vllm_generation.without_adapter():
+                yield model, lockstep
         else:
             adapter = "ref" if self._starts_from_adapter else None
             with self.rollout.generating(self.model_wrapped) as (model, lockstep), use_adapter(model, adapter):
@@ -148,7 +153,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     @property
     def _is_lockstep(self) -> bool:
-        """Whether stage 1 needs forwards of a sharded model, so that every rank draws whenever one does."""
+        """Whether stage 1 runs a sharded model, so that every rank has to draw whenever one rank draws."""
         return self.rollout.is_sharded and not self._engine_is_reference
 
     def _draw(self, items: list[Item], counts: list[int], seed: int) -> list[np.ndarray]:
@@ -163,18 +168,25 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     def _generation_config(self, sample: bool) -> GenerationConfig:
         """Settings to sample the reference policy, or to decode the policy greedily."""
         args = self.args
-        settings = {"pad_token_id": self._tokenizer.pad_token_id, "eos_token_id": self.eos_token_ids}
-        settings |= {"max_new_tokens": args.max_completion_length, "repetition_penalty": args.repetition_penalty}
+        settings = {
+            "pad_token_id": self._tokenizer.pad_token_id,
+            "eos_token_id": self.eos_token_ids,
+            "max_new_tokens": args.max_completion_length,
+            "repetition_penalty": args.repetition_penalty,
+        }
         if sample:
-            settings |= {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-            settings |= args.generation_kwargs or {}
+            settings["temperature"] = args.temperature
+            settings["top_p"] = args.top_p
+            settings["top_k"] = args.top_k
+            settings["min_p"] = args.min_p
+            settings.update(args.generation_kwargs or {})
         return GenerationConfig(**settings, do_sample=sample, disable_compile=True)
 
     def _rewards_of(self, rows: list[dict], prompt_ids: list[list[int]], ids: list[list[int]]) -> torch.Tensor:
-        """TRL's rewards of R completions of this rank alone, float32 `(R, K)` on the CPU, NaN where a function says
-        `None`.
+        """TRL's rewards of R completions of this rank alone: float32 `(R, K)` on the CPU, NaN instead of `None`.
 
-        Stage 1 and evaluation hand prompts out to ranks unevenly, and TRL gathers rewards at the end.
+        In stage 1 and in evaluation the ranks have different numbers of prompts, so TRL's gathering of rewards would
+        fail.
         """
         prompts = [row["prompt"] for row in rows]
         tokenizer = self.processing_class
@@ -183,8 +195,8 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             completions = [[{"role": "assistant", "content": text}] for text in completions]
             if getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None):
                 pairs = zip(prompt_ids, ids, strict=True)
-                completions = [[parse_response(tokenizer, own, prefix=prefix)] for prefix, own in pairs]
-        # What a reward function logs here belongs to no training step.
+                completions = [[parse_response(tokenizer, answer, prefix=prompt)] for prompt, answer in pairs]
+        # Values that a reward function logs during this call belong to no training step, so they are dropped.
         return rewards_of_rank(self, rows, prompts, completions, ids).float().cpu()
 
     # --- stage 2 -----------------------------------------------------------------------------------------------------
@@ -209,7 +221,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         target = self.accelerator.gather(rewards[mine] - values_B.to(self.accelerator.device))
         advantage = normalised_advantage(target) if self.args.objective == "advantage_weighted" else target
         output["advantages"] = advantage[mine]
-        # In the place of what TRL logged about groups: one of one completion has no standard deviation.
+        # TRL logged the spread within groups, but a group of one completion has none.
         self._metrics["train" if self.model.training else "eval"].pop(GROUP_SPREAD, None)
         rewards, target, advantage = torch.stack([rewards, target, advantage]).cpu()
         self._add_metrics({"v_star": (rewards - target).nanmean().item(), "advantage": target.nanmean().item()})
@@ -221,8 +233,8 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     def _score(self, stock, wanted, kind, arguments):
         if kind == "old_policy":
-            # TRL wants them for an importance ratio where a generation batch serves several optimizer steps. There is
-            # none here.
+            # If a generation batch serves several optimizer steps, TRL asks for these values for its importance
+            # ratio. A*-PO has no such ratio.
             ids = arguments["input_ids"]
             return torch.zeros(len(ids), arguments["logits_to_keep"], device=ids.device), None, None
         return super()._score(stock, wanted, kind, arguments)
@@ -233,11 +245,12 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     def _compute_loss(self, model, inputs):
         mask_BC = inputs["completion_mask"]
         logps_BC, entropies_BC, aux_loss = self._score_completions(LossPass(model, inputs=inputs), inputs)
-        given = (logps_BC, inputs[REFERENCE_LOGPS], mask_BC, inputs["advantages"])
+        ref_logps_BC = inputs[REFERENCE_LOGPS]
+        advantages_B = inputs["advantages"]
         if self.args.objective == "advantage_weighted":
-            loss, kl_BC = advantage_weighted_loss(*given, self.beta)
+            loss, kl_BC = advantage_weighted_loss(logps_BC, ref_logps_BC, mask_BC, advantages_B, self.beta)
         else:
-            loss, kl_BC, implicit_B = regression_loss(*given, self.args.beta2)
+            loss, kl_BC, implicit_B = regression_loss(logps_BC, ref_logps_BC, mask_BC, advantages_B, self.args.beta2)
             self._record("implicit_reward", implicit_B.sum(), torch.ones_like(implicit_B).sum())
         self._record("kl", kl_BC.sum(), mask_BC.sum())
         self._record("entropy", (entropies_BC * mask_BC).sum().detach(), mask_BC.sum())
@@ -249,7 +262,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         return loss / (self.current_gradient_accumulation_steps if self.model.training else 1)
 
     def _record(self, name: str, total, count) -> None:
-        """Mean over all ranks of a metric; `total` and `count` lie on the device."""
+        """Log the mean of a metric over all ranks; `total` and `count` lie on the device."""
         pair = self.accelerator.reduce(torch.stack([total.detach().float(), count.float()]), reduction="sum")
         means = self._metrics["train" if self.model.training else "eval"][name]
         self.telemetry.later(pair, lambda sums: means.append(sums[0] / max(sums[1], 1)))
@@ -261,12 +274,12 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     ) -> EvalLoopOutput:
         """Greedy accuracy on every problem exactly once, spread over the ranks, with n and a 95% Wilson interval.
 
-        A problem counts as solved if its reward reaches the top of `value_reward_range` (1 where that is `None`). The
-        result is the same for any number of ranks; `Trainer`'s own loop repeats problems until the ranks have equal
-        numbers.
+        A problem counts as solved if its reward reaches the top of `value_reward_range` (1 if the range is `None`).
+        The result is the same for any number of ranks, while `Trainer`'s own loop repeats problems until the ranks
+        have equal numbers.
 
         Returns:
-            With the metrics `{prefix}_reward`, `_accuracy`, `_accuracy_low`, `_accuracy_high`, `_n`,
+            An output with the metrics `{prefix}_reward`, `_accuracy`, `_accuracy_low`, `_accuracy_high`, `_n`,
             `_completion_length`.
         """
         if not self.engine_draws:
@@ -285,12 +298,19 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
         with self.generating() as (model, lockstep):
             results = over_ranks(len(rows), self.args.per_device_eval_batch_size, complete, score, lockstep=lockstep)
-        # In the problems' order, so that sums do not depend on the number of ranks.
-        found = torch.tensor(results, dtype=torch.float64)
-        solved = int((found[:, 0] >= (self.args.value_reward_range or [0.0, 1.0])[1] - 1e-6).sum())
+        # The results are in the problems' order, so sums do not depend on the number of ranks.
+        rewards, lengths = torch.tensor(results, dtype=torch.float64).unbind(1)
+        _, highest = self.args.value_reward_range or (0.0, 1.0)
+        solved = int((rewards >= highest - 1e-6).sum())
         n = len(rows)
         low, high = wilson_interval(solved, n)
-        metrics = {"accuracy": solved / n, "accuracy_low": low, "accuracy_high": high, "n": n}
-        metrics |= {"reward": found[:, 0].nanmean().item(), "completion_length": found[:, 1].mean().item()}
+        metrics = {
+            "accuracy": solved / n,
+            "accuracy_low": low,
+            "accuracy_high": high,
+            "n": n,
+            "reward": rewards.nanmean().item(),
+            "completion_length": lengths.mean().item(),
+        }
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=n)

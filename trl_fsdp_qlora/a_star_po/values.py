@@ -1,16 +1,17 @@
 """Stage 1: V* of every prompt from samples of the reference policy, and the folder that keeps them for other runs.
 
-Prompts are cut into chunks that depend on the prompts alone, and what is drawn for a chunk depends on the seed and the
+Prompts are cut into chunks that depend on the prompts alone, and the samples of a chunk depend on the seed and the
 chunk alone. The ranks draw in turns, a chunk each, and gather after every turn. So the number of ranks and a restart
-in between change who draws, never what.
+decide which rank draws a sample, and never change the sample.
 
 The folder holds append-only JSONL files with the raw rewards, one column per reward function, so weights and
 estimators may change freely. The main process of every run appends to a file of its own, so runs can share the folder,
-one after the other or at once; at worst a prompt is drawn twice. A line that a kill cuts off is no JSON, and is
+one after the other or at once; at worst a prompt is drawn twice. A line that a kill cuts off is not JSON, and is
 ignored.
 
 A value's key is a digest of the prompt's token ids, the row that the reward functions see, and a *context*: the
-reference policy, the sampling settings and the reward functions. What changes a reward changes the key.
+reference policy, the sampling settings and the reward functions. So every change that changes a reward changes the
+key.
 """
 
 import hashlib
@@ -73,7 +74,7 @@ class ReferenceValues:
         lockstep: parameters are sharded over ranks, so that every rank draws whenever one does.
 
     Attributes:
-        rewards: weighted sums of rewards of all samples so far, by key; NaN where no function gave one.
+        rewards: weighted sums of rewards of all samples so far, by key; NaN if no function returned a reward.
         known: V* by key, of the prompts asked for so far.
         estimated: stage 1 has run.
     """
@@ -99,7 +100,7 @@ class ReferenceValues:
     def open(self, describe: Callable[[], dict]) -> None:
         """Read the values that earlier runs stored, once.
 
-        `describe` returns everything except its row that a value depends on; it is called on the main rank.
+        `describe` returns everything that a value depends on, except its row; it is called on the main rank.
         """
         if self.context is None:
             self.context = on_main(lambda: digest(describe()))
@@ -123,14 +124,14 @@ class ReferenceValues:
                     entries.append((int(entry["start"]), str(entry["key"]), rewards))
                 except (ValueError, TypeError, KeyError, OverflowError):  # cut off by a kill, or something else's line
                     continue
-        found = {}
+        samples = {}
         for start, key, rewards in sorted(entries, key=lambda entry: entry[0]):
             if rewards.ndim == 2 and rewards.shape[1] == len(self.reward_names):
-                have = found.get(key, rewards[:0])
-                # Where two runs drew the same samples at once, those of the first file count.
-                if start <= len(have) < start + len(rewards):
-                    found[key] = np.concatenate([have, rewards[len(have) - start :]])
-        return found
+                earlier = samples.get(key, rewards[:0])
+                # If two runs drew the same samples at once, those of the first file count.
+                if start <= len(earlier) < start + len(rewards):
+                    samples[key] = np.concatenate([earlier, rewards[len(earlier) - start :]])
+        return samples
 
     def store(self, entries: dict[str, tuple[int, np.ndarray]]) -> None:
         """Append samples: key -> (how many were stored before, rewards of the new ones as in [`read`])."""
@@ -156,7 +157,7 @@ class ReferenceValues:
         ]
 
     def estimate(self, dataset: Dataset) -> Report:
-        """Stage 1 for every row of `dataset`; interrupted at any time, it continues where it stopped."""
+        """Run stage 1 for every row of `dataset`; after an interruption it continues from the last stored samples."""
         started = time.perf_counter()
         items = dict(self.items(as_loaded(dataset)))
         report = self.fill(items)
@@ -170,10 +171,11 @@ class ReferenceValues:
         return report
 
     def fill(self, items: dict[str, Item]) -> Report:
-        """Draw and store what is missing of `items` (the same on every rank), so that `known` has them all.
+        """Draw and store the samples that `items` (the same on every rank) lack, and put their values into `known`.
 
         Raises:
-            ValueError: rewards outside the range that the estimator assumes, or no sample of any prompt got one.
+            ValueError: rewards are outside the range that the estimator assumes, or no sample of any prompt got a
+                reward.
         """
         plan = self.args.sample_plan
         size = self.args.value_batch_size
@@ -192,12 +194,16 @@ class ReferenceValues:
                 chunks = chunks[world:]
                 drawn = {}
                 if rank < len(turn):
-                    have = {key: self.rewards.get(key, []) for key in self._missing(turn[rank])}
-                    job = [(key, len(rewards), plan.target(rewards)) for key, rewards in have.items()]
+                    # Of each prompt: its key, the number of its samples so far, and the number to reach.
+                    job = []
+                    for key in self._missing(turn[rank]):
+                        rewards = self.rewards.get(key, [])
+                        job.append((key, len(rewards), plan.target(rewards)))
+                    counts = [target - before for _, before, target in job]
                     seed = int(digest([self.args.seed, job])[:14], 16)
-                    raw = self.draw([items[key] for key in have], [target - had for _, had, target in job], seed)
-                    drawn = dict(zip(have, raw, strict=True))
-                elif self.lockstep:  # a forward of a sharded model takes every rank
+                    raw = self.draw([items[key] for key, *_ in job], counts, seed)
+                    drawn = {key: rewards for (key, *_), rewards in zip(job, raw, strict=True)}
+                elif self.lockstep:  # every rank has to take part in a forward of a sharded model
                     self.draw([items[order[0]]], [1], 0)
                 drawn = {key: raw for part in gather_object([drawn]) for key, raw in part.items()}
                 weighted = {key: self._weighted(raw) for key, raw in drawn.items()}
@@ -206,25 +212,33 @@ class ReferenceValues:
                 for key, raw in drawn.items():
                     # A sample without any reward (a service that was down) is not stored: the next run draws it anew.
                     scored = raw[~np.isnan(raw).all(1)]
-                    have = self.rewards.setdefault(key, [])
+                    rewards = self.rewards.setdefault(key, [])
                     if len(scored):
-                        entries[key] = (len(have) - sum(map(math.isnan, have)), scored)
-                    have += weighted[key]
+                        entries[key] = (len(rewards) - sum(map(math.isnan, rewards)), scored)
+                    rewards += weighted[key]
                     report.samples += len(raw)
                 if rank == 0:
                     self.store(entries)
-                again = [chunk for chunk in turn if self._missing(chunk)]  # an adaptive plan may want more
-                bar.update(sum(len(missing.intersection(chunk)) for chunk in turn if chunk not in again))
+                again = [chunk for chunk in turn if self._missing(chunk)]  # an adaptive plan may ask for more samples
+                finished = [chunk for chunk in turn if chunk not in again]
+                bar.update(sum(len(missing.intersection(chunk)) for chunk in finished))
                 chunks = again + chunks
-        self.known |= {key: plan.value(self.rewards[key]) for key in items}
-        if nothing := sum(math.isnan(self.known[key]) for key in items):
+        for key in items:
+            self.known[key] = plan.value(self.rewards[key])
+        unscored = sum(math.isnan(self.known[key]) for key in items)
+        if unscored:
             no_reward = (
-                f"{nothing} of {len(items)} prompts got no reward from {', '.join(self.reward_names)} (None or NaN "
+                f"{unscored} of {len(items)} prompts got no reward from {', '.join(self.reward_names)} (None or NaN "
                 "every time)"
             )
             if all(map(math.isnan, self.known.values())):
-                raise ValueError(f"{no_reward}: is what it calls running? Nothing was stored; start again when it is")
-            logger.warning(f"{no_reward}: they have no V* and do not enter the loss; the next run samples them again")
+                raise ValueError(
+                    f"{no_reward}: does the service that the reward function calls run? Nothing was stored; start "
+                    "again when it runs"
+                )
+            logger.warning(
+                f"{no_reward}: these prompts have no V* and do not enter the loss; the next run samples them again"
+            )
         return report
 
     def _missing(self, keys) -> list[str]:
@@ -249,8 +263,11 @@ class ReferenceValues:
             )
         low = (self.args.value_reward_range or [0.0])[0]
         plan = self.args.sample_plan
-        used = [self.rewards[key][: plan.use(self.rewards[key])] for key in keys]
-        kept = [i for i, rewards in enumerate(used) if any(reward > low for reward in rewards)]
+        kept = []
+        for i, key in enumerate(keys):
+            rewards = self.rewards[key]
+            if any(reward > low for reward in rewards[: plan.use(rewards)]):
+                kept.append(i)
         if len(kept) * self.args.num_generations < self.args.generation_batch_size:
             raise ValueError(
                 f"filter_all_failed leaves {len(kept)} of {len(keys)} prompts, fewer than one generation batch "
@@ -271,50 +288,60 @@ class ReferenceValues:
                     f"{counted(len(unseen), 'prompt')} without a V*, and unseen_prompts='refuse' (the first is "
                     f"{str(first.row['prompt'])[:200]!r}): run stage 1 on them, or set unseen_prompts='estimate'"
                 )
-            logger.info(f"{counted(len(unseen), 'prompt')} that stage 1 never saw: estimating V* now")
+            logger.info(f"stage 1 never saw {counted(len(unseen), 'prompt')}: V* is estimated now")
             self.fill(unseen)
         return torch.tensor([self.known[key] for key, _ in items], dtype=torch.float32)
 
 
 def as_loaded(dataset: Dataset) -> list[dict]:
-    """Rows as a data loader gets them: in the dataset's format, through its transform."""
-    every = range(len(dataset))
-    return dataset.__getitems__(list(every)) if hasattr(dataset, "__getitems__") else [dataset[i] for i in every]
+    """All rows as a data loader gets them: in the dataset's format, through its transform."""
+    indices = list(range(len(dataset)))
+    if hasattr(dataset, "__getitems__"):
+        return dataset.__getitems__(indices)
+    return [dataset[i] for i in indices]
 
 
 def digest(value) -> str:
     """Hexadecimal SHA-256 of plain values, arrays and whatever `datasets` can hash."""
-    text = json.dumps(value, sort_keys=True, default=lambda x: x.tolist() if hasattr(x, "tolist") else Hasher.hash(x))
-    return hashlib.sha256(text.encode()).hexdigest()
+
+    def plain(x):
+        return x.tolist() if hasattr(x, "tolist") else Hasher.hash(x)
+
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=plain).encode()).hexdigest()
 
 
 def describe_sampling(model: nn.Module, sampling: GenerationConfig) -> dict:
     """The settings that `generate` draws with: `sampling`, and the model's own settings if `sampling` leaves a gap."""
     settings = model.generation_config.to_dict()
-    settings |= {name: value for name, value in sampling.to_dict().items() if value is not None}
-    beside = ("transformers_version", "_from_model_config", "pad_token_id", "bos_token_id")
-    return json.loads(json.dumps({k: v for k, v in settings.items() if k not in beside}, default=str))
+    settings.update({name: value for name, value in sampling.to_dict().items() if value is not None})
+    irrelevant = ("transformers_version", "_from_model_config", "pad_token_id", "bos_token_id")
+    return json.loads(json.dumps({k: v for k, v in settings.items() if k not in irrelevant}, default=str))
 
 
 def describe_model(model: nn.Module, adapter: str | None = None) -> dict:
-    """Config and a hash of the weights under the bare model's names, so any adapter on one base shares its values."""
-    origin = ("_name_or_path", "_commit_hash", "architectures", "transformers_version", "torch_dtype", "dtype")
+    """Hashes of the config, and of the weights under the bare model's names, so adapters on one base share values."""
+    irrelevant = (
+        "_name_or_path", "_commit_hash", "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache",
+        "pad_token_id",
+    )  # fmt: skip
     config = model.config.to_dict() if hasattr(model, "config") else {"class": type(model).__qualname__}
-    config = {k: v for k, v in config.items() if k not in (*origin, "use_cache", "pad_token_id")}
-    result = {"config": digest(json.loads(json.dumps(config, default=str)))}
-    others = set(getattr(model, "peft_config", {})) - {adapter}
+    config = {name: value for name, value in config.items() if name not in irrelevant}
+    description = {"config": digest(json.loads(json.dumps(config, default=str)))}
     if adapter is not None:
-        result["adapter"] = digest(model.peft_config[adapter].to_dict())
+        description["adapter"] = digest(model.peft_config[adapter].to_dict())
+    other_adapters = set(getattr(model, "peft_config", {})) - {adapter}
     weights = {}
     for name, weight in model.named_parameters():
-        if hasattr(weight, "ds_tensor"):  # ZeRO-3: no rank holds it whole
-            revision = getattr(model.config, "_commit_hash", None)
-            return {**result, "name": model.config.name_or_path, "revision": revision}
+        if hasattr(weight, "ds_tensor"):  # under ZeRO-3 no rank has the whole weight
+            description["name"] = model.config.name_or_path
+            description["revision"] = getattr(model.config, "_commit_hash", None)
+            return description
         parts = name.removeprefix("base_model.model.").split(".")
-        if not others.intersection(parts):
+        if not other_adapters.intersection(parts):
             flat = weight.detach().cpu().contiguous().reshape(-1)
             hashed = hashlib.sha256(f"{weight.dtype} {tuple(weight.shape)}".encode())
             hashed.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
-            bare = ".".join(part for part in parts if part not in ("base_layer", "original_module"))
-            weights[bare] = hashed.hexdigest()
-    return {**result, "weights": digest(weights)}
+            bare_name = ".".join(part for part in parts if part not in ("base_layer", "original_module"))
+            weights[bare_name] = hashed.hexdigest()
+    description["weights"] = digest(weights)
+    return description

@@ -91,12 +91,12 @@ class EfficientDPOTrainer(EfficientTraining, ShardedQLoRAMixin, DPOTrainer):
         if not door.is_active:
             return
         labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORED_LABEL)
-        others = {"input_ids", "attention_mask", *_OF_THE_LOSS}
-        vision = {name: value for name, value in inputs.items() if name not in others}
+        not_vision = {"input_ids", "attention_mask", *_OF_THE_LOSS}
+        vision = {name: value for name, value in inputs.items() if name not in not_vision}
         batch = Batch(inputs["input_ids"], inputs.get("attention_mask"), labels, vision)
         # Images are counted only until a batch with images was compared: the ranks have to agree, and the host waits.
-        is_open = door.expects_images and (compares_gradients(model), True) not in door.comparison.checked
-        if is_open and not self._counts_images(door, batch):
+        awaits_images = door.expects_images and (compares_gradients(model), True) not in door.comparison.checked
+        if awaits_images and not self._counts_images(door, batch):
             return
         # TRL's batch has all chosen answers first, then all rejected ones. The comparison needs the two of a pair
         # next to each other.
@@ -109,6 +109,6 @@ class EfficientDPOTrainer(EfficientTraining, ShardedQLoRAMixin, DPOTrainer):
         if batch.has_images:
             try:
                 batch.num_images = door.images.count(batch)
-            except UnpackableBatch:  # the pass itself logs it, too
+            except UnpackableBatch:  # the pass itself logs the reason
                 is_counted = False
         return not reduced_over_ranks([int(not is_counted)], batch.input_ids.device)[0]

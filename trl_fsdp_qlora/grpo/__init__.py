@@ -1,1 +1,1 @@
-"""The drop-in GRPO trainer: TRL's numbers, computed in another way."""
+"""The drop-in GRPO trainer, which computes TRL's numbers in another way, and the parts that other trainers share."""

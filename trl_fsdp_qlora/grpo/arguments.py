@@ -1,4 +1,4 @@
-"""A trainer's arguments before TRL sees them: completed, checked, and with the base loaded as the launch needs it."""
+"""Prepare a trainer's arguments for TRL: complete the config, check the arguments, load a base that FSDP2 shards."""
 
 from contextlib import suppress
 from typing import Any
@@ -26,7 +26,8 @@ def adapter_and_base(call: dict[str, Any]) -> tuple[Any, bool]:
         options = getattr(args, "model_init_kwargs", None) or {}
         stored = options.get("quantization_config")
         if stored is None and getattr(args, "use_vllm", False):  # without vLLM nothing depends on the checkpoint
-            with suppress(OSError, ValueError):  # missing or unreadable checkpoint: loading raises the full error
+            # If the checkpoint is missing or unreadable, loading it later raises the full error.
+            with suppress(OSError, ValueError):
                 stored = PreTrainedConfig.get_config_dict(model, **options)[0].get("quantization_config")
     else:
         if peft_config is None and is_peft_model(model):
@@ -35,8 +36,8 @@ def adapter_and_base(call: dict[str, Any]) -> tuple[Any, bool]:
     return peft_config, (call.get("quantization_config") or stored) is not None
 
 
-def own_config(cls: type, args: Any, model: Any, suffix: str) -> Any:
-    """`args`, or if it is `None` a config of class `cls` whose folder is named after `model` and the method.
+def config_or_default(cls: type, args: Any, model: Any, suffix: str) -> Any:
+    """`args`; if it is `None`, a config of class `cls` with a folder that is named after `model` and the method.
 
     Raises:
         TypeError: `args` is of another class.
@@ -55,9 +56,9 @@ def completed(call: dict[str, Any], cls: type, suffix: str) -> dict[str, Any]:
         UserError: several processes were launched, and each of them believes that it is the only one.
     """
     model = call["model"]
-    args = cls.complete(call.get("args")) or own_config(cls, None, model, suffix)
+    args = cls.complete(call.get("args")) or config_or_default(cls, None, model, suffix)
     for line in checks.mistakes(args):
-        logger.warning(line)  # TRL accepts these values, so they are no error
+        logger.warning(line)  # not an error, because TRL accepts these values
     options = args.model_init_kwargs or {}
     peft_config = checks.language_model_only(call.get("peft_config"), model, options.get("revision"))
     checks.check_processes(args.world_size)
@@ -65,18 +66,19 @@ def completed(call: dict[str, Any], cls: type, suffix: str) -> dict[str, Any]:
 
 
 def check_prompts(call: dict[str, Any], needs_prompt: bool = True) -> None:
-    """Refuse a dataset that a trainer cannot draw completions for, see [`checks.check_dataset`]."""
+    """Refuse a dataset for which a trainer cannot draw completions, see [`checks.check_dataset`]."""
     args = call["args"]
-    if (dataset := call.get("train_dataset")) is not None:
+    dataset = call.get("train_dataset")
+    if dataset is not None:
         checks.check_dataset(dataset, args.generation_batch_size // args.num_generations, needs_prompt)
 
 
 def with_base_loaded(call: dict[str, Any], needs_reference: bool) -> dict[str, Any]:
-    """A trainer's arguments; a 4-bit base that is given by name and sharded by FSDP2 is loaded here.
+    """A trainer's arguments, with the base loaded if it is named, in 4 bits and sharded by FSDP2.
 
     Args:
-        needs_reference: whether the loss needs a reference model. Without an adapter to switch off, this is a second
-            model next to the policy.
+        needs_reference: whether the loss needs a reference model. Without an adapter to switch off, the reference is
+            a second model next to the policy.
 
     Raises:
         ValueError: a wrong combination of launch and model.
@@ -90,7 +92,7 @@ def with_base_loaded(call: dict[str, Any], needs_reference: bool) -> dict[str, A
     check_launch(quantized, getattr(args.deepspeed_plugin, "zero_stage", None))
     check_reference(needs_reference and adapter_and_base(call)[0] is None)
     if isinstance(model, str) and is_fsdp2_launch() and getattr(quantization_config, "load_in_4bit", False):
-        # The base is loaded once per node, in TRL's own default dtype, so that a script gives the same numbers.
+        # The base is loaded once per node, in TRL's default dtype, so that a script computes the same numbers.
         options = {"dtype": "float32", **options}
         model = load_quantized_base(model, quantization_config, **options)
         quantization_config = None
@@ -107,20 +109,20 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
     args = call["args"]
     dataset = call.get("train_dataset")
     check_prompts(call, needs_prompt=call.get("environment_factory") is None)
-    found = [name for name in ("tools", "environment_factory", "rollout_func") if call.get(name)]
-    found += [name for name in ("image", "images") if name in (getattr(dataset, "column_names", None) or ())]
-    found += ["a streaming dataset"] if dataset is not None and not hasattr(dataset, "__len__") else []
-    if args.dynamic_sampling and found:
-        raise ValueError(
-            "dynamic_sampling draws single-turn completions of further text prompts, by their index in the "
-            f"dataset, and there is {', '.join(found)}: set dynamic_sampling=False"
-        )
-    found = [name for name in found if name != "a streaming dataset"]
-    if args.num_generations_first is not None and found:
+    not_single_turn_text = [name for name in ("tools", "environment_factory", "rollout_func") if call.get(name)]
+    columns = getattr(dataset, "column_names", None) or ()
+    not_single_turn_text += [name for name in ("image", "images") if name in columns]
+    if args.num_generations_first is not None and not_single_turn_text:
         raise ValueError(
             "num_generations_first draws single-turn completions of text prompts in two parts, and there is "
-            f"{', '.join(found)}: set num_generations_first=None"
+            f"{', '.join(not_single_turn_text)}: set num_generations_first=None"
         )
-    # Raises before anything is loaded if vLLM cannot serve the model.
+    not_indexed = ["a streaming dataset"] if dataset is not None and not hasattr(dataset, "__len__") else []
+    if args.dynamic_sampling and (not_single_turn_text or not_indexed):
+        raise ValueError(
+            "dynamic_sampling draws single-turn completions of further text prompts, by their index in the "
+            f"dataset, and there is {', '.join(not_single_turn_text + not_indexed)}: set dynamic_sampling=False"
+        )
+    # `choose_sync` raises, before anything is loaded, if vLLM cannot serve the model.
     sync = choose_sync(args, *adapter_and_base(call), ask=True)
     return with_base_loaded(call, needs_reference=args.beta != 0.0), sync

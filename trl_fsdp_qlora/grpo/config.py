@@ -31,7 +31,7 @@ class EfficientGRPOConfig(OwnConfig, GRPOConfig):
     lm_head_kernel: str = option(**options.LM_HEAD_KERNEL)
     skip_zero_advantage: bool = option(
         True,
-        "Leave completions with zero advantage out of the forward and backward where no other term of the "
+        "Leave completions with zero advantage out of the forward and backward if no other term of the "
         "loss needs them (beta, an entropy bonus, a router loss). Loss and gradients are stock TRL's.",
     )
     token_selection: str = option(
@@ -74,8 +74,8 @@ class EfficientGRPOConfig(OwnConfig, GRPOConfig):
     )
     prompt_selection_column: str | None = option(
         None,
-        "With prompt_selection: a column of the dataset, such as a difficulty, by whose values prompts that were "
-        "never drawn are told apart. Numbers may have any values, others at most 64.",
+        "With prompt_selection: a column of the dataset, such as a difficulty. Its values divide the prompts that "
+        "were never drawn into classes. Numbers may have any number of values, other types at most 64.",
     )
     prompt_selection_explore: float = option(
         0.25,
@@ -84,33 +84,33 @@ class EfficientGRPOConfig(OwnConfig, GRPOConfig):
     )
     prompt_selection_half_life: float = option(
         10.0,
-        "With prompt_selection: optimizer steps after which what a prompt taught counts half. Fewer for a policy "
-        "that moves fast.",
+        "With prompt_selection: optimizer steps after which the rewards of a prompt count half. Use fewer for a "
+        "policy that changes fast.",
     )
     num_generations_first: int | None = option(
         None,
-        "Draw that many completions of a prompt first, and the rest of num_generations only where their rewards "
+        "Draw that many completions of a prompt first, and the rest of num_generations only if their rewards "
         "differ; a group that does not grow is not trained on. With dynamic_sampling, further prompts are tried in "
         "the same way.",
     )
     scale_rewards: str = option(
         "group",
-        "What advantages are divided by, as in TRL ('group', 'batch' or 'none'), or 'mean': the mean reward of the "
+        "The divisor of the advantages, as in TRL ('group', 'batch' or 'none'), or 'mean': the mean reward of the "
         "group (MaxRL), for rewards of 0 and more. Without effect, as in TRL, under "
         "multi_objective_aggregation='normalize_then_sum'.",
     )
     rollout_sync: str = option(
         "auto",
         "With vLLM, what is sent to the engine after an optimizer step: 'adapter' (the LoRA adapter alone), 'merge' "
-        "(every weight, the adapter merged, as in TRL), or 'auto': the adapter where the base is quantized, sharded, "
+        "(every weight, the adapter merged, as in TRL), or 'auto': the adapter if the base is quantized, sharded, "
         "not on a GPU, or held by a server that takes adapters.",
         choices=SYNCS,
     )
     vllm_adapter_dir: str | None = option(
         None,
         "With vLLM and rollout_sync 'adapter': the folder through which adapters reach the engine, which has to see "
-        "it under the same path. By default memory, where the engine is in this process on one node, and a folder "
-        "under output_dir otherwise.",
+        "it under the same path. By default memory, if the engine is in this process on one node, and otherwise a "
+        "folder under output_dir.",
     )
     vllm_engine_kwargs: dict | str | None = option(  # noqa: RUF009 (a string, as in TRL, is JSON)
         None,
@@ -119,8 +119,8 @@ class EfficientGRPOConfig(OwnConfig, GRPOConfig):
     )
     tool_timeout: float | None = option(
         300.0,
-        "With tools and environments: seconds after which a call of a tool is an error that the model reads, as any "
-        "other error of a tool. None waits as long as it takes, as TRL does.",
+        "With tools and environments: seconds after which a call of a tool is an error, which the model reads like "
+        "any other error of a tool. None waits as long as the call takes, as TRL does.",
     )
     fsdp_gather: str = option(**options.FSDP_GATHER)
     fsdp_keep_gathered: bool = option(**options.FSDP_KEEP_GATHERED)
@@ -145,7 +145,7 @@ class EfficientGRPOConfig(OwnConfig, GRPOConfig):
         if first is not None and not 2 <= first <= self.num_generations:
             raise ValueError(
                 f"num_generations_first={first}: two completions or more can differ, and there are num_generations="
-                f"{self.num_generations} in all; use a number between 2 and that"
+                f"{self.num_generations} in all; use a number from 2 to {self.num_generations}"
             )
         if not 0 <= explore <= 1:
             raise ValueError(f"prompt_selection_explore={explore} is a share of the groups; use a number from 0 to 1")

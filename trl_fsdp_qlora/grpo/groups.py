@@ -13,8 +13,8 @@ def group_permutation(batch_size: int, group_size: int, rank_offset: int = 0) ->
     """A random order of `batch_size` rows in which whole groups move and rows inside a group keep their order.
 
     The function draws exactly one `torch.randperm(batch_size)` from the global generator, as TRL's shuffle does. So a
-    run with the same seed generates the same completions as stock TRL, if transformers draws them as in stock. A
-    group that this rank holds only in part stays at its end of the slice.
+    run with the same seed generates the same completions as stock TRL, if transformers draws them as in stock. If
+    this rank holds a group only in part, the group stays at its end of the slice.
 
     Args:
         batch_size: rows on this rank.
@@ -38,43 +38,43 @@ def micro_batches(batch: dict[str, torch.Tensor | Sequence | None], group_size: 
     """`count` slices of this rank's part of a generation batch, with shuffled groups; otherwise sliced as in TRL.
 
     Pixels are lists with an entry per row; `joined_images` joins them when a slice is used. TRL's batch holds the
-    pixels once per completion, this batch once per prompt. The keys that tell a row's images apart are added as
-    `image_keys`.
+    pixels once per completion, and this batch holds them once per prompt. Keys that identify the images of each row
+    are added as `image_keys`.
     """
-    apart = dict(split_pixel_values_by_grid(batch))
+    by_row = dict(split_pixel_values_by_grid(batch))
     rows = len(batch["prompt_ids"])
     if "pixel_values" in batch:
-        apart["image_keys"] = fingerprints(batch)
-    if isinstance(apart.get("pixel_values"), list):
-        kept: dict[tuple, torch.Tensor] = {}
-        keys = [tuple(key) for key in apart["image_keys"].tolist()]
+        by_row["image_keys"] = fingerprints(batch)
+    if isinstance(by_row.get("pixel_values"), list):
+        keys = [tuple(key) for key in by_row["image_keys"].tolist()]
         for name in PER_IMAGE:
-            if isinstance(apart.get(name), list):
-                for key, one in zip(keys, apart[name], strict=True):
-                    if (name, key) not in kept:
-                        kept[name, key] = one.clone()  # a copy, so that the batch itself can be freed
-                apart[name] = [kept[name, key] for key in keys]
+            if isinstance(by_row.get(name), list):
+                distinct: dict[tuple, torch.Tensor] = {}
+                for key, pixels in zip(keys, by_row[name], strict=True):
+                    if key not in distinct:
+                        distinct[key] = pixels.clone()  # a copy, so that the batch itself can be freed
+                by_row[name] = [distinct[key] for key in keys]
     order = group_permutation(rows, group_size, rank_offset=rank * rows)
 
     def permute(value):
-        if value is None or (isinstance(value, torch.Tensor) and value.ndim == 0):
-            return value
-        return value[to_device(order, value.device)] if isinstance(value, torch.Tensor) else [value[i] for i in order]
+        if not isinstance(value, torch.Tensor):
+            return None if value is None else [value[i] for i in order]
+        return value if value.ndim == 0 else value[to_device(order, value.device)]
 
-    return split_tensor_dict({key: permute(value) for key, value in apart.items()}, count)
+    return split_tensor_dict({key: permute(value) for key, value in by_row.items()}, count)
 
 
 class EpochRepeatSampler(RepeatSampler):
-    """TRL's `RepeatSampler` with the order of epoch n also in a run that is resumed in epoch n.
+    """TRL's `RepeatSampler`, with the order of epoch n also in a run that is resumed in epoch n.
 
     TRL's sampler draws the permutations of all epochs from one generator, so a run that is resumed in a later epoch
-    starts over with the first epoch's order. The order of an uninterrupted run is the same as TRL's.
+    begins with the first epoch's order. The order of an uninterrupted run is the same as TRL's.
     """
 
     epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by the Trainer and by accelerate before each epoch."""
+        """Set the epoch of the next order; the Trainer and accelerate call this method before each epoch."""
         self.epoch = epoch
 
     def __iter__(self):

@@ -18,14 +18,14 @@ def mean_scaled_advantages(rewards_N: torch.Tensor, group_size: int) -> torch.Te
 
     the first G - 1 terms of ∇ log p = ∇p / p: rare successes count for more the larger a group is. Advantages are zero
     in a group that never succeeded, and for a completion without a reward (NaN). The method is defined for rewards of
-    0 and more: a negative mean would turn the sign, so advantages are zero in a group with a negative mean.
+    0 and more: a negative mean would invert the sign, so advantages are zero in a group with a negative mean.
     """
     rewards_GN = rewards_N.unflatten(0, (-1, group_size))
     mean_G1 = rewards_GN.nanmean(1, keepdim=True)
     if (mean_G1 < 0).any():
         logger.warning_once(
-            "scale_rewards='mean' divides by a group's mean reward, which is negative in some groups: they are left "
-            "out. MaxRL is for rewards of 0 and more; shift the rewards, or set scale_rewards='group'"
+            "scale_rewards='mean' divides by a group's mean reward, which is negative in some groups: these groups "
+            "have zero advantage. MaxRL is for rewards of 0 and more; shift the rewards, or set scale_rewards='group'"
         )
     advantages_GN = (rewards_GN - mean_G1) / (mean_G1 + EPSILON)
     advantages_GN = torch.where(mean_G1 > 0, advantages_GN, torch.zeros_like(advantages_GN))

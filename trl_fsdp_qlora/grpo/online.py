@@ -37,7 +37,7 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
     _micro_batches_done = 0  # since the optimizer step before
     # The values of `_step` covered by the last look ahead, whether or not they are scored together.
     _planned_steps = range(0)
-    _planned_inputs = ()  # for each planned step, the tensors its scores depend on; see `_what_counts`
+    _planned_inputs = ()  # for each planned step, the tensors its scores depend on; see `_tensor_versions`
 
     def begin(self, method: str) -> None:
         super().begin(method)
@@ -56,12 +56,11 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
         return sampler
 
     def _prepare_inputs(self, generation_batch):
-        # TRL's own method with one change: it shuffles whole groups, so a prompt's completions stay in one
-        # micro-batch.
+        # TRL's method with one change: whole groups are shuffled, so a prompt's completions stay in one micro-batch.
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
-        every = self.args.steps_per_generation * self.num_iterations
-        if self._step % every == 0 or self._buffered_inputs is None:
+        generate_every = self.args.steps_per_generation * self.num_iterations
+        if self._step % generate_every == 0 or self._buffered_inputs is None:
             batch = self._generate_and_score_completions(generation_batch)
             counts = self.accelerator.reduce(token_counts(batch, self.num_generations), reduction="sum")
             self._add_metrics(self.clock.efficiency(counts))
@@ -81,8 +80,8 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
         return super()._generate_and_score_completions(inputs)
 
     def _generate(self, prompts):
-        of_turns = self._calls_tools and self.rollout is not None
-        episodes = self.rollout.episodes(self.max_tool_calling_iterations) if of_turns else nullcontext()
+        has_turns = self._calls_tools and self.rollout is not None
+        episodes = self.rollout.episodes(self.max_tool_calling_iterations) if has_turns else nullcontext()
         with self.own_attention(), self.clock.phase("generate"), episodes:
             drawn = super()._generate(prompts)
         if self.rollout is not None:
@@ -137,7 +136,7 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
                 with fast_linears(self.model):
                     self.step_scores.go_back(model, self.accelerator.autocast, self.accelerator.no_sync)
         except BaseException:
-            # A caller may catch the error and go on; nothing of this step may be used then.
+            # A caller may catch the error and continue; then no scores of this step may be used.
             self._forget_update()
             raise
         finally:
@@ -148,7 +147,7 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
         return loss
 
     def _end_update(self) -> None:
-        """End this optimizer step: no further micro-batch comes, so gradients that wait for one are added now."""
+        """End this optimizer step: add the gradients that wait for a further micro-batch, because none comes."""
         if self.step_scores is not None:
             self.step_scores.settle()
         self._forget_update()
@@ -166,7 +165,7 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
             self.step_scores = self._scores_of_step(door)
         number = self._step - self._planned_steps.start
         if self.step_scores is not None:
-            is_as_planned = self._planned_inputs[number] == _what_counts(inputs)
+            is_as_planned = self._planned_inputs[number] == _tensor_versions(inputs)
             if not (is_as_planned and self.step_scores.comes_next(number)):
                 logger.warning_once(
                     "Prompts are computed once per micro-batch, and not once per optimizer step: something between "
@@ -178,19 +177,19 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
 
     def _scores_of_step(self, door) -> StepScores | None:
         """Scores of this micro-batch and those after it up to the optimizer step, if their completions are drawn."""
-        place = self._step % self.args.steps_per_generation
+        first = self._step % self.args.steps_per_generation
         left_in_update = max(1, self.current_gradient_accumulation_steps - self._micro_batches_done)
         if self.accelerator.sync_gradients:
             left_in_update = 1
-        count = min(left_in_update, self.args.steps_per_generation - place)
+        count = min(left_in_update, self.args.steps_per_generation - first)
         self._planned_steps = range(self._step, self._step + count)
         limit = self.args.tokens_per_pass
         if limit == 0 or (count < 2 and limit is None):
             return None
-        drawn = [joined_images(inputs) for inputs in self._buffered_inputs[place : place + count]]
-        self._planned_inputs = [_what_counts(inputs) for inputs in drawn]
+        planned = [joined_images(inputs) for inputs in self._buffered_inputs[first : first + count]]
+        self._planned_inputs = [_tensor_versions(inputs) for inputs in planned]
         batches = []
-        for ahead, inputs in enumerate(drawn):
+        for ahead, inputs in enumerate(planned):
             arguments = {**padded_batch(inputs), "compute_aux_loss": self.aux_loss_enabled}
             batch = batch_of(arguments, inputs.get("image_keys"))
             scored_BC = self._scored_tokens(inputs, ahead)
@@ -204,7 +203,7 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
     def _scored_tokens(self, inputs, ahead: int) -> torch.Tensor | None:
         """Completion tokens `(B, C)` that the loss of a micro-batch will ask for; `None` for every unmasked token.
 
-        `ahead`: how many micro-batches lie between the current one and this one; 0 for the current one.
+        `ahead` is the number of micro-batches after the current one, which has 0.
         """
         return None
 
@@ -227,7 +226,7 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
             self._take_rollouts(self.checkpointing.load_rollouts(checkpoint))
 
     def _load_best_model(self):
-        self._last_loaded_step = -1  # the engine still holds the last weights, not the best ones
+        self._last_loaded_step = -1  # makes TRL send the best weights, because the engine holds the last ones
         super()._load_best_model()
 
     # --- the start-up block ------------------------------------------------------------------------------------------
@@ -244,19 +243,19 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
             )
         else:
             groups = ("on", f"groups of {size} in micro-batches of {per_device}: a prompt once per optimizer step")
-        door, *others = super().features()
+        door, *features = super().features()
         rollouts = self.rollout.features(self.model, self._generate_settings(), self._calls_tools)
-        return [door, groups, *rollouts, *self._engine_features(), *others]
+        return [door, groups, *rollouts, *self._engine_features(), *features]
 
     def _engine_features(self) -> list[tuple[str, str]]:
-        """Lines of the start-up block on how the policy gets into vLLM; none if vLLM is not used."""
+        """Lines of the start-up block on the weights that vLLM gets; none if vLLM is not used."""
         return []
 
 
-def _what_counts(inputs: dict) -> list[tuple[int, int]]:
-    """Identity and version of each tensor that decides what is scored in a micro-batch.
+def _tensor_versions(inputs: dict) -> list[tuple[int, int]]:
+    """Identity and version of each tensor on which the scores of a micro-batch depend.
 
-    A changed micro-batch has another list, because a write to a tensor raises its version.
+    The list changes if a micro-batch is changed, because a write to a tensor raises the tensor's version.
     """
     names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages")
     tensors = [inputs[name] for name in names if name in inputs]

@@ -37,13 +37,13 @@ COMPACT_GENERATION = {
     "default": True,
     "help": "When transformers generates: prefill each prompt once, let finished rows leave the batch, and sample "
     "with one random number per row: the same distribution, but not the completions that stock TRL draws from the "
-    "same seed. Runs as stock, and says why, where it would not be exact.",
+    "same seed. If that is not exact, it runs as stock and logs the reason.",
 }
 FSDP_GATHER = {
     "default": "auto",
     "help": "Under FSDP2, how weights come together while completions are generated and scored. 'once': the whole "
     "model is gathered for the phase (a 4-bit base as it is packed); 'per_layer': in every forward pass, so for "
-    "every token; 'auto': once, where it fits into half of the free memory of every rank.",
+    "every token; 'auto': once, if it fits into half of the free memory of every rank.",
     "choices": GATHERS,
 }
 FSDP_KEEP_GATHERED = {

@@ -41,7 +41,8 @@ class LossPass:
             `exp(0 - old)` overflows, and infinity times a zero mask is not zero.
         weight_BC: factor on the gradient of each log-probability; one if `None`.
         inputs: the inputs of the loss.
-        values: the result of this pass, if it was made before the loss (its weights needed the log-probabilities).
+        values: the result of this pass, if the pass ran before the loss because importance weights needed its
+            log-probabilities.
     """
 
     model: nn.Module
@@ -170,8 +171,8 @@ class ScoringThroughTheDoor:
                     self.step_scores = None
             return wanted.model(**model_arguments, **for_the_door)
 
-        # TRL leaves the values on the LM head's device: the last device of a model that is split over several, or the
-        # host if FSDP2 offloads the head.
+        # TRL leaves the values on the LM head's device. That is the last device of a model that is split over several
+        # devices, or the host if FSDP2 offloads the head.
         values = (None if x is None else x.to(batch.input_ids.device) for x in stock(call, **arguments))
         logps_BC, entropies_BC, aux_loss = values
         if door.is_active and door.figures.tokens:
@@ -217,7 +218,8 @@ def batch_of(arguments: dict[str, Any], image_keys: torch.Tensor | None) -> Batc
     labels[:, : -arguments["logits_to_keep"]] = IGNORED_LABEL
     vision = {name: arguments[name] for name in OF_IMAGES if arguments.get(name) is not None}
     if image_keys is None and "pixel_values" in vision and vision.get("num_images") is not None:
-        # The keys are made here because TRL passes on slices of the pixels, and each pass gets another slice.
+        # The keys are made here, because TRL passes slices of the pixels to the model, and each pass gets another
+        # slice.
         image_keys = fingerprints(vision)
     num_images = vision.pop("num_images", None)
     router_loss = bool(arguments.get("compute_aux_loss"))

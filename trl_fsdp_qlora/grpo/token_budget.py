@@ -11,6 +11,7 @@ make this exact:
   zero as well: ratio 1, KL 0, no gradient.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,7 +26,8 @@ logger = get_logger(__name__)
 
 def _options(args: Any) -> dict[str, Any]:
     """The options of [`select_tokens`] that a config sets, by the names of its parameters."""
-    return {x: getattr(args, f"token_selection_{x}") for x in ("rate", "always_first", "max_tokens", "weighting")}
+    names = ("rate", "always_first", "max_tokens", "weighting")
+    return {name: getattr(args, f"token_selection_{name}") for name in names}
 
 
 def check_config(args: Any) -> None:
@@ -36,19 +38,22 @@ def check_config(args: Any) -> None:
     """
     strategy = args.token_selection
     check_selection(strategy, **_options(args))
-    refused = {
-        "the ratio of a sequence needs the log-probabilities of all its tokens, and its gradient is no sum over "
-        "tokens that weights could estimate; use importance_sampling_level='token' and another loss_type": (
-            args.importance_sampling_level == "sequence" or args.loss_type == "vespo"
-        ),
-        "off_policy_mask_threshold takes a mean over all tokens; leave it out": args.off_policy_mask_threshold
-        is not None,
-        "top_entropy_quantile selects tokens itself; leave one out": args.top_entropy_quantile < 1.0,
-        "the entropy bonus is a mean over all tokens; leave one out": args.entropy_coef or args.use_adaptive_entropy,
-    }
-    for reason, holds in refused.items():
-        if holds and strategy != "all":
-            raise ValueError(f"token_selection={strategy!r} cannot be right here: {reason}")
+    if strategy == "all":
+        return
+    reason = None
+    if args.importance_sampling_level == "sequence" or args.loss_type == "vespo":
+        reason = (
+            "the ratio of a sequence needs the log-probabilities of all its tokens, and its gradient is not a sum "
+            "over tokens that weights could estimate; use importance_sampling_level='token' and another loss_type"
+        )
+    elif args.off_policy_mask_threshold is not None:
+        reason = "off_policy_mask_threshold takes a mean over all tokens; leave it out"
+    elif args.top_entropy_quantile < 1.0:
+        reason = "top_entropy_quantile selects tokens itself; leave one out"
+    elif args.entropy_coef or args.use_adaptive_entropy:
+        reason = "the entropy bonus is a mean over all tokens; leave one out"
+    if reason is not None:
+        raise ValueError(f"token_selection={strategy!r} cannot be right here: {reason}")
 
 
 class Choice(NamedTuple):
@@ -87,12 +92,17 @@ class TokenBudget:
 
     def features(self, packed: bool = True) -> list[tuple[str, str]]:
         """Headings and lines of the start-up block; `packed`: whether the policy's passes run on packed rows."""
-        heading = "on" if self.kept_by is None else "as stock TRL" if self.args.skip_zero_advantage else "off"
-        found = [(heading, "completions with zero advantage skipped" + (f": {self.kept_by}" if self.kept_by else ""))]
+        line = "completions with zero advantage skipped"
+        if self.kept_by is None:
+            lines = [("on", line)]
+        elif self.args.skip_zero_advantage:
+            lines = [("as stock TRL", f"{line}: {self.kept_by}")]
+        else:
+            lines = [("off", f"{line}: {self.kept_by}")]
         if self.strategy != "all":
             saving = "" if packed else " (padded: whole rows and columns only)"
-            found.append(("on", f"token selection: {self.strategy}, rate {self.args.token_selection_rate}{saving}"))
-        return found
+            lines.append(("on", f"token selection: {self.strategy}, rate {self.args.token_selection_rate}{saving}"))
+        return lines
 
     def choose(self, inputs: dict[str, Any], step: int, micro_step: int) -> Choice | None:
         """The tokens of a training micro-batch that are computed; `None` if all are.
@@ -110,20 +120,27 @@ class TokenBudget:
             advantages = inputs["advantages"]
             advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
             learning_BC = mask_BC & (advantages != 0).any(1, keepdim=True)
-        scored_BC, weight_BC = learning_BC, None
+        scored_BC = learning_BC
+        weight_BC = None
         if self.strategy != "all":
-            options = _options(self.args) | {"generator": step_generator(self.args.seed, step, micro_step, self.rank)}
-            scored_BC, weight_BC = select_tokens(learning_BC, self.strategy, **options)
+            generator = step_generator(self.args.seed, step, micro_step, self.rank)
+            scored_BC, weight_BC = select_tokens(
+                learning_BC, self.strategy, **_options(self.args), generator=generator
+            )
         scored = scored_BC.sum()
         rows = scored.new_full((), len(mask_BC))  # filled on the device: a copy from the host would synchronize
         # TRL treats values with one column as one per completion, and its mean includes masked completions.
         divisor = rows if mask_BC.shape[1] == 1 else mask_BC.sum()
         counts = torch.stack([mask_BC.sum(), learning_BC.sum(), scored, rows, scored_BC.any(1).sum(), divisor])
-        compared = {key: inputs[key].masked_fill(~scored_BC, 0.0) for key in COMPARED if inputs.get(key) is not None}
-        if (ratio := inputs.get(IMPORTANCE_RATIO)) is not None:  # one per token, or one per completion
+        inputs = dict(inputs)
+        for key in COMPARED:
+            if inputs.get(key) is not None:
+                inputs[key] = inputs[key].masked_fill(~scored_BC, 0.0)
+        ratio = inputs.get(IMPORTANCE_RATIO)
+        if ratio is not None:  # one per token, or one per completion
             left_out = ~scored_BC if ratio.shape == scored_BC.shape else ~scored_BC.any(1, keepdim=True)
-            compared[IMPORTANCE_RATIO] = ratio.masked_fill(left_out, 1.0)
-        return Choice(scored_BC, weight_BC, {**inputs, **compared}, counts)
+            inputs[IMPORTANCE_RATIO] = ratio.masked_fill(left_out, 1.0)
+        return Choice(scored_BC, weight_BC, inputs, counts)
 
     def report(self, metrics: dict[str, list]) -> Callable[[list[float]], None]:
         """A function that adds the fraction of scored tokens to the metrics and corrects TRL's means over all tokens.
@@ -133,17 +150,17 @@ class TokenBudget:
         """
         keys = (*SCORED_MEANS, *LEARNING_MEANS, PHI_MEAN)
         last = {key: (metrics[key], len(metrics[key]) - 1) for key in keys if metrics.get(key)}
-        fraction = metrics["tokens/scored_fraction"]
-        nothing = metrics["tokens/nothing_to_learn"]
+        scored_fraction = metrics["tokens/scored_fraction"]
+        nothing_to_learn = metrics["tokens/nothing_to_learn"]
 
         def finish(counts: list[float]) -> None:
             valid, learning, scored, completions, scored_completions, divisor = counts
-            fraction.append(scored / max(valid, 1.0))
-            nothing.append(float(learning == 0))
+            scored_fraction.append(scored / max(valid, 1.0))
+            nothing_to_learn.append(float(learning == 0))
             if learning == 0:
                 logger.warning_once(
                     "A micro-batch has no token to learn from (every advantage is zero or every completion is "
-                    "masked); it leaves the gradient as it is. tokens/nothing_to_learn counts such batches."
+                    "masked); it does not change the gradient. tokens/nothing_to_learn counts such batches."
                 )
             # A token that was not computed has the value zero. A skipped completion is never clipped, so its zeros
             # equal stock TRL's values. The means are corrected for the zeros of tokens that a selection left out.
@@ -169,6 +186,6 @@ def drop_missing(metrics: dict[str, list]) -> None:
     If no micro-batch scored a token, no entropy is logged.
     """
     for key in SCORED_MEANS:
-        metrics[key] = [value for value in metrics.pop(key, ()) if value == value]
-        if not metrics[key]:
-            del metrics[key]
+        scored = [value for value in metrics.pop(key, ()) if not math.isnan(value)]
+        if scored:
+            metrics[key] = scored

@@ -58,26 +58,30 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
 
     @wraps(GRPOTrainer.__init__)
     def __init__(self, *positional, **named):
-        given = inspect.signature(GRPOTrainer.__init__).bind(self, *positional, **named).arguments
-        given.pop("self")
-        call, self.sync = checked_arguments(given)
+        arguments = inspect.signature(GRPOTrainer.__init__).bind(self, *positional, **named).arguments
+        arguments.pop("self")
+        call, self.sync = checked_arguments(arguments)
         with experts_in_4bit(), trl_starts_engine(call["args"], self.sync):
             super().__init__(**call)
         self.begin("GRPO")
         each = self.args.multi_objective_aggregation == "normalize_then_sum"
         self.groups = GroupStatistics(self.reward_weights, each)
         self.prompt_selection = PromptSelection.of(self.args, self.train_dataset, self.reward_weights)
-        further = None if self.prompt_selection is None else self._choose_further
+        choose_further = None if self.prompt_selection is None else self._choose_further
         self.dynamic_sampling = DynamicSampling(
-            self.args, self.train_dataset, self.accelerator, self.reward_weights, further
+            self.args, self.train_dataset, self.accelerator, self.reward_weights, choose_further
         )
         judges = self.use_vllm and self.rollout_func is None and draws_from_policy(self.args)
         self.weight_sync_check = WeightSyncCheck(judges)
         for warning in warnings_for(self.args, self.sync):
             logger.warning(warning)  # accelerate's logger: on the main rank
         self.open_doors(self._entropy_bonus_enabled)
-        terms = self._entropy_bonus_enabled, self.aux_loss_enabled
-        self.budget = TokenBudget(self.args, self.accelerator.process_index, *terms)
+        self.budget = TokenBudget(
+            self.args,
+            self.accelerator.process_index,
+            entropy_bonus=self._entropy_bonus_enabled,
+            router_loss=self.aux_loss_enabled,
+        )
         tokenize = self._tokenize_prompts if self.environment_factories is None else None
         self.report_start(tokenize)
 
@@ -91,9 +95,9 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
 
     def _make_batch(self, inputs):
         # TRL computes the engine's importance weights here, with one more pass of the policy. If the loss's own pass
-        # gives the same log-probabilities, the weights can wait for it.
-        weighs = self.vllm_importance_sampling_correction and not self._weighs_in_loss
-        others = {"vllm_importance_sampling_correction": weighs}
+        # computes the same log-probabilities, the weights are computed there.
+        weighs_here = self.vllm_importance_sampling_correction and not self._weighs_in_loss
+        overrides = {"vllm_importance_sampling_correction": weighs_here}
         if self.model.training and self.prompt_selection is not None:
             inputs = self._choose_rows(inputs)
         if self.model.training and self.dynamic_sampling.is_on:
@@ -102,11 +106,11 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
             self._pending_extra_logs.update(rows.extras())
             # TRL's method asks for completions and rewards itself. It gets the ones that these rows already have.
             inputs = rows
-            others["_generate"] = lambda prompts: rows.generated()
+            overrides["_generate"] = lambda prompts: rows.generated()
         by_mean = self.scale_rewards == "mean" and not SCALES_BY_MEAN
         if by_mean:
-            others["scale_rewards"] = "none"
-        with replaced(self, **others):
+            overrides["scale_rewards"] = "none"
+        with replaced(self, **overrides):
             batch = super()._make_batch(inputs)
         if by_mean:
             self._scale_by_mean(batch)
@@ -152,16 +156,14 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         settings = self._generate_settings()
         return self.rollout.training_turn(super()._generate_single_turn, turn, self.model_wrapped, settings)
 
-    def _tool_call_loop(self, prompts, prompt_ids, *others):
-        seconds = self.args.tool_timeout
-        by_row = {
-            name: [
-                {tool: limited(function, seconds) for tool, function in tools.items()} for tools in getattr(self, name)
-            ]
-            for name in ("_sync_tool_dicts", "_async_tool_dicts")
-        }
-        with replaced(self, **by_row):
-            result = super()._tool_call_loop(prompts, prompt_ids, *others)
+    def _tool_call_loop(self, prompts, prompt_ids, *args):
+        def with_timeout(tools):
+            return {name: limited(function, self.args.tool_timeout) for name, function in tools.items()}
+
+        sync_tools = list(map(with_timeout, self._sync_tool_dicts))
+        async_tools = list(map(with_timeout, self._async_tool_dicts))
+        with replaced(self, _sync_tool_dicts=sync_tools, _async_tool_dicts=async_tools):
+            result = super()._tool_call_loop(prompts, prompt_ids, *args)
         # In TRL a rank leaves the loop when its own episodes are over; other ranks may still generate.
         turn = super()._generate_single_turn
         self.rollout.join_turns(turn, prompt_ids[0], self.model_wrapped, self._generate_settings())
@@ -189,7 +191,7 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         return self.sync.mode == "adapter" and self.vllm_generation.draws_alone
 
     def _engine_model(self):
-        """The engine in the place of a model, and `False`: no other rank has to draw at the same time."""
+        """A context with the engine in the place of a model, and `False`: ranks draw independently of each other."""
         config = self.accelerator.unwrap_model(self.model).generation_config
         return nullcontext((EngineModel(self.vllm_generation, config), False))
 
@@ -207,12 +209,12 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
     def _compute_loss(self, model, inputs):
         micro_step = self._step % self.args.gradient_accumulation_steps
         choice = self.budget.choose(inputs, self.state.global_step, micro_step) if self.model.training else None
-        wanted = LossPass(model, inputs=inputs)
+        loss_pass = LossPass(model, inputs=inputs)
         if choice is None:
-            return super()._compute_loss(*self._weighed(wanted, inputs))
-        wanted = replace(wanted, scored_BC=choice.scored_BC, weight_BC=choice.weight_BC)
-        loss = super()._compute_loss(*self._weighed(wanted, choice.inputs))
-        counts = self.accelerator.reduce(choice.counts, reduction="sum")  # on every rank, whatever it skipped
+            return super()._compute_loss(*self._weighed(loss_pass, inputs))
+        loss_pass = replace(loss_pass, scored_BC=choice.scored_BC, weight_BC=choice.weight_BC)
+        loss = super()._compute_loss(*self._weighed(loss_pass, choice.inputs))
+        counts = self.accelerator.reduce(choice.counts, reduction="sum")  # every rank calls it, whatever it skipped
         self.telemetry.later(counts, self.budget.report(self._metrics["train"]))
         return loss
 
@@ -223,40 +225,42 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
 
     @property
     def _weighs_in_loss(self) -> bool:
-        """Whether the old log-probabilities are the loss's own.
+        """Whether the loss's own pass computes the log-probabilities for the engine's importance weights.
 
-        They are if a generation batch serves one optimizer step and the loss scores every token.
+        It does if a generation batch serves one optimizer step and the loss scores every token that a weight needs.
         """
-        whole = self.budget.strategy == "all" or not self.args.vllm_importance_sampling_mode.startswith("sequence")
-        every = self.args.steps_per_generation * self.num_iterations
-        return self.use_vllm and self.args.gradient_accumulation_steps % every == 0 and whole
+        weighs_sequences = self.args.vllm_importance_sampling_mode.startswith("sequence")
+        scores_enough = self.budget.strategy == "all" or not weighs_sequences
+        generate_every = self.args.steps_per_generation * self.num_iterations
+        return self.use_vllm and self.args.gradient_accumulation_steps % generate_every == 0 and scores_enough
 
-    def _weighed(self, wanted: LossPass, inputs):
-        """The loss's arguments.
+    def _weighed(self, loss_pass: LossPass, inputs):
+        """The loss's arguments, with the engine's importance weights if the loss's own pass computes them.
 
-        If the engine's importance weights wait for the loss's pass, that pass is made here and gives the weights.
+        That pass then runs here, and the loss gets its values.
         """
         if not self.use_vllm or SAMPLED_LOGPS not in inputs or OLD_LOGPS in inputs:
-            return wanted, inputs
+            return loss_pass, inputs
         inputs = dict(inputs)
-        return replace(wanted, values=self._score_completions(wanted, inputs, weigh=True)), inputs
+        return replace(loss_pass, values=self._score_completions(loss_pass, inputs, weigh=True)), inputs
 
-    def _score_completions(self, wanted: LossPass, inputs, weigh=False):
+    def _score_completions(self, loss_pass: LossPass, inputs, weigh=False):
         """Log-probabilities, entropies and router loss of a micro-batch.
 
         With `weigh` this method adds the engine's importance weights to `inputs`.
         """
         options = {"compute_entropy": True, "compute_aux_loss": self.aux_loss_enabled}
-        values = self._get_per_token_logps_and_entropies(wanted, **padded_batch(inputs), **options)
+        values = self._get_per_token_logps_and_entropies(loss_pass, **padded_batch(inputs), **options)
         if self.use_vllm and SAMPLED_LOGPS in inputs and OLD_LOGPS not in inputs:
             if weigh and self.vllm_importance_sampling_correction:
-                sampled = inputs[SAMPLED_LOGPS], sampled_mask(inputs)
-                inputs[IMPORTANCE_RATIO] = importance_weights(values[0], *sampled, self.args)
-            self._compare_with_engine(inputs, values[0], wanted.scored_BC)
+                inputs[IMPORTANCE_RATIO] = importance_weights(
+                    values[0], inputs[SAMPLED_LOGPS], sampled_mask(inputs), self.args
+                )
+            self._compare_with_engine(inputs, values[0], loss_pass.scored_BC)
         return values
 
     def _compare_with_engine(self, inputs, policy_BC, scored_BC=None):
-        """Log and check how far the engine's log-probabilities lie from the policy's. Collective."""
+        """Log and check the difference between the engine's log-probabilities and the policy's. Collective."""
         figures = sampling_figures(inputs, policy_BC, scored_BC)
         width = len(figures)
         figures = self.accelerator.gather(figures)
@@ -266,8 +270,9 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
 
         def finish(numbers):
             named, *sums = sampling_metrics([numbers[i : i + width] for i in range(0, len(numbers), width)])
-            for name, value in {} if logged_by_trl else named.items():
-                metrics[name].append(value)
+            if not logged_by_trl:
+                for name, value in named.items():
+                    metrics[name].append(value)
             check(*sums)
 
         # The first check runs at once: an engine with another model must fail before the first optimizer step.
@@ -285,7 +290,8 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         return result
 
     def _rollouts_to_keep(self):
-        rollouts = {**super()._rollouts_to_keep(), "further": {"taken": self.dynamic_sampling.taken}}
+        rollouts = super()._rollouts_to_keep()
+        rollouts["further"] = {"taken": self.dynamic_sampling.taken}
         if self.prompt_selection is not None:
             rollouts["prompt_selection"] = self.prompt_selection.state()
         return rollouts
@@ -305,8 +311,8 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         return super().log(logs, *args, **kwargs)
 
     def features(self) -> list[tuple[str, str]]:
-        door, *others = super().features()
-        return [door, *self.budget.features(self.door.is_active), *others]
+        door, *features = super().features()
+        return [door, *self.budget.features(self.door.is_active), *features]
 
     def _engine_features(self):
         heading = "on" if self.sync.mode == "adapter" else "as stock TRL"

@@ -121,9 +121,8 @@ class EfficientTraining:
 
     def _save(self, output_dir=None, state_dict=None):
         model = self.accelerator.unwrap_model(self.model)
-        with replaced(
-            model, create_or_update_model_card=partial(write_first_card, self)
-        ):  # PEFT's own card says nothing about the run
+        # PEFT's own card contains nothing about the run.
+        with replaced(model, create_or_update_model_card=partial(write_first_card, self)):
             super()._save(output_dir, state_dict)
 
     def _describe_run(self):

@@ -1,1 +1,1 @@
-"""RLOO on the collaborators of the GRPO trainer."""
+"""RLOO, on the mechanisms that the GRPO trainer uses."""

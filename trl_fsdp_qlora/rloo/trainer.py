@@ -42,7 +42,7 @@ class EfficientRLOOTrainer(OnlineTraining, ShardedQLoRAMixin, RLOOTrainer):
         stock = super()._generate_single_turn
 
         def single_turn(prompt_ids, images, multimodal_fields, *_):
-            return stock(prompt_ids, images, multimodal_fields), None  # TRL's RLOO asks for no log-probabilities
+            return stock(prompt_ids, images, multimodal_fields), None  # TRL's RLOO needs no log-probabilities
 
         turn = (prompt_ids, images, multimodal_fields, self.num_generations, False)
         return self.rollout.training_turn(single_turn, turn, self.model_wrapped, self._generate_settings())[0]
@@ -51,7 +51,7 @@ class EfficientRLOOTrainer(OnlineTraining, ShardedQLoRAMixin, RLOOTrainer):
         return super()._compute_loss(LossPass(model, inputs=inputs), inputs)
 
     def _engine_features(self):
-        line = (
-            "vLLM gets all weights, the adapter merged, by TRL's own way (the adapter alone is EfficientGRPOTrainer's)"
-        )
-        return [("as stock TRL", line)] if self.use_vllm else []
+        if not self.use_vllm:
+            return []
+        line = "vLLM gets all weights, the adapter merged, as in TRL (EfficientGRPOTrainer sends the adapter alone)"
+        return [("as stock TRL", line)]

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..grpo.arguments import own_config
+from ..grpo.arguments import config_or_default
 from ..grpo.scoring import LossPass
 from ..grpo.trainer import EfficientGRPOTrainer
 from ..selection.dynamic_sampling import combine
@@ -30,7 +30,7 @@ class TSPMOTrainer(EfficientGRPOTrainer):
     _weighs_in_loss = True  # the objective has no ratio, so a pass for weights would be wasted
 
     def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
-        args = own_config(TSPMOConfig, args, model, "T-SPMO")
+        args = config_or_default(TSPMOConfig, args, model, "T-SPMO")
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self.card_info.method = "T-SPMO ([arXiv 2504.20834](https://arxiv.org/abs/2504.20834))"
 
