@@ -28,4 +28,4 @@ def test_a_kernel_that_does_not_compile_is_one_line_and_not_tried_again(monkeypa
     assert not triton_kernels.launch(kernel, 3, numbers, BLOCK=32)
     assert not triton_kernels.runs(kernel, on_gpu)
     (line,) = caplog.messages
-    assert line == "_some_kernel runs as torch operations: Triton said RuntimeError: Failed to find C compiler."
+    assert "_some_kernel" in line and "RuntimeError: Failed to find C compiler." in line

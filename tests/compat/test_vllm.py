@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trl_fsdp_qlora.compat.vllm import leave_groups_that_are_gone, trl_starts
+from trl_fsdp_qlora.compat.vllm import skip_destroyed_groups, trl_starts
 
 
 class Client:
@@ -26,7 +26,7 @@ def test_shuts_down_while_there_are_groups(monkeypatch, groups):
     calls = []
     clients = [Client(lambda: calls.append("shut down")), Client(lambda: calls.append("again")), None]
     for client in clients:  # the last engine has none
-        leave_groups_that_are_gone(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=client)))
+        skip_destroyed_groups(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=client)))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: groups)
     clients[1]._finalizer.detach()  # shut down by hand
     del client, clients

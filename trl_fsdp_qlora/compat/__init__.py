@@ -1,1 +1,1 @@
-"""Names borrowed from TRL, transformers, PEFT and torch that are not part of a documented interface, with checks."""
+"""Undocumented names borrowed from TRL, transformers, PEFT, vLLM and torch, with checks that they still fit."""

@@ -49,21 +49,25 @@ def units(model: nn.Module) -> list[tuple[FSDPModule, object]]:
 
 def param_groups(model: nn.Module) -> list:
     """The groups of parameters that are gathered together: one per unit, or several since torch 2.12."""
-    states = [state for _, state in units(model)]
-    found = [s._fsdp_param_groups if hasattr(s, "_fsdp_param_groups") else [s._fsdp_param_group] for s in states]
-    return [group for groups in found for group in groups if group is not None]
+    groups = []
+    for _, state in units(model):
+        if hasattr(state, "_fsdp_param_groups"):
+            groups += state._fsdp_param_groups
+        else:
+            groups.append(state._fsdp_param_group)
+    return [group for group in groups if group is not None]
 
 
 def initialise(model: nn.Module) -> None:
-    """Set up streams and the units' order, which the root's first forward would otherwise do lazily."""
+    """Set up streams and the order of the units now; otherwise the root's first forward would do it."""
     units(model)[0][1]._lazy_init()
 
 
 def reshard_settings(model: nn.Module) -> list[tuple[object, str, object]]:
     """Each unit's reshard settings, to restore them: owner, attribute, value (torch's setter knows no "automatic")."""
-    found = [(state, "_auto_reshard_after_forward") for _, state in units(model)]
-    found += [(group, "post_forward_mesh_info") for group in param_groups(model)]
-    return [(owner, name, getattr(owner, name)) for owner, name in found]
+    attributes = [(state, "_auto_reshard_after_forward") for _, state in units(model)]
+    attributes += [(group, "post_forward_mesh_info") for group in param_groups(model)]
+    return [(owner, name, getattr(owner, name)) for owner, name in attributes]
 
 
 def plain_name(name: str) -> str:
@@ -94,8 +98,9 @@ def filled_shard(parameter: DTensor, local: torch.Tensor) -> DTensor:
 def integer_shards(model: nn.Module) -> Iterator[None]:
     """Let `fully_shard` take the frozen integer parameters of `model` inside, also in torch 2.11.
 
-    Torch 2.11 makes each shard a parameter that requires a gradient, which is an error for integers, and takes that
-    back on the next line. Later it would cast integers to the mixed precision's dtype, which is for numbers.
+    Torch 2.11 makes each shard a parameter that requires a gradient, and only then copies the flag of the original
+    parameter; for integers the first step is an error. Later it would cast integers to the dtype of the mixed
+    precision.
     """
     if SHARDS_INTEGERS:
         yield
@@ -108,10 +113,11 @@ def integer_shards(model: nn.Module) -> Iterator[None]:
 
     with replaced(_fsdp_param, nn=SimpleNamespace(Parameter=parameter, Module=nn.Module)):
         yield
-    for sharded in (sharded for group in param_groups(model) for sharded in group.fsdp_params):
-        if not sharded.sharded_param.is_floating_point():
-            stock = sharded.init_dtype_attrs
-            sharded.init_dtype_attrs = lambda policy, stock=stock: stock(replace(policy, param_dtype=None))
+    for group in param_groups(model):
+        for sharded in group.fsdp_params:
+            if not sharded.sharded_param.is_floating_point():
+                stock = sharded.init_dtype_attrs
+                sharded.init_dtype_attrs = lambda policy, stock=stock: stock(replace(policy, param_dtype=None))
 
 
 def has_unreduced_gradients(model: nn.Module) -> bool:
@@ -130,12 +136,14 @@ def reducing(model: nn.Module) -> Iterator[None]:
     groups = param_groups(model)
     before = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
     for group in groups:
-        group.reduce_grads = group.all_reduce_grads = True
+        group.reduce_grads = True
+        group.all_reduce_grads = True
     try:
         yield
     finally:
         for group, (reduce, all_reduce) in zip(groups, before, strict=True):
-            group.reduce_grads, group.all_reduce_grads = reduce, all_reduce
+            group.reduce_grads = reduce
+            group.all_reduce_grads = all_reduce
 
 
 def forget_forward(model: nn.Module) -> None:

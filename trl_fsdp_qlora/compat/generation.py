@@ -1,7 +1,7 @@
 """The private parts of transformers' `generate` that a custom decoding loop needs, checked like TRL's.
 
-`generate(custom_generate=...)` prepares the arguments of `GenerationMixin._sample` and hands them over. If a release
-differs, [`MISFIT`] has the difference and `generate` keeps its own loop.
+`generate(custom_generate=...)` prepares the arguments of `GenerationMixin._sample` and passes them to a function of
+ours. If a release of transformers differs, [`MISFIT`] names the difference and `generate` keeps its own loop.
 """
 
 import inspect
@@ -31,8 +31,9 @@ _EXPECTED = {
 _problems = misfits(GenerationMixin, _EXPECTED)
 MISFIT = f"transformers {transformers.__version__} differs in {_problems[0]}" if _problems else None
 
-# These methods at the import of this module. A class, an object or a patch of `GenerationMixin` may differ from them.
-# Our loop replaces `_sample`, so a model with a `_sample` of its own keeps it.
+# The libraries' methods, as of the import of this module. A model may have other ones, by its class, by an attribute
+# of the object, or by a patch of `GenerationMixin`. Our loop replaces `_sample`, so a model with its own `_sample`
+# keeps that.
 _LIBRARY_METHODS = {
     "generate": [each.generate for each in (GenerationMixin, PeftModel, PeftModelForCausalLM, PeftModelForSeq2SeqLM)],
     "_sample": [GenerationMixin._sample],
@@ -43,9 +44,8 @@ def foreign_generation(model: nn.Module) -> str | None:
     """Name of a method of `model` that generates by other code than transformers' or PEFT's; `None` if none does."""
     for name, library_methods in _LIBRARY_METHODS.items():
         method = _without_fsdp(getattr(model, name))
-        function = getattr(
-            method, "__func__", None
-        )  # of a bound method; whatever else stands there is not the library's
+        # The library's methods are bound; anything without a `__func__` is not the library's.
+        function = getattr(method, "__func__", None)
         if not any(function is each for each in library_methods):
             return f"{type(model).__name__}.{name}"
     return None
@@ -92,7 +92,7 @@ def synced_by_default(model: PreTrainedModel) -> bool:
 
 
 def effective_config(model: PreTrainedModel, config: GenerationConfig) -> GenerationConfig:
-    """`config`, with gaps filled from the model's own config like in `generate`."""
+    """`config`, with gaps filled from the model's own config, as in `generate`."""
     return model._prepare_generation_config(config)[0]
 
 
@@ -102,9 +102,9 @@ def pad_token(config: GenerationConfig) -> torch.Tensor | None:
 
 
 def takes_dynamic_cache(model: PreTrainedModel) -> bool:
-    """Whether `generate` gives the model a `DynamicCache` that it uses.
+    """Whether `generate` passes the model a `DynamicCache`, and the model uses it.
 
-    The oldest models run whole rows for each token.
+    The oldest models have no cache, and run the whole rows for each token.
     """
     takes_one = {"past_key_values", "cache_params"} & set(inspect.signature(type(model).forward).parameters)
     return bool(takes_one) and model._supports_default_dynamic_cache()

@@ -17,17 +17,17 @@ __all__ = ["TRL_VOCABULARY_CHUNK", "FakeTensorMode", "PeakTracker"]
 
 
 class PeakTracker(TorchDispatchMode):
-    """Bytes of all storages that operators made and that still exist, and the peak of these bytes.
+    """Counts the bytes of all storages that operators made and that still exist, and the peak of these bytes.
 
     Attributes:
         now, peak: bytes.
     """
 
-    def __init__(self, *there: torch.Tensor):
+    def __init__(self, *existing: torch.Tensor):
         super().__init__()
         self.now = 0
         self._known = WeakIdKeyDictionary(ref_type=weakref.ref)
-        for tensor in there:
+        for tensor in existing:
             self._add(tensor)
         self.peak = self.now
 

@@ -1,8 +1,8 @@
 """bfloat16 on GPUs below compute capability 8.0 (a T4, a V100), on which torch does not sum it in float32.
 
-Torch multiplies bfloat16 on them, but refuses `torch.addmm` of bf16 operands with `out_dtype=torch.float32`. The
-backward of TRL's LM head calls it. On devices that are not CUDA TRL casts the operands first; this module makes TRL do
-so on these GPUs too.
+Torch multiplies bfloat16 on these GPUs, but refuses `torch.addmm` of bf16 operands with `out_dtype=torch.float32`,
+which the backward of TRL's LM head calls. On devices other than CUDA, TRL casts the operands first; this module makes
+TRL do the same on these GPUs.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ FIRST_WITH_BF16 = (8, 0)
 
 
 def lacks_bf16(device: torch.device) -> bool:
-    """Whether `device` is an NVIDIA GPU that has no bfloat16 of its own."""
+    """Whether `device` is an NVIDIA GPU without bfloat16 in hardware."""
     if torch.version.cuda is None or device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) < FIRST_WITH_BF16
@@ -30,7 +30,7 @@ def refuses_wide_sum(device: torch.device, dtype: torch.dtype) -> bool:
 
 @contextmanager
 def casting_wide_sums() -> Iterator[None]:
-    """Make TRL's LM head cast the operands of such sums inside the block, if a GPU of this process needs it.
+    """Make TRL's LM head cast bfloat16 operands to float32 inside the block, if a GPU of this process needs it.
 
     The block must contain a step's backward.
     """

@@ -9,7 +9,7 @@ from torch import nn
 
 
 def is_reference(model: nn.Module) -> bool:
-    """Whether `model` stands for the reference policy now: its adapter is off, or TRL's initial copy of it is active.
+    """Whether `model` is the reference policy now: its adapter is off, or TRL's initial copy of the adapter is active.
 
     Args:
         model: wrapped or not.
@@ -22,25 +22,26 @@ def is_reference(model: nn.Module) -> bool:
 
 
 def adapted_parts(model: nn.Module) -> list[tuple[str, str]]:
-    """A line of the start-up block on a class that takes images: whether LoRA adapts its vision tower, too."""
+    """A line of the start-up block for models that take images: whether LoRA adapts the vision tower, too."""
     if not isinstance(model, PeftModel) or model.config.get_text_config() is model.config:
         return []
     decoder = {id(module) for module in model.get_base_model().get_decoder().modules()}
     adapted = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    others = sum(id(module) not in decoder for module in adapted)
-    where = f"and on {others} others" if others else "not on the vision tower's"
-    return [("on", f"LoRA on the language model's linear layers, {where}")]
+    outside = sum(id(module) not in decoder for module in adapted)
+    extent = f"and on {outside} others" if outside else "not on the vision tower's"
+    return [("on", f"LoRA on the language model's linear layers, {extent}")]
 
 
-def lora_factors_beside_the_weight() -> None:
+def let_lora_adapt_packed_experts() -> None:
     """Let PEFT adapt parameters (`LoraConfig.target_parameters`) that hold packed bytes instead of numbers.
 
-    PEFT's `ParamWrapper` reads shape and dtype off the parameter and adds the whole update to it. For a base layer
-    with `layouts` the shape comes from these, and `lora` passes the active adapters' factors to the layer.
+    PEFT's `ParamWrapper` reads shape and dtype from the parameter and adds the whole update to it. If the base layer
+    has `layouts`, the shape is read from these instead, and the layer gets the active adapters' factors in its
+    attribute `lora`.
     """
-    if hasattr(ParamWrapper, "_factors_beside"):
+    if hasattr(ParamWrapper, "_adapts_packed_experts"):
         return
-    ParamWrapper._factors_beside = True
+    ParamWrapper._adapts_packed_experts = True
     stock_features = ParamWrapper._get_in_out_features
     stock_activate = ParamWrapper._activate_lora
 
@@ -80,4 +81,5 @@ def lora_factors_beside_the_weight() -> None:
         lhs = b.reshape(b.shape[0], -1, self.num_experts).permute(2, 0, 1)
         return lhs, rhs, self.scaling[adapter]
 
-    ParamWrapper._get_in_out_features, ParamWrapper._activate_lora = features, activate
+    ParamWrapper._get_in_out_features = features
+    ParamWrapper._activate_lora = activate

@@ -7,7 +7,11 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Give `owner` the attributes `values` inside the block; then each is restored, or deleted if its class had it."""
+    """Set the attributes `values` of `owner` inside the block.
+
+    At the end an attribute of `owner` itself is restored. One that was inherited from its class is deleted, so that
+    the class's attribute is visible again.
+    """
     before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     try:
         for name, value in values.items():

@@ -5,14 +5,15 @@ from operator import attrgetter
 from typing import Any
 
 
-def misfits(where: Any, expected: dict[str, str]) -> list[str]:
-    """The differences of `where` (a module, a class) from `expected`: dotted name -> its parameters in order."""
+def misfits(owner: Any, expected: dict[str, str]) -> list[str]:
+    """The differences of `owner` (a module, a class) from `expected`: dotted name -> its parameters in order."""
     problems = []
     for name, parameters in expected.items():
         try:
-            found = f"({' '.join(inspect.signature(inspect.unwrap(attrgetter(name)(where))).parameters)})"
+            function = inspect.unwrap(attrgetter(name)(owner))
+            actual = f"({' '.join(inspect.signature(function).parameters)})"
         except AttributeError:
-            found = "nothing"
-        if found != f"({parameters})":
-            problems.append(f"{name}: expected ({parameters}), found {found}")
+            actual = "nothing"
+        if actual != f"({parameters})":
+            problems.append(f"{name}: expected ({parameters}), found {actual}")
     return problems

@@ -31,7 +31,8 @@ def model_name(model: nn.Module | str) -> str:
 def model_class(config: PretrainedConfig, name: str | None = None) -> type:
     """The auto class that builds the same class as TRL, which is `config.architectures[0]`.
 
-    A family may have a class for text and one that takes images too, whose weights have other names.
+    A family of models may have two classes, one for text and one that takes images too, with different names of
+    weights.
 
     Args:
         config: of a model.
@@ -46,19 +47,19 @@ def model_class(config: PretrainedConfig, name: str | None = None) -> type:
 
 
 def auto_class_of(model: nn.Module) -> str:
-    """The name of the auto class that loads a checkpoint of `model`, under an adapter or not."""
+    """The name of the auto class that loads a checkpoint of `model`, which may have an adapter."""
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     return model_class(base.config, type(base).__name__).__name__
 
 
 def no_optimizer_read() -> AbstractContextManager:
-    """Let transformers read no optimizer inside; trainers built on it still read their own further states."""
+    """Keep transformers from reading an optimizer inside the block; a trainer still reads its own further states."""
     return replaced(Trainer, _load_optimizer_and_scheduler=lambda self, checkpoint: None)
 
 
-# For an attention implementation with "flash" in its name, transformers looks up the kernel by that name, which it
-# reads in the config each time the function underneath runs. An implementation on top must therefore have a name
-# without the word, and the config must have the name of the one underneath while that runs.
+# If the config's attention implementation has "flash" in its name, transformers looks up the kernel by that name each
+# time its attention function runs. A wrapper of ours around such a function must therefore have a name without the
+# word, and the config must have the function's own name while the function runs.
 
 
 def is_flash(name: str) -> bool:
@@ -66,13 +67,13 @@ def is_flash(name: str) -> bool:
     return is_flash_attention_requested(requested_attention_implementation=name)
 
 
-def unlike_flash(name: str) -> str:
+def name_without_flash(name: str) -> str:
     """A name that transformers takes neither for a flash kernel nor for a repository of the Hub."""
     return re.sub(r"[^\w]", "_", name.replace("flash", "fa"))
 
 
 @contextmanager
-def under_own_name(config: PretrainedConfig, name: str) -> Iterator[None]:
+def attention_named(config: PretrainedConfig, name: str) -> Iterator[None]:
     """Set the attention implementation in `config` to `name` inside the block."""
     registered = config._attn_implementation
     config._attn_implementation = name

@@ -38,9 +38,9 @@ def interpreted(kernel) -> bool:
 
 
 def launch(kernel, programs: int, *args, **constants) -> bool:
-    """Launch `kernel`; returns `False` if Triton could not compile it (an old card or driver, no C compiler).
+    """Launch `kernel`; return `False` if Triton could not compile it (an old card or driver, no C compiler).
 
-    In that case one line is logged, nothing was written, and the kernel is not tried again.
+    In that case one line is logged, nothing is written, and the kernel is not tried again.
     """
     try:
         kernel[(programs,)](*args, **constants)
@@ -50,7 +50,7 @@ def launch(kernel, programs: int, *args, **constants) -> bool:
         _refused.add(kernel.__name__)
         reason = next(iter(str(error).splitlines()), "")[:200]
         logger.warning(
-            "%s runs as torch operations: Triton said %s: %s", kernel.__name__, type(error).__name__, reason
+            "%s runs as torch operations, because Triton raised %s: %s", kernel.__name__, type(error).__name__, reason
         )
         return False
     return True

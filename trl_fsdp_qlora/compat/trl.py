@@ -67,7 +67,7 @@ SCALES_BY_MEAN = "'mean'" in str(GRPOConfig.__dataclass_fields__["scale_rewards"
 if Version(trl.__version__).release[:2] != Version(TESTED_TRL).release:
     logger.warning(
         "trl_fsdp_qlora is written for TRL %s and was never run with TRL %s: compare a few steps with stock TRL "
-        "(`trl-fsdp-qlora compare`), or install the version of constraints.txt",
+        "(`trl-fsdp-qlora compare`), or install the version in constraints.txt",
         TESTED_TRL,
         trl.__version__,
     )
@@ -84,15 +84,15 @@ def rewards_of_rank(trainer: GRPOTrainer, rows: list, prompts: list, completions
 
 
 def with_response_schema(tokenizer: Any) -> Any:
-    """`tokenizer`, changed like in `GRPOTrainer` to read tool calls; a `response_template` of its own stays."""
-    known = getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None)
-    return tokenizer if known else add_response_schema(tokenizer)
+    """`tokenizer`, changed as in `GRPOTrainer` to read tool calls; a `response_template` of its own stays."""
+    has_own = getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None)
+    return tokenizer if has_own else add_response_schema(tokenizer)
 
 
 def training_chat_template(tokenizer: Any) -> str | None:
-    """The chat template with which `GRPOTrainer` renders episodes instead of the tokenizer's own.
+    """The chat template that `GRPOTrainer` uses for episodes instead of the tokenizer's own.
 
-    It is `None` if the tokenizer's own serves.
+    It is `None` if `GRPOTrainer` uses the tokenizer's own.
     """
     return None if is_chat_template_prefix_preserving(tokenizer) else get_training_chat_template(tokenizer)
 
@@ -102,28 +102,33 @@ def tool_suffix_ids(tokenizer: Any, chat_template: str | None, options: dict, me
 
     They are the tool results and the opening of the next turn.
     """
-    trainer = SimpleNamespace(_is_vlm=False, processing_class=tokenizer, _tokenizer=tokenizer)
-    trainer.chat_template, trainer.chat_template_kwargs = chat_template, options
+    trainer = SimpleNamespace(
+        _is_vlm=False,
+        processing_class=tokenizer,
+        _tokenizer=tokenizer,
+        chat_template=chat_template,
+        chat_template_kwargs=options,
+    )
     return GRPOTrainer._get_tool_suffix_ids(trainer, messages)
 
 
 def rows_of_images(vision: dict[str, Any], rows: Iterable[int]) -> dict[str, Any]:
     """TRL's vision arguments for some rows of a batch: pixels and grids per image, everything else per row."""
-    apart = split_pixel_values_by_grid(vision)
+    by_row = split_pixel_values_by_grid(vision)
     rows = [int(row) for row in rows]
     chosen = {}
-    for name, x in apart.items():
-        of_rows = [x[row] for row in rows]
+    for name, x in by_row.items():
+        parts = [x[row] for row in rows]
         # `x[rows]` would make the host wait until the list is on the device.
-        chosen[name] = torch.stack(of_rows) if isinstance(x, torch.Tensor) and rows else of_rows
+        chosen[name] = torch.stack(parts) if isinstance(x, torch.Tensor) and rows else parts
     return joined_images(chosen)
 
 
 def joined_images(batch: dict[str, Any]) -> dict[str, Any]:
-    """`unsplit_pixel_values_by_grid`, but without pixels if no row has an image; a vision tower refuses empty ones."""
+    """`unsplit_pixel_values_by_grid`, without pixels if no row has an image: vision towers refuse empty tensors."""
     if batch.get("num_images") is not None and not any(batch["num_images"]):
         of_images = ("pixel_", "image_", "num_images", "num_tiles", "spatial_")
-        return {n: x for n, x in batch.items() if not n.startswith(of_images)}
+        return {name: x for name, x in batch.items() if not name.startswith(of_images)}
     return unsplit_pixel_values_by_grid(batch)
 
 
@@ -144,14 +149,15 @@ def token_types_of_images(trainer: Any, prompt_ids: list[list[int]], fields: dic
 
 
 def counts_experts(text_config: PretrainedConfig) -> bool:
-    """Whether TRL's fused forward can take a router loss: it finds the number of experts in the config.
+    """Whether TRL's fused forward can compute a router loss, for which it reads `num_experts` of the config.
 
-    Granite's models, among others, have another name for the number (an AttributeError in TRL 1.16), and their dense
-    models have a coefficient too.
+    The field is added if a family has another name for it, such as Granite's, for which TRL 1.16 raises an
+    AttributeError. The number decides, because dense models of Granite have a coefficient of the router loss too.
     """
     if not hasattr(text_config, "num_experts"):
-        names = ("num_local_experts", "n_routed_experts")
-        text_config.num_experts = next(filter(None, (getattr(text_config, name, None) for name in names)), 0)
+        local = getattr(text_config, "num_local_experts", None)
+        routed = getattr(text_config, "n_routed_experts", None)
+        text_config.num_experts = local or routed or 0
     return bool(text_config.num_experts)
 
 
@@ -166,9 +172,9 @@ class FusedHead(NamedTuple):
 
 
 def fused_head(forward: Callable) -> FusedHead | None:
-    """The settings of TRL's fused head, if `forward` is the method that `add_fused_lm_head` gave to a model.
+    """The settings of TRL's fused head, or `None` if `forward` is not the method that `add_fused_lm_head` makes.
 
-    Otherwise it returns `None`. TRL keeps the settings in the closure of that method.
+    TRL keeps the settings in the closure of that method.
     """
     function = getattr(forward, "__func__", None)
     if function is None or "final_logit_softcapping" not in function.__code__.co_freevars:

@@ -38,7 +38,8 @@ def adapter_misfits() -> list[str]:
 def trl_starts(make_engine: Callable[..., Any] | None, engine_kwargs: dict[str, Any] | None) -> AbstractContextManager:
     """Make TRL's trainer start another engine inside the block, or its own engine with further options.
 
-    TRL has no argument for either; its constructor looks both up by name, so the names are replaced.
+    TRL has no argument for either. Its trainer and its engine look the classes up by name in their modules, so these
+    names are replaced.
 
     Args:
         make_engine: takes the arguments of `VLLMGeneration`; `None` for TRL's own engine.
@@ -50,24 +51,24 @@ def trl_starts(make_engine: Callable[..., Any] | None, engine_kwargs: dict[str, 
     if make_engine is not None:
         return replaced(grpo_trainer, VLLMGeneration=make_engine)
     if engine_kwargs and llm is not None:
-        return replaced(vllm_generation, LLM=lambda **own: llm(**{**own, **engine_kwargs}))
+        return replaced(vllm_generation, LLM=lambda **trl_kwargs: llm(**(trl_kwargs | engine_kwargs)))
     return nullcontext()
 
 
-def leave_groups_that_are_gone(llm: Any) -> None:
+def skip_destroyed_groups(llm: Any) -> None:
     """Let vLLM's `LLM` in this process end without a traceback after `torch.distributed.destroy_process_group()`.
 
-    When its engine is collected, or the process ends, vLLM destroys process groups of its own. That call has already
-    destroyed these groups.
+    When the engine is collected, or the process ends, vLLM destroys its own process groups, which
+    `destroy_process_group()` has destroyed already.
     """
     client = getattr(llm.llm_engine, "engine_core", None)
     finalizer = getattr(client, "_finalizer", None)
     ending = None if finalizer is None else finalizer.detach()
     if ending is not None:
         _, shut_down, args, kwargs = ending
-        client._finalizer = weakref.finalize(client, _while_there_are_groups, shut_down, *args, **kwargs)
+        client._finalizer = weakref.finalize(client, _if_groups_exist, shut_down, *args, **kwargs)
 
 
-def _while_there_are_groups(shut_down: Callable, *args, **kwargs) -> None:
+def _if_groups_exist(shut_down: Callable, *args, **kwargs) -> None:
     if torch.distributed.is_initialized():
         shut_down(*args, **kwargs)

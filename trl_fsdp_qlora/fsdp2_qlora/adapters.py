@@ -2,7 +2,7 @@
 
 Whatever the accelerate config's `fsdp_state_dict_type` is, a checkpoint of a sharded run is
 `adapter_model.safetensors` plus `optimizer.pt`. Both are small compared with the base, so rank 0 can write them whole.
-Any number of processes, sharded or not, can go on from them.
+Any number of processes, sharded or not, can continue from these files.
 """
 
 from pathlib import Path
@@ -37,12 +37,12 @@ def _adapter_parameters(model: PeftModel) -> dict[str, nn.Parameter]:
 def _gathered(tensors: dict) -> dict:
     """Whole tensors on the host of rank 0; an empty dictionary on other ranks. Collective if they are shards."""
     is_writer = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    found = {}
+    on_host = {}
     for name, value in tensors.items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if is_writer:
-            found[name] = whole.detach().cpu() if torch.is_tensor(whole) else whole
-    return found
+            on_host[name] = whole.detach().cpu() if torch.is_tensor(whole) else whole
+    return on_host
 
 
 def _like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -51,13 +51,13 @@ def _like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     if isinstance(target, DTensor):
         mesh = target.device_mesh
         whole = distribute_tensor(whole.to(mesh.device_type), mesh, target.placements, src_data_rank=None)
-    return whole.to(target.device)  # under CPU offloading this is not the mesh's device
+    return whole.to(target.device)  # under CPU offloading the target's device is not the mesh's
 
 
 def gather_adapter(model: PeftModel) -> dict[str, torch.Tensor]:
     """Gather the whole adapter weights on rank 0, on the CPU, by the model's parameter names. Collective.
 
-    They are ready for `model.save_pretrained(..., state_dict=...)`. Other ranks get an empty dictionary. No weight of
+    `model.save_pretrained(..., state_dict=...)` takes the result. Other ranks get an empty dictionary. No weight of
     the base is gathered.
     """
     return _gathered(_adapter_parameters(model))
@@ -68,6 +68,7 @@ def load_adapter(model: PeftModel, folder: str | Path) -> None:
     """Load an adapter that PEFT saved in `folder` into a sharded model.
 
     Adapters other than `default` are in folders of their names.
+
     Raises:
         FileNotFoundError: an adapter's files are missing.
         ValueError: the saved weights do not match the model's adapter.
@@ -76,21 +77,24 @@ def load_adapter(model: PeftModel, folder: str | Path) -> None:
     for adapter_name in model.peft_config:
         source = Path(folder) if adapter_name == "default" else Path(folder) / adapter_name
         saved = load_peft_weights(str(source), device="cpu")
-        # PEFT's own renaming from parameter names to file names; the values pass through untouched.
+        # PEFT renames parameters to the names in its files; the values stay the parameters themselves.
         targets = get_peft_model_state_dict(
             model, state_dict=dict(parameters), adapter_name=adapter_name, save_embedding_layers=False
         )
-        if odd := sorted(targets.keys() ^ saved.keys()):
-            wrong = f"{len(odd)} weights too many or too few {odd[:2]}; use the peft config of the run that wrote it"
-            raise ValueError(f"{source} does not hold this model's adapter {adapter_name!r}: {wrong}")
+        if unmatched := sorted(targets.keys() ^ saved.keys()):
+            raise ValueError(
+                f"{source} does not hold this model's adapter {adapter_name!r}: {len(unmatched)} weights are missing "
+                f"or too many {unmatched[:2]}; use the peft config of the run that wrote it"
+            )
         for name, parameter in targets.items():
             parameter.copy_(_like(saved[name], parameter))
 
 
 def gather_optimizer(optimizer: torch.optim.Optimizer) -> dict:
     """The optimizer's `state_dict` with every shard gathered. Collective; only rank 0 gets the values."""
-    state = optimizer.state_dict()
-    return {**state, "state": {index: _gathered(entry) for index, entry in state["state"].items()}}
+    state_dict = optimizer.state_dict()
+    state_dict["state"] = {index: _gathered(entry) for index, entry in state_dict["state"].items()}
+    return state_dict
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
@@ -99,7 +103,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     state = {}
     for index, entry in saved["state"].items():
         parameter = parameters[index]
-        # State of the parameter's shape is sharded like the parameter; step counts are scalars.
-        like = {key for key, value in entry.items() if torch.is_tensor(value) and value.shape == parameter.shape}
-        state[index] = {key: _like(value, parameter) if key in like else value for key, value in entry.items()}
+        state[index] = {}
+        for key, value in entry.items():
+            # State of the parameter's shape is sharded like the parameter; step counts are scalars.
+            has_shape = torch.is_tensor(value) and value.shape == parameter.shape
+            state[index][key] = _like(value, parameter) if has_shape else value
     optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})

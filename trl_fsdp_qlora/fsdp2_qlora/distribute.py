@@ -9,7 +9,7 @@ called a replica, holds the base once; with one replica per node, weights are ga
 adapter's gradients cross the network. Plain FSDP2 is one replica of all ranks.
 """
 
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ class ReplicasDiffer(RuntimeError):
 
 
 class BaseNotSharded(RuntimeError):
-    """The 4-bit base should be spread over the ranks and is not."""
+    """The 4-bit base is not spread over the ranks."""
 
 
 def _frozen(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -48,10 +48,10 @@ def _replace(model: nn.Module, new_by_old: dict[int, nn.Parameter]) -> None:
 def broadcast_trainable(
     model: nn.Module, optimizers: list[torch.optim.Optimizer], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Give every rank rank 0's trainable weights (the adapter) in `dtype`; they are few, and start at random.
+    """Give every rank rank 0's trainable weights (the adapter) in `dtype`, because each rank drew its own at random.
 
-    PEFT puts the adapter of an empty model on the meta device; the adapter is replaced in the model and in the
-    optimizers.
+    The parameters are replaced in the model and in the optimizers, because PEFT puts the adapter of an empty model on
+    the meta device.
     """
     new_by_old = {}
     for parameter in model.parameters():
@@ -72,14 +72,14 @@ def broadcast_buffers(model: nn.Module, device: torch.device) -> None:
     sent = [{name: buffer.cpu() for name, buffer in buffers.items()} if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(sent, src=0)
     for name, buffer in sent[0].items():
-        module, _, own = name.rpartition(".")
-        model.get_submodule(module)._buffers[own] = buffer.to(device)
+        module, _, buffer_name = name.rpartition(".")
+        model.get_submodule(module)._buffers[buffer_name] = buffer.to(device)
 
 
 def detach_source(model: nn.Module, is_source: bool) -> dict[str, torch.Tensor]:
     """Pack the base on the reading ranks and put every frozen weight of every rank on the meta device. Collective.
 
-    Returns the weights by name on a source, which will send them to its replica; an empty dictionary on other ranks.
+    A source gets its weights by name, which it will send to its replica; other ranks get an empty dictionary.
 
     Raises:
         RuntimeError: the model of another rank has other weights than rank 0's.
@@ -96,9 +96,11 @@ def detach_source(model: nn.Module, is_source: bool) -> dict[str, torch.Tensor]:
             flat = torch.empty(layouts[name].total_bytes, dtype=torch.uint8, device="meta")
             convert_layer(layer, flat, layouts[name])
     frozen = _frozen(model)
-    if odd := sorted(frozen.keys() ^ spec.keys()):
-        same = "load it on every rank with load_quantized_base and the same arguments"
-        raise RuntimeError(f"rank {dist.get_rank()} has {len(odd)} other weights than rank 0 ({odd[0]}): {same}")
+    if unmatched := sorted(frozen.keys() ^ spec.keys()):
+        raise RuntimeError(
+            f"rank {dist.get_rank()} has {len(unmatched)} other weights than rank 0 ({unmatched[0]}): load the model "
+            "on every rank with load_quantized_base and the same arguments"
+        )
     new_by_old = {}
     for name, parameter in frozen.items():
         shape, dtype = spec[name]
@@ -110,8 +112,9 @@ def detach_source(model: nn.Module, is_source: bool) -> dict[str, torch.Tensor]:
 def fill_shards(model: nn.Module, source: dict[str, torch.Tensor], device: torch.device, offload: bool) -> None:
     """Replace every meta shard by data. Collective. A replica's source sends each rank its rows of each weight.
 
-    `source` is the result of [`detach_source`]. It is emptied on the way, so the whole copy is freed weight by weight.
-    With `offload` the shards stay in host memory, otherwise they lie on the `device` of the process group's tensors.
+    `source` is the result of [`detach_source`]. Each weight is removed from it once it was sent, so the whole copy is
+    freed weight by weight. With `offload` the shards stay in host memory, otherwise they lie on the `device` of the
+    process group's tensors.
     """
     new_by_old = {}
     for name, parameter in model.named_parameters():
@@ -138,8 +141,8 @@ def fill_shards(model: nn.Module, source: dict[str, torch.Tensor], device: torch
 def check_replicas(model: nn.Module, per_replica: int) -> None:
     """Compare the frozen weights of the replicas. Collective.
 
-    Each replica was read by a rank of its own, and two nodes may have different files under the same path. Training
-    would go on with gradients of different models.
+    Each replica was read by another rank, and two nodes may have different files under the same path. Training would
+    then sum gradients of different models.
 
     Raises:
         ReplicasDiffer: on all ranks, with the first weight that differs.
@@ -147,18 +150,22 @@ def check_replicas(model: nn.Module, per_replica: int) -> None:
     if per_replica == dist.get_world_size():
         return
     sums = {}
-    every = [None] * dist.get_world_size()
     for name, parameter in _frozen(model).items():
         # The sum of the bytes, with the even ones counted twice, so that swapped neighbours are found as well.
         data = _local(parameter).detach().contiguous().view(-1).view(torch.uint8)
         sums[name] = (data.sum(dtype=torch.int64) + data[::2].sum(dtype=torch.int64)).item()
-    dist.all_gather_object(every, sums)
-    pairs = [(found, every[rank % per_replica]) for rank, found in enumerate(every)]
-    if differing := [name for name in sums if any(found[name] != first[name] for found, first in pairs)]:
+    sums_of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(sums_of_ranks, sums)
+    differing = [
+        name
+        for name in sums
+        if any(of_rank[name] != sums_of_ranks[i % per_replica][name] for i, of_rank in enumerate(sums_of_ranks))
+    ]
+    if differing:
         raise ReplicasDiffer(
             f"{len(differing)} of {len(sums)} frozen weights differ between the replicas (first {differing[0]}): the "
-            "nodes loaded other files under one name. Let them share a folder, or set the recipe's `model_revision` "
-            "to one commit"
+            "nodes loaded different files under one name. Let them share a folder, or set the recipe's "
+            "`model_revision` to one commit"
         )
 
 
@@ -186,11 +193,12 @@ class BaseBytes:
         return self.quantized_local / self.quantized_full
 
     def __str__(self) -> str:
-        local, full, state, *others = (count / 2**20 for count in astuple(self))
+        mib = 2**20
         return (
-            f"4-bit base: {local:.2f} of {full:.2f} MiB on this rank (ratio {self.ratio:.3f} on "
-            f"{self.world_size} ranks; quantization state is {state / full:.1%} of it); other frozen weights: "
-            f"{others[0]:.2f} of {others[1]:.2f} MiB"
+            f"4-bit base: {self.quantized_local / mib:.2f} of {self.quantized_full / mib:.2f} MiB on this rank (ratio "
+            f"{self.ratio:.3f} on {self.world_size} ranks; quantization state is "
+            f"{self.state_full / self.quantized_full:.1%} of it); other frozen weights: "
+            f"{self.other_local / mib:.2f} of {self.other_full / mib:.2f} MiB"
         )
 
 
@@ -202,21 +210,26 @@ def measure_base(model: nn.Module, world_size: int) -> BaseBytes:
     Raises:
         BaseNotSharded: a rank holds more bytes than FSDP2's even split, which rounds rows up.
     """
-    packed = [(layer.weight, 1, layer.layout) for layer in quantized_layers(model).values()]
+    # Each packed parameter, and the bytes of its quantization state.
+    packed = [(layer.weight, layer.layout.state_bytes) for layer in quantized_layers(model).values()]
     for experts in packed_experts(model).values():
-        packed += [(getattr(experts, name), experts.num_experts, layout) for name, layout in experts.layouts.items()]
-    known = {id(parameter) for parameter, *_ in packed}
-    others = [p for p in _frozen(model).values() if id(p) not in known]
+        for name, layout in experts.layouts.items():
+            packed.append((getattr(experts, name), experts.num_experts * layout.state_bytes))
+    packed_ids = {id(parameter) for parameter, _ in packed}
+    unpacked = [parameter for parameter in _frozen(model).values() if id(parameter) not in packed_ids]
     measured = BaseBytes(
-        # Bytes of the storage, not of the view: a shard that is a view into the whole weight would not be a shard.
-        sum(_local(parameter).untyped_storage().nbytes() for parameter, *_ in packed),
-        sum(parameter.numel() for parameter, *_ in packed),
-        sum(rows * layout.state_bytes for _, rows, layout in packed),
-        sum(_local(parameter).nbytes for parameter in others),
-        sum(parameter.numel() * parameter.element_size() for parameter in others),
-        world_size,
+        # Bytes of the storage, not of the view: a view into the whole weight is not a shard.
+        quantized_local=sum(_local(parameter).untyped_storage().nbytes() for parameter, _ in packed),
+        quantized_full=sum(parameter.numel() for parameter, _ in packed),
+        state_full=sum(state_bytes for _, state_bytes in packed),
+        other_local=sum(_local(parameter).nbytes for parameter in unpacked),
+        other_full=sum(parameter.numel() * parameter.element_size() for parameter in unpacked),
+        world_size=world_size,
     )
-    allowed = sum(-(-p.shape[0] // world_size) * (p.numel() // p.shape[0]) for p, *_ in packed)
+    allowed = 0
+    for parameter, _ in packed:
+        rows = -(-parameter.shape[0] // world_size)
+        allowed += rows * (parameter.numel() // parameter.shape[0])
     if measured.quantized_local > allowed:
         raise BaseNotSharded(
             f"this rank holds {measured.quantized_local} bytes of the 4-bit base, and an even split over "

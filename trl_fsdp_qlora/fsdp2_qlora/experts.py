@@ -1,5 +1,4 @@
-"""Experts of a mixture in 4 bits: one row of bytes per expert, read, trained around and sharded like any packed
-weight.
+"""Experts of a mixture in 4 bits: one row of bytes per expert, which FSDP2 shards like any packed weight.
 
 Transformers holds the experts of a layer as one 3-D parameter per projection, and bitsandbytes replaces `nn.Linear`
 only, so `load_in_4bit` leaves them in 16 bits: 29.0 of the 30.5 billion weights of Qwen3-30B-A3B. Inside
@@ -8,15 +7,15 @@ a layer at a time, into a frozen uint8 parameter `(experts, bytes)`. A row is on
 state, see [`trl_fsdp_qlora.fsdp2_qlora.packed_linear.ByteLayout`]; FSDP2 shards the rows, gathers them with their
 layer and never casts them.
 
-There are two ways to compute. On a CPU, and on a card without grouped products, the experts are computed one by one:
-each expert that got tokens by bitsandbytes' own 4-bit product, and no other. That is a loop over 128 experts with a
-wait for the number of tokens of each, tens of thousands of kernel launches per forward of Qwen3-30B-A3B
-(docs/launches.md). On a GPU the experts of a layer are therefore dequantized in a few calls, as many at once as
-`SCRATCH_BYTES` hold. They are multiplied with their tokens by `torch.nn.functional.grouped_mm`, or by a kernel of ours
-if that is a loop (grouped_product.py); the host never learns how many tokens an expert got. In neither way, forward or
-backward, does a dense weight outlive its product.
+There are two ways to compute a layer. On a CPU, and on a GPU without grouped products, the experts that got tokens are
+computed one by one, by bitsandbytes' own 4-bit product. That is a loop over 128 experts, in which the host waits for
+the number of tokens of each expert: tens of thousands of kernel launches per forward of Qwen3-30B-A3B
+(docs/launches.md). On other GPUs the experts of a layer are therefore dequantized in a few calls, as many at once as
+`SCRATCH_BYTES` hold. `torch.nn.functional.grouped_mm` multiplies them with their tokens, or a kernel of ours if that
+function is a loop (grouped_product.py). The host does not need the number of tokens of an expert. A dense weight is
+freed after its product, both in the forward and in the backward.
 
-LoRA on the experts (`target_parameters`) is PEFT's `ParamWrapper`, with its weights and its file format; its update is
+LoRA on the experts (`target_parameters`) is PEFT's `ParamWrapper`, with its weights and its file format. The update is
 computed on the tokens of each expert instead of being added to a dense copy of all experts.
 """
 
@@ -33,7 +32,7 @@ from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 
-from ..compat.peft import lora_factors_beside_the_weight
+from ..compat.peft import let_lora_adapt_packed_experts
 from .grouped_product import SCRATCH_BYTES, grouped_mm_is_a_loop, multiply_groups
 from .packed_linear import ByteLayout, codebook, from_bytes, state_to_bytes
 
@@ -45,14 +44,14 @@ _STRIDE_BYTES = 16
 def dense_experts(model: nn.Module) -> dict[str, nn.Module]:
     """Modules whose experts are 3-D parameters of numbers, by name.
 
-    Transformers dispatches their forward as "experts", which `use_experts_implementation` marks by two attributes.
+    Transformers' decorator `use_experts_implementation` gives such a module two attributes.
     """
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if hasattr(module, "_is_expert_parallel") and hasattr(module, "is_transposed")
-        if any(getattr(module, projection, torch.empty(0)).ndim == 3 for projection in PROJECTIONS)
-    }
+    dense = {}
+    for name, module in model.named_modules():
+        is_experts = hasattr(module, "_is_expert_parallel") and hasattr(module, "is_transposed")
+        if is_experts and any(getattr(module, x, torch.empty(0)).ndim == 3 for x in PROJECTIONS):
+            dense[name] = module
+    return dense
 
 
 def packed_experts(model: nn.Module) -> dict[str, "PackedExperts"]:
@@ -76,19 +75,22 @@ class PackedExperts(nn.Module):
     lora: dict[str, list]
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
-        """Like transformers' `grouped_mm` experts.
+        """The output of transformers' `grouped_mm` experts.
 
-        The inputs are the hidden states `(tokens, hidden)`, and the experts of each token with their weights, both
-        `(tokens, k)`.
+        Args:
+            hidden_states: `(tokens, hidden)`.
+            top_k_index, top_k_weights: the experts of each token and their weights, `(tokens, k)`.
         """
         tokens, k = top_k_index.shape
         expert_S, order_S = torch.sort(top_k_index.reshape(-1), stable=True)
         inputs = hidden_states if self.compute_dtype is None else hidden_states.to(self.compute_dtype)
         inputs_SH = inputs[order_S // k]
-        grouped = len(inputs_SH) > 0 and multiplies_groups(inputs.device) and self._fits_groups(inputs.dtype)
-        out_SH = (self._in_groups if grouped else self._one_by_one)(inputs_SH, expert_S)
+        if len(inputs_SH) and multiplies_groups(inputs.device) and self._fits_groups(inputs.dtype):
+            out_SH = self._in_groups(inputs_SH, expert_S)
+        else:
+            out_SH = self._one_by_one(inputs_SH, expert_S)
         out_SH = out_SH * top_k_weights.reshape(-1)[order_S].unsqueeze(-1)
-        # Each token's k results next to each other, summed in a fixed order.
+        # The k results of a token are put next to each other, so that they are summed in a fixed order.
         out = torch.empty_like(out_SH).index_copy(0, order_S, out_SH)
         return out.view(tokens, k, -1).sum(1).to(hidden_states.dtype)
 
@@ -102,7 +104,7 @@ class PackedExperts(nn.Module):
 
     def _one_by_one(self, inputs_SH: torch.Tensor, expert_S: torch.Tensor) -> torch.Tensor:
         counts = torch.bincount(expert_S, minlength=self.num_experts).tolist()
-        # Not by index: the backward of each index would be as large as all experts' gradients.
+        # `unbind` instead of an index per expert: the backward of each index would allocate gradients of all experts.
         lora = {
             name: [(lhs_EOR.unbind(), rhs_ERI.unbind(), scaling) for lhs_EOR, rhs_ERI, scaling in factors]
             for name, factors in self.lora.items()
@@ -141,7 +143,7 @@ class PackedExperts(nn.Module):
 
     def _in_groups(self, inputs_SH: torch.Tensor, expert_S: torch.Tensor) -> torch.Tensor:
         experts = torch.arange(self.num_experts, device=expert_S.device)
-        if len(expert_S) < self.num_experts:  # a step of decoding: dequantize each token's expert, not all experts
+        if len(expert_S) < self.num_experts:  # a step of decoding: dequantize the expert of each row, not all experts
             chosen = expert_S
             ends = experts[: len(expert_S)].int() + 1
         else:
@@ -161,7 +163,7 @@ class PackedExperts(nn.Module):
                 rhs_ERI = rhs_ERI[chosen]
             device = x_SI.device.type  # autocast does not cover grouped products
             dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rhs_ERI.dtype
-            # If LoRA's rank makes no whole stride, zeros fill it up.
+            # Zeros fill LoRA's rank up to a multiple of the stride.
             fill = -rhs_ERI.shape[1] % (_STRIDE_BYTES // dtype.itemsize)
             rhs_ERI = nn.functional.pad(rhs_ERI.to(dtype), (0, 0, 0, fill))
             lhs_EOR = nn.functional.pad(lhs_EOR.to(dtype), (0, fill)).contiguous()
@@ -178,31 +180,32 @@ class PackedExperts(nn.Module):
 
 
 def _dequantize(weight: torch.Tensor, state: QuantState) -> torch.Tensor:
-    # As one row: bitsandbytes 0.50's AVX-512 kernel gives wrong weights for rows of 16, 48 or 80, but not of 64.
+    # As one row: bitsandbytes 0.50's AVX-512 kernel returns wrong weights for rows of 16, 48 or 80, but not of 64.
     shape = state.shape
     state.shape = torch.Size((1, state.shape.numel()))
     return dequantize_4bit(weight, state).view(shape)
 
 
 def multiplies_groups(device: torch.device) -> bool:
-    """Whether `grouped_mm` is worth its dense weights on a device.
+    """Whether `grouped_mm` on a device is faster, although it needs dense weights of many experts at once.
 
-    On a CPU it is not: computing expert by expert works out of the cache.
+    On a CPU it is not, because the weights of a single expert stay in the cache.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 class _GroupedLinear4bit(torch.autograd.Function):
-    """`x @ W.T` of every group of rows with its own expert's packed weight, which gets no gradient.
+    """`x @ W.T` of each group of rows with the packed weight of its expert, which gets no gradient.
 
-    `(S, in)` rows in order of their experts, `(experts, bytes)` and the int32 ends of each expert's rows give
-    `(S, out)`.
+    The inputs are `(S, in)` rows in order of their experts, `(experts, bytes)` weights and the int32 ends of each
+    expert's rows. The output is `(S, out)`.
     """
 
     @staticmethod
     def forward(ctx, x_SI, rows_EB, layout, ends):
-        # Not by save_for_backward: FSDP2 frees and refills the storage that these bytes are a view of.
-        ctx.rows, ctx.layout = rows_EB, layout
+        # Not saved by save_for_backward, because FSDP2 frees and refills the storage of which these bytes are a view.
+        ctx.rows = rows_EB
+        ctx.layout = layout
         ctx.save_for_backward(ends)
         return _multiply(x_SI, rows_EB, layout, ends, transposed=True)
 
@@ -216,7 +219,7 @@ class _GroupedLinear4bit(torch.autograd.Function):
 def _multiply(x_SK, rows_EB, layout: ByteLayout, ends, transposed: bool) -> torch.Tensor:
     """Grouped product with the dequantized weights `(experts, out, in)` or, `transposed`, `(experts, in, out)`."""
     x_SK = x_SK.contiguous()
-    (out_features, in_features) = layout.shape
+    out_features, in_features = layout.shape
     at_once = max(1, SCRATCH_BYTES // (out_features * in_features * x_SK.dtype.itemsize))
 
     def weights(experts: slice) -> torch.Tensor:
@@ -231,24 +234,25 @@ def _multiply(x_SK, rows_EB, layout: ByteLayout, ends, transposed: bool) -> torc
             return out
     if len(parts) == 1:
         return nn.functional.grouped_mm(x_SK, weights(parts[0]), offs=ends)
-    # Groups begin at the first row. The host does not know where those of these experts do, so the rows are turned
-    # until they do.
+    # `grouped_mm` expects the first group at row 0. The host does not know the first row of these experts, so all rows
+    # are rotated by it on the device.
     row_S = torch.arange(len(x_SK), device=x_SK.device)
     begin = torch.zeros_like(ends[0])
     for part in parts:
-        turned = x_SK[(row_S + begin) % len(x_SK)]
-        turned = nn.functional.grouped_mm(turned, weights(part), offs=ends[part] - begin)
+        rotated = x_SK[(row_S + begin) % len(x_SK)]
+        product = nn.functional.grouped_mm(rotated, weights(part), offs=ends[part] - begin)
         end = ends[part][-1]
-        theirs = (row_S >= begin) & (row_S < end)
-        # What lies behind the last group was never written.
-        out = torch.where(theirs.unsqueeze(-1), turned[(row_S - begin) % len(x_SK)], out)
+        # `grouped_mm` does not write the rows behind the last group.
+        is_written = (row_S >= begin) & (row_S < end)
+        out = torch.where(is_written.unsqueeze(-1), product[(row_S - begin) % len(x_SK)], out)
         begin = end
     return out
 
 
 def dequantize_rows(rows_EB: torch.Tensor, layout: ByteLayout, dtype: torch.dtype) -> torch.Tensor:
-    """`(experts, out, in)` of `(experts, bytes)`, in a few calls however many there are; whole blocks of weights
-    only.
+    """Dequantize `(experts, bytes)` to `(experts, out, in)` in a few calls, whatever the number of experts.
+
+    The weights of an expert have to be whole blocks.
     """
     weight, absmax, *nested = (rows_EB[:, section] for section in layout.sections)
     if layout.nested:
@@ -261,7 +265,7 @@ def dequantize_rows(rows_EB: torch.Tensor, layout: ByteLayout, dtype: torch.dtyp
     shape = len(rows_EB), *layout.shape
     state = QuantState(
         absmax=absmax.flatten(),
-        # One row: see `_dequantize`.
+        # One row, as in `_dequantize`.
         shape=torch.Size((1, math.prod(shape))),
         code=codebook(layout.code, rows_EB.device),
         blocksize=layout.blocksize,
@@ -284,26 +288,27 @@ def _layout(shape: tuple[int, int], dtype: torch.dtype, quant_type: str, nested:
 
 
 def _quantize(weight_EOI: torch.Tensor, layout: ByteLayout) -> torch.Tensor:
-    """`(experts, bytes)` of `(experts, out, in)`, expert by expert; their shape alone on the meta device."""
+    """Quantize `(experts, out, in)` to `(experts, bytes)`, expert by expert; on the meta device only the shape."""
     rows = torch.empty(len(weight_EOI), layout.total_bytes, dtype=torch.uint8, device=weight_EOI.device)
-    for row, weight in () if rows.is_meta else zip(rows, weight_EOI, strict=True):
+    if rows.is_meta:
+        return rows
+    for row, weight in zip(rows, weight_EOI, strict=True):
         packed = quantize_4bit(weight.contiguous(), compress_statistics=layout.nested, quant_type=layout.quant_type)
         row.copy_(state_to_bytes(*packed)[0])
     return rows
 
 
 def _convert(module: nn.Module, config) -> None:
-    """Make `module` a [`PackedExperts`]: weights with data are quantized, others (on the meta device) only get their
-    shape.
-    """
+    """Make `module` a [`PackedExperts`]. Weights with data are quantized; those on the meta device change shape."""
     layouts = {}
     for name in PROJECTIONS:
         weight = getattr(module, name, None)
         if weight is None or weight.ndim != 3:
             continue
         weight = weight.data.transpose(1, 2) if module.is_transposed else weight.data
-        kind = config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant
-        layouts[name] = layout = _layout(tuple(weight.shape[1:]), weight.dtype, *kind)
+        shape = tuple(weight.shape[1:])
+        layout = _layout(shape, weight.dtype, config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant)
+        layouts[name] = layout
         setattr(module, name, nn.Parameter(_quantize(weight, layout), requires_grad=False))
     module.__class__ = _packed_class(type(module))
     module.layouts = layouts
@@ -315,15 +320,16 @@ class ExpertsQuantizer(Bnb4BitHfQuantizer):
     """Transformers' 4-bit loading, for experts too."""
 
     def get_modules_to_not_convert(self, *args, **kwargs):
-        found = super().get_modules_to_not_convert(*args, **kwargs)
-        # One number a token weighs the shared expert, as a router's do; a stored checkpoint says itself what it
-        # packed.
-        return found if self.pre_quantized else [*found, "shared_expert_gate"]
+        skipped = super().get_modules_to_not_convert(*args, **kwargs)
+        if self.pre_quantized:  # the stored checkpoint lists its unquantized modules
+            return skipped
+        # The gate weighs the shared expert by one number per token, like a router.
+        return [*skipped, "shared_expert_gate"]
 
     def _process_model_before_weight_loading(self, model, device_map, **kwargs):
         super()._process_model_before_weight_loading(model, device_map, **kwargs)
-        lora_factors_beside_the_weight()
-        if not self.pre_quantized:  # a checkpoint that is quantized holds its experts as numbers
+        let_lora_adapt_packed_experts()
+        if not self.pre_quantized:  # a quantized checkpoint holds its experts as numbers, to be packed when loaded
             self._convert_experts(model)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
@@ -358,7 +364,7 @@ class _QuantizeExperts(Bnb4bitQuantize):
         for name, value in input_dict.items():
             module, projection = get_module_from_name(model, name)
             if not isinstance(module, PackedExperts):
-                result |= super().convert({name: value}, full_layer_name=full_layer_name, model=model, **kwargs)
+                result.update(super().convert({name: value}, full_layer_name=full_layer_name, model=model, **kwargs))
                 continue
             weight = value[0] if isinstance(value, list) else value
             layout = module.layouts[projection]

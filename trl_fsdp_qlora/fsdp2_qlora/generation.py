@@ -1,8 +1,8 @@
-"""Gather the weights once for many forward passes without gradient, and give them back.
+"""Gather the weights once for many forward passes without gradient, and shard them again afterwards.
 
 FSDP2 gathers each layer for each forward pass. Decoding is one forward pass per token, so 512 tokens move the base 512
-times. If a rank has room for the whole base, [`gathered`] moves it once; the same holds for a reference or
-old-policy pass over several micro-batches.
+times. If a rank has memory for the whole base, [`gathered`] moves the base once. The same holds for the passes of the
+reference and of the old policy over several micro-batches.
 """
 
 from collections.abc import Iterator
@@ -19,25 +19,27 @@ from ..compat.fsdp import initialise, misfit, param_groups, reshard_settings, un
 logger = logging.get_logger(__name__)
 
 MODES = ("auto", "once", "per_layer")
-# Share of the free memory that gathered weights may take. The rest is for the cache and activations.
+# Fraction of the free memory that gathered weights may take. The rest is for the cache and activations.
 FREE_SHARE = 0.5
 
 
 def bytes_to_gather(model: nn.Module) -> int:
     """Bytes that [`gathered`] adds on this rank: each whole weight, in the dtype of its gather. The shards stay."""
     total = 0
-    for parameter in (parameter for group in param_groups(model) for parameter in group.fsdp_params):
-        shard = parameter.sharded_param
-        # Integers, and so the packed base, are never cast.
-        cast = parameter.mp_policy.param_dtype if shard.is_floating_point() else None
-        total += shard.numel() * (cast or shard.dtype).itemsize
+    for group in param_groups(model):
+        for parameter in group.fsdp_params:
+            shard = parameter.sharded_param
+            # Integers, and so the packed base, are never cast.
+            cast = parameter.mp_policy.param_dtype if shard.is_floating_point() else None
+            total += shard.numel() * (cast or shard.dtype).itemsize
     return total
 
 
 def free_bytes(device: torch.device) -> int:
     """Memory that this rank can still allocate.
 
-    That is its accelerator's memory (cached blocks included), or its share of the host's.
+    On a GPU that is the GPU's memory, with the blocks that torch has cached. On a CPU it is an equal share of the
+    host's memory.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -62,7 +64,7 @@ def choose(model: nn.Module, device: torch.device, mode: str = "auto") -> str:
 
 
 def is_gathered(model: nn.Module) -> bool:
-    """Whether this runs inside [`gathered`], where a forward is no collective operation."""
+    """Whether the model is inside a block of [`gathered`], in which a forward is not a collective operation."""
     return getattr(model, "_is_gathered", False)
 
 
@@ -72,8 +74,8 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
     Every rank has to enter.
 
-    Each unit's own reshard setting comes back and its weights are resharded at the end. A block inside another one
-    does nothing.
+    At the end each unit's reshard setting is restored and its weights are resharded. A block inside another block does
+    nothing.
     """
     groups = units(model)
     if not groups or is_gathered(model):
@@ -114,9 +116,9 @@ def keep_gathered(model: nn.Module, last_micro_batch: bool) -> None:
 
 @contextmanager
 def gathered_as(mode: str, model: nn.Module, device: torch.device) -> Iterator[None]:
-    """[`gathered`] if `mode`, or with `"auto"` the free memory of every rank, asks for it.
+    """[`gathered`] if `mode` is `"once"`, or if it is `"auto"` and every rank has enough free memory.
 
-    For a model that is not under FSDP2 it does nothing.
+    It does nothing for a model that is not under FSDP2.
     """
     once = isinstance(model, FSDPModule) and not is_gathered(model) and choose(model, device, mode) == "once"
     with gathered(model) if once else nullcontext():

@@ -12,18 +12,18 @@ import torch
 
 from ..compat.triton_kernels import jit, launch, runs, tl
 
-# Bytes that the experts of a layer which are dequantized at once may take on a GPU. 128 experts of Qwen3-30B-A3B's
-# larger projection are 0.75 GiB.
+# Largest size on a GPU of the experts that are dequantized at once. 128 experts of Qwen3-30B-A3B's larger projection
+# are 0.75 GiB.
 SCRATCH_BYTES = 2**30
 
-# Rows, columns and depth of a program's tile, and how many warps compute it.
+# Rows, columns and depth of a program's tile, and the number of warps that compute it.
 _TILE = {"ROWS": 64, "COLUMNS": 128, "DEPTH": 32, "num_warps": 4}
 
 
 def grouped_mm_is_a_loop(x: torch.Tensor) -> bool:
-    """Whether torch's grouped product of rows like these is a product per group that this kernel replaces.
+    """Whether torch computes a grouped product of rows like these as one product per group.
 
-    It is for half precision on a GPU.
+    [`multiply_groups`] then replaces it. The kernel is written for half precision on a GPU.
     """
     if x.device.type != "cuda" or x.dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -31,7 +31,7 @@ def grouped_mm_is_a_loop(x: torch.Tensor) -> bool:
 
 
 def multiply_groups(x_SK, weight_EKN, ends: torch.Tensor, out_SN: torch.Tensor) -> bool:
-    """Write `x @ weight` to the rows of `out` that belong to these groups, and to no others.
+    """Write `x @ weight` to the rows of `out` that belong to these groups, and to no other rows.
 
     Returns `False` if Triton cannot compute it.
 
@@ -43,9 +43,9 @@ def multiply_groups(x_SK, weight_EKN, ends: torch.Tensor, out_SN: torch.Tensor) 
     """
     if not runs(_product_kernel, x_SK):
         return False
-    (groups, depth, columns) = weight_EKN.shape
+    groups, depth, columns = weight_EKN.shape
     rows = len(x_SK)
-    # A group's last tile may be partial, and all tiles may be partial ones.
+    # The last tile of each group may be partial.
     tiles = rows // _TILE["ROWS"] + min(groups, rows)
     programs = tiles * -(-columns // _TILE["COLUMNS"])
     sizes = groups, depth, columns, *weight_EKN.stride()
@@ -75,34 +75,32 @@ def _product_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    # One program per tile of the output; the number of tiles of the groups before gives the program's group.
+    # One program per tile of the output. A program finds its group by the cumulative number of tiles of the groups.
     blocks = tl.cdiv(columns, COLUMNS)
     tile = tl.program_id(0) // blocks
     index = tl.arange(0, GROUPS)
-    there = index < groups
-    begin = tl.load(ends_ptr + index, mask=there, other=0)
-    end = tl.load(ends_ptr + index + 1, mask=there, other=0)
+    is_group = index < groups
+    begin = tl.load(ends_ptr + index, mask=is_group, other=0)
+    end = tl.load(ends_ptr + index + 1, mask=is_group, other=0)
     tiles = (end - begin + ROWS - 1) // ROWS
     last = tl.cumsum(tiles, axis=0)
     group = tl.sum((last <= tile).to(tl.int32), axis=0)
-    if group < groups:  # there are fewer tiles than programs: the rest have no group
-        mine = index == group
-        first = tl.sum(tl.where(mine, begin + (tile - last + tiles) * ROWS, 0), axis=0)
-        stop = tl.sum(tl.where(mine, end, 0), axis=0)
+    if group < groups:  # there may be more programs than tiles; the others have no group
+        is_mine = index == group
+        first = tl.sum(tl.where(is_mine, begin + (tile - last + tiles) * ROWS, 0), axis=0)
+        stop = tl.sum(tl.where(is_mine, end, 0), axis=0)
         row = first + tl.arange(0, ROWS)
         column = (tl.program_id(0) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
-        row_there = (row < stop)[:, None]
-        column_there = (column < columns)[None, :]
+        is_row = (row < stop)[:, None]
+        is_column = (column < columns)[None, :]
         x_row = x_ptr + row.to(tl.int64)[:, None] * depth
         weight_block = weight_ptr + group.to(tl.int64) * weight_group + column[None, :] * weight_column
         total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for start in range(0, depth, DEPTH):
-            place = start + tl.arange(0, DEPTH)
-            inside = place < depth
-            x = tl.load(x_row + place[None, :], mask=row_there & inside[None, :], other=0.0)
-            weight = tl.load(
-                weight_block + place[:, None] * weight_depth, mask=column_there & inside[:, None], other=0.0
-            )
+            k = start + tl.arange(0, DEPTH)
+            inside = k < depth
+            x = tl.load(x_row + k[None, :], mask=is_row & inside[None, :], other=0.0)
+            weight = tl.load(weight_block + k[:, None] * weight_depth, mask=is_column & inside[:, None], other=0.0)
             total += tl.dot(x, weight, input_precision="ieee")  # float32 stays float32
         out = out_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]
-        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=row_there & column_there)
+        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row & is_column)

@@ -28,8 +28,8 @@ def is_fsdp2_launch() -> bool:
 def check_launch(quantization_config=None, zero_stage: int | None = None) -> None:
     """Refuse combinations that are known not to work.
 
-    The check reads the environment that `accelerate launch` made of its config, the run's `BitsAndBytesConfig` and
-    DeepSpeed's stage. Each of the two arguments is `None` if there is none.
+    The check reads the environment variables that `accelerate launch` sets from its config, the run's
+    `BitsAndBytesConfig` and DeepSpeed's stage. An argument is `None` if the run has no such thing.
 
     Raises:
         LaunchError: the combination does not work; the message has the line to change.
@@ -46,7 +46,7 @@ def check_launch(quantization_config=None, zero_stage: int | None = None) -> Non
     if is_fsdp_launch() and os.environ.get("FSDP_VERSION", "1") != "2":
         raise LaunchError(
             "fsdp_version is 1 (which is the default): FSDP1 flattens weights into one dtype and cannot shard a "
-            "quantized base beside an adapter. In the accelerate config, under fsdp_config, set `fsdp_version: 2`"
+            "quantized base with an adapter. In the accelerate config, under fsdp_config, set `fsdp_version: 2`"
         )
     if is_fsdp_launch() and eight_bit:
         raise LaunchError(
@@ -56,15 +56,15 @@ def check_launch(quantization_config=None, zero_stage: int | None = None) -> Non
 
 
 def check_reference(needs_reference: bool) -> None:
-    """Refuse a separate reference model (full fine-tuning with a KL term) if other ranks' copy of it would be zeros.
+    """Refuse a separate reference model (full fine-tuning with a KL term) if it would be zeros on other ranks.
 
-    With rank-0 loading, transformers before 5.23 counts on a broadcast, which TRL does for the policy alone.
+    With rank-0 loading, transformers before 5.23 relies on a broadcast, which TRL does for the policy alone.
     """
-    found = version("transformers")
+    installed = version("transformers")
     loads_on_rank_0 = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() == "true"
-    if needs_reference and is_fsdp2_launch() and loads_on_rank_0 and Version(found) < Version("5.23"):
+    if needs_reference and is_fsdp2_launch() and loads_on_rank_0 and Version(installed) < Version("5.23"):
         raise LaunchError(
-            f"transformers {found} with FSDP2 leaves zeros in a reference model that rank 0 loads. In the accelerate "
-            "config, under fsdp_config, set `fsdp_cpu_ram_efficient_loading: false`, or pip install "
+            f"transformers {installed} with FSDP2 leaves zeros in a reference model that rank 0 loads. In the "
+            "accelerate config, under fsdp_config, set `fsdp_cpu_ram_efficient_loading: false`, or pip install "
             "'transformers>=5.23', or train an adapter"
         )

@@ -22,9 +22,9 @@ from ..compat.transformers import model_class
 
 
 def reads_checkpoint(rank: int) -> bool:
-    """Whether this rank reads the base for its replica: the first of each, so one per node if a replica is a node.
+    """Whether this rank reads the base for its replica: the first rank of each replica does.
 
-    This is read from the environment, in which `accelerate launch` puts its YAML's `parallelism_config`.
+    `accelerate launch` puts the `parallelism_config` of its YAML into environment variables, which are read here.
     """
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
         return rank == 0
@@ -55,17 +55,16 @@ def experts_in_16_bit(model: nn.Module) -> str | None:
         return None
     from .experts import dense_experts
 
-    known = set(dense_experts(model).values())
-    left = Counter()
+    with_4_bit_form = set(dense_experts(model).values())
+    numbers = Counter()  # of experts that are not packed, by class
     for module in model.modules():
-        if module in known or "Expert" in type(module).__name__:
-            left[type(module).__name__] += sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 3)
-    if not left.total():
+        if module in with_4_bit_form or "Expert" in type(module).__name__:
+            numbers[type(module).__name__] += sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 3)
+    if not numbers.total():
         return None
-    how = "those with a 4-bit form have it in a model given by its name, or loaded inside experts_in_4bit()"
     return (
-        f"{2 * left.total() / 2**30:.2f} GiB of experts stay in 16 bit ({', '.join(+left)}); {how} "
-        "(docs/fsdp2_qlora.md)"
+        f"{2 * numbers.total() / 2**30:.2f} GiB of experts stay in 16 bit ({', '.join(+numbers)}); those with a 4-bit "
+        "form have it in a model given by its name, or loaded inside experts_in_4bit() (docs/fsdp2_qlora.md)"
     )
 
 
@@ -88,27 +87,32 @@ def load_quantized_base(model_id: str, quantization_config=None, **from_pretrain
             by another method.
     """
     dtype = from_pretrained.pop("dtype", torch.bfloat16)
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
+    if isinstance(dtype, str) and dtype != "auto":
+        dtype = getattr(torch, dtype)
     from_pretrained.pop("device_map", None)
-    named = {k: v for k, v in from_pretrained.items() if k in ("revision", "trust_remote_code", "token")}
-    config = AutoConfig.from_pretrained(model_id, **named)
+    hub_options = {k: v for k, v in from_pretrained.items() if k in ("revision", "trust_remote_code", "token")}
+    config = AutoConfig.from_pretrained(model_id, **hub_options)
     stored = getattr(config, "quantization_config", None)
     in_4bit = stored is not None or getattr(quantization_config, "load_in_4bit", False)
     if not in_4bit or (stored or {}).get("quant_method", "bitsandbytes") != "bitsandbytes":
         raise ValueError(
-            f"{model_id} is not to be in bitsandbytes' 4 bits ({stored or quantization_config}): take a checkpoint "
-            "that is, or one in 16 bit with BitsAndBytesConfig(load_in_4bit=True)"
+            f"{model_id} would not be loaded in bitsandbytes' 4 bits ({stored or quantization_config}): take a "
+            "checkpoint in 4 bits, or one in 16 bit with BitsAndBytesConfig(load_in_4bit=True)"
         )
     if reads_checkpoint(PartialState().process_index):
         if quantization_config is not None:
             from_pretrained["quantization_config"] = quantization_config
         return model_class(config).from_pretrained(model_id, dtype=dtype, device_map={"": "cpu"}, **from_pretrained)
     # The quantized model's modules without data. Shapes and dtypes that differ from rank 0's are replaced by rank 0's.
-    how = quantization_config
-    if stored is not None:
-        how = stored if how is None else AutoHfQuantizer.merge_quantization_configs(stored, how)
-    quantizer = AutoHfQuantizer.from_config(how, pre_quantized=stored is not None)
-    dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
+    if stored is None:
+        quantization = quantization_config
+    elif quantization_config is None:
+        quantization = stored
+    else:
+        quantization = AutoHfQuantizer.merge_quantization_configs(stored, quantization_config)
+    quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=stored is not None)
+    if dtype == "auto":
+        dtype = config.dtype or torch.float32
     attention = {name: value for name, value in from_pretrained.items() if name == "attn_implementation"}
     with torch.device("meta"):
         model = model_class(config).from_config(config, dtype=dtype, **attention)

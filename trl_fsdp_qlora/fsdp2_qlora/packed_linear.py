@@ -1,4 +1,4 @@
-"""A 4-bit linear layer whose every byte sits in one flat uint8 parameter.
+"""A 4-bit linear layer with all its bytes in one flat uint8 parameter.
 
 bitsandbytes keeps the packed weight in a `Params4bit` and its quantization state (block maxima) next to it, as plain
 attributes. FSDP2 cannot shard the weight if it is stored as uint8, casts the weight if it is stored as a float, and
@@ -36,14 +36,15 @@ def codebook(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ByteLayout:
-    """Positions of the parts in one layer's bytes, and the constants of its quantization. Plain data: it can be sent.
+    """Positions of the parts in one layer's bytes, and the constants of its quantization; plain data, to be sent.
 
     Attributes:
         shape: `(out_features, in_features)` of the dense weight.
         dtype: dtype that dequantization returns.
         blocksize: weights per block maximum; with double quantization `nested_blocksize` block maxima per nested
             maximum.
-        code: the 16 values of the 4-bit code; `nested_code` the 256 of the block maxima's 8-bit code, or `None`.
+        code: the 16 values of the 4-bit code.
+        nested_code: the 256 values of the 8-bit code of the block maxima; `None` without double quantization.
         sizes: bytes of weight, absmax and, with double quantization, nested absmax and offset.
     """
 
@@ -88,7 +89,9 @@ def to_bytes(layer: Linear4bit) -> tuple[torch.Tensor, ByteLayout]:
 def state_to_bytes(data: torch.Tensor, state: QuantState) -> tuple[torch.Tensor, ByteLayout]:
     """Like [`to_bytes`], for the results of `quantize_4bit`."""
     nested = state.state2 if state.nested else None
-    parts = [data, state.absmax] + ([nested.absmax, state.offset] if nested else [])
+    parts = [data, state.absmax]
+    if nested:
+        parts += [nested.absmax, state.offset]
     parts = [part.contiguous().reshape(-1).view(torch.uint8) for part in parts]
     layout = ByteLayout(
         shape=tuple(state.shape),
@@ -109,7 +112,8 @@ def state_to_bytes(data: torch.Tensor, state: QuantState) -> tuple[torch.Tensor,
 def from_bytes(flat: torch.Tensor, layout: ByteLayout) -> tuple[torch.Tensor, QuantState]:
     """Views into the bytes: the packed weight `(weight_bytes, 1)` and its `QuantState`. Nothing is copied."""
     weight, absmax, *nested = (flat[section] for section in layout.sections)
-    state2, offset = None, None
+    state2 = None
+    offset = None
     if layout.nested:
         maxima = nested[0].view(torch.float32)
         code = codebook(layout.nested_code, flat.device)
@@ -150,8 +154,8 @@ class PackedLinear4bit(Linear4bit):
         return matmul_4bit(x, weight, bias=bias, quant_state=state).to(input_dtype)
 
     def _views(self) -> tuple[torch.Tensor, QuantState]:
-        # Views into the gathered parameter. FSDP2 frees and refills that same storage around each use, so the views
-        # stay valid; while they are kept, no other storage can have its identity.
+        # The views point into the gathered parameter. FSDP2 frees and refills the same storage around each use, so
+        # the views stay valid. While they exist, the storage exists, so no other storage can have its address.
         storage = self.weight.untyped_storage()._cdata
         if self._unpacked is None or self._unpacked[0] != storage:
             self._unpacked = (storage, *from_bytes(self.weight.data, self.layout))

@@ -1,6 +1,6 @@
-"""Sharding a 4-bit base through `accelerate`, without touching its source.
+"""Sharding a 4-bit base through `accelerate`, without changing its source.
 
-`shard_quantized_base(accelerator)` is the one line a training loop needs: from then on `accelerator.prepare` of a
+`shard_quantized_base(accelerator)` is the one line that a training loop needs: from then on `accelerator.prepare` of a
 quantized model under FSDP2 packs the 4-bit layers before `fully_shard` sees them, and measures the result.
 """
 
@@ -31,7 +31,7 @@ def shard_quantized_base(accelerator: Accelerator, adapter_dtype: torch.dtype = 
     Every `bitsandbytes` 4-bit layer is sharded as packed bytes together with its quantization state, whatever
     `bnb_4bit_quant_storage` and the mixed precision are. Ranks whose model is on the meta device (see
     [`load_quantized_base`]) receive their shards from the first rank of their replica; other ranks shard their own
-    copy. Adapters start as rank 0's. Then each rank's bytes are measured and logged.
+    copy. Adapters start as copies of rank 0's. Then each rank's bytes are measured and logged.
 
     Args:
         accelerator: an accelerator whose `prepare` was not called with the model yet.
@@ -53,12 +53,12 @@ def shard_quantized_base(accelerator: Accelerator, adapter_dtype: torch.dtype = 
             return stock_prepare(*args, **kwargs)
         # A text model's class may name the blocks of a vision tower that the model does not have (Qwen3.5). Accelerate
         # refuses such names.
-        there = {type(module).__name__ for module in model.modules()}
-        model._no_split_modules = [x for x in getattr(model, "_no_split_modules", None) or () if x in there]
+        classes = {type(module).__name__ for module in model.modules()}
+        model._no_split_modules = [x for x in getattr(model, "_no_split_modules", None) or () if x in classes]
         with _trained_head_in_root(model):
-            if any(type(module).__name__ in ("Linear4bit", "PackedLinear4bit") for module in model.modules()):
+            if classes & {"Linear4bit", "PackedLinear4bit"}:
                 return _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, kwargs)
-            with _own_settings(accelerator.state.fsdp_plugin):
+            with _plugin_settings(accelerator.state.fsdp_plugin):
                 return stock_prepare(*args, **kwargs)
 
     prepare.shards_quantized_base = True
@@ -70,29 +70,34 @@ def _trained_head_in_root(model: nn.Module) -> AbstractContextManager:
 
     Accelerate puts the head into a unit with the final norm. It does not find the norm inside an adapter, so the head
     gets a unit of its own. TRL's fused head and this package's read the weight without calling the head, so only
-    `full_tensor` gathers such a unit, and its gradient is that of this rank's completions alone.
+    `full_tensor` gathers such a unit, and the head's gradient is then that of this rank's completions alone.
     """
-    head, embedding = (getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("output", "input"))
-    trained = head is not None and any(parameter.requires_grad for parameter in head.parameters())
-    if not trained or finds_final_norm(model) or getattr(embedding, "weight", None) is getattr(head, "weight", head):
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    is_trained = head is not None and any(parameter.requires_grad for parameter in head.parameters())
+    is_tied = getattr(embedding, "weight", None) is getattr(head, "weight", head)
+    if not is_trained or is_tied or finds_final_norm(model):
         return nullcontext()
     return replaced(model, get_output_embeddings=lambda: None)
 
 
-def _own_settings(plugin, reduce_dtype: torch.dtype | None = None) -> AbstractContextManager:
-    """Settings of the plugin that accelerate has no option for, while `prepare` runs.
+def _plugin_settings(plugin, reduce_dtype: torch.dtype | None = None) -> AbstractContextManager:
+    """Change settings of the plugin for which accelerate has no option, while `prepare` runs.
 
-    `reduce_dtype` is a quantized base's. Accelerate's own policy rounds the results of modules (log-probabilities
-    among them) and the gradients that are summed over the ranks to the compute dtype: 8 bits in bfloat16, compared
-    with DDP's 24.
+    Accelerate's own policy rounds the outputs of modules (log-probabilities among them) and the gradients that are
+    summed over the ranks to the compute dtype: 8 bits in bfloat16, compared with DDP's 24.
+
+    Args:
+        reduce_dtype: dtype in which gradients are summed, for a quantized base; `None` keeps the policy's.
     """
     policy = plugin.mixed_precision_policy
     settings = {}
     if policy is not None and policy.param_dtype == policy.reduce_dtype == policy.output_dtype:
-        reduce = policy.reduce_dtype if reduce_dtype is None else reduce_dtype
-        settings["mixed_precision_policy"] = replace(policy, reduce_dtype=reduce, output_dtype=None)
+        dtype = policy.reduce_dtype if reduce_dtype is None else reduce_dtype
+        settings["mixed_precision_policy"] = replace(policy, reduce_dtype=dtype, output_dtype=None)
     if reduce_dtype is not None:
-        settings["cpu_ram_efficient_loading"] = False  # True broadcasts every weight whole; distribute.py sends shards
+        # With True, accelerate broadcasts every weight whole; distribute.py sends shards.
+        settings["cpu_ram_efficient_loading"] = False
     return replaced(plugin, **settings)
 
 
@@ -101,7 +106,9 @@ def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, k
     from .packed_linear import pack_model
 
     if misfit() is not None:
-        raise LaunchError(f"{misfit()}, which sharding 4-bit bases needs: take another torch, or launch with ddp.yaml")
+        raise LaunchError(
+            f"{misfit()}, which sharding 4-bit bases needs: install another torch, or launch with ddp.yaml"
+        )
     plugin = accelerator.state.fsdp_plugin
     device = accelerator.device
     mesh = accelerator.parallelism_config
@@ -111,14 +118,16 @@ def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, k
     on_meta = [None] * accelerator.num_processes
     dist.all_gather_object(on_meta, any(parameter.is_meta for parameter in model.parameters()))
     if any(on_meta[::per_replica]):
-        change = "write the mesh into the accelerate config (`parallelism_config`), not into the trainer's arguments"
-        raise ValueError(f"the first of {per_replica} ranks of a replica has no weights to send: {change}")
+        raise ValueError(
+            f"the first of {per_replica} ranks of a replica has no weights to send: write the mesh into the "
+            "accelerate config (`parallelism_config`), not into the trainer's arguments"
+        )
     if any(on_meta):
         distribute.broadcast_buffers(model, device)
         source = distribute.detach_source(model, accelerator.process_index % per_replica == 0)
     else:
         pack_model(model)
-    with _own_settings(plugin, adapter_dtype), integer_shards(model):
+    with _plugin_settings(plugin, adapter_dtype), integer_shards(model):
         result = stock_prepare(*args, **kwargs)
     if any(on_meta):
         distribute.fill_shards(model, source, device, isinstance(plugin.cpu_offload, CPUOffloadPolicy))
@@ -129,13 +138,16 @@ def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, k
 
 
 def dense_shapes(model: nn.Module) -> dict[int, tuple[int, ...]]:
-    """Shape of the dense weight behind every packed 4-bit parameter, which itself is a vector of bytes; by `id`."""
+    """Shapes of the dense weights of packed 4-bit parameters, which themselves are bytes; by the parameter's `id`."""
     if not is_bitsandbytes_available():
         return {}
     from .experts import packed_experts
     from .packed_linear import PackedLinear4bit
 
-    shapes = {id(m.weight): m.layout.shape for m in model.modules() if isinstance(m, PackedLinear4bit)}
+    shapes = {}
+    for module in model.modules():
+        if isinstance(module, PackedLinear4bit):
+            shapes[id(module.weight)] = module.layout.shape
     for experts in packed_experts(model).values():
         for name, layout in experts.layouts.items():
             shapes[id(getattr(experts, name))] = (experts.num_experts, *layout.shape)

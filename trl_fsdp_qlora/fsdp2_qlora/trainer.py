@@ -1,11 +1,11 @@
-"""`ShardedQLoRAMixin`: FSDP2 + QLoRA for any TRL trainer; `EfficientGRPOTrainer` stands on it.
+"""`ShardedQLoRAMixin`: FSDP2 + QLoRA for any TRL trainer; this package's trainers use it.
 
     class ShardedSFTTrainer(ShardedQLoRAMixin, SFTTrainer):
         pass
 
-Under an accelerate config with FSDP2 it shards a 4-bit base, and saves plain PEFT adapters and resumes from them (with
-unquantized bases as well). It can evaluate before it trains, and gathers weights once for generation. In every other
-case it is the trainer it was mixed into.
+Under an accelerate config with FSDP2 the trainer shards a 4-bit base. It saves plain PEFT adapters and resumes from
+them (with unquantized bases as well), can evaluate before it trains, and gathers weights once for generation. Under
+every other config the mixin changes nothing.
 """
 
 from collections.abc import Iterator
@@ -56,7 +56,8 @@ class ShardedQLoRAMixin:
     def _head_on_device(self) -> Iterator[None]:
         """Let TRL's fused LM head find its weight on the device although the shards are offloaded.
 
-        The fused head computes on its weight's device. On the host, no collective of the device takes its results.
+        The fused head computes on the device of its weight. If that is the host, the device's collectives refuse the
+        results.
         """
         plugin = self.accelerator.state.fsdp_plugin if isinstance(self.model, FSDPModule) else None
         if plugin is None or not isinstance(plugin.cpu_offload, CPUOffloadPolicy):
@@ -66,11 +67,11 @@ class ShardedQLoRAMixin:
         head = language_model.get_output_embeddings()
         device = self.accelerator.device
 
-        def there():
+        def head_on_device():
             bias = getattr(head, "bias", None)
             return SimpleNamespace(weight=head.weight.to(device), bias=None if bias is None else bias.to(device))
 
-        with replaced(language_model, get_output_embeddings=there):
+        with replaced(language_model, get_output_embeddings=head_on_device):
             yield
 
     def _generate_and_score_completions(self, inputs):  # of trainers that generate
@@ -79,10 +80,10 @@ class ShardedQLoRAMixin:
 
     @contextmanager
     def weights_gathered(self) -> Iterator[None]:
-        """Hold the whole model while weights do not change, if `args.fsdp_gather` and the free memory say so.
+        """Keep all weights gathered inside the block, if `args.fsdp_gather` and the free memory allow it.
 
-        This is for generation and for the old and reference policies' passes: many forwards, no gradient, the same
-        weights.
+        The block is meant for generation and for the passes of the old policy and the reference: many forwards without
+        gradient, with the same weights.
         """
         # With vLLM the model does not generate, and TRL's sync of the weights expects them sharded.
         mode = "per_layer" if getattr(self.args, "use_vllm", False) else getattr(self.args, "fsdp_gather", "auto")
@@ -91,7 +92,8 @@ class ShardedQLoRAMixin:
 
     def evaluation_loop(self, *args, **kwargs):
         if self.accelerator.is_fsdp2 and not isinstance(self.model, FSDPModule):  # an evaluation before training
-            self.create_optimizer()  # accelerate prepares it with the model, and evaluation alone creates none
+            # Accelerate prepares the optimizer with the model, and an evaluation alone does not create it.
+            self.create_optimizer()
             self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
             register_fsdp_forward_method(self.model, "generate")
             self.model_wrapped = self.model
@@ -101,7 +103,7 @@ class ShardedQLoRAMixin:
         if not has_sharded_adapter(self.model):
             return super().save_model(output_dir, _internal_call)
         adapter = gather_adapter(self.model)
-        if self.args.should_save:  # transformers 5.17 leaves it to the caller that only one rank writes
+        if self.args.should_save:  # transformers 5.17's `_save` writes on every rank that calls it
             self._save(output_dir or self.args.output_dir, state_dict=adapter)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
@@ -124,11 +126,12 @@ class ShardedQLoRAMixin:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not has_sharded_adapter(self.model):
             return super()._load_optimizer_and_scheduler(checkpoint)
-        optimizer, schedule = (Path(checkpoint) / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
-        if optimizer.is_file() and schedule.is_file():  # else both start anew, as in transformers
+        optimizer = Path(checkpoint) / OPTIMIZER_NAME
+        schedule = Path(checkpoint) / SCHEDULER_NAME
+        if optimizer.is_file() and schedule.is_file():  # otherwise both start anew, as in transformers
             load_optimizer(self.optimizer, torch.load(optimizer, map_location="cpu", weights_only=True))
             self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
-        # Other states that a trainer restores (TRL's entropy controller) are restored as always.
+        # The trainer's own method restores its other states, such as TRL's entropy controller.
         with no_optimizer_read():
             super()._load_optimizer_and_scheduler(checkpoint)
 

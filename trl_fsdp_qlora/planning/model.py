@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from ..compat.peft import lora_factors_beside_the_weight
+from ..compat.peft import let_lora_adapt_packed_experts
 from ..recipe.checks import build_bare, with_adapter
 from . import fake_ops
 from .settings import Settings, optimizer_name
@@ -62,7 +62,7 @@ def _quantize(model: nn.Module, dtype: torch.dtype, nested: bool) -> None:
             module.weight, module.state_bytes = _pack(module.weight.shape, nested)
             module.compute_dtype = dtype
         elif fake_ops.is_experts(module):
-            lora_factors_beside_the_weight()
+            let_lora_adapt_packed_experts()
             module.state_bytes = 0
             module.layouts = {}
             module.lora = {}

@@ -16,7 +16,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..compat.transformers import is_flash, under_own_name, unlike_flash
+from ..compat.transformers import attention_named, is_flash, name_without_flash
 from ..scoring.transfer import to_device
 from . import cascade, two_part
 from .layout import PackedLayout, additive
@@ -94,7 +94,7 @@ def own_attention_function(base: str, module: torch.nn.Module) -> Callable:
 
 
 def _under_own_name(function: Callable, base: str, module: torch.nn.Module, *args, **kwargs):
-    with under_own_name(module.config, base):
+    with attention_named(module.config, base):
         return function(module, *args, **kwargs)
 
 
@@ -200,7 +200,7 @@ def install(model: PreTrainedModel) -> None:
     masks = AttentionMaskInterface()
     if base not in masks or (base != "eager" and base not in ALL_ATTENTION_FUNCTIONS):
         raise UnsupportedAttention(f"attn_implementation={base!r} has no registered mask; use 'sdpa' or 'eager'")
-    name = PREFIX + unlike_flash(base)
+    name = PREFIX + name_without_flash(base)
     _BASES[name] = base
     AttentionInterface.register(name, functools.partial(_prefix_shared_attention, base=base))
     AttentionMaskInterface.register(name, masks[base])

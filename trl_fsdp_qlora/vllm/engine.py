@@ -21,7 +21,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from ..compat.replaced import replaced
 from ..compat.trl import ensure_master_addr_port
-from ..compat.vllm import leave_groups_that_are_gone
+from ..compat.vllm import skip_destroyed_groups
 from ..run.ranks import on_main
 from ..run.shipped import cache_folder
 from .adapter_sync import AdapterVersions, RolloutError, adapter_weights, served_rank
@@ -210,7 +210,7 @@ class AdapterEngine(VLLMGeneration):
             options["block_size"] = 32
         with one_adapter():
             llm = LLM(**{**options, **self.engine_kwargs})
-        leave_groups_that_are_gone(llm)
+        skip_destroyed_groups(llm)
         self.llm = _Serving(llm)
         if self.enable_sleep_mode:
             self.llm.sleep()
