@@ -90,7 +90,7 @@ def test_what_is_found_to_fit_fits_and_the_next_larger_does_not(tmp_path, monkey
     # Each way alone makes it fit.
     large = changed(replace(plan, hardware=CARD), max_completion_length=256, per_device_train_batch_size=32)
     large = make_plan(large.settings, hardware=replace(CARD, memory=int(0.95 * large.peak)))
-    lines = module.ways(large)
+    lines = module.changes_that_fit(large)
     assert not large.fits and "gradient_checkpointing: true" in lines and len(lines) <= 3
     assert any(line.startswith("per_device_train_batch_size: 16, gradient_accumulation_steps: 2") for line in lines)
     # The fewest cards hold it and fewer do not.

@@ -55,7 +55,7 @@ def plan(words: Sequence[str]) -> int:
             counts_data=bool({"--dataset", "--pairs"} & named),
             prompt_tokens=options.prompt_tokens,
         )
-        lines = planning.ways(planned) if not planned.fits and planned.enough_cards else []
+        lines = planning.changes_that_fit(planned) if not planned.fits and planned.enough_cards else []
         solved = _solve(planned) if options.solve else {}
         if options.json:
             print(json.dumps(planning.as_dict(planned) | {"makes_it_fit": lines} | solved, indent=2))

@@ -1,1 +1,1 @@
-"""Bytes and seconds of a run before it starts, and compared with what was measured."""
+"""The bytes of a run before it starts, and their comparison with measured bytes."""

@@ -46,7 +46,7 @@ class Data:
     """Tokenized prompts, and for preference pairs their two answers.
 
     Attributes:
-        source: the name that a user knows it by.
+        source: the data set's name or file, as the user wrote it.
         prompts: token ids of each prompt.
         answers: `(chosen, rejected)` of each prompt; `None` if the trainer draws completions.
     """
@@ -69,33 +69,34 @@ class Data:
 
         Args:
             completion: tokens of each completion, if the trainer draws completions; no two have a token in common.
-            max_length: tokens that pairs are truncated to.
+            max_length: the number of tokens to which pairs are truncated.
         """
         key = rows, group, completion, max_length
         if key not in self._drawn:
-            candidates = [self._lay_out(chosen, *key) for chosen in self._micro_batches(-(-rows // group))]
+            candidates = [self._lay_out(indices, *key) for indices in self._micro_batches(-(-rows // group))]
             self._drawn[key] = max(candidates, key=lambda drawn: drawn.tokens)
         return self._drawn[key]
 
     def _micro_batches(self, prompts: int) -> list[list[int]]:
-        """Indices of distinct prompts, shuffled as an epoch is. If an epoch has too few, a further one follows."""
-        draw = random.Random(_SEED)
+        """Indices of the prompts of each micro-batch, in the order of shuffled epochs."""
+        generator = random.Random(_SEED)
         batches = []
-        epoch = []
+        remaining = []
         while len(batches) < _DRAWN:
-            while len(epoch) < prompts:
-                another = list(range(len(self.prompts)))
-                draw.shuffle(another)
-                epoch += another
-            batches.append(epoch[:prompts])
-            epoch = epoch[prompts:]
+            while len(remaining) < prompts:
+                epoch = list(range(len(self.prompts)))
+                generator.shuffle(epoch)
+                remaining += epoch
+            batches.append(remaining[:prompts])
+            remaining = remaining[prompts:]
         return batches
 
-    def _lay_out(self, chosen: list[int], rows: int, group: int, completion: int, max_length: int | None) -> Drawn:
-        sequences, scored = [], 0
-        for place, index in enumerate(chosen):
+    def _lay_out(self, indices: list[int], rows: int, group: int, completion: int, max_length: int | None) -> Drawn:
+        sequences = []
+        scored = 0
+        for i, index in enumerate(indices):
             prompt = np.asarray(self.prompts[index])
-            for row in range(place * group, min((place + 1) * group, rows)):
+            for row in range(i * group, min((i + 1) * group, rows)):
                 if self.answers is None:  # token ids that no prompt and no other row has
                     answer = -1 - row * completion - np.arange(completion)
                 else:
@@ -113,9 +114,9 @@ class Data:
 
 
 def read_data(script: ScriptArguments, model: ModelConfig) -> Data | None:
-    """Read the data that a recipe's arguments name, tokenized as its trainer does.
+    """Read the data that a recipe's arguments name, tokenized as by the recipe's trainer.
 
-    If the tokens cannot be counted, it logs a line and returns `None`.
+    If the tokens cannot be counted, the function prints a line and returns `None`.
     """
     is_paired = isinstance(script, DPOScriptArguments)
     source = script.pairs if is_paired else script.dataset
@@ -131,14 +132,18 @@ def read_data(script: ScriptArguments, model: ModelConfig) -> Data | None:
         end = tokenizer.eos_token
         for pair in read_pairs(source):
             if isinstance(pair["prompt"], str):
-                ended = {name: pair[name].removesuffix(end) + end for name in ("chosen", "rejected")}
-                texts = {"prompt": pair["prompt"], **ended}
+                texts = {
+                    "prompt": pair["prompt"],
+                    "chosen": pair["chosen"].removesuffix(end) + end,
+                    "rejected": pair["rejected"].removesuffix(end) + end,
+                }
             else:
                 texts = apply_chat_template(pair, tokenizer)
             prompt = tokenizer(texts["prompt"])["input_ids"]
-            both = (tokenizer(texts["prompt"] + texts[name])["input_ids"] for name in ("chosen", "rejected"))
+            chosen = tokenizer(texts["prompt"] + texts["chosen"])["input_ids"]
+            rejected = tokenizer(texts["prompt"] + texts["rejected"])["input_ids"]
             prompts.append(prompt)
-            answers.append(tuple(ids[len(prompt) :] for ids in both))
+            answers.append((chosen[len(prompt) :], rejected[len(prompt) :]))
         return Data(source, prompts, answers)
     except UserError as error:
         say(f"{source} is not counted: {error}")

@@ -1,8 +1,8 @@
 """Fake ops: functions that allocate and keep the bytes of operations that cannot run on fake tensors.
 
-These are flash attention, 4-bit layers, experts and head. Flash attention's kernel depends on the device, the frozen
-head reads a value of its logits, experts check which of them got tokens, and bitsandbytes may not be installed. Each
-function names the operation that it replaces; tests/planning compares the two.
+These operations are flash attention, 4-bit layers, experts and the LM head. Flash attention's kernel depends on the
+device, the frozen head reads a value of its logits, experts check which of them got tokens, and bitsandbytes may not
+be installed. Each function names the operation that it replaces; tests/planning compares the two.
 """
 
 from types import MethodType
@@ -50,31 +50,33 @@ class FourBitExperts(torch.autograd.Function):
 
 
 def _dense_experts(x: torch.Tensor, packed: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    one = shape[0] * shape[1]
-    at_once = max(1, min(2 * packed.numel() // one, SCRATCH_BYTES // (one * x.dtype.itemsize)))
-    copied = packed.new_empty(at_once * one // 2)
+    weights = shape[0] * shape[1]  # of an expert, two in a byte
+    experts = 2 * packed.numel() // weights
+    at_once = max(1, min(experts, SCRATCH_BYTES // (weights * x.dtype.itemsize)))
+    copied_bytes = packed.new_empty(at_once * weights // 2)
     dense = x.new_empty(at_once, *shape)
-    del copied
+    del copied_bytes
     return dense[0]
 
 
 class FourBitLinear(nn.Linear):
     """A bitsandbytes 4-bit layer.
 
-    The quantization state's bytes, `state_bytes`, are no parameter, as in bitsandbytes.
+    The quantization state, of `state_bytes` bytes, is not a parameter, as in bitsandbytes.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shape = self.out_features, self.in_features
         out = FourBitMatmul.apply(x.to(self.compute_dtype), self.weight, shape)
-        out = out if self.bias is None else out + self.bias.to(out.dtype)
+        if self.bias is not None:
+            out = out + self.bias.to(out.dtype)
         return out.to(x.dtype).clone()  # PEFT clones a 4-bit layer's output
 
 
 class FlashAttention(torch.autograd.Function):
     """Flash attention, also in two parts (`prefix_sharing.cascade`). It keeps q, k, v, the output and its log-sum-exp.
 
-    `(B, H, T, D)` queries and `(B, H_kv, T, D)` keys and values give `(B, T, H, D)`.
+    Queries are `(B, H, T, D)`, keys and values `(B, H_kv, T, D)`, the output `(B, T, H, D)`.
     """
 
     @staticmethod
@@ -92,7 +94,7 @@ class FlashAttention(torch.autograd.Function):
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """Autocast's dtype if autocast is on, else that of `x`; autocast does not reach into a custom function."""
+    """Autocast's dtype if autocast is on, else the dtype of `x`; autocast has no effect inside a custom function."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -102,10 +104,15 @@ def _attention(module, query, key, value, attention_mask, **kwargs):
     if row is not None:  # a pass that shares a trunk with others, or the trunk
         key = row.kept.extended((id(module), "key"), key, row.is_computed)
         value = row.kept.extended((id(module), "value"), value, row.is_computed)
-    query, key, value = (x.to(compute_dtype(query)) for x in (query, key, value))
-    if attention_mask is not None:  # with a mask, transformers repeats keys and values for grouped queries
-        repeats = query.shape[1] // key.shape[1]
-        key, value = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
+    dtype = compute_dtype(query)
+    query = query.to(dtype)
+    key = key.to(dtype)
+    value = value.to(dtype)
+    repeats = query.shape[1] // key.shape[1]
+    if attention_mask is not None and repeats > 1:
+        # With a mask, transformers repeats keys and values for grouped queries.
+        key = key.repeat_interleave(repeats, 1)
+        value = value.repeat_interleave(repeats, 1)
     return FlashAttention.apply(query, key, value), None
 
 
@@ -121,13 +128,13 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def replace_experts(experts: nn.Module) -> None:
-    """Give transformers' experts a forward on `(tokens, hidden)`.
-
-    In this forward one expert computes all rows, tokens times k of them.
-    """
+    """Replace the forward of transformers' experts by one in which one expert computes the k rows of every token."""
     first = "gate_up_proj" if hasattr(experts, "gate_up_proj") else "up_proj"
-    shapes = {name: tuple(p.shape[1:]) for name, p in experts.named_parameters(recurse=False) if p.ndim == 3}
-    shapes = {name: shape[::-1] if experts.is_transposed else shape for name, shape in shapes.items()}  # (out, in)
+    shapes = {}  # (out_features, in_features) by projection
+    for name, parameter in experts.named_parameters(recurse=False):
+        if parameter.ndim == 3:
+            shape = tuple(parameter.shape[1:])
+            shapes[name] = shape[::-1] if experts.is_transposed else shape
 
     def project(self, name, x):
         weight = getattr(self, name)
@@ -139,8 +146,8 @@ def replace_experts(experts: nn.Module) -> None:
                 low = nn.functional.linear(x.to(rhs[0].dtype), rhs[0])
                 out = out + scaling * nn.functional.linear(low, lhs[0]).to(out.dtype)
             return out
-        one = weight.to(x.dtype)[0]
-        return x @ (one if self.is_transposed else one.t())
+        of_expert = weight.to(x.dtype)[0]
+        return x @ (of_expert if self.is_transposed else of_expert.t())
 
     def forward(self, hidden, top_k_index, top_k_weights):
         rows = hidden.repeat_interleave(top_k_index.shape[-1], 0)
@@ -157,7 +164,7 @@ def replace_experts(experts: nn.Module) -> None:
 
 
 class FrozenHead(torch.autograd.Function):
-    """`scoring.frozen_head.FrozenHeadLogProbFunction`: the Jacobian of every token is kept, tiles come and go."""
+    """`scoring.frozen_head.FrozenHeadLogProbFunction`: it keeps the Jacobian of every token, and frees its tiles."""
 
     @staticmethod
     def forward(ctx, hidden_NH, weight_VH, keep_jacobian, on_gpu):
@@ -187,7 +194,7 @@ class FrozenHead(torch.autograd.Function):
 
 
 class TrainedHead(torch.autograd.Function):
-    """TRL's `ChunkedLogProbFunction` on a GPU, where its kernel works in place: one tile, gradients in float32."""
+    """TRL's `ChunkedLogProbFunction` on a GPU: one tile, in place, and gradients in float32."""
 
     @staticmethod
     def forward(ctx, hidden_NH, weight_VH, chunk):
@@ -199,9 +206,12 @@ class TrainedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_N):
         hidden_NH, weight_VH = ctx.saved_tensors
-        needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-        hidden, weight = (x.new_empty(x.shape, dtype=torch.float32) if asked else None for x, asked in needed)
+        needs_hidden, needs_weight, _ = ctx.needs_input_grad
+        grad_hidden = hidden_NH.new_empty(hidden_NH.shape, dtype=torch.float32) if needs_hidden else None
+        grad_weight = weight_VH.new_empty(weight_VH.shape, dtype=torch.float32) if needs_weight else None
         hidden_NH.new_empty(ctx.tile)
-        hidden = hidden if hidden is None else hidden.to(hidden_NH.dtype)
-        weight = weight if weight is None else weight.to(weight_VH.dtype)
-        return hidden, weight, None
+        if needs_hidden:
+            grad_hidden = grad_hidden.to(hidden_NH.dtype)
+        if needs_weight:
+            grad_weight = grad_weight.to(weight_VH.dtype)
+        return grad_hidden, grad_weight, None

@@ -20,10 +20,12 @@ SLACK = 0.05  # fraction of temporary bytes that the caching allocator holds in 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The devices of a run.
+    """The devices of a run: cards, or a CPU.
 
-    They are `cards` of `memory` bytes each (`None`: as many as ranks), or a CPU (no `gpu`), whose memory the ranks
-    share.
+    Attributes:
+        memory: bytes of each card, or of the host, whose memory the ranks share.
+        cards: the number of cards; `None` for as many as ranks.
+        gpu: whether the devices are cards.
     """
 
     name: str
@@ -39,7 +41,7 @@ class Hardware:
 def read_hardware(text: str | None, use_cpu: bool = False) -> Hardware:
     """Read the hardware that `text` names: `h100`, `24GB`, either with ` xN`, or `cpu`.
 
-    `None` is this machine's hardware, or its CPU if the run is to `use_cpu`.
+    `None` is this machine's hardware, or its CPU if the run has `use_cpu`.
 
     Raises:
         ConfigError: the name is unknown; the message lists the known names.

@@ -1,6 +1,6 @@
-"""A run's model without data, and the bytes that lie on a rank from step to step.
+"""A run's model without data, and the bytes that a rank holds during the whole run.
 
-The model is the base, 4-bit layers and experts, and the adapter.
+The model is the base, with 4-bit layers and experts, and the adapter.
 """
 
 import copy
@@ -25,31 +25,34 @@ GRADIENTS = "gradients"
 BUCKETS = "gradient buckets"
 OPTIMIZER = "optimizer"
 REFERENCE = "reference model"
-# Weights that share a maximum, and maxima that share another maximum: bitsandbytes' defaults.
-_BLOCK, _NESTED_BLOCK = 64, 256
+# bitsandbytes' defaults: weights with one maximum, and maxima with one maximum of their own.
+_BLOCK = 64
+_NESTED_BLOCK = 256
 # Numbers that an optimizer keeps per trained weight, and their bytes (`None`: those of the weight's own dtype).
 _OPTIMIZERS = {"8bit": (2, 1), "sgd": (0, None), "lion": (1, None), "adam": (2, None)}
 
 
 def dtype_of(settings: Settings, config: PretrainedConfig) -> torch.dtype:
-    """The dtype that the base is loaded in."""
+    """The dtype in which the base is loaded."""
     name = settings.model.dtype or "float32"
     return config.dtype or torch.float32 if name == "auto" else getattr(torch, name)
 
 
 def compute_dtype(settings: Settings, config: PretrainedConfig) -> torch.dtype:
-    """The dtype of a linear layer's output: that of the mixed precision, or that the base is loaded in."""
+    """The dtype of a linear layer's output: that of the mixed precision, or the one in which the base is loaded."""
     return getattr(torch, settings.mixed) if settings.mixed else dtype_of(settings, config)
 
 
 def _pack(shape: torch.Size, nested: bool) -> tuple[nn.Parameter, int]:
     """A weight in 4 bits, and the bytes of its quantization state.
 
-    The state is a float32 maximum per block of 64. With `nested` it is a byte per block, and a float32 per 256 blocks.
+    The state is a float32 maximum per block of 64. With `nested` it is a byte per block, a float32 per 256 blocks, and
+    a float32 offset.
     """
     weights = math.prod(shape)
     blocks = -(-weights // _BLOCK)
-    state = blocks + 4 * -(-blocks // _NESTED_BLOCK) + 4 if nested else 4 * blocks
+    nested_maxima = -(-blocks // _NESTED_BLOCK)
+    state = blocks + 4 * nested_maxima + 4 if nested else 4 * blocks
     packed = torch.empty(-(-weights // 2), 1, dtype=torch.uint8, device="meta")
     return nn.Parameter(packed, requires_grad=False), state
 
@@ -66,12 +69,12 @@ def _quantize(model: nn.Module, dtype: torch.dtype, nested: bool) -> None:
             module.state_bytes = 0
             module.layouts = {}
             module.lora = {}
-            for name, old in list(module.named_parameters(recurse=False)):
-                if old.ndim == 3:
-                    new, state = _pack(old.shape, nested)
-                    setattr(module, name, new)
-                    one = old.shape[:0:-1] if module.is_transposed else old.shape[1:]  # (out_features, in_features)
-                    module.layouts[name] = SimpleNamespace(shape=one)
+            for name, dense in list(module.named_parameters(recurse=False)):
+                if dense.ndim == 3:
+                    packed, state = _pack(dense.shape, nested)
+                    setattr(module, name, packed)
+                    of_expert = dense.shape[:0:-1] if module.is_transposed else dense.shape[1:]  # (out, in)
+                    module.layouts[name] = SimpleNamespace(shape=of_expert)
                     module.state_bytes += state
 
 
@@ -82,7 +85,7 @@ def keep_layers(text: PretrainedConfig, layers: Sequence[int]) -> None:
         if isinstance(value, list) and len(value) == count:  # has an entry for each layer
             setattr(text, name, [value[i] for i in layers])
         elif isinstance(value, list) and name.endswith("layer_ids"):  # lists some of the layers (Zamba2)
-            setattr(text, name, [place for place, i in enumerate(layers) if i in value])
+            setattr(text, name, [new for new, old in enumerate(layers) if old in value])
     text.num_hidden_layers = len(layers)
 
 
@@ -102,7 +105,7 @@ def build(settings: Settings, config: PretrainedConfig, layers: Sequence[int] | 
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
             bare = build_bare(name, config, dtype=dtype, attn_implementation=fake_ops.ATTENTION)
-        except KeyError:  # Falcon and GPT-J look their attention class up in a table of their own
+        except KeyError:  # Falcon and GPT-J look up their attention class in their own table
             bare = build_bare(name, config, dtype=dtype, attn_implementation="eager")
         for module in filter(fake_ops.is_experts, bare.modules()):
             fake_ops.replace_experts(module)
@@ -111,10 +114,10 @@ def build(settings: Settings, config: PretrainedConfig, layers: Sequence[int] | 
         model = with_adapter(bare, settings.model)
         if model is not bare and (settings.model.load_in_4bit or settings.model.load_in_8bit):
             # TRL casts the adapter of a quantized base to bfloat16; our sharding under FSDP2 keeps it in float32.
-            trained = torch.float32 if settings.launch.kind == "fsdp2" else torch.bfloat16
+            adapter_dtype = torch.float32 if settings.launch.kind == "fsdp2" else torch.bfloat16
             for parameter in model.parameters():
                 if parameter.requires_grad:
-                    parameter.data = parameter.data.to(trained)
+                    parameter.data = parameter.data.to(adapter_dtype)
     return model
 
 
@@ -124,13 +127,13 @@ def causal_model(model: nn.Module) -> nn.Module:
 
 
 def static_bytes(model: nn.Module, settings: Settings) -> dict[str, int]:
-    """Bytes by component that lie on each rank; `model` is [`build`]'s, with all layers.
+    """Bytes by component that each rank holds; `model` is the result of [`build`] with all layers.
 
     FSDP2 and ZeRO-3 spread everything over the ranks, ZeRO-2 only gradients and optimizer.
     """
     kind = settings.launch.kind
     ranks = settings.launch.processes
-    found = dict.fromkeys((BASE_4BIT, STATE, BASE, TRAINED, GRADIENTS, BUCKETS, OPTIMIZER, REFERENCE), 0)
+    sizes = dict.fromkeys((BASE_4BIT, STATE, BASE, TRAINED, GRADIENTS, BUCKETS, OPTIMIZER, REFERENCE), 0)
     parameters = list(model.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     quantized = any(parameter.dtype == torch.uint8 for parameter in parameters)
@@ -138,20 +141,28 @@ def static_bytes(model: nn.Module, settings: Settings) -> dict[str, int]:
     # this package does it.
     upcast = kind == "fsdp2" and settings.mixed is not None and not quantized
     for parameter in parameters:
-        part = TRAINED if parameter.requires_grad else BASE_4BIT if parameter.dtype == torch.uint8 else BASE
-        found[part] += parameter.numel() * 4 if upcast and parameter.requires_grad else parameter.nbytes
-    found[STATE] = sum(getattr(module, "state_bytes", 0) for module in model.modules())
-    found[BASE] += sum(buffer.nbytes for buffer in model.buffers())
-    found[GRADIENTS] = found[TRAINED]
+        if parameter.requires_grad:
+            sizes[TRAINED] += parameter.numel() * 4 if upcast else parameter.nbytes
+        elif parameter.dtype == torch.uint8:
+            sizes[BASE_4BIT] += parameter.nbytes
+        else:
+            sizes[BASE] += parameter.nbytes
+    sizes[STATE] = sum(getattr(module, "state_bytes", 0) for module in model.modules())
+    sizes[BASE] += sum(buffer.nbytes for buffer in model.buffers())
+    sizes[GRADIENTS] = sizes[TRAINED]
     if kind.startswith("zero"):
-        found[OPTIMIZER] = trained * 12  # float32 copy and two moments
+        sizes[OPTIMIZER] = trained * 12  # float32 copy and two moments
     else:
         name = optimizer_name(settings)
         numbers, width = next((value for key, value in _OPTIMIZERS.items() if key in name), (2, None))
-        found[OPTIMIZER] = numbers * (found[TRAINED] if width is None else trained * width)
+        sizes[OPTIMIZER] = numbers * (sizes[TRAINED] if width is None else trained * width)
     if kind == "ddp" and ranks > 1:
-        found[BUCKETS] = found[TRAINED]
+        sizes[BUCKETS] = sizes[TRAINED]
     if settings.beta and not hasattr(model, "peft_config"):
-        found[REFERENCE] = found[BASE] + found[TRAINED]
-    spread = {"fsdp2": found, "zero3": found, "zero2": (GRADIENTS, OPTIMIZER)}.get(kind, ())
-    return {name: -(-size // ranks) if name in spread else size for name, size in found.items()}
+        sizes[REFERENCE] = sizes[BASE] + sizes[TRAINED]
+    sharded = ()
+    if kind in ("fsdp2", "zero3"):
+        sharded = tuple(sizes)
+    elif kind == "zero2":
+        sharded = (GRADIENTS, OPTIMIZER)
+    return {name: -(-size // ranks) if name in sharded else size for name, size in sizes.items()}

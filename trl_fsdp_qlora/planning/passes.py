@@ -1,9 +1,9 @@
 """Bytes of a pass: two layers run on fake tensors, and every other layer adds what the second one kept.
 
-The bytes that a layer keeps for the backward are those that are there after it and were not before. A model of L
-layers therefore has (L - 2) times these bytes more than the model of two layers at the start of its backward, which is
-its peak. Gradients are there from the start, because micro-batches before this one left them. Nothing is allocated and
-no weight is read; the number of tokens is the run's own.
+The bytes that a layer keeps for the backward are the difference of the bytes after and before the layer. At the start
+of its backward, which is its peak, a model of L layers therefore has (L - 2) times these bytes more than the model of
+two layers. Gradients exist from the start, because earlier micro-batches left them. Nothing is allocated and no weight
+is read; the number of tokens is that of the run.
 """
 
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
     """The micro-batch of the loss, with every completion at full length.
 
     A packed row has P + G·(C - 1) tokens per group, padded rows have B·(P + C). If data was read, the packed row is
-    one that was drawn.
+    the largest one that was drawn from it.
     """
     rows = settings.rows
     prompt = settings.prompt_tokens
@@ -79,23 +79,26 @@ def scored_shape(settings: Settings, on_gpu: bool) -> Shape:
     return Shape(1, max(1, groups) * prompt + rows * (length - 1), rows * length, True)
 
 
-# Plans of one run (for other numbers of ranks, say) measure the same again: the cache keeps the model and the passes,
-# each by the settings that it depends on.
+# Several plans of one run (for other numbers of ranks, say) need the same measurements. The caches keep the model and
+# the passes, each by the settings on which it depends.
 _whole: dict[tuple, nn.Module] = {}
 _measured: dict[tuple, int] = {}
 
 
 def _modules_key(settings: Settings, config: PretrainedConfig) -> tuple:
-    """The settings that a pass depends on, apart from its shape.
-
-    A setting that `build` or [`_run`] starts to read belongs here.
-    """
-    key = repr(settings.model), settings.mixed, settings.gradient_checkpointing, settings.lm_head_kernel
-    return *key, settings.launch.kind, config.to_json_string(use_diff=False)
+    """The settings on which a pass depends, apart from its shape: all that `build` and [`_run`] read."""
+    return (
+        repr(settings.model),
+        settings.mixed,
+        settings.gradient_checkpointing,
+        settings.lm_head_kernel,
+        settings.launch.kind,
+        config.to_json_string(use_diff=False),
+    )
 
 
 def whole(settings: Settings, config: PretrainedConfig) -> nn.Module:
-    """The model with all its layers, without data. It is built once, and nobody changes it."""
+    """The model with all its layers, without data. It is built once; callers must not change it."""
     key = _modules_key(settings, config)
     if key not in _whole:
         _whole.clear()
@@ -115,16 +118,21 @@ def measure(settings: Settings, config: PretrainedConfig, shape: Shape, on_gpu: 
         for i, kind in enumerate(layer_types(config.get_text_config())):
             kinds.setdefault(kind, []).append(i)
         # One layer of each kind, and then another one of a kind: the difference is the bytes that its kind adds.
-        one_each = [layers[0] for layers in kinds.values()]
-        more = [] if config.get_text_config().num_hidden_layers == 1 else [[layers[-1]] for layers in kinds.values()]
-        runs = [_run(settings, config, one_each + another, shape, on_gpu, grad) for another in more or [[]]]
-        kept = sum((len(layers) - 1) * kept for layers, (_, kept) in zip(kinds.values(), runs, strict=True))
-        _measured[key] = kept + max(peak - kept for peak, kept in runs)
+        one_of_each = [layers[0] for layers in kinds.values()]
+        has_one_layer = config.get_text_config().num_hidden_layers == 1
+        kept_by_others = 0
+        peaks = []
+        for layers in kinds.values():
+            chosen = one_of_each if has_one_layer else [*one_of_each, layers[-1]]
+            peak, kept = _run(settings, config, chosen, shape, on_gpu, grad)
+            kept_by_others += (len(layers) - 1) * kept
+            peaks.append(peak - kept)
+        _measured[key] = kept_by_others + max(peaks)
     return _measured[key]
 
 
 def _few_layers(settings: Settings, config, layers) -> tuple[nn.Module, Any]:
-    """Build the model of these layers on fake tensors; returns the model and its mode."""
+    """Build the model of these layers on fake tensors; return the model and its mode."""
     from ..compat.memory import FakeTensorMode  # a name that some versions of torch or TRL lack
 
     model = build(settings, config, layers).train()
@@ -139,7 +147,7 @@ def _few_layers(settings: Settings, config, layers) -> tuple[nn.Module, Any]:
 
 
 def _run(settings: Settings, config, layers, shape: Shape, on_gpu: bool, grad: bool) -> tuple[int, int]:
-    """Run a pass of few layers; returns its peak and the last layer's bytes for the backward."""
+    """Run a pass of few layers; return its peak and the last layer's bytes for the backward."""
     from ..compat.memory import PeakTracker
 
     model, mode = _few_layers(settings, config, layers)
@@ -150,10 +158,10 @@ def _run(settings: Settings, config, layers, shape: Shape, on_gpu: bool, grad: b
             parameter.grad = torch.zeros_like(parameter)
         tracker = PeakTracker(*model.parameters(), *model.buffers(), *(parameter.grad for parameter in trained))
         before = tracker.now
-        after = []
+        after_layers = []
         stacks = (part for part in causal.get_decoder().modules() if isinstance(part, nn.ModuleList))
         for layer in next(stack for stack in stacks if len(stack) == len(layers)):
-            layer.register_forward_hook(lambda *_: after.append(tracker.now))
+            layer.register_forward_hook(lambda *_: after_layers.append(tracker.now))
         autocast = torch.autocast("cpu", getattr(torch, settings.mixed or "bfloat16"), settings.mixed is not None)
         with tracker:
             with torch.set_grad_enabled(grad), autocast:
@@ -164,7 +172,7 @@ def _run(settings: Settings, config, layers, shape: Shape, on_gpu: bool, grad: b
                 attends = any(map(keeps_keys, layer_types(causal.config.get_text_config())))
                 inputs = {"attention_mask": mask if attends else None, "position_ids": torch.zeros_like(ids)}
                 values = causal.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
-                kept = after[-1] - after[-2] if grad and len(layers) > 1 else 0
+                kept = after_layers[-1] - after_layers[-2] if grad and len(layers) > 1 else 0
                 if shape.scored:
                     values = values.flatten(0, 1)[torch.zeros(shape.scored, dtype=torch.long)]
                     values = score(values, causal.get_output_embeddings().weight, shape.packed, on_gpu, settings)
@@ -212,21 +220,21 @@ def measure_step(
         for i, kind in enumerate(layer_types(config.get_text_config())):
             kinds.setdefault(kind, []).append(i)
         # A model with a single layer has its peak in the head, other models may not.
-        few = [layers[:2] if len(kinds) == 1 else layers[:1] for layers in kinds.values()]
-        chosen = [layer for layers in few for layer in layers]
+        per_kind = 2 if len(kinds) == 1 else 1
+        chosen = [layer for layers in kinds.values() for layer in layers[:per_kind]]
         # Each part of a step grows with the number of layers in its own way.
         peaks = np.array(_run_step(settings, config, chosen, longest, on_gpu, is_cut))
-        grown = peaks.copy()
-        for layers, of_these in zip(kinds.values(), few, strict=True):
-            if len(layers) > len(of_these):
-                another = _run_step(settings, config, [*chosen, layers[-1]], longest, on_gpu, is_cut)
-                grown += (len(layers) - len(of_these)) * (np.array(another) - peaks)
-        _measured[key] = int(grown.max()) + _bytes_of_states(settings, config, longest.prompts)
+        peaks_of_all = peaks.copy()
+        for layers in kinds.values():
+            if len(layers) > per_kind:
+                with_another = _run_step(settings, config, [*chosen, layers[-1]], longest, on_gpu, is_cut)
+                peaks_of_all += (len(layers) - per_kind) * (np.array(with_another) - peaks)
+        _measured[key] = int(peaks_of_all.max()) + _bytes_of_states(settings, config, longest.prompts)
     return _measured[key]
 
 
 def _bytes_of_states(settings: Settings, config: PretrainedConfig, prompts: int) -> int:
-    """Bytes that recurrent layers keep for so many prompts: the states, and the gradients of passes in float32."""
+    """Bytes that recurrent layers keep for `prompts` prompts: their states, and gradients of passes in float32."""
     width = config.get_text_config().hidden_size
     layers = recurrent_layers(whole(settings, config))
     return prompts * sum(3 * state_bytes(layer, width) for layer in layers)
@@ -235,8 +243,9 @@ def _bytes_of_states(settings: Settings, config: PretrainedConfig, prompts: int)
 def _run_step(settings: Settings, config, layers, longest: Pass, on_gpu: bool, is_cut: bool) -> list[int]:
     """Run a step of a model of few layers.
 
-    Returns three peaks in bytes: of the trunk and a pass that is not its last one, of the last pass, and of the
-    trunk's backward.
+    Returns:
+        Three peaks in bytes: of the trunk and a pass that is not its last one, of the last pass, and of the trunk's
+        backward.
     """
     from ..compat.memory import PeakTracker
 
@@ -290,7 +299,7 @@ def _run_step(settings: Settings, config, layers, longest: Pass, on_gpu: bool, i
                 kept = KeptInPass(store, takes=takes, ending=ending, ends=("trunk",) if ending else ())
                 scores = kept.handed_over(score_pass(forward(longest.tokens, kept)))
                 if ending:
-                    # The trunk's backward begins with the last value that it kept, when the pass's backward is over.
+                    # The trunk's backward begins with the last value that the trunk kept, after the pass's backward.
                     list(store.values.values())[-1].register_hook(next_part)
                 with torch.autocast("cpu", enabled=False):
                     scores.sum().backward()
@@ -301,13 +310,17 @@ def _run_step(settings: Settings, config, layers, longest: Pass, on_gpu: bool, i
 
 def score(hidden_NH, weight_VH, packed: bool, on_gpu: bool, settings: Settings) -> torch.Tensor:
     """Log-probabilities `(N,)` by the kernel that scores on this device, or by a fake op that takes its bytes."""
-    device = "cuda" if on_gpu else "cpu"
-    trained = weight_VH.requires_grad
-    gathered = settings.launch.kind == "fsdp2"
-    asked = {"trained": trained, "gathered": gathered, "triton": True}  # torch's CUDA build brings Triton
-    if packed and choose_head_kernel(settings.lm_head_kernel, device, hidden_NH.dtype, **asked) != "trl":
-        keeps = torch.is_grad_enabled() and hidden_NH.requires_grad
-        return fake_ops.FrozenHead.apply(hidden_NH, weight_VH, keeps, on_gpu)
+    kernel = choose_head_kernel(
+        settings.lm_head_kernel,
+        "cuda" if on_gpu else "cpu",
+        hidden_NH.dtype,
+        trained=weight_VH.requires_grad,
+        gathered=settings.launch.kind == "fsdp2",
+        triton=True,  # torch's CUDA build contains Triton
+    )
+    if packed and kernel != "trl":
+        keep_jacobian = torch.is_grad_enabled() and hidden_NH.requires_grad
+        return fake_ops.FrozenHead.apply(hidden_NH, weight_VH, keep_jacobian, on_gpu)
     from ..compat.memory import TRL_VOCABULARY_CHUNK
     from ..compat.trl import ChunkedLogProbFunction
 
@@ -315,19 +328,24 @@ def score(hidden_NH, weight_VH, packed: bool, on_gpu: bool, settings: Settings) 
     if on_gpu:
         return fake_ops.TrainedHead.apply(hidden_NH, weight_VH, chunk)
     targets = torch.zeros(len(hidden_NH), dtype=torch.long)
-    # The buffer is as wide as the chunk. A host has no pages for the part that a smaller vocabulary never writes to.
-    asked = targets, 1.0, min(chunk, len(weight_VH)), None, 1.0, ("log_probs", "entropy")
-    return ChunkedLogProbFunction.apply(hidden_NH, weight_VH, None, *asked)[0]
+    # TRL's buffer is as wide as its chunk, but the host allocates no pages for the part that is never written.
+    width = min(chunk, len(weight_VH))
+    outputs = ("log_probs", "entropy")
+    return ChunkedLogProbFunction.apply(hidden_NH, weight_VH, None, targets, 1.0, width, None, 1.0, outputs)[0]
 
 
 def _fake(model: nn.Module, mode) -> None:
     """Replace `model`'s meta tensors by fake tensors of the host; tied ones stay tied."""
-    made: dict[int, nn.Parameter] = {}
+    fake_by_meta: dict[int, nn.Parameter] = {}
     with mode:
         for module in model.modules():
-            for name, old in module._parameters.items():
-                if old is not None and id(old) not in made:
-                    made[id(old)] = nn.Parameter(torch.empty(old.shape, dtype=old.dtype), old.requires_grad)
-                module._parameters[name] = None if old is None else made[id(old)]
-            for name, old in module._buffers.items():
-                module._buffers[name] = None if old is None else torch.empty(old.shape, dtype=old.dtype)
+            for name, meta in module._parameters.items():
+                if meta is None:
+                    continue
+                if id(meta) not in fake_by_meta:
+                    fake = torch.empty(meta.shape, dtype=meta.dtype)
+                    fake_by_meta[id(meta)] = nn.Parameter(fake, meta.requires_grad)
+                module._parameters[name] = fake_by_meta[id(meta)]
+            for name, meta in module._buffers.items():
+                if meta is not None:
+                    module._buffers[name] = torch.empty(meta.shape, dtype=meta.dtype)

@@ -1,4 +1,4 @@
-"""A run's bytes on the device by phase and component, per rank: whether they fit, and what would make them fit."""
+"""A run's bytes on the device by phase and component, per rank: whether they fit, and changes that make them fit."""
 
 import logging
 import math
@@ -85,9 +85,11 @@ class Plan:
         completion = self.settings.completion_tokens
         if prompt + completion <= positions:
             return None
-        what = "answers of" if self.settings.is_paired else "max_completion_length:"
-        asked = f"{what} {completion} and prompts of {prompt} tokens"
-        return f"{asked} are more than the {positions} positions of the model; at most {max(0, positions - prompt)}"
+        completions = "answers of" if self.settings.is_paired else "max_completion_length:"
+        return (
+            f"{completions} {completion} and prompts of {prompt} tokens are more than the {positions} positions of "
+            f"the model; at most {max(0, positions - prompt)}"
+        )
 
 
 def plan_recipe(
@@ -96,22 +98,32 @@ def plan_recipe(
     accelerate_config: str | None = None,
     hardware: str | None = None,
     processes: int | None = None,
-    **more: Any,
+    **options: Any,
 ) -> Plan:
-    """Plan a recipe's command line, see [`from_words`], [`read_launch`], [`read_hardware`].
+    """Plan a recipe's command line.
 
-    The run has as many ranks as cards, unless `processes` is given. It raises a `UserError` of one line if something
-    cannot be read or built.
+    The run has as many ranks as cards, unless `processes` is given.
+
+    Args:
+        words, config: see [`from_words`], which also gets the further `options`.
+        accelerate_config: see [`read_launch`].
+        hardware: see [`read_hardware`].
+
+    Raises:
+        UserError: something cannot be read or built; the message is one line.
     """
-    named = hardware and read_hardware(hardware)
-    settings = from_words(words, config, read_launch(accelerate_config, processes or (named and named.cards)), **more)
-    return make_plan(settings, named)
+    devices = read_hardware(hardware) if hardware else None
+    if not processes and devices is not None:
+        processes = devices.cards
+    settings = from_words(words, config, read_launch(accelerate_config, processes), **options)
+    return make_plan(settings, devices)
 
 
 def make_plan(settings: Settings, hardware: Hardware | None = None, config: PretrainedConfig | None = None) -> Plan:
     """Plan a run on `hardware`, by default this machine's. If `config` is not given, the model's config is read.
 
-    It raises a `ConfigError` of one line if something cannot be read or built.
+    Raises:
+        ConfigError: something cannot be read or built; the message is one line.
     """
     config = config or read_config(settings.model.model_name_or_path, settings.model.model_revision)
     hardware = hardware or read_hardware(None, settings.launch.use_cpu)
@@ -137,51 +149,60 @@ def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware, st
     skeleton = passes.whole(settings, config)
     gpu = hardware.gpu
     shape = passes.loss_shape(settings, settings.prefix_sharing != "off", gpu)
-    held = model.static_bytes(skeleton, settings)
-    there = dict.fromkeys(held, 0) | {model.BUCKETS: held[model.BUCKETS]} if launch.offload else held
-    gradients = {name: there[name] for name in (model.GRADIENTS, model.BUCKETS)}
-    lies = {name: size for name, size in there.items() if name not in gradients}
-    engine = 0  # vLLM's share of a card; 0 if vLLM runs on another machine or not at all
+    static = model.static_bytes(skeleton, settings)
+    on_device = static
+    if launch.offload:  # only the gradient buckets stay on the device
+        on_device = {name: size if name == model.BUCKETS else 0 for name, size in static.items()}
+    gradients = {name: on_device[name] for name in (model.GRADIENTS, model.BUCKETS)}
+    weights = {name: size for name, size in on_device.items() if name not in gradients}  # with optimizer and reference
     phases = {}
-    resting = {}
+    engine = 0  # bytes that vLLM takes of a card while it does not generate
     if not settings.is_paired:
+        # If vLLM runs on another machine or not at all, it takes nothing.
+        generating_engine = 0
         if settings.use_vllm and settings.vllm_mode == "colocate" and gpu:
-            engine = int(hardware.memory * settings.vllm_gpu_memory_utilization)
-        resting = {ENGINE: 0 if settings.vllm_enable_sleep_mode else engine}
-        phases["generate"] = lies | _generation(settings, config, gpu) | {ENGINE: engine}
+            generating_engine = int(hardware.memory * settings.vllm_gpu_memory_utilization)
+        if not settings.vllm_enable_sleep_mode:
+            engine = generating_engine
+        phases["generate"] = {**weights, **_generation(settings, config, gpu), ENGINE: generating_engine}
     if settings.scores_again:
         scored = passes.measure(settings, config, passes.scored_shape(settings, gpu), gpu)
-        phases["score"] = lies | {ACTIVATIONS: scored} | resting
+        phases["score"] = {**weights, ACTIVATIONS: scored, ENGINE: engine}
     if step.is_shared:
         loss = passes.measure_of(settings, config, step, gpu)
     else:
         loss = passes.measure(settings, config, shape, gpu, grad=True)
-    if shape.packed and not launch.kind.startswith("zero"):  # under DeepSpeed without gradients
+    if shape.packed and not launch.kind.startswith("zero"):  # under DeepSpeed the comparison has no gradients
         loss = max(loss, passes.measure(settings, config, passes.compared_shape(settings, gpu), gpu, grad=True))
-    phases["forward_backward"] = lies | gradients | {ACTIVATIONS: loss} | resting
-    # TRL's default updates in place.
-    update = 0 if "fused" in optimizer_name(settings) else held[model.GRADIENTS]
-    phases["optimizer"] = lies | gradients | {"optimizer's update": update} | resting
+    phases["forward_backward"] = {**weights, **gradients, ACTIVATIONS: loss, ENGINE: engine}
+    # TRL's default optimizer is fused, and updates in place.
+    update = 0 if "fused" in optimizer_name(settings) else static[model.GRADIENTS]
+    phases["optimizer"] = {**weights, **gradients, "optimizer's update": update, ENGINE: engine}
 
     # On a CPU it is this process without the model: whatever planning leaves in the process is in the run as well.
     process = CONTEXT if gpu else psutil.Process().memory_info().rss
     in_a_layer, whole = gathered_bytes(skeleton, settings, gpu)
-    # Whether generation and scoring gather the whole model; with vLLM they do not (`fsdp2_qlora.trainer`).
-    once = launch.kind == "fsdp2" and not settings.is_paired
-    once = once and not settings.use_vllm and settings.fsdp_gather != "per_layer"
-    free = hardware.per_rank(launch.processes) - sum(lies.values()) - process
+    free = hardware.per_rank(launch.processes) - sum(weights.values()) - process
     if "generate" in phases and settings.keeps_turns:
         # A row's cache is kept when its turn has ended; the last rows of a batch are then still in the cache.
         phases["generate"][TURNS] = min(phases["generate"][CACHE], max(0, int(FREE_SHARE * free)))
-    if once and settings.fsdp_gather == "auto":
-        once = whole <= FREE_SHARE * free  # as `fsdp2_qlora.generation.choose`: the shards stay beside it
+    # Whether generation and scoring gather the whole model; with vLLM they do not (`fsdp2_qlora.trainer`).
+    gathers_whole = (
+        launch.kind == "fsdp2"
+        and not settings.is_paired
+        and not settings.use_vllm
+        and settings.fsdp_gather != "per_layer"
+    )
+    if gathers_whole and settings.fsdp_gather == "auto":
+        # As in `fsdp2_qlora.generation.choose`: the shards stay in memory, too.
+        gathers_whole = whole <= FREE_SHARE * free
     for name, parts in phases.items():
-        coming = sum(parts.get(part, 0) for part in (ACTIVATIONS, CACHE, TURNS, TOKEN_STEP))
+        temporary = sum(parts.get(part, 0) for part in (ACTIVATIONS, CACHE, TURNS, TOKEN_STEP))
         if name != "optimizer":
-            parts[GATHERED] = whole if once and name in ("generate", "score") else in_a_layer
+            parts[GATHERED] = whole if gathers_whole and name in ("generate", "score") else in_a_layer
         parts[PROCESS] = process
         if gpu:
-            parts[ROOM] = math.ceil(SLACK * (coming + parts.get(GATHERED, 0)))
+            parts[ROOM] = math.ceil(SLACK * (temporary + parts.get(GATHERED, 0)))
     return {name: {part: size for part, size in parts.items() if size} for name, parts in phases.items()}
 
 
@@ -189,9 +210,9 @@ def gathered_bytes(skeleton: nn.Module, settings: Settings, on_gpu: bool) -> tup
     """Bytes of gathered weights that a rank of a sharded model holds next to its shards; zeros if none are sharded.
 
     Returns:
-        Two numbers. The first is for a layer's pass: the root's weights, two layers (one computing, the next on its
-        way), and the buffers that receive one (FSDP2 receives a unit in one buffer, gloo in two). The second is the
-        whole model.
+        Two numbers. The first is for a layer's pass: the root's weights, two layers (one computes, the next one is
+        being gathered), and the buffers that receive a layer (FSDP2 receives a unit in one buffer, gloo in two). The
+        second is the whole model.
     """
     if settings.launch.kind not in ("fsdp2", "zero3") or settings.launch.processes == 1:
         return 0, 0
@@ -207,7 +228,9 @@ def gathered_bytes(skeleton: nn.Module, settings: Settings, on_gpu: bool) -> tup
     total = weights(skeleton)
     names = set(getattr(causal, "_no_split_modules", None) or ())
     inside = [weights(module) for module in causal.modules() if type(module).__name__ in names]
-    buffers = 0 if settings.launch.kind != "fsdp2" else 1 if on_gpu else 2
+    buffers = 0
+    if settings.launch.kind == "fsdp2":
+        buffers = 1 if on_gpu else 2
     return total - sum(inside) + (2 + buffers) * max(inside, default=0), total
 
 
@@ -215,8 +238,8 @@ def cache_bytes(settings: Settings, config: PretrainedConfig) -> tuple[int, int,
     """Bytes that a rank needs to generate, with all its rows at full length.
 
     A token step copies the logits (as the model returns them, in float32 twice, in float64 while a token is drawn), or
-    one layer's cache, as it grows and repeated for grouped queries. On a CPU, decoding may keep a prompt's keys once
-    for its group.
+    one layer's cache (when it grows, and repeated for grouped queries). On a CPU, decoding may keep a prompt's keys
+    once for its group.
 
     Returns:
         The bytes of keys, values and recurrent states; of these, the prompts' keys and values in one row; and the
@@ -227,16 +250,18 @@ def cache_bytes(settings: Settings, config: PretrainedConfig) -> tuple[int, int,
     dtype = model.compute_dtype(settings, config)
     heads = getattr(text, "num_attention_heads", None) or 1  # a model with recurrent layers only has no heads
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    of_keys = getattr(text, "num_key_value_heads", None) or heads
-    token = 2 * dtype.itemsize * of_keys * width  # keys and values of one token in a layer
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    token = 2 * dtype.itemsize * key_heads * width  # keys and values of one token in a layer
     length = settings.max_completion_length + settings.prompt_tokens
     window = getattr(text, "sliding_window", None) or length
-    kinds = [kind for kind in layer_types(text) if keeps_keys(kind)]
-    layers = [token * rows * (min(length, window) if kind == "sliding_attention" else length) for kind in kinds]
+    layers = []
+    for kind in filter(keeps_keys, layer_types(text)):
+        tokens = min(length, window) if kind == "sliding_attention" else length
+        layers.append(token * rows * tokens)
     recurrent = recurrent_layers(passes.whole(settings, config))
     states = rows * sum(state_bytes(layer, text.hidden_size) for layer in recurrent)
     logits = (dtype.itemsize + 4 * 4) * rows * text.vocab_size
-    step = max(logits, max(layers, default=0) * (heads // of_keys))
+    step = max(logits, max(layers, default=0) * (heads // key_heads))
     return sum(layers) + states, token * len(layers) * settings.prompt_tokens, step
 
 
@@ -248,8 +273,7 @@ def _generation(settings: Settings, config: PretrainedConfig, gpu: bool) -> dict
     rows = settings.rollout_rows
     if settings.compact_generation:  # each distinct prompt is computed once
         rows = max(1, rows // settings.num_generations)
-    # The prefill comes before the cache has grown beyond its prompts. A token step has activations of one token per
-    # row only.
+    # During the prefill the cache holds the prompts only. A token step has activations of one token per row only.
     shape = passes.Shape(rows, settings.prompt_tokens, 0, False)
     prefill = passes.measure(settings, config, shape, gpu) + rows * prompt
     return {CACHE: cache, TOKEN_STEP: step, ACTIVATIONS: max(0, prefill - cache - step)}
@@ -276,8 +300,8 @@ def largest(plan: Plan, name: str, step: int = 1) -> int:
 def _most_that_fits(plan_of: Callable[[int], Plan], most: int) -> int:
     """The largest count up to `most` whose plan fits; 0 if a count of 1 does not fit.
 
-    Bytes grow nearly linearly. The next count that is tried is therefore on the line through the last two, at the
-    point that meets the capacity.
+    Bytes grow nearly linearly. The next count is therefore the one at which the line through the last two counts
+    reaches the capacity.
     """
     fitting = 0
     too_many = most + 1
@@ -290,11 +314,12 @@ def _most_that_fits(plan_of: Callable[[int], Plan], most: int) -> int:
             fitting = count
         else:
             too_many = count
-        middle = 8 * count if too_many > most else (fitting + too_many) // 2
+        guess = 8 * count if too_many > most else (fitting + too_many) // 2
         (a, bytes_a), (b, bytes_b) = tried[-2:] if len(tried) > 1 else (tried[0], tried[0])
-        if bytes_b != bytes_a and len(tried) % 4:  # otherwise the line may creep along a kink
-            middle = math.floor(b + (plan.capacity - bytes_b) * (b - a) / (bytes_b - bytes_a))
-        count = min(max(middle, fitting + 1), too_many - 1)
+        # Every fourth guess halves the interval, because at a kink the line's guesses may hardly advance.
+        if bytes_b != bytes_a and len(tried) % 4:
+            guess = math.floor(b + (plan.capacity - bytes_b) * (b - a) / (bytes_b - bytes_a))
+        count = min(max(guess, fitting + 1), too_many - 1)
     return fitting
 
 
@@ -315,13 +340,14 @@ def with_group(plan: Plan, group: int, **values: Any) -> Plan:
     settings = plan.settings
     rows = values.get("per_device_train_batch_size", settings.per_device_train_batch_size)
     factor = group * settings.per_device_train_batch_size / (settings.num_generations * rows)
-    names = ("gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
-    numbers = {name: settings.values.get(name) for name in names}
-    if numbers["generation_batch_size"]:
-        numbers["generation_batch_size"] = numbers["generation_batch_size"] * group // settings.num_generations
-    for name in names[:2]:
-        numbers[name] = numbers[name] and max(1, round(numbers[name] * factor))
-    return changed(plan, **values, num_generations=group, **numbers)
+    numbers = {}
+    for name in ("gradient_accumulation_steps", "steps_per_generation"):
+        number = settings.values.get(name)
+        numbers[name] = max(1, round(number * factor)) if number else number
+    completions = settings.values.get("generation_batch_size")
+    if completions:
+        completions = completions * group // settings.num_generations
+    return changed(plan, **values, num_generations=group, generation_batch_size=completions, **numbers)
 
 
 def most_that_fits(plan: Plan) -> dict[str, dict[str, int]]:
@@ -333,26 +359,30 @@ def most_that_fits(plan: Plan) -> dict[str, dict[str, int]]:
     settings = plan.settings
     # The number of prompts per step stays the same.
     step = settings.num_generations // math.gcd(settings.num_generations, settings.gradient_accumulation_steps)
-    whole = _WHOLE | {"per_device_train_batch_size": settings.num_generations}
-    here = {"prefix_sharing": "auto"} if settings.prefix_sharing == "off" else {}
-    found = {}
-    for name, values in ((STOCK, _STOCK), (WHOLE_GROUPS, whole), (HERE, here)):
+    changes = {
+        STOCK: _STOCK,
+        WHOLE_GROUPS: _WHOLE,
+        HERE: {"prefix_sharing": "auto"} if settings.prefix_sharing == "off" else {},
+    }
 
-        def of_group(count: int, name=name, values=values) -> Plan:
-            rows = {"per_device_train_batch_size": count * step} if name == WHOLE_GROUPS else {}
-            return with_group(plan, count * step, **(values | rows))
+    def planned(name: str, group: int) -> Plan:
+        if name == WHOLE_GROUPS:
+            return with_group(plan, group, per_device_train_batch_size=group, **changes[name])
+        return with_group(plan, group, **changes[name])
 
-        base = with_group(plan, settings.num_generations, **values)
-        found[name] = {
-            "num_generations": step * _most_that_fits(of_group, _MOST // step),
+    most = {}
+    for name in changes:
+        base = planned(name, settings.num_generations)
+        most[name] = {
+            "num_generations": step * _most_that_fits(lambda n, name=name: planned(name, n * step), _MOST // step),
             "max_completion_length": largest(base, "max_completion_length", 16),
             "tokens": base.step.computed,
         }
-    return found
+    return most
 
 
-def format_most(plan: Plan, found: dict[str, dict[str, int]]) -> str:
-    """[`most_that_fits`] as a table."""
+def format_most(plan: Plan, most: dict[str, dict[str, int]]) -> str:
+    """The result of [`most_that_fits`] as a table."""
     rows = plan.settings.per_device_train_batch_size
     labels = {
         STOCK: f"stock TRL, micro-batches of {rows}",
@@ -362,7 +392,7 @@ def format_most(plan: Plan, found: dict[str, dict[str, int]]) -> str:
     width = max(map(len, labels.values()))
     lines = [f"{'at most':<{width}}  {'group':>8}  {'completion':>10}  {'tokens of a step now':>20}"]
     for name, label in labels.items():
-        numbers = found[name]
+        numbers = most[name]
         lines.append(
             f"{label:<{width}}  {numbers['num_generations']:>8,}  {numbers['max_completion_length']:>10,}  "
             f"{numbers['tokens']:>20,}"
@@ -399,19 +429,20 @@ def fewest_cards(plan: Plan) -> int:
     It is 0 if not even the largest number that is tried is enough.
     """
     # Only sharding makes a rank's part smaller, so a launch without sharding needs one card or does not fit.
-    for cards in _CARDS if plan.settings.launch.kind in ("fsdp2", "zero2", "zero3") else (1,):
+    is_sharded = plan.settings.launch.kind in ("fsdp2", "zero2", "zero3")
+    for cards in _CARDS if is_sharded else (1,):
         if changed(replace(plan, hardware=replace(plan.hardware, cards=cards)), processes=cards).fits:
             return cards
     return 0
 
 
-def ways(plan: Plan, most: int = 3) -> list[str]:
+def changes_that_fit(plan: Plan, most: int = 3) -> list[str]:
     """Lines of the recipe, each of which alone makes the run fit.
 
     Lines that do not change the result come first.
     """
     settings = plan.settings
-    found = []
+    lines = []
     rows = settings.per_device_train_batch_size
     length = getattr(settings, settings.length_field) or 0
     batches = 1 if settings.is_paired else settings.rollout_batches
@@ -422,28 +453,32 @@ def ways(plan: Plan, most: int = 3) -> list[str]:
         (sharded and settings.fsdp_gather != "per_layer", {"fsdp_gather": "per_layer"}),
         (batches > 1, {"steps_per_generation": max(1, batches // 4)}),
         (dense, {"load_in_4bit": True}),
-        *((length >= 16 * share, {settings.length_field: length // share}) for share in (2, 4, 8)),
+        (length >= 32, {settings.length_field: length // 2}),
+        (length >= 64, {settings.length_field: length // 4}),
+        (length >= 128, {settings.length_field: length // 8}),
     ]
-    for share in (share for share in range(2, rows + 1) if rows % share == 0):
-        values = {"per_device_train_batch_size": rows // share}
+    for divisor in range(2, rows + 1):
+        if rows % divisor:
+            continue
+        values = {"per_device_train_batch_size": rows // divisor}
         for name in ("gradient_accumulation_steps", "steps_per_generation"):
             if settings.values.get(name):
-                values[name] = settings.values[name] * share
+                values[name] = settings.values[name] * divisor
         if changed(plan, **values).fits:
-            found.append(_lines(values))
+            lines.append(_recipe_line(values))
             break
     for applies, values in changes:
-        if applies and len(found) < most and changed(plan, **values).fits:
-            found.append(_lines(values))
-    return found
+        if applies and len(lines) < most and changed(plan, **values).fits:
+            lines.append(_recipe_line(values))
+    return lines
 
 
-def _lines(values: dict[str, Any]) -> str:
+def _recipe_line(values: dict[str, Any]) -> str:
     return ", ".join(f"{name}: {str(value).lower()}" for name, value in values.items())
 
 
 def _format_step(plan: Plan) -> str:
-    """A line on how micro-batches are computed."""
+    """A line on the passes of an optimizer step."""
     settings = plan.settings
     step = plan.step
     rows = settings.per_device_train_batch_size
@@ -471,32 +506,31 @@ def format_bytes(size: float) -> str:
 
 
 def _assumed(settings: Settings) -> list[str]:
-    """Lines on how the plan got the number of tokens of a pass."""
+    """Lines on the numbers of tokens that were counted, and those that were assumed."""
     data = settings.data
     drawn = settings.drawn
     prompt = settings.prompt_tokens
     lines = []
     if drawn is not None:
-        levels = [
-            f"{tokens:,} on level {i}" if i else f"{tokens:,} in the roots" for i, tokens in enumerate(drawn.levels)
-        ]
-        lines.append(
+        roots, *deeper = drawn.levels
+        levels = [f"{roots:,} in the roots"]
+        levels += [f"{tokens:,} on level {level}" for level, tokens in enumerate(deeper, 1)]
+        counted_line = (
             f"counted: micro-batches drawn from {data.source} compute {drawn.tokens:,} of {drawn.padded_tokens:,} "
             f"padded tokens at most ({', '.join(levels)}); its longest prompt has {prompt:,} tokens"
         )
         if settings.prefix_sharing == "off":
-            lines[0] += "; prefix_sharing: off computes all"
+            counted_line += "; prefix_sharing: off computes all"
+        lines.append(counted_line)
     if settings.is_paired and drawn is None:
         lines.append(
             f"assumed: prompts of {prompt} tokens (--prompt_tokens), answers of {settings.completion_tokens} "
             "(--pairs FILE counts them)"
         )
     elif not settings.is_paired:
-        prompts = (
-            ""
-            if drawn is not None
-            else f"prompts of {prompt} tokens (--prompt_tokens, or --dataset FILE counts them), "
-        )
+        prompts = ""
+        if drawn is None:
+            prompts = f"prompts of {prompt} tokens (--prompt_tokens, or --dataset FILE counts them), "
         lines.append(
             f"assumed: {prompts}every completion {settings.max_completion_length} tokens long, none without an "
             "advantage"
@@ -509,21 +543,24 @@ def format_plan(plan: Plan) -> str:
     settings = plan.settings
     launch = plan.settings.launch
     hardware = plan.hardware
-    unit, name = (GIB, "GiB") if plan.peak >= GIB else (2**20, "MiB")
+    unit, unit_name = (GIB, "GiB") if plan.peak >= GIB else (2**20, "MiB")
     heads = [f"{phase}{' *' if phase == plan.limiting else ''}" for phase in plan.phases]
-    rows = [(f"{name} per rank", heads)]
-    for part in dict.fromkeys(part for phase in plan.phases.values() for part in phase):
-        rows.append((part, [f"{phase[part] / unit:.2f}" if part in phase else "" for phase in plan.phases.values()]))
+    rows = [(f"{unit_name} per rank", heads)]
+    components = dict.fromkeys(component for phase in plan.phases.values() for component in phase)
+    for component in components:
+        sizes = [phase.get(component) for phase in plan.phases.values()]
+        rows.append((component, ["" if size is None else f"{size / unit:.2f}" for size in sizes]))
     rows.append(("together", [f"{plan.total(phase) / unit:.2f}" for phase in plan.phases]))
     width = max(len(label) for label, _ in rows)
     widths = [max(10, len(head)) for head in heads]
-    where = f"{launch.processes} × {hardware.name}" if launch.processes > 1 else hardware.name
+    devices = f"{launch.processes} × {hardware.name}" if launch.processes > 1 else hardware.name
     fits = "it fits" if plan.fits else "it does not fit"
     if not plan.enough_cards:
         fits += f": there are {hardware.cards} cards for {launch.processes} ranks"
     lines = [
         f"{settings.model.model_name_or_path}: {plan.parameters[0] / 1e9:.2f}e9 weights, "
-        f"{plan.parameters[1] / 1e6:.1f}e6 trained; {launch.kind} on {where}, {format_bytes(plan.capacity)} per rank",
+        f"{plan.parameters[1] / 1e6:.1f}e6 trained; {launch.kind} on {devices}, {format_bytes(plan.capacity)} per "
+        "rank",
         "",
         *(f"{label:<{width}}  " + "  ".join(map(str.rjust, cells, widths)) for label, cells in rows),
         "",
@@ -533,7 +570,7 @@ def format_plan(plan: Plan) -> str:
         *_assumed(settings),
         "assumed, not measured: the CUDA context and the allocator's slack"
         if hardware.gpu
-        else "not counted: what the C library's heap keeps beside tensors",
+        else "not counted: memory that the C library's heap keeps in addition to tensors",
         "not counted: DeepSpeed's own buffers" if launch.kind.startswith("zero") else None,
     ]
     return "\n".join(line for line in lines if line is not None)

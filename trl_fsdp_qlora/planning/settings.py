@@ -1,6 +1,6 @@
-"""The facts about a run that a plan needs: from a recipe's parsed arguments, or from its fields without a config.
+"""The facts about a run that a plan needs: from a recipe's parsed arguments, or from its command line alone.
 
-A config cannot be built for another machine's hardware: without a GPU, `bf16: true` is refused.
+A config cannot be built for another machine's hardware: on a machine without a GPU it refuses `bf16: true`.
 """
 
 import os
@@ -21,7 +21,7 @@ _KINDS = {"FSDP": "fsdp2", "DEEPSPEED": "zero{}"}  # accelerate's names -> those
 
 @dataclass(frozen=True)
 class Launch:
-    """How a run is spread over processes."""
+    """The processes of a run, and the way in which they share the model."""
 
     kind: str = "single"  # or ddp, fsdp2, zero2, zero3
     processes: int = 1  # ranks, one per card
@@ -32,7 +32,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Settings:
-    """One run, as far as its memory depends on it; `values` are the trainer's fields, also readable as attributes."""
+    """The settings of a run on which its memory depends; the trainer's fields, `values`, are attributes as well."""
 
     model: ModelConfig
     values: dict[str, Any] = field(repr=False)
@@ -64,13 +64,13 @@ class Settings:
 
     @property
     def keeps_turns(self) -> bool:
-        """Episodes have several turns, and rows keep their caches from one to the next."""
-        has_tools = any(self.values.get(name) for name in ("tools", "environment"))
-        return has_tools and not self.use_vllm and self.compact_generation
+        """Episodes have several turns, and rows keep their caches between turns."""
+        has_turns = bool(self.values.get("tools") or self.values.get("environment"))
+        return has_turns and not self.use_vllm and self.compact_generation
 
     @property
     def group(self) -> int:
-        """Rows that have one prompt."""
+        """Number of rows with the same prompt."""
         return 2 if self.is_paired else self.num_generations
 
     @property
@@ -85,7 +85,7 @@ class Settings:
 
     @property
     def length_field(self) -> str:
-        """The field that limits rows."""
+        """The field that limits the length of rows."""
         return "max_length" if self.is_paired else "max_completion_length"
 
     @property
@@ -98,7 +98,7 @@ class Settings:
 
     @property
     def drawn(self) -> Drawn | None:
-        """The micro-batch of the run's data that computes most; `None` without data."""
+        """The drawn micro-batch with the most tokens; `None` without data."""
         if self.data is None:
             return None
         limit = self.max_length if self.is_paired else None
@@ -107,13 +107,13 @@ class Settings:
     @property
     def mixed(self) -> str | None:
         """Dtype of the mixed precision, or `None`."""
-        said = self.launch.mixed_precision
-        if said == "no":
+        launched = self.launch.mixed_precision
+        if launched == "no":
             return None
-        if self.fp16 or said == "fp16":
+        if self.fp16 or launched == "fp16":
             return "float16"
         # TRL's default is bf16 if nothing is set; the accelerate config comes second.
-        return "bfloat16" if self.bf16 or self.bf16 is None or said == "bf16" else None
+        return "bfloat16" if self.bf16 or self.bf16 is None or launched == "bf16" else None
 
     @property
     def scores_again(self) -> bool:
@@ -127,8 +127,11 @@ def optimizer_name(settings: Settings) -> str:
     return str(getattr(settings.optim, "value", settings.optim))
 
 
-def from_config(config: Any, model: ModelConfig, **more: Any) -> Settings:
-    """The settings of a run that is about to start, from its parsed arguments; `more` may have `prompt_tokens`."""
+def from_config(config: Any, model: ModelConfig, **further: Any) -> Settings:
+    """The settings of a run that is about to start, from its parsed arguments.
+
+    `further` are other fields of [`Settings`], such as `prompt_tokens`.
+    """
     kind = config.distributed_state.distributed_type.value
     # Accelerate reports FSDP only after a trainer has made its `Accelerator`; on a CPU it turns FSDP into DDP.
     if is_fsdp2_launch() and kind in ("NO", "MULTI_GPU") and config.device.type != "cpu":
@@ -138,7 +141,7 @@ def from_config(config: Any, model: ModelConfig, **more: Any) -> Settings:
     offload = os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
     mixed = None if config.bf16 or config.fp16 else "no"
     launch = Launch(kind, config.world_size, offload, config.device.type == "cpu", mixed)
-    return Settings(model, dict(vars(config)), launch, **more)
+    return Settings(model, dict(vars(config)), launch, **further)
 
 
 def read_launch(path: str | None, processes: int | None = None) -> Launch:
@@ -154,8 +157,8 @@ def read_launch(path: str | None, processes: int | None = None) -> Launch:
     content = read_yaml(path if Path(path).exists() else accelerate_config(path), "--accelerate_config")
     ranks = int(processes or content.get("num_processes") or 1)
     zero = (content.get("deepspeed_config") or {}).get("zero_stage")
-    plain = "single" if ranks == 1 else "ddp"
-    kind = _KINDS.get(str(content.get("distributed_type")), plain).format(zero)
+    unsharded = "single" if ranks == 1 else "ddp"
+    kind = _KINDS.get(str(content.get("distributed_type")), unsharded).format(zero)
     offload = bool((content.get("fsdp_config") or {}).get("fsdp_offload_params"))
     return Launch(kind, ranks, offload, bool(content.get("use_cpu")), content.get("mixed_precision"))
 
@@ -166,13 +169,15 @@ def from_words(
     launch: Launch,
     script: type = ScriptArguments,
     counts_data: bool = False,
-    **more: Any,
+    **further: Any,
 ) -> Settings:
-    """The settings of a recipe's command line; `config` is its method's config class, `more` is as above.
+    """The settings of a recipe's command line.
 
     Args:
+        config: the config class of the recipe's method.
         script: the class of the recipe's script arguments.
         counts_data: read the recipe's data and draw micro-batches from it.
+        **further: other fields of [`Settings`].
 
     Raises:
         ConfigError: the file of `--config` cannot be read; an unknown key; a value of the wrong kind.
@@ -180,7 +185,10 @@ def from_words(
     values = vars(recipe_fields((script, config, ModelConfig), words, {"dataset": None}))
     if launch == Launch() and values["use_cpu"]:
         launch = Launch(use_cpu=True)
-    script, model = (kind(**{item.name: values[item.name] for item in fields(kind)}) for kind in (script, ModelConfig))
-    if counts_data and (data := read_data(script, model)) is not None:
-        more |= {"data": data, "prompt_tokens": data.longest_prompt}
-    return Settings(model, values, launch, **more)
+    script_arguments = script(**{item.name: values[item.name] for item in fields(script)})
+    model = ModelConfig(**{item.name: values[item.name] for item in fields(ModelConfig)})
+    data = read_data(script_arguments, model) if counts_data else None
+    if data is not None:
+        further["data"] = data
+        further["prompt_tokens"] = data.longest_prompt
+    return Settings(model, values, launch, **further)

@@ -1,7 +1,7 @@
 """The forwards of an optimizer step, in numbers: `prefix_sharing.door.Door.plan_step` for full-length completions.
 
-Every prompt has the same length and shares nothing with another one. The rows of a step are its groups, one after the
-other.
+Every prompt has the same length and shares no token with another prompt. The rows of a step are its groups, one after
+the other.
 """
 
 from typing import NamedTuple
@@ -66,19 +66,16 @@ class Step(NamedTuple):
 
 
 def plan_step(settings: Settings, reason: str | None = None) -> Step:
-    """The passes of a step; `reason`: why this model cannot keep values that several passes share."""
+    """The passes of a step; `reason` is why passes of this model cannot share values, or `None` if they can."""
     rows = settings.rows
     accumulated = settings.gradient_accumulation_steps
     prompt = settings.prompt_tokens
     completion = settings.completion_tokens
     if settings.prefix_sharing == "off":
-        width = prompt + completion
-        return Step(
-            Pass(rows * width, rows), accumulated, 0, 0, accumulated * rows * width, reason="prefix_sharing: off"
-        )
+        return _separate(Pass(rows * (prompt + completion), rows), accumulated, "prefix_sharing: off")
+    alone = Pass(settings.groups * prompt + rows * (completion - 1), rows)
     if settings.is_paired:
-        alone = Pass(settings.groups * prompt + rows * (completion - 1), rows)
-        return Step(alone, accumulated, 0, 0, accumulated * alone.tokens, reason="nothing is drawn ahead")
+        return _separate(alone, accumulated, "nothing is drawn ahead")
     # A step may need completions that are not generated yet.
     ahead = min(accumulated, settings.rollout_batches)
     repeats = -(-accumulated // ahead)
@@ -89,12 +86,18 @@ def plan_step(settings: Settings, reason: str | None = None) -> Step:
         shape = rows, ahead, settings.num_generations, prompt, completion
         step = _shared(shape, limit, one_by_one=settings.launch.kind.startswith("zero"))
         if step is not None:
-            passes, trunks, values, computed = (
-                repeats * x for x in (step.passes, step.trunks, step.values, step.computed)
+            return step._replace(
+                passes=repeats * step.passes,
+                trunks=repeats * step.trunks,
+                values=repeats * step.values,
+                computed=repeats * step.computed,
             )
-            return step._replace(passes=passes, trunks=trunks, values=values, computed=computed)
-    alone = Pass(settings.groups * prompt + rows * (completion - 1), rows)
-    return Step(alone, accumulated, 0, 0, accumulated * alone.tokens, reason=reason)
+    return _separate(alone, accumulated, reason)
+
+
+def _separate(one: Pass, count: int, reason: str | None) -> Step:
+    """A step of `count` micro-batches, each of which is computed by a pass of this size."""
+    return Step(longest=one, passes=count, trunks=0, values=0, computed=count * one.tokens, reason=reason)
 
 
 def _shared(shape: tuple[int, int, int, int, int], tokens_per_pass: int | None, one_by_one: bool) -> Step | None:
@@ -108,8 +111,8 @@ def _shared(shape: tuple[int, int, int, int, int], tokens_per_pass: int | None, 
     sizes += [rows // count for count in range(2, rows + 1) if rows % count == 0]
     if one_by_one:
         sizes = [rows]
-    # As many rows as fit; a single row that is longer runs alone.
-    size = next((size for size in sizes if _held(_cut(shape, size).longest) <= limit), 0)
+    # A pass gets as many rows as fit; a single row that is too long runs alone.
+    size = next((size for size in sizes if _held_tokens(_cut(shape, size).longest) <= limit), 0)
     if size < rows and tokens_per_pass is None:
         return None
     size = max(size, rows if one_by_one else 1)
@@ -118,7 +121,7 @@ def _shared(shape: tuple[int, int, int, int, int], tokens_per_pass: int | None, 
     return _cut(shape, size)
 
 
-def _held(longest: Pass) -> int:
+def _held_tokens(longest: Pass) -> int:
     return longest.tokens + longest.trunk
 
 
@@ -131,25 +134,32 @@ def _cut(shape: tuple[int, int, int, int, int], size: int) -> Step:
     first_row = np.arange(groups) * group
     first = first_row // size
     last = (np.minimum(first_row + group, total) - 1) // size
-    # A trunk ends one token before the last of its prompt, which predicts the first label.
-    is_kept = (last - first) * (prompt - 1) >= MIN_SAVED_TOKENS
+    # A trunk ends before the last token of its prompt, because that token predicts the first label.
+    trunk_tokens = prompt - 1
+    is_kept = (last - first) * trunk_tokens >= MIN_SAVED_TOKENS
     numbers = np.arange(passes)
-    ends = np.minimum((numbers + 1) * size, total)
+    end_row = np.minimum((numbers + 1) * size, total)
     # Prompts of each pass, and the kept ones among them: groups are in order, so the passes are in order too.
-    begins = np.searchsorted(last, numbers)
-    behind = np.searchsorted(first, numbers, side="right")
+    first_group = np.searchsorted(last, numbers)
+    end_group = np.searchsorted(first, numbers, side="right")
     kept_before = np.concatenate([[0], np.cumsum(is_kept)])
-    kept = kept_before[behind] - kept_before[begins]
-    tokens = (ends - numbers * size) * (completion - 1) + (behind - begins - kept) * prompt + kept
-    longest = int(np.argmax(tokens + kept * (prompt - 1)))
+    kept = kept_before[end_group] - kept_before[first_group]
+    own_prompts = end_group - first_group - kept
+    tokens = (end_row - numbers * size) * (completion - 1) + own_prompts * prompt + kept
+    longest = int(np.argmax(tokens + kept * trunk_tokens))
     trunks = len(np.unique(np.stack([first, last])[:, is_kept], axis=1).T)
     is_cut = size < rows
     return Step(
-        Pass(int(tokens[longest]), min(size, total), int(kept[longest]) * (prompt - 1), int(kept[longest])),
-        passes,
-        trunks,
-        passes + trunks if is_cut else 0,
-        int(tokens.sum()) + int(is_kept.sum()) * (prompt - 1),
-        max(1, size // rows),
-        rows // size if is_cut else 1,
+        longest=Pass(
+            tokens=int(tokens[longest]),
+            rows=min(size, total),
+            trunk=int(kept[longest]) * trunk_tokens,
+            prompts=int(kept[longest]),
+        ),
+        passes=passes,
+        trunks=trunks,
+        values=passes + trunks if is_cut else 0,
+        computed=int(tokens.sum()) + int(is_kept.sum()) * trunk_tokens,
+        batches_per_pass=max(1, size // rows),
+        passes_per_batch=rows // size if is_cut else 1,
     )
