@@ -20,8 +20,8 @@ from ..compat.transformers import attention_named, is_flash, name_without_flash
 from ..scoring.transfer import to_device
 from . import cascade, two_part
 from .layout import PackedLayout, additive
-from .recurrent import looked_up
-from .scope import current, note
+from .recurrent import names_in_code
+from .scope import current, record_problem
 from .support import attention_layers, layer_types
 
 PREFIX = "prefix_sharing_"
@@ -124,7 +124,7 @@ def _packed_attention(module, query, key, value, attention_mask, base: str, kwar
         call = AttentionCall(module, query, key, value, layout, base, own_function, **options)
         name, out = _attend(call)
     except (UnsupportedAttention, RuntimeError) as error:
-        note(layout, error)
+        record_problem(layout, error)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]) + 0 * query.sum(), None
     layout.layer_calls.append(name)
     kind = "full attention" if call.window is None else f"attention through a window of {call.window}"
@@ -193,7 +193,8 @@ def install(model: PreTrainedModel) -> None:
     if base in _BASES:
         return
     modules = [module for module in model.modules() if hasattr(module, "layer_idx")]
-    if attention_layers(model) and not any("ALL_ATTENTION_FUNCTIONS" in looked_up(type(module)) for module in modules):
+    uses_registry = any("ALL_ATTENTION_FUNCTIONS" in names_in_code(type(module)) for module in modules)
+    if attention_layers(model) and not uses_registry:
         raise UnsupportedAttention(f"{type(model).__name__} attends by code of its own")
     if "indexed_attention" in layer_types(model.config.get_text_config(decoder=True)):
         raise UnsupportedAttention(f"{model.config.model_type} picks the keys of each token by itself")

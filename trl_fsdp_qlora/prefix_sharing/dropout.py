@@ -1,7 +1,7 @@
-"""Where a model draws at random while it trains, read off its modules, whatever the fields of its config are called.
+"""The random draws of a model in training, read from its modules, because configs have many names for them.
 
-A packed row has another shape than a padded batch, so masks are drawn for other numbers: unbiased, not the same.
-Dropout of attention's weights has no counterpart there, nor have layers left out at random.
+A packed row has another shape than a padded batch, so dropout draws other masks: unbiased, but not the same. Dropout
+of attention's weights, and layers that are left out at random, have no counterpart on a packed row.
 """
 
 import contextlib
@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch.nn.modules.dropout import _DropoutNd
 
-# A module of attention keeps the dropout of its weights under one of these, as a number or as a `Dropout`.
+# Attributes in which a module of attention keeps the dropout of its weights, as a number or as a `Dropout`.
 _ATTENTION_NAMES = {"dropout", "dropout_p", "dropout_prob", "attn_dropout", "attention_dropout", "attn_pdrop"}
-# What a number for a functional call is called: dropout, layerdrop, drop_path, a router's jitter.
+# Parts of the names of probabilities for functional calls: dropout, layerdrop, drop_path, a router's jitter.
 _DRAWS = ("drop", "jitter")
 
 
@@ -28,36 +28,39 @@ class Draw(NamedTuple):
 
 def draws(model: torch.nn.Module) -> list[Draw]:
     """Every place of `model` that draws in training mode: `Dropout` modules, and numbers kept for functional calls."""
-    found = []
+    active = []
     for name, module in model.named_modules():
         if isinstance(module, _DropoutNd):
             attributes = ["p"]
         else:
             attributes = [key for key in vars(module) if any(word in key.lower() for word in _DRAWS)]
-        values = ((attribute, getattr(module, attribute)) for attribute in attributes)
-        found += [Draw(name, module, key, value) for key, value in values if isinstance(value, float) and value > 0.0]
-    return found
+        for attribute in attributes:
+            value = getattr(module, attribute)
+            if isinstance(value, float) and value > 0.0:
+                active.append(Draw(name, module, attribute, value))
+    return active
 
 
 def attention_reason(model: torch.nn.Module) -> str | None:
-    """Why draws in attention, or layers left out at random, keep `model` off packed rows; `None` where there are
-    none.
-    """
+    """The reason why `model` cannot use packed rows: dropout in attention, or layers left out at random; or `None`."""
     modules = dict(model.named_modules())
     for draw in draws(model):
         if "layerdrop" in draw.attribute.lower():
             return f"{draw.attribute}={draw.value:g} leaves layers out at random, others on a packed row"
-        owner, _, own_name = draw.name.rpartition(".") if draw.attribute == "p" else (draw.name, "", draw.attribute)
+        # A `Dropout` module is an attribute of the module that uses it.
+        if draw.attribute == "p":
+            owner, _, name = draw.name.rpartition(".")
+        else:
+            owner = draw.name
+            name = draw.attribute
         kind = type(modules[owner]).__name__
-        if own_name in _ATTENTION_NAMES and ("attention" in kind.lower() or kind.lower().endswith("attn")):
-            return f"{kind}.{own_name}={draw.value:g} (attention dropout) has no counterpart on a packed row"
+        if name in _ATTENTION_NAMES and ("attention" in kind.lower() or kind.lower().endswith("attn")):
+            return f"{kind}.{name}={draw.value:g} (attention dropout) has no counterpart on a packed row"
     return None
 
 
 def other_dropout(model: torch.nn.Module) -> str | None:
-    """A line on dropout outside of attention (LoRA's, residual), which draws other masks on a packed row, or
-    `None`.
-    """
+    """A line on dropout outside of attention (LoRA's, residual), whose masks differ on a packed row; or `None`."""
     kinds = set()
     for draw in draws(model):
         kind = next((part for part in draw.name.split(".") if "drop" in part.lower()), draw.attribute)
@@ -70,16 +73,16 @@ def other_dropout(model: torch.nn.Module) -> str | None:
 
 @contextlib.contextmanager
 def without_dropout(model: torch.nn.Module) -> Iterator[None]:
-    """Nothing draws inside. Modes stay as they are.
+    """Inside the block nothing draws, but the model stays in its mode.
 
-    Gradient checkpointing only happens in training mode, so a pass that is to be compared has to stay in it, and
-    bitsandbytes repacks a 4-bit weight for good the first time its layer runs in evaluation mode on some CPUs.
+    A pass that is compared has to run in training mode for two reasons: only there gradients are checkpointed, and in
+    evaluation mode, on some CPUs, bitsandbytes repacks a 4-bit weight for good when its layer first runs.
     """
-    found = draws(model)
-    for draw in found:
+    active = draws(model)
+    for draw in active:
         setattr(draw.module, draw.attribute, 0.0)
     try:
         yield
     finally:
-        for draw in found:
+        for draw in active:
             setattr(draw.module, draw.attribute, draw.value)

@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-# A level beyond the first is made if it saves at least this many tokens ...
+# A level beyond the first is used if it saves at least this number of tokens ...
 MIN_SAVED_TOKENS = 8
-# ... and this share of the tokens below it, which attend to it in a call of their own.
+# ... plus this fraction of the tokens below it, which attend to the level in a call of their own.
 MIN_SAVED_FRACTION = 0.02
 # A dense mask computes every pair, without a flash kernel. A pair then costs this many times as much.
 DENSE_PAIR_COST = 4.0
@@ -55,7 +55,7 @@ class Forest:
     """Segments in the order of the packed row.
 
     Attributes:
-        starts, lengths: place of the first token in the row, and number of tokens.
+        starts, lengths: place of the segment's first token in the row, and number of its tokens.
         depths: number of tokens that come before a segment in its sequences.
         parents: index of the parent segment; -1 for none.
         levels: number of ancestors.
@@ -66,8 +66,9 @@ class Forest:
             counted from the first real token of a row.
         end_T: for a row with dense masks, the place behind the last token that sees each token, so token q attends to
             k if k <= q < end_T[k] (and both are in one segment); else `None`.
-        kept: number of segments, at the end of the list, that an earlier pass computed. They are no part of the packed
-            row. Their keys and values lie behind those of the row, so their places come after the row's last token.
+        kept: number of segments, at the end of the list, that an earlier pass computed. They are not part of the
+            packed row. Their keys and values lie behind those of the row, so their places come after the row's last
+            token.
         offset_S: the offset from which the positions of each segment's tree are counted; `None` if the offsets of the
             batch's rows apply.
     """
@@ -116,7 +117,7 @@ class Forest:
     def crossings(self) -> list["Crossing"]:
         """Returns the queries that attend to ancestors: one entry for each stretch below the roots and level above it.
 
-        Ancestors of one entry lie side by side. A level of which some segments are kept and others are not has several
+        Ancestors of one entry lie side by side. If only some segments of a level are kept, the level has several
         entries.
         """
         ends = self.starts + self.lengths
@@ -255,7 +256,8 @@ def prefix_nodes(common: np.ndarray) -> list[Node]:
 
     Parents follow their children.
     """
-    nodes, open_nodes = [], []  # open: (depth, first row), depths increasing
+    nodes = []
+    open_nodes = []  # (depth, first row), in the order of increasing depth
     for row, depth in enumerate([*common.tolist(), 0], start=1):
         first = row - 1
         while open_nodes and open_nodes[-1][0] > depth:
@@ -297,7 +299,7 @@ def choose_nodes(nodes: list[Node], lengths: np.ndarray, min_length: int = 1) ->
     chosen = {node for root in waiting for node in best[root][1]}
 
     def parts(node: Node) -> int:
-        """Returns how many segments would go on from a node."""
+        """Returns the number of segments that would go on from a node."""
         count = node.rows
         pending = list(children[node])
         while pending:

@@ -1,13 +1,13 @@
-"""Images in prompts on packed rows: those of each prompt once, and its positions as the model itself would make them.
+"""Images in prompts on packed rows: the pixels of each prompt once, and the model's own positions.
 
 TRL's batch holds a prompt's pixels once for each of its completions. A packed row holds each prompt once, so it takes
 the pixels of one row of every group, in the order of the prompts in the packed row: the model writes its image
 features over the placeholders from left to right. Classes with three-axis rotary positions (Qwen-VL, GLM-4V) derive
-them from the images' grids. The model's own `get_rope_index` does that for one row of each group, and the group's
-completions count on from there.
+positions from the images' grids. The model's own `get_rope_index` computes them for one row of each group, and the
+positions of the group's completions continue from there.
 
-Rows share a prompt where tokens *and pixels* agree: "How many are red?" is asked of many pictures. Where the tokens of
-an image see each other in both directions (Gemma 3 and 4), a prompt's segment has the model's own mask.
+Rows share a prompt if tokens *and pixels* agree: "How many are red?" is asked of many pictures. If the tokens of an
+image see each other in both directions (Gemma 3 and 4), a prompt's segment has the model's own mask.
 """
 
 import inspect
@@ -28,24 +28,24 @@ from ..scoring.transfer import to_device, to_host
 from .layout import PackedLayout, Sequences, UnpackableBatch, equal_runs
 from .self_check import reduced_over_ranks
 
-# What a model takes per image, and per token of a row.
+# Arguments of models with an entry per image, and per token of a row.
 PER_IMAGE = (
     "pixel_values", "image_grid_thw", "image_position_ids", "pixel_attention_mask", "spatial_shapes", "image_sizes",
 )  # fmt: skip
 PER_TOKEN = ("mm_token_type_ids", "token_type_ids")
-# Of classes whose images are seen in both directions.
+# The function of classes whose images are seen in both directions.
 _MASKS = "create_masks_for_generate"
-# Of a frozen tower's features, on each device, over the images of a generation batch.
+# Largest size of a frozen tower's features that are kept on a device for the images of a generation batch.
 FEATURE_BYTES = 2**30
 
 
 def fingerprints(vision: dict[str, Any]) -> torch.Tensor:
-    """`(B, 1)` hashes of each row's images: of their pixels, in their order, and of how these are cut.
+    """`(B, 1)` hashes of each row's images: of their pixels, of their order, and of their shapes.
 
-    Two rows share a prompt, and a frozen tower's features, if theirs agree, so a sum of the pixels would not do:
-    pictures whose equal shapes stand in other places have equal sums. Each number is scrambled together with its place
-    before it is added. Nothing is read on the host but what TRL itself reads to cut the pixels into rows. Pixels are
-    hashed once: the passes over one batch have the same tensors.
+    Two rows with equal hashes share a prompt, and a frozen tower's features. A sum of the pixels would not do as a
+    hash, because pictures with equal shapes in other places have equal sums. So each number is scrambled together with
+    its place before it is added. The host reads only the numbers that TRL reads to cut the pixels into rows. Pixels
+    are hashed once, because the passes over one batch have the same tensors.
     """
     keys = _known_keys(vision)
     if keys is None:
@@ -55,37 +55,39 @@ def fingerprints(vision: dict[str, Any]) -> torch.Tensor:
 
 
 def _hashed(vision: dict[str, Any]) -> list[str]:
-    """What of a batch's vision arguments tells images apart."""
+    """Names of the vision arguments that are hashed."""
     return [name for name in PER_IMAGE if isinstance(vision.get(name), torch.Tensor)]
 
 
 def _row_keys(lines: dict[str, torch.Tensor], vision: dict[str, Any]) -> torch.Tensor:
-    """`(B, 1)` of the hashes of each entry of the tensors in `vision`, on the device that these hashes are on."""
-    # TRL reads from the grid how many patches an image has.
-    apart = split_pixel_values_by_grid({**vision, **{n: x for n, x in lines.items() if n != "image_grid_thw"}})
-    keys_B = torch.zeros(len(apart["pixel_values"]), dtype=torch.int64, device=lines["pixel_values"].device)
+    """Hashes `(B, 1)` of the rows, on the device of `lines`, the hashes of each entry of the tensors in `vision`."""
+    # TRL reads from the grid how many patches an image has, so the grid itself is not replaced by hashes.
+    hashes = {name: x for name, x in lines.items() if name != "image_grid_thw"}
+    by_row = split_pixel_values_by_grid({**vision, **hashes})
+    keys_B = torch.zeros(len(by_row["pixel_values"]), dtype=torch.int64, device=lines["pixel_values"].device)
     for name, lines_N in lines.items():
-        sizes = torch.tensor([1 if isinstance(apart[name], torch.Tensor) else len(part) for part in apart[name]])
+        sizes = torch.tensor([1 if isinstance(by_row[name], torch.Tensor) else len(part) for part in by_row[name]])
         row_N = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
         place_N = torch.arange(len(row_N)) - (sizes.cumsum(0) - sizes)[row_N]
-        row_N, place_N = (to_device(x, keys_B.device) for x in (row_N, place_N))
+        row_N = to_device(row_N, keys_B.device)
+        place_N = to_device(place_N, keys_B.device)
         sums_B = torch.zeros_like(keys_B).index_add_(0, row_N, _scrambled(lines_N + _scrambled(place_N)))
         keys_B = _scrambled(keys_B + sums_B)
     return keys_B.unsqueeze(1)
 
 
-# Of pixels, as long as they live: which tensors were hashed, for which rows, and the rows' keys.
+# For pixels that exist: the tensors that were hashed, the number of images of each row, and the rows' keys.
 _KEYS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _versions(vision: dict[str, Any]) -> list[tuple]:
-    """Which tensors hold the images, as they were last written to. A grid may be a copy on the host."""
+    """Identity and version of the tensors that hold the images, without the grid, which may be a copy on the host."""
     tensors = [(name, vision[name]) for name in _hashed(vision) if name != "image_grid_thw"]
     return [(name, id(x), _version(x)) for name, x in tensors]
 
 
 def _known_keys(vision: dict[str, Any]) -> torch.Tensor | None:
-    """The keys of pixels that were hashed before, for the same rows if `vision` says how many images each one has."""
+    """The keys of pixels that were hashed before, for rows with the same `num_images` if `vision` has that."""
     versions, num_images, keys = _KEYS.get(vision["pixel_values"], (None, None, None))
     is_same = vision.get("num_images") is None or list(vision["num_images"]) == num_images
     return keys if versions == _versions(vision) and is_same else None
@@ -95,7 +97,7 @@ def _remember(vision: dict[str, Any], keys: torch.Tensor) -> None:
     _KEYS[vision["pixel_values"]] = _versions(vision), list(vision["num_images"]), keys
 
 
-# What the host reads of a batch's images, and copies of it there, with the version that was copied.
+# Vision arguments that the host reads, and their copies on the host, with the version that was copied.
 _READ = ("image_grid_thw", *PER_TOKEN)
 _COPIES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -105,21 +107,21 @@ def _version(x: torch.Tensor) -> int:
 
 
 def on_host(vision: dict[str, Any], waits: bool = False) -> dict[str, Any]:
-    """Vision arguments with those that the host reads on the host, if they were copied there; with `waits` all of
-    them.
+    """Replace vision arguments that the host reads by their copies on the host.
+
+    Without `waits` only arguments that were copied before are replaced; with it the others are copied now.
     """
-    found = {}
+    read = {}
     for name in _READ:
         x = vision.get(name)
         if isinstance(x, torch.Tensor):
             version, copy = _COPIES.get(x, (None, None))
-            found[name] = copy if version == _version(x) else x
+            read[name] = copy if version == _version(x) else x
     if waits:
-        copies = to_host(found)
-        for name, copy in copies.items():
+        read = to_host(read)
+        for name, copy in read.items():
             _keep_copy(vision[name], copy)
-        found = copies
-    return {**vision, **found}
+    return {**vision, **read}
 
 
 def _keep_copy(x: torch.Tensor, copy: torch.Tensor) -> None:
@@ -127,13 +129,15 @@ def _keep_copy(x: torch.Tensor, copy: torch.Tensor) -> None:
         _COPIES[x] = _version(x), copy
 
 
-# Of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), as signed numbers. Products of int64 wrap around.
-_STEP, _FIRST, _SECOND = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+# Constants of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), as signed numbers. Products of int64 wrap around.
+_STEP = 0x9E3779B97F4A7C15 - 2**64
+_FIRST = 0xBF58476D1CE4E5B9 - 2**64
+_SECOND = 0x94D049BB133111EB - 2**64
 _HASHED_AT_ONCE = 2**22
 
 
 def _scrambled(x: torch.Tensor) -> torch.Tensor:
-    """A bijection of int64 after which numbers that differ in anything differ in half of their bits."""
+    """A bijection of int64 whose results differ in about half of their bits if the arguments differ in any bit."""
     x = x * _STEP + _STEP
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * factor  # the shift of a signed number copies its sign
@@ -147,7 +151,7 @@ def _line_hashes(x: torch.Tensor) -> torch.Tensor:
     bits = bits.view(kind)
     shape = zlib.crc32(repr((tuple(x.shape[1:]), x.dtype)).encode())
     place = _scrambled(torch.arange(bits.shape[1], device=x.device) + (shape << 30))
-    # Scrambled numbers are as large as int64: of a whole batch they would be twice the pixels.
+    # Scrambled numbers are int64; those of a whole batch would be twice as large as the pixels.
     parts = bits.split(max(1, _HASHED_AT_ONCE // max(bits.shape[1], 1)))
     return torch.cat([_scrambled(part.to(torch.int64) + place).sum(1) for part in parts])
 
@@ -158,7 +162,7 @@ def image_rows(layout: PackedLayout, sequences: Sequences) -> list[int]:
     rows = []
     first_B, last_B = sequences.spans_B2.T
     for segment, row in enumerate(forest.source[: forest.computed].tolist()):
-        # Of a batch without a label one token is computed, which may stand for a part of an image.
+        # If a batch has no label, one token is computed all the same, which may stand for a part of an image.
         if last_B[row] < 0 or forest.place_BL[row, last_B[row]] < 0:
             continue
         place = forest.place_BL[row, first_B[row]]
@@ -170,13 +174,13 @@ def image_rows(layout: PackedLayout, sequences: Sequences) -> list[int]:
 class Images:
     """Images in the prompts of one model's packed rows.
 
-    A tower that nothing trains is run apart from the model, without a graph, and once for each prompt's images while
-    its features are kept. Not under FSDP or ZeRO-3, where its weights are gathered by the root module's forward, on
-    all ranks alike.
+    A frozen tower runs apart from the model, without a graph, and once for each prompt's images, whose features are
+    kept. Under FSDP or ZeRO-3 it runs inside the model, because the root module's forward gathers its weights, on all
+    ranks at once.
 
     Attributes:
         reason: why batches with images run padded, or `None`.
-        features: of a frozen tower, by what identifies a prompt's images.
+        features: features of a frozen tower, by the key of a prompt's images.
     """
 
     ARGUMENTS = (*PER_IMAGE, *PER_TOKEN)
@@ -185,10 +189,11 @@ class Images:
         self.model = model
         self.inner = model.base_model
         self.features: dict[tuple[int, ...], ModelOutput] = {}
-        self.shared: dict[str, torch.Tensor] | None = None  # what ranks without images run the tower on
-        self._is_watching = False  # inside `in_every_forward`: twice there, the tower would run twice
-        names = ("image_token_id", "image_token_index")
-        self.token = next((t for t in (getattr(model.config, name, None) for name in names) if t is not None), None)
+        self.shared: dict[str, torch.Tensor] | None = None  # images on which ranks without images run the tower
+        self._is_watching = False  # inside `in_every_forward`; a second block would run the tower twice
+        self.token = getattr(model.config, "image_token_id", None)
+        if self.token is None:
+            self.token = getattr(model.config, "image_token_index", None)
         self.reason = None
         kind = model.config.model_type
         if not hasattr(self.inner, "get_image_features"):
@@ -200,17 +205,19 @@ class Images:
 
     @property
     def is_collective(self) -> bool:
-        """Whether ranks meet in the tower: its weights are sharded, or its gradients are reduced."""
-        parts = [self.model.get_decoder(), self.model.get_output_embeddings()]
-        others = {id(p) for part in parts if part is not None for p in part.parameters()}
-        tower = (p for p in self.model.parameters() if id(p) not in others)  # FSDP2 puts others in their place
+        """Whether the tower's pass is collective: its weights are sharded, or its gradients are reduced."""
+        text_ids = set()
+        for part in (self.model.get_decoder(), self.model.get_output_embeddings()):
+            if part is not None:
+                text_ids.update(map(id, part.parameters()))
+        # Derived in each call, because FSDP2 replaces the parameters.
+        tower = (p for p in self.model.parameters() if id(p) not in text_ids)
         return any(p.requires_grad or isinstance(p, DTensor) or hasattr(p, "ds_id") for p in tower)
 
     def mark(self, sequences: Sequences) -> None:
-        """Give tokens that stand for other images other numbers, so that they are never taken for equal ones.
+        """Give the placeholder tokens of different images different numbers, so that they are never shared.
 
-        All images of a row stand in one segment, or their pixels could not be given to the model in the order of the
-        row.
+        All images of a row lie in one segment. Otherwise the model could not get their pixels in the order of the row.
 
         Raises:
             UnpackableBatch: it is not known which images are a row's own, or some of them are not computed.
@@ -228,17 +235,17 @@ class Images:
         sequences.tokens_BL = np.where(is_image_BL, number_B[:, None], sequences.tokens_BL)
         sequences.spans_B2 = np.stack([first_B, last_B], axis=1)
         if hasattr(self.model, _MASKS):
-            # The mask of an image is made for roots alone: a row shares with those that are equal up to its last
-            # image.
+            # Masks of images are made for roots only, so a row shares tokens only with rows that are equal up to the
+            # last image.
             up_to_images_BL = np.where(np.arange(width) <= last_B[:, None], sequences.tokens_BL, 0)
             _, beginning_B = np.unique(up_to_images_BL, axis=0, return_inverse=True)
             sequences.tokens_BL[:, 0] += (1 + beginning_B.reshape(-1)) << 32
 
     def to_send(self, batch) -> dict[str, torch.Tensor]:
-        """What the host has to know of a batch's images, to be copied there together with its tokens.
+        """The tensors on a batch's images that the host needs, to be copied there together with the batch's tokens.
 
-        It is what TRL and transformers read there to cut pixels apart and to count positions, piece by piece, and the
-        hashes of pixels that nobody has hashed.
+        They are the tensors that TRL and transformers read, one by one, to split pixels and to count positions, and
+        the hashes of pixels that were not hashed before.
         """
         vision = on_host(batch.vision)
         sent = {name: vision[name] for name in _READ if name in vision}
@@ -248,17 +255,18 @@ class Images:
         if keys is not None:
             sent["keys"] = keys
         else:
-            sent |= {f"hashes of {name}": _line_hashes(vision[name]) for name in _hashed(vision)}
+            for name in _hashed(vision):
+                sent[f"hashes of {name}"] = _line_hashes(vision[name])
         return sent
 
     def take(self, batch, tokens_BL: np.ndarray, sent: dict[str, torch.Tensor]) -> np.ndarray:
-        """Give a batch what [`to_send`] gave, on the host by now.
+        """Complete a batch by the tensors of [`to_send`], which are on the host now.
 
         Returns:
-            Numbers `(B,)` that rows with the same images have in common.
+            Keys `(B,)`, which are equal for rows with the same images.
 
         Raises:
-            UnpackableBatch: it is not known which images are a row's own.
+            UnpackableBatch: it is not known which images belong to a row.
         """
         for name in _READ:
             if name in sent:
@@ -267,7 +275,7 @@ class Images:
         if batch.num_images is None:
             batch.num_images = self._count(batch, (tokens_BL == self.token).sum(1), sent.get("patches"))
             if keys is not None and batch.image_keys is None and _known_keys(self._counted(batch)) is None:
-                keys = fingerprints(self._counted(batch)).cpu()  # the same pixels were other rows'
+                keys = fingerprints(self._counted(batch)).cpu()  # the pixels were hashed for other rows
         if keys is None:
             hashes = {name: sent[f"hashes of {name}"] for name in _hashed(batch.vision)}
             keys = _row_keys(hashes, self._counted(batch))
@@ -280,19 +288,17 @@ class Images:
         return {**on_host(batch.vision), "num_images": batch.num_images}
 
     def count(self, batch) -> list[int]:
-        """How many images each row of a batch has, worked out from how many of its tokens stand for images.
+        """The number of images of each row of a batch, derived from the number of its placeholder tokens.
 
         Raises:
-            UnpackableBatch: that does not say it.
+            UnpackableBatch: the number of tokens does not determine the number of images.
         """
         places = batch.vision.get("image_position_ids")
         patches = None if places is None else (places != -1).all(-1).sum(-1)
         return self._count(batch, (batch.input_ids == self.token).sum(1).cpu().numpy(), patches)
 
     def _count(self, batch, tokens_B: np.ndarray, patches: torch.Tensor | None) -> list[int]:
-        """The same of the tokens that stand for images in each row, and of Gemma 4's images the patches that are no
-        padding.
-        """
+        """[`count`] from the number of placeholder tokens of each row and, for Gemma 4, the patches of each image."""
         pixels = batch.vision["pixel_values"]
         grids = on_host(batch.vision).get("image_grid_thw")
         if grids is not None:
@@ -304,8 +310,8 @@ class Images:
         else:
             images = len(pixels)
             rows_with_images = int((tokens_B > 0).sum())
-            # A class that pads each row's pictures to those of the row with most (Idefics, SmolVLM) has an entry per
-            # row.
+            # Idefics and SmolVLM pad the pictures of each row to the largest number of all rows, so pixels have an
+            # entry per row.
             is_per_row = pixels.ndim == 5 and images == len(tokens_B) and "image_sizes" not in batch.vision
             if is_per_row or images == rows_with_images:
                 return [int(count > 0) for count in tokens_B]
@@ -313,25 +319,27 @@ class Images:
                 tokens_of_image = [int(tokens_B.sum()) // images] * images
             else:
                 tokens_of_image = []
-        counts, image = [], 0
-        for wanted in tokens_B.tolist():
-            first, seen = image, 0
-            while seen < wanted and image < len(tokens_of_image):
-                seen += tokens_of_image[image]
+        counts = []
+        image = 0
+        for tokens_of_row in tokens_B.tolist():
+            first = image
+            tokens = 0
+            while tokens < tokens_of_row and image < len(tokens_of_image):
+                tokens += tokens_of_image[image]
                 image += 1
-            if seen != wanted:
+            if tokens != tokens_of_row:
                 raise UnpackableBatch("it is not known which images are those of a row")
             counts.append(image - first)
         return counts
 
     def arguments(self, batch, layout: PackedLayout, sequences: Sequences) -> dict[str, Any]:
-        """The model's arguments, next to the tokens, for a row that was made from a batch."""
+        """The model's arguments for the images of a packed row that was made from a batch."""
         vision = {**on_host(batch.vision, waits=True), "num_images": batch.num_images}
         device = batch.input_ids.device
         per_token = {name: layout.take(vision[name]) for name in PER_TOKEN if name in vision}
         layout.own_masks = own_masks(self.model, layout, per_token, device)
         arguments = {name: to_device(x, device) for name, x in per_token.items()}
-        # The row holds the pixels of each segment with images once; none if nothing is computed in it.
+        # The pixels of each segment with images are passed once, and not at all if the segment is not computed.
         rows = [row for row in image_rows(layout, sequences) if batch.num_images[row]]
         if "mm_encoder_outputs" in _parameters(type(self.model).forward) and not self.is_collective:
             if rows:
@@ -345,16 +353,16 @@ class Images:
         return arguments
 
     def _positions(self, batch, layout: PackedLayout, sequences: Sequences) -> torch.Tensor:
-        """`(axes, 1, T)` rotary positions: the model's own for one row of each segment with images.
+        """Rotary positions `(axes, 1, T)`, which the model computes for one row of each segment with images.
 
-        Text in front of an image counts tokens, and text behind it counts on from the first token there.
+        Positions in front of an image count tokens. Behind the images they continue from the first token there.
         """
         forest = layout.forest
         device = batch.input_ids.device
         first_B, last_B = sequences.spans_B2.T
         segment_T = np.repeat(np.arange(forest.segments), forest.lengths)
         rows_with_images = np.flatnonzero((last_B >= 0) & (forest.place_BL[np.arange(len(last_B)), last_B] >= 0))
-        # The row whose positions another one takes up to its first token behind the images.
+        # The row from which each row takes its positions, up to the first token behind the images.
         head_B = np.arange(len(last_B))
         for row in rows_with_images.tolist():
             segment = segment_T[forest.place_BL[row, first_B[row]]]
@@ -364,29 +372,27 @@ class Images:
         positions = to_device(torch.from_numpy(depth_T), device).expand(3, 1, -1)
         if not len(heads):
             return positions
-        # On the host: the model reads types and grids there, row by row and image by image.
-        wanted = *PER_TOKEN, "image_grid_thw"
-        named = {name: x for name, x in rows_of_images(self._counted(batch), heads).items() if name in wanted}
+        # On the host, because the model reads types and grids one by one.
+        names = (*PER_TOKEN, "image_grid_thw")
+        vision = {name: x for name, x in rows_of_images(self._counted(batch), heads).items() if name in names}
         code = torch.from_numpy(sequences.code_BL[heads])
         ids = (code // 2).clamp(min=0)
         mask = (code >= 0).long()
-        of_heads, _ = self.inner.get_rope_index(ids, attention_mask=mask, **named)
+        of_heads, _ = self.inner.get_rope_index(ids, attention_mask=mask, **vision)
         of_heads = to_device(of_heads, device)
         head_T = head_B[layout.row_T]
         last_T = last_B[layout.row_T]
         column_T = sequences.offsets_B[head_T] + np.minimum(depth_T, last_T + 1)
         behind_T = np.maximum(depth_T - last_T - 1, 0)
         has_images_T = last_T >= 0
-        place_T = np.searchsorted(heads, head_T).clip(max=len(heads) - 1)
-        place_T, column_T = (to_device(torch.from_numpy(x), device) for x in (place_T, column_T))
-        behind_T, has_images_T = (to_device(torch.from_numpy(x), device) for x in (behind_T, has_images_T))
-        of_images = of_heads[:, place_T, column_T].unsqueeze(1) + behind_T
+        number_T = np.searchsorted(heads, head_T).clip(max=len(heads) - 1)  # of the row among the heads
+        arrays = (number_T, column_T, behind_T, has_images_T)
+        number_T, column_T, behind_T, has_images_T = (to_device(torch.from_numpy(x), device) for x in arrays)
+        of_images = of_heads[:, number_T, column_T].unsqueeze(1) + behind_T
         return torch.where(has_images_T, of_images, positions)
 
     def _encoded(self, vision: dict[str, Any], rows: list[int], keys: list) -> dict[str, ModelOutput]:
-        """`mm_encoder_outputs` for the images of some rows, in their order; the oldest are forgotten beyond
-        `FEATURE_BYTES`.
-        """
+        """`mm_encoder_outputs` for the images of some rows, in order; beyond `FEATURE_BYTES` the oldest are freed."""
         for row, key in zip(rows, keys, strict=True):
             if key not in self.features:
                 with torch.no_grad():
@@ -397,36 +403,39 @@ class Images:
         return {"image": _joined(encoded)}
 
     def _run_tower(self, vision: dict[str, Any]) -> ModelOutput:
-        """What the tower makes of the images among a batch's vision arguments."""
-        taken = _parameters(self.inner.get_image_features)
+        """The tower's features of the images in a batch's vision arguments."""
+        parameters = _parameters(self.inner.get_image_features)
         device = vision["pixel_values"].device
-        images = {name: to_device(vision[name], device) for name in PER_IMAGE if name in vision and name in taken}
+        names = [name for name in PER_IMAGE if name in vision and name in parameters]
+        images = {name: to_device(vision[name], device) for name in names}
         return self.inner.get_image_features(**images, return_dict=True)
 
     def share(self, batch) -> None:
-        """Agree on images for [`in_every_forward`], where ranks meet in the tower. Every rank has to call it, once one
-        has images.
+        """Agree on images for [`in_every_forward`], if the tower's pass is collective.
 
-        The first prompt with images on any rank gives those of all.
+        Every rank has to call this method once some rank has images. The images of one rank's first prompt are sent to
+        all ranks.
         """
-        many = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-        if self.shared is not None or not many or not self.is_collective:
+        has_ranks = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        if self.shared is not None or not has_ranks or not self.is_collective:
             return
         device = batch.input_ids.device
         row = next((row for row, count in enumerate(batch.num_images or ()) if count and batch.has_images), None)
         rank = torch.distributed.get_rank()
         (source,) = reduced_over_ranks([-1 if row is None else rank], device)
-        mine = rows_of_images({**batch.vision, "num_images": batch.num_images}, [row]) if source == rank else {}
-        sent = [{name: mine[name].cpu() for name in PER_IMAGE if name in mine}]
+        images = {}
+        if source == rank:
+            images = rows_of_images({**batch.vision, "num_images": batch.num_images}, [row])
+        sent = [{name: images[name].cpu() for name in PER_IMAGE if name in images}]
         torch.distributed.broadcast_object_list(sent, source, device=device)
         self.shared = {name: value.to(device) for name, value in sent[0].items()}
 
     @contextmanager
     def in_every_forward(self) -> Iterator[None]:
-        """Inside, a forward without images runs the tower too, on [`share`]'s, whose features count zero times.
+        """Inside the block a forward without images runs the tower, too, on the images of [`share`], with factor zero.
 
-        Where the tower's weights are sharded or its gradients reduced, a rank whose prompts have no image would
-        otherwise leave the others waiting.
+        If the tower's weights are sharded or its gradients are reduced, the other ranks would otherwise wait for a
+        rank without images.
         """
         if self.shared is None or self._is_watching:
             yield
@@ -459,27 +468,31 @@ class Images:
 
 
 def own_masks(
-    model: PreTrainedModel, layout: PackedLayout, given: dict[str, torch.Tensor], device: torch.device
+    model: PreTrainedModel, layout: PackedLayout, per_token: dict[str, torch.Tensor], device: torch.device
 ) -> dict[int, dict[str, torch.Tensor | None]]:
-    """Masks of a row's prompts as the model itself makes them where an image's tokens see those behind them.
+    """The model's own masks of a row's prompts, if the tokens of an image see the tokens behind them.
 
-    `given` has what the row has per token. For each place where prompts of one length begin, and each kind of layer,
-    there is a mask `(n, 1, P, P)`, or `None` where it is causal; nothing for other models.
+    Args:
+        per_token: the row's arguments with an entry per token.
+
+    Returns:
+        By the place of the first token of each run of prompts of equal length: for each kind of layer a mask
+        `(n, 1, P, P)`, or `None` if it is causal. For other models the dictionary is empty.
     """
-    make = getattr(model, _MASKS, None)
-    name = next((name for name in given if make and name in _parameters(make)), None)
+    make_masks = getattr(model, _MASKS, None)
+    name = next((name for name in per_token if make_masks and name in _parameters(make_masks)), None)
     if name is None:
         return {}
     masks = {}
     forest = layout.forest
     runs = []
-    # In the batches of `two_part`: a root that others go on from is no neighbour of one that stands alone.
+    # The same runs as the batches of `two_part`: roots with descendants and roots without lie in different stretches.
     for stretch in forest.stretches():
         if forest.levels[stretch.start] == 0:
             runs += equal_runs(forest.starts[stretch], forest.lengths[stretch])
     for start, count, length in runs:
-        types = to_device(given[name][0, start : start + count * length].view(count, length), device)
-        masks[start] = make(
+        types = to_device(per_token[name][0, start : start + count * length].view(count, length), device)
+        masks[start] = make_masks(
             config=model.config,
             inputs_embeds=torch.empty(count, length, 0, dtype=model.dtype, device=types.device),
             attention_mask=None,
@@ -498,12 +511,15 @@ def _parameters(function) -> Mapping[str, inspect.Parameter]:
 def _tensors(value) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for part in parts for tensor in _tensors(part)]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for part in value for tensor in _tensors(part)]
 
 
 def _joined(outputs: list[ModelOutput]) -> ModelOutput:
-    """One output for several prompts' images, as one call for all of them would give."""
+    """The output of one call of the tower for the images of all prompts."""
 
     def cat(parts):
         if isinstance(parts[0], torch.Tensor):

@@ -1,4 +1,4 @@
-"""The padded pass without the rows and trailing columns in which nothing is scored."""
+"""A padded pass without the rows and trailing columns that have no label."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ def call_on_scored_rows(
         keeps_columns: whether to keep all columns (for rotary tables that depend on the longest position).
 
     Returns:
-        The output's `log_probs` and `entropy` for the whole batch, if something was cut; else the output.
+        If something was cut, `log_probs` and `entropy` for the whole batch; otherwise the model's output.
     """
     labels = arguments["labels"]
     rows, columns = labels.shape
@@ -36,15 +36,17 @@ def call_on_scored_rows(
     is_scored = labels != IGNORED_LABEL
     has_label = torch.cat([is_scored.any(1), is_scored.any(0)]).tolist()  # one transfer
     kept_rows = [row for row, scored in enumerate(has_label[:rows]) if scored] or [0]
-    end = max((column + 1 for column, scored in enumerate(has_label[rows:]) if scored), default=2)
-    end = columns if keeps_columns else max(end, 2)
+    end = columns
+    if not keeps_columns:
+        end = max((column + 1 for column, scored in enumerate(has_label[rows:]) if scored), default=2)
+        end = max(end, 2)
     if len(kept_rows) == rows and end == columns:
         return model(**arguments)
     index = to_device(torch.tensor(kept_rows), labels.device)
-    cut = {
-        name: x[index, :end] if isinstance(x, torch.Tensor) and x.shape[:2] == labels.shape else x
-        for name, x in arguments.items()
-    }
+    cut = dict(arguments)
+    for name, x in arguments.items():
+        if isinstance(x, torch.Tensor) and x.shape[:2] == labels.shape:
+            cut[name] = x[index, :end]
     output = model(**cut)
 
     def whole(x: torch.Tensor | None) -> torch.Tensor | None:

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from ..scoring.transfer import to_device
 from .forest import Forest
 from .layout import TOKENS_PER_CALL, PackedLayout, equal_runs, join
-from .scope import current, note
+from .scope import current, record_problem
 
 # A layer that calls one of these keeps a state in its cache.
 _KEEPS_A_STATE = {"update_conv_state", "update_recurrent_state"}
@@ -34,7 +34,7 @@ _KEEPS_A_STATE = {"update_conv_state", "update_recurrent_state"}
 _FIRST_STATES = {"initial_state", "initial_states"}
 # The argument names under which layers take their cache.
 _CACHE_NAMES = ("cache_params", "past_key_values")
-# With one token and a state a layer decodes: it calls kernels without a backward, which write into the state.
+# With one token and a state, a layer calls the kernels of decoding, which have no backward and overwrite the state.
 SHORTEST = 2
 
 
@@ -86,27 +86,32 @@ class StateCache:
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
     """Returns the modules of `model` that keep a state in transformers' cache; their code calls its methods."""
-    return [module for module in model.modules() if _KEEPS_A_STATE & looked_up(type(module))]
+    return [module for module in model.modules() if _KEEPS_A_STATE & names_in_code(type(module))]
 
 
 @functools.cache
-def looked_up(cls: type) -> set[str]:
+def names_in_code(cls: type) -> set[str]:
     """Returns the names that the methods of `cls` look up, and the keywords of their function calls."""
-    functions = (x for base in cls.__mro__ for x in vars(base).values() if inspect.isfunction(x))
-    codes = [inspect.unwrap(function).__code__ for function in functions]
-    keywords = (part for code in codes for part in code.co_consts if isinstance(part, tuple))
-    return {name for names in (*(code.co_names for code in codes), *keywords) for name in names}
+    names = set()
+    for base in cls.__mro__:
+        for function in filter(inspect.isfunction, vars(base).values()):
+            code = inspect.unwrap(function).__code__
+            names.update(code.co_names)
+            for constant in code.co_consts:
+                if isinstance(constant, tuple):  # keywords of a call
+                    names.update(constant)
+    return names
 
 
 def goes_on_from_a_state(cls: type) -> bool:
-    """Returns whether a layer passes its kernel a first state; convolutions get theirs from the cache itself."""
-    return bool(_FIRST_STATES & looked_up(cls)) or "update_recurrent_state" not in looked_up(cls)
+    """Returns whether a layer passes a first state to its kernel; convolutions get theirs from the cache itself."""
+    return bool(_FIRST_STATES & names_in_code(cls)) or "update_recurrent_state" not in names_in_code(cls)
 
 
 def state_bytes(module: nn.Module, width: int) -> int:
     """Returns the bytes of the states that a recurrent layer of `width` keeps of one row.
 
-    The layer has no data (it is on the meta device).
+    The layer is on the meta device.
     """
     dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
     cache = StateCache()
@@ -117,7 +122,7 @@ def state_bytes(module: nn.Module, width: int) -> int:
 def cache_name(module: nn.Module) -> str | None:
     """Returns the name of the argument for a recurrent layer's cache.
 
-    `None` means that the name is not known, so the layer cannot be called twice.
+    `None` means that the name is not known, so the layer cannot be called with a cache.
     """
     parameters = inspect.signature(type(module).forward).parameters
     return next((name for name in _CACHE_NAMES if name in parameters), None)
@@ -138,7 +143,7 @@ def gathered_per_call(model: nn.Module) -> str | None:
     ranks with different batches would wait for each other. A wrapper around the whole layer or above it gathers once.
 
     Returns:
-        The reason; `None` if they can.
+        The reason; `None` if the layers can be called several times.
     """
     for layer in recurrent_layers(model):
         if any(hasattr(parameter, "ds_id") for parameter in layer.parameters()):
@@ -161,7 +166,7 @@ def _forward(self, *args, **kwargs):
     return _branch(self, args, kwargs)
 
 
-@torch.compiler.disable  # every batch has another layout, and each would be traced anew
+@torch.compiler.disable  # every batch has another layout, so the function would be traced anew for each batch
 def _branch(module: nn.Module, args: tuple, kwargs: dict):
     layout = current.layout
     parameters = inspect.signature(type(module).forward).parameters
@@ -175,7 +180,7 @@ def _branch(module: nn.Module, args: tuple, kwargs: dict):
     try:
         out = _compute(module, tokens, layout)
     except RuntimeError as error:
-        note(layout, error, f"{type(module).__name__}: ")
+        record_problem(layout, error, f"{type(module).__name__}: ")
         out = 0 * tokens["hidden_states"]
     layout.layer_calls.append("recurrent")
     return out
@@ -183,30 +188,22 @@ def _branch(module: nn.Module, args: tuple, kwargs: dict):
 
 def _compute(module: nn.Module, tokens: dict, layout: PackedLayout) -> torch.Tensor:
     """Returns the layer's output `(1, T, ...)`; `tokens` are its arguments with one entry per token, `(1, T, ...)`."""
-    forward = module.own_forward
-    takes_cache = cache_name(module)
+    cache_argument = cache_name(module)
     # `whole`: each leaf is computed behind its ancestors, without a state.
     whole = not goes_on_from_a_state(type(module))
     batches, order = _plan(layout, tokens["hidden_states"].device, whole)
     parts = []
     states: dict[int, list[dict]] = {}  # of inner segments, by level
     for batch in batches:
-        if batch.run is not None:
-            start, count, length = batch.run
-            inputs = {
-                n: x[0].narrow(0, start, count * length).unflatten(0, (count, length)) for n, x in tokens.items()
-            }
-        else:
-            flat = batch.index.flatten()
-            inputs = {n: x[0].index_select(0, flat).unflatten(0, batch.index.shape) for n, x in tokens.items()}
+        inputs = {name: batch.rows_of(x) for name, x in tokens.items()}
         cache = None
         if not whole:
-            before = None
+            parent_states = None
             if batch.parents is not None:
-                above = [*states.get(batch.level - 1, ()), *_kept_states(module, layout, batch.level - 1)]
-                before = _states_of(above, batch.parents)
-            cache = StateCache(before)
-        out = forward(**inputs, **{takes_cache: cache}).flatten(0, 1)
+                of_level = [*states.get(batch.level - 1, ()), *_kept_states(module, layout, batch.level - 1)]
+                parent_states = _states_of(of_level, batch.parents)
+            cache = StateCache(parent_states)
+        out = module.own_forward(**inputs, **{cache_argument: cache}).flatten(0, 1)
         parts.append(out if batch.real is None else out.index_select(0, batch.real))
         if batch.is_inner:
             states.setdefault(batch.level, []).append(cache.after)
@@ -221,10 +218,10 @@ def _keep_states(module: nn.Module, layout: PackedLayout, batch: "_Batch", after
         return
     start, count, length = batch.run
     for node, first, _ in layout.kept.gives:
-        place = (first - start) // length
-        if 0 <= place < count:
+        row = (first - start) // length
+        if 0 <= row < count:
             for kind, state in after.items():
-                layout.kept.keep((id(module), kind), node, state[place : place + 1])
+                layout.kept.keep((id(module), kind), node, state[row : row + 1])
 
 
 def _kept_states(module: nn.Module, layout: PackedLayout, level: int) -> list[dict]:
@@ -261,6 +258,13 @@ class _Batch(NamedTuple):
     level: int
     is_inner: bool
 
+    def rows_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the segments' part of `x` `(1, T, ...)` as rows, `(n, longest, ...)`."""
+        if self.run is not None:
+            start, count, length = self.run
+            return x[0].narrow(0, start, count * length).unflatten(0, (count, length))
+        return x[0].index_select(0, self.index.flatten()).unflatten(0, self.index.shape)
+
 
 def _plan(layout: PackedLayout, device: torch.device, whole: bool) -> tuple[list[_Batch], torch.Tensor | None]:
     """Returns the batches of a layer's calls, and the place of each token of the row among their outputs.
@@ -271,38 +275,41 @@ def _plan(layout: PackedLayout, device: torch.device, whole: bool) -> tuple[list
     if key in layout.cache:
         return layout.cache[key]
     batches, places = _whole_batches(layout.forest) if whole else _batches_by_level(layout.forest)
+
+    def on_device(array: np.ndarray | None) -> torch.Tensor | None:
+        return None if array is None else to_device(torch.from_numpy(array), device)
+
     place = np.concatenate(places)
-    order = None if (place[1:] > place[:-1]).all() else to_device(torch.from_numpy(np.argsort(place)), device)
-
-    def on_device(batch: _Batch) -> _Batch:
-        tensors = {name: getattr(batch, name) for name in ("index", "real", "parents")}
-        return batch._replace(
-            **{name: to_device(torch.from_numpy(x), device) for name, x in tensors.items() if x is not None}
-        )
-
-    layout.cache[key] = [on_device(batch) for batch in batches], order
+    is_in_order = (place[1:] > place[:-1]).all()
+    order = None if is_in_order else on_device(np.argsort(place))
+    batches = [
+        batch._replace(index=on_device(batch.index), real=on_device(batch.real), parents=on_device(batch.parents))
+        for batch in batches
+    ]
+    layout.cache[key] = batches, order
     return layout.cache[key]
 
 
 def _batches_by_level(forest: Forest) -> tuple[list[_Batch], list[np.ndarray]]:
     """Returns the calls on inner segments and leaves, parents first, and the places of their outputs."""
-    batches, places = [], []
-    # Among the inner segments of a level; kept segments come behind the others.
-    place_in_level = np.zeros(forest.segments, dtype=int)
+    batches = []
+    places = []
+    # The number of each segment among the inner segments of its level; kept segments come behind the others.
+    number_in_level = np.zeros(forest.segments, dtype=int)
     for level in range(int(forest.levels.max()) + 1):
         inner = np.flatnonzero((forest.levels == level) & ~forest.is_leaf)
-        place_in_level[inner] = np.arange(len(inner))
+        number_in_level[inner] = np.arange(len(inner))
     for stretch in forest.stretches():
         starts = forest.starts[stretch]
         lengths = forest.lengths[stretch]
         level = int(forest.levels[stretch.start])
         is_inner = not forest.is_leaf[stretch.start]
-        parents = None if level == 0 else place_in_level[forest.parents[stretch]]
+        parents = None if level == 0 else number_in_level[forest.parents[stretch]]
         if is_inner or level == 0:
             first = 0
             for start, count, length in equal_runs(starts, lengths):
-                above = None if parents is None else parents[first : first + count]
-                batches.append(_Batch((start, count, length), None, None, above, level, is_inner))
+                parents_of_run = None if parents is None else parents[first : first + count]
+                batches.append(_Batch((start, count, length), None, None, parents_of_run, level, is_inner))
                 places.append(np.arange(start, start + count * length))
                 first += count
             continue
@@ -330,7 +337,8 @@ def _whole_batches(forest: Forest) -> tuple[list[_Batch], list[np.ndarray]]:
         is_first = [np.full(forest.lengths[s], s not in seen) for s in segments]
         seen.update(segments)
         paths.append((np.concatenate(place), np.concatenate(is_first)))
-    batches, places = [], []
+    batches = []
+    places = []
     for batch in _similar(np.array([len(place) for place, _ in paths])):
         longest = max(SHORTEST, *(len(paths[i][0]) for i in batch))
         index = np.zeros((len(batch), longest), dtype=int)
@@ -346,7 +354,7 @@ def _whole_batches(forest: Forest) -> tuple[list[_Batch], list[np.ndarray]]:
 
 
 def _similar(length_S: np.ndarray) -> list[np.ndarray]:
-    """Returns segments of these lengths in batches whose padding and layer calls together cost least."""
+    """Returns segments of these lengths in batches, so that padding and calls of the layer together cost least."""
     by_length = np.argsort(-length_S, kind="stable")
     sorted_S = np.maximum(length_S[by_length], SHORTEST)
     # best[i]: cost of the i longest segments. Their last batch begins with segment cut[i], its longest.

@@ -1,8 +1,7 @@
-"""Which packed row the layers of a model compute: set around the forward of the root, and again where they are
-recomputed.
+"""The packed row that the layers of a model compute now, set around the forward of the root and around recomputation.
 
-It does not travel through the arguments of the layers, which many models drop. What gradient checkpointing is given to
-recompute, during backward, carries the row along.
+The row is not an argument of the layers, because many models drop arguments that they do not know. If gradient
+checkpointing recomputes a layer during the backward, the function that it calls sets the row again.
 """
 
 import functools
@@ -13,8 +12,8 @@ import torch
 
 from .layout import PackedLayout
 
-# Where transformers' layers and torch's `checkpoint_wrapper` keep the function that checkpoints them; what such
-# modules have.
+# Attributes in which transformers' layers and torch's `checkpoint_wrapper` keep the function that checkpoints them,
+# and attributes that such modules always have.
 _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 _CHECKPOINTED = ("gradient_checkpointing", "checkpoint_fn")
 
@@ -23,19 +22,17 @@ class _Current:
     layout: PackedLayout | None = None
 
 
-# Not a context variable: torch.compile reads through an attribute, and guards it.
+# Not a context variable, because torch.compile can read an attribute and guards its value.
 current = _Current()
 
 
 def checkpointed(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules of `model` (with all wrappers) that may compute something again during a backward."""
+    """The modules of `model` (with all wrappers) that a backward may compute again."""
     return [module for module in model.modules() if any(hasattr(module, name) for name in _CHECKPOINTED)]
 
 
 def keeps_no_graph(modules: list[torch.nn.Module]) -> bool:
-    """Whether reentrant checkpointing is on in one of these ([`checkpointed`]): its layers run without a graph at
-    first.
-    """
+    """Whether one of these modules ([`checkpointed`]) has reentrant checkpointing, whose forward records no graph."""
     for module in modules:
         functions = [vars(module).get(name) for name in _CHECKPOINTS]
         functions = [x.checkpoint if isinstance(x, _WithRow) else x for x in functions]
@@ -47,10 +44,8 @@ def keeps_no_graph(modules: list[torch.nn.Module]) -> bool:
 
 @contextmanager
 def computing(layout: PackedLayout | None, recomputed: list[torch.nn.Module] = ()) -> Iterator[None]:
-    """Inside, layers compute this row; so do those of `recomputed` ([`checkpointed`]) when a backward computes them
-    again.
-    """
-    for module in recomputed:  # in each pass: transformers sets these functions anew when training starts
+    """Inside the block layers compute this row, and also later, when a backward recomputes modules of `recomputed`."""
+    for module in recomputed:  # in each pass, because transformers sets these functions anew when training starts
         for name in _CHECKPOINTS:
             checkpoint = vars(module).get(name)
             if checkpoint is not None and not isinstance(checkpoint, _WithRow):
@@ -63,36 +58,37 @@ def computing(layout: PackedLayout | None, recomputed: list[torch.nn.Module] = (
         current.layout = before
 
 
-def note(layout: PackedLayout, error: Exception, where: str = "") -> None:
-    """While passes are compared, keep why a layer cannot be computed, so that this rank goes on and meets the others;
-    else raise.
+def record_problem(layout: PackedLayout, error: Exception, prefix: str = "") -> None:
+    """Record why a layer cannot be computed if passes are compared now, and otherwise raise `error`.
+
+    During a comparison the rank has to finish the pass, because other ranks may wait for it there.
     """
     if layout.problems is None or layout.is_computed or is_out_of_memory(error):
         raise error
-    layout.problems.append(where + reason_of(error))
+    layout.problems.append(prefix + reason_of(error))
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether more memory, and no other way of computing, is what a pass wanted."""
+    """Whether a pass failed for lack of memory; computing it in another way would not help then."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch on CPUs
 
 
 def reason_of(error: Exception) -> str:
-    """An error as part of a line."""
+    """The text of an error, as a part of a line."""
     text = " ".join(str(error).split())
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text[:300]}"
 
 
 def place(table: torch.nn.Module) -> None:
-    """Let a module that embeds positions of its own counting embed those of the row."""
+    """Make a module that counts positions by itself embed the positions of the packed row."""
 
     def positions_of_the_row(module, args, kwargs):
         if current.layout is not None:
-            given = kwargs.get("position_ids")
+            counted = kwargs.get("position_ids")
             positions = current.layout.position_ids[0]
-            kwargs["position_ids"] = positions if given is None else positions.view_as(given)
+            kwargs["position_ids"] = positions if counted is None else positions.view_as(counted)
         return args, kwargs
 
     table.register_forward_pre_hook(positions_of_the_row, with_kwargs=True)

@@ -1,6 +1,4 @@
-"""Which models can be computed on a packed row, decided from the model itself; the first pass shows what this cannot
-see.
-"""
+"""Decide from a model itself whether it can be computed on a packed row; the first pass is compared in any case."""
 
 import inspect
 from collections.abc import Callable
@@ -13,12 +11,12 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from .dropout import attention_reason
 from .recurrent import cache_name, recurrent_layers
 
-# What transformers calls the layers of a decoder: how many tokens one attends to, and whether it keeps a state.
+# Transformers' names for the layers of a decoder: with attention, with both, with a recurrent state, with neither.
 _ATTENTION = {"full_attention", "sliding_attention", "indexed_attention"}
 _BOTH = {"hybrid", "hybrid_sliding"}
 _RECURRENT = {"linear_attention", "conv"}
 _NEITHER = {"mlp", "moe"}
-# "vision": in both directions inside an image only.
+# Values of `use_bidirectional_attention`; "vision" attends in both directions inside an image only.
 _CAUSAL_TEXT = (None, False, "vision")
 
 
@@ -46,9 +44,9 @@ def _layers_reason(model: PreTrainedModel, text: PreTrainedConfig) -> str | None
     """Why the layers of `model` cannot be computed on packed rows, or `None`."""
     name = model.config.model_type
     types = layer_types(text)
-    other = sorted(set(types) - _ATTENTION - _BOTH - _RECURRENT - _NEITHER)
-    if other:
-        return f"{name} has {', '.join(other)} layers, whose masks are their own"
+    unknown_types = sorted(set(types) - _ATTENTION - _BOTH - _RECURRENT - _NEITHER)
+    if unknown_types:
+        return f"{name} has {', '.join(unknown_types)} layers, whose masks are their own"
     if keeps_states_itself(model):
         return (
             f"{name} has recurrent layers that do not keep their state in transformers' cache; it would run on from "
@@ -59,20 +57,21 @@ def _layers_reason(model: PreTrainedModel, text: PreTrainedConfig) -> str | None
 
 
 def keeps_states_itself(model: PreTrainedModel) -> bool:
-    """Whether recurrent layers keep their states somewhere else than in transformers' cache (RecurrentGemma: on the
-    modules).
-    """
+    """Whether recurrent layers keep states outside of transformers' cache, as RecurrentGemma does on its modules."""
     in_cache = {module.layer_idx for module in recurrent_layers(model)}
     recurrent = sum(kind in _BOTH | _RECURRENT for kind in layer_types(model.config.get_text_config(decoder=True)))
     return len(in_cache) < recurrent or (getattr(model, "_is_stateful", False) and not in_cache)
 
 
 def layer_types(text: PreTrainedConfig) -> list[str]:
-    """What each layer of a decoder is, by transformers' names."""
+    """The type of each layer of a decoder, by transformers' names."""
     types = getattr(text, "layer_types", None)
-    if types is None and getattr(text, "decoder_layers", None) is not None:  # beside `num_hidden_layers` of an encoder
+    if types is not None:
+        return list(types)
+    # With `decoder_layers` in a config, `num_hidden_layers` is the number of an encoder's layers.
+    if getattr(text, "decoder_layers", None) is not None:
         return ["full_attention"] * text.decoder_layers
-    return list(types) if types is not None else get_layer_types_and_kwargs(text)[0]
+    return get_layer_types_and_kwargs(text)[0]
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
@@ -81,40 +80,44 @@ def takes_positions(model: PreTrainedModel) -> bool:
 
 
 def position_tables(model: PreTrainedModel) -> list[nn.Module]:
-    """Modules of `model` that give positions their embeddings, and can be told which positions."""
-    tables = [m for m in model.modules() if "Position" in type(m).__name__]
-    wanted = {"past_key_values_length", "position_ids"}
-    return [m for m in tables if wanted <= set(inspect.signature(type(m).forward).parameters)]
+    """Modules of `model` that embed positions, and take positions as an argument."""
+    tables = [module for module in model.modules() if "Position" in type(module).__name__]
+    arguments = {"past_key_values_length", "position_ids"}
+    return [table for table in tables if arguments <= set(inspect.signature(type(table).forward).parameters)]
 
 
 def keeps_keys(layer_type: str) -> bool:
-    """Whether such a layer has keys and values in its cache."""
+    """Whether a layer of this type has keys and values in its cache."""
     return layer_type not in _RECURRENT | _NEITHER
 
 
 def attention_layers(model: PreTrainedModel) -> int:
-    """How many attention layers one forward runs."""
+    """Number of attention layers that one forward runs."""
     types = layer_types(model.config.get_text_config(decoder=True))
     return sum(kind in _ATTENTION | _BOTH for kind in types)
 
 
 def position_limit(model: PreTrainedModel) -> float:
-    """Widest padded row for which rotary tables do not depend on the longest position of a forward.
+    """Width of the widest padded row for which rotary tables do not depend on the longest position of a forward.
 
-    "dynamic" and "longrope" tables switch by it, and a packed row, having no padding, may be shorter than stock's.
+    "dynamic" and "longrope" tables change with the longest position. A packed row has no padding, so its longest
+    position may be smaller than that of stock's padded rows.
     """
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
-    tables = [value for value in rope.values() if isinstance(value, dict)] or [rope]  # by type of layer, or one
-    longest = (x for x in tables if x.get("rope_type") in ("dynamic", "longrope"))
-    limits = (x.get("original_max_position_embeddings") or config.max_position_embeddings for x in longest)
-    return min(limits, default=float("inf"))
+    tables = [value for value in rope.values() if isinstance(value, dict)] or [rope]  # one per type of layer, or one
+    limits = [float("inf")]
+    for table in tables:
+        if table.get("rope_type") in ("dynamic", "longrope"):
+            limits.append(table.get("original_max_position_embeddings") or config.max_position_embeddings)
+    return min(limits)
 
 
 def stock_positions(model: PreTrainedModel) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """What `model` makes positions `(B, L)` of from ids and mask where it is given none; `None` for the columns.
+    """The function by which `model` derives positions `(B, L)` from ids and mask; `None` if it counts columns.
 
-    OPT counts the tokens that are no padding, RoBERTa and what is built like it those that are no padding token.
+    The model uses it if it gets no positions. OPT counts the tokens in the mask; RoBERTa, and models that are built
+    like it, count the tokens whose id is not that of the padding token.
     """
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_input_ids") and isinstance(
@@ -127,11 +130,8 @@ def stock_positions(model: PreTrainedModel) -> Callable[[torch.Tensor, torch.Ten
 
 
 def sees_distances(model: PreTrainedModel) -> bool:
-    """Whether `model` sees positions only by their differences: rotary embeddings, and no table of absolute
-    positions.
-    """
+    """Whether only differences of positions matter to `model`: rotary embeddings, no table of absolute positions."""
     config = model.config.get_text_config(decoder=True)
     has_rotary = getattr(config, "rope_parameters", None) is not None
-    decoder = model.get_decoder()
-    tables = [m for m in decoder.modules() if isinstance(m, nn.Embedding)]
-    return has_rotary and len(tables) <= 1 and not position_tables(model) and stock_positions(model) is None
+    embeddings = [module for module in model.get_decoder().modules() if isinstance(module, nn.Embedding)]
+    return has_rotary and len(embeddings) <= 1 and not position_tables(model) and stock_positions(model) is None

@@ -1,9 +1,9 @@
 """`two_part`: the model's own attention function, called once for roots and once for the segments below each parent.
 
-The keys of a segment are those of its ancestors, expanded over the segments that have them in common, with its own
-behind them; queries are its own. Whatever the model's function does (softcap, sinks, a sliding window through its
-mask, grouped queries, any head size) it does here, so this backend serves every layer that takes a mask. The price is
-one copy of the ancestors' keys and values per segment, of what a window sees at most, kept for backward, and a mask of
+A segment's queries attend to the keys of its ancestors, expanded over the segments with the same ancestors, and to its
+own keys behind them. The model's function keeps all its features (softcap, sinks, a sliding window through its mask,
+grouped queries, any head size), so this backend serves every layer that takes a mask. It costs a copy of the
+ancestors' keys and values per segment, or of the part inside the window, which is kept for the backward, and a mask of
 (longest segment) x (ancestors + longest segment).
 """
 
@@ -20,7 +20,7 @@ _MASKED_BASES = ("sdpa", "eager")
 
 
 def refuses(call) -> str | None:
-    """Why this backend cannot serve `call`, or `None`."""
+    """The reason why this backend cannot serve `call`, or `None`."""
     if call.base not in _MASKED_BASES and not is_flash(call.base):
         return f"it does not know which mask {call.base!r} takes"
     return None
@@ -34,65 +34,67 @@ def attend(call) -> torch.Tensor:
             parts.append(_below(call, path, batch))
         else:
             q, k, v = (fold(x, *batch) for x in (call.query, call.key, call.value))
-            parts.append(_own(call, q, k, v, call.own_masks.get(batch[0])).flatten(0, 1))
+            parts.append(_run(call, q, k, v, call.own_masks.get(batch[0])).flatten(0, 1))
     return join(parts).unsqueeze(0)
 
 
-def _own(call, q, k, v, mask=None) -> torch.Tensor:
-    """The model's attention for queries that are the last ones of their keys: `(n, queries, H, D_v)`; causal without a
-    mask.
-    """
+def _run(call, q, k, v, mask=None) -> torch.Tensor:
+    """The model's attention `(n, queries, H, D_v)` of queries at the end of their keys; causal without a mask."""
     queries = q.shape[2]
     keys = k.shape[2]
     if mask is None and is_flash(call.base):
         return call.run(q, k, v, None, sliding_window=call.window)
-    cuts = queries != keys or (call.window is not None and call.window < keys)
-    if mask is None and (call.base == "eager" or cuts):
+    is_plain_causal = queries == keys and (call.window is None or call.window >= keys)
+    if mask is None and (call.base == "eager" or not is_plain_causal):
         mask = _mask(call, queries, keys, q)
     return call.run(q, k, v, mask)
 
 
 def _mask(call, queries: int, keys: int, q: torch.Tensor) -> torch.Tensor:
-    """`(1, 1, queries, keys)`: causal from the last key backwards, cut by the window; kept for the next layer.
+    """A causal mask `(1, 1, queries, keys)` for queries at the end of the keys, with the window; cached for layers.
 
-    A segment stands right behind its ancestors, so distances in keys are distances in positions.
+    A segment follows its ancestors without a gap, so distances in keys are distances in positions.
     """
     key = ("mask", call.base, call.window, queries, keys, q.dtype, q.device)
     if key not in call.layout.cache:
-        behind = torch.arange(keys - queries, keys, device=q.device).unsqueeze(1) - torch.arange(keys, device=q.device)
-        mask = behind >= 0
+        query_place = torch.arange(keys - queries, keys, device=q.device)
+        distance = query_place.unsqueeze(1) - torch.arange(keys, device=q.device)
+        mask = distance >= 0
         if call.window is not None:
-            mask &= behind < call.window
+            mask &= distance < call.window
         call.layout.cache[key] = additive(mask, q.dtype) if call.base == "eager" else mask[None, None]
     return call.layout.cache[key]
 
 
 def _below(call, path: list[tuple[int, int]], batch: tuple) -> torch.Tensor:
     """Attention of segments with the same ancestors: `(their tokens, H, D_v)`."""
-    # The first token of a segment sees furthest back, over all but itself of the window.
-    window = None if call.window is None else call.window - 1
+    # The first token of a segment sees the most tokens of its ancestors: as many as the window has without itself.
+    remaining = None if call.window is None else call.window - 1
     seen_path = []
     for start, length in reversed(path):
-        seen = length if window is None else min(length, window)
+        seen = length
+        if remaining is not None:
+            seen = min(length, remaining)
+            remaining -= seen
         seen_path.insert(0, (start + length - seen, seen))
-        window = None if window is None else window - seen
 
     def segments(x):
         return fold(x, *batch) if len(batch) == 3 else gather(x, batch[0])
 
-    def keys(x):
-        own = segments(x)
-        above = [fold(x, start, 1, seen).expand(len(own), -1, -1, -1) for start, seen in seen_path if seen]
-        return torch.cat([*above, own], dim=2)
+    def with_ancestors(x):
+        of_segments = segments(x)
+        count = len(of_segments)
+        of_ancestors = [fold(x, start, 1, seen).expand(count, -1, -1, -1) for start, seen in seen_path if seen]
+        return torch.cat([*of_ancestors, of_segments], dim=2)
 
-    out = _own(call, segments(call.query), keys(call.key), keys(call.value)).flatten(0, 1)
+    keys = with_ancestors(call.key)
+    values = with_ancestors(call.value)
+    out = _run(call, segments(call.query), keys, values).flatten(0, 1)
     return out if len(batch) == 3 else out.index_select(0, batch[1])
 
 
 def _batches(layout: PackedLayout, device: torch.device) -> list[tuple[list[tuple[int, int]], tuple]]:
-    """What is computed in one call, in row order: the `(start, length)` of the ancestors, and the segments as a
-    batch.
-    """
+    """The calls in the order of the row: for each, `(start, length)` of the ancestors, and the batch of segments."""
     key = ("two_part", device)
     if key not in layout.cache:
         forest = layout.forest
