@@ -1,8 +1,8 @@
 """The attention function of a model with packed rows, and the choice of a backend for each layer.
 
-`install(model)` registers an implementation on top of the one that the model has, through transformers' public
-`AttentionInterface` and `AttentionMaskInterface`. Outside of a packed row it runs the model's implementation, masks
-included, so generation and padded forwards stay as they were. On a packed row a backend computes the layer.
+`install(model)` registers an implementation on top of the model's own, through transformers' public
+`AttentionInterface` and `AttentionMaskInterface`. Outside of a packed row it runs the model's own implementation, with
+its masks, so generation and padded forwards do not change. On a packed row a backend computes the layer.
 """
 
 import contextlib
@@ -52,7 +52,8 @@ class AttentionCall:
             values of kept segments lie behind those of the row.
         window: number of tokens that a query sees, itself included, or `None`.
         scaling: factor on the scores; softcap: tanh cap on the scores or `None`; sinks: `(H,)` or `None`.
-        base: name of the model's own implementation; own_function: that implementation, as a function.
+        base: name of the model's own implementation.
+        own_function: that implementation, as a function.
     """
 
     module: torch.nn.Module
@@ -73,27 +74,29 @@ class AttentionCall:
         kind = getattr(self.module, "layer_type", "full_attention")
         return {start: masks[kind] for start, masks in self.layout.own_masks.items() if masks[kind] is not None}
 
-    def run(self, query, key, value, mask, **more) -> torch.Tensor:
+    def run(self, query, key, value, mask, **options) -> torch.Tensor:
         """Run the layer's own function on `(n, H, ·, D)` queries, keys and values: `(n, queries, H, D_v)`."""
-        given = {"softcap": self.softcap, "s_aux": self.sinks}
-        more |= {name: x for name, x in given.items() if x is not None}
-        return self.own_function(self.module, query, key, value, mask, scaling=self.scaling, dropout=0.0, **more)[0]
+        if self.softcap is not None:
+            options["softcap"] = self.softcap
+        if self.sinks is not None:
+            options["s_aux"] = self.sinks
+        return self.own_function(self.module, query, key, value, mask, scaling=self.scaling, dropout=0.0, **options)[0]
 
 
 def own_attention_function(base: str, module: torch.nn.Module) -> Callable:
     """Returns the function that `base` runs for `module`; each model's file defines its own `"eager"`."""
     if is_flash(base):
-        return functools.partial(_under_own_name, ALL_ATTENTION_FUNCTIONS[base], base)
+        return functools.partial(_call_as_base, ALL_ATTENTION_FUNCTIONS[base], base)
     if base != "eager":
         return ALL_ATTENTION_FUNCTIONS[base]
     for cls in type(module).__mro__:
         function = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
         if function is not None:
             return function
-    raise UnsupportedAttention(f"{type(module).__name__} has no eager_attention_forward beside it")
+    raise UnsupportedAttention(f"the file of {type(module).__name__} has no eager_attention_forward")
 
 
-def _under_own_name(function: Callable, base: str, module: torch.nn.Module, *args, **kwargs):
+def _call_as_base(function: Callable, base: str, module: torch.nn.Module, *args, **kwargs):
     with attention_named(module.config, base):
         return function(module, *args, **kwargs)
 
@@ -104,7 +107,7 @@ def _prefix_shared_attention(module, query, key, value, attention_mask, *, base:
     return _packed_attention(module, query, key, value, attention_mask, base, kwargs)
 
 
-@torch.compiler.disable  # every batch has another layout, and each would be traced anew
+@torch.compiler.disable  # every batch has another layout, so the function would be traced anew for each batch
 def _packed_attention(module, query, key, value, attention_mask, base: str, kwargs: dict):
     own_function = own_attention_function(base, module)
     layout = current.layout
@@ -156,7 +159,7 @@ def _options(module, query, layout: PackedLayout, kwargs: dict) -> dict:
     window = kwargs.pop("sliding_window", None)
     if window is None and getattr(module, "layer_type", None) == "sliding_attention":
         window = module.config.sliding_window
-    found = {
+    options = {
         "scaling": kwargs.pop("scaling", query.shape[-1] ** -0.5),
         # A window that reaches over the whole batch row hides nothing.
         "window": None if window is None or window >= layout.width else window,
@@ -167,16 +170,19 @@ def _options(module, query, layout: PackedLayout, kwargs: dict) -> dict:
         raise UnsupportedAttention(f"attention dropout ({dropout}) draws differently on a packed row")
     if kwargs:
         raise UnsupportedAttention(f"its attention takes {sorted(kwargs)}, whose meaning on a packed row is not known")
-    return found
+    return options
 
 
 def _attend(call: AttentionCall) -> tuple[str, torch.Tensor]:
     if call.layout.forest.end_T is not None:
         return "tree", tree(call)
+    names = AUTO_ORDER if call.layout.backend == "auto" else (call.layout.backend,)
     reasons = []
-    for name in AUTO_ORDER if call.layout.backend == "auto" else (call.layout.backend,):
-        reason = "an image's tokens see those behind them" if call.own_masks and name != "two_part" else None
-        reason = reason or BACKENDS[name].refuses(call)
+    for name in names:
+        if call.own_masks and name != "two_part":
+            reason = "an image's tokens see those behind them"
+        else:
+            reason = BACKENDS[name].refuses(call)
         if reason is None:
             return name, BACKENDS[name].attend(call)
         reasons.append(f"{name}: {reason}")
@@ -246,8 +252,12 @@ def use_in_decoder(model: PreTrainedModel, name: str) -> None:
     A vision tower keeps its implementation, because its rows are images.
     """
     text = model.config.get_text_config(decoder=True)
-    parts = {} if text is model.config else {key: getattr(model.config, key, None) for key in model.config.sub_configs}
-    towers = {key: part._attn_implementation for key, part in parts.items() if part not in (None, text)}
+    towers = {}
+    if text is not model.config:
+        for key in model.config.sub_configs:
+            part = getattr(model.config, key, None)
+            if part not in (None, text):
+                towers[key] = part._attn_implementation
     model.set_attn_implementation(name)
     if towers:
         model.set_attn_implementation(towers)
@@ -287,7 +297,7 @@ def tree_mask(call, start: int, length: int) -> torch.Tensor:
         if call.window is not None:
             position = layout.position_ids[0, start : start + length].to(device)
             seen &= position.unsqueeze(1) - position < call.window
-        # Not boolean: SDPA would turn a boolean mask into numbers, and keep them, in every layer anew.
+        # Not boolean: SDPA would convert a boolean mask into numbers in each layer, and keep them for the backward.
         layout.cache[key] = additive(seen, dtype)
     return layout.cache[key]
 
@@ -310,11 +320,11 @@ class DenseMask:
         if not attention_layers(model) or model.config._attn_implementation not in _MASKED:
             return False
         modules = list(model.get_decoder().modules())
-        # BigBird attends to blocks in long rows; other models have buffers that mask by the place in the row.
-        by_place = (x for module in modules for x in module.buffers(recurse=False) if x.ndim > 1)
-        by_place = any(1 < x.shape[-1] == x.shape[-2] for x in by_place)
-        by_block = any(hasattr(module, "set_attention_type") for module in modules)
-        return types <= {"full_attention", "indexed_attention"} and not by_place and not by_block
+        # BigBird attends to blocks in long rows; other models have square buffers that mask by the place in the row.
+        buffers = [x for module in modules for x in module.buffers(recurse=False) if x.ndim > 1]
+        masks_by_place = any(1 < x.shape[-1] == x.shape[-2] for x in buffers)
+        masks_blocks = any(hasattr(module, "set_attention_type") for module in modules)
+        return types <= {"full_attention", "indexed_attention"} and not masks_by_place and not masks_blocks
 
     @staticmethod
     def pays(tokens: int, rows: int, width: int) -> bool:
