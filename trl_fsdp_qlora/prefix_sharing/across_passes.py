@@ -1,9 +1,9 @@
-"""Computes beginnings that several passes share once, with their gradient: a prompt whose group is cut in two.
+"""Compute beginnings that several passes share once, with their gradient: a prompt whose group is cut in two.
 
 A packed pass computes a beginning once for its own rows. The rows of an optimizer step may not fit into one pass (one
 completion in each micro-batch, a group larger than memory). Then a forward of its own, a *trunk*, computes their
-beginning. Every layer *keeps* what later tokens need of the trunk: keys and values, or the final states of a recurrent
-layer.
+beginning. Every layer *keeps* the trunk's values that later tokens need: keys and values, or the final states of a
+recurrent layer.
 
     trunk:   [ prompt ]                       graph of the prompt, kept
     pass 0:  [ completion 0 | completion 1 ]  attends to the prompt's keys and values as constants
@@ -126,10 +126,10 @@ def grow_pass(sequences: Sequences, kept: list[KeptNode], rows: np.ndarray, min_
 
     Tokens that rows share behind the same kept beginning are computed once, as in any pass.
     """
-    few = sequences.rows(rows)
-    needed_B = few.needed_B
+    subset = sequences.rows(rows)
+    needed_B = subset.needed_B
     if not needed_B.any():
-        # One token is computed, so that the graph contains the model and ranks meet in it.
+        # One token is computed, so that the graph contains the model and this rank reaches the model's collectives.
         needed_B = (np.arange(len(rows)) == 0).astype(int)
         kept = []
     local = {row: i for i, row in enumerate(rows.tolist())}
@@ -139,7 +139,7 @@ def grow_pass(sequences: Sequences, kept: list[KeptNode], rows: np.ndarray, min_
     for n, rows_of_node in of_node.items():
         path_B[rows_of_node] = n
     depth_B = np.array([kept[n].depth if n >= 0 else 0 for n in path_B], dtype=int)
-    order, common = _tails_sorted(few, needed_B, path_B, depth_B)
+    order, common = _tails_sorted(subset, needed_B, path_B, depth_B)
     tails = needed_B[order] - depth_B[order]
     nodes = choose_nodes(prefix_nodes(common), tails, min_length)
     nodes = [node._replace(depth=node.depth + int(depth_B[order[node.first]])) for node in nodes]
@@ -149,34 +149,34 @@ def grow_pass(sequences: Sequences, kept: list[KeptNode], rows: np.ndarray, min_
         if rows_of_node:
             places = place_in_order[rows_of_node]
             nodes.append(Node(kept[n].depth, int(places.min()), int(places.max())))
-    forest = segments_of(order, needed_B[order], nodes, few.tokens_BL.shape)
+    forest = segments_of(order, needed_B[order], nodes, subset.tokens_BL.shape)
     segment_T = np.repeat(np.arange(forest.segments), forest.lengths)
     segment_of = {
         n: int(segment_T[forest.place_BL[rows_of_node[0], kept[n].depth - 1]])
         for n, rows_of_node in of_node.items()
         if rows_of_node
     }
-    offset_S = few.offsets_B[forest.source[forest.trees]]
+    offset_S = subset.offsets_B[forest.source[forest.trees]]
     for n, segment in segment_of.items():
         offset_S[forest.trees == forest.trees[segment]] = kept[n].offset
     return PassForest(forest, segment_of, offset_S)
 
 
-def _tails_sorted(few: Sequences, needed_B, path_B, depth_B) -> tuple[np.ndarray, np.ndarray]:
+def _tails_sorted(sequences: Sequences, needed_B, path_B, depth_B) -> tuple[np.ndarray, np.ndarray]:
     """Sort the rows that have tokens by their kept beginning and the tokens behind it.
 
     Returns:
-        The order, and how many of the tokens behind the kept beginning each row shares with the row before it.
+        The order, and the number of tokens behind the kept beginning that each row shares with the row before it.
     """
-    width = few.tokens_BL.shape[1]
+    width = sequences.tokens_BL.shape[1]
     columns = np.minimum(np.arange(width) + depth_B[:, None], width - 1)
-    tails_BL = np.take_along_axis(few.tokens_BL, columns, axis=1)
+    tails_BL = np.take_along_axis(sequences.tokens_BL, columns, axis=1)
     # A number in front of the tail distinguishes the kept beginnings.
-    marked = np.concatenate([path_B[:, None].astype(few.tokens_BL.dtype), tails_BL], axis=1)
+    marked = np.concatenate([path_B[:, None].astype(sequences.tokens_BL.dtype), tails_BL], axis=1)
     lengths_B = np.where(needed_B > 0, needed_B - depth_B + 1, 0)
     spans_B2 = None
-    if few.spans_B2 is not None:
-        spans_B2 = few.spans_B2 - depth_B[:, None] + 1
+    if sequences.spans_B2 is not None:
+        spans_B2 = sequences.spans_B2 - depth_B[:, None] + 1
         spans_B2[spans_B2[:, 1] < 1] = (0, -1)
     order, common = sorted_rows(marked, lengths_B, spans_B2)
     common = np.concatenate([[0], np.maximum(common - 1, 0)])
@@ -256,10 +256,16 @@ def hand_over(x: torch.Tensor, values: list[tuple[torch.Tensor, Account | None]]
 
 
 def pay(owed: list[tuple[torch.Tensor, Account]]) -> None:
-    """Run the backward of values with the sums on their accounts, if no pass is left whose backward would do it."""
-    totals = [(value, total) for value, account in owed if (total := account.withdraw()) is not None]
-    if totals:
-        torch.autograd.backward([x for x, _ in totals], [total.to(x.dtype) for x, total in totals])
+    """Run the backward of values with the sums on their accounts, if no later pass's backward will do it."""
+    values = []
+    gradients = []
+    for value, account in owed:
+        total = account.withdraw()
+        if total is not None:
+            values.append(value)
+            gradients.append(total.to(value.dtype))
+    if values:
+        torch.autograd.backward(values, gradients)
 
 
 class CannotKeep(Exception):
@@ -393,7 +399,7 @@ class StepForwards:
         rows_of_pass: the rows that each pass scores.
         min_length: length of the shortest segment that others may go on from.
         agree: returns the element-wise maximum of a list of numbers over ranks.
-        ties_ends: whether every layer of a trunk has to be part of the backward, because ranks meet in each layer.
+        ties_ends: whether every layer of a trunk has to be part of the backward, because each layer is collective.
         batches_per_pass: number of batches whose rows a pass has; 1 if it has a part of a batch.
     """
 
@@ -416,9 +422,9 @@ class StepForwards:
         self.store = KeptValues()
         self.ties_ends = ties_ends
         self.batches_per_pass = batches_per_pass
-        self._grown: dict[int, PassForest] = {}  # by pass: planning and running look at the same forests
-        # Ranks meet in every forward, so each rank runs the trunks of all ranks. A trunk lives from the first pass
-        # that needs it to the last one.
+        self._grown: dict[int, PassForest] = {}  # by pass, because planning and running use the same forests
+        # Forwards are collective, so each rank runs the trunks of all ranks. A trunk lives from the first pass that
+        # needs it to the last one.
         count = len(rows_of_pass)
         needed = np.zeros((count, count), dtype=int)
         for node in self.kept:
@@ -465,7 +471,7 @@ class StepForwards:
         return True
 
     def of_pass(self, number: int, is_first: bool = True) -> Iterator[Forward]:
-        """Yields the trunks that a pass is the first to need, the longest-lived first, and then the pass itself.
+        """Yields the trunks that no earlier pass needs, the longest-lived first, and then the pass itself.
 
         Args:
             number: of the pass.
@@ -479,7 +485,8 @@ class StepForwards:
         unscored.scored_BL = np.zeros_like(unscored.scored_BL)
         for last in reversed(np.flatnonzero(self.trunks[number]).tolist()):
             nodes = [n for n, node in enumerate(self.kept) if (node.first, node.last) == (number, last)]
-            gives, takes = [], []
+            gives = []
+            takes = []
             if nodes:
                 forest, takes = grown.of_trunk(nodes)
                 # The forest has its segments in the order of the pass's forest.
@@ -510,7 +517,7 @@ class StepForwards:
         yield Forward(sequences, forest, kept, is_first, self.batches_per_pass)
 
     def settle(self) -> None:
-        """End the step: run the backward of trunks whose last pass never came, and free all kept values."""
+        """End the step: run the backward of trunks whose last pass did not run, and free all kept values."""
         trunks = {(node.first, node.last) for node in self.kept}
         # A trunk goes on from trunks that live longer, so its backward comes before theirs.
         for trunk in sorted(trunks, key=lambda trunk: (-trunk[0], trunk[1])):

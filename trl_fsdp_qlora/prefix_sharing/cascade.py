@@ -35,7 +35,7 @@ _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 
 
 def refuses(call) -> str | None:
-    """Returns why this backend cannot serve `call`, or `None`."""
+    """Returns the reason why this backend cannot serve `call`, or `None`."""
     if call.window is not None and call.query.device.type != "cuda":
         return (
             f"torch's flash kernel for {call.query.device.type} has no sliding window (here of {call.window} tokens)"
@@ -54,7 +54,7 @@ def refuses(call) -> str | None:
             return f"CUDA flash attention takes half precision and heads of 8 to 256, got {call.query.dtype}, {size}"
         major, minor = torch.cuda.get_device_capability(call.query.device)
         if major < 8:
-            return f"CUDA flash attention wants compute capability 8.0, this device has {major}.{minor}"
+            return f"CUDA flash attention needs compute capability 8.0, this device has {major}.{minor}"
         # The backward raises on the devices of torch's list,
         # `check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`. A pass without gradients is refused
         # as well, so that old and new log-probabilities are rounded alike.
@@ -67,7 +67,7 @@ def refuses(call) -> str | None:
 
 def attend(call) -> torch.Tensor:
     """Attention output `(1, T, H, D)` of an [`AttentionCall`]."""
-    # Autocast does not see a custom function, so the cast that `scaled_dot_product_attention` gets happens here.
+    # Autocast has no effect on a custom function, so its cast for `scaled_dot_product_attention` is done here.
     dtype = _compute_dtype(call.query)
     q, k, v = (x.to(dtype) for x in (call.query, call.key, call.value))
     return _Cascade.apply(q, k, v, call.layout, call.scaling, call.window)
@@ -76,9 +76,9 @@ def attend(call) -> torch.Tensor:
 def merge(out, lse, ancestor_out, ancestor_lse) -> torch.Tensor:
     """Returns the output over both parts, from `(…, D)` outputs and their log-sum-exps `(…)`.
 
-    It is computed in at least float32: a weight rounded to bfloat16 is off by up to 1 in 256, equally for all numbers
-    of a head. On a GPU one kernel computes the output without copies in float32, and rounds it to the dtype of the
-    inputs, in which the caller would store it anyway.
+    The output is computed in at least float32, because a weight rounded to bfloat16 is off by up to 1 in 256, equally
+    for all numbers of a head. On a GPU one kernel computes the output without copies in float32, and rounds it to the
+    dtype of the inputs, in which the caller stores it.
     """
     if out.ndim == 3 and runs(_merge_kernel, out):
         merged = torch.empty_like(out, memory_format=torch.contiguous_format)
@@ -124,14 +124,14 @@ def _merge_kernel(
     place = tl.arange(0, SIZE)
     for first in range(0, heads, HEADS):
         head = first + tl.arange(0, HEADS)
-        there = head < heads
-        own_lse = tl.load(own_lse_ptr + token * own_lse_token + head * own_lse_head, mask=there, other=0.0)
+        is_head = head < heads
+        own_lse = tl.load(own_lse_ptr + token * own_lse_token + head * own_lse_head, mask=is_head, other=0.0)
         ancestor_lse = tl.load(
-            ancestor_lse_ptr + token * ancestor_lse_token + head * ancestor_lse_head, mask=there, other=0.0
+            ancestor_lse_ptr + token * ancestor_lse_token + head * ancestor_lse_head, mask=is_head, other=0.0
         )
         share = tl.sigmoid(ancestor_lse.to(tl.float32) - own_lse.to(tl.float32))[:, None]
         head = head[:, None]
-        inside = there[:, None] & (place < size)[None, :]
+        inside = is_head[:, None] & (place < size)[None, :]
         place_own = token * own_token + head * own_head + place[None, :] * own_place
         place_ancestor = token * ancestor_token + head * ancestor_head + place[None, :] * ancestor_place
         own = tl.load(own_ptr + place_own, mask=inside, other=0.0).to(tl.float32)
@@ -217,16 +217,24 @@ class _batched:
     @staticmethod
     def forward(q, k, v, layout, scale, window):
         own, cross = _parts(layout)
-        found = [_cpu_forward(*(_take(x, part) for x in (q, k, v)), 0.0, True, scale=scale) for part in own]
-        out = join([_rows(out, part) for (out, _), part in zip(found, own, strict=True)])
-        lse = join([_rows(lse, part) for (_, lse), part in zip(found, own, strict=True)])
+        outputs = []
+        log_sums = []
+        for part in own:
+            part_out, part_lse = _cpu_forward(_take(q, part), _take(k, part), _take(v, part), 0.0, True, scale=scale)
+            outputs.append(_rows(part_out, part))
+            log_sums.append(_rows(part_lse, part))
+        out = join(outputs)
+        lse = join(log_sums)
         for queries, ancestor in cross:
-            ancestor_kv = (fold(x, *ancestor) for x in (k, v))
-            out_a, lse_a = _cpu_forward(fold(q, *queries), *ancestor_kv, 0.0, False, scale=scale)
-            so_far, lse_so_far = (x.narrow(0, queries[0], queries[2]) for x in (out, lse))
-            lse_a = _rows(lse_a, queries)
-            so_far.copy_(merge(so_far, lse_so_far, _rows(out_a, queries), lse_a))
-            torch.logaddexp(lse_so_far, lse_a, out=lse_so_far)
+            part_out, part_lse = _cpu_forward(
+                fold(q, *queries), fold(k, *ancestor), fold(v, *ancestor), 0.0, False, scale=scale
+            )
+            part_lse = _rows(part_lse, queries)
+            start, _, length = queries
+            merged_out = out.narrow(0, start, length)
+            merged_lse = lse.narrow(0, start, length)
+            merged_out.copy_(merge(merged_out, merged_lse, _rows(part_out, queries), part_lse))
+            torch.logaddexp(merged_lse, part_lse, out=merged_lse)
         return out.unsqueeze(0), lse.unsqueeze(0), ()
 
     @staticmethod
@@ -241,11 +249,11 @@ class _batched:
             grad = _take(grad_h, queries)
             if len(queries) == 2:  # padding gets a zero gradient, so that it does not reach the gradients of tokens
                 index, real = queries
-                keep = torch.zeros(index.numel(), dtype=grad.dtype).index_fill_(0, real, 1)
-                grad = grad * keep.view(len(index), 1, -1, 1)
-            seen = (_take(q, queries), _take(k, keys), _take(v, keys), _take(out_h, queries))
+                is_real = torch.zeros(index.numel(), dtype=grad.dtype).index_fill_(0, real, 1)
+                grad = grad * is_real.view(len(index), 1, -1, 1)
+            inputs = (_take(q, queries), _take(k, keys), _take(v, keys), _take(out_h, queries))
             lse = _take(lse_h, queries).squeeze(-1)
-            grads = _cpu_backward(grad, *seen, lse, 0.0, causal, scale=scale)
+            grads = _cpu_backward(grad, *inputs, lse, 0.0, causal, scale=scale)
             return [_rows(g, part) for g, part in zip(grads, (queries, keys, keys), strict=True)]
 
         parts = [call(part, part, True) for part in own]
@@ -291,16 +299,16 @@ class _varlen:
         key = ("varlen", device, window)
         if key not in layout.cache:
             lengths = layout.forest.lengths[: layout.forest.computed]
-            (cu, longest) = cumulative(lengths, device)
-            every = slice(0, layout.tokens)
-            looks_back = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-            calls = [_Call(every, every, (cu, cu, longest, longest), True, looks_back)]
-            calls += (
-                _whole_ancestors(layout.forest, device)
-                if window is None
-                else _ends_of_ancestors(layout.forest, window, device)
-            )
-            layout.cache[key] = calls
+            cu, longest = cumulative(lengths, device)
+            all_tokens = slice(0, layout.tokens)
+            if window is None:
+                kernel_window = {}
+                of_ancestors = _whole_ancestors(layout.forest, device)
+            else:
+                kernel_window = {"window_size_left": window - 1, "window_size_right": 0}
+                of_ancestors = _ends_of_ancestors(layout.forest, window, device)
+            of_segments = _Call(all_tokens, all_tokens, (cu, cu, longest, longest), True, kernel_window)
+            layout.cache[key] = [of_segments, *of_ancestors]
         return layout.cache[key]
 
     @staticmethod
@@ -351,8 +359,10 @@ class _varlen:
                 continue
             if call.siblings is not None:
                 dq = call.siblings.rows(dq, k.shape[1])
-            for total, part, where in zip(grads, (dq, dk, dv), (call.queries, call.keys, call.keys), strict=True):
-                total[where] += part
+            total_dq, total_dk, total_dv = grads
+            total_dq[call.queries] += dq
+            total_dk[call.keys] += dk
+            total_dv[call.keys] += dv
         return tuple(g.transpose(0, 1).unsqueeze(0) for g in grads)
 
 
@@ -406,7 +416,8 @@ class _Siblings:
         slot_R = slot_R[order]
         child_R = child_R[order]
         self.tokens_R = token_SN[slot_R, child_R]
-        self.slot_R, self.child_R = (to_device(torch.from_numpy(x), device) for x in (slot_R, child_R))
+        self.slot_R = to_device(torch.from_numpy(slot_R), device)
+        self.child_R = to_device(torch.from_numpy(child_R), device)
         self.token_S1N = to_device(torch.from_numpy(np.where(is_pad_SN, 0, token_SN)), device).unsqueeze(1)
         self.is_pad_S1N1 = to_device(torch.from_numpy(is_pad_SN), device)[:, None, :, None]
 
@@ -439,15 +450,15 @@ def _ends_of_ancestors(forest: Forest, window: int, device: torch.device) -> lis
             # Number of tokens between a segment and the end of its ancestor.
             gaps = forest.depths[stretch] - ends[ancestors]
             children: dict[int, list[tuple[int, int]]] = {}
-            for place in np.flatnonzero(gaps < seen).tolist():
-                children.setdefault(int(ancestors[place]), []).append((stretch.start + place, int(gaps[place])))
-            for few in _few_at_once(forest, sorted(children.items()), seen):
-                calls.append(_siblings_call(forest, few, seen, device))
+            for i in np.flatnonzero(gaps < seen).tolist():
+                children.setdefault(int(ancestors[i]), []).append((stretch.start + i, int(gaps[i])))
+            for subset in _limited_sets(forest, sorted(children.items()), seen):
+                calls.append(_siblings_call(forest, subset, seen, device))
     return calls
 
 
-def _few_at_once(forest: Forest, children: list[tuple], seen: int) -> list[list[tuple]]:
-    """Returns ancestors and their descendants in sets of which a backward holds at most [`_EXPANDED_KEYS`]."""
+def _limited_sets(forest: Forest, children: list[tuple], seen: int) -> list[list[tuple]]:
+    """Returns ancestors and their descendants in sets; the backward of each holds at most [`_EXPANDED_KEYS`]."""
     sets = []
     keys = 0
     most = 0
@@ -470,24 +481,26 @@ def _siblings_call(forest: Forest, children: list[tuple], seen: int, device: tor
     last = max(min(gap + int(forest.lengths[segment]), seen) for _, segments in children for segment, gap in segments)
     distances = last - first
     token_SN = np.full((len(children), distances, max(len(segments) for _, segments in children)), -1)
-    keys, key_lengths = [], []
-    for place, (ancestor, segments) in enumerate(children):
+    keys = []
+    key_lengths = []
+    for i, (ancestor, segments) in enumerate(children):
         end = int(forest.starts[ancestor] + forest.lengths[ancestor])
         key_lengths.append(min(int(forest.lengths[ancestor]), seen - first))
         keys.append(np.arange(end - key_lengths[-1], end))
         for number, (segment, gap) in enumerate(segments):
             count = min(int(forest.lengths[segment]), seen - gap)
             tokens = int(forest.starts[segment]) + np.arange(count)
-            token_SN[place, gap - first : gap - first + count, number] = tokens
+            token_SN[i, gap - first : gap - first + count, number] = tokens
     siblings = _Siblings(token_SN.reshape(-1, token_SN.shape[2]), device)
     cu_q, max_q = cumulative(np.full(len(children), distances), device)
     cu_k, max_k = cumulative(key_lengths, device)
-    # The kernel aligns the last query with the last key. A side of the window that is as wide as the longest keys is
-    # open.
-    looks_back = {"window_size_left": seen - first - distances, "window_size_right": distances}
+    # The kernel aligns the last query with the last key. A side of the window that is as wide as the longest keys has
+    # no limit.
+    kernel_window = {"window_size_left": seen - first - distances, "window_size_right": distances}
     lengths = cu_q, cu_k, max_q, max(max_k, distances)
-    queries, keys = (_neighbours(x, device) for x in (siblings.tokens_R, np.concatenate(keys)))
-    return _Call(queries, keys, lengths, False, looks_back, siblings)
+    query_tokens = _neighbours(siblings.tokens_R, device)
+    key_tokens = _neighbours(np.concatenate(keys), device)
+    return _Call(query_tokens, key_tokens, lengths, False, kernel_window, siblings)
 
 
 def _neighbours(tokens: np.ndarray, device: torch.device) -> slice | torch.Tensor:

@@ -133,16 +133,17 @@ def cut_rows(sequences: Sequences, tokens_per_pass: int, tokens_of: Callable[[np
     rows = kept[order]
     common = np.concatenate([[0], common])
     added = needed_B[rows] - common  # tokens of a row that the row before it does not share
-    cuts, first = [], 0
+    cuts = []
+    first = 0
     while first < len(rows):
         # As many rows as fit if every equal beginning is computed once, ...
         used = needed_B[rows[first]] + np.cumsum(added[first + 1 :])
         last = first + 1 + int(np.searchsorted(used, tokens_per_pass, side="right"))
-        # ... without the rows that then do not fit, because not every level is made.
+        # ... without the rows that do not fit in fact, because not every level is used.
         while last > first + 1 and tokens_of(rows[first:last]) > tokens_per_pass:
             last -= 1
         if last < len(rows):
-            # The latest of the borders in the second half of a set at which least is shared.
+            # Of the borders in the second half of a set, the latest one at which rows share the fewest tokens.
             half = first + 1 + (last - first) // 2
             last = max(range(half, last + 1), key=lambda border: (-common[border], border))
         cuts.append(rows[first:last])
@@ -168,14 +169,14 @@ class PackedLayout:
         backend: `"auto"` or the name of the attention backend to use.
         layer_calls: backend name for each attention layer that saw this layout, in order, recomputation included.
         kernels: the kernel that computed the layers of each kind, by the kind's name.
-        problems: if this is a list, a layer that cannot be computed notes the reason and returns zeros, so that this
-            rank meets the others in every collective of the forward. If it is `None`, such a layer raises.
+        problems: if this is a list, a layer that cannot be computed adds the reason to it and returns zeros, so that
+            this rank reaches every collective of the forward. If it is `None`, such a layer raises.
         is_computed: whether the forward is over. Every later call of a layer is a recomputation, which raises if it
             fails.
         own_masks: masks of roots with images, see `images.py`.
         kept: an `across_passes.KeptInPass` with the values that layers keep for other passes; `None` if each pass
             stands alone.
-        cache: index tensors that a backend derived from the layout, kept for the next layer.
+        cache: index tensors that a backend derived from the layout, for the use of all layers.
     """
 
     forest: Forest
@@ -218,7 +219,7 @@ class PackedLayout:
 
 
 def row_multiple(device: torch.device) -> int:
-    """Returns the number of which the tokens of a row and its labels are a multiple."""
+    """Returns the number to a multiple of which a row's tokens and labels are filled up."""
     return ROW_MULTIPLE if device.type == "cuda" else 1
 
 
@@ -231,9 +232,8 @@ def lay_out(
         input_ids, labels: `(B, L)` of the batch.
         sequences: the batch on the host.
         forest: its segments.
-        multiple: number of which tokens and labels are a multiple. The last leaf is filled up with copies of its last
-            token, from which nothing is read. A row that does not end with a leaf, or that ends with an image, stays
-            as it is.
+        multiple: see [`row_multiple`]. The last leaf is filled up with copies of its last token, whose results are not
+            read. A row that does not end with a leaf, or that ends with an image, is not filled up.
     """
     rows, width = input_ids.shape
     batch_row, token = ((forest.place_BL >= 0) & (forest.place_BL < forest.tokens)).nonzero()
@@ -251,7 +251,8 @@ def lay_out(
     filling = -forest.tokens % multiple
     if sequences.spans_B2 is not None:
         first, last = sequences.spans_B2[row_T[-1]]
-        filling = 0 if first <= depth_T[-1] <= last else filling
+        if first <= depth_T[-1] <= last:
+            filling = 0
     if filling and forest.is_leaf[forest.computed - 1]:
         forest = forest.lengthened(filling)
         row_T, column_T, position_T = (np.pad(x, (0, filling), "edge") for x in (row_T, column_T, position_T))
@@ -327,10 +328,11 @@ TOKENS_PER_CALL = 128
 def padded_batches(starts: np.ndarray, lengths: np.ndarray, tokens: int) -> list[tuple]:
     """Returns neighbouring segments in few batches with little padding, in their order.
 
-    A batch is `(start, count, length)` if its segments are equally long, else `(index, real)` as [`padded`] returns
-    them.
+    A batch is `(start, count, length)` if its segments are equally long, and otherwise `(index, real)` as in
+    [`padded`].
     """
-    batches, first = [], 0
+    batches = []
+    first = 0
     while first < len(starts):
         last = first + 1
         longest = int(lengths[first])
@@ -340,8 +342,8 @@ def padded_batches(starts: np.ndarray, lengths: np.ndarray, tokens: int) -> list
             if wider * (last + 1 - first) > 1.25 * (used + int(lengths[last])) + TOKENS_PER_CALL:
                 break
             longest = wider
-            used = used + int(lengths[last])
-            last = last + 1
+            used += int(lengths[last])
+            last += 1
         part = slice(first, last)
         if (lengths[part] == longest).all():
             batches.append((int(starts[first]), last - first, longest))
@@ -358,5 +360,5 @@ def cumulative(lengths, device: torch.device) -> tuple[torch.Tensor, int]:
 
 
 def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a mask `(queries, keys)` of who is seen as numbers `(1, 1, queries, keys)` that are added to scores."""
+    """Returns a boolean mask `(queries, keys)` as numbers `(1, 1, queries, keys)` that are added to the scores."""
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)[None, None]
