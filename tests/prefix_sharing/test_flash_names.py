@@ -72,6 +72,6 @@ def test_a_model_with_a_flash_kernel_shares_prompts(name, kernel):
     assert asked and set(figures.layer_calls) == {"cascade" if name == "llama" else "two_part"}
     registered = model.config._attn_implementation
     assert "flash" not in registered and "/" not in registered
-    with door.set_aside():  # generation gets the kernel by its own name
+    with door.original_attention():  # generation gets the kernel by its own name
         assert model.config._attn_implementation == implementation
     assert model.config._attn_implementation == registered

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from trl import GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOTrainer
-from trl_fsdp_qlora.prefix_sharing import PrefixSharingError, scope
+from trl_fsdp_qlora.prefix_sharing import PrefixSharingError, current_row
 from trl_fsdp_qlora.prefix_sharing import door as doors
 from trl_fsdp_qlora.prefix_sharing.dropout import attention_reason, draws, other_dropout, without_dropout
 from trl_fsdp_qlora.prefix_sharing.support import position_limit
@@ -81,7 +81,7 @@ def assert_gives_up(model, reason):
 def test_layers_that_do_not_run_are_counted():
     model = build("llama")
     for layer in model.model.layers:
-        layer.self_attn.forward = functools.partial(scope._compute, None, layer.self_attn.forward)
+        layer.self_attn.forward = functools.partial(current_row._compute, None, layer.self_attn.forward)
     assert_gives_up(model, "ran 0 times in a forward of 2")
 
 

@@ -93,7 +93,7 @@ class ScoringThroughTheDoor:
 
     def own_attention(self):
         """Context in which the policy has its own attention implementation, as generation expects."""
-        return nullcontext() if self.door is None else self.door.set_aside()
+        return nullcontext() if self.door is None else self.door.original_attention()
 
     def forget_images(self) -> None:
         """Free the image features that were kept for the passes over one generation batch."""

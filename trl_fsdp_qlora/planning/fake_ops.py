@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from ..fsdp2_qlora.grouped_product import SCRATCH_BYTES
-from ..prefix_sharing.scope import current
+from ..prefix_sharing.current_row import current
 from ..scoring.frozen_head import TOKEN_TILE, TOKEN_TILE_GPU, VOCABULARY_CHUNK, VOCABULARY_CHUNK_GPU
 
 ATTENTION = "planned_attention"

@@ -15,8 +15,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..prefix_sharing.across_passes import KeptInPass, KeptValues
+from ..prefix_sharing.current_row import checkpointed, computing
 from ..prefix_sharing.recurrent import goes_on_from_a_state, recurrent_layers, state_bytes
-from ..prefix_sharing.scope import checkpointed, computing
 from ..prefix_sharing.self_check import ROWS_HALF
 from ..prefix_sharing.support import keeps_keys, layer_types
 from ..scoring.logprobs import VOCABULARY_TILE, choose_head_kernel

@@ -19,9 +19,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..compat.transformers import attention_named, is_flash, name_without_flash
 from ..scoring.transfer import to_device
 from . import cascade, two_part
+from .current_row import current, record_problem
 from .layout import PackedLayout, additive
 from .recurrent import names_in_code
-from .scope import current, record_problem
 from .support import attention_layers, layer_types
 
 PREFIX = "prefix_sharing_"
@@ -229,7 +229,7 @@ def can_nest(model: PreTrainedModel, choice: str) -> bool:
 
 
 @contextlib.contextmanager
-def set_aside(model: PreTrainedModel) -> Iterator[None]:
+def original_attention(model: PreTrainedModel) -> Iterator[None]:
     """Inside this context the model has its own implementation, for code that looks up its name.
 
     Continuous batching is such code.

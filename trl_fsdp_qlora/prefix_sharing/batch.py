@@ -40,9 +40,9 @@ class Batch:
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of the forward call for this batch."""
         arguments = {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "labels": self.labels}
-        # `rows` reads the images on the host and leaves the picked ones there.
-        device = self.input_ids.device
-        arguments |= {n: to_device(x, device) if isinstance(x, torch.Tensor) else x for n, x in self.vision.items()}
+        # After `rows` some tensors of images are on the host.
+        for name, x in self.vision.items():
+            arguments[name] = to_device(x, self.input_ids.device) if isinstance(x, torch.Tensor) else x
         if self.router_loss:
             arguments["output_router_logits"] = True
         return arguments
@@ -56,24 +56,29 @@ class Batch:
         for name in ("input_ids", "attention_mask", "labels", "image_keys"):
             parts = [getattr(batch, name) for batch in batches]
             joined[name] = None if any(part is None for part in parts) else torch.cat(parts)
-        names = dict.fromkeys(name for batch in batches for name in batch.vision)
-        vision = {name: torch.cat([b.vision[name] for b in batches if name in b.vision]) for name in names}
+        parts_of_vision: dict[str, list[torch.Tensor]] = {}
+        for batch in batches:
+            for name, x in batch.vision.items():
+                parts_of_vision.setdefault(name, []).append(x)
+        vision = {name: torch.cat(parts) for name, parts in parts_of_vision.items()}
         num_images = None
         if any(batch.num_images is not None for batch in batches):
-            num_images = [n for b in batches for n in (b.num_images or [0] * len(b.input_ids))]
+            num_images = []
+            for batch in batches:
+                num_images += batch.num_images or [0] * len(batch.input_ids)
         needs_router_loss = any(batch.router_loss for batch in batches)
         return cls(**joined, vision=vision, num_images=num_images, router_loss=needs_router_loss)
 
     def rows(self, rows: np.ndarray) -> "Batch":
         """Returns a batch of the rows with these indices."""
-        picked = {
-            name: None if x is None else x[to_device(torch.from_numpy(rows), x.device)]
-            for name, x in vars(self).items()
-            if name in ("input_ids", "attention_mask", "labels", "image_keys")
-        }
+        tensors = {}
+        for name in ("input_ids", "attention_mask", "labels", "image_keys"):
+            x = getattr(self, name)
+            tensors[name] = None if x is None else x[to_device(torch.from_numpy(rows), x.device)]
         vision = self.vision
+        num_images = None
         if vision:
             counted = vision if self.num_images is None else {**vision, "num_images": self.num_images}
             vision = rows_of_images(on_host(counted), rows)
-        num_images = vision.pop("num_images", None) if vision else None
-        return replace(self, vision=vision, num_images=num_images, **picked)
+            num_images = vision.pop("num_images", None)
+        return replace(self, vision=vision, num_images=num_images, **tensors)

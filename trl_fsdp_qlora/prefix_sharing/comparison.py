@@ -1,7 +1,7 @@
 """`Comparison`: before the first packed pass of each kind, a few rows are also computed as in stock TRL.
 
 If the results differ, passes run as in stock TRL from then on. [`self_check.compare`] computes both and judges. This
-file decides when to compare, which rows, and what follows from the verdict.
+file decides when rows are compared, chooses the rows, and acts on the verdict.
 """
 
 import contextlib
@@ -42,7 +42,8 @@ _NOTHING_TO_COMPARE = "nothing to compare"
 class Rehearsal:
     """A packed pass that is compared with stock TRL's.
 
-    Its layers note what they cannot compute instead of raising, so that ranks meet in every collective.
+    A layer that cannot be computed adds the reason to `problems` instead of raising, so that this rank reaches every
+    collective.
     """
 
     is_dense: bool
@@ -92,8 +93,8 @@ class Comparison:
             self._refuse_together(batch)
         gradients = compares_gradients(model)
         with_images = batch.has_images and self.door.images.reason is None
-        asks = self.door.expects_images and self.door.images_may_come and self.door.images.reason is None
-        if asks and (gradients, True) not in self.checked:
+        may_come = self.door.expects_images and self.door.images_may_come and self.door.images.reason is None
+        if may_come and (gradients, True) not in self.checked:
             # Some ranks see their first images earlier than others.
             with_images = bool(reduced_over_ranks([int(with_images)], batch.input_ids.device)[0])
         if (gradients, with_images) in self.checked:
@@ -115,8 +116,8 @@ class Comparison:
     def from_inside(self, stock, batch: Batch | None, sequences: Sequences | None) -> bool:
         """Compare values from inside the forward, for trainers that do not know of the door.
 
-        If the model is sharded, ranks meet in each of its forwards, so they compare together as soon as all of them
-        can pack. Else a rank may be alone in this forward (an evaluation on the first rank), so it judges alone.
+        If the model is sharded, its forwards are collective, so the ranks compare together as soon as all of them can
+        pack. Otherwise a rank may be alone in this forward (an evaluation on the first rank), so it judges alone.
 
         Returns:
             Whether this pass may run packed.
@@ -190,40 +191,44 @@ class Comparison:
     def _difference(
         self, model: nn.Module, forward, batch: Batch, unit: float, tokens_per_pass: int | None
     ) -> str | None:
-        """Returns what is wrong with packed passes over a few rows of a batch; `None` if nothing is."""
+        """Returns the fault of packed passes over a few rows of a batch; `None` if there is none."""
         device = batch.input_ids.device
         (count,) = reduced_over_ranks([min(ROWS_HALF if unit else ROWS_FP32, len(batch.input_ids))], device)
-        few = replace(batch.rows(sampled_rows(batch, int(count))), router_loss=False)
-        sequences = self._try_to_read(few)
+        sample = replace(batch.rows(sampled_rows(batch, int(count))), router_loss=False)
+        sequences = self._try_to_read(sample)
         is_readable = sequences is not None and bool(sequences.scored_BL.any())
         if not any(reduced_over_ranks([int(is_readable)], device)):
             return _NOTHING_TO_COMPARE
         tokens = self._tokens_of(batch)
         if tokens_per_pass is not None:
             tokens = min(tokens, tokens_per_pass)
-        rows, width = few.input_ids.shape
+        rows, width = sample.input_ids.shape
         ends = [(0, rows)]
         if is_readable:
             # The rows of one forward have to be neighbours.
             sets = cut_rows(
-                sequences, max(tokens, width), lambda part: self.door.grow(few, sequences.rows(part)).tokens
+                sequences, max(tokens, width), lambda part: self.door.grow(sample, sequences.rows(part)).tokens
             )
-            few = few.rows(np.concatenate(sets))
+            sample = sample.rows(np.concatenate(sets))
             lengths = np.cumsum([0, *map(len, sets)]).tolist()
             ends = list(itertools.pairwise(lengths))
         cuts = cut_sample(ends, rows, width, tokens, device)
 
         def padded(part: slice) -> torch.Tensor:
             with self.door.closed():
-                return forward(few.rows(np.arange(part.start, part.stop)).arguments())
+                return forward(sample.rows(np.arange(part.start, part.stop)).arguments())
 
         def packed(is_dense: bool, part: slice) -> torch.Tensor:
-            if not is_readable:  # other ranks meet this one in the forward
+            if not is_readable:  # the other ranks' forwards may be collective, so this rank runs one, too
                 return padded(part)
             rehearsal = Rehearsal(is_dense)
-            these = few.rows(np.arange(part.start, part.stop))
-            of_images = {"num_images": these.num_images, "image_keys": these.image_keys}
-            values = forward(these.arguments(), rehearsal=rehearsal, **of_images)
+            selected = sample.rows(np.arange(part.start, part.stop))
+            values = forward(
+                selected.arguments(),
+                rehearsal=rehearsal,
+                num_images=selected.num_images,
+                image_keys=selected.image_keys,
+            )
             calls = len(self.door.figures.layer_calls)
             if not calls or calls % self.door.layers:  # differential attention calls its function twice a layer
                 rehearsal.problems.append(f"prefix-aware layers ran {calls} times in a forward of {self.door.layers}")
@@ -231,11 +236,11 @@ class Comparison:
                 raise UnsupportedAttention(rehearsal.problems[0])
             return values
 
-        scored = few.labels[:, 1:] != IGNORED_LABEL
+        scored = sample.labels[:, 1:] != IGNORED_LABEL
         embeddings = self.door.base.get_input_embeddings()
         problem = attention_reason(self.door.base)  # dropout may have been set since
         with without_dropout(model), self.door.images.in_every_forward():
-            for is_dense in (False, True)[: 1 + self.door.can_be_dense]:
+            for is_dense in (False, True) if self.door.can_be_dense else (False,):
                 pass_of_rows = functools.partial(packed, is_dense)
                 problem = problem or compare(model, pass_of_rows, padded, scored, cuts, embeddings, unit)
         return problem

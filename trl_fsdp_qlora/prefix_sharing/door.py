@@ -34,9 +34,10 @@ from ..scoring.transfer import to_device, to_host
 from . import layout as layouts
 from . import support
 from .across_passes import CannotKeep, Forward, StepForwards, StepPlan
-from .attention import BACKENDS, DenseMask, UnsupportedAttention, can_nest, install, no_mask, set_aside
+from .attention import BACKENDS, DenseMask, UnsupportedAttention, can_nest, install, no_mask, original_attention
 from .batch import Batch
 from .comparison import Comparison, Rehearsal
+from .current_row import checkpointed, computing, keeps_no_graph, use_row_positions
 from .dropout import other_dropout
 from .forest import Forest, grow
 from .images import Images
@@ -44,11 +45,7 @@ from .layout import IGNORED_LABEL, PackedLayout, Sequences, UnpackableBatch, cut
 from .recurrent import SHORTEST, gathered_per_call, goes_on_from_a_state, recurrent_layers
 from .recurrent import install as install_recurrent
 from .router_loss import router_loss, router_sums
-from .scope import checkpointed, computing, keeps_no_graph, place
-from .self_check import (
-    is_sharded,
-    reduced_over_ranks,
-)
+from .self_check import is_sharded, reduced_over_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +58,8 @@ _NEUTRAL = {"use_cache", "return_dict"}
 _PAIRS_PER_TOKEN = 6.0
 
 
-# torch.compile compiles the model's own forward and nothing of the door: every batch has another layout, so every
-# batch would be traced anew.
+# torch.compile compiles the model's own forward and no code of the door, because every batch has another layout and
+# would be traced anew.
 _not_compiled = torch.compiler.disable
 _but_for_the_model = torch.compiler.disable(recursive=False)
 
@@ -81,7 +78,7 @@ def share_prompts(
 ) -> nn.Module:
     """Compute equal beginnings of a batch's rows once.
 
-    This holds for every call of `model` with `fused_lm_head=True`, which is how TRL's trainers score.
+    This changes every call of `model` with `fused_lm_head=True`, by which TRL's trainers score.
 
         trainer = trl.DPOTrainer(...)
         share_prompts(trainer.model)
@@ -94,8 +91,8 @@ def share_prompts(
         model: a causal language model as TRL's trainers hold it: with or without PEFT, before or after it was wrapped.
             A model without TRL's fused head gets one.
         attention: `"auto"`, `"off"`, or the name of an attention backend, `"cascade"` or `"two_part"`. `"auto"` packs
-            rows if that is exact; else the pass runs as in stock TRL, and the reason is logged once. A backend that is
-            named is used, or an error is raised.
+            rows if that is exact; otherwise the pass runs as in stock TRL, and the reason is logged once. A backend
+            that is named is used, or an error is raised.
         temperature, outputs: settings of the head that a model without TRL's fused head gets.
         lm_head_kernel: the kernel that scores the tokens: `"trl"`, `"frozen"` or `"auto"`, see
             [`trl_fsdp_qlora.scoring.logprobs.choose_head_kernel`].
@@ -223,8 +220,10 @@ class Door:
         Raises:
             PrefixSharingError: a backend was named that cannot serve the model.
         """
-        self.attention, self.lm_head_kernel = attention, lm_head_kernel
-        self.entropy_gradient, self.compares = entropy_gradient, compares
+        self.attention = attention
+        self.lm_head_kernel = lm_head_kernel
+        self.entropy_gradient = entropy_gradient
+        self.compares = compares
         if attention == "off":
             self.reason = "switched off"
             return
@@ -258,9 +257,10 @@ class Door:
         self.stock_positions = support.stock_positions(base)
         self.sees_distances = support.sees_distances(base)
         self.hidden_size = base.config.get_text_config().hidden_size
-        for table in () if self.takes_positions else support.position_tables(base):
-            place(table)
-        # Modules that gradient checkpointing recomputes, see `scope.checkpointed`.
+        if not self.takes_positions:
+            for table in support.position_tables(base):
+                use_row_positions(table)
+        # Modules that gradient checkpointing recomputes, see `current_row.checkpointed`.
         self.recomputed: list[nn.Module] | None = None
         self._is_prepared = True
 
@@ -270,7 +270,8 @@ class Door:
             if not isinstance(self.base, PreTrainedModel):
                 return
             add_fused_lm_head(self.base, temperature=temperature, outputs=outputs)
-        forward, wrapped = (vars(self.base).get(name) for name in ("forward", "_original_forward"))
+        forward = vars(self.base).get("forward")
+        wrapped = vars(self.base).get("_original_forward")
         if self._own_forward is not None and self._own_forward in (forward, wrapped):
             return
         inner = forward if wrapped is None else wrapped
@@ -278,7 +279,7 @@ class Door:
         if wrapped is None:
             self.base.forward = self._own_forward
             return
-        # Accelerate's mixed precision stays around the door; else packed passes would run without mixed precision.
+        # Accelerate's mixed precision has to stay around the door, so that packed passes run in mixed precision, too.
         self.base._original_forward = self._own_forward
         in_autocast = get_mixed_precision_context_manager(native_amp=True)(self._own_forward.__func__)
         self.base.forward = types.MethodType(convert_outputs_to_fp32(in_autocast), self.base)
@@ -289,7 +290,8 @@ class Door:
         # Accelerate's mixed precision wraps the forward, and keeps the wrapped one under the second name.
         forwards = [vars(self.base).get(name) for name in ("forward", "_original_forward")]
         forwards += [getattr(forward, "behind_the_door", None) for forward in forwards]
-        return next((head for forward in forwards if (head := fused_head(forward)) is not None), None)
+        heads = (fused_head(forward) for forward in forwards)
+        return next((head for head in heads if head is not None), None)
 
     # --- questions of a trainer -------------------------------------------------------------------------------------
 
@@ -305,12 +307,15 @@ class Door:
             self.look_at_wrappers()
         if not self.is_active:
             return f"prefix sharing: {self.reason}"
-        return "; ".join(filter(None, [f"prefix sharing: {self.attention}", other_dropout(self.base)]))
+        dropout = other_dropout(self.base)
+        return f"prefix sharing: {self.attention}" + (f"; {dropout}" if dropout else "")
 
     def feature(self) -> tuple[str, str]:
         """Returns heading and line for the start-up block, see `EfficientGRPOTrainer.features`."""
         line = self.describe()
-        return "on" if self.is_active else "off" if self.attention == "off" else "as stock TRL", line
+        if self.is_active:
+            return "on", line
+        return "off" if self.attention == "off" else "as stock TRL", line
 
     def forget_images(self) -> None:
         """Free the memory of kept image features."""
@@ -319,20 +324,20 @@ class Door:
             self.images.features.clear()
 
     def look_for_images(self, here: bool, device: torch.device) -> None:
-        """Find out whether a generation batch has images on any rank. Every rank has to call this.
+        """Find out whether a generation batch has images on any rank. Every rank has to call this method.
 
-        Before this call each pass asks all ranks. After it the passes over a batch without images no longer ask.
+        Before this call the ranks exchange this in each pass. After it they do not, if the batch has no images.
 
         Args:
             here: whether the batch has images on this rank.
-            device: of the all-reduce.
+            device: the device of the all-reduce.
         """
         if self.expects_images and self.is_active and self.images.reason is None:
             self.images_may_come = bool(reduced_over_ranks([int(here)], device)[0])
 
-    def set_aside(self) -> contextlib.AbstractContextManager:
+    def original_attention(self) -> contextlib.AbstractContextManager:
         """Inside this context the model has its own attention implementation, as generation expects it."""
-        return set_aside(self.base) if self._is_prepared else contextlib.nullcontext()
+        return original_attention(self.base) if self._is_prepared else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
@@ -434,10 +439,10 @@ class Door:
         if one_by_one:
             rows_per_pass = [rows]
         fitting = (count for count in rows_per_pass if forwards(count, list).fits(limit))
-        # As many rows as fit on the rank that can take fewest; a row that is longer runs alone.
+        # The largest number of rows that fits on every rank; a single row that is too long runs alone.
         chosen = -agree([-next(fitting, 0)])[0]
         if chosen < rows and tokens_per_pass is None:
-            return None  # too many beginnings would be alive at once; alone, each batch is as small as before
+            return None  # too many beginnings would be alive at once; each batch alone needs less memory
         if chosen < rows and one_by_one:
             self._log_once(
                 f"Micro-batches of {rows} rows are longer than tokens_per_pass={tokens_per_pass}, and cannot "
@@ -446,15 +451,18 @@ class Door:
             chosen = rows
         chosen = max(chosen, 1)
         if chosen >= rows:
-            each_alone = forwards(rows, agree)
-            if not each_alone.is_shared:
+            one_per_batch = forwards(rows, agree)
+            if not one_per_batch.is_shared:
                 return None
-            together = each_alone if chosen == rows else forwards(chosen, agree)
+            shared = one_per_batch if chosen == rows else forwards(chosen, agree)
             # A batch that runs alone may be a dense row, which a pass of several batches cannot be. That may save more
             # than sharing between batches does.
-            alone = [self.grow(batch, few).tokens for batch, few in zip(batches, sequences.split(rows), strict=True)]
-            planned, alone = reduced_over_ranks([together.tokens, sum(alone)], device, "SUM")
-            return StepPlan(together, None, chosen // rows, 1, to_losses) if planned < alone else None
+            of_batches = zip(batches, sequences.split(rows), strict=True)
+            alone_tokens = sum(self.grow(batch, of_batch).tokens for batch, of_batch in of_batches)
+            shared_tokens, alone_tokens = reduced_over_ranks([shared.tokens, alone_tokens], device, "SUM")
+            if shared_tokens >= alone_tokens:
+                return None
+            return StepPlan(shared, None, chosen // rows, 1, to_losses)
         values = forwards(chosen, agree, has_gradients=False)
         return StepPlan(forwards(chosen, agree), values, 1, rows // chosen, to_losses)
 
@@ -469,7 +477,7 @@ class Door:
         logger.warning("Prompts are computed once per micro-batch, and not once per optimizer step: %s.", reason)
 
     def _why_not_keep(self) -> str | None:
-        """Returns why passes of this model cannot use what other passes computed; `None` if they can."""
+        """Returns why passes of this model cannot use values of other passes; `None` if they can."""
         if self.dense:
             return "its attention is code of its own"
         if not all(goes_on_from_a_state(type(layer)) for layer in recurrent_layers(self.base)):
@@ -484,14 +492,14 @@ class Door:
 
     @_but_for_the_model
     def score(self, stock, arguments: dict[str, Any]) -> FusedCausalLMOutput:
-        """Returns what `stock` returns for `arguments`, with equal beginnings computed once.
+        """Returns the output of `stock` for `arguments`, with equal beginnings computed once.
 
         `stock` is the fused forward behind the door. Next to the model's own arguments the door takes
 
         - `num_images`, `image_keys`: number of images of each row, and numbers that are equal for rows with the same
           images, if known;
-        - `tokens_per_pass`: run in passes of no more tokens than this. Ranks exchange how many passes they need;
-        - `rehearsal`: of a [`comparison.Comparison`];
+        - `tokens_per_pass`: run in passes of no more tokens than this. All ranks run the same number of passes;
+        - `rehearsal`: the [`comparison.Rehearsal`] of a pass that is compared;
         - `forward`: one of several forwards that together compute a step, see [`across_passes.StepForwards`].
         """
         start = time.perf_counter()
@@ -574,10 +582,10 @@ class Door:
         If one rank cannot pack, all ranks run stock passes of as many rows as fit.
         """
         device = arguments["input_ids"].device
-        (rows, width) = arguments["input_ids"].shape
+        rows, width = arguments["input_ids"].shape
         cuts = []
         if sequences is not None:
-            cuts = cut_rows(sequences, tokens_per_pass, lambda few: self.grow(batch, sequences.rows(few)).tokens)
+            cuts = cut_rows(sequences, tokens_per_pass, lambda cut: self.grow(batch, sequences.rows(cut)).tokens)
         forwards = self._forwards_of_cuts(batch, sequences, cuts)
         count = len(cuts) if forwards is None else forwards.count
         most, cannot = reduced_over_ranks([count, int(sequences is None)], device)
@@ -587,8 +595,7 @@ class Door:
             at_once = max(1, tokens_per_pass // width)
             cuts = [np.arange(first, min(first + at_once, rows)) for first in range(0, rows, at_once)]
             for cut in cuts:
-                few = batch.rows(cut)
-                outputs.append(stock(fused_lm_head=True, **few.arguments()))
+                outputs.append(stock(fused_lm_head=True, **batch.rows(cut).arguments()))
         else:
             for number, cut in enumerate(cuts):
                 if forwards is None:
@@ -596,20 +603,20 @@ class Door:
                 else:
                     *_, output = (self._score_forward(batch.rows(cut), f) for f in forwards.of_pass(number))
                     outputs.append(output)
-            nothing = np.array([0])
-            for _ in range(int(most) - count):  # ranks with more passes meet this one in them
-                few = batch.rows(nothing)
-                few.labels = torch.full_like(few.labels, IGNORED_LABEL)
-                unscored = sequences.rows(nothing)
+            first_row = np.array([0])
+            for _ in range(int(most) - count):  # other ranks have more passes, which are collective
+                unlabelled = batch.rows(first_row)
+                unlabelled.labels = torch.full_like(unlabelled.labels, IGNORED_LABEL)
+                unscored = sequences.rows(first_row)
                 unscored.scored_BL = np.zeros_like(unscored.scored_BL)
-                self._score_rows(few, unscored)
+                self._score_rows(unlabelled, unscored)
         order = to_device(torch.from_numpy(np.argsort(np.concatenate(cuts))), device)
-        fields = {
-            name: None if getattr(outputs[0], name) is None else torch.cat([getattr(x, name) for x in outputs])[order]
-            for name in ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
-        }
-        count = fields["label_mask"].sum().clamp(min=1) if batch.num_items is None else batch.num_items
-        return FusedCausalLMOutput(loss=-fields["log_probs"].sum() / count, **fields)
+        fields = {}
+        for name in ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask"):
+            parts = [getattr(output, name) for output in outputs]
+            fields[name] = None if parts[0] is None else torch.cat(parts)[order]
+        labels = fields["label_mask"].sum().clamp(min=1) if batch.num_items is None else batch.num_items
+        return FusedCausalLMOutput(loss=-fields["log_probs"].sum() / labels, **fields)
 
     @_not_compiled
     def _forwards_of_cuts(self, batch: Batch | None, sequences: Sequences | None, cuts: list) -> StepForwards | None:
@@ -633,7 +640,7 @@ class Door:
 
     @_not_compiled
     def _batch(self, arguments: dict[str, Any], num_images, image_keys) -> Batch:
-        """Returns a call's arguments by their meaning; raises `UnpackableBatch` if one is not known."""
+        """Returns a call's arguments as a [`Batch`]; raises `UnpackableBatch` if the meaning of one is not known."""
         arguments = {name: x for name, x in arguments.items() if x is not None and x is not False}
         for name in _NEUTRAL:
             arguments.pop(name, None)
@@ -669,7 +676,8 @@ class Door:
         sent = {"code": codes[0] if len(codes) == 1 else torch.cat(codes)}
         for i, batch in enumerate(batches):
             if batch.has_images:
-                sent |= {(i, name): x for name, x in self.images.to_send(batch).items()}
+                for name, x in self.images.to_send(batch).items():
+                    sent[i, name] = x
         # The host waits for the device here, once for all batches.
         sent = to_host(sent)
         sequences = decode(sent["code"].numpy())
@@ -677,13 +685,16 @@ class Door:
         if has_images:
             keys = []
             for i, batch in enumerate(batches):
-                of_batch = {name[1]: x for name, x in sent.items() if name[0] == i}
+                if not batch.has_images:
+                    keys.append(np.zeros(rows, int))
+                    continue
+                received = {key[1]: x for key, x in sent.items() if key[0] == i}
                 tokens_BL = sequences.tokens_BL[i * rows : (i + 1) * rows]
-                keys.append(self.images.take(batch, tokens_BL, of_batch) if batch.has_images else np.zeros(rows, int))
+                keys.append(self.images.receive(batch, tokens_BL, received))
             sequences.image_keys_B = np.concatenate(keys)
             self.images.mark(sequences)
         if not self.sees_distances:
-            # Rows in other columns have other positions.
+            # Rows that begin in different columns have different positions, so they must not share tokens.
             sequences.tokens_BL[:, 0] += sequences.offsets_B << 40
         return sequences
 
@@ -693,7 +704,7 @@ class Door:
 
     def grow(self, batch: Batch, sequences: Sequences, is_dense: bool = False) -> Forest:
         lengths_B = sequences.needed_B
-        # Without labels one token is computed, so that the graph contains the model and ranks meet in it.
+        # Without labels one token is computed, so that the graph contains the model and collectives are reached.
         if not lengths_B.any():
             lengths_B = (np.arange(len(lengths_B)) == 0).astype(int)
         pairs_per_token = None
@@ -703,7 +714,7 @@ class Door:
 
     @property
     def _shortest(self) -> int:
-        """Least number of tokens of a segment that others may go on from."""
+        """The smallest number of tokens of a segment that others may go on from."""
         return SHORTEST if self.recurrent else 1
 
     @property

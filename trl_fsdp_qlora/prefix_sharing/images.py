@@ -259,7 +259,7 @@ class Images:
                 sent[f"hashes of {name}"] = _line_hashes(vision[name])
         return sent
 
-    def take(self, batch, tokens_BL: np.ndarray, sent: dict[str, torch.Tensor]) -> np.ndarray:
+    def receive(self, batch, tokens_BL: np.ndarray, sent: dict[str, torch.Tensor]) -> np.ndarray:
         """Complete a batch by the tensors of [`to_send`], which are on the host now.
 
         Returns:

@@ -156,7 +156,7 @@ def cut_rows(sequences: Sequences, tokens_per_pass: int, tokens_of: Callable[[np
 class PackedLayout:
     """One packed row of T tokens: the model's inputs, the place of each result, and who attends to whom.
 
-    Layers find it in [`scope.current`].
+    Layers find it in [`current_row.current`].
 
     Attributes:
         forest: the segments of the row.

@@ -24,9 +24,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from ..scoring.transfer import to_device
+from .current_row import current, record_problem
 from .forest import Forest
 from .layout import TOKENS_PER_CALL, PackedLayout, equal_runs, join
-from .scope import current, record_problem
 
 # A layer that calls one of these keeps a state in its cache.
 _KEEPS_A_STATE = {"update_conv_state", "update_recurrent_state"}

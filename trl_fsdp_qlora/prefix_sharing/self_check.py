@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from ..compat.fsdp import has_unreduced_gradients, misfit, reducing
 from ..scoring.transfer import to_device
-from .scope import is_out_of_memory, reason_of
+from .current_row import is_out_of_memory, reason_of
 
 # Mean |Δ log-probability| in nats that is never called a fault. Padded and packed float32 passes were never further
 # apart than 6e-5 (SmolLM2-135M), while a completion cut off its prompt, a lost window or a leaking recurrent state

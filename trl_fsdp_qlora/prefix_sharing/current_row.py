@@ -81,7 +81,7 @@ def reason_of(error: Exception) -> str:
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text[:300]}"
 
 
-def place(table: torch.nn.Module) -> None:
+def use_row_positions(table: torch.nn.Module) -> None:
     """Make a module that counts positions by itself embed the positions of the packed row."""
 
     def positions_of_the_row(module, args, kwargs):
