@@ -145,7 +145,7 @@ class AStarPOConfig(EfficientGRPOConfig):
 
     @property
     def sample_plan(self) -> SamplePlan:
-        """How many reference samples a prompt gets and how its value follows from them."""
+        """The number of reference samples of a prompt, and the computation of the value from them."""
         return SamplePlan(
             maximum=self.value_samples,
             minimum=self.value_samples_min,

@@ -17,7 +17,7 @@ PREFIX_SHARING = {
     "default": "auto",
     "help": "How the forward and backward passes treat what rows of a batch begin with alike: the prompt of a "
     "group's completions or of a preference pair. 'auto' computes it once, without padding, wherever that is exact, "
-    "and otherwise runs as stock TRL and says why; 'cascade' and 'two_part' insist on one attention backend; 'off' "
+    "and otherwise runs as stock TRL and logs why; 'cascade' and 'two_part' insist on one attention backend; 'off' "
     "is stock TRL.",
 }
 TOKENS_PER_PASS = {

@@ -53,7 +53,7 @@ class LossPass:
 
     @property
     def image_keys(self) -> torch.Tensor | None:
-        """Keys that tell the images of each row apart, if the batch was made with them."""
+        """Keys that are equal for rows with the same images, if the batch was made with them."""
         return None if self.inputs is None else self.inputs.get("image_keys")
 
 

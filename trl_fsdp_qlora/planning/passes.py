@@ -182,7 +182,7 @@ def _run(settings: Settings, config, layers, shape: Shape, on_gpu: bool, grad: b
 
 
 def why_not_keep(settings: Settings, config: PretrainedConfig) -> str | None:
-    """Why passes of this run cannot reuse what other passes computed; `None` if they can.
+    """The reason why passes of this run cannot reuse values of other passes; `None` if they can.
 
     The answer goes as far as settings and modules show it (`prefix_sharing.door.Door.plan_step`).
     """

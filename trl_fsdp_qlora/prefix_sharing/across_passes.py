@@ -248,7 +248,7 @@ def lend(value: torch.Tensor, account: Account) -> torch.Tensor:
 
 
 def hand_over(x: torch.Tensor, values: list[tuple[torch.Tensor, Account | None]]) -> torch.Tensor:
-    """Returns `x`, whose backward gives each value its account's sum as gradient."""
+    """Returns `x`; its backward passes each value the sum on its account as gradient."""
     values = [(value, account) for value, account in values if value.requires_grad]
     if not values or not x.requires_grad:
         return x

@@ -11,7 +11,7 @@ dS = P * (dO V^T - rowsum(dO * o)). A flash backward over any part, called with 
 part's columns of dS exactly. So the flash backward runs once per part. dQ is the sum over the parts. dK and dV of an
 ancestor add up over the ancestor's own queries and those of all its descendants.
 
-This backend is the best one where it applies (no softcap, no sinks, one head size; sliding windows only on CUDA).
+This backend is the best one if it applies (no softcap, no sinks, one head size; sliding windows only on CUDA).
 Keys and values are never copied for a segment or repeated for grouped queries. Only q, k, v, o and l are kept for the
 backward, and there is no mask. torch's public `varlen_attn` cannot be used: its backward takes the output and the
 log-sum-exp of its own forward (docs/LOG.md).

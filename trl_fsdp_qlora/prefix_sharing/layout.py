@@ -116,7 +116,7 @@ def decode(code_BL: np.ndarray) -> Sequences:
 
 
 def cut_rows(sequences: Sequences, tokens_per_pass: int, tokens_of: Callable[[np.ndarray], int]) -> list[np.ndarray]:
-    """Cut rows, at borders where they share least, into sets whose packed tokens stay within a limit.
+    """Cut rows, at borders between rows that share few tokens, into sets whose packed tokens stay within a limit.
 
     A row that is longer than the limit has a set of its own. Rows without a label are in the first set.
 

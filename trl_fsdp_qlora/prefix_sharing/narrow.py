@@ -18,7 +18,7 @@ def call_on_scored_rows(
     """Call TRL's fused forward, `model(**arguments)`, on the part of the batch that has labels.
 
     The part keeps its columns, so its positions stay the same. The model is causal, so its values stay the same too.
-    One row always stays, so that all ranks meet in the forward. Nothing is cut if there is a router loss, which counts
+    One row always stays, so that all ranks reach the forward. Nothing is cut if there is a router loss, which counts
     every row, or if there are images, which belong to rows.
 
     Args:

@@ -21,7 +21,7 @@ _CAUSAL_TEXT = (None, False, "vision")
 
 
 def unsupported_reason(model: PreTrainedModel) -> str | None:
-    """Why `model` (a language model without wrappers, which may take images too) cannot use packed rows, or `None`."""
+    """The reason why `model` (a language model without wrappers) cannot use packed rows, or `None`."""
     config = getattr(model, "config", None)
     if not isinstance(model, PreTrainedModel) or config is None:
         return f"{type(model).__name__} is not a transformers model"
@@ -41,7 +41,7 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
 
 
 def _layers_reason(model: PreTrainedModel, text: PreTrainedConfig) -> str | None:
-    """Why the layers of `model` cannot be computed on packed rows, or `None`."""
+    """The reason why the layers of `model` cannot be computed on packed rows, or `None`."""
     name = model.config.model_type
     types = layer_types(text)
     unknown_types = sorted(set(types) - _ATTENTION - _BOTH - _RECURRENT - _NEITHER)

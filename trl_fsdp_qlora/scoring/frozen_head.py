@@ -95,7 +95,8 @@ class FrozenHeadLogProbFunction(torch.autograd.Function):
         grad_hidden_NH = None
         if grad_log_probs_N is not None:
             (jacobian_NH,) = ctx.saved_tensors
-            # Rounded as it is written: a float32 product beside the Jacobian would be the peak of a long batch.
+            # The product is rounded when it is written. A float32 product in addition to the Jacobian would be the
+            # peak of memory of a long batch.
             grad_hidden_NH = torch.empty_like(jacobian_NH, dtype=ctx.hidden_dtype)
             torch.mul(jacobian_NH, grad_log_probs_N.unsqueeze(-1), out=grad_hidden_NH)
         return grad_hidden_NH, *(None,) * 7

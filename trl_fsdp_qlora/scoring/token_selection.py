@@ -98,7 +98,7 @@ def select_tokens(
     they multiply, and the second estimate would be biased.
 
     Args:
-        completion_mask: `(B, C)`, nonzero where a token counts. A row without any gives no token and zero weight.
+        completion_mask: `(B, C)`, nonzero for tokens that count. In a row without any, no token is kept.
         strategy: one of `STRATEGIES`.
         rate: P; for `prefix_cut` the expected share of the tokens, 0.5 or more.
         always_first: α. Completions no longer than α are kept whole.

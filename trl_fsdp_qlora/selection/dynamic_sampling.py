@@ -100,7 +100,7 @@ class DynamicSampling:
 
     - `num_generations_first`: a group first has that many completions, and grows to `num_generations` only if their
       rewards differ. One that does not grow keeps its place with its completions repeated, whose advantages are zero.
-    - `dynamic_sampling`: a zero-variance group gives its place to another prompt's, which is drawn in the same way.
+    - `dynamic_sampling`: a zero-variance group is replaced by another prompt's group, which is drawn in the same way.
 
     Which prompts are trained on depends on their first completions; the statistics of a group are those of all its
     completions. With rewards of 0 and 1 the expected gradient of a prompt stays a multiple of ∇p, whatever groups are

@@ -1,7 +1,7 @@
 """Credit of each token from the completions and rewards of a generation batch, by a prefix trie that is not built.
 
-Sorted lexicographically, completions that share a prefix are neighbours, and two neighbours part where their longest
-common prefix (LCP) ends. A node of depth d is then a run of neighbours with LCP ≥ d, an edge (p, v) is a node one
+In lexicographic order, completions that share a prefix are neighbours, and two neighbours part at the end of their
+longest common prefix (LCP). A node of depth d is then a run of neighbours with LCP ≥ d, an edge (p, v) is a node one
 deeper, and the mean reward below a node is a difference of cumulative sums.
 """
 
