@@ -71,6 +71,7 @@ class EvaluateArguments:
     bf16: bool = option(False, "Compute in bfloat16 mixed precision, as a run with `bf16` measures.")
     max_tool_calling_iterations: int | None = option(None, "Turns of an episode that may follow calls of tools.")
     chat_template_kwargs: dict | str | None = field(default=None, metadata={"help": "As in the recipe, for episodes."})
+    tool_timeout: float | None = field(default=300.0, metadata={"help": "As in the recipe, for episodes."})
     output: str | None = option(None, "JSON file to write.")
 
 
@@ -106,7 +107,7 @@ def main() -> None:
     test = load_held_out(script)
     if "images" in test.column_names:
         tokenizer = load_processing(args.model_name_or_path, args.model_revision, images=True)
-    agent = agent_of(script, args.chat_template_kwargs)
+    agent = agent_of(script, args.chat_template_kwargs, args.tool_timeout)
     if agent is not None:
         tokenizer = with_tool_format(tokenizer, script)
         check_tool_template(tokenizer, args.model_name_or_path)

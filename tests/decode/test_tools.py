@@ -110,6 +110,21 @@ def test_a_tool_that_hangs_is_an_error_that_the_model_reads(tmp_path, monkeypatc
     assert signal.getsignal(signal.SIGALRM) is before
 
 
+@pytest.mark.parametrize(("seconds", "rings"), [({}, True), ({"tool_timeout": None}, False)], ids=["default", "None"])
+def test_a_call_may_take_300_seconds_unless_told_otherwise(tmp_path, seconds, rings):
+    left = []
+    answer = tool(lambda: left.append(signal.getitimer(signal.ITIMER_REAL)[0]) or "1")
+    of_pytest = signal.setitimer(signal.ITIMER_REAL, 10_000)
+    try:
+        step = step_of(OURS, tmp_path, naming("answer"), answer, **seconds)
+        left_over = signal.getitimer(signal.ITIMER_REAL)[0]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *of_pytest)
+    assert step["tools/failure_frequency"] == 0
+    assert left and all((each <= 300) == rings for each in left)
+    assert 300 < left_over < 10_000  # a timer of somebody else goes on behind a call
+
+
 def test_a_limit_is_of_a_call_that_is_too_long_alone():
     async def sleeps(seconds):
         await asyncio.sleep(seconds)
@@ -190,12 +205,15 @@ def test_environments_equal_trls(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*environment_factory")
-def test_prompt_selection_takes_environments_and_dynamic_sampling_names_them(tmp_path):
+def test_prompt_selection_takes_agents_and_dynamic_sampling_names_them(tmp_path):
     made = with_environment(OURS, tmp_path / "selection", prompt_selection="history")
     made.train()
     steps = [entry for entry in made.state.log_history if "loss" in entry]
     assert all(entry["tools/call_frequency"] > 0 for entry in steps)
     assert any(name.startswith("prompt_selection/") for name in steps[-1])
+    with_tools = make_trainer(*OURS, tmp_path / "tools", prompt_selection="history", max_steps=1)
+    with_tools.train()
+    assert with_tools.state.log_history[0]["tools/call_frequency"] > 0
     for changes in ({"dynamic_sampling": True}, {"num_generations_first": 2}):
         with pytest.raises(ValueError, match=f"{next(iter(changes))} .*environment_factory: set"):
             with_environment(OURS, tmp_path / "refused", **changes)

@@ -14,10 +14,11 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import parse_response, supports_tool_calling
 
 from tests.tiny import save_tool_calling_model, tool_tokenizer
+from trl_fsdp_qlora.decode import tools as tools_module
 from trl_fsdp_qlora.decode.completions import generate
 from trl_fsdp_qlora.evaluation import episodes as episodes_module
 from trl_fsdp_qlora.evaluation.accuracy import evaluate, generation_configs
-from trl_fsdp_qlora.evaluation.episodes import Agent, run_episodes, run_tool
+from trl_fsdp_qlora.evaluation.episodes import Agent, begin, run_episodes, run_tool
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments
 from trl_fsdp_qlora.recipe.episodes import agent_of, check_tool_template, with_tool_format
 
@@ -150,6 +151,50 @@ def test_what_a_call_does_wrong_is_what_the_model_reads():
     assert run("neither", {}) == ("neither", {"error": "Tool neither not found."})
     assert "unexpected keyword" in run("later", {"digits": 1})[1]["error"]
     assert run("later", {}, "image")[1] == {"error": "Unsupported tool call type: image"}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        '{"name": "guess", "arguments": {"number": 7',
+        '{"name": "guess", "arguments": ',
+        "guess(7)",
+        '["guess", 7]',
+        "",
+        "7",
+    ],
+    ids=["no bracket", "no arguments", "Python", "a list", "nothing", "a number"],
+)
+def test_a_call_that_cannot_be_read_is_the_models_last_answer(loaded, written):
+    """As in TRL, whose parser finds no call in it: the episode ends, and no tool runs."""
+    _, tokenizer = loaded
+    ids = tokenizer(f"<tool_call>\n{written}\n</tool_call><|im_end|>")["input_ids"]
+    agent = Agent(environment=Guessing)
+    (episode,) = run_episodes(agent, rows(7).to_list(), tokenizer, lambda prompts, turn: [ids], max_length=999)
+    tools = list(episode.tools.values())
+    message = parse_response(tokenizer, ids, prefix=episode.ids[: episode.prompt_length], tools=tools)
+    assert episode.messages == [message] and not message.get("tool_calls")
+    assert not agent.is_right(episode.environment) and episode.drawn == len(ids)
+
+
+def test_a_tool_that_hangs_while_accuracy_is_measured_is_an_error(loaded, monkeypatch):
+    lines = []
+    monkeypatch.setattr(tools_module.logger, "warning_once", lines.append)
+
+    def spins(number: int) -> int:
+        """Spin.
+
+        Args:
+            number: any.
+        """
+        while True:
+            pass
+
+    _, tokenizer = loaded
+    (episode,) = begin(Agent([spins], tool_timeout=0.05), rows(7).to_list(), tokenizer)
+    call = {"type": "function", "function": {"name": "spins", "arguments": {"number": 1}}}
+    error = "spins took longer than tool_timeout=0.05 seconds"
+    assert run_tool(episode.tools, call) == ("spins", {"error": error}) and error in lines[0]
 
 
 def test_a_recipe_that_names_no_agent_or_half_of_one(tmp_path, monkeypatch):

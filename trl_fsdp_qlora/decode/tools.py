@@ -5,6 +5,7 @@ import functools
 import inspect
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -60,13 +61,21 @@ def _alarm(seconds: float, line: str) -> Iterator[None]:
         logger.warning_once(f"tools: {line}; {_READ}")
         raise TimeoutError(line)
 
+    # A process has one such timer, and somebody else's may run: an earlier one stays, a later one goes on afterwards.
+    left, interval = signal.getitimer(signal.ITIMER_REAL)
+    if 0 < left <= seconds:
+        yield
+        return
     before = signal.signal(signal.SIGALRM, ring)
+    started = time.monotonic()
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - started), 1e-3), interval)
 
 
 def fitted(messages: list[dict[str, Any]], tokenizer: Any, budget: int) -> list[dict[str, Any]]:

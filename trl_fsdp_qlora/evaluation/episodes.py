@@ -17,6 +17,7 @@ from accelerate.utils import reduce
 from transformers import PreTrainedTokenizerBase
 
 from ..compat import trl as compat
+from ..decode.tools import limited
 
 _NO_TOOLS = ("reset", "get_reward")
 
@@ -32,6 +33,7 @@ class Agent:
     environment: Callable | None = None
     owns_reward: bool = False  # an episode is right if its environment's reward is at least 1
     template_options: dict[str, Any] = field(default_factory=dict)  # `chat_template_kwargs`
+    tool_timeout: float | None = None  # seconds after which a call is an error that the model reads
 
     def arguments(self) -> dict[str, Any]:
         """Arguments for TRL's trainer."""
@@ -86,7 +88,8 @@ def begin(agent: Agent, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase
             return_dict=False,
             **agent.template_options,
         )
-        episodes.append(Episode(ids, len(ids), {tool.__name__: tool for tool in tools}, environment))
+        by_name = {tool.__name__: limited(tool, agent.tool_timeout) for tool in tools}
+        episodes.append(Episode(ids, len(ids), by_name, environment))
     return episodes
 
 

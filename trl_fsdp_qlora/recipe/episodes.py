@@ -10,7 +10,9 @@ from .arguments import ConfigError, ScriptArguments
 OWN_REWARD = "environment"  # the name in `rewards` of the environment's own `get_reward`
 
 
-def agent_of(script: ScriptArguments, template_options: dict | None = None) -> Agent | None:
+def agent_of(
+    script: ScriptArguments, template_options: dict | None = None, tool_timeout: float | None = None
+) -> Agent | None:
     """The tools and the environment that `script` names; `None` if it names none.
 
     Raises:
@@ -31,7 +33,8 @@ def agent_of(script: ScriptArguments, template_options: dict | None = None) -> A
         )
     if not script.chat:
         raise ConfigError("tools and environments are shown to the model by its chat template; leave chat: false out")
-    return Agent([load_function(path) for path in script.tools], environment, owns, template_options or {})
+    tools = [load_function(path) for path in script.tools]
+    return Agent(tools, environment, owns, template_options or {}, tool_timeout)
 
 
 def with_tool_format(tokenizer: Any, script: ScriptArguments) -> Any:

@@ -108,7 +108,9 @@ class AccuracyCallback(TrainerCallback):
         self.test = test
         self.record = record
         self.seconds_before = 0.0
-        self.agent = agent_of(script, getattr(trainer.args, "chat_template_kwargs", None))
+        args = trainer.args
+        options = getattr(args, "chat_template_kwargs", None)
+        self.agent = agent_of(script, options, getattr(args, "tool_timeout", None))
 
     def measure(self, description: str = "accuracy", samples: int = 0) -> Evaluation:
         """Measure the held-out accuracy of the current model, on every rank."""
