@@ -6,8 +6,9 @@
 Runs one part after the other, by worth, and goes on when one fails; leaves each part's log, the results of the
 benchmarks and a summary in `--output` (no folders in it, so that it can be copied whole). Parts, in this order:
 
-    launches         launches and seconds of a step of Qwen3-4B with LoRA, next to what was counted without a GPU
-    (docs/launches.md) tests            the tests marked `gpu` that are quick
+    launches         launches, waits and seconds of a step of Qwen3-4B with LoRA, stock TRL's and this package's, next
+                     to what was counted without a GPU (docs/launches.md)
+    tests            the tests marked `gpu` that are quick
     prefix_sharing   packed against padded rows, flash attention, bf16, the shape of Qwen3-0.6B
     prefix_sharing_2 the same in the shape of Qwen3-1.7B
     lm_head          bf16 log-probabilities under a frozen head against TRL's kernel: wanted >= 1.25x
@@ -16,6 +17,9 @@ benchmarks and a summary in `--output` (no folders in it, so that it can be copi
     qlora            the same from a 4-bit base                           (needs --model and --data)
     unsloth          a step beside Unsloth's, which has an environment of its own (needs --model and --unsloth)
     slow_tests       the tests marked `gpu` that are slow: launches of a recipe and of every accelerate config
+
+The last thing printed, and `summary.txt`, is one table to paste: what was predicted, what was measured, and how each
+part ended.
 
 A part has a process group of its own, which is ended with everything in it when its time is over: nothing keeps the
 GPU. A result is copied only if the part itself wrote it, also the rows that it wrote before it ran out of time; out of
@@ -31,6 +35,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,11 +46,14 @@ GRACE = 10.0
 
 
 class Part(NamedTuple):
-    """A command, the file that it leaves in the repository, and the share of the time left that it may take."""
+    """A command, the file that it leaves in the repository, the share of the time left that it may take, and what its
+    environment has besides this process's.
+    """
 
     command: list[str]
     leaves: Path | None
     share: float
+    environment: dict[str, str] | None = None
 
 
 SPEEDUP = "benchmarks/prefix_sharing_speedup.py --device cuda"
@@ -67,12 +75,13 @@ BENCHMARKS = {
 TESTS = "-m pytest -v -p no:cacheprovider"
 QUICK, SLOW = "gpu and not slow", "gpu and slow"
 # A rehearsal shows that the calls work; on an emulated device all tests take longer than it has, and each of them
-# longer
-# than it may: the part's own limit ends it.
+# longer than it may: the part's own limit ends it.
 TINY_TESTS = {
     QUICK: "tests/grpo/test_cuda.py tests/prefix_sharing/test_attention.py --timeout 0",
     SLOW: "tests/recipes/test_on_gpu.py -k checkpointing --timeout 0",
 }
+# The real shapes of two layers have no numbers: the emulated device neither touches nor computes them.
+TINY_ENVIRONMENT = {"launches": {"EMULATE_NUMBERS": "int", "FAKE_TOUCH": "65536", "FAKE_GPU_GIB": "2000"}}
 TINY = {
     "launches": "--only Qwen3-4B --layers 2",
     "prefix_sharing": "--runs 1 --draws 1 --vocabulary 64 --shape tiny --backends auto",
@@ -122,7 +131,12 @@ def parts(
         found["unsloth"] = Part([UNSLOTH, *given, *(TINY_UNSLOTH if tiny else "").split()], leaves, 0.5)
     found["slow_tests"] = tests(SLOW)
     return {
-        name: Part([sys.executable, *part.command], part.leaves, 1.0 if tiny else part.share)
+        name: Part(
+            [sys.executable, *part.command],
+            part.leaves,
+            1.0 if tiny else part.share,
+            TINY_ENVIRONMENT.get(name) if tiny else None,
+        )
         for name, part in found.items()
     }
 
@@ -149,12 +163,30 @@ def end_as_asked(signal_number: int, frame) -> None:
 
 
 def run_part(name: str, part: Part, output: Path, seconds: float) -> str:
-    """Run one part with its log in `output`; what became of it, in a line."""
-    started, stamp = time.monotonic(), time.time()
+    """Run one part with its log in `output`; what became of it, as the rows of a table."""
+    started = time.monotonic()
     log = output / f"{name}.log"
+    try:
+        ended = _ended(name, part, output, log, seconds)
+    except OSError as error:  # no such program, a full disk: the parts that follow may do without
+        ended = f"{type(error).__name__}: {error}"
+    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    rows = [line for line in lines if line.startswith("|")] if name == "launches" else []
+    last = next((line for line in reversed(lines) if line.strip() and line not in rows), "")
+    shown = last.strip()[:160].replace("|", "/")
+    return "\n".join([*rows, f"| {name} | | {ended} after {time.monotonic() - started:.0f} s: {shown} |"])
+
+
+def _ended(name: str, part: Part, output: Path, log: Path, seconds: float) -> str:
+    stamp = time.time()
     with log.open("w") as stream:
         process = subprocess.Popen(
-            part.command, cwd=REPOSITORY, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+            part.command,
+            cwd=REPOSITORY,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **(part.environment or {})},
         )
         try:
             code = process.wait(timeout=seconds)
@@ -168,8 +200,7 @@ def run_part(name: str, part: Part, output: Path, seconds: float) -> str:
     if leaves is not None and leaves.is_file() and leaves.stat().st_mtime >= stamp - 0.1:
         shutil.copy(leaves, output / f"{name}_{leaves.name}")
         ended += ", results"
-    last = next((line for line in reversed(log.read_text(errors="replace").splitlines()) if line.strip()), "")
-    return f"{name}: {ended} after {time.monotonic() - started:.0f} s | {last[:160]}"
+    return ended
 
 
 def main() -> None:
@@ -206,18 +237,22 @@ def main() -> None:
         signal.SIGINT, signal.default_int_handler
     )  # parts inherit it; a shell's `&` would have them ignore it
     deadline = time.monotonic() + 60 * args.minutes
-    summary = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}"]
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "trl", "bitsandbytes"))
+    begins = [f"{torch.cuda.get_device_name()}, {versions}", ""]
+    table = []
     for place, (name, part) in enumerate(chosen.items()):
         left = deadline - time.monotonic()
-        last = place == len(chosen) - 1
-        seconds = left if last else left * part.share
-        summary.append(run_part(name, part, args.output, seconds) if left > 5 else f"{name}: no time left")
-        log = args.output / f"{name}.log"
-        if name == "launches" and log.is_file():  # the table that is worth pasting
-            rows = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("|")]
-            summary[-1] = "\n".join([summary[-1], *rows])
-        print(summary[-1], flush=True)
-        (args.output / "summary.txt").write_text("\n".join(summary) + "\n")
+        seconds = left if place == len(chosen) - 1 else left * part.share
+        if left > 5:
+            table.append(run_part(name, part, args.output, seconds))
+        else:
+            table.append(f"| {name} | | no time left |")
+        print(table[-1], flush=True)
+        # The part `launches` has a header of its own, with the card that it predicts for.
+        header = [] if "| predicted" in table[0] else ["| part | predicted | measured |", "|---|---|---|"]
+        summary = "\n".join([*begins, *header, *table]) + "\n"
+        (args.output / "summary.txt").write_text(summary)
+    print(f"\nTo paste, from {args.output / 'summary.txt'}:\n\n{summary}", flush=True)
 
 
 if __name__ == "__main__":

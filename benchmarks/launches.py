@@ -1,20 +1,18 @@
 """What a GPU would wait for: kernel launches, waits of the host and bytes moved, stock TRL's pass next to this
 package's.
 
-    python benchmarks/launches.py [--only Qwen3-4B ...] [--output benchmarks/results/launches.json] [--next_to
-    benchmarks/results/launches.json]
+    python benchmarks/launches.py [--only Qwen3-4B ...] [--output benchmarks/results/launches.json]
+                                  [--next_to benchmarks/results/launches.json]
 
 Runs on a GPU, or on an emulated one on which no kernel runs (docs/gpu.md): torch's own host code is the CUDA build's
 there, so launches and waits are real and nothing takes time. The models have their real shapes and no numbers. Counted
-is the second
-optimizer step on one group: `compute_loss`, the backward, clipping with the fused AdamW, and one step of decoding for
-the group, each trainer with its defaults (gradient checkpointing is one of them: the backward computes every layer
-again).
+is the second optimizer step on one group: `compute_loss`, the backward, clipping with the fused AdamW, and one step of
+decoding for the group, each trainer with its defaults (gradient checkpointing is one of them: the backward computes
+every layer again).
 
     launches    kernels and copies on the device that the host asks for. On an emulated device: calls of the CUDA
                 runtime's launch functions, of cuBLAS (one each; some products take two kernels on a card), of Triton
-                kernels, and copies. On a
-                card: what torch's profiler saw on the device.
+                kernels, and copies. On a card: what torch's profiler saw on the device.
     waits       operations during which the host waited for the device.
     bytes       what each operation reads and writes, each tensor once: no cache helps, no kernel is fused that is not.
     operations  of matrix products and attention, two per multiplication and addition; attention without causality.
@@ -22,11 +20,12 @@ again).
                 each operation as long as its bytes take or its products at the card's peak, whichever is longer. A
                 step takes at least the longer of both.
 
-On a card every phase is run once more and timed, and `--next_to` prints what was counted on an emulated device next to
-it.
+On a card every phase is run once more and timed. `--next_to` prints, instead of the table of both contestants, what
+was counted on an emulated device next to what the device at hand did, as soon as it did it.
 
-Experts are given their tokens evenly, since a router without numbers would send all to the same ones. Each model and
-contestant has a process of its own; the file is written after each.
+A row's name ends in the compute capability of the device, unless that is 9.0. Experts are given their tokens evenly,
+since a router without numbers would send all to the same ones. Each model and contestant has a process of its own; the
+file is written after each.
 """
 
 import argparse
@@ -41,7 +40,6 @@ from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -451,24 +449,34 @@ def table(rows: dict) -> str:
     return "\n".join(lines)
 
 
-def side_by_side(measured: dict, counted: dict, device: str) -> str:
-    """What a card did next to what was counted without one, as Markdown; a row for each model, contestant and phase of
-    both.
+def on_capability(name: str, capability: tuple[int, int]) -> str:
+    """The name of a model's row: 9.0 is not said."""
+    return name if capability == (9, 0) else f"{name}, {capability[0]}.{capability[1]}"
+
+
+def predicted_and_measured(name: str, contestant: str, measured: dict, counted: dict, card: str) -> str:
+    """What was counted without a card next to what one did, as rows of Markdown, one for each phase of both.
+
+    What was not counted for the card's compute capability is predicted by the count for 9.0.
     """
-    card = next((card for card in CARDS if card.split()[1 if "RTX" in card else 0] in device), "H100 SXM")
-    lines = [f"| {device} | launches, counted | measured | s, at least, as on {card} | measured |", "|---" * 5 + "|"]
-    for name, contestant, phase in product(measured, CONTESTANTS, PHASES):
-        both = [rows.get(name, {}).get(contestant, {}).get("phases", {}).get(phase) for rows in (counted, measured)]
-        if all(both):
-            before, now = both
-            cells = [
-                f"{before['launches']:,}",
-                f"{now['launches']:,}",
-                f"{seconds(before, card):.3f}",
-                f"{now['seconds']:.3f}",
-            ]
-            lines.append(f"| {name}, {contestant}, {phase} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    row = counted.get(name, counted.get(name.partition(",")[0], {}))
+    both = [content.get("phases") for content in (row.get(contestant, {}), measured)]
+    if None in both:
+        return f"| {name}, {contestant} | | {measured.get('error', 'never counted without a card')} |"
+    rows = []
+    for phase in PHASES:
+        before, now = (phases[phase] for phases in both)
+        seen = [f"{now['launches']:,} launches", f"{now['waits']} waits"]
+        if "seconds" in now:  # on an emulated device nothing takes time
+            seen.append(f"{now['seconds']:.3f} s")
+        expected = f"{before['launches']:,} launches, {before['waits']} waits, at least {seconds(before, card):.3f} s"
+        rows.append(f"| {name}, {contestant}, {phase} | {expected} | {', '.join(seen)} |")
+    return "\n".join(rows)
+
+
+def like_this_card(device: str) -> str:
+    """The card of [`CARDS`] whose name `device` has, otherwise the last."""
+    return next((card for card in CARDS if card.split()[1 if "RTX" in card else 0] in device), list(CARDS)[-1])
 
 
 def apart(name: str, contestant: str, layers: int | None, limit: float) -> dict:
@@ -490,7 +498,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer layers than the models have, for a rehearsal")
     parser.add_argument("--seconds", type=float, default=600.0, help="limit of a model and contestant")
     parser.add_argument("--output", type=Path, default=RESULTS / "launches.json")
-    parser.add_argument("--next_to", type=Path, help="results of an emulated device, on a card")
+    parser.add_argument("--next_to", type=Path, help="results of an emulated device, to be printed as predictions")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     from trl_fsdp_qlora.checkpoints.disk import write_json
@@ -508,16 +516,26 @@ def main() -> None:
     content = json.loads(args.output.read_text(encoding="utf-8")) if args.output.is_file() else {}
     if content.get("setting") != setting:
         content = {"setting": setting, "models": {}}
+    counted, card = {}, like_this_card(device)
+    if args.next_to:
+        counted = json.loads(args.next_to.read_text(encoding="utf-8"))["models"]
+        print(
+            f"| {device}, layers: {setting['layers']} | predicted, as on {card} | measured |",
+            "|---" * 3 + "|",
+            sep="\n",
+        )
     for name in MODELS:
         if not all(word in name.split() for word in args.only):
             continue
         for contestant in CONTESTANTS:
-            content["models"].setdefault(name, {})[contestant] = apart(name, contestant, args.layers, args.seconds)
+            found = apart(name, contestant, args.layers, args.seconds)
+            row = on_capability(name, torch.cuda.get_device_capability())
+            content["models"].setdefault(row, {})[contestant] = found
             write_json(args.output, content)
-    print(json.dumps(setting), table(content["models"]), sep="\n")
-    if args.next_to and setting["device"] != HEAD:
-        counted = json.loads(args.next_to.read_text(encoding="utf-8"))["models"]
-        print(side_by_side(content["models"], counted, device))
+            if args.next_to:
+                print(predicted_and_measured(row, contestant, found, counted, card), flush=True)
+    if not args.next_to:
+        print(json.dumps(setting), table(content["models"]), sep="\n")
 
 
 if __name__ == "__main__":

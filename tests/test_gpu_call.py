@@ -41,7 +41,7 @@ def test_what_a_part_started_ends_with_it(tmp_path, interruptible):
         "except KeyboardInterrupt:\n    print('two failed', flush=True)\n"
     )
     line = gpu.run_part("hangs", part(script), tmp_path, seconds=3.0)
-    assert line.startswith("hangs: out of time") and line.endswith("| two failed")
+    assert line.startswith("| hangs | | out of time") and line.endswith(": two failed |")
     if psutil.pid_exists(worker := int(pid.read_text())):
         alive = psutil.wait_procs([psutil.Process(worker)], timeout=10)[1]
         assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)  # where PID 1 does not reap
@@ -54,11 +54,23 @@ def test_only_what_a_part_wrote_is_copied(tmp_path):
     result.write_text("of another day")
     os.utime(result, (1e9, 1e9))
     line = gpu.run_part("fails", part("print('no GPU'); raise SystemExit(3)", result), output, seconds=60.0)
-    assert line.startswith("fails: exit code 3") and line.endswith("| no GPU")
+    assert line.startswith("| fails | | exit code 3") and line.endswith(": no GPU |")
     assert not (output / "fails_rows.json").exists()
     writes = f"open({str(result)!r}, 'w').write('of today'); raise SystemExit(1)"
     line = gpu.run_part("half", part(writes, result), output, seconds=60.0)
-    assert line.startswith("half: exit code 1, results") and (output / "half_rows.json").read_text() == "of today"
+    assert line.startswith("| half | | exit code 1, results") and (output / "half_rows.json").read_text() == "of today"
+
+
+def test_a_part_that_cannot_start_does_not_end_the_others(tmp_path):
+    line = gpu.run_part("unsloth", gpu.Part([str(tmp_path / "no" / "python")], None, 1.0), tmp_path, seconds=5.0)
+    assert line.startswith("| unsloth | | FileNotFoundError: ")
+
+
+@pytest.mark.processes
+def test_rows_of_the_table_of_launches_are_kept_also_when_its_time_is_over(tmp_path, interruptible):
+    script = "import time\nprint('loading', '| a | b | c |', sep='\\n', flush=True)\ntime.sleep(600)"
+    rows = gpu.run_part("launches", part(script), tmp_path, seconds=3.0).splitlines()
+    assert rows[0] == "| a | b | c |" and rows[1].startswith("| launches | | out of time after ")
 
 
 def test_every_part_has_a_command_and_a_tiny_one(tmp_path):

@@ -32,12 +32,24 @@ def test_the_table_has_what_both_were_counted_for():
 
 
 def test_a_cards_figures_stand_next_to_what_was_counted():
-    counted = {"model": {"stock": {"phases": {"loss": counts(1_000, 0.02)}}}, "other": {}}
-    measured = {
-        "model": {"stock": {"phases": {"loss": counts(1_100, 0.0, seconds=0.5)}}, "ours": {"error": "exit code 1"}}
-    }
-    lines = launches.side_by_side(measured, counted, "NVIDIA H100 80GB HBM3").splitlines()
-    assert lines[2:] == ["| model, stock, loss | 1,000 | 1,100 | 0.020 | 0.500 |"]
+    counted = {"model": {"stock": {"phases": dict.fromkeys(launches.PHASES, counts(1_000, 0.02))}}, "other": {}}
+    measured = {"phases": dict.fromkeys(launches.PHASES, counts(1_100, 0.0, seconds=0.5))}
+    rows = launches.predicted_and_measured("model, 8.9", "stock", measured, counted, "H100 SXM").splitlines()
+    assert len(rows) == len(launches.PHASES)
+    expected = "1,000 launches, 2 waits, at least 0.020 s | 1,100 launches, 2 waits, 0.500 s |"
+    assert rows[0] == f"| model, 8.9, stock, loss | {expected}"
+    # The count for the card's own capability goes before the one for 9.0.
+    own = {"model, 8.9": {"stock": {"phases": dict.fromkeys(launches.PHASES, counts(7, 0.02))}}}
+    assert "| 7 launches" in launches.predicted_and_measured(
+        "model, 8.9", "stock", measured, counted | own, "H100 SXM"
+    )
+    failed = launches.predicted_and_measured("model", "ours", {"error": "exit code 1"}, counted, "H100 SXM")
+    assert failed == "| model, ours | | exit code 1 |"
+
+
+def test_the_card_whose_figures_are_nearest():
+    names = ("NVIDIA GeForce RTX 4090", "NVIDIA H100 80GB HBM3", "NVIDIA L4")
+    assert [launches.like_this_card(name) for name in names] == ["RTX 4090", "H100 SXM", "H100 SXM"]
 
 
 def test_the_page_has_the_table_of_the_results():
