@@ -172,9 +172,13 @@ def run_part(name: str, part: Part, output: Path, seconds: float) -> str:
         ended = f"{type(error).__name__}: {error}"
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
     rows = [line for line in lines if line.startswith("|")] if name == "launches" else []
-    last = next((line for line in reversed(lines) if line.strip() and line not in rows), "")
-    shown = last.strip()[:160].replace("|", "/")
-    return "\n".join([*rows, f"| {name} | | {ended} after {time.monotonic() - started:.0f} s: {shown} |"])
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    if rows and last == rows[-1]:
+        last = ""
+    ended += f" after {time.monotonic() - started:.0f} s"
+    if last:
+        ended += ": " + last.strip()[:160].replace("|", "/")
+    return "\n".join([*rows, f"| {name} | | {ended} |"])
 
 
 def _ended(name: str, part: Part, output: Path, log: Path, seconds: float) -> str:

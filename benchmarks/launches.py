@@ -140,6 +140,13 @@ class Counts:
     operations: int = 0
     device_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CARDS, 0.0))
 
+    def add(self, moved: int, operations: int) -> None:
+        """A kernel's bytes and products."""
+        self.bytes += moved
+        self.operations += operations
+        for card, (bandwidth, peak) in CARDS.items():
+            self.device_seconds[card] += max(moved / bandwidth, operations / peak)
+
 
 def tensor_bytes(x: torch.Tensor) -> int:
     """Bytes that an operation touches of `x`; what is expanded is read once."""
@@ -183,6 +190,15 @@ def products(function, args, kwargs, out) -> int:
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
+def triton_products(kernel: str, args) -> int:
+    """Operations of this package's grouped products, 0 of every other kernel of Triton."""
+    if kernel == "_product_kernel":  # (rows, depth) by (groups, depth, columns)
+        return 2 * args[0].numel() * args[1].shape[2]
+    if kernel == "_packed_product_kernel":  # (rows, depth), and what comes out
+        return 2 * args[0].numel() * args[1].shape[1]
+    return 0
+
+
 class Count(TorchDispatchMode):
     """While entered, adds every operation on the device to `counts`, and to `by_operation` its launches."""
 
@@ -204,10 +220,7 @@ class Count(TorchDispatchMode):
         counts = self.counts
         counts.launches += launches
         counts.waits += bool(waits)
-        counts.bytes += moved
-        counts.operations += operations
-        for card, (bandwidth, peak) in CARDS.items():
-            counts.device_seconds[card] += max(moved / bandwidth, operations / peak)
+        counts.add(moved, operations)
         self.by_operation[str(function)] += launches
         return out
 
@@ -219,7 +232,7 @@ class Emulated:
         from triton.runtime.interpreter import InterpretedFunction
 
         emulate = sys.modules["emulate"]
-        self.emulate, self.triton = emulate, 0
+        self.emulate, self.triton = emulate, []
         self.library = ctypes.CDLL(None)
         self.library.fake_blas_calls.restype = ctypes.c_long
         self.sized_by_data = emulate.CPU_ONLY - {
@@ -228,7 +241,11 @@ class Emulated:
         }
 
         def launch(kernel, *args, grid, warmup, **kwargs):
-            self.triton += not warmup
+            if not warmup:
+                # Each tensor once, whatever the kernel reads of it; two arguments may be one tensor.
+                tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+                tensors = {x.data_ptr(): tensor_bytes(x) for x in tensors}
+                self.triton.append((sum(tensors.values()), triton_products(kernel.fn.__name__, args)))
 
         InterpretedFunction.run = launch  # counted and not interpreted: there are no numbers
         torch.backends.cudnn.enabled = False  # it wants a driver; torch has a convolution of its own
@@ -245,11 +262,14 @@ class Emulated:
 
     @contextmanager
     def counting(self, into: Count):
-        before = self.triton
+        before = len(self.triton)
         with into:
             yield
-        into.by_operation["Triton"] += self.triton - before
-        into.counts.launches += self.triton - before
+        launched = self.triton[before:]
+        into.by_operation["Triton"] += len(launched)
+        into.counts.launches += len(launched)
+        for moved, operations in launched:
+            into.counts.add(moved, operations)
 
 
 class Profiled:

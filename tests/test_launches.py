@@ -56,7 +56,11 @@ def test_the_page_has_the_table_of_the_results():
     assert launches.table(RESULTS["models"]) in PAGE
 
 
-@pytest.mark.parametrize("name", RESULTS["models"])
+# Stock's experts could not be counted on every compute capability.
+BOTH = [name for name, row in RESULTS["models"].items() if row.keys() >= set(launches.CONTESTANTS)]
+
+
+@pytest.mark.parametrize("name", BOTH)
 def test_a_step_launches_hardly_more_than_stocks(name):
     """Forward and backward of both, and waits; a hybrid's recurrent layers are called twice."""
     stock, ours = (RESULTS["models"][name][contestant]["phases"] for contestant in launches.CONTESTANTS)

@@ -201,6 +201,91 @@ def test_groups_cost_as_many_calls_for_many_experts_as_for_few_and_the_host_read
     assert loop_24 > 2 * loop_6 > 4 * groups_6
 
 
+NEEDS_INTERPRETER = pytest.mark.skipif(
+    not interpreted(grouped_product._product_kernel),
+    reason="needs Triton and TRITON_INTERPRET=1 (docs/launches.md)",
+)
+
+
+@NEEDS_INTERPRETER
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize(("out_features", "in_features", "number"), [(96, 64, 6), (128, 192, 5), (80, 128, 3)])
+def test_triton_unpacks_and_multiplies_as_bitsandbytes_and_torch_do(out_features, in_features, number, nested):
+    """Expert by expert; some experts have no rows, some more than a tile has."""
+    layout = experts._layout((out_features, in_features), torch.float32, "nf4", nested)
+    rows = experts._quantize(torch.randn(number, out_features, in_features), layout)
+    wanted = torch.stack([experts._dequantize(*experts.from_bytes(row, layout)) for row in rows])
+    ends = torch.tensor([0, 19, 19, 21, 30, 31])[:number].int()
+    x = torch.randn(int(ends[-1]), in_features)
+    multiplied = torch.cat(
+        [part @ weight.T for part, weight in zip(x.tensor_split(ends[:-1].long()), wanted, strict=True)]
+    )
+    with patch.object(grouped_product, "runs", return_value=True):
+        assert torch.equal(grouped_product.dequantize_experts(rows, layout, torch.float32), wanted)
+        # Float32, sums in another order.
+        found = grouped_product.multiply_packed(x, rows, layout, ends)
+        torch.testing.assert_close(found, multiplied, atol=1e-4, rtol=1e-5)
+        many = torch.randn(number * 16 + 1, in_features)
+        assert grouped_product.multiply_packed(many, rows, layout, ends) is None
+    assert not triton_kernels._refused
+
+
+@NEEDS_INTERPRETER
+def test_triton_multiplies_groups_with_trained_matrices_as_torch_does():
+    """Gradients of rows and matrices too; some groups have no rows, and the last has several tiles."""
+    x, weight = torch.randn(150, 40), torch.randn(4, 72, 40)
+    ends, grad = torch.tensor([0, 33, 33, 150]).int(), torch.randn(150, 72)
+    found = []
+    for ours in (False, True):
+        inputs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        with patch.object(grouped_product, "runs", return_value=True):
+            if ours:
+                out = grouped_product.GroupedLinear.apply(*inputs, ends)
+            else:
+                parts = zip(inputs[0].tensor_split(ends[:-1].long()), inputs[1], strict=True)
+                out = torch.cat([part @ matrix.T for part, matrix in parts])
+            out.backward(grad)
+        found.append([out.detach(), *(each.grad for each in inputs)])
+    for wanted, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-5)
+    assert not triton_kernels._refused
+
+
+@NEEDS_INTERPRETER
+def test_a_step_of_decoding_writes_no_dense_experts(tmp_path):
+    model = loaded(save(tmp_path, moe_intermediate_size=64))
+    hidden = torch.randn(3, 64)
+    chosen = torch.rand(3, 6).topk(2)
+    module = next(iter(packed_experts(model).values()))
+    wanted = module(hidden, chosen.indices, chosen.values)
+    with (
+        patch.object(experts, "multiplies_groups", return_value=True),
+        patch.object(grouped_product, "runs", return_value=True),
+        patch.object(experts, "dequantize_rows") as dense,
+    ):
+        for few in (3, 1):
+            got = module(hidden[:few], chosen.indices[:few], chosen.values[:few])
+            torch.testing.assert_close(got, wanted[:few])
+    dense.assert_not_called()
+    assert not triton_kernels._refused
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "reason"),
+    [((7, 5), None, "this device has 7.5"), ((9, 4), "6.4", "ROCm"), ((8, 0), None, None), ((8, 9), None, None)],
+)
+def test_a_gpu_without_grouped_products_gets_a_line(capability, hip, reason, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    experts.multiplies_groups.cache_clear()
+    try:
+        found = [experts.multiplies_groups(torch.device("cuda", 0)) for _ in range(3)]
+    finally:
+        experts.multiplies_groups.cache_clear()
+    assert found == [reason is None] * 3
+    assert [reason in line for line in caplog.messages] == [True] * (reason is not None)
+
+
 def test_dequantized_checkpoint(checkpoint, tmp_path):
     """In the checkpoint's own layout, read by plain transformers with nothing missing."""
     model = loaded(checkpoint)

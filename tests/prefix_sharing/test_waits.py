@@ -10,6 +10,8 @@ import sys
 import pytest
 import torch
 
+from tests.dpo import test_trainer as dpo_tests
+from tests.dpo.test_images import llava_trainer
 from tests.grpo.test_syncs import Waits, places
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
 
@@ -24,8 +26,8 @@ OF_IMAGES = ("qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "idefics3", "gemma4")
 
 @pytest.fixture(autouse=True)
 def computed_on_the_host(monkeypatch):
-    """What the emulated device has no code for: convolutions are cuDNN's, and products over a dimension compiled as
-    they come.
+    """What the emulated device has no code for: convolutions are cuDNN's, products over a dimension compiled as they
+    come, and a logarithm of a sigmoid keeps something else on a CPU.
     """
     if "emulate" not in sys.modules:
         return
@@ -37,6 +39,16 @@ def computed_on_the_host(monkeypatch):
 
     for operation in (torch.ops.aten.convolution.default, torch.ops.aten.prod.dim_int):
         monkeypatch.setitem(emulate.REPLACED, operation, functools.partial(on_the_host, operation))
+    cuda = torch.device("cuda", 0)
+
+    def log_sigmoid(x):
+        return on_the_host(torch.nn.functional.logsigmoid, x), torch.empty(0, dtype=x.dtype, device=cuda)
+
+    def log_sigmoid_backward(gradient, x, _buffer):
+        return on_the_host(lambda g, x: g * torch.sigmoid(-x), gradient, x)
+
+    monkeypatch.setitem(emulate.REPLACED, torch.ops.aten.log_sigmoid_forward.default, log_sigmoid)
+    monkeypatch.setitem(emulate.REPLACED, torch.ops.aten.log_sigmoid_backward.default, log_sigmoid_backward)
 
 
 def on_device(name, with_pictures: bool):
@@ -79,3 +91,24 @@ def test_one_wait_of_its_own(name, with_pictures):
     own = {place: count for place, count in ours.items() if "trl_fsdp_qlora/" in place}
     assert sum(own.values()) <= 1, own
     assert ours.total() <= of_stock.total() + 1, (of_stock, ours)
+
+
+@pytest.mark.parametrize("with_pictures", [False, True], ids=["text", "pictures"])
+def test_a_loss_of_dpo_waits_no_more_than_stocks(tmp_path, with_pictures):
+    """The policy's pass and the reference's: each brings the batch's masks to the host once."""
+    waits = []
+    for classes in dpo_tests.BOTH:
+        make = llava_trainer if with_pictures else functools.partial(dpo_tests.trainer, name="qwen3")
+        trainer = make(*classes, folder=tmp_path / classes[0].__name__, use_cpu=False, bf16=True)
+        trainer.model.train()
+        batch = next(iter(trainer.get_train_dataloader()))
+        for _ in range(2):
+            of_step = Waits()
+            with of_step:
+                trainer.compute_loss(trainer.model, batch).backward()
+        waits.append(places(of_step.stacks))
+    assert trainer.door.figures.tokens, trainer.door.describe()
+    (stocks, ours) = waits
+    assert ours.total() <= stocks.total() + 1, (stocks, ours)
+    own = {place: count for place, count in ours.items() if "trl_fsdp_qlora/" in place}
+    assert sum(own.values()) <= 2, own

@@ -12,10 +12,13 @@ from transformers.utils import is_triton_available
 
 AVAILABLE = is_triton_available()
 if AVAILABLE:
-    import triton
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpretedFunction
-else:
+    try:
+        import triton
+        import triton.language as tl
+        from triton.runtime.interpreter import InterpretedFunction
+    except ImportError:  # too old, or half installed
+        AVAILABLE = False
+if not AVAILABLE:
     tl = None
 
 logger = logging.getLogger(__name__)
@@ -28,8 +31,13 @@ def jit(function):
 
 
 def runs(kernel, x: torch.Tensor) -> bool:
-    """Whether `kernel` may be tried on numbers like those of `x`."""
-    return AVAILABLE and x.device.type == "cuda" and x.dtype != torch.float64 and kernel.__name__ not in _refused
+    """Whether `kernel` may be tried on numbers like those of `x`; one line says so where Triton is missing."""
+    if x.device.type != "cuda" or x.dtype == torch.float64 or kernel.__name__ in _refused:
+        return False
+    if not AVAILABLE:
+        _refused.add(kernel.__name__)
+        logger.warning("%s runs as torch operations: Triton is not installed, or too old", kernel.__name__)
+    return AVAILABLE
 
 
 def interpreted(kernel) -> bool:

@@ -19,6 +19,7 @@ LoRA on the experts (`target_parameters`) is PEFT's `ParamWrapper`, with its wei
 computed on the tokens of each expert instead of being added to a dense copy of all experts.
 """
 
+import logging
 import math
 from functools import cache
 
@@ -33,8 +34,18 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 
 from ..compat.peft import let_lora_adapt_packed_experts
-from .grouped_product import SCRATCH_BYTES, grouped_mm_is_a_loop, multiply_groups
+from .grouped_product import (
+    SCRATCH_BYTES,
+    GroupedLinear,
+    dequantize_experts,
+    grouped_mm_is_a_loop,
+    multiply_groups,
+    multiply_packed,
+    reads_packed,
+)
 from .packed_linear import ByteLayout, codebook, from_bytes, state_to_bytes
+
+logger = logging.getLogger(__name__)
 
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 # Grouped products need strides that are multiples of this many bytes.
@@ -82,7 +93,8 @@ class PackedExperts(nn.Module):
             top_k_index, top_k_weights: the experts of each token and their weights, `(tokens, k)`.
         """
         tokens, k = top_k_index.shape
-        expert_S, order_S = torch.sort(top_k_index.reshape(-1), stable=True)
+        # A GPU sorts by eight bits at a time.
+        expert_S, order_S = torch.sort(top_k_index.reshape(-1).to(torch.int16), stable=True)
         inputs = hidden_states if self.compute_dtype is None else hidden_states.to(self.compute_dtype)
         inputs_SH = inputs[order_S // k]
         if len(inputs_SH) and multiplies_groups(inputs.device) and self._fits_groups(inputs.dtype):
@@ -142,9 +154,11 @@ class PackedExperts(nn.Module):
         )
 
     def _in_groups(self, inputs_SH: torch.Tensor, expert_S: torch.Tensor) -> torch.Tensor:
-        experts = torch.arange(self.num_experts, device=expert_S.device)
-        if len(expert_S) < self.num_experts:  # a step of decoding: dequantize the expert of each row, not all experts
-            chosen = expert_S
+        experts = torch.arange(self.num_experts, device=expert_S.device, dtype=expert_S.dtype)
+        packed = all(reads_packed(inputs_SH, self.num_experts, layout) for layout in self.layouts.values())
+        if len(expert_S) < self.num_experts and not packed:
+            # A step of decoding: dequantize each token's expert, not all experts.
+            chosen = expert_S.long()
             ends = experts[: len(expert_S)].int() + 1
         else:
             chosen = None
@@ -156,7 +170,7 @@ class PackedExperts(nn.Module):
         layout = self.layouts[name]
         out = _GroupedLinear4bit.apply(x_SI, rows if chosen is None else rows[chosen], layout, ends)
         if self.has_bias and (bias := getattr(self, f"{name}_bias", None)) is not None:
-            out = out + bias.to(out.dtype)[expert_S]
+            out = out + bias.to(out.dtype)[expert_S.long()]
         for lhs_EOR, rhs_ERI, scaling in self.lora.get(name, ()):
             if chosen is not None:
                 lhs_EOR = lhs_EOR[chosen]
@@ -167,8 +181,8 @@ class PackedExperts(nn.Module):
             fill = -rhs_ERI.shape[1] % (_STRIDE_BYTES // dtype.itemsize)
             rhs_ERI = nn.functional.pad(rhs_ERI.to(dtype), (0, 0, 0, fill))
             lhs_EOR = nn.functional.pad(lhs_EOR.to(dtype), (0, fill)).contiguous()
-            low = nn.functional.grouped_mm(x_SI.to(dtype), rhs_ERI.transpose(1, 2), offs=ends)
-            up = nn.functional.grouped_mm(low, lhs_EOR.transpose(1, 2), offs=ends)
+            low = _grouped_linear(x_SI.to(dtype), rhs_ERI, ends)
+            up = _grouped_linear(low, lhs_EOR, ends)
             out = out + scaling * up.to(out.dtype)
         return out
 
@@ -186,12 +200,23 @@ def _dequantize(weight: torch.Tensor, state: QuantState) -> torch.Tensor:
     return dequantize_4bit(weight, state).view(shape)
 
 
+@cache
 def multiplies_groups(device: torch.device) -> bool:
-    """Whether `grouped_mm` on a device is faster, although it needs dense weights of many experts at once.
+    """Whether `grouped_mm` is worth its dense weights on a device; a GPU on which it is not gets a line.
 
     On a CPU it is not, because the weights of a single expert stay in the cache.
     """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cuda":
+        return False
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is not None:
+        reason = "grouped products were not checked on ROCm"
+    elif capability < (8, 0):
+        reason = f"grouped products want compute capability 8.0, this device has {capability[0]}.{capability[1]}"
+    else:
+        return True
+    logger.warning("4-bit experts are computed one by one, with a wait for the device in every layer: %s", reason)
+    return False
 
 
 class _GroupedLinear4bit(torch.autograd.Function):
@@ -216,10 +241,19 @@ class _GroupedLinear4bit(torch.autograd.Function):
         return _multiply(grad_SO, ctx.rows, ctx.layout, ends, transposed=False), None, None, None
 
 
+def _grouped_linear(x_SI, weight_EOI, ends) -> torch.Tensor:
+    """`x @ W.T` of every group of rows with its own trained matrix."""
+    if grouped_mm_is_a_loop(x_SI):
+        return GroupedLinear.apply(x_SI, weight_EOI, ends)
+    return nn.functional.grouped_mm(x_SI, weight_EOI.transpose(1, 2), offs=ends)
+
+
 def _multiply(x_SK, rows_EB, layout: ByteLayout, ends, transposed: bool) -> torch.Tensor:
     """Grouped product with the dequantized weights `(experts, out, in)` or, `transposed`, `(experts, in, out)`."""
     x_SK = x_SK.contiguous()
-    out_features, in_features = layout.shape
+    if transposed and (out := multiply_packed(x_SK, rows_EB, layout, ends)) is not None:
+        return out
+    (out_features, in_features) = layout.shape
     at_once = max(1, SCRATCH_BYTES // (out_features * in_features * x_SK.dtype.itemsize))
 
     def weights(experts: slice) -> torch.Tensor:
@@ -228,10 +262,10 @@ def _multiply(x_SK, rows_EB, layout: ByteLayout, ends, transposed: bool) -> torc
 
     out = x_SK.new_empty(len(x_SK), out_features if transposed else in_features)
     parts = [slice(first, first + at_once) for first in range(0, len(rows_EB), at_once)]
-    if grouped_mm_is_a_loop(x_SK):
-        bounds = nn.functional.pad(ends, (1, 0))
-        if all(multiply_groups(x_SK, weights(part), bounds[part.start : part.stop + 1], out) for part in parts):
-            return out
+    if grouped_mm_is_a_loop(x_SK) and all(
+        multiply_groups(x_SK, weights(part), ends[part], out, part.start == 0) for part in parts
+    ):
+        return out
     if len(parts) == 1:
         return nn.functional.grouped_mm(x_SK, weights(parts[0]), offs=ends)
     # `grouped_mm` expects the first group at row 0. The host does not know the first row of these experts, so all rows
@@ -254,6 +288,8 @@ def dequantize_rows(rows_EB: torch.Tensor, layout: ByteLayout, dtype: torch.dtyp
 
     The weights of an expert have to be whole blocks.
     """
+    if (dense := dequantize_experts(rows_EB, layout, dtype)) is not None:
+        return dense
     weight, absmax, *nested = (rows_EB[:, section] for section in layout.sections)
     if layout.nested:
         maxima, offset = (part.view(torch.float32).unsqueeze(-1) for part in nested)

@@ -1,16 +1,28 @@
-"""Products of groups of rows with a matrix each, for devices on which `torch.nn.functional.grouped_mm` is a loop.
+"""Triton kernels for packed experts: dequantizing many experts at once, and products of groups of rows with a matrix
+each.
 
-On compute capability 9 and 10 and in bfloat16 `grouped_mm` is one kernel. On other cards (an A100, a 4090) and in
-float16 torch reads the groups' sizes on the host, which waits for the device. It then calls one product per group: 128
-for a projection of Qwen3-30B-A3B. The kernel in this module finds its group on the device.
+On compute capability 9 and 10 and in bfloat16 `torch.nn.functional.grouped_mm` is one kernel. On other cards (an A100,
+a 4090) and in float16 torch reads the groups' sizes on the host, which waits for the device. It then calls one product
+per group: 128 for a projection of Qwen3-30B-A3B. The kernels of [`multiply_groups`] and [`GroupedLinear`] find their
+group on the device.
+
+[`dequantize_experts`] is one launch, where torch operations around bitsandbytes' kernel are eight.
+
+For a step of decoding [`multiply_packed`] reads the packed weights and writes nothing but the products. A dense copy
+of 128 experts for 16 rows would be written and read again: nine times the bytes.
 """
 
 # A kernel's annotations are kept as text, because `tl` exists only if Triton is installed.
 from __future__ import annotations
 
+import math
+
 import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
 
 from ..compat.triton_kernels import jit, launch, runs, tl
+from .packed_linear import ByteLayout, codebook
 
 # Largest size on a GPU of the experts that are dequantized at once. 128 experts of Qwen3-30B-A3B's larger projection
 # are 0.75 GiB.
@@ -18,6 +30,12 @@ SCRATCH_BYTES = 2**30
 
 # Rows, columns and depth of a program's tile, and the number of warps that compute it.
 _TILE = {"ROWS": 64, "COLUMNS": 128, "DEPTH": 32, "num_warps": 4}
+# Of gradients of matrices, whose depth is the rows of a group.
+_GRADIENT_TILE = {"ROWS": 32, "OUT": 64, "IN": 64, "num_warps": 4}
+# Of products with packed weights, whose depth is a block of weights.
+_PACKED_TILE = {"ROWS": 16, "COLUMNS": 64, "num_warps": 4}
+# Packed bytes that a program dequantizes.
+_DEQUANTIZED = 2048
 
 
 def grouped_mm_is_a_loop(x: torch.Tensor) -> bool:
@@ -30,16 +48,18 @@ def grouped_mm_is_a_loop(x: torch.Tensor) -> bool:
     return x.dtype == torch.float16 or torch.cuda.get_device_capability(x.device)[0] not in (9, 10)
 
 
-def multiply_groups(x_SK, weight_EKN, ends: torch.Tensor, out_SN: torch.Tensor) -> bool:
-    """Write `x @ weight` to the rows of `out` that belong to these groups, and to no other rows.
+def multiply_groups(x_SK, weight_EKN, ends: torch.Tensor, out_SN: torch.Tensor, is_first: bool = True) -> bool:
+    """Write `x @ weight` to the rows of `out` that belong to these groups, and to no others.
 
     Returns `False` if Triton cannot compute it.
 
     Args:
         x_SK: rows in order of their groups, contiguous.
         weight_EKN: a matrix per group, in any strides.
-        ends: `(E + 1,)`, int32: the start of the first group, then the end of each group.
+        ends: `(E,)`, int32: the end of each group.
         out_SN: contiguous.
+        is_first: whether the first of these groups begins at row 0. Otherwise it begins where the group before it
+            ends, and that end stands in front of `ends` in the same tensor.
     """
     if not runs(_product_kernel, x_SK):
         return False
@@ -49,13 +69,128 @@ def multiply_groups(x_SK, weight_EKN, ends: torch.Tensor, out_SN: torch.Tensor) 
     tiles = rows // _TILE["ROWS"] + min(groups, rows)
     programs = tiles * -(-columns // _TILE["COLUMNS"])
     sizes = groups, depth, columns, *weight_EKN.stride()
-    return launch(
-        _product_kernel, programs, x_SK, weight_EKN, out_SN, ends, *sizes, GROUPS=_power_of_two(groups), **_TILE
-    )
+    constants = {"GROUPS": _power_of_two(groups), "IS_FIRST": is_first, **_TILE}
+    return launch(_product_kernel, programs, x_SK, weight_EKN, out_SN, ends, *sizes, **constants)
+
+
+class GroupedLinear(torch.autograd.Function):
+    """`x @ weight.T` of every group of rows with its own matrix: `(S, in)`, `(E, out, in)` and the int32 end of each
+    group, `(E,)`, give `(S, out)`. What Triton cannot compute is torch's loop.
+    """
+
+    @staticmethod
+    def forward(ctx, x_SI, weight_EOI, ends):
+        ctx.save_for_backward(x_SI, weight_EOI, ends)
+        return _grouped(x_SI, weight_EOI.transpose(1, 2), ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_SO):
+        (x_SI, weight_EOI, ends) = ctx.saved_tensors
+        grad_SO = grad_SO.contiguous()
+        grad_x = _grouped(grad_SO, weight_EOI, ends) if ctx.needs_input_grad[0] else None
+        return grad_x, _grouped_gradients(grad_SO, x_SI, ends) if ctx.needs_input_grad[1] else None, None
+
+
+def _grouped(x_SK, weight_EKN, ends) -> torch.Tensor:
+    x_SK = x_SK.contiguous()
+    out_SN = x_SK.new_empty(len(x_SK), weight_EKN.shape[2])
+    if multiply_groups(x_SK, weight_EKN, ends, out_SN):
+        return out_SN
+    return nn.functional.grouped_mm(x_SK, weight_EKN, offs=ends)
+
+
+def _grouped_gradients(grad_SO, x_SI, ends) -> torch.Tensor:
+    """`grad.T @ x` of every group of rows, `(E, out, in)`."""
+    x_SI = x_SI.contiguous()
+    groups, out_features, in_features = len(ends), grad_SO.shape[1], x_SI.shape[1]
+    if runs(_gradient_kernel, x_SI):
+        out_EOI = x_SI.new_empty(groups, out_features, in_features)
+        tiles = -(-out_features // _GRADIENT_TILE["OUT"]) * -(-in_features // _GRADIENT_TILE["IN"])
+        sizes = out_features, in_features
+        if launch(_gradient_kernel, groups * tiles, grad_SO, x_SI, out_EOI, ends, *sizes, **_GRADIENT_TILE):
+            return out_EOI
+    return nn.functional.grouped_mm(grad_SO.t(), x_SI, offs=ends)
+
+
+def reads_packed(x: torch.Tensor, groups: int, layout: ByteLayout) -> bool:
+    """Whether [`multiply_packed`] is for rows like these: few, so that it unpacks weights once or twice.
+
+    Blocks of weights have to be parts of a matrix's rows.
+    """
+    few = len(x) <= groups * _PACKED_TILE["ROWS"]
+    return few and layout.shape[1] % layout.blocksize == 0 and runs(_packed_product_kernel, x)
+
+
+def multiply_packed(x_SK, rows_EB, layout: ByteLayout, ends: torch.Tensor) -> torch.Tensor | None:
+    """Returns `x @ weight.T` of every group of rows, like [`multiply_groups`], from the packed weights themselves.
+
+    Returns `None` if the rows are not for it ([`reads_packed`]), or if Triton cannot compute it.
+
+    Args:
+        x_SK: rows in order of their groups, contiguous.
+        rows_EB: an expert's bytes each.
+        ends: `(E,)`, int32: the end of each group.
+    """
+    rows, groups = len(x_SK), len(rows_EB)
+    if not reads_packed(x_SK, groups, layout):
+        return None
+    (columns, depth) = layout.shape
+    out_SN = x_SK.new_empty(rows, columns)
+    tiles = rows // _PACKED_TILE["ROWS"] + min(groups, rows)
+    programs = tiles * -(-columns // _PACKED_TILE["COLUMNS"])
+    constants = {"GROUPS": _power_of_two(groups), **_constants(layout), **_PACKED_TILE}
+    parts = _parts(rows_EB, layout)
+    sizes = groups, depth, columns, rows_EB.stride(0)
+    done = launch(_packed_product_kernel, programs, x_SK, out_SN, ends, *parts, *sizes, **constants)
+    return out_SN if done else None
+
+
+def dequantize_experts(rows_EB: torch.Tensor, layout: ByteLayout, dtype: torch.dtype) -> torch.Tensor | None:
+    """Returns the dense weights `(E, out, in)` of experts' bytes, or `None` if Triton cannot compute them."""
+    if not runs(_dequantize_kernel, rows_EB):
+        return None
+    out = torch.empty(len(rows_EB), *layout.shape, dtype=dtype, device=rows_EB.device)
+    packed_bytes = math.prod(layout.shape) // 2
+    programs = len(rows_EB) * -(-packed_bytes // _DEQUANTIZED)
+    sizes = packed_bytes, rows_EB.stride(0)
+    constants = {"BYTES": _DEQUANTIZED, **_constants(layout)}
+    return out if launch(_dequantize_kernel, programs, out, *_parts(rows_EB, layout), *sizes, **constants) else None
+
+
+def _parts(rows_EB: torch.Tensor, layout: ByteLayout) -> tuple[torch.Tensor, ...]:
+    """Weight, absmax, nested absmax, offset, code and nested code, as the kernels take them; views, no copies."""
+    weight, absmax, *nested = (rows_EB[:, section] for section in layout.sections)
+    code = codebook(layout.code, rows_EB.device)
+    if not layout.nested:
+        absmax = absmax.view(torch.float32)
+        return weight, absmax, absmax, absmax, code, code
+    maxima, offset = (part.view(torch.float32) for part in nested)
+    return weight, absmax, maxima, offset, code, codebook(layout.nested_code, rows_EB.device)
+
+
+def _constants(layout: ByteLayout) -> dict:
+    return {"BLOCK": layout.blocksize, "NESTED": layout.nested, "NESTED_BLOCK": max(1, layout.nested_blocksize)}
 
 
 def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
+
+
+@jit
+def _rows_of_tile(ends_ptr, tile, groups, IS_FIRST: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr):
+    # The number of tiles of the groups before gives a tile's group.
+    index = tl.arange(0, GROUPS)
+    there = index < groups
+    begin = tl.load(ends_ptr + index - 1, mask=there & (index > 0) if IS_FIRST else there, other=0)
+    end = tl.load(ends_ptr + index, mask=there, other=0)
+    tiles = (end - begin + ROWS - 1) // ROWS
+    last = tl.cumsum(tiles, axis=0)
+    group = tl.sum((last <= tile).to(tl.int32), axis=0)
+    mine = index == group
+    first = tl.sum(tl.where(mine, begin + (tile - last + tiles) * ROWS, 0), axis=0)
+    stop = tl.sum(tl.where(mine, end, 0), axis=0)
+    return group, first, stop
 
 
 @jit
@@ -70,25 +205,16 @@ def _product_kernel(
     weight_group,
     weight_depth,
     weight_column,
+    IS_FIRST: tl.constexpr,
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    # One program per tile of the output. A program finds its group by the cumulative number of tiles of the groups.
+    # One program per tile of the output.
     blocks = tl.cdiv(columns, COLUMNS)
-    tile = tl.program_id(0) // blocks
-    index = tl.arange(0, GROUPS)
-    is_group = index < groups
-    begin = tl.load(ends_ptr + index, mask=is_group, other=0)
-    end = tl.load(ends_ptr + index + 1, mask=is_group, other=0)
-    tiles = (end - begin + ROWS - 1) // ROWS
-    last = tl.cumsum(tiles, axis=0)
-    group = tl.sum((last <= tile).to(tl.int32), axis=0)
-    if group < groups:  # there may be more programs than tiles; the others have no group
-        is_mine = index == group
-        first = tl.sum(tl.where(is_mine, begin + (tile - last + tiles) * ROWS, 0), axis=0)
-        stop = tl.sum(tl.where(is_mine, end, 0), axis=0)
+    group, first, stop = _rows_of_tile(ends_ptr, tl.program_id(0) // blocks, groups, IS_FIRST, GROUPS, ROWS)
+    if group < groups:  # there are fewer tiles than programs: the rest have no group
         row = first + tl.arange(0, ROWS)
         column = (tl.program_id(0) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
         is_row = (row < stop)[:, None]
@@ -104,3 +230,149 @@ def _product_kernel(
             total += tl.dot(x, weight, input_precision="ieee")  # float32 stays float32
         out = out_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]
         tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row & is_column)
+
+
+@jit
+def _gradient_kernel(
+    grad_ptr,
+    x_ptr,
+    out_ptr,
+    ends_ptr,
+    out_features,
+    in_features,
+    ROWS: tl.constexpr,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+):
+    # One program per tile of a group's matrix.
+    tiles_in = tl.cdiv(in_features, IN)
+    tiles = tl.cdiv(out_features, OUT) * tiles_in
+    group = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    out_place = (tile // tiles_in) * OUT + tl.arange(0, OUT)
+    in_place = (tile % tiles_in) * IN + tl.arange(0, IN)
+    out_there = (out_place < out_features)[None, :]
+    in_there = (in_place < in_features)[None, :]
+    begin = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
+    stop = tl.load(ends_ptr + group)
+    total = tl.zeros((OUT, IN), dtype=tl.float32)
+    for start in range(begin, stop, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        there = row < stop
+        grad = tl.load(
+            grad_ptr + row.to(tl.int64) * out_features + out_place[None, :], mask=there & out_there, other=0.0
+        )
+        x = tl.load(x_ptr + row.to(tl.int64) * in_features + in_place[None, :], mask=there & in_there, other=0.0)
+        total += tl.dot(tl.trans(grad), x, input_precision="ieee")
+    out = (
+        out_ptr
+        + group.to(tl.int64) * out_features * in_features
+        + out_place[:, None] * in_features
+        + in_place[None, :]
+    )
+    mask = (out_place < out_features)[:, None] & in_there
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _scale(
+    absmax_ptr, maxima_ptr, offset_ptr, nested_code_ptr, expert, row_bytes, block, there, NESTED: tl.constexpr,
+    NESTED_BLOCK: tl.constexpr,
+):  # fmt: skip
+    # The absolute maximum of each block of an expert's weights.
+    if NESTED:
+        index = tl.load(absmax_ptr + expert * row_bytes + block, mask=there, other=0)
+        code = tl.load(nested_code_ptr + index.to(tl.int32))
+        floats = expert * (row_bytes // 4)
+        maximum = tl.load(maxima_ptr + floats + block // NESTED_BLOCK, mask=there, other=0.0)
+        scale = code * maximum + tl.load(offset_ptr + floats)
+    else:
+        scale = tl.load(absmax_ptr + expert * (row_bytes // 4) + block, mask=there, other=0.0)
+    return scale
+
+
+@jit
+def _dequantize_kernel(
+    out_ptr,
+    weight_ptr,
+    absmax_ptr,
+    maxima_ptr,
+    offset_ptr,
+    code_ptr,
+    nested_code_ptr,
+    packed_bytes,
+    row_bytes,
+    BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NESTED: tl.constexpr,
+    NESTED_BLOCK: tl.constexpr,
+):
+    pieces = tl.cdiv(packed_bytes, BYTES)
+    expert = (tl.program_id(0) // pieces).to(tl.int64)
+    byte = (tl.program_id(0) % pieces) * BYTES + tl.arange(0, BYTES)
+    there = byte < packed_bytes
+    packed = tl.load(weight_ptr + expert * row_bytes + byte, mask=there, other=0).to(tl.int32)
+    scale = _scale(
+        absmax_ptr, maxima_ptr, offset_ptr, nested_code_ptr, expert, row_bytes, byte // (BLOCK // 2), there, NESTED,
+        NESTED_BLOCK,
+    )  # fmt: skip
+    # The first of two weights is in a byte's upper half.
+    upper = tl.load(code_ptr + (packed >> 4)) * scale
+    lower = tl.load(code_ptr + (packed & 15)) * scale
+    weights = tl.interleave(upper, lower).to(out_ptr.dtype.element_ty)
+    place = (tl.program_id(0) % pieces) * (2 * BYTES) + tl.arange(0, 2 * BYTES)
+    tl.store(out_ptr + expert * packed_bytes * 2 + place, weights, mask=place < 2 * packed_bytes)
+
+
+@jit
+def _packed_product_kernel(
+    x_ptr,
+    out_ptr,
+    ends_ptr,
+    weight_ptr,
+    absmax_ptr,
+    maxima_ptr,
+    offset_ptr,
+    code_ptr,
+    nested_code_ptr,
+    groups,
+    depth,
+    columns,
+    row_bytes,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NESTED: tl.constexpr,
+    NESTED_BLOCK: tl.constexpr,
+):
+    # One program per tile of the output, a block of weights of each of its columns at a time.
+    tiles_of_columns = tl.cdiv(columns, COLUMNS)
+    tile = tl.program_id(0) // tiles_of_columns
+    group, first, stop = _rows_of_tile(ends_ptr, tile, groups, True, GROUPS, ROWS)
+    if group < groups:  # there are fewer tiles than programs: the rest have no group
+        row = first + tl.arange(0, ROWS)
+        column = (tl.program_id(0) % tiles_of_columns) * COLUMNS + tl.arange(0, COLUMNS)
+        row_there = (row < stop)[:, None]
+        column_there = column < columns
+        expert = group.to(tl.int64)
+        half = tl.arange(0, BLOCK // 2)
+        x_row = x_ptr + row.to(tl.int64)[:, None] * depth + 2 * half[None, :]
+        weight_row = weight_ptr + expert * row_bytes + column[:, None] * (depth // 2) + half[None, :]
+        total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for start in range(0, depth, BLOCK):
+            packed = tl.load(weight_row + start // 2, mask=column_there[:, None], other=0).to(tl.int32)
+            block = (column * depth + start) // BLOCK
+            scale = _scale(
+                absmax_ptr, maxima_ptr, offset_ptr, nested_code_ptr, expert, row_bytes, block, column_there, NESTED,
+                NESTED_BLOCK,
+            )[:, None]  # fmt: skip
+            # The first of two weights is in a byte's upper half. Rounded like the dense weights.
+            upper = (tl.load(code_ptr + (packed >> 4)) * scale).to(x_ptr.dtype.element_ty)
+            lower = (tl.load(code_ptr + (packed & 15)) * scale).to(x_ptr.dtype.element_ty)
+            x_first = tl.load(x_row + start, mask=row_there, other=0.0)
+            x_second = tl.load(x_row + start + 1, mask=row_there, other=0.0)
+            total += tl.dot(x_first, tl.trans(upper), input_precision="ieee")  # float32 stays float32
+            total += tl.dot(x_second, tl.trans(lower), input_precision="ieee")
+        out = out_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=row_there & column_there[None, :])
