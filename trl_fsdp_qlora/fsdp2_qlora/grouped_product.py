@@ -16,13 +16,16 @@ of 128 experts for 16 rows would be written and read again: nine times the bytes
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ..compat.triton_kernels import jit, launch, runs, tl
-from .packed_linear import ByteLayout, codebook
+
+if TYPE_CHECKING:
+    from .packed_linear import ByteLayout
 
 # Largest size on a GPU of the experts that are dequantized at once. 128 experts of Qwen3-30B-A3B's larger projection
 # are 0.75 GiB.
@@ -160,6 +163,9 @@ def dequantize_experts(rows_EB: torch.Tensor, layout: ByteLayout, dtype: torch.d
 
 def _parts(rows_EB: torch.Tensor, layout: ByteLayout) -> tuple[torch.Tensor, ...]:
     """Weight, absmax, nested absmax, offset, code and nested code, as the kernels take them; views, no copies."""
+    # `plan` reads this module's constants without bitsandbytes, which `packed_linear` needs.
+    from .packed_linear import codebook
+
     weight, absmax, *nested = (rows_EB[:, section] for section in layout.sections)
     code = codebook(layout.code, rows_EB.device)
     if not layout.nested:
