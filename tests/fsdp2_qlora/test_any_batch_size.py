@@ -40,6 +40,15 @@ MIXTURES = {
     "mixture_cut": f"{CUT['too_long']},{MIXTURE}",
     "mixture_whole": f"grpo:max_completion_length=12,{MIXTURE},tokens_per_pass=0",
 }
+# An epoch of 12 micro-batches is a step of 8 and one of 4; and somebody steps after the third of four.
+_LAST_IS_SHORT = "prompts=6,max_steps=-1,num_train_epochs=2,gradient_accumulation_steps=8,steps_per_generation=4"
+EARLY = {
+    "last_step": f"grpo:per_device_train_batch_size=1,{_LAST_IS_SHORT}",
+    "last_step_merged": f"grpo:per_device_train_batch_size=1,{_LAST_IS_SHORT},tokens_per_pass=1000",
+    "own_loop": f"{CUT['grpo']},early=3",
+    "own_loop_merged": f"{CUT['merged']},early=3",
+}
+EARLY |= {f"{name}_alone": f"{EARLY[name]},tokens_per_pass=0" for name in ("last_step", "own_loop")}
 # Each micro-batch has a pass of its own.
 ZERO_2 = {name: CUT[name] for name in ("grpo", "merged", "too_long")}
 CHECKPOINTED = "grpo:per_device_train_batch_size=1,gradient_accumulation_steps=4,gradient_checkpointing=true"
@@ -54,8 +63,8 @@ def runs(tmp_path_factory):
     found = {"model": model}
     for run, scenarios, processes, environment in (
         ("one", WHOLE, 1, {}),
-        ("ddp", {**CUT, **IDLE, **MIXTURES, "checkpointed": CHECKPOINTED}, 2, {}),
-        ("fsdp2", {**CUT, **IDLE, **MIXTURES, "checkpointed": CHECKPOINTED}, 2, fsdp_environment()),
+        ("ddp", {**CUT, **IDLE, **MIXTURES, **EARLY, "checkpointed": CHECKPOINTED}, 2, {}),
+        ("fsdp2", {**CUT, **IDLE, **MIXTURES, **EARLY, "checkpointed": CHECKPOINTED}, 2, fsdp_environment()),
     ):
         ranks = scenarios_of(model, root / run, scenarios, processes, environment=environment)
         found |= {(run, scenario): [rank[scenario] for rank in ranks] for scenario in scenarios}
@@ -96,6 +105,19 @@ def test_a_router_loss_over_passes(runs, run, scenario, alone):
         assert found["trunks"] > 0 or scenario == "mixture_merged"
         for wanted, gradients in zip(expected["gradients"], found["gradients"], strict=True):
             assert difference(wanted, gradients) <= 1e-5
+
+
+@pytest.mark.parametrize("scenario", ["last_step", "last_step_merged", "own_loop", "own_loop_merged"])
+@pytest.mark.parametrize("run", ["ddp", "fsdp2"])
+def test_an_optimizer_that_steps_earlier(runs, run, scenario):
+    """Gradients of all micro-batches before it are reduced over ranks in this step, each once."""
+    alone = scenario.removesuffix("_merged") + "_alone"
+    for expected, found in zip(runs[run, alone], runs[run, scenario], strict=True):
+        assert found["trunks"] > 0 or "merged" in scenario
+        assert len(found["gradients"]) == (4 if "last_step" in scenario else 3)
+        for wanted, gradients in zip(expected["gradients"], found["gradients"], strict=True):
+            assert difference(wanted, gradients) <= 1e-5
+        assert difference(expected["adapter"], found["adapter"]) <= 1e-5
 
 
 def test_zero_2_shares_prompts_one_micro_batch_a_pass(runs, tmp_path):

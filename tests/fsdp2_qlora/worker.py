@@ -63,6 +63,7 @@ from tests.publishing.hub_server import TOKEN, hub
 from tests.vllm import whole_engine
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.fsdp import reshard_settings
+from trl_fsdp_qlora.compat.replaced import replaced
 from trl_fsdp_qlora.fsdp2_qlora import generation
 from trl_fsdp_qlora.fsdp2_qlora.adapters import gather_adapter
 from trl_fsdp_qlora.fsdp2_qlora.distribute import ReplicasDiffer
@@ -93,6 +94,21 @@ class FixedCompletions(EfficientGRPOTrainer):
     unrounded = ()
     trunks = 0  # forwards of a beginning that several micro-batches share
     has_no_signal = False
+    early_step = 0  # number of the micro-batch after which the optimizer steps earlier than it was said to
+
+    def training_step(self, model, inputs, num_items_in_batch):
+        """As in a loop of one's own, which reduces gradients and steps when it wants to."""
+        if self._step + 1 != self.early_step:
+            return super().training_step(model, inputs, num_items_in_batch)
+        self.accelerator.gradient_state._set_sync_gradients(True)
+        is_sharded = isinstance(model, FSDPModule)
+        with contextlib.nullcontext() if is_sharded else replaced(model, require_backward_grad_sync=True):
+            if is_sharded:
+                model.set_requires_gradient_sync(True)
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        self.optimizer.step()
+        model.zero_grad()
+        return loss
 
     def _generate_and_score_completions(self, inputs):
         batch = super()._generate_and_score_completions(inputs)
@@ -178,14 +194,15 @@ def reward(completions, **kwargs):
 
 
 def grpo_trainer(cls, model, out, callbacks=(), eval_dataset=None, quantization_config=None, **settings):
-    """A GRPO trainer of class `cls` on 32 sums, with an adapter that is no start at zero."""
+    """A GRPO trainer of class `cls` on `prompts` sums, with an adapter that is no start at zero."""
     adapter = settings.pop("peft_config", tiny.lora(init_lora_weights=False))
     settings = {"num_generations": 4, "max_completion_length": 16, "shuffle_dataset": False, **settings}
+    prompts = tiny.prompt_data(settings.pop("prompts", 32))
     trainer = cls(
         model=model,
         reward_funcs=reward,
         args=EfficientGRPOConfig(**common(out, **settings)),
-        train_dataset=tiny.prompt_data(32),
+        train_dataset=prompts,
         eval_dataset=eval_dataset,
         processing_class=tiny.make_tokenizer(),
         callbacks=list(callbacks),
@@ -248,10 +265,13 @@ def sft(path, out, resume=None, final="", fails=0, **settings):
     return result(trainer, record)
 
 
-def grpo(path, out, model="", bf16=0, evaluate=0, head=0, full=0, resume=None, loses_node=0, idle=0, **settings):
+def grpo(
+    path, out, model="", bf16=0, evaluate=0, head=0, full=0, resume=None, loses_node=0, idle=0, early=0, **settings
+):
     """`model` is empty for one in 4 bits, "whole", or "made": an object that no folder has the weights of.
 
-    Even a short prompt is computed once per optimizer step. With `idle` the last rank has nothing to learn from.
+    Even a short prompt is computed once per optimizer step. With `idle` the last rank has nothing to learn from, and
+    the optimizer steps after micro-batch `early`, too.
     """
     across_passes.MIN_SAVED_TOKENS = 1
     settings |= {"bf16": True} if bf16 else {}
@@ -267,6 +287,7 @@ def grpo(path, out, model="", bf16=0, evaluate=0, head=0, full=0, resume=None, l
         model = tiny.load(model or path, dtype=getattr(torch, dtype), compute=dtype)
     trainer = grpo_trainer(FixedCompletions, model, out, callbacks=[record := Record()], **settings)
     trainer.has_no_signal = bool(idle) and RANK == WORLD_SIZE - 1
+    trainer.early_step = early
     if loses_node:
         trainer.add_callback(End(node=True))
     if evaluate:  # before training upstream cannot evaluate a model that FSDP2 is to shard
