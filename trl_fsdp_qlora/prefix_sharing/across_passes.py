@@ -422,6 +422,9 @@ class StepForwards:
         self.store = KeptValues()
         self.ties_ends = ties_ends
         self.batches_per_pass = batches_per_pass
+        # The scores that a trunk's forward returned, by its first and last pass, if each of its layers is collective.
+        self.trunk_outputs: dict[tuple[int, int], torch.Tensor] = {}
+        self._last_begun = -1  # the pass that ran last
         self._grown: dict[int, PassForest] = {}  # by pass, because planning and running use the same forests
         # Forwards are collective, so each rank runs the trunks of all ranks. A trunk lives from the first pass that
         # needs it to the last one.
@@ -506,6 +509,7 @@ class StepForwards:
             )
             yield Forward(unscored, forest, kept, is_first)
             is_first = False
+        self._last_begun = number
         forest, takes = grown.of_pass()
         trunks = np.flatnonzero(self.trunks[:, number]).tolist()
         kept = KeptInPass(
@@ -518,12 +522,20 @@ class StepForwards:
 
     def settle(self) -> None:
         """End the step: run the backward of trunks whose last pass did not run, and free all kept values."""
-        trunks = {(node.first, node.last) for node in self.kept}
+        trunks = [tuple(trunk) for trunk in np.argwhere(self.trunks).tolist()]
         # A trunk goes on from trunks that live longer, so its backward comes before theirs.
         for trunk in sorted(trunks, key=lambda trunk: (-trunk[0], trunk[1])):
             nodes = {n for n, node in enumerate(self.kept) if (node.first, node.last) == trunk}
-            pay([(x, self.store.accounts[key]) for key, x in self.store.values.items() if key[-1] in nodes])
+            owed = [(x, self.store.accounts[key]) for key, x in self.store.values.items() if key[-1] in nodes]
+            if self._last_begun < trunk[1] and trunk in self.trunk_outputs:
+                # Its backward begins at the output, where the model's hooks gather sharded weights.
+                output = self.trunk_outputs[trunk]
+                ends = Account()
+                ends.add(torch.zeros_like(output))
+                owed.append((output, ends))
+            pay(owed)
         self.store.clear()
+        self.trunk_outputs.clear()
 
     def _ending_in(self, number: int) -> frozenset:
         return frozenset(n for n, node in enumerate(self.kept) if node.last == number)
