@@ -151,8 +151,15 @@ def main() -> None:
     metrics = trainers["ours"]._metrics["train"]
     tokens = {name: metrics[f"generation/{name}"][-1] for name in ("prefill_tokens", "prefill_tokens_stock")}
     setting = {name: value for name, value in vars(args).items() if name != "output"}
-    result = {"setting": setting, "cpu": cpu_name(), "torch": torch.__version__, "cpu_seconds": seconds, **tokens}
-    result |= {"completion_tokens": len(drawn["ours"][0]), "speedup": statistics.median(ratios)}
+    result = {
+        "setting": setting,
+        "cpu": cpu_name(),
+        "torch": torch.__version__,
+        "cpu_seconds": seconds,
+        **tokens,
+        "completion_tokens": len(drawn["ours"][0]),
+        "speedup": statistics.median(ratios),
+    }
     line = f"{result['speedup']:.2f}x ({min(ratios):.2f} to {max(ratios):.2f}) in CPU seconds"
     print(f"{line}; prefilled {tokens['prefill_tokens']:.0f} of {tokens['prefill_tokens_stock']:.0f} tokens")
     args.output.write_text(json.dumps(result, indent=2) + "\n")
