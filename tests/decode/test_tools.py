@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.decode.test_turns import OURS, STOCK, calling_tokenizer, make_trainer
+from tests.decode.helpers import calling_tokenizer
+from tests.decode.test_turns import OURS, STOCK, make_trainer
 from tests.distributed.launch import launch
 from tests.tiny import config, digit_share, lora, prompts, tiny_model
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer

@@ -8,10 +8,11 @@ import torch
 from transformers import GenerationConfig
 from trl import GRPOConfig, GRPOTrainer
 
+from tests.decode.helpers import calling_tokenizer
 from tests.prefix_sharing.helpers import MULTIMODAL, build, make_trainer, processor
 from tests.tiny import config, digit_share, lora, prompts, tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.small_base.text import CHAT_TEMPLATE, character_tokenizer
+from trl_fsdp_qlora.small_base.text import character_tokenizer
 
 STOCK, OURS = (GRPOTrainer, GRPOConfig), (EfficientGRPOTrainer, EfficientGRPOConfig)
 # Almost greedy: the same completions whatever the draws are.
@@ -147,23 +148,10 @@ def add(a: int, b: int) -> str:
     return str(a + b)
 
 
-def calling_tokenizer():
-    """Reads a call of [`add`] out of every completion with an even first token, once per conversation."""
-    tokenizer = character_tokenizer()
-    calls = "{% if message['tool_calls'] %}{{ message['tool_calls'] | tojson }}{% endif %}"
-    tokenizer.chat_template = CHAT_TEMPLATE.replace("message['content'] }}", "message['content'] }}" + calls, 1)
-    tokenizer.response_template = {}  # TRL then asks the tokenizer to read completions
-
-    def read(ids, prefix, tools=None):
-        message = {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
-        # A tool's answer begins with characters that the tokenizer does not know.
-        if ids[0] % 2 == 0 and tokenizer.unk_token_id not in prefix:
-            call = {"name": "add", "arguments": {"a": ids[0], "b": len(ids)}}
-            message["tool_calls"] = [{"type": "function", "function": call}]
-        return message
-
-    tokenizer.parse_response = read
-    return tokenizer
+def calls_once(ids, prefix):
+    """A completion with an even first token calls the tool, once per conversation."""
+    # A tool's answer begins with characters that the tokenizer does not know.
+    return ids[0] % 2 == 0 and character_tokenizer().unk_token_id not in prefix
 
 
 def roll(asked, trainer):
@@ -182,7 +170,8 @@ def test_other_turns_equal_stock(tmp_path, drawn_by):
     """Some rows go on after a tool's answer, each with a history of its own; a rollout function draws itself."""
     runs = []
     for cls, config_cls in (STOCK, OURS):
-        model, tokenizer = tiny_model(), calling_tokenizer() if drawn_by == "tools" else character_tokenizer()
+        model = tiny_model()
+        tokenizer = calling_tokenizer(calls_once) if drawn_by == "tools" else character_tokenizer()
         model.generation_config.eos_token_id = ENDS
         args = config(config_cls, tmp_path, max_completion_length=60, **GREEDY)
         more = {"peft_config": lora(), "processing_class": tokenizer, drawn_by: [add] if drawn_by == "tools" else roll}

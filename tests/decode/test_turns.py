@@ -6,6 +6,7 @@ import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
+from tests.decode.helpers import calling_tokenizer
 from tests.decode.test_decoding import EOS, LENGTH_DEPENDENT, MODELS, build, greedy
 from tests.prefix_sharing.helpers import MULTIMODAL, RECURRENT, SUPPORTED
 from tests.prefix_sharing.helpers import build as build_family
@@ -15,7 +16,6 @@ from trl_fsdp_qlora.decode import turns as turns_module
 from trl_fsdp_qlora.decode.completions import complete
 from trl_fsdp_qlora.decode.decoding import Decoding
 from trl_fsdp_qlora.decode.turns import KeptTurns, why_not_kept
-from trl_fsdp_qlora.small_base.text import CHAT_TEMPLATE, character_tokenizer
 
 # Whose next tokens, run one by one behind a cache, are not those of the whole text: transformers' own cache is 0.5%
 # off there.
@@ -216,24 +216,6 @@ def add(a: int, b: int) -> str:
     return str(a + b) * (1 + a % 7)
 
 
-def calling_tokenizer():
-    """Reads a call of [`add`] out of four completions of five, whatever the turn."""
-    tokenizer = character_tokenizer()
-    calls = "{% if message['tool_calls'] %}{{ message['tool_calls'] | tojson }}{% endif %}"
-    tokenizer.chat_template = CHAT_TEMPLATE.replace("message['content'] }}", "message['content'] }}" + calls, 1)
-    tokenizer.response_template = {}  # TRL then asks the tokenizer to read completions
-
-    def read(ids, prefix, tools=None):
-        message = {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
-        if (sum(ids[:4]) + len(prefix)) % 5:
-            call = {"name": "add", "arguments": {"a": ids[0], "b": len(ids)}}
-            message["tool_calls"] = [{"type": "function", "function": call}]
-        return message
-
-    tokenizer.parse_response = read
-    return tokenizer
-
-
 TRAINED = {
     "full": lambda: tiny_model(),
     "sliding": lambda: build_family(SUPPORTED["qwen3_sliding"]),
@@ -248,7 +230,11 @@ def make_trainer(cls, config_cls, folder, kind="full", tools=(add,), tokenizer=N
     model.config.max_position_embeddings = 512
     changes = {"max_tool_calling_iterations": 3, "max_completion_length": 160, **changes}
     given = {"generation_kwargs": {"do_sample": False}, **changes}
-    named = {"peft_config": lora(), "processing_class": tokenizer or calling_tokenizer(), "tools": list(tools)}
+    named = {
+        "peft_config": lora(),
+        "processing_class": tokenizer or calling_tokenizer(),
+        "tools": list(tools),
+    }
     return cls(model, digit_share, config(config_cls, folder, **given), prompts(), **named)
 
 

@@ -10,8 +10,9 @@ from datasets import Dataset
 from peft import LoraConfig
 from PIL import Image
 
+from tests.decode.helpers import calling_tokenizer
 from tests.decode.test_decoding import greedy
-from tests.decode.test_turns import OURS, STOCK, calling_tokenizer
+from tests.decode.test_turns import OURS, STOCK
 from tests.prefix_sharing.helpers import MULTIMODAL, build
 from tests.prefix_sharing.test_images import FAMILIES, IDEFICS, IMAGE, MORE, SIZES
 from tests.tiny import config, digit_share

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.tensor import DTensor
 
-from tests.decode.test_turns import OURS, STOCK, calling_tokenizer, make_trainer
+from tests.decode.helpers import calling_tokenizer
+from tests.decode.test_turns import OURS, STOCK, make_trainer
 from tests.distributed.fsdp_on_gloo import force_fsdp, fsdp_environment
 from tests.distributed.launch import launch
 

@@ -47,8 +47,9 @@ EARLY = {
     "last_step_merged": f"grpo:per_device_train_batch_size=1,{_LAST_IS_SHORT},tokens_per_pass=1000",
     "own_loop": f"{CUT['grpo']},early=3",
     "own_loop_merged": f"{CUT['merged']},early=3",
+    "last_step_alone": f"grpo:per_device_train_batch_size=1,{_LAST_IS_SHORT},tokens_per_pass=0",
+    "own_loop_alone": f"{CUT['grpo']},early=3,tokens_per_pass=0",
 }
-EARLY |= {f"{name}_alone": f"{EARLY[name]},tokens_per_pass=0" for name in ("last_step", "own_loop")}
 # Each micro-batch has a pass of its own.
 ZERO_2 = {name: CUT[name] for name in ("grpo", "merged", "too_long")}
 CHECKPOINTED = "grpo:per_device_train_batch_size=1,gradient_accumulation_steps=4,gradient_checkpointing=true"

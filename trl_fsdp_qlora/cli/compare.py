@@ -190,7 +190,7 @@ def trainer_of_recipe(words: list[str], trainer: str | None) -> str:
     if command is None:
         used = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
         if path:
-            used |= set(read_yaml(path))
+            used.update(read_yaml(path))
         used -= {"config", "debug_errors", "env", "stage"}
         for name, method in METHODS.items():
             if used <= {item.name for kind in (method.script, method.config, ModelConfig) for item in fields(kind)}:

@@ -343,7 +343,7 @@ def constant_rewards(rewards: Sequence[Callable], rows: Any) -> Iterator[Finding
                 reason = f"{name} returned {len(values)} values for {len(texts)} completions; it must return one each"
                 yield Finding("error", "rewards", reason)
                 break
-            distinct |= set(values)
+            distinct.update(values)
         if len(distinct) == 1:
             reason = (
                 f"{name} gives {distinct.pop()} to every text tried on the first {len(rows)} prompts, the right "

@@ -72,7 +72,7 @@ def method_of(words: Sequence[str], further: Mapping[type, type] | None = None) 
     taken, rest = take(words, ("--config",))
     used = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in rest if word.startswith("--")}
     if taken:
-        used |= set(read_yaml(taken["--config"]))
+        used.update(read_yaml(taken["--config"]))
     used -= {item.name for item in fields(ModelConfig)} | {"env", "stage"}
     methods = dict.fromkeys((EfficientGRPOConfig, TSPMOConfig, AStarPOConfig), ScriptArguments) | dict(further or {})
     for config, script in methods.items():

@@ -263,7 +263,7 @@ class Decoding:
         kwargs = {n: _rows(n, x, rows) for n, x in batch.kwargs.items() if n not in _OF_IMAGES}
         if self.images is not None and part.new > 1:  # a single token is text, and may be nobody's
             seen = [0 if row is None else len(row.images) for row in part.kept]
-            kwargs |= self.images.unseen(part.rows, seen)
+            kwargs.update(self.images.unseen(part.rows, seen))
         kwargs[batch.cache_name] = filled_cache(model.config, part.kept, used, width - part.new)
         part.kept.clear()  # frees the kept rows' memory before the forward
         for name in ("attention_mask", "position_ids", *PER_TOKEN):

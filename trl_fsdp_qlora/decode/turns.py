@@ -57,9 +57,12 @@ def layer_states(layer) -> States:
     states: States = {}
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         for kind, by_number in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
-            states |= {(kind, number): state for number, state in by_number.items() if state is not None}
+            for number, state in by_number.items():
+                if state is not None:
+                    states[kind, number] = state
     if getattr(layer, "keys", None) is not None and layer.get_seq_length():
-        states |= {"keys": layer.keys, "values": layer.values}
+        states["keys"] = layer.keys
+        states["values"] = layer.values
     return states
 
 
@@ -199,7 +202,8 @@ class KeptTurns:
         self.most_bytes = max(self.most_bytes, self.bytes)
 
     def clear(self) -> None:
-        self._rows, self.bytes = [], 0
+        self._rows = []
+        self.bytes = 0
 
     def take(self, prompts: list[list[int]], images: list[tuple[int, ...]] | None = None) -> list[Continuation]:
         """The parts in which `prompts` are prefilled; kept rows that serve no prompt are freed.

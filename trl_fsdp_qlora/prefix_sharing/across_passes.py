@@ -424,7 +424,6 @@ class StepForwards:
         self.batches_per_pass = batches_per_pass
         # The scores that a trunk's forward returned, by its first and last pass, if each of its layers is collective.
         self.trunk_outputs: dict[tuple[int, int], torch.Tensor] = {}
-        self._last_begun = -1  # the pass that ran last
         self._grown: dict[int, PassForest] = {}  # by pass, because planning and running use the same forests
         # Forwards are collective, so each rank runs the trunks of all ranks. A trunk lives from the first pass that
         # needs it to the last one.
@@ -509,9 +508,11 @@ class StepForwards:
             )
             yield Forward(unscored, forest, kept, is_first)
             is_first = False
-        self._last_begun = number
         forest, takes = grown.of_pass()
         trunks = np.flatnonzero(self.trunks[:, number]).tolist()
+        for first in trunks:
+            # The backward of this pass begins the trunk's, so `settle` must not.
+            self.trunk_outputs.pop((first, number), None)
         kept = KeptInPass(
             self.store,
             takes=takes,
@@ -527,7 +528,7 @@ class StepForwards:
         for trunk in sorted(trunks, key=lambda trunk: (-trunk[0], trunk[1])):
             nodes = {n for n, node in enumerate(self.kept) if (node.first, node.last) == trunk}
             owed = [(x, self.store.accounts[key]) for key, x in self.store.values.items() if key[-1] in nodes]
-            if self._last_begun < trunk[1] and trunk in self.trunk_outputs:
+            if trunk in self.trunk_outputs:
                 # Its backward begins at the output, where the model's hooks gather sharded weights.
                 output = self.trunk_outputs[trunk]
                 ends = Account()

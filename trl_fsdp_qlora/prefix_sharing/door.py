@@ -769,15 +769,11 @@ class Door:
         if batch.router_loss:
             router_logits = getattr(outputs, "router_logits", None)
             if isinstance(router_logits, tuple):
-                sums_M2E = self._router_sums(router_logits, layout, batches)
+                sums_M2E = router_sums(router_logits, layout, self._experts_per_token(), batches)
             elif layout.kept is not None:
                 raise CannotKeep("its forward returns no router logits")
         hidden_TH = outputs.last_hidden_state.flatten(0, 1)
         return hidden_TH[layout.score_index_N.to(hidden_TH.device)], sums_M2E
-
-    @_not_compiled
-    def _router_sums(self, router_logits: tuple, layout: PackedLayout, batches: int) -> torch.Tensor:
-        return router_sums(router_logits, layout, self._experts_per_token(), batches)
 
     def _experts_per_token(self) -> int:
         return self.base.config.get_text_config().num_experts_per_tok

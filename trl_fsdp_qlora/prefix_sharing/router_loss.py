@@ -16,6 +16,7 @@ from ..scoring.transfer import to_device
 from .layout import PackedLayout
 
 
+@torch.compiler.disable  # every batch has another layout, so the function would be traced anew for each batch
 def router_sums(
     router_logits: tuple[torch.Tensor, ...], layout: PackedLayout, top_k: int, batches: int = 1
 ) -> torch.Tensor:
