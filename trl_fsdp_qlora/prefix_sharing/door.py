@@ -14,7 +14,7 @@ import itertools
 import logging
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -395,16 +395,7 @@ class Door:
             The plan; `None` if no two batches share a beginning and each batch fits, or if this model cannot keep
             shared beginnings.
         """
-        if not self.is_active or self._cannot_keep is not None:
-            return None
-        reason = self._why_not_keep()
-        if reason is None and keeps_no_graph(checkpointed(self.base)):
-            reason = (
-                "its layers run without a graph (gradient_checkpointing_kwargs={'use_reentrant': True}); "
-                "use_reentrant=False keeps one"
-            )
-        if reason is not None:
-            self.cannot_keep(reason)
+        if not self._may_plan():
             return None
         device = batches[0].input_ids.device
 
@@ -419,52 +410,82 @@ class Door:
             sequences = None
         if any(agree([int(sequences is None)])):
             return None
-        limit = tokens_per_pass or batches[0].input_ids.numel()
         rows = len(batches[0].input_ids)
-
-        def forwards(rows_per_pass: int, agree, has_gradients: bool = True) -> StepForwards:
-            first_rows = range(0, len(sequences.lengths_B), rows_per_pass)
-            rows_of_pass = [np.arange(first, first + rows_per_pass) for first in first_rows]
-            ties_ends = has_gradients and is_sharded(self.base)
-            batches_per_pass = max(1, rows_per_pass // rows)
-            return StepForwards(sequences, rows_of_pass, self._shortest, agree, ties_ends, batches_per_pass)
-
+        limit = tokens_per_pass or batches[0].input_ids.numel()
+        candidates = [rows] if one_by_one else _rows_per_pass(len(batches), rows)
+        fitting = (count for count in candidates if self._passes(sequences, count, rows, list).fits(limit))
+        # The largest number of rows that fits on every rank, or 0.
+        chosen = -agree([-next(fitting, 0)])[0]
         to_losses = None
         if any(batch.router_loss for batch in batches):
             to_losses = functools.partial(router_loss, top_k=self._experts_per_token())
-
-        divisors = [count for count in range(len(batches), 0, -1) if len(batches) % count == 0]
-        rows_per_pass = [count * rows for count in divisors]
-        rows_per_pass += [rows // count for count in range(2, rows + 1) if rows % count == 0]
-        if one_by_one:
-            rows_per_pass = [rows]
-        fitting = (count for count in rows_per_pass if forwards(count, list).fits(limit))
-        # The largest number of rows that fits on every rank; a single row that is too long runs alone.
-        chosen = -agree([-next(fitting, 0)])[0]
-        if chosen < rows and tokens_per_pass is None:
+        if chosen >= rows:
+            return self._plan_whole_batches(batches, sequences, chosen, agree, to_losses)
+        if tokens_per_pass is None:
             return None  # too many beginnings would be alive at once; each batch alone needs less memory
-        if chosen < rows and one_by_one:
+        if one_by_one:
             self._log_once(
                 f"Micro-batches of {rows} rows are longer than tokens_per_pass={tokens_per_pass}, and cannot "
                 "be cut here"
             )
-            chosen = rows
-        chosen = max(chosen, 1)
-        if chosen >= rows:
-            one_per_batch = forwards(rows, agree)
-            if not one_per_batch.is_shared:
-                return None
-            shared = one_per_batch if chosen == rows else forwards(chosen, agree)
-            # A batch that runs alone may be a dense row, which a pass of several batches cannot be. That may save more
-            # than sharing between batches does.
-            of_batches = zip(batches, sequences.split(rows), strict=True)
-            alone_tokens = sum(self.grow(batch, of_batch).tokens for batch, of_batch in of_batches)
-            shared_tokens, alone_tokens = reduced_over_ranks([shared.tokens, alone_tokens], device, "SUM")
-            if shared_tokens >= alone_tokens:
-                return None
-            return StepPlan(shared, None, chosen // rows, 1, to_losses)
-        values = forwards(chosen, agree, has_gradients=False)
-        return StepPlan(forwards(chosen, agree), values, 1, rows // chosen, to_losses)
+            return self._plan_whole_batches(batches, sequences, rows, agree, to_losses)
+        chosen = max(chosen, 1)  # a single row that is too long runs alone
+        values = self._passes(sequences, chosen, rows, agree, has_gradients=False)
+        forwards = self._passes(sequences, chosen, rows, agree)
+        return StepPlan(forwards, values, 1, rows // chosen, to_losses)
+
+    def _may_plan(self) -> bool:
+        """Whether passes of this model may use values of other passes; logs why not, once."""
+        if not self.is_active or self._cannot_keep is not None:
+            return False
+        reason = self._why_not_keep()
+        if reason is None and keeps_no_graph(checkpointed(self.base)):
+            reason = (
+                "its layers run without a graph (gradient_checkpointing_kwargs={'use_reentrant': True}); "
+                "use_reentrant=False keeps one"
+            )
+        if reason is not None:
+            self.cannot_keep(reason)
+        return reason is None
+
+    def _passes(
+        self,
+        sequences: Sequences,
+        rows_per_pass: int,
+        rows_per_batch: int,
+        agree: Callable,
+        has_gradients: bool = True,
+    ) -> StepForwards:
+        """Returns the forwards that compute `sequences`, `rows_per_pass` rows in a pass."""
+        first_rows = range(0, len(sequences.lengths_B), rows_per_pass)
+        rows_of_pass = [np.arange(first, first + rows_per_pass) for first in first_rows]
+        ties_ends = has_gradients and is_sharded(self.base)
+        batches_per_pass = max(1, rows_per_pass // rows_per_batch)
+        return StepForwards(sequences, rows_of_pass, self._shortest, agree, ties_ends, batches_per_pass)
+
+    def _plan_whole_batches(
+        self,
+        batches: list[Batch],
+        sequences: Sequences,
+        rows_per_pass: int,
+        agree: Callable,
+        to_losses: Callable | None,
+    ) -> StepPlan | None:
+        """Plan passes of one or several whole batches; `None` if the batches, each alone, compute no more tokens."""
+        rows = len(batches[0].input_ids)
+        one_per_batch = self._passes(sequences, rows, rows, agree)
+        if not one_per_batch.is_shared:
+            return None
+        forwards = one_per_batch if rows_per_pass == rows else self._passes(sequences, rows_per_pass, rows, agree)
+        # A batch that runs alone may be a dense row, which a pass of several batches cannot be. That may save more
+        # than sharing between batches does.
+        of_batches = zip(batches, sequences.split(rows), strict=True)
+        alone_tokens = sum(self.grow(batch, of_batch).tokens for batch, of_batch in of_batches)
+        device = batches[0].input_ids.device
+        shared_tokens, alone_tokens = reduced_over_ranks([forwards.tokens, alone_tokens], device, "SUM")
+        if shared_tokens >= alone_tokens:
+            return None
+        return StepPlan(forwards, None, rows_per_pass // rows, 1, to_losses)
 
     @property
     def keeps_beginnings(self) -> bool:
@@ -798,6 +819,16 @@ class Door:
             coefficient = getattr(self.base.config.get_text_config(), "router_aux_loss_coef", 0.0)
             loss = loss + coefficient * aux_loss
         return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **values)
+
+
+def _rows_per_pass(batches: int, rows: int) -> list[int]:
+    """Returns the numbers of rows that a pass of equal passes may have, largest first.
+
+    A pass has several whole batches of `rows` rows each, one batch, or an equal part of one.
+    """
+    several = [count * rows for count in range(batches, 0, -1) if batches % count == 0]
+    parts = [rows // count for count in range(2, rows + 1) if rows % count == 0]
+    return several + parts
 
 
 def _through_the_door(base: PreTrainedModel, stock):
