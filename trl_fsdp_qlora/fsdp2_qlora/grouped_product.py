@@ -187,15 +187,15 @@ def _power_of_two(number: int) -> int:
 def _rows_of_tile(ends_ptr, tile, groups, IS_FIRST: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr):
     # The number of tiles of the groups before gives a tile's group.
     index = tl.arange(0, GROUPS)
-    there = index < groups
-    begin = tl.load(ends_ptr + index - 1, mask=there & (index > 0) if IS_FIRST else there, other=0)
-    end = tl.load(ends_ptr + index, mask=there, other=0)
+    is_group = index < groups
+    begin = tl.load(ends_ptr + index - 1, mask=is_group & (index > 0) if IS_FIRST else is_group, other=0)
+    end = tl.load(ends_ptr + index, mask=is_group, other=0)
     tiles = (end - begin + ROWS - 1) // ROWS
     last = tl.cumsum(tiles, axis=0)
     group = tl.sum((last <= tile).to(tl.int32), axis=0)
-    mine = index == group
-    first = tl.sum(tl.where(mine, begin + (tile - last + tiles) * ROWS, 0), axis=0)
-    stop = tl.sum(tl.where(mine, end, 0), axis=0)
+    is_group_of_tile = index == group
+    first = tl.sum(tl.where(is_group_of_tile, begin + (tile - last + tiles) * ROWS, 0), axis=0)
+    stop = tl.sum(tl.where(is_group_of_tile, end, 0), axis=0)
     return group, first, stop
 
 
@@ -257,18 +257,18 @@ def _gradient_kernel(
     tile = tl.program_id(0) % tiles
     out_place = (tile // tiles_in) * OUT + tl.arange(0, OUT)
     in_place = (tile % tiles_in) * IN + tl.arange(0, IN)
-    out_there = (out_place < out_features)[None, :]
-    in_there = (in_place < in_features)[None, :]
+    is_out_feature = (out_place < out_features)[None, :]
+    is_in_feature = (in_place < in_features)[None, :]
     begin = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
     stop = tl.load(ends_ptr + group)
     total = tl.zeros((OUT, IN), dtype=tl.float32)
     for start in range(begin, stop, ROWS):
         row = start + tl.arange(0, ROWS)[:, None]
-        there = row < stop
+        is_row = row < stop
         grad = tl.load(
-            grad_ptr + row.to(tl.int64) * out_features + out_place[None, :], mask=there & out_there, other=0.0
+            grad_ptr + row.to(tl.int64) * out_features + out_place[None, :], mask=is_row & is_out_feature, other=0.0
         )
-        x = tl.load(x_ptr + row.to(tl.int64) * in_features + in_place[None, :], mask=there & in_there, other=0.0)
+        x = tl.load(x_ptr + row.to(tl.int64) * in_features + in_place[None, :], mask=is_row & is_in_feature, other=0.0)
         total += tl.dot(tl.trans(grad), x, input_precision="ieee")
     out = (
         out_ptr
@@ -276,24 +276,24 @@ def _gradient_kernel(
         + out_place[:, None] * in_features
         + in_place[None, :]
     )
-    mask = (out_place < out_features)[:, None] & in_there
+    mask = (out_place < out_features)[:, None] & is_in_feature
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @jit
 def _scale(
-    absmax_ptr, maxima_ptr, offset_ptr, nested_code_ptr, expert, row_bytes, block, there, NESTED: tl.constexpr,
+    absmax_ptr, maxima_ptr, offset_ptr, nested_code_ptr, expert, row_bytes, block, is_block, NESTED: tl.constexpr,
     NESTED_BLOCK: tl.constexpr,
 ):  # fmt: skip
     # The absolute maximum of each block of an expert's weights.
     if NESTED:
-        index = tl.load(absmax_ptr + expert * row_bytes + block, mask=there, other=0)
+        index = tl.load(absmax_ptr + expert * row_bytes + block, mask=is_block, other=0)
         code = tl.load(nested_code_ptr + index.to(tl.int32))
         floats = expert * (row_bytes // 4)
-        maximum = tl.load(maxima_ptr + floats + block // NESTED_BLOCK, mask=there, other=0.0)
+        maximum = tl.load(maxima_ptr + floats + block // NESTED_BLOCK, mask=is_block, other=0.0)
         scale = code * maximum + tl.load(offset_ptr + floats)
     else:
-        scale = tl.load(absmax_ptr + expert * (row_bytes // 4) + block, mask=there, other=0.0)
+        scale = tl.load(absmax_ptr + expert * (row_bytes // 4) + block, mask=is_block, other=0.0)
     return scale
 
 
@@ -316,10 +316,10 @@ def _dequantize_kernel(
     pieces = tl.cdiv(packed_bytes, BYTES)
     expert = (tl.program_id(0) // pieces).to(tl.int64)
     byte = (tl.program_id(0) % pieces) * BYTES + tl.arange(0, BYTES)
-    there = byte < packed_bytes
-    packed = tl.load(weight_ptr + expert * row_bytes + byte, mask=there, other=0).to(tl.int32)
+    is_byte = byte < packed_bytes
+    packed = tl.load(weight_ptr + expert * row_bytes + byte, mask=is_byte, other=0).to(tl.int32)
     scale = _scale(
-        absmax_ptr, maxima_ptr, offset_ptr, nested_code_ptr, expert, row_bytes, byte // (BLOCK // 2), there, NESTED,
+        absmax_ptr, maxima_ptr, offset_ptr, nested_code_ptr, expert, row_bytes, byte // (BLOCK // 2), is_byte, NESTED,
         NESTED_BLOCK,
     )  # fmt: skip
     # The first of two weights is in a byte's upper half.
@@ -359,26 +359,26 @@ def _packed_product_kernel(
     if group < groups:  # there are fewer tiles than programs: the rest have no group
         row = first + tl.arange(0, ROWS)
         column = (tl.program_id(0) % tiles_of_columns) * COLUMNS + tl.arange(0, COLUMNS)
-        row_there = (row < stop)[:, None]
-        column_there = column < columns
+        is_row = (row < stop)[:, None]
+        is_column = column < columns
         expert = group.to(tl.int64)
         half = tl.arange(0, BLOCK // 2)
         x_row = x_ptr + row.to(tl.int64)[:, None] * depth + 2 * half[None, :]
         weight_row = weight_ptr + expert * row_bytes + column[:, None] * (depth // 2) + half[None, :]
         total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for start in range(0, depth, BLOCK):
-            packed = tl.load(weight_row + start // 2, mask=column_there[:, None], other=0).to(tl.int32)
+            packed = tl.load(weight_row + start // 2, mask=is_column[:, None], other=0).to(tl.int32)
             block = (column * depth + start) // BLOCK
             scale = _scale(
-                absmax_ptr, maxima_ptr, offset_ptr, nested_code_ptr, expert, row_bytes, block, column_there, NESTED,
+                absmax_ptr, maxima_ptr, offset_ptr, nested_code_ptr, expert, row_bytes, block, is_column, NESTED,
                 NESTED_BLOCK,
             )[:, None]  # fmt: skip
             # The first of two weights is in a byte's upper half. Rounded like the dense weights.
             upper = (tl.load(code_ptr + (packed >> 4)) * scale).to(x_ptr.dtype.element_ty)
             lower = (tl.load(code_ptr + (packed & 15)) * scale).to(x_ptr.dtype.element_ty)
-            x_first = tl.load(x_row + start, mask=row_there, other=0.0)
-            x_second = tl.load(x_row + start + 1, mask=row_there, other=0.0)
+            x_first = tl.load(x_row + start, mask=is_row, other=0.0)
+            x_second = tl.load(x_row + start + 1, mask=is_row, other=0.0)
             total += tl.dot(x_first, tl.trans(upper), input_precision="ieee")  # float32 stays float32
             total += tl.dot(x_second, tl.trans(lower), input_precision="ieee")
         out = out_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]
-        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=row_there & column_there[None, :])
+        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row & is_column[None, :])
