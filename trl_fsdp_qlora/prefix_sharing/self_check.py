@@ -173,6 +173,8 @@ def compare(
     weight_BC = torch.where(scored_BC, torch.randn(scored_BC.shape, generator=generator).to(device), 0.0)
 
     def backward(values_BC: torch.Tensor, cut: Cut, sign: float) -> torch.Tensor:
+        # TRL leaves the values on the LM head's device: the last of a model that is split over several devices.
+        values_BC = values_BC.to(device)
         if torch.is_grad_enabled():
             (values_BC * (sign * cut.counts * weight_BC[cut.rows])).sum().backward()
         return values_BC.detach()
