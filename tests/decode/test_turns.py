@@ -12,6 +12,7 @@ from tests.prefix_sharing.helpers import MULTIMODAL, RECURRENT, SUPPORTED
 from tests.prefix_sharing.helpers import build as build_family
 from tests.tiny import config, digit_share, lora, prompts, tiny_model
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.decode import shared_prompts
 from trl_fsdp_qlora.decode import turns as turns_module
 from trl_fsdp_qlora.decode.completions import complete
 from trl_fsdp_qlora.decode.decoding import Decoding
@@ -104,6 +105,22 @@ def test_greedy_episodes_are_token_identical(name):
             new.append(sum(len(ids) - n for ids, n in zip(following, done, strict=True)))
             prompts = following
         assert ours[1:] <= new
+
+
+@pytest.mark.parametrize("is_shared", [True, False], ids=["prompts once", "prompts per row"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_prompts_of_different_lengths_behind_a_common_beginning(name, is_shared, monkeypatch):
+    """The beginning is prefilled on its own, so padding stands behind it; what a row keeps has no padding."""
+    if not is_shared:
+        monkeypatch.setattr(shared_prompts, "why_per_row", lambda model: "for the test")
+    model, rng = any_model(name), random.Random(0)
+    beginning = [rng.randrange(20, 60) for _ in range(150)]
+    behind_it = [beginning + prompt for prompt in PROMPTS]
+    kept = KeptTurns(1e12, 3)
+    expected, _ = episodes(model, None, behind_it)
+    found, tokens = episodes(model, kept, behind_it)
+    assert tokens[0] == len(beginning) + 3 * max(map(len, PROMPTS))  # three distinct prompts, padded
+    assert found == expected
 
 
 @pytest.mark.parametrize("name", [*GOES_ON_FROM_NO_STATE, *LENGTH_DEPENDENT])

@@ -38,7 +38,7 @@ from ..prefix_sharing.images import PER_IMAGE, PER_TOKEN
 from ..prefix_sharing.support import keeps_states_itself, position_limit
 from ..scoring.cpu_linear import fast_linears
 from ..scoring.transfer import widest_float
-from .cache import take_rows, unrepeatable
+from .cache import take_rows, unrepeatable, without_padding
 from .common_beginning import prefill_beginning
 from .shared_prompts import PrefillWatch, SharedPrompts, watched_attention
 from .turns import Continuation, KeptRow, KeptTurns, PromptImages, filled_cache, joined_cache, layer_states
@@ -195,6 +195,7 @@ class Decoding:
     def _prefill(self, model, ids_UP, place_R: torch.Tensor, batch: "_Batch", config: GenerationConfig, synced: bool):
         """Outputs as of a prefill of every row, from one of each prompt; the cache in `batch` serves every row."""
         ids_UP, once, beginning = prefill_beginning(model, ids_UP, batch.kwargs, config, synced)
+        batch.beginning = beginning
         watch = None if self.per_row else PrefillWatch(once.get("past_key_values"), once)
         outputs = prefill(model, ids_UP, config, once if watch is None else {**once, "shared_prompts": watch})
         if watch is not None:
@@ -296,6 +297,7 @@ class _Batch:
         left: number of rows that have not ended.
         drops: whether rows that have ended leave the batch.
         longest: maximum length of a row, prompt included.
+        beginning: number of columns in front of the padding, which a beginning that was prefilled on its own takes.
     """
 
     def __init__(self, ids_UP, place_R, config: GenerationConfig, logits_processor, stopping_criteria, kwargs: dict):
@@ -304,6 +306,7 @@ class _Batch:
         self.cache_name = "cache_params" if "cache_params" in kwargs else "past_key_values"
         self.shared: SharedPrompts | None = None
         self.images_R: list[tuple[int, ...]] = [()] * len(place_R)
+        self.beginning = 0
         self.logits_processor, self.stopping_criteria = logits_processor, stopping_criteria
         self._select_in_processors(place_R)
         self._padding_R = _padding(ids_UP, kwargs)[place_R]
@@ -370,12 +373,13 @@ class _Batch:
             layers = []
             for number, layer in enumerate(cache.layers):
                 if self.shared is not None:
-                    keys, values = self.shared.keys_and_values(number, row, length)
+                    keys, values = self.shared.keys_and_values(number, row, length, self.beginning)
                     layers.append({"keys": keys, "values": values})
                     continue
-                of_row = {name: state[row] for name, state in layer_states(layer).items()}
-                attended = {name: of_row[name][:, -length:] for name in of_row if name in ("keys", "values")}
-                layers.append({name: state.clone() for name, state in (of_row | attended).items()})
+                states = {name: state[row] for name, state in layer_states(layer).items()}
+                for name in states.keys() & {"keys", "values"}:
+                    states[name] = without_padding(states[name], length, self.beginning)
+                layers.append({name: state.clone() for name, state in states.items()})
             yield KeptRow(self.ids_AL[row, -1 - length : -1].tolist(), layers, self.images_R[number_in_R])
 
     def drop_finished(self, synced: bool) -> None:

@@ -27,7 +27,7 @@ from ..prefix_sharing.attention import (
 from ..prefix_sharing.cascade import merge
 from ..prefix_sharing.images import PER_IMAGE, PER_TOKEN
 from ..prefix_sharing.support import position_limit, unsupported_reason
-from .cache import RoomyLayer
+from .cache import RoomyLayer, without_padding
 
 _NAME = "shared_prompts_"
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -190,12 +190,19 @@ class SharedPrompts:
                 self.bias_U11P = self.bias_U11P[alive]
         self._place(place_A)
 
-    def keys_and_values(self, layer: int, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the last `length` keys and values `(H_kv, L, D)` of a row, prompt and completion."""
+    def keys_and_values(
+        self, layer: int, row: int, length: int, beginning: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the `length` keys and values `(H_kv, L, D)` of a row, prompt and completion, without padding.
+
+        `beginning`: see [`without_padding`].
+        """
         completion = self.cache.layers[layer]
         of_prompt = length - completion.keys.shape[-2]
-        parts = zip(self.prompts[layer], (completion.keys, completion.values), strict=True)
-        keys, values = (torch.cat([prompt[self.place_A[row], :, -of_prompt:], own[row]], -2) for prompt, own in parts)
+        keys, values = (
+            torch.cat([without_padding(prompt[self.place_A[row]], of_prompt, beginning), own[row]], -2)
+            for prompt, own in zip(self.prompts[layer], (completion.keys, completion.values), strict=True)
+        )
         return keys, values
 
     def next_inputs(self, ids_A: torch.Tensor) -> dict:
