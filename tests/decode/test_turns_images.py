@@ -156,6 +156,17 @@ def test_a_new_image_among_padded_ones_is_prefilled_with_its_history(name, monke
     assert len(set(lines)) == 1 and "is prefilled whole" in lines[0]
 
 
+@pytest.mark.parametrize("name", sorted(IDEFICS))
+def test_as_many_images_as_rows_among_padded_ones(name):
+    """Rows with two images next to as many with none: four rows of pixels, which are not one per image."""
+    episodes, rows = Episodes(name, {}), [6, 6, 5, 5]
+    ids, vision = [episodes.ids[row] for row in rows], episodes.vision(rows)
+    settings = greedy(suppress_tokens=[IMAGE], max_new_tokens=8)
+    expected, _ = complete(episodes.model, ids, settings, compact=False, vision=vision)
+    found, work = complete(episodes.model, ids, settings, vision=vision)
+    assert found == expected and work is not None
+
+
 # --- through the trainer, next to TRL's own loop ---------------------------------------------------------------------
 
 _CONTENT = (

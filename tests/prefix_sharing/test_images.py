@@ -17,6 +17,8 @@ from trl import GRPOTrainer
 
 from tests.distributed.launch import launch
 from trl_fsdp_qlora import EfficientGRPOTrainer
+from trl_fsdp_qlora.compat.trl import rows_of_images
+from trl_fsdp_qlora.grpo.groups import micro_batches
 from trl_fsdp_qlora.prefix_sharing import across_passes, images
 from trl_fsdp_qlora.prefix_sharing import comparison as comparison_module
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
@@ -294,6 +296,18 @@ def test_the_same_words_about_another_picture_are_another_prompt():
     changed["pixel_values"][5, 7] += 1e-6  # the last bits of one number
     assert not torch.equal(images.fingerprints(changed)[0], numbers[0])
     assert torch.equal(images.fingerprints(changed)[1:], numbers[1:])
+
+
+def test_padded_pixels_with_as_many_images_as_rows():
+    """Idefics' layout, of a row with two images and a row with none; TRL 1.16 takes it for one row per image."""
+    pixels = torch.rand(2, 2, 3, 4, 4)
+    vision = {"pixel_values": pixels, "pixel_attention_mask": torch.ones(2, 2, 4, 4), "num_images": [2, 0]}
+    chosen = rows_of_images(vision, [0])
+    assert torch.equal(chosen["pixel_values"], pixels[:1]) and len(chosen["pixel_attention_mask"]) == 1
+    changed = images.fingerprints({**vision, "pixel_values": torch.cat([pixels[:1], pixels[1:] + 1])})
+    assert (images.fingerprints(vision) == changed).flatten().tolist() == [True, False]
+    for part in micro_batches({**vision, "prompt_ids": torch.tensor([[0], [1]])}, 1, 0, 2):
+        assert torch.equal(part["pixel_values"], pixels[part["prompt_ids"][0]])
 
 
 def test_an_image_that_is_not_computed_runs_padded(caplog):

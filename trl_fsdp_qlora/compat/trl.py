@@ -112,9 +112,24 @@ def tool_suffix_ids(tokenizer: Any, chat_template: str | None, options: dict, me
     return GRPOTrainer._get_tool_suffix_ids(trainer, messages)
 
 
+def is_padded_by_row(vision: dict[str, Any]) -> bool:
+    """Whether pixels are padded to as many images in each row as any row has (Idefics, SmolVLM).
+
+    The mask over pixels `(B, images, height, width)` says so. TRL 1.16 compares the number of rows with that of
+    images, which may be equal by chance: a row with two images and a row with none.
+    """
+    mask = vision.get("pixel_attention_mask")
+    return isinstance(mask, torch.Tensor) and mask.ndim == 4
+
+
+def images_by_row(vision: dict[str, Any]) -> dict[str, Any]:
+    """`split_pixel_values_by_grid`: pixels and grids as lists with an entry per row, or padded tensors as they are."""
+    return vision if is_padded_by_row(vision) else split_pixel_values_by_grid(vision)
+
+
 def rows_of_images(vision: dict[str, Any], rows: Iterable[int]) -> dict[str, Any]:
     """TRL's vision arguments for some rows of a batch: pixels and grids per image, everything else per row."""
-    by_row = split_pixel_values_by_grid(vision)
+    by_row = images_by_row(vision)
     rows = [int(row) for row in rows]
     chosen = {}
     for name, x in by_row.items():

@@ -33,7 +33,7 @@ from ..compat.generation import (
     tuned_for_decoding,
     unfinished,
 )
-from ..compat.trl import split_pixel_values_by_grid
+from ..compat.trl import images_by_row
 from ..prefix_sharing.images import PER_IMAGE, PER_TOKEN
 from ..prefix_sharing.support import keeps_states_itself, position_limit
 from ..scoring.cpu_linear import fast_linears
@@ -100,7 +100,7 @@ def why_stock(model: nn.Module, config: GenerationConfig, vision: dict[str, Any]
         return f"images come with {', '.join(unknown)}"
     counts = vision.get("num_images")
     dealt = counts is not None and "pixel_values" in vision
-    if not dealt or len(split_pixel_values_by_grid(vision)["pixel_values"]) != len(counts):
+    if not dealt or len(images_by_row(vision)["pixel_values"]) != len(counts):
         return "pixels do not say which prompt they belong to"
     return None if position_limit(model) == float("inf") else "rotary tables that depend on the longest row"
 

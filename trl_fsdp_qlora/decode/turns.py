@@ -28,7 +28,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from ..compat.trl import rows_of_images, split_pixel_values_by_grid
+from ..compat.trl import images_by_row, rows_of_images
 from ..prefix_sharing.images import PER_IMAGE, fingerprints
 from ..prefix_sharing.recurrent import goes_on_from_a_state, recurrent_layers
 from ..prefix_sharing.support import position_limit
@@ -97,12 +97,7 @@ class PromptImages:
         counts = list(vision["num_images"])
         self._tensors = {name: vision[name] for name in PER_IMAGE if vision.get(name) is not None}
         one_by_one = {**self._tensors, "num_images": [1] * sum(counts)}
-        padding = self._tensors.get("pixel_attention_mask")
-        # There may be as many images as prompts by chance. The mask over pixels then tells the two layouts apart.
-        is_padded = padding is not None and padding.ndim == 4
-        self.is_per_prompt = is_padded or isinstance(
-            split_pixel_values_by_grid(one_by_one)["pixel_values"], torch.Tensor
-        )
+        self.is_per_prompt = isinstance(images_by_row(one_by_one)["pixel_values"], torch.Tensor)
         if self.is_per_prompt:
             self._tensors["num_images"] = [1] * len(counts)
             self._places = [[row] if count else [] for row, count in enumerate(counts)]

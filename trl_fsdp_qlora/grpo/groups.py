@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..compat.trl import RepeatSampler, split_pixel_values_by_grid, split_tensor_dict
+from ..compat.trl import RepeatSampler, images_by_row, split_tensor_dict
 from ..prefix_sharing.images import PER_IMAGE, fingerprints
 from ..scoring.transfer import to_device
 
@@ -41,7 +41,7 @@ def micro_batches(batch: dict[str, torch.Tensor | Sequence | None], group_size: 
     pixels once per completion, and this batch holds them once per prompt. Keys that identify the images of each row
     are added as `image_keys`.
     """
-    by_row = dict(split_pixel_values_by_grid(batch))
+    by_row = dict(images_by_row(batch))
     rows = len(batch["prompt_ids"])
     if "pixel_values" in batch:
         by_row["image_keys"] = fingerprints(batch)

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ..compat.trl import rows_of_images, split_pixel_values_by_grid
+from ..compat.trl import is_padded_by_row, rows_of_images, split_pixel_values_by_grid
 from ..scoring.transfer import to_device, to_host
 from .layout import PackedLayout, Sequences, UnpackableBatch, equal_runs
 from .self_check import reduced_over_ranks
@@ -63,7 +63,9 @@ def _row_keys(lines: dict[str, torch.Tensor], vision: dict[str, Any]) -> torch.T
     """Hashes `(B, 1)` of the rows, on the device of `lines`, the hashes of each entry of the tensors in `vision`."""
     # TRL reads from the grid how many patches an image has, so the grid itself is not replaced by hashes.
     hashes = {name: x for name, x in lines.items() if name != "image_grid_thw"}
-    by_row = split_pixel_values_by_grid({**vision, **hashes})
+    by_row = {**vision, **hashes}
+    if not is_padded_by_row(vision):
+        by_row = split_pixel_values_by_grid(by_row)
     keys_B = torch.zeros(len(by_row["pixel_values"]), dtype=torch.int64, device=lines["pixel_values"].device)
     for name, lines_N in lines.items():
         sizes = torch.tensor([1 if isinstance(by_row[name], torch.Tensor) else len(part) for part in by_row[name]])
