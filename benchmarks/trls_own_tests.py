@@ -6,6 +6,13 @@
     WITH=efficient python -m pytest -p trls_own_tests ../trl/tests/test_grpo_trainer.py        # EfficientGRPOTrainer
     python -m pytest ../trl/tests/test_dpo_trainer.py                                          # stock
 
+`STEPS=1` ends every GRPO training of the tests after one optimizer step, for tests of what a step does. Tools and
+environments, on both sides:
+
+    export STEPS=1
+    WITH=efficient python -m pytest -p trls_own_tests ../trl/tests/test_grpo_trainer.py -k "tool or environment"
+    WITH=stock python -m pytest -p trls_own_tests ../trl/tests/test_grpo_trainer.py -k "tool or environment"
+
 The tests fetch their tiny models and data from the Hub (`trl-internal-testing/...`), or from a folder of that name in
 which pytest is started. The last line says how many passes ran packed and why others did not.
 """
@@ -28,7 +35,12 @@ reasons: collections.Counter = collections.Counter()
 
 def pytest_configure(config):
     _count_passes()
-    if os.environ.get("WITH", "share_prompts") == "efficient":
+    if "STEPS" in os.environ:
+        _shorten_trainings(int(os.environ["STEPS"]))
+    contestant = os.environ.get("WITH", "share_prompts")
+    if contestant == "stock":
+        return
+    if contestant == "efficient":
         for name in OURS:
             setattr(trl, name, getattr(trl_fsdp_qlora, f"Efficient{name}"))
         return
@@ -41,6 +53,19 @@ def pytest_terminal_summary(terminalreporter):
     terminalreporter.write_line(f"{total}, {counts['padded']} as in stock TRL")
     for reason, times in reasons.most_common():
         terminalreporter.write_line(f"{times} times: {reason}")
+
+
+def _shorten_trainings(steps: int) -> None:
+    stock = trl.GRPOConfig.__post_init__
+
+    @functools.wraps(stock)
+    def post_init(self):
+        stock(self)
+        # Tests of missing `max_steps` expect an error, which a value would prevent.
+        if "requires_max_steps" not in os.environ.get("PYTEST_CURRENT_TEST", ""):
+            self.max_steps = min(self.max_steps, steps) if self.max_steps > 0 else steps
+
+    trl.GRPOConfig.__post_init__ = post_init
 
 
 def _share_prompts_of(trainer: type) -> None:
