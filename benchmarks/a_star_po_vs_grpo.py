@@ -121,7 +121,7 @@ def report(runs: list[dict]) -> list[str]:
 
     "Reached" is the lower end of the 95% interval of the accuracy that GRPO ends with: the first measurement from
     which A*-PO is equal to it within the intervals. Its seconds are divided by all of GRPO's, and by those that GRPO
-    itself needs to get there, which is the fairer figure where GRPO runs on after it stopped improving.
+    itself needs to get there, which is the fairer figure if GRPO runs on after it stopped improving.
     """
     lines = [
         "| seed | GRPO ends at | A*-PO ends at | level | GRPO reached it | A*-PO reached it | of GRPO's whole run | "

@@ -1,11 +1,11 @@
-"""GRPO + LoRA on GSM8K beside verl's published logs: seconds per step by phase, and accuracy on the 1,319 test
+"""GRPO + LoRA on GSM8K next to verl's published logs: seconds per step by phase, and accuracy on the 1,319 test
 problems.
 
     python benchmarks/anchor.py [--runs runs] [--output benchmarks/results/anchor.json]
 
-Reads `metrics.json` of the runs that recipes/Qwen2.5-*-Instruct/grpo_anchor left in `--runs`; what was not run says
-so. Theirs ran on two GPUs of unnamed make (the 7B model on eight) with parameters offloaded, so seconds are only
-comparable with the hardware of ours beside them.
+It reads `metrics.json` of the runs that recipes/Qwen2.5-*-Instruct/grpo_anchor left in `--runs`, and marks what was
+not run. verl's logs are of two GPUs of unnamed make (eight for the 7B model) with parameters offloaded, so the seconds
+are those of other hardware; the table names ours.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _NO_STEP = {"accuracy", "evaluate"}
 
 
 def ours(record: dict[str, Any]) -> dict[str, Any]:
-    """What a run's record says of accuracy and of the seconds of a median step, by phase; the first step warms up."""
+    """Returns a run's accuracy and the seconds of its median step by phase, without the first step, which warms up."""
     steps = [entry for entry in record.get("history", []) if "step_time" in entry][1:]
     names = {key for entry in steps for key in entry if key.startswith("time/") and key.endswith("_s")}
     phases = {

@@ -9,7 +9,7 @@ the process's CPU time are compared, so that other work on the machine counts li
 tokens_per_pass=0: each micro-batch computes its own prompt, as before. `moved` is how far the weights of the two
 trainers are apart after five steps of SGD, over how far they moved.
 
-What flatters us: on a CPU stock TRL projects every position through the LM head, prompts included, where on CUDA it
+What flatters us: on a CPU stock TRL projects every position through the LM head, prompts included, but on CUDA it
 projects completions only; so the vocabulary is small.
 """
 

@@ -3,16 +3,16 @@
     python benchmarks/beside_unsloth.py --model FOLDER --unsloth VENV/bin/python [--four_bit] [--output FILE]
 
 **Never run**: nothing of it has seen Unsloth or a GPU. Unsloth 2026.10.9 asks for TRL 1.15 or older, this package for
-TRL 1.16, so one environment does not hold both and `--unsloth` names the other one's Python. Its side is what
-Unsloth's GRPO notebooks do,
-without their vLLM: `FastLanguageModel.from_pretrained`, `get_peft_model` with its own gradient checkpointing, TRL's
-trainer, which Unsloth patches.
+TRL 1.16, so one environment does not hold both and `--unsloth` names the other one's Python. Its side does what
+Unsloth's GRPO notebooks do, without their vLLM: `FastLanguageModel.from_pretrained`, `get_peft_model` with its own
+gradient checkpointing, TRL's trainer, which Unsloth patches.
 
-Both sides get the same weights, LoRA, prompts and settings, with a reward that differs for every completion, and are
-told to draw completions of a fixed length; the tokens that they drew stand beside the seconds, and where they differ
-the two are not comparable. Each generates for itself, by transformers' `generate` or what it puts in its place, and
-keeps activations its own way (Unsloth's checkpointing moves them to the host). Both run one after the other; a side
-that is out of memory or fails says so, and the file is written after each. The first steps compile and are left out.
+Both sides get the same weights, LoRA, prompts and settings, a reward that differs for every completion, and a fixed
+length of completions. The table has the number of tokens that each drew next to its seconds; if these numbers differ,
+the seconds are not comparable. Each side generates for itself, with transformers' `generate` or its own code in its
+place, and keeps activations in its own way (Unsloth's checkpointing moves them to the host). The sides run one after
+the other. The row of a side that fails has the reason, and the file is written after each side. The first steps
+compile and are left out.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def distinct_reward(completions, completion_ids, **columns) -> list[float]:
 
 
 def settings(args, folder: str) -> dict:
-    """What both configs get; whatever has another default with Unsloth is named here."""
+    """Returns the settings of both configs; it names whatever has another default in Unsloth."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -201,7 +201,10 @@ def run_side(side: str, args) -> dict:
 
 
 def one_side(side: str, args) -> None:
-    """What [`run_side`] starts: the row goes into a file, because a side may print what it likes."""
+    """Run one side in the process that [`run_side`] starts.
+
+    The row goes into a file, because a side may print anything.
+    """
     try:
         row = measure(side, args)
     except Exception as error:
@@ -214,7 +217,7 @@ def one_side(side: str, args) -> None:
 
 
 def said(rows: dict[str, dict]) -> str:
-    """A line for each side, and the ratio where both drew as many tokens."""
+    """Returns a line for each side, and the ratio if both drew equally many tokens."""
     lines = []
     for side, row in rows.items():
         if "seconds" not in row:

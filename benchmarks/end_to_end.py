@@ -2,7 +2,8 @@
 
     python benchmarks/end_to_end.py --setting svamp --model DIR --data SVAMP.json
     python benchmarks/end_to_end.py --setting gsm8k --model DIR --data gsm8k/train.jsonl --gradient_checkpointing
-    --rows 8 python benchmarks/end_to_end.py --setting small_base --model DIR
+        --rows 8
+    python benchmarks/end_to_end.py --setting small_base --model DIR
     python benchmarks/end_to_end.py --setting svamp --early --generation_only ...
     python benchmarks/end_to_end.py --setting gsm8k --rows 8 --tokens 64 --generation_only ...
     python benchmarks/end_to_end.py --setting svamp --continuous_batching --generation_only ...
@@ -10,20 +11,17 @@
 Both trainers live in one process, on the same weights, with the same seed, prompts and LoRA, and take turns of one
 optimizer step (A B B A ...), so that a drifting machine hits both alike; the ratio of every pair of turns is kept.
 Each generates its own completions, and is timed doing so. Then both take the loss of the same ones, those of whoever
-came first. Their losses
-and the norms of their gradients are printed beside each other: a first step on new completions has a loss of about
-zero, the mean advantage. The reward differs for every completion, so none is skipped. What is left of the difference
-between the
-two ways of generating is chance: which lengths were drawn. `--early` makes completions end after about half of the
-budget (an exponentially growing bonus for the end-of-sequence token, in both). `--continuous_batching` lets stock TRL
-generate with transformers' continuous batching, and this package as it does by default.
+came first. It prints the losses and the norms of the gradients of both: a first step on new completions has a loss of
+about zero, the mean advantage. The reward differs for every completion, so none is skipped. The rest of the difference
+between the two ways of generating is chance: the lengths that were drawn. `--early` makes completions end after about
+half of the budget (an exponentially growing bonus for the end-of-sequence token, in both). `--continuous_batching`
+lets stock TRL generate with transformers' continuous batching, and this package as it does by default.
 
 Writes `<out>/end_to_end_<setting>.json` and a stacked bar of the phases, anew after every pair of turns, so that what
 was measured is there when the machine gives out. Both trainers' weights are in the memory of either's turn; what a
 turn leaves free goes back to the system before the next, and the peak counts from there. On CPUs stock TRL's LM head
 computes prompt positions too, which on GPUs it leaves out. On AMD's processors this package multiplies by oneDNN,
-which stock could as
-well: `--torch_products` measures without it.
+which stock could as well: `--torch_products` measures without it.
 """
 
 import argparse
@@ -82,7 +80,7 @@ def problems_of(options, setting: dict):
 
 
 def with_solutions(options, problems: list[dict]) -> list[dict]:
-    """GSM8K's own worked answers beside the questions."""
+    """Adds GSM8K's own worked answers to the questions."""
     import json
 
     if not problems:
@@ -124,7 +122,7 @@ def build(cls, config_cls, options, model, folder: Path):
 
 
 def checkpoint_activations(trainer) -> None:
-    """What `Trainer.train` does first; single steps are taken without it, and would keep every activation."""
+    """Enable checkpointing, as `Trainer.train` does first: single steps run without `train`."""
     trainer.model.activation_checkpointing_enable(
         activation_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs
     )
@@ -264,7 +262,7 @@ def compare(options) -> None:
 
 
 def pair_line(pair: list[dict]) -> str:
-    """Seconds, peaks, lengths and losses of stock and of this package, beside each other."""
+    """Returns a line with the seconds, peaks, lengths and losses of stock TRL and of this package."""
     line = "stock {:.2f} s, ours {:.2f} s, {:.2f}×".format(
         *(p["total"] for p in pair), pair[0]["total"] / pair[1]["total"]
     )
@@ -277,7 +275,7 @@ def pair_line(pair: list[dict]) -> str:
 
 
 def result_of(options, turns: dict[str, list[dict]]) -> dict:
-    """What is written down of the turns so far."""
+    """Returns the result of the turns so far."""
     setting = SETTINGS[options.setting]
     changes = {"rows": options.rows or setting["rows"], "tokens": options.tokens or setting["tokens"]}
 
@@ -302,7 +300,7 @@ def result_of(options, turns: dict[str, list[dict]]) -> dict:
 
 
 def write(options, result: dict) -> None:
-    """The result's JSON, and a picture where there are phases."""
+    """Write the result's JSON, and a picture if there are phases."""
     if not options.out:
         return
     options.out.mkdir(parents=True, exist_ok=True)

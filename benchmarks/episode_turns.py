@@ -1,14 +1,13 @@
 """CPU seconds of a rollout of several turns: TRL's own loop and this package's, on the same episodes, by turns.
 
-    python benchmarks/episode_turns.py            # a prompt of 1,700 tokens, four turns of 300; one thread, some
-    minutes
+    python benchmarks/episode_turns.py   # a prompt of 1,700 tokens, four turns of 300; one thread, some minutes
 
 Both contestants are trainers of one model with random weights in SmolLM2-135M's shape, cut to `--layers`. Decoding is
 greedy and a turn has `--drawn` tokens, so both draw the same episodes, which is checked. A tool's answer has about
 `--answer` tokens. Process CPU seconds of `GRPOTrainer._generate`, tools included, are compared, so that other work on
 the machine counts little.
 
-What flatters us: every row calls the tool in every turn but the last, and prompts are long beside what is drawn.
+What flatters us: every row calls the tool in every turn but the last, and prompts are longer than what is drawn.
 """
 
 import argparse

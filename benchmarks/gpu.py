@@ -15,7 +15,7 @@ benchmarks and a summary in `--output` (no folders in it, so that it can be copi
     token_selection  what subsets and skipping save
     grpo             SmolLM2-135M-Instruct on SVAMP, LoRA, bf16           (needs --model and --data)
     qlora            the same from a 4-bit base                           (needs --model and --data)
-    unsloth          a step beside Unsloth's, which has an environment of its own (needs --model and --unsloth)
+    unsloth          a step next to Unsloth's, which has an environment of its own (needs --model and --unsloth)
     slow_tests       the tests marked `gpu` that are slow: launches of a recipe and of every accelerate config
 
 The last thing printed, and `summary.txt`, is one table to paste: what was predicted, what was measured, and how each
@@ -144,7 +144,7 @@ def parts(
 def end_group(process: subprocess.Popen) -> None:
     """End a process and everything that it started, so that none of it keeps the GPU.
 
-    An interrupt is tried first: on it pytest says what has failed so far.
+    It tries an interrupt first, because pytest then prints what has failed so far.
     """
     for asked in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         try:

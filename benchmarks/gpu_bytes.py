@@ -13,8 +13,8 @@ counted in the memory of a small host, and the results are headed "emulated allo
 Configs are built in code and weights are whatever the memory holds, so nothing may hang on numbers: a batch is made on
 the host as the trainer's inputs, `compute_loss` is called with it, and a step is that, the backward, clipping and the
 fused AdamW, without generation. The first step's comparison of packed and padded rows is left out. Every completion
-has C tokens but the
-first, which has one less: without any padding stock TRL would build no mask, which is rare in training.
+has C tokens but the first, which has one less: without any padding stock TRL would build no mask, which is rare in
+training.
 
 The largest groups are guessed from the line through two measured sizes and then run with the allocator held to the
 card: one group has to fit, and the next larger one has to run out of memory.
@@ -81,9 +81,9 @@ PARTS = ("grid", "groups", "ranks")
 
 
 def apart(task: str, point: Point, *more, seconds: float, launch: tuple[str, ...] = ()) -> dict:
-    """What a task of benchmarks/gpu_bytes_trainers.py finds of a point, in a process of its own.
+    """Returns the result of a task of benchmarks/gpu_bytes_trainers.py for a point, run in a process of its own.
 
-    Where it died or took too long, its last word is what it had written, and `error` says so.
+    If the process died or took too long, returns what it had written, with the reason as `error`.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
@@ -106,7 +106,7 @@ class Results:
 
     Args:
         path: of the JSON file.
-        setting: what rows have in common; where a file has another one, it is begun anew.
+        setting: what rows have in common; a file with another setting is begun anew.
     """
 
     def __init__(self, path: Path, setting: dict):
@@ -128,7 +128,7 @@ class Results:
 def walk(guess: int, fits: Callable[[int], bool]) -> int:
     """The largest group that fits: strides from `guess` that double until they pass it, then halves.
 
-    Returns 0 where two completions, the smallest group, do not fit.
+    Returns 0 if two completions, the smallest group, do not fit.
     """
     stride = 1
     if fits(low := max(guess, 2)):

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_bytes_pictures.py [benchmarks/results/gpu_bytes.json]
 
-draws them from the file, where there is matplotlib but no device.
+draws them from the file on a machine with matplotlib, which needs no device.
 """
 
 import importlib.util
@@ -119,7 +119,7 @@ def draw_groups(axes, groups: dict[str, dict]) -> None:
 
 
 def draw(content: dict):
-    """The parts that there are, side by side; `None` where none of them can be drawn."""
+    """Draw the parts in the results, side by side; returns `None` if none of them can be drawn."""
     panels = {name: draw for name, draw in (("grid", draw_grid), ("groups", draw_groups)) if content.get(name)}
     if not panels:
         return None

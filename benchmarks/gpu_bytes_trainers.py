@@ -77,7 +77,7 @@ def empty_model(config, four_bit: bool, device: torch.device, auto=AutoModelForC
 
 
 def _settings(module, name: str, quantizer) -> dict:
-    """What bitsandbytes' parameter wants to know; nothing of other parameters."""
+    """Returns the arguments of bitsandbytes' parameter; none for other parameters."""
     if quantizer is None or name != "weight" or type(module).__name__ != "Linear4bit":
         return {}
     return {"quant_type": "nf4", "compress_statistics": True, "module": module}
@@ -107,7 +107,7 @@ def make_trainer(contestant: str, point: Point, device: torch.device, **more):
 
 
 def ready(trainer):
-    """What `Trainer.train` does before its first step; the model to call."""
+    """Prepare the trainer as `Trainer.train` does before its first step; returns the model to call."""
     if trainer.args.gradient_checkpointing:
         checkpoint_activations(trainer)
     trainer.create_optimizer()
@@ -152,7 +152,7 @@ def step(trainer, model, batch) -> dict[str, int]:
 
 
 def skip_the_comparison() -> None:
-    """Take packed rows unseen: where no kernel ran there are no numbers to compare with those of padded rows."""
+    """Use packed rows without the comparison: if no kernel runs, there are no numbers to compare with padded rows."""
 
     def unjudged(model, packed, padded, scored_BC, cuts, *args) -> None:
         with torch.no_grad():
@@ -215,7 +215,7 @@ def measure_rank(point: Point, prefix_sharing: str) -> dict:
 
 
 def measured(contestant: str, point: Point, limit: int | None = None) -> dict:
-    """[`measure`], or what the allocator said when the memory was not enough; nothing of it stays on the device."""
+    """[`measure`], or the allocator's message if memory was not enough. Afterwards nothing is left on the device."""
     try:
         return measure(contestant, point, limit)
     except torch.OutOfMemoryError as error:
@@ -227,7 +227,7 @@ def measured(contestant: str, point: Point, limit: int | None = None) -> dict:
 
 
 def plan_of(point: Point) -> dict[str, int]:
-    """What `trl-fsdp-qlora plan` says of the same step, without the CUDA context and the allocator's slack."""
+    """Returns what `trl-fsdp-qlora plan` predicts for the step, without the CUDA context and the allocator's slack."""
     fields = {
         "model_name_or_path": point.model,
         "dtype": "bfloat16",
@@ -252,7 +252,7 @@ def largest_groups(contestant: str, series: Point, cards: list[int]) -> Iterator
     """The largest group of a series on each card of `cards` GiB that the device is large enough to stand for.
 
     Yields:
-        the card, and its `largest` (0 where two completions do not fit) and `tried` (whether each group that was run
+        the card, and its `largest` (0 if two completions do not fit) and `tried` (whether each group that was run
         fits).
     """
     few, many = (measured(contestant, replace(series, group=group)).get("step") for group in MEASURED_GROUPS)

@@ -1,11 +1,9 @@
-"""Whether memory grows with the group, once prompts are computed once per optimizer step: bytes, resident memory, CPU
-seconds.
+"""Memory of groups of several sizes when prompts are computed once per optimizer step: saved bytes, peaks, CPU seconds.
 
-    python benchmarks/group_memory.py                          # bytes saved for backward, and seconds of a cut
-    micro-batch python benchmarks/group_memory.py --model DIR              # and the peak resident memory of a real
-    model, by process
+    python benchmarks/group_memory.py               # bytes saved for backward, and seconds of a cut micro-batch
+    python benchmarks/group_memory.py --model DIR   # and the peak resident memory of a real model, by process
 
-Through the trainers, on given completions (see `any_batch_size.py`), LoRA, float32, one thread.
+Through the trainers, on fixed completions (see `any_batch_size.py`), LoRA, float32, one thread.
 
 - Bytes: the distinct storages saved for backward that are alive at once, at most, in a step of micro-batches of one
   row.

@@ -6,9 +6,9 @@ on a CPU.
 For 256 and 1,024 image tokens in a prompt, with 64 tokens of completion and groups of 8, with the vision tower frozen
 (LoRA on the language model, as vision runs mostly are) and trained. Both passes compute the same log-probabilities of
 the same batch and send the same gradient back; runs alternate and medians are compared. TRL projects every position
-through the LM head on a
-CPU, image tokens included, where on CUDA it projects completions only: the vocabulary is small so that this weighs
-little. Saved bytes are those of the distinct storages that autograd keeps for backward, parameters excluded.
+through the LM head on a CPU, image tokens included, but on CUDA it projects completions only: the vocabulary is small
+so that this weighs little. Saved bytes are those of the distinct storages that autograd keeps for backward, parameters
+excluded.
 """
 
 import argparse

@@ -132,7 +132,7 @@ MODELS = {
 
 @dataclass
 class Counts:
-    """What a phase asked of the device; `device_seconds` by card is the estimate of its kernels."""
+    """The launches, waits and bytes of a phase; `device_seconds` is the estimate of its kernels, by card."""
 
     launches: int = 0
     waits: int = 0
@@ -470,14 +470,14 @@ def table(rows: dict) -> str:
 
 
 def on_capability(name: str, capability: tuple[int, int]) -> str:
-    """The name of a model's row: 9.0 is not said."""
+    """Returns the name of a model's row; it leaves out 9.0."""
     return name if capability == (9, 0) else f"{name}, {capability[0]}.{capability[1]}"
 
 
 def predicted_and_measured(name: str, contestant: str, measured: dict, counted: dict, card: str) -> str:
-    """What was counted without a card next to what one did, as rows of Markdown, one for each phase of both.
+    """Returns Markdown rows with counts without a card next to measurements of a card, one for each phase of both.
 
-    What was not counted for the card's compute capability is predicted by the count for 9.0.
+    If a phase has no count for the card's compute capability, the count for 9.0 predicts it.
     """
     row = counted.get(name, counted.get(name.partition(",")[0], {}))
     both = [content.get("phases") for content in (row.get(contestant, {}), measured)]

@@ -1,20 +1,20 @@
-"""What a real model learns per second: this package's trainers and stock TRL's on problems of reasoning-gym, picture
-and table.
+"""Accuracy of a real model over seconds of training, for this package's trainers and stock TRL's.
 
     python benchmarks/learning_curves.py run --method grpo --seed 0 --model HuggingFaceTB/SmolLM2-135M-Instruct
-    --seconds 250 python benchmarks/learning_curves.py report       # of every run in --runs: the table, the JSON and
-    the picture
+        --seconds 250
+    python benchmarks/learning_curves.py report       # of every run in --runs: the table, the JSON and the picture
+
+The problems are reasoning-gym's.
 
 Every trainer has the settings of recipes/SmolLM2-135M-Instruct/grpo/config_basic_arithmetic.yaml, the same prompts in
 the same order and the same reward. Seconds are the training process's own on a processor (`time.process_time`) with
-one thread, from the
-beginning of an optimizer step to its end, rollouts included, measuring and saving not: on a machine with other work on
-it they say what a step costs, and wall seconds say what else ran. Both are kept. A*-PO's seconds include its first
+one thread, from the beginning of an optimizer step to its end, with rollouts and without measuring and saving: they
+are what a step costs, also on a machine with other work. Wall seconds are kept, too. A*-PO's seconds include its first
 stage.
 
-What is measured, every `--every` seconds: 300 held-out problems, greedily, by Transformers' own `generate`. Nothing is
+Every `--every` seconds it measures 300 held-out problems, greedily, by Transformers' own `generate`. Nothing is
 chosen by it: the settings are the same for all, and a curve ends where its seconds end. A run that was interrupted
-    goes on with the same line.
+goes on with the same line.
 """
 
 import argparse
@@ -250,7 +250,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
 
 
 def read_runs(folder: Path) -> list[dict[str, Any]]:
-    """What `run` left in the folders of `folder`: of a step that an interruption repeated, the last."""
+    """Reads what `run` left in the folders of `folder`. If an interruption repeated a step, the last record counts."""
     runs = []
     for path in sorted(folder.glob("*/points.jsonl")):
         rows = {

@@ -5,9 +5,9 @@
 
 Both get the same hidden states and targets, so nothing is won here by projecting fewer positions (on a CPU stock TRL
 projects every position of the padded batch, prompts included). Rounds alternate and the figure is the ratio of the
-medians. Peak bytes are those allocated above what was there before the forward, as the allocator reports them. A
-kernel for which the GPU's memory is not enough says so and leaves the point to the other; the file is written after
-every point.
+medians. Peak bytes are those allocated above what was there before the forward, as the allocator reports them. The
+row of a kernel for which the GPU's memory is not enough has that reason, and the other kernel is still measured. The
+file is written after every point.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def first_calls(scores: dict, arguments: tuple, row: dict) -> dict:
 
 
 def compare_or_say(tokens: int, vocabulary: int, args) -> dict:
-    """[`compare`]; where not even what all kernels get fits into the GPU's memory, a row that says that."""
+    """[`compare`], or a row with the reason if not even the kernels' inputs fit into the GPU's memory."""
     dtype = getattr(torch, args.dtype)
     row = unless_out_of_memory(
         f"N {tokens}, V {vocabulary}",
@@ -105,7 +105,7 @@ def compare_or_say(tokens: int, vocabulary: int, args) -> dict:
 
 
 def line(row: dict) -> str:
-    """The row of the printed table; a dash where a kernel has no figure, and at its end the reason."""
+    """Returns the row of the printed table. A kernel without a figure has a dash; the row ends in the reason."""
 
     def cell(key: str, form: str, width: int, scale: float = 1.0) -> str:
         return format(f"{row[key] * scale:{form}}" if key in row else "-", f">{width}")

@@ -1,14 +1,13 @@
 """Time and saved bytes of `compute_loss` + backward: this package against stock TRL.
 
-    python benchmarks/prefix_sharing_speedup.py                 # the table of the documentation, two CPU threads,
-    minutes python benchmarks/prefix_sharing_speedup.py --device cuda   # bf16, 0.5B shape, longer prompts and
-    completions
+    python benchmarks/prefix_sharing_speedup.py                 # the table of the documentation: two threads, minutes
+    python benchmarks/prefix_sharing_speedup.py --device cuda   # bf16, 0.5B shape, longer prompts and completions
 
 Everything runs through the real trainers on the same batch and in one process; runs of the contestants alternate and
-medians are compared. A point that does not fit into the GPU's memory says so, and what was measured is written after
-every point. Stock TRL on CPU projects every position through the LM head, prompts included, where on CUDA it
-projects completions only: that flatters this package on CPU, so the vocabulary is small by default (`--vocabulary`).
-Saved bytes are those of the distinct storages that autograd keeps for backward (parameters excluded).
+medians are compared. A point that does not fit into the GPU's memory gets a row that says so. The file is
+written after every point. Stock TRL on CPU projects every position through the LM head, prompts included, but on CUDA
+it projects completions only. That flatters this package on CPU, so the vocabulary is small by default
+(`--vocabulary`). Saved bytes are those of the distinct storages that autograd keeps for backward (parameters excluded).
 """
 
 import argparse
@@ -107,13 +106,13 @@ def measure(point, args, contestants) -> dict:
 
 
 def measure_or_say(point, args, contestants) -> dict:
-    """[`measure`]; where the GPU's memory is not enough for all of them side by side, a row that says that."""
+    """[`measure`], or a row with the reason if the GPU's memory is not enough for all contestants at once."""
     row = unless_out_of_memory(point[0], lambda: measure(point, args, contestants))
     return {"point": point[0], "out_of_memory": True} if row is None else row
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown: speed-up and saved-bytes ratio against stock TRL, the token ratio beside them."""
+    """Returns a Markdown table: speed-up and saved-bytes ratio next to stock TRL, and the token ratio."""
     measured = [row for row in rows if "seconds" in row]
     if not measured:
         return "\n".join(f"{row['point']}: out of memory" for row in rows)
@@ -133,7 +132,7 @@ def table(rows: list[dict]) -> str:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Speed-up of each contestant beside the token ratio."""
+    """Draw the speed-up of each contestant and the token ratio."""
     import matplotlib.pyplot as plt
 
     rows = [row for row in rows if "seconds" in row]

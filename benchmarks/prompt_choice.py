@@ -1,11 +1,10 @@
-"""Which prompts completions are drawn for: prompt_selection, groups that grow and dynamic sampling at equal steps, on
-the small base model.
+"""Ways to choose the prompts that completions are drawn for, at equal steps, on the small base model.
 
     trl-fsdp-qlora small-base runs/small-base
-    python benchmarks/prompt_choice.py run --model runs/small-base --seed 0    # every method, one thread, a few
-    minutes python benchmarks/prompt_choice.py report                                  # table, JSON and picture of all
-    seeds
+    python benchmarks/prompt_choice.py run --model runs/small-base --seed 0   # every method, one thread, a few minutes
+    python benchmarks/prompt_choice.py report                                 # table, JSON and picture of all seeds
 
+The ways are prompt_selection, groups that grow, and dynamic sampling.
 Two-digit sums by a model that drops most carries: sums without a carry it has known from the start, so about half of
 the groups are equal, and a column `carry` tells which. Settings are those of
 recipes/small-base/grpo/config_quickstart.yaml but for the choice, and a learning rate of 1e-4, a fifth, at which a
@@ -54,7 +53,7 @@ KEPT = ("reward", "frac_reward_zero_std", "groups/information", "prompt_selectio
 
 
 def with_carry(dataset):
-    """A column that says whether the ones of a sum give a carry."""
+    """Adds a column: whether the ones of a sum give a carry."""
 
     def carries(row):
         a, b = row["prompt"][-1]["content"].rstrip("=").split("+")

@@ -1,4 +1,4 @@
-"""Bytes on each link per optimizer step: a formula, checked against counters of real runs, and what it says of large
+"""Bytes on each link per optimizer step: a formula, checked against counters of real runs, and its figures for large
 models.
 
     OMP_NUM_THREADS=1 python benchmarks/scaling.py [--measure] [--output benchmarks/results/scaling.json]
@@ -67,7 +67,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Unit:
-    """What is gathered together.
+    """Parameters that one collective gathers.
 
     Attributes:
         weights: all of its parameters, in the dtype in which they are gathered.
@@ -171,7 +171,7 @@ def meta_model(config) -> PreTrainedModel:
 
 
 def tables() -> list[dict]:
-    """What the formula says of large models on 1, 2, 4 and 8 nodes of eight GPUs, in bf16 with float32 gradients."""
+    """Returns tables for large models on 1, 2, 4 and 8 nodes of eight GPUs, in bf16 with float32 gradients."""
     rows = []
     for name, config in MODELS.items():
         units = units_of(meta_model(config), RANK, compute_bytes=2)
@@ -222,8 +222,9 @@ def worker(path: str, out: str, layout: str) -> None:
 
 
 def use_mesh(accelerator: Accelerator, replicas: int, shards: int) -> None:
-    """What `accelerate launch` and the accelerator do with `parallelism_config` on GPUs; on the CPU accelerate refuses
-    it.
+    """Do what `accelerate launch` and the accelerator do with `parallelism_config` on GPUs.
+
+    On the CPU accelerate refuses it.
     """
     os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
     os.environ["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] = str(replicas)
@@ -277,12 +278,12 @@ def measure() -> dict[str, dict]:
 
 
 def expected(units: list[Unit], mesh: tuple[int, int] | None) -> dict[str, int]:
-    """What the formula says of two nodes of two ranks."""
+    """Returns the formula's figures for two nodes of two ranks."""
     return ddp_step(units, 4, 2) if mesh is None else sharded_step(units, *mesh, 2, MICRO_BATCHES)
 
 
 def of_a_node(ranks: list[dict[str, int]]) -> dict[str, int]:
-    """What each rank counted (all the same), and what the links of the two nodes carry (both the same)."""
+    """Returns the counts of a rank, equal on all ranks, and those of a node's links, equal for both nodes."""
     found = {}
     for name in ranks[0]:
         values = [rank[name] for rank in ranks]

@@ -1,4 +1,4 @@
-"""What reinforcement has to select from: 16 completions per problem of the policy before training and on the way.
+"""Accuracy that reinforcement can select from: 16 completions per problem, before training and during it.
 
     python benchmarks/selection_ceiling.py --name start --model runs/smollm2-svamp-sft --dataset SVAMP.json
     python benchmarks/selection_ceiling.py --name "step 150" --model runs/smollm2-svamp-sft \
@@ -11,8 +11,7 @@ first one, problem by problem.
 
 pass@k is the unbiased estimate from 16 samples at temperature 1 (Chen et al., arXiv 2107.03374). "equal groups" is the
 share of groups of 8 whose rewards are all equal, which GRPO learns nothing from: over all ways to take 8 of a
-problem's 16. Intervals are 95%, over
-problems: Wilson's for counts, the normal one for means.
+problem's 16. Intervals are 95%, over problems: Wilson's for counts, the normal one for means.
 """
 
 import argparse
@@ -58,7 +57,7 @@ def mean_interval(values: list[float]) -> tuple[float, float, float]:
 
 
 def measure(model: Any, tokenizer: Any, prompts: Any, answer_format: str, max_new_tokens: int, batch: int) -> dict:
-    """What `model` gives for every problem of `prompts`: the greedy answer, and `SAMPLES` drawn at temperature 1.
+    """Draw the greedy answer of `model` to every problem of `prompts`, and `SAMPLES` answers at temperature 1.
 
     Returns:
         Lists over the problems: `greedy` (0 or 1), `hits` (right samples), `majority` (0 or 1), `answers` (different
@@ -96,7 +95,7 @@ def summary(found: dict[str, list[int]]) -> dict[str, tuple[float, float, float]
 
 
 def table(policies: dict[str, dict]) -> list[str]:
-    """Markdown: one row per policy and set of problems; shares in percent, with intervals where they decide
+    """Returns a Markdown table: a row per policy and set of problems, shares in percent, with intervals if they decide
     something.
     """
     columns = ("greedy", "pass@1", "pass@2", "pass@4", "pass@8", "pass@16", f"majority@{SAMPLES}", "equal groups")

@@ -1,4 +1,4 @@
-"""What two ranks hold, move and spend with a sharded 4-bit base, against bf16 FSDP2 and against a replicated base.
+"""Bytes and seconds of two ranks with a sharded 4-bit base, next to bf16 FSDP2 and to a replicated base.
 
     OMP_NUM_THREADS=1 python benchmarks/sharded_base.py [--output benchmarks/results/sharded_base.json]
 

@@ -1,15 +1,14 @@
 """CPU seconds of a loss with its backward: TRL's own DPO, RLOO and GRPO trainers, as they are and after
 `share_prompts`.
 
-    python benchmarks/share_prompts_speedup.py            # the table of docs/share_prompts.md, one thread, some
-    minutes
+    python benchmarks/share_prompts_speedup.py   # the table of docs/share_prompts.md; one thread, some minutes
 
 Both contestants are the same trainer class of TRL on the same batch in one process; runs alternate and medians of the
 process's CPU time are compared, so that other work on the machine counts little. `one level` is the same with at most
 one shared segment per row, the one that saves most, for the batches whose groups have a beginning in common. (Before,
 this package shared whole prompts within their groups, which computes more.)
 
-What flatters us: on a CPU stock TRL projects every position through the LM head, prompts included, where on CUDA it
+What flatters us: on a CPU stock TRL projects every position through the LM head, prompts included, but on CUDA it
 projects completions only; so the vocabulary is small.
 """
 

@@ -5,7 +5,7 @@ finished runs.
     [--write]
 
 Reads what recipes/SmolLM2-135M-Instruct/curve.sh left in `--runs`: `metrics.json`, or the newest checkpoint's
-`trainer_state.json` where a run has not ended. A method's row is its last measured accuracy within `--seconds` of
+`trainer_state.json` if a run has not ended. A method's row is its last measured accuracy within `--seconds` of
 training, by default those of the shortest of the runs that a limit ended; GRPO has a second row for its whole run.
 Seconds are those of the optimizer steps (rollouts included, not what is measured or saved between them); A*-PO's first
 stage is counted apart, and known from its log only: `--stage_one`.
@@ -40,7 +40,7 @@ _EDGE = 25  # steps whose rewards are averaged, at the beginning and at the end
 
 
 def read_run(folder: Path) -> dict[str, Any] | None:
-    """The record of the run in `folder`, its history step by step; `None` where there was none."""
+    """Returns the record of the run in `folder`, its history step by step; `None` if there is none."""
     record = {}
     if (folder / "metrics.json").is_file():
         record = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
@@ -81,7 +81,7 @@ def _counts(result: dict[str, Any]) -> dict[str, int]:
 
 
 def equal_seconds(runs: dict[str, dict[str, Any]]) -> float:
-    """The seconds of the shortest of the runs that a limit ended; of the shortest run where none did."""
+    """Returns the seconds of the shortest run that a limit ended, or of the shortest run if no limit ended one."""
     limited = [run["steps"][-1]["seconds"] for run in runs.values() if run.get("stopped_by_seconds")]
     return min(limited or [run["steps"][-1]["seconds"] for run in runs.values()])
 
@@ -92,7 +92,7 @@ def percent(point: dict[str, Any]) -> str:
 
 
 def row(name: str, run: dict[str, Any], seconds: float) -> str:
-    """A method's line: where it was last measured within `seconds`."""
+    """Returns a method's line: its last measurement within `seconds`."""
     measured = points(run)
     end = next(point for point in reversed(measured) if point["seconds"] <= seconds * LATE)
     steps = [step for step in run["steps"] if step["step"] <= end["step"]]

@@ -1,4 +1,4 @@
-"""What the benchmarks share: models, batches and trainers from a seed, and how seconds and bytes are measured."""
+"""Models, batches and trainers from a seed, and measurements of seconds and bytes, for all benchmarks."""
 
 import copy
 import gc
@@ -91,7 +91,7 @@ def make_batch(vocabulary: int, prompt: int, completion: int, group: int, kind: 
 
 
 def small_tokenizer() -> PreTrainedTokenizerFast:
-    """Padding, an end and one word: enough for a trainer that is given its batches."""
+    """Returns a tokenizer with padding, an end and one word: enough for a trainer whose batches are passed in."""
     tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
@@ -149,7 +149,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
 
 def cpu_name() -> str:
-    """The processor's model name where Linux tells it."""
+    """Returns the processor's model name, on Linux."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -173,8 +173,9 @@ def step(trainer, batch, device) -> tuple[float, float]:
 
 
 def unless_out_of_memory(what: str, run: Callable[[], T]) -> T | None:
-    """`run()`, or `None` where the GPU's memory is not enough, which is said with `what` and gives back what it had
-    taken.
+    """Returns `run()`, or `None` if the GPU's memory is not enough.
+
+    In that case it prints `what` and frees the memory that `run` had taken.
     """
     try:
         return run()

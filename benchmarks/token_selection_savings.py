@@ -1,4 +1,4 @@
-"""What token selection and skipping save: `compute_loss` + backward of one trainer, with and without.
+"""Savings of token selection and skipping: `compute_loss` + backward of one trainer, with and without.
 
     python benchmarks/token_selection_savings.py [--threads 2] [--runs 7] [--output token_selection_cpu]
 
@@ -7,7 +7,7 @@ completions of 512, groups of 8. Every variant is the same `EfficientGRPOTrainer
 each with the draw of another step. Seconds are wall seconds, medians over the runs, so nothing else should run; bytes
 and shares are means. LM-head time is that of the calls that score positions; with a frozen head these do the
 backward's projection too. Saved bytes are the distinct storages that autograd keeps, parameters excluded. A variant
-for which the GPU's memory is not enough says so and leaves the others to go on; the file is written after every run of
+for which the GPU's memory is not enough is reported, and the others go on; the file is written after every run of
 all of them.
 """
 
@@ -101,7 +101,7 @@ def run_once(trainer, batch: dict, clock: HeadClock, device: str) -> dict[str, f
 
 
 def measure(trainer, clock: HeadClock, args) -> Iterator[dict[str, list[dict] | None]]:
-    """What [`run_once`] found of each variant, a value per run, after each run; `None` where it was out of memory."""
+    """Yields, after each run, the values of [`run_once`] of each variant so far; `None` if it was out of memory."""
     one = make_batch(args.vocabulary, PROMPT, args.completion, GROUP, "equal", args.device, seed=1)
     two = two_groups(one)
     budgets = {}
@@ -129,7 +129,7 @@ def measure(trainer, clock: HeadClock, args) -> Iterator[dict[str, list[dict] | 
 
 
 def rows_of(measured: dict[str, list[dict] | None]) -> list[dict]:
-    """Medians and means of each variant, and their ratios to its baseline where that was measured."""
+    """Returns medians and means of each variant, and their ratios to its baseline if that was measured."""
     totals = {
         name: {
             key: (statistics.median if key.endswith("seconds") else statistics.mean)(run[key] for run in found)

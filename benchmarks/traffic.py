@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 @dataclass
 class Traffic:
-    """What this rank moved since the counters were last taken.
+    """Bytes that this rank moved since the counters were last read.
 
     Collectives are counted as rings, in which a rank receives from the one before it and sends to the one after it.
-    What crosses to or from another node is therefore exact for a ring over ranks in order, and summed over a node's
+    The bytes between nodes are therefore exact for a ring over ranks in order, and summed over a node's
     ranks it is what that node's link carries in one direction.
 
     Attributes:

@@ -96,7 +96,7 @@ def test_a_prompt_that_stage_one_never_saw_is_refused_or_estimated(make_trainer)
     trainer.estimate_values()
     trainer.model.train()
     rows = [*problems(6).to_list(), {"prompt": "7+7=", "answer": "4"}]
-    with pytest.raises(ValueError, match=r"1 prompt without a V\*, .*'7\+7='.*unseen_prompts='estimate'"):
+    with pytest.raises(ValueError, match=r"'7\+7='.*unseen_prompts='estimate'"):
         trainer._generate_and_score_completions(rows)
     trainer.args.unseen_prompts = "estimate"
     assert trainer._generate_and_score_completions(rows)["advantages"].isfinite().all()
@@ -121,7 +121,7 @@ def test_filter_leaves_out_prompts_whose_samples_all_failed(make_trainer):
     assert 8 <= len(trainer.train_dataset) <= 14
     assert not set("0123") & set(trainer.train_dataset["answer"])
     trainer = make_trainer(rewards=lambda completions, **_: [0.0] * len(completions), filter_all_failed=True)
-    with pytest.raises(ValueError, match="leaves 0 of 24 prompts"):
+    with pytest.raises(ValueError, match="filter_all_failed"):
         trainer.train()
 
 
@@ -150,7 +150,7 @@ def test_a_reward_that_is_down_is_an_error_and_a_partly_scored_prompt_is_complet
         return make_trainer(rewards=flaky, rows=1, per_device_train_batch_size=1, value_reward_version="1")
 
     down, partly, completed = run(), run(), run()
-    with pytest.raises(ValueError, match="1 of 1 prompts got no reward from flaky"):
+    with pytest.raises(ValueError, match="flaky"):
         down.train()
     assert len(down.values.read()) == 0
     for trainer, drawn, stored in ((partly, 8, 6), (completed, 2, 8)):

@@ -26,7 +26,7 @@ def test_the_three_families_and_columns_of_ones_own(tmp_path):
     path = write(tmp_path / "mine.jsonl", [{"task": "1+1=", "gold": 2, "question": "other", "answer": "none"}])
     script = ScriptArguments(path, question_column="task", answer_column="gold", skip_accuracy=True)
     assert load_data(script)[0]["answer"][:] == ["2"]
-    with pytest.raises(datasets.DatasetError, match="looked for tsk, gold"):
+    with pytest.raises(datasets.DatasetError, match="tsk, gold"):
         datasets.read_problems(path, question_column="tsk", answer_column="gold")
 
 

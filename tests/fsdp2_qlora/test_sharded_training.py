@@ -135,8 +135,7 @@ def test_parameters_are_dtensors_and_a_part_of_the_base_is_here(runs):
 
 
 # Ranks sum the same float32 terms in another order, and AdamW carries the rounding on. One process is no reference for
-# the
-# unquantized base: its larger batches round otherwise, and one of the gradients is ill-conditioned.
+# the unquantized base: its larger batches round otherwise, and one of the gradients is ill-conditioned.
 @pytest.mark.parametrize(
     ("run", "scenario", "reference", "steps", "near"),
     [

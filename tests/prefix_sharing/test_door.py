@@ -420,7 +420,7 @@ def test_what_the_door_does_not_know_runs_as_stock(name, caplog):
     lines = [record.getMessage() for record in caplog.records if "runs padded as in stock TRL" in record.getMessage()]
     assert len(lines) == 1
     share_prompts(model, attention="cascade")
-    with pytest.raises(PrefixSharingError, match="use prefix_sharing='auto' to allow that"):
+    with pytest.raises(PrefixSharingError, match="prefix_sharing='auto'"):
         call(model, arguments)
 
 
@@ -440,7 +440,7 @@ def test_a_model_of_another_kind_is_left_alone(caplog):
     model = torch.nn.Linear(2, 2)
     share_prompts(model)
     assert "not a transformers model" in caplog.text and model(torch.zeros(1, 2)).shape == (1, 2)
-    with pytest.raises(PrefixSharingError, match="not a transformers model"):
+    with pytest.raises(PrefixSharingError, match="Linear"):
         share_prompts(torch.nn.Linear(2, 2), attention="cascade")
 
 

@@ -307,7 +307,7 @@ def test_a_label_without_a_token_is_refused():
     ids, mask = make_batch([5, 5], [4, 2], 5, 4)
     labels = completion_labels(ids, mask, 4)
     labels[1, -1] = 5
-    with pytest.raises(UnpackableBatch, match="has no token"):
+    with pytest.raises(UnpackableBatch):
         read_batch(ids, mask, labels)
 
 

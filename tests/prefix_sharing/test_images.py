@@ -275,7 +275,7 @@ def test_images_are_counted_by_their_tokens_or_not_at_all(tokens, sizes, counts)
         ids[row, 1 : 1 + count] = IMAGE
     batch = Batch(ids, None, ids, {"pixel_values": torch.zeros(len(sizes), 3, 16, 16)})
     if counts is None:
-        with pytest.raises(UnpackableBatch, match="not known which images"):
+        with pytest.raises(UnpackableBatch):
             images.Images(model).count(batch)
     else:
         assert images.Images(model).count(batch) == counts

@@ -16,8 +16,7 @@ TOKEN = "hf_testTokenOfTheOwner01"
 
 class Hub:
     """The state of the server. `breaks` says of a request's line how it ends: `None` as it should, with an HTTP
-    status, or
-    without an answer: "before" or "after" it was done."""
+    status, or without an answer: "before" or "after" it was done."""
 
     def __init__(self):
         self.repos: dict[str, dict[str, dict[str, bytes]]] = {}  # repository -> commit -> path -> content

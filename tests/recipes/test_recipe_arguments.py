@@ -37,9 +37,9 @@ def test_what_a_file_says_is_what_the_command_line_says_which_wins(tmp_path):
     assert EfficientGRPOConfig(str(tmp_path), bf16=False, use_cpu=True, prefix_sharing=False).prefix_sharing == "off"
     check_training(config, model)
     _, config, model = parse("prefix_sharing: on\n")
-    with pytest.raises(ConfigError, match="prefix_sharing='on' is not known; use one of auto, off"):
+    with pytest.raises(ConfigError, match=r"prefix_sharing='on'.* auto, off"):
         check_training(config, model)
-    with pytest.raises(ConfigError, match="save_strategy: invalid choice"):
+    with pytest.raises(ConfigError, match="save_strategy"):
         parse("save_strategy: yes\n")
 
 

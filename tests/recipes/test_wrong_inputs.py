@@ -172,7 +172,7 @@ def test_tracebacks_are_printed_where_they_are_asked_for(run, folder, monkeypatc
     with pytest.raises(UserError, match="'exact'"):
         run("grpo", "--rewards exact --debug_errors")
     monkeypatch.setenv("TRL_FSDP_QLORA_TRACEBACK", "1")
-    with pytest.raises(ValueError, match="too many values to unpack"):
+    with pytest.raises(ValueError):  # the one of broken_data.py, not a UserError
         run("grpo", "--dataset broken_data.py:load")
 
 

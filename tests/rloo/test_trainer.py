@@ -145,7 +145,7 @@ def test_resumed_equals_uninterrupted_to_the_bit(tmp_path):
 
 
 def test_what_cannot_be_right_is_said(tmp_path):
-    with pytest.raises(ValueError, match="lm_head_kernel='fast' is unknown"):
+    with pytest.raises(ValueError, match="lm_head_kernel='fast'"):
         EfficientRLOOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, lm_head_kernel="fast")
     off = trainer(EfficientRLOOTrainer, EfficientRLOOConfig, build("qwen3"), tmp_path, "qwen3", prefix_sharing=False)
     assert off.args.prefix_sharing == "off" and not off.door.is_active

@@ -205,10 +205,10 @@ def test_rewards_logged_extras_and_rows_belong_together_and_no_variance_at_all_e
 def test_bad_input(tmp_path):
     with pytest.raises(ValueError, match="streaming dataset"):
         make(tmp_path, dataset=IterableDataset.from_generator(lambda: iter(prompts(8).to_list())))
-    with pytest.raises(ValueError, match="there is image"):
+    with pytest.raises(ValueError, match="image"):
         make(tmp_path, dataset=prompts(8).add_column("image", [None] * 8))
     for first in (1, 5):
-        with pytest.raises(ValueError, match=f"num_generations_first={first}: two completions or more"):
+        with pytest.raises(ValueError, match=f"num_generations_first={first}"):
             make(tmp_path, num_generations_first=first)
 
 

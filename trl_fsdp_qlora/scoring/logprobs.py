@@ -31,8 +31,8 @@ def choose_head_kernel(
     """Choose `"trl"` (TRL's `ChunkedLogProbFunction`, three GEMMs) or `"frozen"` (`frozen_head.py`, two GEMMs).
 
     The choice depends on nothing that differs between the passes of a run with one model. On a GPU `auto` is TRL's
-    Triton kernel until the frozen one has been measured to be faster there
-    (`python benchmarks/lm_head.py --device cuda`).
+    Triton kernel until the frozen one has been measured to be faster there (`python benchmarks/lm_head.py --device
+    cuda`).
 
     Args:
         choice: one of `HEAD_KERNELS`.
