@@ -1,4 +1,4 @@
-"""Memory of groups of several sizes when prompts are computed once per optimizer step: saved bytes, peaks, CPU seconds.
+"""Memory of groups of several sizes when prompts are computed once per optimizer step, and CPU seconds.
 
     python benchmarks/group_memory.py               # bytes saved for backward, and seconds of a cut micro-batch
     python benchmarks/group_memory.py --model DIR   # and the peak resident memory of a real model, by process

@@ -7,7 +7,8 @@ Everything runs through the real trainers on the same batch and in one process; 
 medians are compared. A point that does not fit into the GPU's memory gets a row that says so. The file is
 written after every point. Stock TRL on CPU projects every position through the LM head, prompts included, but on CUDA
 it projects completions only. That flatters this package on CPU, so the vocabulary is small by default
-(`--vocabulary`). Saved bytes are those of the distinct storages that autograd keeps for backward (parameters excluded).
+(`--vocabulary`). Saved bytes are those of the distinct storages that autograd keeps for backward (parameters
+excluded).
 """
 
 import argparse

@@ -5,6 +5,7 @@
     python benchmarks/prompt_choice.py report                                 # table, JSON and picture of all seeds
 
 The ways are prompt_selection, groups that grow, and dynamic sampling.
+
 Two-digit sums by a model that drops most carries: sums without a carry it has known from the start, so about half of
 the groups are equal, and a column `carry` tells which. Settings are those of
 recipes/small-base/grpo/config_quickstart.yaml but for the choice, and a learning rate of 1e-4, a fifth, at which a

@@ -64,3 +64,8 @@ def test_an_adapter_is_merged_and_proven_on_its_class(tmp_path):
         expected = model(input_ids=ids).logits
         merged = load_model(str(merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype=torch.float32)))
         torch.testing.assert_close(merged(input_ids=ids).logits, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_a_config_without_architectures_is_a_text_model():
+    """A config that is made in code has no `architectures`."""
+    assert model_class(tf.Qwen2Config()) is tf.AutoModelForCausalLM

@@ -40,7 +40,8 @@ def model_class(config: PretrainedConfig, name: str | None = None) -> type:
     """
     name = name or (config.architectures or [None])[0]
     for auto, classes in _LANGUAGE_MODELS.items():
-        if getattr(classes.get(type(config), None), "__name__", None) == name:
+        known = classes.get(type(config), None)
+        if known is not None and known.__name__ == name:
             return auto
     remote = getattr(config, "auto_map", None) or {}
     return AutoModelForImageTextToText if "AutoModelForImageTextToText" in remote else AutoModelForCausalLM
