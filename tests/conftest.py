@@ -1,4 +1,6 @@
+import functools
 import gc
+import importlib.metadata
 import os
 from collections import Counter
 from pathlib import Path
@@ -12,6 +14,8 @@ from tests.distributed.launch import run_script
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test needs the Hub; looking for it where there is no network takes seconds each time.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# For every model that accelerate unwraps it reads anew whether DeepSpeed is installed, a fifth of a tiny training.
+importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

@@ -30,13 +30,14 @@ def draws(model: torch.nn.Module) -> list[Draw]:
     """Every place of `model` that draws in training mode: `Dropout` modules, and numbers kept for functional calls."""
     active = []
     for name, module in model.named_modules():
-        if isinstance(module, _DropoutNd):
-            attributes = ["p"]
-        else:
-            attributes = [key for key in vars(module) if any(word in key.lower() for word in _DRAWS)]
-        for attribute in attributes:
-            value = getattr(module, attribute)
-            if isinstance(value, float) and value > 0.0:
+        for attribute, value in vars(module).items():
+            if not isinstance(value, float) or value <= 0.0:
+                continue
+            if isinstance(module, _DropoutNd):
+                is_draw = attribute == "p"
+            else:
+                is_draw = any(word in attribute.lower() for word in _DRAWS)
+            if is_draw:
                 active.append(Draw(name, module, attribute, value))
     return active
 
