@@ -13,7 +13,7 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-# They stand at the top of the repository, where a reader looks for them; `trl_fsdp_qlora/run/shipped.py` finds both.
+# They stand at the top of the repository, where a reader looks for them; `trl_fsdp_qlora/run/resources.py` finds both.
 _SHIPPED = ("recipes", "accelerate_configs")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)]+)\)")
 

@@ -128,9 +128,9 @@ def run(
     trainer._calculate_rewards = counted
 
     def measure() -> dict[str, int]:
-        with trainer.generating() as (policy, lockstep):
+        with trainer.generating() as (policy, synced_gpus):
             found = evaluate(
-                policy, tokenizer, test, max_new_tokens=6, batch_size=250, progress=False, lockstep=lockstep
+                policy, tokenizer, test, max_new_tokens=6, batch_size=250, progress=False, synced_gpus=synced_gpus
             )
         return {"correct": found.correct, "n": found.n}
 

@@ -95,7 +95,7 @@ def run_once(trainer, batch: dict, clock: HeadClock, device: str) -> dict[str, f
     step(trainer, batch, device)
     found = {"seconds": time.perf_counter() - start, "head_seconds": clock.seconds}
     found["bytes"] = saved_bytes(trainer, batch)
-    skipping = trainer.budget.kept_by is None
+    skipping = trainer.budget.why_all_are_kept is None
     found["scored_share"] = logged(trainer)["tokens/scored_fraction"] if skipping else 1.0
     return found
 

@@ -22,7 +22,7 @@ from trl_fsdp_qlora.compat.transformers import model_class
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
 from trl_fsdp_qlora.recipe.arguments import parse_recipe
 from trl_fsdp_qlora.recipe.script import run_main, say
-from trl_fsdp_qlora.run.shipped import cache_folder
+from trl_fsdp_qlora.run.resources import cache_folder
 from trl_fsdp_qlora.vllm.dequantized_base import dequantized_base
 
 

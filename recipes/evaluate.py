@@ -35,7 +35,7 @@ from trl_fsdp_qlora.recipe.problems import load_held_out
 from trl_fsdp_qlora.recipe.record import kept_paths
 from trl_fsdp_qlora.recipe.runner import load_processing
 from trl_fsdp_qlora.recipe.script import run_main, say
-from trl_fsdp_qlora.run.one_line import take
+from trl_fsdp_qlora.run.one_line import pop_options
 from trl_fsdp_qlora.run.redaction import portable
 from trl_fsdp_qlora.run.threads import fit_threads
 
@@ -77,7 +77,7 @@ class EvaluateArguments:
 
 def settings_of_run() -> dict[str, Any]:
     """The settings with which the run in the named folder measured; nothing if there is no such folder."""
-    given, _ = take(sys.argv[1:], ("--adapter", "--model_name_or_path", "--dataset"))
+    given, _ = pop_options(sys.argv[1:], ("--adapter", "--model_name_or_path", "--dataset"))
     adapter, model, dataset = map(given.get, ("--adapter", "--model_name_or_path", "--dataset"))
     if adapter is not None:  # or the first line would be of the data, which a run's folder names
         checks.check_adapter(adapter)

@@ -51,7 +51,7 @@ def open_values(folder: str, draw=None, context: dict = CONTEXT, **config) -> Re
     settings = {"value_samples_min": 2, "value_tolerance": 0.2, "disable_tqdm": True, **config}
     args = AStarPOConfig("unused", value_cache=folder, use_cpu=True, bf16=False, report_to="none", **settings)
     clock = PhaseTimer(torch.device("cpu"))
-    values = ReferenceValues(args, Accelerator(cpu=True), clock, torch.ones(1), ["r"], None, draw, lockstep=False)
+    values = ReferenceValues(args, Accelerator(cpu=True), clock, torch.ones(1), ["r"], None, draw, synced_gpus=False)
     values.open(lambda: context)
     return values
 

@@ -10,7 +10,7 @@ from trl_fsdp_qlora.__main__ import main
 from trl_fsdp_qlora.cli import doctor
 from trl_fsdp_qlora.data.datasets import read_problems, to_prompts
 from trl_fsdp_qlora.data.rewards import exact_answer_reward
-from trl_fsdp_qlora.run.shipped import accelerate_config
+from trl_fsdp_qlora.run.resources import accelerate_config
 
 QUICK = "--config small-base/grpo/quickstart --model_name_or_path base --use_cpu true"
 REWARDS = """

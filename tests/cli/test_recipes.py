@@ -10,7 +10,7 @@ from trl_fsdp_qlora.__main__ import COMMANDS, main
 from trl_fsdp_qlora.cli import scripts
 from trl_fsdp_qlora.cli.recipes import all_recipes, find, recipes
 from trl_fsdp_qlora.errors import UserError
-from trl_fsdp_qlora.run.shipped import accelerate_config
+from trl_fsdp_qlora.run.resources import accelerate_config
 
 ROOT = Path(__file__).parents[2]
 QUICK = "small-base/grpo/quickstart"

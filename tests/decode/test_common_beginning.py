@@ -138,7 +138,7 @@ def test_positions_and_masks_of_ones_own_are_left_alone():
             "position_ids": positions,
             "past_key_values": DynamicCache(config=model.config),
         }
-        length = common_beginning.prefill_beginning(model, ids, kwargs | changed, greedy(), synced=False)[2]
+        length = common_beginning.prefill_beginning(model, ids, kwargs | changed, greedy(), synced_gpus=False)[2]
         assert length == (0 if changed else len(BEGINNING))
 
 
@@ -159,7 +159,7 @@ def rank() -> None:
             lambda _module, _args, kwargs, shapes=shapes: shapes.append(tuple(kwargs["input_ids"].shape)),
             with_kwargs=True,
         )
-        completions, _ = complete(model, prompts, greedy(), synced=True)
+        completions, _ = complete(model, prompts, greedy(), synced_gpus=True)
         hook.remove()
         assert completions == expected
         assert (shapes[0][0] == 1) == splits, shapes[:2]

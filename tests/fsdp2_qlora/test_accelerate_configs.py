@@ -124,7 +124,7 @@ def test_a_config_trains_as_ddp_does_syncs_measures_and_saves(reference, problem
         pytest.importorskip("deepspeed")
     model, ddp = reference
     scenarios = [f"{kind}=sft:quantized={int(kind == 'sft')},final={out}/{kind}" for kind in kinds]
-    scenarios += [f"synced=synced:quantized={int(quantized)},reason={reason}"] if reason else []
+    scenarios += [f"synced_gpus=synced_gpus:quantized={int(quantized)},reason={reason}"] if reason else []
     gather = "per_layer" if config == "fsdp2_qlora_cpu" else "auto"
     ranks = accelerate(config, model, out, *scenarios, recipe(problems, quantized, gather))
     for rank, kind in ((rank, kind) for rank in ranks for kind in kinds):

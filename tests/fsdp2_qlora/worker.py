@@ -376,10 +376,10 @@ def empty_rank(_path, out, base, quantized=1, sharing="auto"):
     got = gradients(ours, batch)
     ours.telemetry.flush()
     assert ours._metrics["train"]["tokens/scored_fraction"][-1] < 0.8
-    ours.budget.kept_by = "the reference computes everything"
+    ours.budget.why_all_are_kept = "the reference computes everything"
     want = gradients(ours, batch)
     assert want.any() and (got - want).abs().max() <= 1e-4 * want.abs().max()
-    ours.budget.kept_by = None
+    ours.budget.why_all_are_kept = None
     batch["advantages"].zero_()
     assert not gradients(ours, batch).any()
     return {"dtensors": is_sharded(ours.model)}
@@ -451,7 +451,7 @@ def recording_fails(path, out):
     return {"dtensors": is_sharded(trainer.model)}
 
 
-def synced(path, out, reason, quantized=0):
+def synced_gpus(path, out, reason, quantized=0):
     """GRPO on completions of an engine that reads each published version of the adapter: it is the policy, rank by
     rank.
     """

@@ -127,7 +127,7 @@ def test_a_rank_that_is_done_generates_until_all_ranks_are(loaded, monkeypatch):
         return [tokenizer("7<|im_end|>")["input_ids"] for _ in ids]
 
     agent = Agent(environment=Guessing)
-    episodes = run_episodes(agent, rows(50, 7).to_list(), tokenizer, answer, max_length=99, lockstep=True)
+    episodes = run_episodes(agent, rows(50, 7).to_list(), tokenizer, answer, max_length=99, synced_gpus=True)
     lengths = [episode.prompt_length for episode in episodes]
     assert asked == [lengths, lengths[:1], lengths[:1]]  # a prompt for nobody in the turns of the others
     assert [episode.messages[0]["content"] for episode in episodes] == ["7", "7"]

@@ -14,7 +14,7 @@ from trl_fsdp_qlora.cli.scripts import method_of
 from trl_fsdp_qlora.planning.plan import format_plan, plan_recipe
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_training
-from trl_fsdp_qlora.run.shipped import accelerate_config
+from trl_fsdp_qlora.run.resources import accelerate_config
 
 from .conftest import RECIPES
 

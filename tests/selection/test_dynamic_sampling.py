@@ -260,9 +260,9 @@ def rank(folder: Path) -> None:
     before = [p.detach().clone() for p in made.model.parameters()]
     # No token of the vocabulary ends a row: this model may end every row with its first one.
     settings = greedy(max_new_tokens=16 + 8 * rank, eos_token_id=[63])
-    with made.rollout.generating(made.model_wrapped) as (model, lockstep):
-        result["ours"], work = complete(model, asked, settings, synced=lockstep)
-        result["stock"], _ = complete(model, asked, settings, synced=lockstep, compact=False)
+    with made.rollout.generating(made.model_wrapped) as (model, synced_gpus):
+        result["ours"], work = complete(model, asked, settings, synced_gpus=synced_gpus)
+        result["stock"], _ = complete(model, asked, settings, synced_gpus=synced_gpus, compact=False)
     result["steps"] = [work.row_steps, work.row_steps_stock]
     result["same_weights"] = all(map(torch.equal, made.model.parameters(), before))
     (folder / f"rank{rank}.json").write_text(json.dumps(result))

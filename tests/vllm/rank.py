@@ -25,13 +25,13 @@ def main(way: str, model: str, out: str, url: str = "") -> None:
     result = {"sync": trainer.sync.mode, "reason": trainer.sync.reason}
     trainer.train()
     result["draws_alone"] = trainer.vllm_generation.draws_alone
-    with trainer.generating() as (drawer, lockstep):
+    with trainer.generating() as (drawer, synced_gpus):
         rank = trainer.accelerator.process_index
         config = GenerationConfig(max_new_tokens=8, do_sample=True, top_k=0)
         config.eos_token_id, config.pad_token_id = trainer.eos_token_ids, trainer.processing_class.pad_token_id
         # Another number of prompts on every rank: nobody waits for anybody.
         drawn = [generate(drawer, [[5 + rank, 6, 7]] * (1 + rank), config, seed=1) for _ in range(1 + rank)]
-    result |= {"lockstep": lockstep, "drawn": [len(batch) for batch in drawn]}
+    result |= {"synced_gpus": synced_gpus, "drawn": [len(batch) for batch in drawn]}
     names = ("sampling/sampling_logp_difference/mean", "time/weight_sync_s", "loss")
     result |= {name: figures(trainer, name) for name in names}
     result["bytes"] = trainer.vllm_generation.last_sync["bytes"]

@@ -45,8 +45,8 @@ def test_a_run_moves_the_adapter_alone(start, method):
     assert not figures(trainer, "time/old_pass_s")
     assert trainer.vllm_generation.versions.root.is_dir()
     for _ in range(2):  # accuracy goes through the engine, which is sent the last adapter once
-        with trainer.generating() as (model, lockstep):
-            assert isinstance(model, EngineModel) and not lockstep
+        with trainer.generating() as (model, synced_gpus):
+            assert isinstance(model, EngineModel) and not synced_gpus
         assert trainer.vllm_generation.version == 5
 
 

@@ -24,7 +24,7 @@ def test_a_run_syncs_generates_and_unloads_and_its_accuracy_is_drawn_by_the_serv
     prefix = trainer.vllm_generation.versions.prefix
     assert [name for name in server.models() if name.startswith(prefix)] == [f"{prefix}-v3"]
     problems = qlora.prompt_data(6).map(lambda _: {"answer": "1"})
-    with trainer.generating() as (model, _lockstep):
+    with trainer.generating() as (model, _synced_gpus):
         assert isinstance(model, EngineModel)
         sizes = {"max_new_tokens": 8, "samples": 2, "batch_size": 8, "progress": False}
         measured = evaluate(model, trainer.processing_class, problems, **sizes)
@@ -60,7 +60,7 @@ def two_ranks(way, model, out, url="", timeout=240, check=True, **environment):
 
 def assert_synced(results, sharded):
     for rank, result in enumerate(results):
-        assert result["sync"] == "adapter" and result["sharded"] == sharded and not result["lockstep"]
+        assert result["sync"] == "adapter" and result["sharded"] == sharded and not result["synced_gpus"]
         assert result["drawn"] == [1 + rank] * (1 + rank)
     first = results[0]
     assert first["bytes"] == first["adapter_bytes"]

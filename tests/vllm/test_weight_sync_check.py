@@ -23,8 +23,8 @@ def warned(monkeypatch):
     return lines
 
 
-def judged(*means: float, tokens: float = 1000, judges: bool = True) -> WeightSyncCheck:
-    check = WeightSyncCheck(judges)
+def judged(*means: float, tokens: float = 1000, is_enabled: bool = True) -> WeightSyncCheck:
+    check = WeightSyncCheck(is_enabled)
     for mean in means:
         check(tokens, mean * tokens)
     return check
@@ -35,7 +35,7 @@ def test_another_model_is_an_error_after_the_first_sync_alone(warned):
         judged(2.0)
     judged(0.01, 2.0)  # later it is named, never an error
     assert judged(float("nan"), float("inf")).first is None  # of a policy that overflows; vLLM has no part in it
-    assert judged(5.0, judges=False).first is None
+    assert judged(5.0, is_enabled=False).first is None
     check = judged(2.0, tokens=8)  # two nats, of eight tokens: one of them may have been improbable
     assert check.first is None
     check(200, 1.0)

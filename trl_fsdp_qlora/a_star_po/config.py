@@ -6,7 +6,7 @@ from accelerate.logging import get_logger
 
 from ..grpo.config import EfficientGRPOConfig
 from ..run.config_fields import documented, note_derived, option
-from ..run.shipped import cache_folder
+from ..run.resources import cache_folder
 from .estimators import ESTIMATORS, SamplePlan
 from .objectives import OBJECTIVES
 

@@ -61,7 +61,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             self.reward_func_names,
             lambda prompts: self._tokenize_prompts(prompts)[0],
             self._draw,
-            lockstep=self._is_lockstep,
+            synced_gpus=self._synced_gpus,
         )
 
     def features(self) -> list[tuple[str, str]]:
@@ -83,7 +83,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         self.values.open(self._describe_context)
         # A sharded model can generate only once `Trainer.train` has prepared it; an endless dataset has no stage 1.
         if not isinstance(self.train_dataset, IterableDataset):
-            if not self._is_lockstep:
+            if not self._synced_gpus:
                 self.estimate_values()
             if self.args.filter_all_failed:
                 rows = self._remove_unused_columns(self.train_dataset, "training")
@@ -101,7 +101,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         Raises:
             RuntimeError: the model is to be sharded over ranks and `train()` has not prepared it yet.
         """
-        if self._is_lockstep:
+        if self._synced_gpus:
             self.rollout.refuse_unprepared("stage 1", self.model, self.model_wrapped)
         self.values.open(self._describe_context)
         dataset = self.train_dataset if dataset is None else dataset
@@ -131,15 +131,15 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     def _reference_policy(self):
         """Yield the reference policy, ready to generate, and whether all ranks have to generate together."""
         if self.ref_model is not None:
-            with self.generating(self.ref_model) as (model, lockstep):
-                yield model, lockstep
+            with self.generating(self.ref_model) as (model, synced_gpus):
+                yield model, synced_gpus
         elif self._engine_is_reference:
-            with self._engine_model() as (model, lockstep), self.vllm_generation.without_adapter():
-                yield model, lockstep
+            with self._engine_model() as (model, synced_gpus), self.vllm_generation.without_adapter():
+                yield model, synced_gpus
         else:
             adapter = "ref" if self._starts_from_adapter else None
-            with self.rollout.generating(self.model_wrapped) as (model, lockstep), use_adapter(model, adapter):
-                yield model, lockstep
+            with self.rollout.generating(self.model_wrapped) as (model, synced_gpus), use_adapter(model, adapter):
+                yield model, synced_gpus
 
     @property
     def _starts_from_adapter(self) -> bool:
@@ -152,7 +152,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         return self.engine_draws and not self._starts_from_adapter
 
     @property
-    def _is_lockstep(self) -> bool:
+    def _synced_gpus(self) -> bool:
         """Whether stage 1 runs a sharded model, so that every rank has to draw whenever one rank draws."""
         return self.rollout.is_sharded and not self._engine_is_reference
 
@@ -160,8 +160,8 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         repeated = [item for item, count in zip(items, counts, strict=True) for _ in range(count)]
         prompt_ids = [item.prompt_ids for item in repeated]
         rows = [item.row for item in repeated]
-        with self._reference_policy() as (model, lockstep):
-            ids = generate(model, prompt_ids, self._generation_config(sample=True), seed, synced=lockstep)
+        with self._reference_policy() as (model, synced_gpus):
+            ids = generate(model, prompt_ids, self._generation_config(sample=True), seed, synced_gpus=synced_gpus)
         rewards = self._rewards_of(rows, prompt_ids, ids).double().numpy()
         return np.split(rewards, np.cumsum(counts)[:-1])
 
@@ -290,14 +290,16 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
         def complete(batch: range) -> tuple[list[list[int]], list[list[int]]]:
             prompt_ids = self._tokenize_prompts([rows[i]["prompt"] for i in batch])[0]
-            return prompt_ids, generate(model, prompt_ids, config, synced=lockstep)
+            return prompt_ids, generate(model, prompt_ids, config, synced_gpus=synced_gpus)
 
         def score(batch: range, generated: tuple[list[list[int]], list[list[int]]]) -> list[tuple[float, int]]:
             rewards = combine(self._rewards_of([rows[i] for i in batch], *generated), self.reward_weights.cpu())
             return list(zip(rewards.tolist(), map(len, generated[1]), strict=True))
 
-        with self.generating() as (model, lockstep):
-            results = over_ranks(len(rows), self.args.per_device_eval_batch_size, complete, score, lockstep=lockstep)
+        with self.generating() as (model, synced_gpus):
+            results = over_ranks(
+                len(rows), self.args.per_device_eval_batch_size, complete, score, synced_gpus=synced_gpus
+            )
         # The results are in the problems' order, so sums do not depend on the number of ranks.
         rewards, lengths = torch.tensor(results, dtype=torch.float64).unbind(1)
         _, highest = self.args.value_reward_range or (0.0, 1.0)

@@ -71,7 +71,7 @@ class ReferenceValues:
         tokenize: prompts -> token ids.
         draw: (items, samples of each, seed) -> for each item the rewards of samples of the reference policy, float64
             of shape `(samples, reward functions)`.
-        lockstep: parameters are sharded over ranks, so that every rank draws whenever one does.
+        synced_gpus: parameters are sharded over ranks, so that every rank draws whenever one does.
 
     Attributes:
         rewards: weighted sums of rewards of all samples so far, by key; NaN if no function returned a reward.
@@ -86,7 +86,7 @@ class ReferenceValues:
     reward_names: list[str]
     tokenize: Callable[[list], list[list[int]]]
     draw: Callable[[list[Item], list[int], int], list[np.ndarray]]
-    lockstep: bool
+    synced_gpus: bool
     rewards: dict[str, list[float]] = field(default_factory=dict)
     known: dict[str, float] = field(default_factory=dict)
     estimated: bool = False
@@ -203,7 +203,7 @@ class ReferenceValues:
                     seed = int(digest([self.args.seed, job])[:14], 16)
                     raw = self.draw([items[key] for key, *_ in job], counts, seed)
                     drawn = {key: rewards for (key, *_), rewards in zip(job, raw, strict=True)}
-                elif self.lockstep:  # every rank has to take part in a forward of a sharded model
+                elif self.synced_gpus:  # every rank has to take part in a forward of a sharded model
                     self.draw([items[order[0]]], [1], 0)
                 drawn = {key: raw for part in gather_object([drawn]) for key, raw in part.items()}
                 weighted = {key: self._weighted(raw) for key, raw in drawn.items()}

@@ -56,7 +56,7 @@ from ..recipe.pairs import DPOScriptArguments, read_pairs
 from ..recipe.problems import load_data
 from ..recipe.runner import agent_arguments, build_trainer, model_arguments, reward_functions
 from ..run.input_checks import language_model_only
-from ..run.one_line import take
+from ..run.one_line import pop_options
 from ..run.threads import fit_threads
 from ..telemetry import terminal
 from ..telemetry.startup import StartupCallback
@@ -148,13 +148,13 @@ def compare(words: list[str]) -> int:
 
 def _parsed(words: list[str], folder: str) -> tuple[Method, ScriptArguments, Any, ModelConfig, int]:
     """(method, script, config, model, steps) of a recipe that can be compared; prints what is levelled."""
-    launcher, rest = take(words, LAUNCHER)
+    launcher, rest = pop_options(words, LAUNCHER)
     if launcher or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
             f"compare runs in one process: leave {', '.join(launcher) or 'the launcher'} out. (Under FSDP2 stock "
             "TRL trains no 4-bit base: there is nothing to compare with.)"
         )
-    options, rest = take(rest, ("--steps", "--trainer"))
+    options, rest = pop_options(rest, ("--steps", "--trainer"))
     steps = options.get("--steps", "3")
     if not steps.isdigit() or not int(steps):
         raise UserError(f"--steps {steps} is not a number of steps; try 3")
@@ -185,7 +185,7 @@ def trainer_of_recipe(words: list[str], trainer: str | None) -> str:
         if trainer not in METHODS:
             raise UserError(f"--trainer {trainer} cannot be compared: {takes}")
         return trainer
-    path = take(words, ("--config",))[0].get("--config")
+    path = pop_options(words, ("--config",))[0].get("--config")
     command = next((recipe.command for recipe in all_recipes() if path and recipe.path == Path(path)), None)
     if command is None:
         used = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import UserError
-from ..run.one_line import take
-from ..run.shipped import accelerate_config
+from ..run.one_line import pop_options
+from ..run.resources import accelerate_config
 from .scripts import LAUNCHER, default_config, method_of, with_recipe
 
 _OPTIONAL = ("bitsandbytes", "deepspeed", "vllm", "math-verify", "matplotlib")
@@ -50,7 +50,7 @@ def doctor(words: list[str]) -> int:
     warnings.simplefilter("ignore")  # the libraries warn about each other, which is no finding
     findings: list[Finding] = []
     try:
-        launcher, rest = take([word for word in words if word != "--json"], LAUNCHER)
+        launcher, rest = pop_options([word for word in words if word != "--json"], LAUNCHER)
         rest = with_recipe(rest)
         with contextlib.redirect_stdout(sys.stderr):  # messages that libraries log on import are no findings
             findings += machine()
@@ -194,14 +194,14 @@ def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any, list[Fi
 
     from ..recipe.arguments import ConfigError, ScriptArguments, parse_recipe, read_yaml
 
-    path = take(rest, ("--config",))[0].get("--config")
+    path = pop_options(rest, ("--config",))[0].get("--config")
     types = (ScriptArguments, method_of(rest), ModelConfig)
     words = list(rest)
     if processes > 1:
         # Here this process is the only one, so whole groups are counted over more accumulation in place of ranks.
         names = ("--steps_per_generation", "--gradient_accumulation_steps")
         in_file = {f"--{name}": value for name, value in (read_yaml(path) if path else {}).items()}
-        options = {**in_file, **take(rest, names)[0]}
+        options = {**in_file, **pop_options(rest, names)[0]}
         name = next((name for name in names if options.get(name)), names[1])
         words += [name, str(processes * int(options.get(name) or 1))]
     try:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..errors import UserError, did_you_mean
 from ..run.one_line import OneLineParser
-from ..run.shipped import accelerate_config, names, shipped
+from ..run.resources import accelerate_config, names, resource_folder
 
 _FIELD = re.compile(r"#\s(?P<field>hardware|launch|memory|expect)\s+(?P<text>.*)")
 _NEVER = re.compile(r"\bnever run\b|\bnot measured here\b", re.IGNORECASE)
@@ -48,7 +48,7 @@ def _head(text: str) -> dict[str, str]:
 def all_recipes() -> list[Recipe]:
     """Every YAML file of this package, by name."""
     recipes = []
-    root = shipped("recipes")
+    root = resource_folder("recipes")
     for path in sorted(root.glob("*/*/config_*.yaml")):
         head = _head(path.read_text(encoding="utf-8"))
         command = next(

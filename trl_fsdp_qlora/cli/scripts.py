@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ..errors import UserError, mistyped_path
 from ..run.launch import launch
-from ..run.one_line import take
-from ..run.shipped import accelerate_config, shipped
+from ..run.one_line import pop_options
+from ..run.resources import accelerate_config, resource_folder
 from .recipes import find
 
 # Options of `accelerate launch` that no script has; everything else is the script's.
@@ -23,7 +23,7 @@ LAUNCHER = (
 
 def _called(name: str, words: list[str]) -> int:
     """Run the script `name` in this process."""
-    sys.argv = [str(shipped("recipes") / f"{name}.py"), *words]
+    sys.argv = [str(resource_folder("recipes") / f"{name}.py"), *words]
     runpy.run_path(sys.argv[0], run_name="__main__")
     return 0
 
@@ -33,12 +33,12 @@ def _launched(name: str, words: list[str]) -> int:
     if {"--help", "-h"} & set(words):
         print(f"Of the launcher: {', '.join(LAUNCHER)}. Of the script, in a YAML (--config FILE) or here:\n")
         return _called(name, ["--help"])
-    launcher, rest = take(words, LAUNCHER)
+    launcher, rest = pop_options(words, LAUNCHER)
     rest = with_recipe(rest)
     config = launcher.pop("--accelerate_config", None) or launcher.pop("--config_file", None)
     flags = _config_flags(config, launcher)
     options = [word for option, value in launcher.items() for word in (option, value)]
-    return launch([*flags, *options, str(shipped("recipes") / f"{name}.py"), *rest])
+    return launch([*flags, *options, str(resource_folder("recipes") / f"{name}.py"), *rest])
 
 
 def with_recipe(words: list[str]) -> list[str]:
@@ -47,7 +47,7 @@ def with_recipe(words: list[str]) -> list[str]:
     Raises:
         UserError: `--config` names neither a file nor a recipe.
     """
-    taken, rest = take(words, ("--config",))
+    taken, rest = pop_options(words, ("--config",))
     config = taken.get("--config")
     if config is None:
         return rest
@@ -69,7 +69,7 @@ def method_of(words: Sequence[str], further: Mapping[type, type] | None = None) 
     from .. import AStarPOConfig, EfficientGRPOConfig, TSPMOConfig
     from ..recipe.arguments import ScriptArguments, read_yaml
 
-    taken, rest = take(words, ("--config",))
+    taken, rest = pop_options(words, ("--config",))
     used = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in rest if word.startswith("--")}
     if taken:
         used.update(read_yaml(taken["--config"]))

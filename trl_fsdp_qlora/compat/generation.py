@@ -75,9 +75,12 @@ def next_inputs(model: PreTrainedModel, outputs, model_kwargs: dict) -> dict:
     return model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
 
 
-def unfinished(model: PreTrainedModel, finished_here: bool, synced: bool, device: torch.device) -> bool:
-    """Whether another token is to be generated, here or, if `synced`, on any rank; `synced` makes it collective."""
-    return model._has_unfinished_sequences(finished_here, synced, device)
+def unfinished(model: PreTrainedModel, finished_here: bool, synced_gpus: bool, device: torch.device) -> bool:
+    """Whether another token is to be generated, here or, if `synced_gpus`, on any rank.
+
+    `synced_gpus` makes it collective.
+    """
+    return model._has_unfinished_sequences(finished_here, synced_gpus, device)
 
 
 def tuned_for_decoding(model: PreTrainedModel):

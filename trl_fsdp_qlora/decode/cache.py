@@ -14,11 +14,11 @@ _BY_ROW = {
     "LinearAttentionAndSlidingWindowAttentionLayer", "LinearAttentionLayer",
 }  # fmt: skip
 # Positions for which room is made at once: copying is rare, and little room is left unused when the last row ends.
-_ROOM = 16
+_CHUNK = 16
 
 
-class RoomyLayer(DynamicLayer):
-    """A full-attention layer that allocates room for `_ROOM` positions at once and writes new keys and values there.
+class PreallocatedLayer(DynamicLayer):
+    """A full-attention layer that allocates `_CHUNK` positions at once and writes new keys and values there.
 
     `DynamicLayer` copies the whole cache for every token. Attention reads the same entries from both layers. This
     layer takes over the rows `rows_R` of keys and values `(rows, H_kv, L, D)`. It never allocates more than
@@ -38,7 +38,7 @@ class RoomyLayer(DynamicLayer):
     def batch_select_indices(self, indices: torch.Tensor, new: int = 0) -> None:
         """Copy these rows into new memory with room for at least `new` more positions."""
         length = self.keys.shape[-2]
-        size = max(length + new, min(length + _ROOM, self.max_length))
+        size = max(length + new, min(length + _CHUNK, self.max_length))
         self._rooms = []
         for states in (self.keys, self.values):
             self._rooms.append(states.new_empty(len(indices), states.shape[1], size, states.shape[3]))
@@ -71,7 +71,7 @@ def take_rows(cache: DynamicCache, rows_A: torch.Tensor, max_length: int | None 
         elif type(layer).__name__ == "DummyLayer" or not layer.get_seq_length():
             continue
         elif max_length is not None and type(layer) is DynamicLayer:
-            cache.layers[i] = RoomyLayer(layer.keys, layer.values, rows_A, max_length)
+            cache.layers[i] = PreallocatedLayer(layer.keys, layer.values, rows_A, max_length)
         else:
             layer.batch_select_indices(rows_A.to(layer.keys.device))
 

@@ -21,13 +21,13 @@ _ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", 
 
 
 def prefill_beginning(
-    model: PreTrainedModel, ids_UP: torch.Tensor, kwargs: dict, config: GenerationConfig, synced: bool
+    model: PreTrainedModel, ids_UP: torch.Tensor, kwargs: dict, config: GenerationConfig, synced_gpus: bool
 ) -> tuple[torch.Tensor, dict, int]:
     """Prefill the common beginning of `ids_UP`, U prompts padded on the left, if that is exact and saves enough.
 
     Args:
         kwargs: `generate`'s arguments of the prefill. Their cache holds the beginning of all U prompts afterwards.
-        synced: a forward is collective; the beginning is then prefilled on its own on all ranks or on none.
+        synced_gpus: a forward is collective; the beginning is then prefilled on its own on all ranks or on none.
 
     Returns:
         Ids and arguments for the prefill of the rests, and the number of tokens of the beginning. If no beginning was
@@ -37,7 +37,7 @@ def prefill_beginning(
         return ids_UP, kwargs, 0
     length = _length(ids_UP, kwargs)
     # The other ranks run as many forwards as this one, and one of them may have no beginning to prefill.
-    if unfinished(model, length > 0, synced, ids_UP.device):
+    if unfinished(model, length > 0, synced_gpus, ids_UP.device):
         return ids_UP, kwargs, 0
     mask_UP = _mask(ids_UP, kwargs)
     columns_P = torch.arange(ids_UP.shape[1], device=ids_UP.device)

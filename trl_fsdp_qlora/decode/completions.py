@@ -48,7 +48,7 @@ def complete(
     config: GenerationConfig,
     *,
     ends: list[int] | None = None,
-    synced: bool | None = None,
+    synced_gpus: bool | None = None,
     compact: bool = True,
     decoding: Decoding | None = None,
     vision: dict[str, Any] | None = None,
@@ -60,8 +60,8 @@ def complete(
         prompt_ids: token ids of R prompts; they are padded on the left here. Equal prompts are prefilled once.
         config: has `pad_token_id`, and a list `eos_token_id` if `ends` is not given.
         ends: a completion is cut after the first of these tokens; by default the config's end-of-sequence tokens.
-        synced: a forward is collective, so a rank that has finished goes on with the others. If `None`, transformers'
-            rule decides.
+        synced_gpus: a forward is collective, so a rank that has finished goes on with the others. If `None`,
+            transformers' rule decides.
         compact: use the decoding loop of [`decoding`] if it is exact.
         decoding: that loop, if the caller knows that it is exact.
         vision: a processor's outputs other than token ids, for prompts with images, and `num_images` of each prompt.
@@ -77,7 +77,7 @@ def complete(
     batch = {"input_ids": ids_RP, "attention_mask": mask_RP, **vision_tensors(vision or {}, width, device)}
     pictures = {name: batch[name] for name in vision or ()}
     if decoding is None and compact and why_stock(model, config, pictures) is None:
-        decoding = Decoding(synced)
+        decoding = Decoding(synced_gpus)
     if decoding is not None:
         keys = [ids_RP, mask_RP] + ([fingerprints(pictures)] if pictures else [])
         first_U, decoding.place_R = distinct_rows(torch.cat(keys, 1))
@@ -86,7 +86,7 @@ def complete(
             batch = decoding.with_images(batch, config.prefill_chunk_size is not None)
         batch["custom_generate"] = decoding
     batch.pop("num_images", None)
-    out = model.generate(**batch, generation_config=config, synced_gpus=synced)
+    out = model.generate(**batch, generation_config=config, synced_gpus=synced_gpus)
     ends = config.eos_token_id if ends is None else ends
     completions = []
     for row in out[:, width:].tolist():
@@ -150,7 +150,7 @@ def generate(
     config: GenerationConfig,
     seed: int | None = None,
     *,
-    synced: bool | None = None,
+    synced_gpus: bool | None = None,
     compact: bool = True,
     vision: dict[str, Any] | None = None,
 ) -> list[list[int]]:
@@ -161,7 +161,7 @@ def generate(
     Args:
         model: causal language model, unwrapped, or an engine that draws in its place. A model's training mode is
             restored.
-        prompt_ids, config, synced, compact, vision: see [`complete`].
+        prompt_ids, config, synced_gpus, compact, vision: see [`complete`].
         seed: the seed of the sampling; `None` for greedy decoding.
     """
     if isinstance(model, EngineModel):
@@ -175,7 +175,7 @@ def generate(
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             if seed is not None:
                 torch.manual_seed(seed)
-            return complete(model, prompt_ids, config, synced=synced, compact=compact, vision=vision)[0]
+            return complete(model, prompt_ids, config, synced_gpus=synced_gpus, compact=compact, vision=vision)[0]
     finally:
         model.train(was_training)
 
@@ -186,7 +186,7 @@ def over_ranks(
     generate: Callable[[range], Any],
     score: Callable[[range, Any], Sequence],
     *,
-    lockstep: bool = False,
+    synced_gpus: bool = False,
     description: str | None = None,
 ) -> list:
     """Results of problems 0 to `count` - 1, in this order on every rank; each problem is worked on exactly once.
@@ -199,8 +199,8 @@ def over_ranks(
         batch_size: problems per batch, per rank.
         generate: completions of a batch of problems; may be collective.
         score: one result for every problem of a batch from its completions; runs on one rank alone.
-        lockstep: `generate` is collective: a rank that has no batch left repeats the first problem, and the result is
-            dropped.
+        synced_gpus: `generate` is collective: a rank that has no batch left repeats the first problem, and the result
+            is dropped.
         description: label of the progress bar over the main rank's own problems; no bar if `None`.
 
     Raises:
@@ -215,7 +215,7 @@ def over_ranks(
         for batch in mine:
             results += zip(batch, score(batch, generate(batch)), strict=True)
             bar.update(len(batch))
-    if lockstep:
+    if synced_gpus:
         for _ in range(-(-len(batches) // state.num_processes) - len(mine)):
             generate(range(1))
     if state.num_processes > 1:

@@ -122,13 +122,13 @@ class Decoding:
     """The decoding loop of one `generate` call, to be given as `custom_generate`.
 
     Args:
-        synced: a forward is collective: this rank goes on as long as any rank does. If `None`, transformers' own rule
-            decides.
+        synced_gpus: a forward is collective: this rank goes on as long as any rank does. If `None`, transformers' own
+            rule decides.
         turns: caches that rows keep from one turn of an episode to the next.
     """
 
-    def __init__(self, synced: bool | None = None, turns: KeptTurns | None = None):
-        self.synced = synced
+    def __init__(self, synced_gpus: bool | None = None, turns: KeptTurns | None = None):
+        self.synced_gpus = synced_gpus
         self.work = DecodingWork()
         self.turns = turns
         self.place_R: torch.Tensor | None = None  # the prompt of each row; one row per prompt if `None`
@@ -146,7 +146,7 @@ class Decoding:
         **model_kwargs,
     ) -> torch.Tensor:
         """Token ids `(R, P + C)` of prompts and completions; finished rows are padded, as `_sample` returns them."""
-        synced = synced_by_default(model) if self.synced is None else self.synced
+        synced_gpus = synced_by_default(model) if self.synced_gpus is None else self.synced_gpus
         place_R = torch.arange(len(input_ids), device=input_ids.device) if self.place_R is None else self.place_R
         batch = _Batch(input_ids, place_R, generation_config, logits_processor, stopping_criteria, model_kwargs)
         # Some rotary tables depend on the longest row. It may have ended, so no row may be dropped then.
@@ -157,9 +157,9 @@ class Decoding:
             batch.images_R = [self.images.keys[prompt] for prompt in place_R.tolist()]
         prefill_rows = self._prefill_turn if continues else self._prefill
         with fast_linears(model, decoding=True), watched_attention(model) as self.per_row:
-            outputs = prefill_rows(model, input_ids, place_R, batch, generation_config, synced)
+            outputs = prefill_rows(model, input_ids, place_R, batch, generation_config, synced_gpus)
             with tuned_for_decoding(model):
-                while unfinished(model, batch.left == 0, synced, input_ids.device):
+                while unfinished(model, batch.left == 0, synced_gpus, input_ids.device):
                     if outputs is None:
                         outputs = model(**batch.inputs(model), return_dict=True)
                         self.work.row_steps += len(batch.ids_AL)
@@ -174,7 +174,7 @@ class Decoding:
                             # Before the next forward: it would run these rows' padding through their states.
                             for row in batch.ended_rows():
                                 self.turns.add(row)
-                        batch.drop_finished(synced)
+                        batch.drop_finished(synced_gpus)
         return torch.cat([input_ids[place_R], torch.stack(batch.columns, 1)], 1)
 
     def with_images(self, batch: dict[str, Any], chunked: bool) -> dict[str, Any]:
@@ -192,9 +192,11 @@ class Decoding:
             return batch
         return {name: x for name, x in batch.items() if name not in PER_IMAGE or name == "image_grid_thw"}
 
-    def _prefill(self, model, ids_UP, place_R: torch.Tensor, batch: "_Batch", config: GenerationConfig, synced: bool):
+    def _prefill(
+        self, model, ids_UP, place_R: torch.Tensor, batch: "_Batch", config: GenerationConfig, synced_gpus: bool
+    ):
         """Outputs as of a prefill of every row, from one of each prompt; the cache in `batch` serves every row."""
-        ids_UP, once, beginning = prefill_beginning(model, ids_UP, batch.kwargs, config, synced)
+        ids_UP, once, beginning = prefill_beginning(model, ids_UP, batch.kwargs, config, synced_gpus)
         batch.beginning = beginning
         watch = None if self.per_row else PrefillWatch(once.get("past_key_values"), once)
         outputs = prefill(model, ids_UP, config, once if watch is None else {**once, "shared_prompts": watch})
@@ -219,7 +221,7 @@ class Decoding:
         return outputs
 
     def _prefill_turn(
-        self, model, ids_UP, place_R: torch.Tensor, batch: "_Batch", config: GenerationConfig, synced: bool
+        self, model, ids_UP, place_R: torch.Tensor, batch: "_Batch", config: GenerationConfig, synced_gpus: bool
     ):
         """Prefill prompts that continue from the caches kept of the last turn; otherwise as `_prefill`."""
         self.per_row = "each row has a history of its own"
@@ -234,7 +236,7 @@ class Decoding:
         logits = []
         rows = []
         # If a forward is collective, a rank without parts left takes part with one token that nobody uses.
-        while unfinished(model, not together, synced, device):
+        while unfinished(model, not together, synced_gpus, device):
             if not together:
                 self._prefill_part(model, ids_UP, [1], Continuation([0], [None], 1), config, batch)
                 continue
@@ -382,10 +384,10 @@ class _Batch:
                 layers.append({name: state.clone() for name, state in states.items()})
             yield KeptRow(self.ids_AL[row, -1 - length : -1].tolist(), layers, self.images_R[number_in_R])
 
-    def drop_finished(self, synced: bool) -> None:
+    def drop_finished(self, synced_gpus: bool) -> None:
         """Drop finished rows and their part of the cache, once there are enough of them to be worth the copy."""
         finished = len(self._rows_A) - self.left
-        if not self.drops or finished < max(1, _DROP_SHARE * len(self._rows_A)) or not (self.left or synced):
+        if not self.drops or finished < max(1, _DROP_SHARE * len(self._rows_A)) or not (self.left or synced_gpus):
             return
         # If this rank has finished but other ranks need its forwards, one row stays.
         kept = self._open_A.nonzero()[:, 0] if self.left else self._rows_A.new_zeros(1)

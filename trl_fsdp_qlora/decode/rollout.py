@@ -113,12 +113,18 @@ class Rollout:
             if (reason := self.why_stock(wrapped, settings, vision)) is not None:
                 logger.warning_once(f"decoding: a batch with images generates as in stock TRL ({reason})")
                 return stock(*turn)
-        with self.generating(wrapped, settings.overrides) as (model, lockstep):
+        with self.generating(wrapped, settings.overrides) as (model, synced_gpus):
             kept = turns if why_not_kept(model) is None else None
-            decoding = Decoding(lockstep, kept)
+            decoding = Decoding(synced_gpus, kept)
             ends = settings.eos_token_ids
             completions, work = complete(
-                model, prompt_ids, settings.config, ends=ends, synced=lockstep, decoding=decoding, vision=vision
+                model,
+                prompt_ids,
+                settings.config,
+                ends=ends,
+                synced_gpus=synced_gpus,
+                decoding=decoding,
+                vision=vision,
             )
         self._work += work
         later = turns is not None and turns.number > 0
@@ -201,8 +207,8 @@ class Rollout:
             overrides: settings that replace those of the model's generation config inside the context.
 
         Yields:
-            The unwrapped model, and whether it works in lockstep. In lockstep every rank has to generate equally
-            often, and with `synced=True`.
+            The unwrapped model, and whether a forward is collective. In that case every rank has to generate equally
+            often, and with `synced_gpus=True`.
         """
         with (
             gathered_as(self.args.fsdp_gather, wrapped, self.accelerator.device),

@@ -27,7 +27,7 @@ from ..prefix_sharing.attention import (
 from ..prefix_sharing.cascade import merge
 from ..prefix_sharing.images import PER_IMAGE, PER_TOKEN
 from ..prefix_sharing.support import position_limit, unsupported_reason
-from .cache import RoomyLayer, without_padding
+from .cache import PreallocatedLayer, without_padding
 
 _NAME = "shared_prompts_"
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -239,7 +239,7 @@ class SharedPrompts:
         return x if self.slots_A is None else x[self.slots_A]
 
 
-class _CompletionLayer(RoomyLayer):
+class _CompletionLayer(PreallocatedLayer):
     """Keys and values of the completions alone; counts the prompt's positions too."""
 
     def __init__(self, prompt: DynamicLayer, place_A: torch.Tensor, max_length: int):

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from trl import DPOConfig
 
 from ..grpo import options
-from ..grpo.options import OwnConfig
+from ..grpo.options import EfficientConfig
 from ..run.config_fields import documented, option
 
 
 @documented
 @dataclass(repr=False)
-class EfficientDPOConfig(OwnConfig, DPOConfig):
+class EfficientDPOConfig(EfficientConfig, DPOConfig):
     """Every field of [`trl.DPOConfig`], unchanged in meaning, and the ones below.
 
     Raises:

@@ -102,7 +102,7 @@ def evaluate(
     seed: int = 0,
     progress: bool = True,
     description: str = "evaluate",
-    lockstep: bool = False,
+    synced_gpus: bool = False,
     agent: Agent | None = None,
     max_tool_turns: int | None = None,
 ) -> Evaluation:
@@ -122,7 +122,7 @@ def evaluate(
         temperature, top_p, seed: for the samples. Penalties of the model's own generation config are left out.
         answer_format: see [`trl_fsdp_qlora.data.answers.extract_answer`].
         progress, description: show a bar on the main rank.
-        lockstep: a forward is collective (weights sharded over the ranks), so every rank generates as often as the
+        synced_gpus: a forward is collective (weights sharded over the ranks), so every rank generates as often as the
             slowest.
         agent: the tools and the environment of an episode, whose last answer is compared with the right one. If an
             environment owns its reward, the reward decides instead. `max_new_tokens` is then the length of an episode
@@ -149,7 +149,9 @@ def evaluate(
         if agent is not None:
 
             def next_turn(ids: list[list[int]], turn: int) -> list[list[int]]:
-                return generate(model, ids, config, None if seed is None else seed + (turn << 40), synced=lockstep)
+                return generate(
+                    model, ids, config, None if seed is None else seed + (turn << 40), synced_gpus=synced_gpus
+                )
 
             episodes = run_episodes(
                 agent,
@@ -158,7 +160,7 @@ def evaluate(
                 next_turn,
                 max_length=max_new_tokens,
                 max_tool_turns=max_tool_turns,
-                lockstep=lockstep,
+                synced_gpus=synced_gpus,
             )
             return [
                 Completed(completion_text(episode.messages), episode.drawn, agent.is_right(episode.environment))
@@ -169,7 +171,7 @@ def evaluate(
         else:
             ids = encode([rows[i]["prompt"] for i in batch for _ in range(repeats)], tokenizer)
             vision = {}
-        completions = generate(model, ids, config, seed, synced=lockstep, vision=vision)
+        completions = generate(model, ids, config, seed, synced_gpus=synced_gpus, vision=vision)
         return [Completed(tokenizer.decode(each, skip_special_tokens=True), len(each)) for each in completions]
 
     def draw(batch: range) -> tuple[list[Completed], list[Completed]]:
@@ -207,7 +209,7 @@ def evaluate(
 
     size = max(1, batch_size // max(samples, 1))
     n = len(rows)
-    results = over_ranks(n, size, draw, score, lockstep=lockstep, description=description if progress else None)
+    results = over_ranks(n, size, draw, score, synced_gpus=synced_gpus, description=description if progress else None)
     correct, answered, strict, lenient, tokens, passed, voted = map(sum, zip(*results, strict=True))
     shares = (passed / n, voted / n) if samples else (None, None)
     measured = correct, correct / n, wilson_interval(correct, n), samples, *shares, answered / n

@@ -116,7 +116,7 @@ def run_episodes(
     *,
     max_length: int,
     max_tool_turns: int | None = None,
-    lockstep: bool = False,
+    synced_gpus: bool = False,
 ) -> list[Episode]:
     """Run one episode for each of `rows`, all of them turn by turn.
 
@@ -126,7 +126,7 @@ def run_episodes(
         max_length: largest number of tokens after the prompt, results of tools included. A result that goes beyond it
             ends the episode unread.
         max_tool_turns: largest number of turns that follow calls; any number if `None`.
-        lockstep: `generate` is collective. A rank whose episodes are over calls it without rows until all ranks'
+        synced_gpus: `generate` is collective. A rank whose episodes are over calls it without rows until all ranks'
             episodes are over.
     """
     tokenizer = compat.with_response_schema(tokenizer)
@@ -134,7 +134,7 @@ def run_episodes(
     episodes = begin(agent, rows, tokenizer)
     live = list(episodes)
     turn = 0
-    while _any_rank(bool(live), lockstep):
+    while _any_rank(bool(live), synced_gpus):
         # A rank whose episodes are over takes part with a prompt whose completion nobody reads.
         ids = [episode.ids for episode in live] or [episodes[0].ids[: episodes[0].prompt_length]]
         completions = generate(ids, turn)
@@ -164,7 +164,7 @@ def run_episodes(
     return episodes
 
 
-def _any_rank(live: bool, lockstep: bool) -> bool:
-    if not lockstep:
+def _any_rank(live: bool, synced_gpus: bool) -> bool:
+    if not synced_gpus:
         return live
     return bool(reduce(torch.tensor(int(live), device=PartialState().device), reduction="sum"))

@@ -8,13 +8,13 @@ from ..run.config_fields import documented, option
 from ..selection.prompt_selection import CHOICES as SELECTIONS
 from ..vllm.sync_choice import CHOICES as SYNCS
 from . import options
-from .options import OwnConfig
+from .options import EfficientConfig
 from .token_budget import check_config
 
 
 @documented
 @dataclass(repr=False)
-class EfficientGRPOConfig(OwnConfig, GRPOConfig):
+class EfficientGRPOConfig(EfficientConfig, GRPOConfig):
     """Every field of [`trl.GRPOConfig`], unchanged in meaning, and the ones below.
 
     Each field has one help text, next to the field: `--help`, this docstring and docs/config.md use it.

@@ -149,7 +149,7 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
     def _end_update(self) -> None:
         """End this optimizer step: add the gradients that wait for a further micro-batch, because none comes."""
         if self.step_scores is not None:
-            self.step_scores.settle()
+            self.step_scores.finish()
         self._forget_update()
 
     def _forget_update(self) -> None:
@@ -171,7 +171,7 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
                     "Prompts are computed once per micro-batch, and not once per optimizer step: something between "
                     "_prepare_inputs and _compute_loss changes the inputs of a micro-batch, or leaves one out."
                 )
-                self.step_scores.settle()
+                self.step_scores.finish()
                 self.step_scores = None
         return self.step_scores, number
 

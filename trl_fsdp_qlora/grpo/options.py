@@ -65,7 +65,7 @@ SHOW_COMPLETIONS = {
 }
 
 
-class OwnConfig:
+class EfficientConfig:
     """Mixin for a config that extends one of TRL's, placed before TRL's class in the bases.
 
     The dataclass sets `STOCK` and is made with `repr=False`.

@@ -103,13 +103,13 @@ class StepScores:
         """Whether asking for a micro-batch's scores runs the model."""
         return number % self.plan.batches_per_pass == 0
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Add the gradients that wait for the backward of a later pass, because no further scores are asked for.
 
         After a complete step no gradient waits.
         """
         pay(self._owed)
-        self.plan.forwards.settle()
+        self.plan.forwards.finish()
         self._scores = {}
         self._owed = []
 

@@ -88,17 +88,17 @@ class TokenBudget:
             "top_entropy_quantile needs every entropy": args.top_entropy_quantile < 1.0,
             "the router loss is taken over every completion": router_loss,
         }
-        self.kept_by = next((reason for reason, holds in reasons.items() if holds), None)
+        self.why_all_are_kept = next((reason for reason, holds in reasons.items() if holds), None)
 
     def features(self, packed: bool = True) -> list[tuple[str, str]]:
         """Headings and lines of the start-up block; `packed`: whether the policy's passes run on packed rows."""
         line = "completions with zero advantage skipped"
-        if self.kept_by is None:
+        if self.why_all_are_kept is None:
             lines = [("on", line)]
         elif self.args.skip_zero_advantage:
-            lines = [("as stock TRL", f"{line}: {self.kept_by}")]
+            lines = [("as stock TRL", f"{line}: {self.why_all_are_kept}")]
         else:
-            lines = [("off", f"{line}: {self.kept_by}")]
+            lines = [("off", f"{line}: {self.why_all_are_kept}")]
         if self.strategy != "all":
             saving = "" if packed else " (padded: whole rows and columns only)"
             lines.append(("on", f"token selection: {self.strategy}, rate {self.args.token_selection_rate}{saving}"))
@@ -110,13 +110,13 @@ class TokenBudget:
         A draw depends on the seed, the rank, `step` and `micro_step`. `inputs` are those of
         `GRPOTrainer._compute_loss`.
         """
-        if self.kept_by is not None and self.strategy == "all":
+        if self.why_all_are_kept is not None and self.strategy == "all":
             return None
         mask_BC = inputs["completion_mask"].bool()
         if "tool_mask" in inputs:
             mask_BC = mask_BC & inputs["tool_mask"].bool()
         learning_BC = mask_BC
-        if self.kept_by is None:
+        if self.why_all_are_kept is None:
             advantages = inputs["advantages"]
             advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
             learning_BC = mask_BC & (advantages != 0).any(1, keepdim=True)

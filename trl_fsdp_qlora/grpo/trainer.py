@@ -71,8 +71,8 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         self.dynamic_sampling = DynamicSampling(
             self.args, self.train_dataset, self.accelerator, self.reward_weights, choose_further
         )
-        judges = self.use_vllm and self.rollout_func is None and draws_from_policy(self.args)
-        self.weight_sync_check = WeightSyncCheck(judges)
+        is_enabled = self.use_vllm and self.rollout_func is None and draws_from_policy(self.args)
+        self.weight_sync_check = WeightSyncCheck(is_enabled)
         for warning in warnings_for(self.args, self.sync):
             logger.warning(warning)  # accelerate's logger: on the main rank
         self.open_doors(self._entropy_bonus_enabled)
@@ -276,7 +276,7 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
             check(*sums)
 
         # The first check runs at once: an engine with another model must fail before the first optimizer step.
-        if self.model.training and not (check.judges and check.first is None):
+        if self.model.training and not (check.is_enabled and check.first is None):
             self.telemetry.later(figures, finish)
         else:
             finish(figures.tolist())

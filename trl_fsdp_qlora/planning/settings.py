@@ -13,7 +13,7 @@ from trl import ModelConfig
 
 from ..fsdp2_qlora.launch_checks import is_fsdp2_launch
 from ..recipe.arguments import ScriptArguments, read_yaml, recipe_fields
-from ..run.shipped import accelerate_config
+from ..run.resources import accelerate_config
 from .drawn import Data, Drawn, read_data
 
 _KINDS = {"FSDP": "fsdp2", "DEEPSPEED": "zero{}"}  # accelerate's names -> those of a [`Launch`]

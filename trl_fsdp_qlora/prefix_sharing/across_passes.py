@@ -511,7 +511,7 @@ class StepForwards:
         forest, takes = grown.of_pass()
         trunks = np.flatnonzero(self.trunks[:, number]).tolist()
         for first in trunks:
-            # The backward of this pass begins the trunk's, so `settle` must not.
+            # The backward of this pass begins the trunk's, so `finish` must not.
             self.trunk_outputs.pop((first, number), None)
         kept = KeptInPass(
             self.store,
@@ -521,7 +521,7 @@ class StepForwards:
         )
         yield Forward(sequences, forest, kept, is_first, self.batches_per_pass)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """End the step: run the backward of trunks whose last pass did not run, and free all kept values."""
         trunks = [tuple(trunk) for trunk in np.argwhere(self.trunks).tolist()]
         # A trunk goes on from trunks that live longer, so its backward comes before theirs.

@@ -28,7 +28,7 @@ import torch
 from ..compat.triton_kernels import jit, launch, runs, tl
 from ..scoring.transfer import to_device
 from .forest import Forest
-from .layout import PackedLayout, cumulative, fold, gather, join, padded_batches
+from .layout import PackedLayout, batch_view, cumulative, gather, join, padded_batches
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -199,7 +199,7 @@ def _parts(layout: PackedLayout) -> tuple[list[tuple], list[tuple]]:
 
 def _take(x: torch.Tensor, part: tuple) -> torch.Tensor:
     """Returns stretches of a `(1, H, T, D)` tensor as a batch `(n, H, length, D)`."""
-    return fold(x, *part) if len(part) == 3 else gather(x, part[0])
+    return batch_view(x, *part) if len(part) == 3 else gather(x, part[0])
 
 
 def _rows(x: torch.Tensor, part: tuple) -> torch.Tensor:
@@ -227,7 +227,7 @@ class _batched:
         lse = join(log_sums)
         for queries, ancestor in cross:
             part_out, part_lse = _cpu_forward(
-                fold(q, *queries), fold(k, *ancestor), fold(v, *ancestor), 0.0, False, scale=scale
+                batch_view(q, *queries), batch_view(k, *ancestor), batch_view(v, *ancestor), 0.0, False, scale=scale
             )
             part_lse = _rows(part_lse, queries)
             start, _, length = queries

@@ -1,6 +1,6 @@
 """`Comparison`: before the first packed pass of each kind, a few rows are also computed as in stock TRL.
 
-If the results differ, passes run as in stock TRL from then on. [`self_check.compare`] computes both and judges. This
+If the results differ, passes run as in stock TRL from then on. [`self_check.compare`] computes both and decides. This
 file decides when rows are compared, chooses the rows, and acts on the verdict.
 """
 
@@ -26,8 +26,8 @@ from .self_check import (
     compare,
     compares_gradients,
     cut_sample,
+    deciding_alone,
     is_sharded,
-    judging_alone,
     reduced_over_ranks,
     rounding_unit,
 )
@@ -117,7 +117,7 @@ class Comparison:
         """Compare values from inside the forward, for trainers that do not know of the door.
 
         If the model is sharded, its forwards are collective, so the ranks compare together as soon as all of them can
-        pack. Otherwise a rank may be alone in this forward (an evaluation on the first rank), so it judges alone.
+        pack. Otherwise a rank may be alone in this forward (an evaluation on the first rank), so it decides alone.
 
         Returns:
             Whether this pass may run packed.
@@ -126,7 +126,7 @@ class Comparison:
         if not self.door.is_active:
             return False
         device = next(self.door.base.parameters()).device if batch is None else batch.input_ids.device
-        with contextlib.nullcontext() if is_sharded(self.door.base) else judging_alone():
+        with contextlib.nullcontext() if is_sharded(self.door.base) else deciding_alone():
             has_images = sequences is not None and batch.has_images
             cannot, with_images = reduced_over_ranks([int(sequences is None), int(has_images)], device)
             if cannot:

@@ -284,7 +284,7 @@ def lay_out(
     )
 
 
-def fold(x: torch.Tensor, start: int, count: int, length: int) -> torch.Tensor:
+def batch_view(x: torch.Tensor, start: int, count: int, length: int) -> torch.Tensor:
     """Returns `count` neighbouring stretches of a `(1, H, T, D)` tensor as a batch `(count, H, length, D)`; a view."""
     return x[0].narrow(1, start, count * length).unflatten(1, (count, length)).transpose(0, 1)
 

@@ -7,7 +7,7 @@ rounding changes too. A difference that is several times larger than this effect
 in every token (an attention scaled by 1.03) is not visible in single tokens. It is visible in the gradient's
 projection, in which rounding averages out.
 
-No forward holds more tokens than the step's own ([`cut_sample`]). All ranks judge the same sums, so that they decide
+No forward holds more tokens than the step's own ([`cut_sample`]). All ranks decide by the same sums, so they decide
 alike.
 """
 
@@ -58,24 +58,24 @@ MISSING_BELOW = -0.5
 
 def reduced_over_ranks(values: list[float], device: torch.device, reduce: str = "MAX") -> list[float]:
     """Element-wise `"MAX"` or `"SUM"` over ranks, or the values themselves in a single process. Collective."""
-    if not torch.distributed.is_initialized() or _judges_alone.get():
+    if not torch.distributed.is_initialized() or _decides_alone.get():
         return values
     tensor = to_device(torch.tensor(values), device)
     torch.distributed.all_reduce(tensor, op=getattr(torch.distributed.ReduceOp, reduce))
     return tensor.tolist()
 
 
-_judges_alone = ContextVar("judges_alone", default=False)
+_decides_alone = ContextVar("decides_alone", default=False)
 
 
 @contextlib.contextmanager
-def judging_alone() -> Iterator[None]:
+def deciding_alone() -> Iterator[None]:
     """Inside the block this rank decides by itself, because other ranks may not run the same code."""
-    token = _judges_alone.set(True)
+    token = _decides_alone.set(True)
     try:
         yield
     finally:
-        _judges_alone.reset(token)
+        _decides_alone.reset(token)
 
 
 def is_sharded(model: torch.nn.Module) -> bool:

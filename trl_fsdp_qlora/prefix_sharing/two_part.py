@@ -14,7 +14,7 @@ import torch
 
 from ..compat.transformers import is_flash
 from ..scoring.transfer import to_device
-from .layout import PackedLayout, additive, equal_runs, fold, gather, join, padded_batches
+from .layout import PackedLayout, additive, batch_view, equal_runs, gather, join, padded_batches
 
 _MASKED_BASES = ("sdpa", "eager")
 
@@ -33,7 +33,7 @@ def attend(call) -> torch.Tensor:
         if path:
             parts.append(_below(call, path, batch))
         else:
-            q, k, v = (fold(x, *batch) for x in (call.query, call.key, call.value))
+            q, k, v = (batch_view(x, *batch) for x in (call.query, call.key, call.value))
             parts.append(_run(call, q, k, v, call.own_masks.get(batch[0])).flatten(0, 1))
     return join(parts).unsqueeze(0)
 
@@ -79,12 +79,12 @@ def _below(call, path: list[tuple[int, int]], batch: tuple) -> torch.Tensor:
         seen_path.insert(0, (start + length - seen, seen))
 
     def segments(x):
-        return fold(x, *batch) if len(batch) == 3 else gather(x, batch[0])
+        return batch_view(x, *batch) if len(batch) == 3 else gather(x, batch[0])
 
     def with_ancestors(x):
         of_segments = segments(x)
         count = len(of_segments)
-        of_ancestors = [fold(x, start, 1, seen).expand(count, -1, -1, -1) for start, seen in seen_path if seen]
+        of_ancestors = [batch_view(x, start, 1, seen).expand(count, -1, -1, -1) for start, seen in seen_path if seen]
         return torch.cat([*of_ancestors, of_segments], dim=2)
 
     keys = with_ancestors(call.key)

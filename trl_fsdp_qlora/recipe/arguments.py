@@ -15,7 +15,7 @@ from trl import TrlParser
 
 from ..errors import UserError, did_you_mean, mistyped_path
 from ..run.config_fields import option
-from ..run.one_line import DEBUG_ERRORS, NEGATIVE_NUMBER, take
+from ..run.one_line import DEBUG_ERRORS, NEGATIVE_NUMBER, pop_options
 from .other_tools import in_our_words, is_axolotl
 
 
@@ -143,7 +143,7 @@ def recipe_fields(types: Sequence[type], argv: Words = None, defaults: Defaults 
     argv = list(sys.argv[1:] if argv is None else argv)
     options = {spelling for action in parser._actions for spelling in action.option_strings}
     check_options(argv, options)
-    path = take(argv, ("--config",))[0].get("--config")
+    path = pop_options(argv, ("--config",))[0].get("--config")
     parser.set_defaults_with_config(**defaults or {})
     words = []
     if path is not None:

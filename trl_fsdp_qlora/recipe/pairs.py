@@ -64,7 +64,7 @@ def sample_pairs(
 
     def draw(batch: range) -> list[list[int]]:
         ids = encode([rows[i]["prompt"] for i in batch for _ in range(samples)], tokenizer)
-        return generate(model, ids, config, (seed << 20) + batch.start, synced=False)
+        return generate(model, ids, config, (seed << 20) + batch.start, synced_gpus=False)
 
     def pair(batch: range, completions: list[list[int]]) -> list[list[dict]]:
         texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in completions]

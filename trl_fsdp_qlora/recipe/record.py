@@ -120,7 +120,7 @@ class AccuracyCallback(TrainerCallback):
         of_episodes = {}
         if self.agent is not None:
             of_episodes = {"agent": self.agent, "max_tool_turns": args.max_tool_calling_iterations}
-        with trainer.clock.phase("accuracy"), trainer.generating() as (model, lockstep):
+        with trainer.clock.phase("accuracy"), trainer.generating() as (model, synced_gpus):
             return evaluate(
                 model,
                 trainer.processing_class,
@@ -132,7 +132,7 @@ class AccuracyCallback(TrainerCallback):
                 progress=not args.disable_tqdm,
                 samples=samples,
                 description=description,
-                lockstep=lockstep,
+                synced_gpus=synced_gpus,
                 **of_episodes,
             )
 

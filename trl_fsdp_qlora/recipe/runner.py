@@ -21,7 +21,7 @@ from ..errors import UserError
 from ..publishing.card import hardware, software
 from ..run import launch, redaction
 from ..run.nonfatal import nonfatal
-from ..run.one_line import take
+from ..run.one_line import pop_options
 from ..run.threads import fit_threads
 from ..telemetry.terminal import use_terminal
 from .arguments import ConfigError, ScriptArguments
@@ -176,7 +176,7 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
             card.quickstart_prompt = (test or trainer.train_dataset)[0]["prompt"]
             card.max_new_tokens = args.max_completion_length
             card.command = launch.launch_words()
-            card.recipe_file = take(sys.argv, ("--config",))[0].get("--config")
+            card.recipe_file = pop_options(sys.argv, ("--config",))[0].get("--config")
 
         started = time.perf_counter()
         with resumable(trainer):

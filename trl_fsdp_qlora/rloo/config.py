@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from trl import RLOOConfig
 
 from ..grpo import options
-from ..grpo.options import OwnConfig
+from ..grpo.options import EfficientConfig
 from ..run.config_fields import documented, option
 
 
 @documented
 @dataclass(repr=False)
-class EfficientRLOOConfig(OwnConfig, RLOOConfig):
+class EfficientRLOOConfig(EfficientConfig, RLOOConfig):
     """Every field of [`trl.RLOOConfig`], unchanged in meaning, and the ones below.
 
     Raises:

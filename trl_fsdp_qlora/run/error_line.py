@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .redaction import portable
-from .shipped import shipped
+from .resources import resource_folder
 
 TRACEBACK = "TRL_FSDP_QLORA_TRACEBACK"  # "1" prints tracebacks instead of lines
 _LONGEST = 400  # characters of a message; some libraries print pages
@@ -48,7 +48,11 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _place_in_users_code(error: BaseException) -> str:
     """`in rewards.py, line 3`: the innermost frame that is neither a library's nor this package's."""
-    library = [*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), _PACKAGE, shipped("recipes")]
+    library = [
+        *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
+        _PACKAGE,
+        resource_folder("recipes"),
+    ]
     library = [Path(folder).resolve() for folder in library]
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:

@@ -13,7 +13,7 @@ from types import MethodType
 import psutil
 
 from .one_line import USER_ERROR, OneLineParser, check_processes
-from .shipped import accelerate_config
+from .resources import accelerate_config
 
 _ENDING = 60.0  # seconds that processes have to end after Ctrl-C
 _LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "trl-fsdp-qlora")

@@ -108,7 +108,7 @@ class OneLineParser(argparse.ArgumentParser):
         raise UserError(f"{self.prog}: {message.removeprefix('argument ')}; --help has the options")
 
 
-def take(words: Sequence[str], options: Collection[str]) -> tuple[dict[str, str], list[str]]:
+def pop_options(words: Sequence[str], options: Collection[str]) -> tuple[dict[str, str], list[str]]:
     """(`{option: its value}` of those in `options`, the other words), from `--option VALUE` and `--option=VALUE`.
 
     Raises:

@@ -129,11 +129,13 @@ class WeightSyncCheck:
     """Check of each batch's mean difference. Every rank calls it with the same sums.
 
     Args:
-        judges: whether the engine draws from the policy itself, see [`draws_from_policy`]; nothing happens otherwise.
+        is_enabled: whether the engine draws from the policy itself, see [`draws_from_policy`]; if not, it checks
+            nothing.
     """
 
-    def __init__(self, judges: bool):
-        self.judges, self.warned = judges, False
+    def __init__(self, is_enabled: bool):
+        self.is_enabled = is_enabled
+        self.warned = False
         self.first: float | None = None  # mean after the first sync, once there are enough tokens
         self._tokens = self._total = 0.0
 
@@ -143,7 +145,8 @@ class WeightSyncCheck:
         Raises:
             RolloutError: after the first sync the engine plainly holds another model.
         """
-        if not self.judges or not tokens or not math.isfinite(total):  # an overflow of the policy is no error of vLLM
+        # An overflow of the policy is no error of vLLM.
+        if not self.is_enabled or not tokens or not math.isfinite(total):
             return
         if self.first is None:
             self._tokens = self._tokens + tokens

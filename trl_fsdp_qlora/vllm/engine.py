@@ -23,7 +23,7 @@ from ..compat.replaced import replaced
 from ..compat.trl import ensure_master_addr_port
 from ..compat.vllm import skip_destroyed_groups
 from ..run.ranks import on_main
-from ..run.shipped import cache_folder
+from ..run.resources import cache_folder
 from .adapter_sync import AdapterVersions, RolloutError, adapter_weights, served_rank
 from .dequantized_base import DONE, dequantized_base, has_packed_base
 

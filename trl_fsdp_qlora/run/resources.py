@@ -11,7 +11,7 @@ from ..errors import UserError, did_you_mean
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def shipped(folder: str) -> Path:
+def resource_folder(folder: str) -> Path:
     """The folder `recipes` or `accelerate_configs`; a wheel carries it as `trl_fsdp_qlora/_recipes` (setup.py)."""
     installed = _PACKAGE / f"_{folder}"
     return installed if installed.is_dir() else _PACKAGE.parent / folder
@@ -25,7 +25,7 @@ def cache_folder() -> Path:
 
 def names() -> list[str]:
     """Names that [`accelerate_config`] takes."""
-    return sorted(path.stem for path in shipped("accelerate_configs").glob("*.yaml"))
+    return sorted(path.stem for path in resource_folder("accelerate_configs").glob("*.yaml"))
 
 
 def accelerate_config(name: str) -> Path:
@@ -36,4 +36,4 @@ def accelerate_config(name: str) -> Path:
     if name not in names():
         hint = f"{did_you_mean(name, names())}; there are {', '.join(names())}"
         raise UserError(f"no accelerate config named {name!r}{hint}")
-    return shipped("accelerate_configs") / f"{name}.yaml"
+    return resource_folder("accelerate_configs") / f"{name}.yaml"
