@@ -227,9 +227,9 @@ def qwen_processor():
     return QwenImages(transformers.Qwen2VLImageProcessorPil(size=size, **patches), tokenizer, chat_template=template)
 
 
-def run(cls, config_cls, folder, with_pictures: bool):
+def make_trainer(cls, config_cls, folder, with_pictures: bool, processor=None, **changes):
     LOOKED.clear()
-    processor = qwen_processor()
+    processor = processor or qwen_processor()
     tokenizer = processor.tokenizer
     model = build(MORE["qwen2_vl"])
     model.config.image_token_id = processor.image_token_id
@@ -250,9 +250,14 @@ def run(cls, config_cls, folder, with_pictures: bool):
             "do_sample": False,
             "suppress_tokens": placeholders,
         },
+        **changes,
     )
     given = {"processing_class": processor, "tools": [look], "peft_config": LoraConfig(target_modules=["q_proj"])}
-    trainer = cls(model, digit_share, settings, Dataset.from_dict(rows), **given)
+    return cls(model, digit_share, settings, Dataset.from_dict(rows), **given)
+
+
+def run(cls, config_cls, folder, with_pictures: bool):
+    trainer = make_trainer(cls, config_cls, folder, with_pictures)
     trainer.train()
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 

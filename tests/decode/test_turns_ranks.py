@@ -11,6 +11,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.tensor import DTensor
 
+from tests.decode import test_turns_images
 from tests.decode.helpers import calling_tokenizer
 from tests.decode.test_turns import OURS, STOCK, make_trainer
 from tests.distributed.fsdp_on_gloo import force_fsdp, fsdp_environment
@@ -29,9 +30,17 @@ RUNS = {
 SAME = ("completions/mean_length", "num_tokens", "reward", "tools/call_frequency", "tools/failure_frequency")
 
 
-def of_rank(rank: int):
+# A vision tower whose blocks are sharded, and pictures that the tool returns to rank 1 alone. TRL 1.16 gathers logged
+# pictures only on ranks that have some.
+WITH_PICTURES = {
+    "stock_pictures": (STOCK, False, {"log_multimodal": False}),
+    "pictures": (OURS, True, {"fsdp_gather": "per_layer", "log_multimodal": False}),
+}
+
+
+def of_rank(rank: int, tokenizer=None):
     """Rank 0 reads no call out of its completions, rank 1 calls turn after turn, until TRL's limit."""
-    tokenizer = calling_tokenizer()
+    tokenizer = tokenizer or calling_tokenizer()
     read = tokenizer.parse_response
 
     def read_here(ids, prefix, tools=None):
@@ -55,12 +64,15 @@ def test_ranks_take_part_in_the_turns_of_others(tmp_path):
             "per_layer": "stock",
             "hybrid": "stock_hybrid",
             "stock_loop": "stock_hybrid",
+            "pictures": "stock_pictures",
         }.items():
             for mine, theirs in zip(found[name]["steps"], found[reference]["steps"], strict=True):
                 assert [mine[key] for key in SAME] == pytest.approx([theirs[key] for key in SAME]), name
+                assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-3, abs=1e-6), name
     rank_0, rank_1 = runs
     for name in ("gathered", "per_layer", "hybrid"):
         assert rank_0[name]["turns"] == rank_1[name]["turns"] > 4, name
+    assert rank_0["pictures"]["looked"] == 0 < rank_1["pictures"]["looked"]
     # Each rank generates alone, so rank 0 has one turn a step.
     assert rank_0["ddp"]["turns"] == 2 < rank_1["ddp"]["turns"]
 
@@ -93,6 +105,20 @@ def rank(folder: Path) -> None:
         assert any(isinstance(p, DTensor) for p in trainer.model.parameters()) == sharded, name
         steps = [entry for entry in trainer.state.log_history if "loss" in entry]
         results[name] = {"steps": steps, "turns": len(turns)}
+        AcceleratorState._reset_state(reset_partial_state=False)
+        GradientState._reset_state()
+    for name, (classes, sharded, settings) in WITH_PICTURES.items():
+        os.environ["ACCELERATE_USE_FSDP"] = str(sharded).lower()
+        processor = test_turns_images.qwen_processor()
+        of_rank(mine, processor.tokenizer)
+        trainer = test_turns_images.make_trainer(
+            *classes, folder / name, False, processor, per_device_train_batch_size=4, max_steps=2, **settings
+        )
+        trainer.train()
+        tower = [p for n, p in trainer.model.named_parameters() if "visual.blocks" in n]
+        assert tower and all(isinstance(p, DTensor) == sharded for p in tower), name
+        steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+        results[name] = {"steps": steps, "looked": sum(test_turns_images.LOOKED)}
         AcceleratorState._reset_state(reset_partial_state=False)
         GradientState._reset_state()
     (folder / f"rank{mine}.json").write_text(json.dumps(results))

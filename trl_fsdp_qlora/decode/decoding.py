@@ -12,6 +12,7 @@ Transformers still prepares everything around the loop.
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -34,7 +35,7 @@ from ..compat.generation import (
     unfinished,
 )
 from ..compat.trl import images_by_row
-from ..prefix_sharing.images import PER_IMAGE, PER_TOKEN
+from ..prefix_sharing.images import PER_IMAGE, PER_TOKEN, Images
 from ..prefix_sharing.support import keeps_states_itself, position_limit
 from ..scoring.cpu_linear import fast_linears
 from ..scoring.transfer import widest_float
@@ -235,23 +236,39 @@ class Decoding:
         caches = []
         logits = []
         rows = []
-        # If a forward is collective, a rank without parts left takes part with one token that nobody uses.
-        while unfinished(model, not together, synced_gpus, device):
-            if not together:
-                self._prefill_part(model, ids_UP, [1], Continuation([0], [None], 1), config, batch)
-                continue
-            part = together.pop(0)
-            outputs = self._prefill_part(model, ids_UP, lengths, part, config, batch)
-            caches.append(outputs[batch.cache_name])
-            logits.append(outputs.logits[:, -1:])
-            rows.append(part.rows)
-            self.work.prefill_tokens += len(part.rows) * part.new
+        with self._tower_on_every_rank(model, device, synced_gpus):
+            # If a forward is collective, a rank without parts left takes part with one token that nobody uses.
+            while unfinished(model, not together, synced_gpus, device):
+                if not together:
+                    self._prefill_part(model, ids_UP, [1], Continuation([0], [None], 1), config, batch)
+                    continue
+                part = together.pop(0)
+                outputs = self._prefill_part(model, ids_UP, lengths, part, config, batch)
+                caches.append(outputs[batch.cache_name])
+                logits.append(outputs.logits[:, -1:])
+                rows.append(part.rows)
+                self.work.prefill_tokens += len(part.rows) * part.new
         if len(caches) > 1:
             order_U = torch.tensor([row for part in rows for row in part], device=device).argsort()
             outputs[batch.cache_name] = joined_cache(model.config, caches, order_U, width)
             outputs.logits = torch.cat(logits)[order_U]
         take_rows(outputs[batch.cache_name], place_R, batch.longest)
         return self._of_rows(model, outputs, once, place_R, batch)
+
+    @contextmanager
+    def _tower_on_every_rank(self, model, device: torch.device, synced_gpus: bool) -> Iterator[None]:
+        """Inside the block a rank without new images runs a sharded vision tower, too, on images of another rank.
+
+        Its weights are gathered by all ranks at once. A tool may have returned an image on some ranks only.
+        """
+        if not synced_gpus:
+            yield
+            return
+        tower = Images(model)
+        if tower.reason is None:
+            tower.share_images(lambda: {} if self.images is None else self.images.of_one_prompt(), device)
+        with tower.in_every_forward():
+            yield
 
     def _prefill_part(
         self, model, ids_UP, lengths: list[int], part: Continuation, config: GenerationConfig, batch: "_Batch"

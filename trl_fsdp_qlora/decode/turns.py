@@ -120,6 +120,11 @@ class PromptImages:
             )
         return {name: x for name, x in rows_of_images(self._tensors, places).items() if name != "num_images"}
 
+    def of_one_prompt(self) -> dict[str, torch.Tensor]:
+        """The model's arguments for all images of the first prompt that has some."""
+        row = next(row for row, keys in enumerate(self.keys) if keys)
+        return {n: x for n, x in rows_of_images(self._tensors, self._places[row]).items() if n != "num_images"}
+
 
 @dataclass
 class KeptRow:

@@ -12,7 +12,7 @@ image see each other in both directions (Gemma 3 and 4), a prompt's segment has 
 
 import inspect
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -413,21 +413,28 @@ class Images:
         return self.inner.get_image_features(**images, return_dict=True)
 
     def share(self, batch) -> None:
+        """[`share_images`] with the images of a batch's first prompt that has some."""
+        row = next((row for row, count in enumerate(batch.num_images or ()) if count and batch.has_images), None)
+        vision = {} if row is None else {**batch.vision, "num_images": batch.num_images}
+        self.share_images(lambda: {} if row is None else rows_of_images(vision, [row]), batch.input_ids.device)
+
+    def share_images(self, images_here: Callable[[], dict[str, Any]], device: torch.device) -> None:
         """Agree on images for [`in_every_forward`], if the tower's pass is collective.
 
-        Every rank has to call this method once some rank has images. The images of one rank's first prompt are sent to
-        all ranks.
+        Every rank has to call this method if some rank may have images. One rank's images are sent to all ranks.
+
+        Args:
+            images_here: returns the model's arguments for some images of this rank; nothing if it has none.
+            device: where the model runs.
         """
         has_ranks = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
         if self.shared is not None or not has_ranks or not self.is_collective:
             return
-        device = batch.input_ids.device
-        row = next((row for row, count in enumerate(batch.num_images or ()) if count and batch.has_images), None)
+        images = images_here()
         rank = torch.distributed.get_rank()
-        (source,) = reduced_over_ranks([-1 if row is None else rank], device)
-        images = {}
-        if source == rank:
-            images = rows_of_images({**batch.vision, "num_images": batch.num_images}, [row])
+        (source,) = reduced_over_ranks([rank if images else -1], device)
+        if source < 0:
+            return
         sent = [{name: images[name].cpu() for name in PER_IMAGE if name in images}]
         torch.distributed.broadcast_object_list(sent, source, device=device)
         self.shared = {name: value.to(device) for name, value in sent[0].items()}
