@@ -1,5 +1,5 @@
-# `make quickstart` trains a small model on this machine (`make quickstart-images` one that sees), `make test` runs every test but those that need vLLM, which
-# `make test-vllm` runs in an environment of its own; `make test-fast` runs those that are quick, in WORKERS processes.
+# `make quickstart` trains a small model on this machine (`make quickstart-images` one that sees). `make test` runs the tests, `make test-exhaustive` the rest of
+# their long tables, `make test-vllm` those that need vLLM, in an environment of its own, and `make test-fast` those that are quick, in WORKERS processes.
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
@@ -14,7 +14,7 @@ TASK ?= addition
 CONFIG ?= grpo/config_quickstart
 BIN := $(VENV)/bin
 
-.PHONY: quickstart quickstart-images test test-fast test-vllm gpu docs lint clean
+.PHONY: quickstart quickstart-images test test-exhaustive test-fast test-vllm gpu docs lint clean
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/python recipes/small_base.py $(BASE) --task $(TASK) --seed $(SEED)
@@ -30,7 +30,11 @@ quickstart-images: quickstart
 
 # Files in the order of tests/conftest.py: those that take minutes first.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 -m "not exhaustive"
+
+# The rest of the tables of which `make test` runs a few: every class of transformers, every pair of loss and layer.
+test-exhaustive: $(VENV)/.dev
+	$(BIN)/python -m pytest -n $(WORKERS) --durations=25 -m exhaustive tests/planning tests/prefix_sharing
 
 # On a machine with a GPU, ten minutes: its summary begins with a table of launches and seconds next to what was counted without one.
 gpu: $(VENV)/.dev
@@ -38,7 +42,7 @@ gpu: $(VENV)/.dev
 
 # Minutes without a process of its own: for the inner loop.
 test-fast: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not processes and not gpu and not vllm"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not exhaustive and not processes and not gpu and not vllm"
 
 test-vllm: $(VLLM_VENV)/.done
 	$(VLLM_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --durations=25 $(VLLM_TESTS)

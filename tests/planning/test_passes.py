@@ -133,7 +133,7 @@ TWO_GROUPS_CUT = {"per_device_train_batch_size": 8, "tokens_per_pass": 280}
         (JOINED, False),
         (TWO_GROUPS_CUT, False),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in [
                 (ROW, False),
                 (JOINED, True),
@@ -143,7 +143,7 @@ TWO_GROUPS_CUT = {"per_device_train_batch_size": 8, "tokens_per_pass": 280}
                 (CUT, False),
             ]
         ),
-        pytest.param(TWO_GROUPS_CUT, True, marks=pytest.mark.slow),
+        pytest.param(TWO_GROUPS_CUT, True, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_step_whose_passes_share_a_prompt_peaks_where_it_was_planned(tmp_path, fields, checkpointing):

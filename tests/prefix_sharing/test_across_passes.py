@@ -97,7 +97,7 @@ SLOW = [name for name in FAMILIES if name not in FAST and name not in WITHOUT_ST
 
 
 @pytest.mark.parametrize("count", [2, 3, 12])
-@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in SLOW)])
 def test_cut_passes_give_the_gradients_of_padded_ones(name, count):
     model = with_stock_head(build(FAMILIES[name]))
     batch = shuffled(groups(torch.Generator().manual_seed(0)))

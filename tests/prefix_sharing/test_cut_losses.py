@@ -140,7 +140,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     "kind, loss_type, name",
-    [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in CASES],
+    [pytest.param(*case, marks=[] if case in FAST else pytest.mark.exhaustive) for case in CASES],
 )
 def test_any_number_of_passes(tmp_path, monkeypatch, name, loss_type, kind):
     level = "sequence" if loss_type == "luspo" else "token"

@@ -140,7 +140,7 @@ def assert_shares(model, batch, may_run_padded=False, **arguments):
 SLOW = [name for name in FAMILIES if name not in FAST]
 
 
-@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in SLOW)])
 def test_rows_of_any_kind_in_any_order_equal_stock(name):
     model = with_stock_head(build(FAMILIES[name]))
     share_prompts(model)

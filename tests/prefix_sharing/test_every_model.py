@@ -24,7 +24,7 @@ FAST = [
 REST = sorted(set(CLASSES) - set(FAST))
 
 
-@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in REST)])
 def test_a_class_is_as_on_the_page(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
