@@ -144,7 +144,7 @@ FEATURES = {
     "both micro-batches in a pass": ({"tokens_per_pass": 100_000}, {}, "cascade"),
     "two rows per micro-batch": ({"tokens_per_pass": 30}, TWO_ROWS, "cascade"),
     "T-SPMO, nested rows": ({}, {}, "tree"),
-    "A*-PO": ({}, {}, None),  # one completion per prompt: whichever backend, there is nothing to share
+    "A*-PO": ({}, {}, "cascade"),  # one completion per prompt: prompts share their first tokens
 }
 SETTINGS = {"gradient_accumulation_steps": MICRO_BATCHES, "max_completion_length": 4}
 
@@ -174,7 +174,8 @@ def waits(tmp_path_factory):
             run = a_star_po(folder, prompts=32, **SETTINGS)
         elif feature == "T-SPMO, nested rows":
             # Completions of a small vocabulary begin alike, so rows nest wherever that may cost anything.
-            run = made(folder, TSPMOTrainer, TSPMOConfig, layers)
+            # A pass of several micro-batches is no dense row, so each computes its own prompts.
+            run = made(folder, TSPMOTrainer, TSPMOConfig, layers, tokens_per_pass=0)
             run.door.hidden_size = 1e9  # as if a token cost as much as so many pairs
         else:
             both = (GRPOTrainer, GRPOConfig) if feature is None else (EfficientGRPOTrainer, EfficientGRPOConfig)
@@ -194,8 +195,9 @@ def test_at_most_one_wait_more_than_stock(waits, feature):
 
 def assert_one_more_at_most(want: Count, got: Count):
     assert len(got.micro) == len(want.micro) >= MICRO_BATCHES
+    assert any(got.micro)  # a micro-batch whose scores came with another's may have none
     for theirs, mine in zip(want.micro, got.micro, strict=True):
-        assert 0 < len(mine) <= len(theirs) + 1, (places(theirs), places(mine))
+        assert len(mine) <= len(theirs) + 1, (places(theirs), places(mine))
     steps = [len(step.rest) + sum(map(len, step.micro)) for step in (want, got)]
     assert steps[1] <= steps[0] + len(got.micro), (places(want.rest), places(got.rest))
 
