@@ -4,11 +4,11 @@
     python benchmarks/prefix_sharing_speedup.py --device cuda   # bf16, 0.5B shape, longer prompts and completions
 
 Everything runs through the real trainers on the same batch and in one process; runs of the contestants alternate and
-medians are compared. A point that does not fit into the GPU's memory gets a row that says so. The file is
-written after every point. Stock TRL on CPU projects every position through the LM head, prompts included, but on CUDA
-it projects completions only. That flatters this package on CPU, so the vocabulary is small by default
-(`--vocabulary`). Saved bytes are those of the distinct storages that autograd keeps for backward (parameters
-excluded).
+medians are compared. On a CPU the seconds are CPU seconds, so that other work on the machine counts little. A point
+that does not fit into the GPU's memory gets a row that says so. The file is written after every point. Stock TRL on
+CPU projects every position through the LM head, prompts included, but on CUDA it projects completions only. That
+flatters this package on CPU, so the vocabulary is small by default (`--vocabulary`). Saved bytes are those of the
+distinct storages that autograd keeps for backward (parameters excluded).
 """
 
 import argparse
@@ -16,6 +16,7 @@ import gc
 import importlib.util
 import json
 import statistics
+import time
 from pathlib import Path
 
 import torch
@@ -70,6 +71,7 @@ def measure(point, args, contestants) -> dict:
     seeds = range(1, args.draws + 1) if kind == "ragged" else [1]
     batches = [make_batch(args.vocabulary, prompt, completion, group, kind, args.device, seed) for seed in seeds]
     trainers = contestants(group)
+    clock = time.process_time if args.device == "cpu" else time.perf_counter
     totals = {key: {"seconds": 0.0, "bytes": 0, "difference": 0.0} for key in trainers}
     tokens = stock_tokens = 0
     for batch in batches:
@@ -78,7 +80,7 @@ def measure(point, args, contestants) -> dict:
         seconds = {key: [] for key in trainers}
         for _ in range(args.runs):
             for key, trainer in trainers.items():
-                seconds[key].append(step(trainer, batch, args.device)[0])
+                seconds[key].append(step(trainer, batch, args.device, clock)[0])
         for key, trainer in trainers.items():
             totals[key]["seconds"] += statistics.median(seconds[key])
             totals[key]["bytes"] += saved_bytes(trainer, batch)

@@ -161,15 +161,15 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def step(trainer, batch, device) -> tuple[float, float]:
+def step(trainer, batch, device, clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
     """Seconds and loss of one `compute_loss` + backward."""
     trainer.model.zero_grad(set_to_none=True)
     synchronize(device)
-    start = time.perf_counter()
+    start = clock()
     loss = trainer.compute_loss(trainer.model, batch)
     loss.backward()
     synchronize(device)
-    return time.perf_counter() - start, loss.item()
+    return clock() - start, loss.item()
 
 
 def unless_out_of_memory(what: str, run: Callable[[], T]) -> T | None:
