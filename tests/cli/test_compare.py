@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -7,6 +8,7 @@ from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.cli import compare as module
 from trl_fsdp_qlora.cli.compare import OURS, PHASES, STOCK, verdict
 from trl_fsdp_qlora.errors import UserError
+from trl_fsdp_qlora.planning.plan import format_bytes
 from trl_fsdp_qlora.prefix_sharing.comparison import Comparison
 from trl_fsdp_qlora.prefix_sharing.door import Door
 
@@ -93,6 +95,33 @@ def test_groups_with_nothing_to_learn_get_advantages_and_it_can_fail(compare, mo
     assert steps[0].apart[1] == pytest.approx(0.01, rel=0.01)
     steps[0].norms["difference"] = float("nan")
     assert not verdict(steps, "half precision")[0]
+
+
+def test_a_micro_batch_that_stock_trl_has_no_memory_for(compare, monkeypatch):
+    """The line names the planned bytes and a micro-batch whose passes fit, and the comparison goes on."""
+    planned = []
+
+    def plan(settings, *further):
+        made = make_plan(settings, *further)
+        planned.append(made)
+        # The passes of four rows fit, those of eight do not.
+        return replace(made, capacity=made.total("forward_backward") - (1 if settings.rows > 4 else 0))
+
+    def changed(_plan, **values):
+        settings = planned[0].settings
+        return plan(replace(settings, values=settings.values | values))
+
+    make_plan = module.make_plan
+    monkeypatch.setattr(module, "make_plan", plan)
+    monkeypatch.setattr(module, "changed", changed)
+    status, said, _ = compare("--steps 1")
+    assert status == 0
+    line = next(line for line in said.splitlines() if line.startswith("warning: "))
+    assert "--per_device_train_batch_size 4 --gradient_accumulation_steps 4" in line
+    whole, smaller = (made.total("forward_backward") for made in planned)
+    assert format_bytes(whole) in line and smaller < whole
+    assert planned[0].settings.prefix_sharing == "off"
+    assert "warning: " not in compare("--steps 1 --per_device_train_batch_size 4 --gradient_accumulation_steps 4")[1]
 
 
 def same(steps, phases):

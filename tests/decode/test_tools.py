@@ -19,6 +19,7 @@ from tests.tiny import config, digit_share, lora, prompts, tiny_model
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.decode import tools as tools_module
 from trl_fsdp_qlora.decode.tools import fitted, limited
+from trl_fsdp_qlora.prefix_sharing.door import Door
 
 SAME = ("reward", "completions/mean_length", "num_tokens", "tools/call_frequency", "tools/failure_frequency")
 _ARGUMENTS = """
@@ -182,13 +183,17 @@ class Counter:
         return str(a + b)
 
 
-def with_environment(classes, folder, **changes):
+def with_environment(classes, folder, environment=Counter, tokenizer=None, **changes):
     cls, config_cls = classes
     model = tiny_model()
     model.generation_config.eos_token_id = list(range(3, 40))
     settings = {"max_tool_calling_iterations": 3, "max_completion_length": 120, "max_steps": 2} | changes
     settings = {"generation_kwargs": {"do_sample": False}, **settings}
-    named = {"processing_class": calling_tokenizer(), "environment_factory": Counter, "peft_config": lora()}
+    named = {
+        "processing_class": tokenizer or calling_tokenizer(),
+        "environment_factory": environment,
+        "peft_config": lora(),
+    }
     return cls(model, digit_share, config(config_cls, folder, **settings), prompts(), **named)
 
 
@@ -205,6 +210,63 @@ def test_environments_equal_trls(tmp_path):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-6)
         assert mine["generation/prefill_tokens"] < mine["generation/prefill_tokens_stock"]
     assert sum(counts) > 0
+
+
+class Told(Counter):
+    """An environment that tells each instance another thing: the prompts of a group differ in their last tokens."""
+
+    told = 0
+
+    def reset(self, **columns) -> str:
+        super().reset(**columns)
+        Told.told += 1
+        self.number = Told.told
+        return " of the same question" * 3 + f" {self.number:03}"
+
+    def get_reward(self) -> float:
+        return float(self.number**2)
+
+
+def tokens_of_tree(rows: list[list[int]]) -> int:
+    """Number of different beginnings of `rows`: the tokens that are left if each beginning is computed once."""
+    return len({tuple(row[:length]) for row in rows for length in range(1, len(row) + 1)})
+
+
+@pytest.mark.filterwarnings("ignore:.*environment_factory")
+def test_tools_and_a_common_beginning_are_computed_once_in_training(tmp_path, monkeypatch):
+    """The template shows the tools in front of every prompt; what `reset` appends differs within a group."""
+    steps = []
+    passes = []
+    score = Door.score
+
+    def seen(self, stock, arguments):
+        ids = arguments["input_ids"]
+        masks = arguments["attention_mask"].bool()
+        output = score(self, stock, arguments)
+        read = [row[mask].tolist() for row, mask in zip(ids, masks, strict=True)]
+        passes.append((read, self.figures.tokens))
+        return output
+
+    monkeypatch.setattr(Door, "score", seen)
+    for classes in (STOCK, OURS):
+        Told.told = 0
+        tokenizer = calling_tokenizer()
+        tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + tokenizer.chat_template
+        changes = {"environment": Told, "tokenizer": tokenizer, "max_steps": 1, "max_completion_length": 30}
+        made = with_environment(classes, tmp_path / classes[0].__name__, **changes)
+        made.train()
+        steps.append(next(entry for entry in made.state.log_history if "loss" in entry))
+    stock, ours = steps
+    assert ours["loss"] == pytest.approx(stock["loss"], rel=1e-4, abs=1e-6)
+    assert ours["grad_norm"] == pytest.approx(stock["grad_norm"], rel=1e-4)
+    read, computed = passes[-1]
+    assert len({tuple(row[:100]) for row in read}) == 1  # the tools alone are longer
+    begins = tokenizer.convert_tokens_to_ids("<|assistant|>")
+    prompts_read = [row[: row.index(begins) + 1] for row in read]
+    assert len({tuple(prompt) for prompt in prompts_read}) == 8
+    # The last token of a completion is only ever a target.
+    of_completions = sum(len(row) - len(prompt) - 1 for row, prompt in zip(read, prompts_read, strict=True))
+    assert computed == tokens_of_tree(prompts_read) + of_completions
 
 
 @pytest.mark.filterwarnings("ignore:.*environment_factory")

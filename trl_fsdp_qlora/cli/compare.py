@@ -17,7 +17,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +48,19 @@ from ..compat.replaced import replaced
 from ..compat.trl import joined_images
 from ..errors import UserError
 from ..grpo.groups import micro_batches
+from ..planning.plan import changed, format_bytes, make_plan
+from ..planning.plan_vs_actual import longest_prompt
+from ..planning.settings import from_config
 from ..prefix_sharing.door import open_door
 from ..prefix_sharing.dropout import draws
 from ..recipe.arguments import ScriptArguments, parse_recipe, read_yaml
 from ..recipe.checks import check_recipe
+from ..recipe.episodes import agent_of
 from ..recipe.pairs import DPOScriptArguments, read_pairs
 from ..recipe.problems import load_data
 from ..recipe.runner import agent_arguments, build_trainer, model_arguments, reward_functions
 from ..run.input_checks import language_model_only
+from ..run.nonfatal import nonfatal
 from ..run.one_line import pop_options
 from ..run.threads import fit_threads
 from ..telemetry import terminal
@@ -64,6 +69,7 @@ from .recipes import all_recipes
 from .scripts import LAUNCHER, method_of, with_recipe
 
 STOCK, OURS = "stock TRL", "this package"
+_PLANNED_PROMPTS = 64  # number of training prompts whose lengths are read
 PHASES = ("scoring", "loss and backward")
 
 
@@ -126,6 +132,8 @@ def compare(words: list[str]) -> int:
         method, script, config, model, count = _parsed(words, folder)
         train = _pairs(script) if method.script is DPOScriptArguments else load_data(script)[0]
         trainers = _trainers(method, script, config, model, train)
+        if method.script is ScriptArguments:
+            _warn_of_padded_bytes(script, config, model, train, trainers[OURS].processing_class)
         done = []
         for number, step in enumerate(_steps(trainers, count)):
             print(step.line(number) if number else "warmed up on one step, which does not count", flush=True)
@@ -251,6 +259,35 @@ def verdict(steps: list[Step], precision: str) -> tuple[bool, str]:
     return equal, (
         f"{result} ({precision}): losses may be {loss_limit:.0e} of the mean |advantage| or of the loss apart, "
         f"gradients {gradient_limit:.0e} of their norm"
+    )
+
+
+@nonfatal("the memory of stock TRL's passes")
+def _warn_of_padded_bytes(script: Any, config: Any, model: ModelConfig, train: Any, tokenizer: Any) -> None:
+    """Print a line if stock TRL's padded passes are planned to need more memory than there is.
+
+    A recipe's micro-batch may be chosen for packed rows. Padded, it may need many times as much, and the system would
+    then end the process without a word.
+    """
+    sample = train.select(range(min(_PLANNED_PROMPTS, len(train))))
+    agent = agent_of(script, config.chat_template_kwargs)
+    settings = from_config(config, model, prompt_tokens=longest_prompt(tokenizer, sample, model, agent))
+    plan = make_plan(replace(settings, values=settings.values | {"prefix_sharing": "off"}))
+    loss = "forward_backward"
+    if plan.total(loss) <= plan.capacity:
+        return
+    rows = config.per_device_train_batch_size
+    passes = config.gradient_accumulation_steps
+    advice = "--gradient_checkpointing true needs less"
+    for parts in (parts for parts in range(2, rows + 1) if rows % parts == 0):
+        smaller = {"per_device_train_batch_size": rows // parts, "gradient_accumulation_steps": passes * parts}
+        if changed(plan, **smaller).total(loss) <= plan.capacity:
+            advice = " ".join(f"--{name} {value}" for name, value in smaller.items()) + " compares the same rows"
+            break
+    print(
+        f"warning: stock TRL's padded passes of {rows} rows are planned to need {format_bytes(plan.total(loss))}, and "
+        f"there are {format_bytes(plan.capacity)}: {advice}",
+        flush=True,
     )
 
 

@@ -18,7 +18,7 @@ def nonfatal(task: str) -> Iterator[None]:
     Never use it around a collective: the rank that goes on would leave the others waiting.
 
     Args:
-        what: names the failed work in the warning: `"the model card"`.
+        task: names the failed work in the warning: `"the model card"`.
     """
     try:
         yield
