@@ -1,6 +1,7 @@
 """Turns of episodes with images, in the prompt or from a tool: the caches that rows keep know their images."""
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -227,7 +228,10 @@ def qwen_processor():
     return QwenImages(transformers.Qwen2VLImageProcessorPil(size=size, **patches), tokenizer, chat_template=template)
 
 
-def make_trainer(cls, config_cls, folder, with_pictures: bool, processor=None, **changes):
+def make_trainer(
+    cls, config_cls, folder, with_pictures: bool | Sequence[int], processor=None, tools=(look,), **changes
+):
+    """A trainer of eight prompts; all have a picture, none has one, or those of the rows `with_pictures`."""
     LOOKED.clear()
     processor = processor or qwen_processor()
     tokenizer = processor.tokenizer
@@ -240,7 +244,8 @@ def make_trainer(cls, config_cls, folder, with_pictures: bool, processor=None, *
     model.generation_config.eos_token_id = list(range(3, 40))
     rows = {"prompt": [[{"role": "user", "content": f"{i}+{i + 1}="}] for i in range(8)]}
     if with_pictures:
-        rows["image"] = [picture(100 + i) for i in range(8)]
+        has_picture = range(8) if with_pictures is True else with_pictures
+        rows["images"] = [[picture(100 + i)] if i in has_picture else [] for i in range(8)]
     settings = config(
         config_cls,
         folder,
@@ -252,7 +257,7 @@ def make_trainer(cls, config_cls, folder, with_pictures: bool, processor=None, *
         },
         **changes,
     )
-    given = {"processing_class": processor, "tools": [look], "peft_config": LoraConfig(target_modules=["q_proj"])}
+    given = {"processing_class": processor, "tools": list(tools) or None, "peft_config": LoraConfig(target_modules=["q_proj"])}
     return cls(model, digit_share, settings, Dataset.from_dict(rows), **given)
 
 

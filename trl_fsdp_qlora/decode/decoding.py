@@ -133,7 +133,8 @@ class Decoding:
         self.work = DecodingWork()
         self.turns = turns
         self.place_R: torch.Tensor | None = None  # the prompt of each row; one row per prompt if `None`
-        self.images: PromptImages | None = None  # of the distinct prompts, if rows keep caches and prompts have images
+        self.images: PromptImages | None = None  # of the distinct prompts, see `with_images`
+        self._pixels: dict[str, torch.Tensor] = {}  # arguments of the prefill that `generate` did not get
         self.per_row: str | None = None  # why the last call attended to prompts in each row; `None`: it did not
 
     @torch.no_grad()
@@ -158,7 +159,8 @@ class Decoding:
             batch.images_R = [self.images.keys[prompt] for prompt in place_R.tolist()]
         prefill_rows = self._prefill_turn if continues else self._prefill
         with fast_linears(model, decoding=True), watched_attention(model) as self.per_row:
-            outputs = prefill_rows(model, input_ids, place_R, batch, generation_config, synced_gpus)
+            with self._tower_on_every_rank(model, input_ids.device, synced_gpus):
+                outputs = prefill_rows(model, input_ids, place_R, batch, generation_config, synced_gpus)
             with tuned_for_decoding(model):
                 while unfinished(model, batch.left == 0, synced_gpus, input_ids.device):
                     if outputs is None:
@@ -179,19 +181,24 @@ class Decoding:
         return torch.cat([input_ids[place_R], torch.stack(batch.columns, 1)], 1)
 
     def with_images(self, batch: dict[str, Any], chunked: bool) -> dict[str, Any]:
-        """`generate`'s arguments for prompts with images, whose images are remembered if rows keep their caches.
+        """`generate`'s arguments for prompts with images.
 
-        In a later turn the pixels stay here: `generate` would run the vision tower on images that kept rows have seen.
-        It still gets what positions are computed from.
+        `generate` runs the vision tower before it calls this loop. In two cases the pixels therefore stay here, and
+        `generate` only gets what positions are computed from: in a later turn, because kept rows have seen most of the
+        images, and if a forward may be collective, because other ranks may have no images.
         """
+        is_collective = self.synced_gpus is not False
         if chunked:
             self.turns = None  # transformers takes pixels in chunks from `generate` alone
-        if self.turns is None or "pixel_values" not in batch:
+        if chunked or "pixel_values" not in batch or (self.turns is None and not is_collective):
             return batch
         self.images = PromptImages(batch)
-        if self.turns.number == 0:
-            return batch
-        return {name: x for name, x in batch.items() if name not in PER_IMAGE or name == "image_grid_thw"}
+        pixels = {name: x for name, x in batch.items() if name in PER_IMAGE}
+        if self.turns is None or self.turns.number == 0:
+            if not is_collective:
+                return batch
+            self._pixels = pixels
+        return {name: x for name, x in batch.items() if name not in pixels or name == "image_grid_thw"}
 
     def _prefill(
         self, model, ids_UP, place_R: torch.Tensor, batch: "_Batch", config: GenerationConfig, synced_gpus: bool
@@ -199,6 +206,8 @@ class Decoding:
         """Outputs as of a prefill of every row, from one of each prompt; the cache in `batch` serves every row."""
         ids_UP, once, beginning = prefill_beginning(model, ids_UP, batch.kwargs, config, synced_gpus)
         batch.beginning = beginning
+        if self._pixels:
+            once = {name: x for name, x in once.items() if name not in _OF_IMAGES} | self._pixels
         watch = None if self.per_row else PrefillWatch(once.get("past_key_values"), once)
         outputs = prefill(model, ids_UP, config, once if watch is None else {**once, "shared_prompts": watch})
         if watch is not None:
@@ -236,18 +245,17 @@ class Decoding:
         caches = []
         logits = []
         rows = []
-        with self._tower_on_every_rank(model, device, synced_gpus):
-            # If a forward is collective, a rank without parts left takes part with one token that nobody uses.
-            while unfinished(model, not together, synced_gpus, device):
-                if not together:
-                    self._prefill_part(model, ids_UP, [1], Continuation([0], [None], 1), config, batch)
-                    continue
-                part = together.pop(0)
-                outputs = self._prefill_part(model, ids_UP, lengths, part, config, batch)
-                caches.append(outputs[batch.cache_name])
-                logits.append(outputs.logits[:, -1:])
-                rows.append(part.rows)
-                self.work.prefill_tokens += len(part.rows) * part.new
+        # If a forward is collective, a rank without parts left takes part with one token that nobody uses.
+        while unfinished(model, not together, synced_gpus, device):
+            if not together:
+                self._prefill_part(model, ids_UP, [1], Continuation([0], [None], 1), config, batch)
+                continue
+            part = together.pop(0)
+            outputs = self._prefill_part(model, ids_UP, lengths, part, config, batch)
+            caches.append(outputs[batch.cache_name])
+            logits.append(outputs.logits[:, -1:])
+            rows.append(part.rows)
+            self.work.prefill_tokens += len(part.rows) * part.new
         if len(caches) > 1:
             order_U = torch.tensor([row for part in rows for row in part], device=device).argsort()
             outputs[batch.cache_name] = joined_cache(model.config, caches, order_U, width)
@@ -259,7 +267,8 @@ class Decoding:
     def _tower_on_every_rank(self, model, device: torch.device, synced_gpus: bool) -> Iterator[None]:
         """Inside the block a rank without new images runs a sharded vision tower, too, on images of another rank.
 
-        Its weights are gathered by all ranks at once. A tool may have returned an image on some ranks only.
+        Its weights are gathered by all ranks at once. Prompts may have images on some ranks only, and so may the
+        results of tools.
         """
         if not synced_gpus:
             yield
