@@ -257,7 +257,11 @@ def make_trainer(
         },
         **changes,
     )
-    given = {"processing_class": processor, "tools": list(tools) or None, "peft_config": LoraConfig(target_modules=["q_proj"])}
+    given = {
+        "processing_class": processor,
+        "tools": list(tools) or None,
+        "peft_config": LoraConfig(target_modules=["q_proj"]),
+    }
     return cls(model, digit_share, settings, Dataset.from_dict(rows), **given)
 
 

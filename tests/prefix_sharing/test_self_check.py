@@ -72,6 +72,22 @@ def test_rounding_alone_passes(family, dtype):
     assert door.is_active, door.describe()
 
 
+def test_the_effect_of_rounding_is_measured_beyond_the_fixed_limits_alone(monkeypatch):
+    """It takes most of the passes. A difference that rounding explains passes either way."""
+    measured = []
+    perturbed = self_check.perturbed
+    monkeypatch.setattr(self_check, "perturbed", lambda *which: measured.append(1) or perturbed(*which))
+    for limit, passes in ((10.0, 0), (0.0, self_check.NOISE_PASSES)):
+        for name in ("MEAN_DIFFERENCE_HALF", "FIRST_DIFFERENCE_HALF", "GRADIENT_DIFFERENCE_HALF", "PROJECTION_OFF"):
+            monkeypatch.setattr(self_check, name, limit)
+        model, door = llama(torch.bfloat16)
+        kinds = 2 if door.can_be_dense else 1
+        one_pass(model, door)
+        assert door.is_active, door.describe()
+        assert len(measured) == kinds * passes
+        measured.clear()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_layout_taken_from_a_global_under_checkpointing_is_caught(reentrant, dtype, monkeypatch):
