@@ -1,6 +1,5 @@
 """Accuracy of a model on problems with exact answers: greedy pass@1, sampled pass@k, majority@k; on every rank."""
 
-import functools
 import time
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -63,6 +62,51 @@ class Completed(NamedTuple):
     text: str
     tokens: int
     is_right: bool | None = None
+
+
+class Scored(NamedTuple):
+    """What a problem adds to the sums of an [`Evaluation`]; all but `passed_at_k` and `majority` are of greedy."""
+
+    correct: bool
+    answered: bool
+    strict: bool
+    lenient: bool
+    tokens: int
+    passed_at_k: float
+    majority: bool
+
+
+def score_problem(
+    greedy: Completed, drawn: list[Completed], gold: Any, answer_format: str, owns_reward: bool
+) -> Scored:
+    """Compare a problem's completions with its answer, or take the environment's verdicts.
+
+    Args:
+        greedy, drawn: the greedy completion and the sampled ones, which may be none.
+        gold: the right answer, or a function that accepts answers, see [`answers_match`].
+        owns_reward: whether environments decide. Their verdicts have no answers to vote on.
+    """
+
+    def is_right(completion: Completed, answer: str | None) -> bool:
+        return answers_match(answer, gold=gold) if completion.is_right is None else completion.is_right
+
+    answer = extract_answer(greedy.text, answer_format)
+    passed_at_k = 0.0
+    wins_majority = False
+    if drawn:
+        answers = [extract_answer(completion.text, answer_format) for completion in drawn]
+        passed = sum(map(is_right, drawn, answers))
+        passed_at_k = pass_at_k(len(drawn), passed, len(drawn))
+        wins_majority = 2 * passed > len(drawn) if owns_reward else answers_match(majority(answers), gold=gold)
+    return Scored(
+        correct=is_right(greedy, answer),
+        answered=answer is not None,
+        strict=is_right(greedy, required_answer(greedy.text, answer_format)),
+        lenient=is_right(greedy, extract_answer(greedy.text, "last_number")),
+        tokens=greedy.tokens,
+        passed_at_k=passed_at_k,
+        majority=wins_majority,
+    )
 
 
 def majority(answers: list[str | None]) -> str | None:
@@ -180,40 +224,32 @@ def evaluate(
             return best, []
         return best, complete(batch, sampled, samples, (seed << 20) + batch.start)
 
-    def score(batch: range, completions: tuple[list[Completed], list[Completed]]) -> list[tuple]:
+    def score(batch: range, completions: tuple[list[Completed], list[Completed]]) -> list[Scored]:
         best, drawn = completions
-        scores = []
-        for j, i in enumerate(batch):
-            matches = functools.partial(answers_match, gold=golds[i])
-
-            def is_right(completion: Completed, answer: str | None, matches=matches) -> bool:
-                return matches(answer) if completion.is_right is None else completion.is_right
-
-            text = best[j].text
-            answer = extract_answer(text, answer_format)
-            correct = is_right(best[j], answer)
-            strict = is_right(best[j], required_answer(text, answer_format))
-            lenient = is_right(best[j], extract_answer(text, "last_number"))
-            passed_at_k = 0
-            voted = False
-            if samples:
-                of_problem = drawn[j * samples : (j + 1) * samples]
-                sampled = [extract_answer(completion.text, answer_format) for completion in of_problem]
-                passed = sum(map(is_right, of_problem, sampled))
-                passed_at_k = pass_at_k(samples, passed, samples)
-                # An environment's verdict has no answer to vote on.
-                owns_reward = agent is not None and agent.owns_reward
-                voted = 2 * passed > samples if owns_reward else matches(majority(sampled))
-            scores.append((correct, answer is not None, strict, lenient, best[j].tokens, passed_at_k, voted))
-        return scores
+        owns_reward = agent is not None and agent.owns_reward
+        of_problems = [drawn[j * samples : (j + 1) * samples] for j in range(len(batch))]
+        return [
+            score_problem(best[j], of_problems[j], golds[i], answer_format, owns_reward) for j, i in enumerate(batch)
+        ]
 
     size = max(1, batch_size // max(samples, 1))
     n = len(rows)
     results = over_ranks(n, size, draw, score, synced_gpus=synced_gpus, description=description if progress else None)
-    correct, answered, strict, lenient, tokens, passed, voted = map(sum, zip(*results, strict=True))
-    shares = (passed / n, voted / n) if samples else (None, None)
-    measured = correct, correct / n, wilson_interval(correct, n), samples, *shares, answered / n
-    return Evaluation(n, *measured, time.perf_counter() - started, tokens / n, strict, lenient)
+    sums = Scored(*map(sum, zip(*results, strict=True)))
+    return Evaluation(
+        n=n,
+        correct=sums.correct,
+        pass_at_1=sums.correct / n,
+        interval=wilson_interval(sums.correct, n),
+        samples=samples,
+        pass_at_k=sums.passed_at_k / n if samples else None,
+        majority_at_k=sums.majority / n if samples else None,
+        answered=sums.answered / n,
+        seconds=time.perf_counter() - started,
+        tokens_per_completion=sums.tokens / n,
+        strict=sums.strict,
+        lenient=sums.lenient,
+    )
 
 
 def generation_configs(
