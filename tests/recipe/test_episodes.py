@@ -13,9 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import parse_response, supports_tool_calling
 
+from tests.decode.test_turns import Counted
 from tests.tiny import save_tool_calling_model, tool_tokenizer
 from trl_fsdp_qlora.decode import tools as tools_module
 from trl_fsdp_qlora.decode.completions import generate
+from trl_fsdp_qlora.evaluation import accuracy
 from trl_fsdp_qlora.evaluation import episodes as episodes_module
 from trl_fsdp_qlora.evaluation.accuracy import evaluate, generation_configs
 from trl_fsdp_qlora.evaluation.episodes import Agent, begin, run_episodes, run_tool
@@ -96,6 +98,33 @@ def test_an_episode_is_that_of_trls_loop(folder, loaded, tmp_path, length, turns
         assert episode.messages == list(stock._logs["completion"])[2 * i]
     if length == 400:
         assert len(episodes[0].messages) == (5 if turns else 1)
+
+
+@pytest.mark.parametrize("turns", [1, None])
+def test_a_turn_of_a_measured_episode_continues_from_the_last_one(loaded, monkeypatch, turns):
+    """The same result as with every turn prefilled whole, for greedy and for sampled episodes."""
+    model, tokenizer = loaded
+    data = rows(50, 7, 50, 8, 9)
+    results = []
+    prefilled = []
+    for limit in (accuracy.FREE_SHARE, 0.0):  # without memory nothing is kept
+        monkeypatch.setattr(accuracy, "FREE_SHARE", limit)
+        counted = Counted(model)
+        result = evaluate(
+            model,
+            tokenizer,
+            data,
+            agent=Agent(environment=Guessing, owns_reward=True),
+            max_new_tokens=200,
+            samples=2,
+            progress=False,
+            max_tool_turns=turns,
+        )
+        counted.handle.remove()
+        results.append(result.as_dict() | {"seconds": 0})
+        prefilled.append(counted.tokens)
+    assert results[0] == results[1]
+    assert prefilled[0] < 0.8 * prefilled[1]
 
 
 def test_accuracy_by_the_environments_reward_and_by_the_answer(loaded):

@@ -17,6 +17,7 @@ from ..errors import UserError
 from ..prefix_sharing.images import fingerprints
 from ..telemetry.terminal import progress
 from .decoding import Decoding, DecodingWork, distinct_rows, why_stock
+from .turns import KeptTurns, why_not_kept
 
 if TYPE_CHECKING:
     from ..vllm.engine import AdapterEngine
@@ -52,6 +53,7 @@ def complete(
     compact: bool = True,
     decoding: Decoding | None = None,
     vision: dict[str, Any] | None = None,
+    turns: KeptTurns | None = None,
 ) -> tuple[list[list[int]], DecodingWork | None]:
     """One completion for every prompt, drawn from the global random state, in the model's current mode.
 
@@ -65,6 +67,8 @@ def complete(
         compact: use the decoding loop of [`decoding`] if it is exact.
         decoding: that loop, if the caller knows that it is exact.
         vision: a processor's outputs other than token ids, for prompts with images, and `num_images` of each prompt.
+        turns: caches that rows keep from one turn of an episode to the next, if `decoding` is not given and if the
+            model can go on from them. The caller counts the turns.
 
     Returns:
         R lists of completion token ids, each cut after its first end-of-sequence token, and the work that was done
@@ -77,7 +81,8 @@ def complete(
     batch = {"input_ids": ids_RP, "attention_mask": mask_RP, **vision_tensors(vision or {}, width, device)}
     pictures = {name: batch[name] for name in vision or ()}
     if decoding is None and compact and why_stock(model, config, pictures) is None:
-        decoding = Decoding(synced_gpus)
+        can_continue = turns is not None and why_not_kept(model) is None
+        decoding = Decoding(synced_gpus, turns if can_continue else None)
     if decoding is not None:
         keys = [ids_RP, mask_RP] + ([fingerprints(pictures)] if pictures else [])
         first_U, decoding.place_R = distinct_rows(torch.cat(keys, 1))
@@ -153,6 +158,7 @@ def generate(
     synced_gpus: bool | None = None,
     compact: bool = True,
     vision: dict[str, Any] | None = None,
+    turns: KeptTurns | None = None,
 ) -> list[list[int]]:
     """One completion for every prompt, as from [`complete`], without dropout and reproducible.
 
@@ -161,7 +167,7 @@ def generate(
     Args:
         model: causal language model, unwrapped, or an engine that draws in its place. A model's training mode is
             restored.
-        prompt_ids, config, synced_gpus, compact, vision: see [`complete`].
+        prompt_ids, config, synced_gpus, compact, vision, turns: see [`complete`]. An engine keeps what it likes.
         seed: the seed of the sampling; `None` for greedy decoding.
     """
     if isinstance(model, EngineModel):
@@ -175,7 +181,10 @@ def generate(
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             if seed is not None:
                 torch.manual_seed(seed)
-            return complete(model, prompt_ids, config, synced_gpus=synced_gpus, compact=compact, vision=vision)[0]
+            completions, _ = complete(
+                model, prompt_ids, config, synced_gpus=synced_gpus, compact=compact, vision=vision, turns=turns
+            )
+            return completions
     finally:
         model.train(was_training)
 

@@ -177,7 +177,7 @@ class KeptTurns:
         number: number of the turn that is generated; 0 for the first.
     """
 
-    def __init__(self, limit: float, turns: int):
+    def __init__(self, limit: float, turns: float):
         self.limit = limit
         self.turns = turns
         self.number = 0

@@ -1,9 +1,11 @@
 """Accuracy of a model on problems with exact answers: greedy pass@1, sampled pass@k, majority@k; on every rank."""
 
+import math
 import time
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from accelerate import PartialState
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 from trl.data_utils import is_conversational, prepare_multimodal_messages
@@ -11,6 +13,8 @@ from trl.data_utils import is_conversational, prepare_multimodal_messages
 from ..data import reasoning_gym
 from ..data.answers import answers_match, completion_text, extract_answer, parse_gold, parse_number, required_answer
 from ..decode.completions import generate, over_ranks
+from ..decode.turns import KeptTurns
+from ..fsdp2_qlora.generation import FREE_SHARE, free_bytes
 from .episodes import Agent, run_episodes
 from .stats import format_accuracy, pass_at_k, wilson_interval
 
@@ -191,11 +195,13 @@ def evaluate(
 
     def complete(batch: range, config: GenerationConfig, repeats: int, seed: int | None = None) -> list[Completed]:
         if agent is not None:
+            limit = FREE_SHARE * free_bytes(PartialState().device)
+            turns = KeptTurns(limit, math.inf if max_tool_turns is None else max_tool_turns)
 
             def next_turn(ids: list[list[int]], turn: int) -> list[list[int]]:
-                return generate(
-                    model, ids, config, None if seed is None else seed + (turn << 40), synced_gpus=synced_gpus
-                )
+                turns.number = turn
+                of_turn = None if seed is None else seed + (turn << 40)
+                return generate(model, ids, config, of_turn, synced_gpus=synced_gpus, turns=turns)
 
             episodes = run_episodes(
                 agent,
