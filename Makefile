@@ -32,9 +32,9 @@ quickstart-images: quickstart
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 -m "not exhaustive"
 
-# The rest of the tables of which `make test` runs a few: every class of transformers, every pair of loss and layer.
+# The rest of the tables of which `make test` runs a few (every class of transformers, every pair of loss and layer, every recipe), and a real model.
 test-exhaustive: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(WORKERS) --durations=25 -m exhaustive tests/planning tests/prefix_sharing
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations=25 -m exhaustive
 
 # On a machine with a GPU, ten minutes: its summary begins with a table of launches and seconds next to what was counted without one.
 gpu: $(VENV)/.dev

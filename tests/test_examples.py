@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launch import run_launcher
-from tests.tiny import save_tiny_model, save_tiny_vision_model, save_tool_calling_model
+from tests.tiny import save_tiny_model, save_tiny_vision_model, save_tool_calling_model, these_first
 from trl_fsdp_qlora.prefix_sharing.door import Door
 
 ROOT = Path(__file__).parents[1]
@@ -61,7 +61,7 @@ def check_that_prompts_were_shared(passes):
     assert passes[-1].figures.tokens < passes[-1].figures.padded_tokens
 
 
-@pytest.mark.parametrize("name", ["grpo", "qlora", "pictures", "dpo", "rloo"])
+@pytest.mark.parametrize("name", these_first(["grpo", "qlora", "pictures", "dpo", "rloo"], "grpo", "dpo"))
 def test_it_trains_and_shares_prompts(name, run_example, tmp_path, passes):
     trainer = run_example(name)["trainer"]
     assert trainer.state.global_step == 2
@@ -77,7 +77,7 @@ def test_the_loop_shares_prompts(run_example, capsys, passes):
     assert "step 1: reward" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["tools", "environment"])
+@pytest.mark.parametrize("name", these_first(["tools", "environment"], "tools"))
 def test_tools_are_called(name, run_example, tmp_path):
     trainer = run_example(name)["trainer"]
     logged = [row for row in trainer.state.log_history if "loss" in row]
@@ -87,6 +87,7 @@ def test_tools_are_called(name, run_example, tmp_path):
 
 
 @pytest.mark.processes
+@pytest.mark.exhaustive
 def test_two_processes(tmp_path):
     model = save_tiny_model(tmp_path / "tiny")
     script = [str(EXAMPLES["two_processes"]), "--model", model, "--steps", "2"]

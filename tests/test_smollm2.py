@@ -14,6 +14,9 @@ from tests.distributed.launch import REPOSITORY, accelerate_launch, run_code
 from tests.prefix_sharing.helpers import assert_equal_gradients, loss_inputs, losses_of, make_trainer
 from trl_fsdp_qlora import EfficientGRPOTrainer
 
+# The real model takes a minute and a half; tiny ones cover the same code in `make test`.
+pytestmark = [pytest.mark.exhaustive, pytest.mark.xdist_group("SmolLM2")]
+
 
 @pytest.mark.processes
 @pytest.mark.slow

@@ -18,6 +18,16 @@ from trl_fsdp_qlora.data.datasets import read_problems, to_prompts
 from trl_fsdp_qlora.scoring import cpu_linear
 from trl_fsdp_qlora.small_base.text import character_tokenizer, new_model
 
+
+def these_first(cases, *first) -> list:
+    """A table's cases for `parametrize`: `make test` runs those in `first`, `make test-exhaustive` the others."""
+
+    def values(case) -> tuple:
+        return case if isinstance(case, tuple) else (case,)
+
+    return [case if case in first else pytest.param(*values(case), marks=pytest.mark.exhaustive) for case in cases]
+
+
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
 

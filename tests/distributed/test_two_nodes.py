@@ -61,6 +61,7 @@ def test_two_launchers_train_as_ranks_without_one(base, undisturbed, tmp_path, k
     assert_same(tmp_path, expected, *((1e-5, 1e-4) if kind == "zero2" else ()))
 
 
+@pytest.mark.exhaustive
 def test_another_node_takes_the_place_of_one_that_dies(base, undisturbed, tmp_path):
     """torchrun on two nodes; the second's agent and rank are killed in step 3, and an agent is started in its
     place.

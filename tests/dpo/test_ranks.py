@@ -10,6 +10,7 @@ from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import launch
 from tests.fsdp2_qlora import tiny
 from tests.fsdp2_qlora.runs import difference
+from tests.tiny import these_first
 
 WORKER = "tests/dpo/ranks_worker.py"
 SCENARIOS = {"dpo": "dpo=dpo", "rloo": "rloo=rloo", "dpo4": "dpo4=dpo:4bit", "rloo4": "rloo4=rloo:4bit"}
@@ -41,7 +42,7 @@ def stock(model, tmp_path_factory):
     return runs(model, tmp_path_factory.mktemp("runs") / "stock", *scenarios, processes=1)[0]
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("wrapper", these_first(["ddp", "fsdp2"], "fsdp2"))
 def test_two_ranks_train_what_one_process_does(alone, model, tmp_path, wrapper):
     labels = [*SCENARIOS] if wrapper == "fsdp2" else ["dpo", "rloo"]
     environment = fsdp_environment() if wrapper == "fsdp2" else None
@@ -55,7 +56,7 @@ def test_two_ranks_train_what_one_process_does(alone, model, tmp_path, wrapper):
         assert difference(first["adapter"], alone[label]["adapter"]) < 1e-5, label
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("wrapper", these_first(["ddp", "fsdp2"], "fsdp2"))
 def test_trls_own_kto_and_sft_share_prompts_on_two_ranks(stock, model, tmp_path, wrapper):
     scenarios = ("kto=kto", "sft=sft", "kto4=kto:4bit", "sft4=sft:4bit")
     environment = fsdp_environment() if wrapper == "fsdp2" else None

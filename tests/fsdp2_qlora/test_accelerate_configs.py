@@ -24,7 +24,7 @@ from trl_fsdp_qlora.data.datasets import hold_out, read_problems, to_prompts
 from trl_fsdp_qlora.evaluation.accuracy import evaluate
 from trl_fsdp_qlora.publishing.logits import LOGITS, few_logits
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes]
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.xdist_group("accelerate configs")]
 
 CONFIGS = REPOSITORY / "accelerate_configs"
 
@@ -111,9 +111,9 @@ def test_the_evaluation_script_measures_a_4_bit_base(problems, tmp_path, monkeyp
     ("config", "kinds", "reason"),
     [
         ("fsdp2_qlora_cpu", ["sft"], "the base is quantized"),
-        ("fsdp2_qlora_offload_cpu", ["sft"], "the base is quantized"),
-        ("fsdp2_cpu", ["lora"], "the base is sharded"),
-        ("zero2_cpu", ["sft", "lora"], None),
+        pytest.param("fsdp2_qlora_offload_cpu", ["sft"], "the base is quantized", marks=pytest.mark.exhaustive),
+        pytest.param("fsdp2_cpu", ["lora"], "the base is sharded", marks=pytest.mark.exhaustive),
+        pytest.param("zero2_cpu", ["sft", "lora"], None, marks=pytest.mark.exhaustive),
         ("zero3_cpu", ["lora"], "the base is sharded"),
     ],
 )

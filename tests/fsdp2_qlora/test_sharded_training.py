@@ -50,6 +50,9 @@ DDP = {
 }
 TWO = {
     **ALONE,
+    # A row a pass, and groups cut in two (more in test_any_batch_size.py).
+    "row_by_row": "grpo:per_device_train_batch_size=1,gradient_accumulation_steps=4",
+    "cut": "grpo:tokens_per_pass=20",
     "whole_base": "grpo:model=whole",
     "whole_bf16": "grpo:model=whole,bf16=1,max_steps=1",
     "whole_bf16_padded": "grpo:model=whole,bf16=1,prefix_sharing=off,max_steps=1",
@@ -141,6 +144,7 @@ def test_parameters_are_dtensors_and_a_part_of_the_base_is_here(runs):
     [
         *(("two", scenario, ("one", scenario), 3, 1e-5) for scenario in GRPO),
         *(("two", scenario, ("one", scenario), 4, 1e-5) for scenario in SFT),
+        *(("two", scenario, ("one", "grpo"), 3, 1e-5) for scenario in ("row_by_row", "cut")),
         ("two", "whole_base", ("ddp", "whole_base"), 3, 1e-6),
         ("two", "in_memory_resumed", ("one", "in_memory_resumed"), 1, 3e-5),
         ("two", "resumed", ("two", "sft"), 2, 1e-5),

@@ -4,7 +4,7 @@ TRL's.
 
 import pytest
 
-from tests.tiny import LOSS_TYPES
+from tests.tiny import LOSS_TYPES, these_first
 from trl_fsdp_qlora.prefix_sharing import across_passes
 from trl_fsdp_qlora.prefix_sharing.comparison import Comparison
 from trl_fsdp_qlora.prefix_sharing.door import Door
@@ -64,7 +64,7 @@ def test_a_micro_batch_that_is_too_long_is_cut(tmp_path, steps, tokens_per_pass)
 
 
 @pytest.mark.parametrize("rows, tokens_per_pass", [(1, None), (8, 25)])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", these_first(LOSS_TYPES, "dapo", "grpo", "vespo"))
 def test_loss_types(tmp_path, steps, loss_type, rows, tokens_per_pass):
     level = "sequence" if loss_type == "luspo" else "token"
     changes = {"loss_type": loss_type, "importance_sampling_level": level}

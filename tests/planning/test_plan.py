@@ -80,6 +80,7 @@ def test_plans_for_other_numbers_of_ranks_measure_nothing_again(tmp_path):
 
 
 @pytest.mark.slow  # some thirty plans
+@pytest.mark.exhaustive
 def test_what_is_found_to_fit_fits_and_the_next_larger_does_not(tmp_path, monkeypatch):
     plan = make_plan(settings(folder(tmp_path, num_hidden_layers=2)), hardware=CARD)
     card = replace(CARD, memory=changed(plan, per_device_train_batch_size=12).peak)  # as much as 12 rows need
@@ -105,6 +106,7 @@ def test_what_is_found_to_fit_fits_and_the_next_larger_does_not(tmp_path, monkey
 
 
 @pytest.mark.slow  # some forty plans
+@pytest.mark.exhaustive
 def test_the_largest_group_and_the_longest_completion_before_and_after(tmp_path):
     """A card on which a whole group of eight does not fit, next to one row of it."""
     fields = {

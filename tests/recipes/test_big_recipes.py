@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 pytest.importorskip("bitsandbytes")
 
 from tests.prefix_sharing.helpers import build, sees, small
+from tests.tiny import these_first
 from trl_fsdp_qlora.planning import plan_vs_actual
 from trl_fsdp_qlora.small_base.text import character_tokenizer
 
@@ -36,11 +37,12 @@ ARCHITECTURES = {
         ATTENTION | {"in_proj", "input_linear", "output_linear"},
     ),
 }
+PATHS = sorted(path for name in ARCHITECTURES for path in (RECIPES / name).glob("*/*.yaml"))
 
 
 @pytest.mark.parametrize(
     "path",
-    sorted(path for name in ARCHITECTURES for path in (RECIPES / name).glob("*/*.yaml")),
+    these_first(PATHS, *PATHS[::4]),
     ids=lambda path: f"{path.parents[1].name}/{path.parent.name}",
 )
 def test_it_trains_a_tiny_model_of_its_architecture(path, tmp_path, monkeypatch, called, capsys):
