@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.integrations.neftune import activate_neftune
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from tests.tiny import lora
@@ -454,6 +455,26 @@ def test_the_first_pass_is_compared_and_a_wrong_one_is_not_taken(monkeypatch):
     share_prompts(model)
     assert torch.equal(call(model, batch).log_probs, expected.log_probs)
     assert "difference in log-probability" in model.prompt_sharing.describe()
+
+
+def test_noise_on_the_embeddings_is_that_of_the_padded_rows():
+    """NEFTune's noise gets smaller as rows get longer, and a packed row is longer. A trainer adds it when it begins to
+    train, perhaps after an evaluation in which the packed row was found exact.
+    """
+    model = share_prompts(with_stock_head(build("llama")))
+    door = model.prompt_sharing
+    batch = make_batch()
+    call(model.eval(), batch)
+    assert door.figures.tokens > 0
+    activate_neftune(model, 5.0)
+    model.train()
+    torch.manual_seed(0)
+    ours = call(model, batch)
+    with door.closed():
+        torch.manual_seed(0)
+        stock = call(model, batch)
+    assert torch.equal(ours.log_probs, stock.log_probs)
+    assert "NEFTune" in door.describe()
 
 
 def test_each_model_has_a_door_of_its_own():

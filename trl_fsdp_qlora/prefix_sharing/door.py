@@ -38,7 +38,7 @@ from .attention import BACKENDS, DenseMask, UnsupportedAttention, can_nest, inst
 from .batch import Batch
 from .comparison import Comparison, Rehearsal
 from .current_row import checkpointed, computing, keeps_no_graph, use_row_positions
-from .dropout import other_dropout
+from .dropout import noise_reason, other_dropout
 from .forest import Forest, grow
 from .images import Images
 from .layout import IGNORED_LABEL, PackedLayout, Sequences, UnpackableBatch, cut_rows, decode, encode, lay_out
@@ -354,6 +354,11 @@ class Door:
         if self.is_active and (reason := gathered_per_call(self.base)) is not None:
             self.give_up(reason)
 
+    def look_at_noise(self) -> None:
+        """Give up if a trainer has begun to add noise to the embeddings; all ranks add it."""
+        if self.is_active and (reason := noise_reason(self.base)) is not None:
+            self.give_up(reason)
+
     def give_up(self, reason: str) -> None:
         """Let all further passes run as in stock TRL."""
         self.reason = reason
@@ -534,6 +539,7 @@ class Door:
             output = self._score_forward(self._batch(arguments, **of_images), forward)
             self.figures.seconds += time.perf_counter() - start
             return output
+        self.look_at_noise()
         batch = sequences = None
         if self.is_active and not self.is_aside:
             try:

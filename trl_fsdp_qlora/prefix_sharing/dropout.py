@@ -60,6 +60,16 @@ def attention_reason(model: torch.nn.Module) -> str | None:
     return None
 
 
+def noise_reason(model: torch.nn.Module) -> str | None:
+    """The reason why `model` cannot use packed rows now: noise on its embeddings (NEFTune); or `None`.
+
+    The noise gets smaller as rows get longer, and a packed row is longer than a padded one. Trainers of transformers
+    add it when they begin to train.
+    """
+    alpha = getattr(model.get_input_embeddings(), "neftune_noise_alpha", None)
+    return f"neftune_noise_alpha={alpha:g}: NEFTune's noise depends on the length of a row" if alpha else None
+
+
 def other_dropout(model: torch.nn.Module) -> str | None:
     """A line on dropout outside of attention (LoRA's, residual), whose masks differ on a packed row; or `None`."""
     kinds = set()
