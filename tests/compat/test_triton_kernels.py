@@ -4,6 +4,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from trl_fsdp_qlora.compat import triton_kernels
@@ -21,25 +22,43 @@ class Refused:
         return run
 
 
-def test_a_kernel_that_does_not_compile_is_one_line_and_not_tried_again(monkeypatch, caplog):
-    monkeypatch.setattr(triton_kernels, "AVAILABLE", True)
+class AlsoRefused(Refused):
+    __name__ = "_other_kernel"
+
+
+@pytest.fixture(autouse=True)
+def nothing_logged_before(monkeypatch):
     monkeypatch.setattr(triton_kernels, "_refused", set())
+    monkeypatch.setattr(triton_kernels, "_logged", set())
+
+
+def test_a_kernel_that_does_not_compile_is_one_line_and_not_tried_again(monkeypatch, caplog):
+    """A second kernel with the same error, as where there is no C compiler, adds no line."""
+    monkeypatch.setattr(triton_kernels, "AVAILABLE", True)
     kernel, numbers = Refused(), torch.empty(3, device="meta")
     on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
     assert triton_kernels.runs(kernel, on_gpu) and not triton_kernels.runs(kernel, numbers)
     assert not triton_kernels.launch(kernel, 3, numbers, BLOCK=32)
     assert not triton_kernels.runs(kernel, on_gpu)
+    assert not triton_kernels.launch(AlsoRefused(), 3, numbers, BLOCK=32)
     (line,) = caplog.messages
     assert "_some_kernel" in line and "RuntimeError: Failed to find C compiler." in line
 
 
 def test_without_triton_one_line_says_so(monkeypatch, caplog):
     monkeypatch.setattr(triton_kernels, "AVAILABLE", False)
-    monkeypatch.setattr(triton_kernels, "_refused", set())
     on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
-    assert not any(triton_kernels.runs(Refused(), on_gpu) for _ in range(3))
+    assert not any(triton_kernels.runs(kernel, on_gpu) for kernel in (Refused(), AlsoRefused(), Refused()))
     (line,) = caplog.messages
-    assert line == "_some_kernel runs as torch operations: Triton is not installed, or too old"
+    assert line == "torch operations run in place of this package's kernels: Triton is not installed, or too old"
+
+
+def test_the_line_comes_from_the_first_rank_only(monkeypatch, caplog):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for rank in (1, 0):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        triton_kernels.log_fallback("no reason", f"slow on rank {rank}")
+    assert caplog.messages == ["slow on rank 0: no reason"]
 
 
 def test_a_triton_without_an_interpreter_counts_as_none():

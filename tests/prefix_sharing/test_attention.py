@@ -281,10 +281,11 @@ def test_layers_on_two_devices_get_tensors_of_their_own():
             assert found and {x.device for x in found} == {device}
 
 
-def refusal_on_cuda(size, capability, monkeypatch):
+def refusal_on_cuda(size, capability, monkeypatch, dtype=torch.float16, value_size=None):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    query = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16, shape=(1, 4, 8, size))
-    return cascade.refuses(SimpleNamespace(query=query, value=query, window=None, softcap=None, sinks=None))
+    query = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 4, 8, size))
+    value = SimpleNamespace(shape=(1, 4, 8, value_size or size))
+    return cascade.refuses(SimpleNamespace(query=query, value=value, window=None, softcap=None, sinks=None))
 
 
 @pytest.mark.parametrize(("capability", "served"), [((7, 5), False), ((8, 0), True)])
@@ -293,6 +294,14 @@ def test_cascade_asks_for_the_compute_capability(capability, served, monkeypatch
     reason = refusal_on_cuda(64, capability, monkeypatch)
     assert (reason is None) == served
     assert served or f"has {capability[0]}.{capability[1]}" in reason
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(60, torch.float16), (264, torch.float16), (64, torch.float32)])
+def test_cascade_leaves_what_torchs_kernel_does_not_take(size, dtype, monkeypatch):
+    """Head sizes must be multiples of 8 up to 256, in half precision."""
+    assert f"got {dtype}, {size}" in refusal_on_cuda(size, (9, 0), monkeypatch, dtype)
+    assert refusal_on_cuda(256, (9, 0), monkeypatch) is None
+    assert "values of size 128" in refusal_on_cuda(192, (9, 0), monkeypatch, value_size=128)
 
 
 def test_cascade_leaves_heads_whose_backward_torch_refuses_and_rocm(monkeypatch):

@@ -233,6 +233,20 @@ def test_every_field_that_was_asked_for(outputs):
     assert_shares(model, half, num_items_in_batch=torch.tensor(7.0))
 
 
+def test_the_line_of_the_first_pass_says_why_the_fast_kernel_does_not_run():
+    """Here it is a softcap or a window on a CPU; on a GPU a compute capability, ROCm or a head size."""
+    model = build("gemma2")
+    add_fused_lm_head(model, 0.7)
+    share_prompts(model)
+    kernels = assert_shares(model, make_batch(awkward, "mixed")).kernels
+    base = model.config._attn_implementation.rpartition("_")[2]
+    window = "cascade: torch's flash kernel for cpu has no sliding window (here of 6 tokens)"
+    assert kernels == {
+        "full attention": f"{base} under a mask (cascade: softcap of 2.0)",
+        "attention through a window of 6": f"{base} under a mask ({window})",
+    }
+
+
 def test_the_head_in_float32():
     model = build("llama").bfloat16()
     add_fused_lm_head(model, 0.9, cast_lm_head_to_fp32=True)

@@ -23,6 +23,18 @@ if not AVAILABLE:
 
 logger = logging.getLogger(__name__)
 _refused: set[str] = set()
+_logged: set[str] = set()
+
+
+def log_fallback(reason: str, line: str) -> None:
+    """Log once for each reason, on the first rank, that slower code runs in place of a kernel.
+
+    The reason is the same for many kernels, layers and ranks.
+    """
+    is_first_rank = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    if is_first_rank and reason not in _logged:
+        _logged.add(reason)
+        logger.warning("%s: %s", line, reason)
 
 
 def jit(function):
@@ -31,12 +43,12 @@ def jit(function):
 
 
 def runs(kernel, x: torch.Tensor) -> bool:
-    """Whether `kernel` may be tried on numbers like those of `x`; one line says so where Triton is missing."""
+    """Whether `kernel` may be tried on numbers like those of `x`; without Triton one line is logged."""
     if x.device.type != "cuda" or x.dtype == torch.float64 or kernel.__name__ in _refused:
         return False
     if not AVAILABLE:
-        _refused.add(kernel.__name__)
-        logger.warning("%s runs as torch operations: Triton is not installed, or too old", kernel.__name__)
+        line = "torch operations run in place of this package's kernels"
+        log_fallback("Triton is not installed, or too old", line)
     return AVAILABLE
 
 
@@ -48,7 +60,8 @@ def interpreted(kernel) -> bool:
 def launch(kernel, programs: int, *args, **constants) -> bool:
     """Launch `kernel`; return `False` if Triton could not compile it (an old card or driver, no C compiler).
 
-    In that case one line is logged, nothing is written, and the kernel is not tried again.
+    In that case nothing is written, the kernel is not tried again, and one line is logged, also if the same error
+    stops several kernels.
     """
     try:
         kernel[(programs,)](*args, **constants)
@@ -57,8 +70,7 @@ def launch(kernel, programs: int, *args, **constants) -> bool:
     except Exception as error:
         _refused.add(kernel.__name__)
         reason = next(iter(str(error).splitlines()), "")[:200]
-        logger.warning(
-            "%s runs as torch operations, because Triton raised %s: %s", kernel.__name__, type(error).__name__, reason
-        )
+        line = f"torch operations run in place of {kernel.__name__} (and of kernels with the same error)"
+        log_fallback(f"{type(error).__name__}: {reason}", line)
         return False
     return True

@@ -19,7 +19,6 @@ LoRA on the experts (`target_parameters`) is PEFT's `ParamWrapper`, with its wei
 computed on the tokens of each expert instead of being added to a dense copy of all experts.
 """
 
-import logging
 import math
 from functools import cache
 
@@ -34,6 +33,7 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 
 from ..compat.peft import let_lora_adapt_packed_experts
+from ..compat.triton_kernels import log_fallback
 from .grouped_product import (
     SCRATCH_BYTES,
     GroupedLinear,
@@ -44,8 +44,6 @@ from .grouped_product import (
     reads_packed,
 )
 from .packed_linear import ByteLayout, codebook, from_bytes, state_to_bytes
-
-logger = logging.getLogger(__name__)
 
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 # Grouped products need strides that are multiples of this many bytes.
@@ -215,7 +213,7 @@ def multiplies_groups(device: torch.device) -> bool:
         reason = f"grouped products want compute capability 8.0, this device has {capability[0]}.{capability[1]}"
     else:
         return True
-    logger.warning("4-bit experts are computed one by one, with a wait for the device in every layer: %s", reason)
+    log_fallback(reason, "4-bit experts are computed one by one, with a wait for the device in every layer")
     return False
 
 

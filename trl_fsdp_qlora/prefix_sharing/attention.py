@@ -125,20 +125,21 @@ def _packed_attention(module, query, key, value, attention_mask, base: str, kwar
             value = layout.kept.extended((*slot, "value"), value, is_recomputed)
         options = _options(module, query, layout, kwargs)
         call = AttentionCall(module, query, key, value, layout, base, own_function, **options)
-        name, out = _attend(call)
+        name, out, refusals = _attend(call)
     except (UnsupportedAttention, RuntimeError) as error:
         record_problem(layout, error)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]) + 0 * query.sum(), None
     layout.layer_calls.append(name)
     kind = "full attention" if call.window is None else f"attention through a window of {call.window}"
-    layout.kernels[kind] = _kernel(call, name)
+    layout.kernels[kind] = _kernel(call, name, refusals)
     return out, None
 
 
-def _kernel(call: AttentionCall, backend: str) -> str:
-    """Returns a name for the kernel that computed a layer."""
+def _kernel(call: AttentionCall, backend: str, refusals: list[str]) -> str:
+    """Returns a name for the kernel that computed a layer, and why the backends before it could not."""
     if backend != "cascade":
-        return call.base if is_flash(call.base) else f"{call.base} under a mask"
+        name = call.base if is_flash(call.base) else f"{call.base} under a mask"
+        return f"{name} ({'; '.join(refusals)})" if refusals else name
     if call.query.device.type != "cuda":
         return "torch's flash attention for CPUs"
     # Not every supported version of torch has a choice of kernels.
@@ -173,20 +174,21 @@ def _options(module, query, layout: PackedLayout, kwargs: dict) -> dict:
     return options
 
 
-def _attend(call: AttentionCall) -> tuple[str, torch.Tensor]:
+def _attend(call: AttentionCall) -> tuple[str, torch.Tensor, list[str]]:
+    """Returns the backend that computed `call`, the output, and why backends before it could not."""
     if call.layout.forest.end_T is not None:
-        return "tree", tree(call)
+        return "tree", tree(call), []
     names = AUTO_ORDER if call.layout.backend == "auto" else (call.layout.backend,)
-    reasons = []
+    refusals = []
     for name in names:
         if call.own_masks and name != "two_part":
             reason = "an image's tokens see those behind them"
         else:
             reason = BACKENDS[name].refuses(call)
         if reason is None:
-            return name, BACKENDS[name].attend(call)
-        reasons.append(f"{name}: {reason}")
-    raise UnsupportedAttention("; ".join(reasons))
+            return name, BACKENDS[name].attend(call), refusals
+        refusals.append(f"{name}: {reason}")
+    raise UnsupportedAttention("; ".join(refusals))
 
 
 def install(model: PreTrainedModel) -> None:
