@@ -14,7 +14,7 @@ def scenarios_of(model: str | Path, folder: Path, scenarios: dict[str, str], pro
     """What each rank found, by label; `scenarios` is `label: "name:option=value,..."`, with `{run}` for `folder` and
     `{root}` for the one around it, and `more` is for [`launch`].
     """
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)  # a run may be launched in two parts
     specifications = [
         f"{label}={scenario.format(run=folder, root=folder.parent)}" for label, scenario in scenarios.items()
     ]

@@ -16,11 +16,12 @@ from tests.distributed.launch import launch
 from tests.fsdp2_qlora import tiny
 from tests.fsdp2_qlora.runs import WORKER, difference, mesh_environment, scenarios_of
 from tests.grpo.test_resume import assert_equal_runs
-from tests.tiny import save_tiny_model
+from tests.tiny import save_tiny_model, these_first
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.checkpoints.checkpoints import last_complete_checkpoint, why_incomplete
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes]
+# Its tests share launches, so one worker runs them all.
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.xdist_group("sharded training")]
 
 GRPO = {
     "grpo": "grpo",
@@ -98,66 +99,112 @@ def root(tmp_path_factory):
     return folder
 
 
+RUNS = {
+    "one": (ALONE, 1, {}),
+    "ddp": (DDP, 2, {}),
+    "two": (TWO, 2, fsdp_environment()),
+    "again": ({"from_two": SFT["sft"] + ",resume={root}/two/sft/checkpoint-2"}, 1, {}),
+    "four": (FOUR, 4, mesh_environment()),
+}
+# What `make test` runs of each; `make test-exhaustive` runs the others.
+FIRST = {
+    "one": ("grpo", "sft", "by_name"),
+    "two": ("grpo", "row_by_row", "cut", "sft", "resumed", "by_name"),
+}
+
+
+def of_make_test(run: str, scenario: str) -> bool:
+    return scenario in FIRST.get(run, ())
+
+
+def cases(table: list[tuple]) -> list:
+    """A table whose rows begin with a run and a scenario, for `parametrize`."""
+    return these_first(table, *(case for case in table if of_make_test(*case[:2])))
+
+
+class Runs(dict):
+    """What each rank found, by run and scenario.
+
+    A run is launched when a result of it is first asked for: the scenarios of `make test` at once, and the others at
+    once.
+    """
+
+    def __init__(self, root):
+        self.root = root
+
+    def __missing__(self, key: tuple[str, str]) -> list[dict]:
+        run, asked = key
+        scenarios, processes, environment = RUNS[run]
+        part = {
+            name: scenario
+            for name, scenario in scenarios.items()
+            if of_make_test(run, name) == of_make_test(run, asked)
+        }
+        ranks = scenarios_of(self.root / "model", self.root / run, part, processes, environment=environment)
+        for scenario in part:
+            self[run, scenario] = [rank[scenario] for rank in ranks]
+        return self[key]
+
+
 @pytest.fixture(scope="module")
 def runs(root):
-    """By run and scenario what each rank found: in one process, on two ranks of DDP and of FSDP2, on a mesh of
-    four.
-    """
-    found = {}
-    for run, scenarios, processes, environment in (
-        ("one", ALONE, 1, {}),
-        ("ddp", DDP, 2, {}),
-        ("two", TWO, 2, fsdp_environment()),
-        ("again", {"from_two": SFT["sft"] + ",resume={root}/two/sft/checkpoint-2"}, 1, {}),
-        ("four", FOUR, 4, mesh_environment()),
-    ):
-        ranks = scenarios_of(root / "model", root / run, scenarios, processes, environment=environment)
-        found |= {(run, scenario): [rank[scenario] for rank in ranks] for scenario in scenarios}
-    return found
+    return Runs(root)
 
 
-def test_parameters_are_dtensors_and_a_part_of_the_base_is_here(runs):
-    for (run, scenario), ranks in runs.items():
-        sharded = run in ("two", "four")
-        for found in ranks:
-            assert found.get("dtensors", sharded) == sharded, (run, scenario)
-            assert found.get("adapter_dtypes", ["torch.float32"]) == ["torch.float32"]
-    assert runs["one", "sft"][0]["base"] is None and runs["ddp", "bf16"][0]["base"] is None
-    assert runs["two", "whole_base"][0]["base"] is None  # nothing in it is quantized
-    # A rank holds its part of the packed bytes and of the quantization state; without double quantization that is
-    # larger.
-    for run, scenario, shards, most in (
-        ("two", "sft", 2, 0.52),
-        ("two", "by_name", 2, 0.52),
-        ("two", "full_state_dict", 2, 0.56),
-        ("four", "pairs", 2, 0.52),
-        ("four", "one_row", 4, 0.27),
-    ):
-        for base in (found["base"] for found in runs[run, scenario]):
-            assert base["world_size"] == shards and 1 / shards <= base["ratio"] <= most, (run, scenario)
+@pytest.mark.parametrize(
+    ("run", "scenario"), cases([(run, name) for run, (names, *_) in RUNS.items() for name in names])
+)
+def test_parameters_are_dtensors_where_they_are_sharded(runs, run, scenario):
+    sharded = run in ("two", "four")
+    # Some scenarios go on from checkpoints of these.
+    assert runs["one", "sft"][0]["base"] is None and runs["two", "sft"]
+    for found in runs[run, scenario]:
+        assert found.get("dtensors", sharded) == sharded
+        assert found.get("adapter_dtypes", ["torch.float32"]) == ["torch.float32"]
+    if (run, scenario) in (("ddp", "bf16"), ("two", "whole_base")):  # nothing in it is quantized
+        assert runs[run, scenario][0]["base"] is None
+
+
+@pytest.mark.parametrize(
+    ("run", "scenario", "shards", "most"),
+    cases(
+        [
+            ("two", "sft", 2, 0.52),
+            ("two", "by_name", 2, 0.52),
+            ("two", "full_state_dict", 2, 0.56),  # without double quantization the state is larger
+            ("four", "pairs", 2, 0.52),
+            ("four", "one_row", 4, 0.27),
+        ]
+    ),
+)
+def test_a_rank_holds_its_part_of_the_packed_bytes_and_of_the_quantization_state(runs, run, scenario, shards, most):
+    for base in (found["base"] for found in runs[run, scenario]):
+        assert base["world_size"] == shards and 1 / shards <= base["ratio"] <= most
 
 
 # Ranks sum the same float32 terms in another order, and AdamW carries the rounding on. One process is no reference for
 # the unquantized base: its larger batches round otherwise, and one of the gradients is ill-conditioned.
 @pytest.mark.parametrize(
     ("run", "scenario", "reference", "steps", "near"),
-    [
-        *(("two", scenario, ("one", scenario), 3, 1e-5) for scenario in GRPO),
-        *(("two", scenario, ("one", scenario), 4, 1e-5) for scenario in SFT),
-        *(("two", scenario, ("one", "grpo"), 3, 1e-5) for scenario in ("row_by_row", "cut")),
-        ("two", "whole_base", ("ddp", "whole_base"), 3, 1e-6),
-        ("two", "in_memory_resumed", ("one", "in_memory_resumed"), 1, 3e-5),
-        ("two", "resumed", ("two", "sft"), 2, 1e-5),
-        ("two", "from_one", ("one", "sft"), 2, 1e-5),
-        ("two", "lora_resumed", ("one", "lora"), 2, 1e-5),
-        ("again", "from_two", ("two", "sft"), 2, 1e-5),
-        # Half of the vocabulary ends a completion: ranks wait for each other where each layer is gathered for every
-        # token.
-        *(("two", scenario, ("two", "by_name"), 2, 1e-5) for scenario in ("per_layer", "kept", "stored")),
-        ("four", "pairs", ("one", "pairs"), 3, 1e-5),
-        ("four", "from_one", ("one", "sft"), 2, 1e-5),
-        ("four", "one_row", ("one", "sft"), 2, 1e-5),  # saved by 2 x 2, gone on with by 1 x 4
-    ],
+    cases(
+        [
+            *(("two", scenario, ("one", scenario), 3, 1e-5) for scenario in GRPO),
+            *(("two", scenario, ("one", scenario), 4, 1e-5) for scenario in SFT),
+            *(("two", scenario, ("one", "grpo"), 3, 1e-5) for scenario in ("row_by_row", "cut")),
+            ("two", "whole_base", ("ddp", "whole_base"), 3, 1e-6),
+            ("two", "in_memory_resumed", ("one", "in_memory_resumed"), 1, 3e-5),
+            ("two", "resumed", ("two", "sft"), 2, 1e-5),
+            ("two", "from_one", ("one", "sft"), 2, 1e-5),
+            ("two", "lora_resumed", ("one", "lora"), 2, 1e-5),
+            ("again", "from_two", ("two", "sft"), 2, 1e-5),
+            # Half of the vocabulary ends a completion: ranks wait for each other if each layer is gathered for every
+            # token.
+            *(("two", scenario, ("two", "by_name"), 2, 1e-5) for scenario in ("per_layer", "kept", "stored")),
+            ("four", "pairs", ("one", "pairs"), 3, 1e-5),
+            ("four", "from_one", ("one", "sft"), 2, 1e-5),
+            ("four", "one_row", ("one", "sft"), 2, 1e-5),  # saved by 2 x 2, gone on with by 1 x 4
+        ]
+    ),
 )
 def test_training_is_that_of_the_reference(runs, run, scenario, reference, steps, near):
     expected = runs[reference][0]
@@ -177,6 +224,7 @@ def test_training_is_that_of_the_reference(runs, run, scenario, reference, steps
         assert expected["shared"] == (scenario != "trained_head_no_sharing")
 
 
+@pytest.mark.exhaustive
 def test_bf16_is_as_close_to_one_process_as_ddp_is(runs):
     one, two, ddp = (runs[run, "bf16"][0] for run in ("one", "two", "ddp"))
     assert one["shared"] and two["shared"] and ddp["shared"]
@@ -192,7 +240,9 @@ def test_bf16_is_as_close_to_one_process_as_ddp_is(runs):
         assert unrounded and min(unrounded) > 0.9, scenario
 
 
-@pytest.mark.parametrize(("scenario", "step"), [("sft", 4), ("lora", 4), ("full_state_dict", 1)])
+@pytest.mark.parametrize(
+    ("scenario", "step"), these_first([("sft", 4), ("lora", 4), ("full_state_dict", 1)], ("sft", 4))
+)
 def test_a_saved_adapter_is_plain_peft_and_loads_in_one_ordinary_process(runs, root, scenario, step):
     folder = root / "two" / scenario / f"checkpoint-{step}"
     files = {path.name for path in folder.iterdir()}
@@ -205,6 +255,7 @@ def test_a_saved_adapter_is_plain_peft_and_loads_in_one_ordinary_process(runs, r
     assert any(value.any() for name, value in plain.items() if "lora_B" in name)
 
 
+@pytest.mark.exhaustive
 def test_a_model_object_without_a_folder_is_saved_and_resumed(runs, root):
     """The base's weight files were once looked for; where there are none, one rank alone sliced sharded weights."""
     for folder in ("in_memory/checkpoint-1", "in_memory_resumed/checkpoint-2", "in_memory_full/checkpoint-1"):
@@ -213,15 +264,18 @@ def test_a_model_object_without_a_folder_is_saved_and_resumed(runs, root):
     assert one == two != EfficientGRPOConfig.entropy_coef
 
 
-def test_one_rank_per_node_reads_the_checkpoint_and_first_logits_are_those_of_one_process(runs):
+@pytest.mark.parametrize(
+    ("run", "scenario"), cases([("two", "by_name"), ("two", "per_layer"), ("two", "stored"), ("four", "by_name")])
+)
+def test_one_rank_per_node_reads_the_checkpoint_and_first_logits_are_those_of_one_process(runs, run, scenario):
     expected = runs["one", "by_name"][0]["first_logits"]
     assert expected.std() > 0.01
-    for run in (("two", "by_name"), ("two", "per_layer"), ("two", "stored"), ("four", "by_name")):
-        for rank, found in enumerate(runs[run]):
-            assert found["meta"] == bool(rank % 2)
-            assert (found["first_logits"] - expected).abs().max() <= 1e-5, run
+    for rank, found in enumerate(runs[run, scenario]):
+        assert found["meta"] == bool(rank % 2)
+        assert (found["first_logits"] - expected).abs().max() <= 1e-5
 
 
+@pytest.mark.exhaustive
 def test_gathering_once_moves_less(runs):
     of = {name: runs["two", name] for name in ("by_name", "per_layer", "kept")}
     gathers = {name: ranks[0]["traffic"][1]["gathers"] for name, ranks in of.items()}
@@ -230,6 +284,7 @@ def test_gathering_once_moves_less(runs):
     assert of["per_layer"][0]["longest"] != of["per_layer"][1]["longest"]  # one rank waits for the other
 
 
+@pytest.mark.exhaustive
 def test_only_gradients_leave_a_node(runs):
     for found in runs["four", "moved"]:
         assert found["mesh"] == (2, 2)
@@ -257,7 +312,7 @@ def uninterrupted(root):
     return root / "whole_run"
 
 
-@pytest.mark.parametrize(("kills", "resumes_at"), [("+step", 6), ("saving+", 4)])
+@pytest.mark.parametrize(("kills", "resumes_at"), these_first([("+step", 6), ("saving+", 4)], ("+step", 6)))
 def test_killed_and_resumed_equals_uninterrupted(root, uninterrupted, tmp_path, kills, resumes_at):
     """`kill -9` of one rank: the other ends by itself, and the resumed run equals the uninterrupted one."""
     run = tmp_path / "run"

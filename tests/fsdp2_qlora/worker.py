@@ -22,6 +22,8 @@ How to add a scenario, for example "with another learning rate, two ranks train 
 
    and the line is `"fast": "fast:rate=0.02"`.
 
+   `make test-exhaustive` runs it; `make test` runs it, too, if `FIRST` names it.
+
 3. A test finds what each rank returned in the fixture `runs`, and compares it with a reference:
 
        for found in runs["two", "fast"]:
