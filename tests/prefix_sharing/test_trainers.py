@@ -52,7 +52,7 @@ def make_trainer(kind, base, folder, adapter, **options):
     }  # fmt: skip
     torch.manual_seed(0)
     trainer = trainer_class(
-        str(base),
+        base if isinstance(base, torch.nn.Module) else str(base),
         args=config_class(**{**common, **sizes, **options}),
         train_dataset=Dataset.from_dict(DATA[kind]),
         processing_class=tokenizer(),
@@ -97,3 +97,17 @@ def test_loss_and_gradients_are_what_they_were(name, kind, adapter, option, tmp_
     assert door.is_active and 0 < door.figures.tokens < 0.6 * door.figures.padded_tokens, door.describe()
     assert losses[1] == pytest.approx(losses[0], rel=1e-5, abs=1e-6)
     assert_equal_gradients(of_each[1], of_each[0], tolerance=2e-5)
+
+
+@pytest.mark.parametrize("adapter", [True, False])
+def test_a_trainer_that_is_made_after_share_prompts(adapter, tmp_path):
+    """It puts its own head on the model, in front of the door; the door comes to the front in the first pass."""
+    losses = []
+    for shares in (False, True):
+        model = share_prompts(build("qwen3")) if shares else build("qwen3")
+        trainer = make_trainer("sft", model, tmp_path, adapter, model_init_kwargs=None)
+        batch = next(iter(trainer.get_train_dataloader()))
+        losses.append([trainer.compute_loss(trainer.model, copy.deepcopy(batch)).item() for _ in range(2)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    figures = causal_language_model(trainer.model).prompt_sharing.figures
+    assert 0 < figures.tokens < 0.6 * figures.padded_tokens

@@ -270,6 +270,7 @@ class Door:
             if not isinstance(self.base, PreTrainedModel):
                 return
             add_fused_lm_head(self.base, temperature=temperature, outputs=outputs)
+            self.base.base_model.register_forward_pre_hook(self._come_to_the_front)
         forward = vars(self.base).get("forward")
         wrapped = vars(self.base).get("_original_forward")
         if self._own_forward is not None and self._own_forward in (forward, wrapped):
@@ -283,6 +284,15 @@ class Door:
         self.base._original_forward = self._own_forward
         in_autocast = get_mixed_precision_context_manager(native_amp=True)(self._own_forward.__func__)
         self.base.forward = types.MethodType(convert_outputs_to_fp32(in_autocast), self.base)
+
+    @_not_compiled
+    def _come_to_the_front(self, *_) -> None:
+        """Stand in front of the head that a trainer, made after `share_prompts`, has put on; the next pass is packed.
+
+        That head runs the backbone without coming through the door, so this is a hook of the backbone.
+        """
+        if self.attention != "off":
+            self.hang(1.0, ())
 
     @_not_compiled
     def _head(self) -> FusedHead | None:
