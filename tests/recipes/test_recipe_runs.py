@@ -294,6 +294,19 @@ def test_two_processes_train_and_evaluate(folder, call):
     assert one == two  # each problem once, whatever the number of ranks
 
 
+@pytest.mark.exhaustive
+def test_a_4_bit_base_under_an_fsdp_config_that_accelerate_makes_ddp_of(folder):
+    """On a CPU. A rank once kept the base on the meta device, for shards that never came."""
+    words = f"{SETTINGS} --max_steps 1 --per_device_train_batch_size 8 --load_in_4bit true --skip_accuracy true"
+    said = ended(
+        accelerate_launch(
+            "fsdp2_qlora_cpu", "recipes/grpo.py", *words.split(), "--output_dir", "four_bits", cwd=folder
+        )
+    )
+    assert "no FSDP, which accelerate leaves out on a CPU" in said
+    assert (folder / "four_bits" / "adapter_model.safetensors").is_file()
+
+
 def test_ctrl_c_is_one_line_with_the_command_that_goes_on(folder, tmp_path):
     words = ["--config", "recipe.yaml", "--output_dir", str(tmp_path / "out"), "--max_steps", "1000"]
     words += ["--accuracy_steps", "0"]

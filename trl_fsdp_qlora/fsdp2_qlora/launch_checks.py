@@ -6,6 +6,7 @@ They are reported before a model is loaded.
 import os
 from importlib.metadata import version
 
+import torch
 from packaging.version import Version
 
 from ..errors import UserError
@@ -23,6 +24,11 @@ def is_fsdp_launch() -> bool:
 def is_fsdp2_launch() -> bool:
     """Whether the processes of this launch will share one model by FSDP2."""
     return is_fsdp_launch() and os.environ.get("FSDP_VERSION") == "2" and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def accelerate_shards_on(device: torch.device) -> bool:
+    """Whether accelerate does what an FSDP config asks for: on a CPU it makes plain DDP of it without a word."""
+    return device.type != "cpu"
 
 
 def check_launch(quantization_config=None, zero_stage: int | None = None) -> None:

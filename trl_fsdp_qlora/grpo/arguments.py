@@ -8,7 +8,7 @@ from accelerate.utils import is_peft_model
 from transformers import PreTrainedConfig
 
 from ..compat.transformers import model_name
-from ..fsdp2_qlora.launch_checks import check_launch, check_reference, is_fsdp2_launch
+from ..fsdp2_qlora import launch_checks
 from ..fsdp2_qlora.loading import load_quantized_base
 from ..run import input_checks as checks
 from ..vllm.sync_choice import Sync, choose_sync
@@ -89,9 +89,10 @@ def with_base_loaded(call: dict[str, Any], needs_reference: bool) -> dict[str, A
     options = args.model_init_kwargs or {}
     loaded_in = getattr(getattr(model, "config", None), "quantization_config", None)
     quantized = quantization_config or options.get("quantization_config") or loaded_in
-    check_launch(quantized, getattr(args.deepspeed_plugin, "zero_stage", None))
-    check_reference(needs_reference and adapter_and_base(call)[0] is None)
-    if isinstance(model, str) and is_fsdp2_launch() and getattr(quantization_config, "load_in_4bit", False):
+    launch_checks.check_launch(quantized, getattr(args.deepspeed_plugin, "zero_stage", None))
+    launch_checks.check_reference(needs_reference and adapter_and_base(call)[0] is None)
+    is_sharded = launch_checks.is_fsdp2_launch() and launch_checks.accelerate_shards_on(args.device)
+    if isinstance(model, str) and is_sharded and getattr(quantization_config, "load_in_4bit", False):
         # The base is loaded once per node, in TRL's default dtype, so that a script computes the same numbers.
         options = {"dtype": "float32", **options}
         model = load_quantized_base(model, quantization_config, **options)
