@@ -158,24 +158,30 @@ def end_group(process: subprocess.Popen) -> None:
 
 
 def end_as_asked(signal_number: int, frame) -> None:
-    """Leave through every `finally`: a scheduler that ends this call would leave the part that runs on the GPU."""
+    """Leave through every `finally`: who ends this call, a scheduler or a lost connection, would otherwise leave the
+    part that runs on the GPU.
+    """
     raise SystemExit(128 + signal_number)
 
 
 def run_part(name: str, part: Part, output: Path, seconds: float) -> str:
     """Run one part with its log in `output`; what became of it, as the rows of a table."""
     started = time.monotonic()
-    log = output / f"{name}.log"
     try:
-        ended = _ended(name, part, output, log, seconds)
+        ended = _ended(name, part, output, output / f"{name}.log", seconds)
     except OSError as error:  # no such program, a full disk: the parts that follow may do without
         ended = f"{type(error).__name__}: {error}"
+    return rows_of(name, output, f"{ended} after {time.monotonic() - started:.0f} s")
+
+
+def rows_of(name: str, output: Path, ended: str) -> str:
+    """The rows of a part: of `launches` those that its log has, and a last one with how it ended."""
+    log = output / f"{name}.log"
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
     rows = [line for line in lines if line.startswith("|")] if name == "launches" else []
     last = next((line for line in reversed(lines) if line.strip()), "")
     if rows and last == rows[-1]:
         last = ""
-    ended += f" after {time.monotonic() - started:.0f} s"
     if last:
         ended += ": " + last.strip()[:160].replace("|", "/")
     return "\n".join([*rows, f"| {name} | | {ended} |"])
@@ -237,26 +243,37 @@ def main() -> None:
     if args.tiny:
         os.environ["TEST_PATIENCE"] = "10"  # for what tests launch
     signal.signal(signal.SIGTERM, end_as_asked)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup a lost connection ends nothing
+        signal.signal(signal.SIGHUP, end_as_asked)
     signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # parts inherit it; a shell's `&` would have them ignore it
     deadline = time.monotonic() + 60 * args.minutes
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "trl", "bitsandbytes"))
     begins = [f"{torch.cuda.get_device_name()}, {versions}", ""]
-    table = []
+    table, stopped = [], None
     for place, (name, part) in enumerate(chosen.items()):
         left = deadline - time.monotonic()
         seconds = left if place == len(chosen) - 1 else left * part.share
-        if left > 5:
-            table.append(run_part(name, part, args.output, seconds))
+        if stopped is not None:
+            table.append(f"| {name} | | not run |")
+        elif left > 5:
+            try:
+                table.append(run_part(name, part, args.output, seconds))
+            except (KeyboardInterrupt, SystemExit) as error:
+                # The table is what was paid for, so it is written with what there is.
+                stopped = error
+                table.append(rows_of(name, args.output, f"stopped by {type(error).__name__}"))
         else:
             table.append(f"| {name} | | no time left |")
-        print(table[-1], flush=True)
         # The part `launches` has a header of its own, with the card that it predicts for.
         header = [] if "| predicted" in table[0] else ["| part | predicted | measured |", "|---|---|---|"]
         summary = "\n".join([*begins, *header, *table]) + "\n"
         (args.output / "summary.txt").write_text(summary)
+        print(table[-1], flush=True)
     print(f"\nTo paste, from {args.output / 'summary.txt'}:\n\n{summary}", flush=True)
+    if stopped is not None:
+        raise stopped
 
 
 if __name__ == "__main__":

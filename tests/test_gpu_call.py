@@ -6,6 +6,7 @@ import sys
 
 import psutil
 import pytest
+import torch
 
 from tests.benchmark_modules import BENCHMARKS, benchmark
 
@@ -71,6 +72,66 @@ def test_rows_of_the_table_of_launches_are_kept_also_when_its_time_is_over(tmp_p
     script = "import time\nprint('loading', '| a | b | c |', sep='\\n', flush=True)\ntime.sleep(600)"
     rows = gpu.run_part("launches", part(script), tmp_path, seconds=3.0).splitlines()
     assert rows[0] == "| a | b | c |" and rows[1].startswith("| launches | | out of time after ")
+
+
+@pytest.fixture
+def call(monkeypatch, tmp_path):
+    """Runs `main` with parts of a test's own, and returns its table; the signals' handlers are put back."""
+    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in handled]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+
+    def run(parts, minutes=5.0):
+        monkeypatch.setattr(gpu, "parts", lambda *args: parts)
+        monkeypatch.setattr(sys, "argv", ["gpu.py", "--output", str(tmp_path / "out"), "--minutes", str(minutes)])
+        try:
+            gpu.main()
+        finally:
+            for number, handler in zip(handled, before, strict=True):
+                signal.signal(number, handler)
+
+    return run
+
+
+def rows(tmp_path) -> dict[str, str]:
+    """How each part ended, by the summary."""
+    lines = (tmp_path / "out" / "summary.txt").read_text().splitlines()
+    assert lines[0].startswith("a card, torch ")
+    cells = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("| ")]
+    return {row[1]: row[3] for row in cells}
+
+
+@pytest.mark.processes
+def test_one_table_whatever_becomes_of_a_part(call, tmp_path, capsys):
+    """One raises, one is killed as for memory, one runs past its time, one prints a byte that is no text."""
+    hangs = "import time\nprint('| a | b | c |', flush=True)\ntime.sleep(600)"
+    parts = {
+        "launches": part(hangs)._replace(share=0.01),
+        "raises": part("raise ValueError('no kernel image')"),
+        "is_killed": part("import os, signal; os.kill(os.getpid(), signal.SIGKILL)"),
+        "bytes": part("import sys; sys.stdout.buffer.write(bytes([255, 124, 10]))"),
+        "works": part("print('| fine')"),
+    }
+    call(parts)
+    ends = rows(tmp_path)
+    assert ends["a"] == "c" and ends["launches"].startswith("out of time")
+    assert ends["raises"].startswith("exit code 1 after") and "no kernel image" in ends["raises"]
+    assert ends["is_killed"].startswith("exit code -9 after")
+    assert ends["bytes"].startswith("ok after") and ends["works"].startswith("ok after")
+    assert (tmp_path / "out" / "summary.txt").read_text() in capsys.readouterr().out
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_the_table_of_a_call_that_is_stopped(number, call, tmp_path, capsys):
+    """By a scheduler, a lost connection or a user, in the first part."""
+    stops = f"import os, time\nprint('| a | b | c |', flush=True)\nos.kill(os.getppid(), {number.value})\n"
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        call({"launches": part(stops + "time.sleep(600)"), "tests": part("print('never')")})
+    ends = rows(tmp_path)
+    assert ends["a"] == "c" and ends["launches"].startswith("stopped by") and ends["tests"] == "not run"
+    assert "To paste" in capsys.readouterr().out
 
 
 def test_every_part_has_a_command_and_a_tiny_one(tmp_path):
