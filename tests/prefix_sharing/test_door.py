@@ -19,6 +19,7 @@ from tests.tiny import lora
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.prefix_sharing import PrefixSharingError, cascade, layout
 from trl_fsdp_qlora.prefix_sharing.door import open_door
+from trl_fsdp_qlora.prefix_sharing.recurrent import recurrent_layers
 
 from .helpers import (
     COUNTING,
@@ -163,6 +164,34 @@ def test_rows_filled_up_to_a_multiple_equal_stock(name, monkeypatch):
     for make_rows in (groups, awkward):
         figures = assert_shares(model, make_batch(make_rows, "right"), may_run_padded=True)
         assert figures.tokens == 0 or figures.tokens % 64 == 0
+
+
+def test_a_recurrent_layer_takes_no_call_for_a_filled_up_completion(monkeypatch):
+    """The last completion was longer than the others by what fills the row up, and was computed in a call of its own:
+    Qwen3.5 launched 1.6 times as many kernels as stock.
+    """
+    draw = torch.Generator().manual_seed(0)
+    prompt = random_tokens(12, draw)
+    rows = [(torch.cat([prompt, random_tokens(9, draw)]), [*range(12, 21)]) for _ in range(8)]
+    sizes = {}
+    for multiple in (1, 64):
+        monkeypatch.setattr(layout, "row_multiple", lambda device, multiple=multiple: multiple)
+        model = with_stock_head(build(FAMILIES["qwen3_5"]))
+        share_prompts(model)
+        model.prompt_sharing.comparison.checked.add((False, False))
+        sizes[multiple] = []
+        for layer in recurrent_layers(model.prompt_sharing.base):
+            original = layer.own_forward
+
+            def own_forward(hidden_states, *args, original=original, found=sizes[multiple], **kwargs):
+                found.append(hidden_states.shape[:2])
+                return original(hidden_states, *args, **kwargs)
+
+            layer.own_forward = own_forward
+        with torch.no_grad():
+            call(model, padded(rows, "right", draw))
+        assert (model.prompt_sharing.figures.tokens % 64 == 0) == (multiple == 64)
+    assert sizes[64] == sizes[1] and len(sizes[1]) >= 2
 
 
 def test_the_router_counts_no_token_that_fills_a_row_up(monkeypatch):

@@ -71,6 +71,7 @@ class Forest:
             token.
         offset_S: the offset from which the positions of each segment's tree are counted; `None` if the offsets of the
             batch's rows apply.
+        filling: number of tokens at the end of the last segment that fill the row up, see [`Forest.lengthened`].
     """
 
     starts: np.ndarray
@@ -85,6 +86,7 @@ class Forest:
     end_T: np.ndarray | None = None
     kept: int = 0
     offset_S: np.ndarray | None = None
+    filling: int = 0
 
     @property
     def tokens(self) -> int:
@@ -202,7 +204,7 @@ class Forest:
         end_T = self.end_T
         if end_T is not None:
             end_T = np.concatenate([end_T, np.arange(self.tokens, self.tokens + tokens) + 1])
-        return replace(self, starts=starts, lengths=lengths, place_BL=place_BL, end_T=end_T)
+        return replace(self, starts=starts, lengths=lengths, place_BL=place_BL, end_T=end_T, filling=tokens)
 
     @property
     def pairs(self) -> int:

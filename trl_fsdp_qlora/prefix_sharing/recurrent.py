@@ -280,8 +280,10 @@ def _plan(layout: PackedLayout, device: torch.device, whole: bool) -> tuple[list
         return None if array is None else to_device(torch.from_numpy(array), device)
 
     place = np.concatenate(places)
-    is_in_order = (place[1:] > place[:-1]).all()
-    order = None if is_in_order else on_device(np.argsort(place))
+    filling = layout.forest.filling
+    is_in_order = not filling and (place[1:] > place[:-1]).all()
+    # Tokens that fill the row up are not computed, and get the output of the row's last token; nothing reads it.
+    order = None if is_in_order else on_device(np.pad(np.argsort(place), (0, filling), "edge"))
     batches = [
         batch._replace(index=on_device(batch.index), real=on_device(batch.real), parents=on_device(batch.parents))
         for batch in batches
@@ -290,10 +292,21 @@ def _plan(layout: PackedLayout, device: torch.device, whole: bool) -> tuple[list
     return layout.cache[key]
 
 
+def _lengths(forest: Forest) -> np.ndarray:
+    """Returns the lengths of the segments without the tokens that fill the row up.
+
+    With them the last completion would be longer than those of equal length, and take a call of its own.
+    """
+    lengths = forest.lengths.copy()
+    lengths[forest.computed - 1] -= forest.filling
+    return lengths
+
+
 def _batches_by_level(forest: Forest) -> tuple[list[_Batch], list[np.ndarray]]:
     """Returns the calls on inner segments and leaves, parents first, and the places of their outputs."""
     batches = []
     places = []
+    length_S = _lengths(forest)
     # The number of each segment among the inner segments of its level; kept segments come behind the others.
     number_in_level = np.zeros(forest.segments, dtype=int)
     for level in range(int(forest.levels.max()) + 1):
@@ -301,7 +314,7 @@ def _batches_by_level(forest: Forest) -> tuple[list[_Batch], list[np.ndarray]]:
         number_in_level[inner] = np.arange(len(inner))
     for stretch in forest.stretches():
         starts = forest.starts[stretch]
-        lengths = forest.lengths[stretch]
+        lengths = length_S[stretch]
         level = int(forest.levels[stretch.start])
         is_inner = not forest.is_leaf[stretch.start]
         parents = None if level == 0 else number_in_level[forest.parents[stretch]]
@@ -329,12 +342,13 @@ def _whole_batches(forest: Forest) -> tuple[list[_Batch], list[np.ndarray]]:
     A segment's outputs come from the first leaf below it.
     """
     leaves = np.flatnonzero(forest.is_leaf)
+    length_S = _lengths(forest)
     paths = []
     seen = set()
     for leaf in leaves.tolist():
         segments = [*forest.path(leaf), leaf]
-        place = [np.arange(forest.starts[s], forest.starts[s] + forest.lengths[s]) for s in segments]
-        is_first = [np.full(forest.lengths[s], s not in seen) for s in segments]
+        place = [np.arange(forest.starts[s], forest.starts[s] + length_S[s]) for s in segments]
+        is_first = [np.full(length_S[s], s not in seen) for s in segments]
         seen.update(segments)
         paths.append((np.concatenate(place), np.concatenate(is_first)))
     batches = []
