@@ -220,6 +220,8 @@ def test_the_exit_status_says_whether_it_fits_and_what_would_make_it(tiny, monke
     for prompt, said in ((112, False), (113, True)):  # beside 400 of a completion
         command([*words(tiny, max_completion_length=400), "--hardware", "24GB", "--prompt_tokens", str(prompt)])
         assert ("the 512 positions of the model; at most 399" in capsys.readouterr().out) == said
+    command([*words(tiny, max_completion_length=400), "--hardware", "24GB", "--prompt_tokens", "512"])
+    assert "the 512 positions of the model; the prompts alone fill them" in capsys.readouterr().out
 
 
 def test_hardware_by_name_and_by_memory():

@@ -86,9 +86,10 @@ class Plan:
         if prompt + completion <= positions:
             return None
         completions = "answers of" if self.settings.is_paired else "max_completion_length:"
+        room = f"at most {positions - prompt}" if prompt < positions else "the prompts alone fill them"
         return (
             f"{completions} {completion} and prompts of {prompt} tokens are more than the {positions} positions of "
-            f"the model; at most {max(0, positions - prompt)}"
+            f"the model; {room}"
         )
 
 
