@@ -79,19 +79,18 @@ def call(monkeypatch, tmp_path):
     """Runs `main` with parts of a test's own, and returns its table; the signals' handlers are put back."""
     handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = [signal.getsignal(number) for number in handled]
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup ignore it
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
 
     def run(parts, minutes=5.0):
         monkeypatch.setattr(gpu, "parts", lambda *args: parts)
         monkeypatch.setattr(sys, "argv", ["gpu.py", "--output", str(tmp_path / "out"), "--minutes", str(minutes)])
-        try:
-            gpu.main()
-        finally:
-            for number, handler in zip(handled, before, strict=True):
-                signal.signal(number, handler)
+        gpu.main()
 
-    return run
+    yield run
+    for number, handler in zip(handled, before, strict=True):
+        signal.signal(number, handler)
 
 
 def rows(tmp_path) -> dict[str, str]:
