@@ -34,7 +34,7 @@ test: $(VENV)/.dev
 
 # The rest of the tables of which `make test` runs a few (every class of transformers, every pair of loss and layer, every recipe), and a real model.
 test-exhaustive: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations=25 -m exhaustive
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 -m exhaustive
 
 # On a machine with a GPU, ten minutes: its summary begins with a table of launches and seconds next to what was counted without one.
 gpu: $(VENV)/.dev

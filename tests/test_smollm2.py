@@ -15,7 +15,7 @@ from tests.prefix_sharing.helpers import assert_equal_gradients, loss_inputs, lo
 from trl_fsdp_qlora import EfficientGRPOTrainer
 
 # The real model takes a minute and a half; tiny ones cover the same code in `make test`.
-pytestmark = [pytest.mark.exhaustive, pytest.mark.xdist_group("SmolLM2")]
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.mark.processes

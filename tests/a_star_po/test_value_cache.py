@@ -127,6 +127,7 @@ def start(folder, n):
 
 @pytest.mark.processes
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kill_nine_ten_times_at_random_moments_beside_another_run(tmp_path):
     folder, chance, n = str(tmp_path / "v"), random.Random(0), 1200
     Path(f"{folder}.log").touch()

@@ -30,6 +30,7 @@ from transformers.generation import WatermarkingConfig
 from tests.prefix_sharing.helpers import MULTIMODAL, RECURRENT
 from tests.prefix_sharing.helpers import build as build_family
 from tests.prefix_sharing.test_images import COMPLETION, FAMILIES, IMAGE, ROWS, llava_trainer, with_images
+from tests.tiny import these_first
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.decode.completions import complete
 from trl_fsdp_qlora.decode.decoding import Decoding, why_stock
@@ -79,9 +80,10 @@ def sampled(**changes):
     return greedy(**{"do_sample": True, "top_k": 0, **changes})
 
 
-@pytest.mark.parametrize(
-    "name", [*(x for x in MODELS if x not in LENGTH_DEPENDENT), *RECURRENT, *(f"{name} (text)" for name in MULTIMODAL)]
-)
+TEXT = [*(x for x in MODELS if x not in LENGTH_DEPENDENT), *RECURRENT, *(f"{name} (text)" for name in MULTIMODAL)]
+
+
+@pytest.mark.parametrize("name", these_first(TEXT, *TEXT[::3]))
 def test_greedy_is_token_identical(name):
     """States of recurrent layers are repeated and dropped with keys and values; positions may have several axes."""
     family = MULTIMODAL.get(name.removesuffix(" (text)")) or RECURRENT.get(name, [None])[0]
@@ -108,7 +110,7 @@ PER_ROW = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", these_first(FAMILIES, *[*FAMILIES][::3]))
 def test_greedy_is_token_identical_for_prompts_with_images(name, tmp_path):
     """Against transformers' loop on a batch that holds each image per row."""
     model, batch = with_images(name)

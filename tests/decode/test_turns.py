@@ -10,7 +10,7 @@ from tests.decode.helpers import calling_tokenizer
 from tests.decode.test_decoding import EOS, LENGTH_DEPENDENT, MODELS, build, greedy
 from tests.prefix_sharing.helpers import MULTIMODAL, RECURRENT, SUPPORTED
 from tests.prefix_sharing.helpers import build as build_family
-from tests.tiny import config, digit_share, lora, prompts, tiny_model
+from tests.tiny import config, digit_share, lora, prompts, these_first, tiny_model
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.decode import shared_prompts
 from trl_fsdp_qlora.decode import turns as turns_module
@@ -37,6 +37,9 @@ EXACT = (
 )
 # Two groups of prompts of different lengths, and one prompt that stands alone.
 PROMPTS = [list(range(20, 29))] * 4 + [[30, 31, 32]] * 4 + [[40, 41, 42, 43, 44]]
+
+
+EPISODES = [*FULL, *HYBRID, *(f"{name} (text)" for name in MULTIMODAL)]
 
 
 def any_model(name: str):
@@ -86,7 +89,7 @@ def episodes(model, kept: KeptTurns | None, prompts=PROMPTS, turns=4, settings=N
     return [completions for completions, _ in found], [tokens for _, tokens in found]
 
 
-@pytest.mark.parametrize("name", [*FULL, *HYBRID, *(f"{name} (text)" for name in MULTIMODAL)])
+@pytest.mark.parametrize("name", these_first(EPISODES, *EPISODES[::3]))
 def test_greedy_episodes_are_token_identical(name):
     """Rows of different lengths, rows that end before others, and rows that leave from turn to turn."""
     model = any_model(name)

@@ -14,6 +14,7 @@ pytest.importorskip("bitsandbytes")
 from tests.distributed.launch import AGENT, REPOSITORY, Rank, end_all, free_port, launch_all, rank_environment
 from tests.fsdp2_qlora import tiny
 from tests.fsdp2_qlora.runs import WORKER, difference, mesh_environment, scenarios_of
+from tests.tiny import these_first
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -39,7 +40,7 @@ def assert_same(out, expected, of_losses=0.0, of_adapter=0.0):
     assert (found["base"], found["mesh"]) == (expected["base"], expected["mesh"])
 
 
-@pytest.mark.parametrize("kind", ["ddp", "hsdp_qlora", "zero2"])
+@pytest.mark.parametrize("kind", these_first(["ddp", "hsdp_qlora", "zero2"], "ddp"))
 def test_two_launchers_train_as_ranks_without_one(base, undisturbed, tmp_path, kind):
     """`accelerate launch --machine_rank 0` and `1` with a config of this package; of HSDP two ranks on each node."""
     pytest.importorskip("deepspeed" if kind == "zero2" else "torch")

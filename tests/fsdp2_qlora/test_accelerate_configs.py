@@ -24,7 +24,7 @@ from trl_fsdp_qlora.data.datasets import hold_out, read_problems, to_prompts
 from trl_fsdp_qlora.evaluation.accuracy import evaluate
 from trl_fsdp_qlora.publishing.logits import LOGITS, few_logits
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.xdist_group("accelerate configs")]
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 CONFIGS = REPOSITORY / "accelerate_configs"
 
@@ -114,7 +114,7 @@ def test_the_evaluation_script_measures_a_4_bit_base(problems, tmp_path, monkeyp
         pytest.param("fsdp2_qlora_offload_cpu", ["sft"], "the base is quantized", marks=pytest.mark.exhaustive),
         pytest.param("fsdp2_cpu", ["lora"], "the base is sharded", marks=pytest.mark.exhaustive),
         pytest.param("zero2_cpu", ["sft", "lora"], None, marks=pytest.mark.exhaustive),
-        ("zero3_cpu", ["lora"], "the base is sharded"),
+        pytest.param("zero3_cpu", ["lora"], "the base is sharded", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_config_trains_as_ddp_does_syncs_measures_and_saves(reference, problems, tmp_path, config, kinds, reason):

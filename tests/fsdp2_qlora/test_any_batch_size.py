@@ -10,13 +10,7 @@ from tests.distributed.launch import REPOSITORY, accelerate_launch
 from tests.fsdp2_qlora import tiny
 from tests.fsdp2_qlora.runs import WORKER, difference, scenarios_of
 
-# One launch serves all tests of this file, so one worker runs them all.
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.processes,
-    pytest.mark.exhaustive,
-    pytest.mark.xdist_group("ranks with cut groups"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.exhaustive]
 
 # The second of two steps begins with other weights, and with nothing of the first one.
 GRPO = "grpo:max_steps=2"

@@ -20,8 +20,7 @@ from tests.tiny import save_tiny_model, these_first
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.checkpoints.checkpoints import last_complete_checkpoint, why_incomplete
 
-# Its tests share launches, so one worker runs them all.
-pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.xdist_group("sharded training")]
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 GRPO = {
     "grpo": "grpo",
