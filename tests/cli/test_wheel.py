@@ -140,6 +140,7 @@ def test_every_other_command_in_turn_and_the_one_in_every_head_finds_its_files(f
         assert expected in said.partition(f"<<{line}>>")[2].partition("<<")[0], line
 
 
+@pytest.mark.exhaustive
 def test_grpo_trains_with_data_and_rewards_of_ones_own(folders):
     installed, place = folders
     data = (

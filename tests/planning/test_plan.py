@@ -132,6 +132,7 @@ def test_the_largest_group_and_the_longest_completion_before_and_after(tmp_path)
 
 
 @pytest.mark.slow  # a model of 80 layers
+@pytest.mark.exhaustive
 def test_a_70b_from_its_config(tmp_path):
     shape = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
     folder(tmp_path, **shape, num_hidden_layers=80, vocab_size=128256)

@@ -33,6 +33,7 @@ def test_the_page_is_what_was_planned():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_one_more_completion_than_the_line_gives_does_not_fit(tmp_path):
     name, cards = "Qwen3-0.6B", "24GB"
     planned_memory.write_config(name, tmp_path)
