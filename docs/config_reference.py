@@ -27,7 +27,7 @@ SECTIONS = [
     (EfficientDPOConfig, "DPO."),
     (
         ScriptArguments,
-        "Data, rewards and accuracy of a recipe (`recipes/*.py`), beside the fields of its trainer's config.",
+        "Data, rewards and accuracy of a recipe (`recipes/*.py`), in addition to the fields of its trainer's config.",
     ),
 ]
 
