@@ -141,8 +141,8 @@ def page(rows: dict[str, list[str]]) -> str:
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"""# The largest group, planned
 
-**Planned, not measured**: nothing here has run on a GPU. Completions of one prompt that a GPU trains with at once, each prompt {PROMPT:,} and each completion
-{COMPLETION:,} tokens long, by `trl-fsdp-qlora plan`. Columns are GB of memory; "24 ×2" is two cards of 24 GB, each with a group of that size, the base
+**Planned, not measured**: nothing here has run on a GPU. The table has the largest number of completions of one prompt that a GPU trains with at once, each
+prompt {PROMPT:,} and each completion {COMPLETION:,} tokens long, by `trl-fsdp-qlora plan`. Columns are GB of memory; "24 ×2" is two cards of 24 GB, each with a group of that size, the base
 sharded by FSDP2. – means that not even two completions fit; {MOST} completions were the most that was asked for.
 
 {table}
