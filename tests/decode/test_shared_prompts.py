@@ -25,7 +25,7 @@ def run(model, config, prompts=PROMPTS):
     ids = torch.tensor([[PAD] * (width - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
     decoding = Decoding()
-    first, decoding.place_R = distinct_rows(torch.cat([ids, mask], 1))
+    first, decoding.prompt_R = distinct_rows(torch.cat([ids, mask], 1))
     out = model.generate(ids[first], attention_mask=mask[first], generation_config=config, custom_generate=decoding)
     return out, ids, mask, decoding
 

@@ -65,7 +65,7 @@ def make_layout(name, device="cpu"):
 def dense_mask(layout, window=None) -> torch.Tensor:
     """Who may attend to whom, pair by pair, from where the tokens of each row are: the oracle."""
     allowed = torch.zeros(layout.tokens, layout.tokens, dtype=torch.bool)
-    for places in layout.forest.place_BL:
+    for places in layout.forest.index_BL:
         places = places[places >= 0]
         for token, query in enumerate(places.tolist()):
             first = 0 if window is None else max(token + 1 - window, 0)

@@ -213,8 +213,8 @@ def test_whole_rows_count_every_real_token_as_often_as_the_padded_batch(kind, ro
     if not rows.mask.any():
         return
     layout = packed_as(kind, rows, is_whole=True)
-    place_BL = torch.from_numpy(layout.forest.place_BL)
-    tokens = layout.input_ids[0][place_BL[place_BL >= 0]]
+    index_BL = torch.from_numpy(layout.forest.index_BL)
+    tokens = layout.input_ids[0][index_BL[index_BL >= 0]]
     counted = torch.bincount(tokens, minlength=LETTERS).float()
     expected = torch.zeros(LETTERS).index_add(0, rows.ids[rows.mask.bool()], torch.ones(int(rows.mask.sum())))
     torch.testing.assert_close(counted, expected)

@@ -432,7 +432,8 @@ def _gradient_norms(trainers: dict[str, Any]) -> dict[str, float]:
     gradients = {}
     for who, trainer in trainers.items():
         scale = 1.0 if trainer.accelerator.scaler is None else trainer.accelerator.scaler.get_scale()
-        found = (torch.zeros_like(p) if p.grad is None else p.grad for _, p in sorted(_trainable(trainer).items()))
-        gradients[who] = [gradient.cpu().double() / scale for gradient in found]
+        parameters = (parameter for _, parameter in sorted(_trainable(trainer).items()))
+        scaled = (torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)
+        gradients[who] = [gradient.cpu().double() / scale for gradient in scaled]
     gradients["difference"] = [a - b for a, b in zip(gradients[OURS], gradients[STOCK], strict=True)]
-    return {who: sum(x.square().sum().item() for x in found) ** 0.5 for who, found in gradients.items()}
+    return {who: sum(x.square().sum().item() for x in tensors) ** 0.5 for who, tensors in gradients.items()}

@@ -113,15 +113,15 @@ def devices(build: str, cuda: str | None, driver: bool, gpus: Sequence[tuple[str
         )
         yield Finding("error", "torch", reason)
     for name, capability in gpus:
-        shown = f"{name} (compute capability {capability[0]}.{capability[1]})"
+        gpu = f"{name} (compute capability {capability[0]}.{capability[1]})"
         if capability >= (8, 0):
-            yield Finding("ok", "hardware", shown)
+            yield Finding("ok", "hardware", gpu)
         else:
             reason = (
                 "has no bfloat16, TRL's default, and emulates it slowly: set bf16: false and fp16: true in the "
                 "recipe, and"
             )
-            yield Finding("warning", "hardware", f"{shown} {reason} mixed_precision: fp16 in the accelerate config")
+            yield Finding("warning", "hardware", f"{gpu} {reason} mixed_precision: fp16 in the accelerate config")
     if not gpus:
         reason = f"no GPU: runs are on the CPU ({os.cpu_count()} threads); use_cpu: true, bf16: false"
         yield Finding("ok", "hardware", reason)

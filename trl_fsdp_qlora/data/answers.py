@@ -181,11 +181,11 @@ def parse_gold(answer: str | int | float, row: int | str) -> Fraction | str:
     if isinstance(text, str) and _is_latex(text) and math_worker.installed() and _parses(text):
         return text
     # Python refuses to print an integer that is too long.
-    shown = f"{answer:#x}" if isinstance(answer, int) else repr(answer)
+    printed = f"{answer:#x}" if isinstance(answer, int) else repr(answer)
     latex = "" if math_worker.installed() else f" (LaTeX answers need: {INSTALL_MATH})"
     raise UnparsableGoldAnswer(
-        f"the gold answer of row {row} cannot be read as a number{latex}: {shown[:120]}. Correct the row or leave it "
-        "out of the dataset."
+        f"the gold answer of row {row} cannot be read as a number{latex}: {printed[:120]}. Correct the row or leave "
+        "it out of the dataset."
     )
 
 

@@ -52,8 +52,8 @@ def ask(*texts: str) -> bool | None:
         if reply:
             return reply == "true"
         end()
-    shown = texts[-1] if len(texts[-1]) <= 80 else texts[-1][:77] + "..."
-    logger.warning("math-verify did not come to an end on %r and was stopped; such an answer scores 0", shown)
+    beginning = texts[-1] if len(texts[-1]) <= 80 else texts[-1][:77] + "..."
+    logger.warning("math-verify did not come to an end on %r and was stopped; such an answer scores 0", beginning)
     return None
 
 

@@ -66,9 +66,9 @@ def graded_reward(completions: Sequence[Completion], answer: Sequence, **columns
             continue
         text = completion_text(completion)
         reward = sum(0.2 for tag in _TAGS if text.count(tag) == 1)
-        given = extract_answer(text, "tags")
-        if answers_match(given, gold):
-            bare = NUMBER.fullmatch(given.strip()) is not None or isinstance(gold, str)
+        model_answer = extract_answer(text, "tags")
+        if answers_match(model_answer, gold):
+            bare = NUMBER.fullmatch(model_answer.strip()) is not None or isinstance(gold, str)
             reward += 2.0 if bare else 1.5
         rewards.append(reward)
     return rewards

@@ -15,7 +15,7 @@ def worked(row: dict) -> str | None:
     lines = []
     number = r"(-?\d+(?:\.\d+)?(?:/\d+)?)"
 
-    def shown(x: Fraction) -> str:
+    def as_text(x: Fraction) -> str:
         if x.denominator == 1:
             return str(int(x))
         return str(float(x) if float(x) == x else x)
@@ -27,12 +27,12 @@ def worked(row: dict) -> str | None:
         if sign == "/" and not b:
             return None
         value = {"+": a + b, "-": a - b, "*": a * b, "/": a / (b or 1)}[sign]
-        terms = [f"({shown(x)})" if x < 0 else shown(x) for x in (a, b)]
-        lines.append(f"{terms[0]} {sign} {terms[1]} = {shown(value)}")
+        terms = [f"({as_text(x)})" if x < 0 else as_text(x) for x in (a, b)]
+        lines.append(f"{terms[0]} {sign} {terms[1]} = {as_text(value)}")
         text = text.replace(match[0], str(value), 1)
     try:
         value = Fraction(text.strip())  # every operation is done
         right = value == Fraction(str(row["Answer"]))
     except ValueError:
         return None
-    return "\n".join([*lines, f"#### {shown(value)}"]) if right else None
+    return "\n".join([*lines, f"#### {as_text(value)}"]) if right else None

@@ -85,7 +85,7 @@ def complete(
         decoding = Decoding(synced_gpus, turns if can_continue else None)
     if decoding is not None:
         keys = [ids_RP, mask_RP] + ([fingerprints(pictures)] if pictures else [])
-        first_U, decoding.place_R = distinct_rows(torch.cat(keys, 1))
+        first_U, decoding.prompt_R = distinct_rows(torch.cat(keys, 1))
         batch = rows_of_images(batch, first_U)
         if pictures:
             batch = decoding.with_images(batch, config.prefill_chunk_size is not None)

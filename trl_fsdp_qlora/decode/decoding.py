@@ -132,7 +132,7 @@ class Decoding:
         self.synced_gpus = synced_gpus
         self.work = DecodingWork()
         self.turns = turns
-        self.place_R: torch.Tensor | None = None  # the prompt of each row; one row per prompt if `None`
+        self.prompt_R: torch.Tensor | None = None  # the prompt of each row; one row per prompt if `None`
         self.images: PromptImages | None = None  # of the distinct prompts, see `with_images`
         self._pixels: dict[str, torch.Tensor] = {}  # arguments of the prefill that `generate` did not get
         self.per_row: str | None = None  # why the last call attended to prompts in each row; `None`: it did not
@@ -149,24 +149,24 @@ class Decoding:
     ) -> torch.Tensor:
         """Token ids `(R, P + C)` of prompts and completions; finished rows are padded, as `_sample` returns them."""
         synced_gpus = synced_by_default(model) if self.synced_gpus is None else self.synced_gpus
-        place_R = torch.arange(len(input_ids), device=input_ids.device) if self.place_R is None else self.place_R
-        batch = _Batch(input_ids, place_R, generation_config, logits_processor, stopping_criteria, model_kwargs)
+        prompt_R = torch.arange(len(input_ids), device=input_ids.device) if self.prompt_R is None else self.prompt_R
+        batch = _Batch(input_ids, prompt_R, generation_config, logits_processor, stopping_criteria, model_kwargs)
         # Some rotary tables depend on the longest row. It may have ended, so no row may be dropped then.
         batch.drops = batch.drops and batch.longest <= position_limit(model)
         continues = self.turns is not None and self.turns.number > 0
         keeps = self.turns is not None and not self.turns.is_last
         if self.images is not None:
-            batch.images_R = [self.images.keys[prompt] for prompt in place_R.tolist()]
+            batch.images_R = [self.images.keys[prompt] for prompt in prompt_R.tolist()]
         prefill_rows = self._prefill_turn if continues else self._prefill
         with fast_linears(model, decoding=True), watched_attention(model) as self.per_row:
             with self._tower_on_every_rank(model, input_ids.device, synced_gpus):
-                outputs = prefill_rows(model, input_ids, place_R, batch, generation_config, synced_gpus)
+                outputs = prefill_rows(model, input_ids, prompt_R, batch, generation_config, synced_gpus)
             with tuned_for_decoding(model):
                 while unfinished(model, batch.left == 0, synced_gpus, input_ids.device):
                     if outputs is None:
                         outputs = model(**batch.inputs(model), return_dict=True)
                         self.work.row_steps += len(batch.ids_AL)
-                        self.work.row_steps_stock += len(place_R)
+                        self.work.row_steps_stock += len(prompt_R)
                     if batch.shared is None:
                         batch.kwargs = next_inputs(model, outputs, batch.kwargs)
                     logits_AV = outputs.logits[:, -1]
@@ -178,7 +178,7 @@ class Decoding:
                             for row in batch.ended_rows():
                                 self.turns.add(row)
                         batch.drop_finished(synced_gpus)
-        return torch.cat([input_ids[place_R], torch.stack(batch.columns, 1)], 1)
+        return torch.cat([input_ids[prompt_R], torch.stack(batch.columns, 1)], 1)
 
     def with_images(self, batch: dict[str, Any], chunked: bool) -> dict[str, Any]:
         """`generate`'s arguments for prompts with images.
@@ -201,7 +201,7 @@ class Decoding:
         return {name: x for name, x in batch.items() if name not in pixels or name == "image_grid_thw"}
 
     def _prefill(
-        self, model, ids_UP, place_R: torch.Tensor, batch: "_Batch", config: GenerationConfig, synced_gpus: bool
+        self, model, ids_UP, prompt_R: torch.Tensor, batch: "_Batch", config: GenerationConfig, synced_gpus: bool
     ):
         """Outputs as of a prefill of every row, from one of each prompt; the cache in `batch` serves every row."""
         ids_UP, once, beginning = prefill_beginning(model, ids_UP, batch.kwargs, config, synced_gpus)
@@ -213,17 +213,17 @@ class Decoding:
         if watch is not None:
             self.per_row = watch.why_not()
         if self.per_row is None:
-            batch.shared = SharedPrompts(outputs.past_key_values, place_R, once, batch.longest)
+            batch.shared = SharedPrompts(outputs.past_key_values, prompt_R, once, batch.longest)
         else:
-            take_rows(outputs[batch.cache_name], place_R, batch.longest)
+            take_rows(outputs[batch.cache_name], prompt_R, batch.longest)
         self.work.prefill_tokens += ids_UP.numel() - beginning * (len(ids_UP) - 1)
-        return self._of_rows(model, outputs, once, place_R, batch)
+        return self._of_rows(model, outputs, once, prompt_R, batch)
 
-    def _of_rows(self, model, outputs, once: dict, place_R: torch.Tensor, batch: "_Batch"):
+    def _of_rows(self, model, outputs, once: dict, prompt_R: torch.Tensor, batch: "_Batch"):
         """Outputs of a prefill of distinct prompts with arguments `once`, repeated for the rows of each prompt."""
-        outputs.logits = outputs.logits[:, -1:][place_R]
+        outputs.logits = outputs.logits[:, -1:][prompt_R]
         self.work.prefill_tokens_stock += batch.ids_AL.numel()
-        kwargs = {name: _rows(name, value, place_R) for name, value in once.items() if name not in _OF_IMAGES}
+        kwargs = {name: _rows(name, value, prompt_R) for name, value in once.items() if name not in _OF_IMAGES}
         batch.kwargs = kwargs
         # The last positions are enough for the next step, unless a model drops its cache and needs all of them again.
         if kwargs.get("position_ids") is not None and not prepares_inputs_itself(model):
@@ -231,7 +231,7 @@ class Decoding:
         return outputs
 
     def _prefill_turn(
-        self, model, ids_UP, place_R: torch.Tensor, batch: "_Batch", config: GenerationConfig, synced_gpus: bool
+        self, model, ids_UP, prompt_R: torch.Tensor, batch: "_Batch", config: GenerationConfig, synced_gpus: bool
     ):
         """Prefill prompts that continue from the caches kept of the last turn; otherwise as `_prefill`."""
         self.per_row = "each row has a history of its own"
@@ -260,8 +260,8 @@ class Decoding:
             order_U = torch.tensor([row for part in rows for row in part], device=device).argsort()
             outputs[batch.cache_name] = joined_cache(model.config, caches, order_U, width)
             outputs.logits = torch.cat(logits)[order_U]
-        take_rows(outputs[batch.cache_name], place_R, batch.longest)
-        return self._of_rows(model, outputs, once, place_R, batch)
+        take_rows(outputs[batch.cache_name], prompt_R, batch.longest)
+        return self._of_rows(model, outputs, once, prompt_R, batch)
 
     @contextmanager
     def _tower_on_every_rank(self, model, device: torch.device, synced_gpus: bool) -> Iterator[None]:
@@ -304,13 +304,13 @@ class Decoding:
 def distinct_rows(keys_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Index of each distinct row's first occurrence `(U,)`, ascending, and for each row `(R,)` the entry equal to it.
 
-    The latter is `place_R` of [`Decoding`].
+    The latter is `prompt_R` of [`Decoding`].
     """
-    distinct, place_R = torch.unique(keys_RN, dim=0, return_inverse=True)
+    distinct, prompt_R = torch.unique(keys_RN, dim=0, return_inverse=True)
     rows_R = torch.arange(len(keys_RN), device=keys_RN.device)
-    first_U = rows_R.new_full((len(distinct),), len(keys_RN)).scatter_reduce(0, place_R, rows_R, "amin")
+    first_U = rows_R.new_full((len(distinct),), len(keys_RN)).scatter_reduce(0, prompt_R, rows_R, "amin")
     first_U, order_U = first_U.sort()
-    return first_U, order_U.argsort()[place_R]
+    return first_U, order_U.argsort()[prompt_R]
 
 
 class _Batch:
@@ -328,17 +328,17 @@ class _Batch:
         beginning: number of columns in front of the padding, which a beginning that was prefilled on its own takes.
     """
 
-    def __init__(self, ids_UP, place_R, config: GenerationConfig, logits_processor, stopping_criteria, kwargs: dict):
-        self.ids_AL = ids_UP[place_R]
+    def __init__(self, ids_UP, prompt_R, config: GenerationConfig, logits_processor, stopping_criteria, kwargs: dict):
+        self.ids_AL = ids_UP[prompt_R]
         self.kwargs = kwargs
         self.cache_name = "cache_params" if "cache_params" in kwargs else "past_key_values"
         self.shared: SharedPrompts | None = None
-        self.images_R: list[tuple[int, ...]] = [()] * len(place_R)
+        self.images_R: list[tuple[int, ...]] = [()] * len(prompt_R)
         self.beginning = 0
         self.logits_processor, self.stopping_criteria = logits_processor, stopping_criteria
-        self._select_in_processors(place_R)
-        self._padding_R = _padding(ids_UP, kwargs)[place_R]
-        self.left = self._rows = len(place_R)
+        self._select_in_processors(prompt_R)
+        self._padding_R = _padding(ids_UP, kwargs)[prompt_R]
+        self.left = self._rows = len(prompt_R)
         self._newly_ended = 0
         self.longest = sys.maxsize if stopping_criteria.max_length is None else stopping_criteria.max_length
         self._rows_A = torch.arange(self.left, device=ids_UP.device)

@@ -146,49 +146,49 @@ class PrefillWatch:
 
 
 class SharedPrompts:
-    """Keys and values of U prompts and of the completions of A rows; `place_A` is the prompt of each row.
+    """Keys and values of U prompts and of the completions of A rows; `prompt_A` is the prompt of each row.
 
     `cache` comes from a prefill of the U prompts and holds the completions from now on. `kwargs` are the model's
     arguments for the prompts. Rows end at `max_length`, prompt included.
     """
 
-    def __init__(self, cache: DynamicCache, place_A: torch.Tensor, kwargs: dict, max_length: int):
+    def __init__(self, cache: DynamicCache, prompt_A: torch.Tensor, kwargs: dict, max_length: int):
         self.cache = cache
         self.prompts = [(layer.keys, layer.values) for layer in cache.layers]
-        cache.layers = [_CompletionLayer(layer, place_A, max_length) for layer in cache.layers]
+        cache.layers = [_CompletionLayer(layer, prompt_A, max_length) for layer in cache.layers]
         mask_UP = kwargs.get("attention_mask")
         self.bias_U11P = None
         if mask_UP is not None and not mask_UP.all():
             zeros_UP = torch.zeros(mask_UP.shape, dtype=self.prompts[0][0].dtype)
             self.bias_U11P = zeros_UP.masked_fill_(mask_UP == 0, float("-inf"))[:, None, None]
-        self._place(place_A)
+        self._arrange(prompt_A)
         # `(A, 1)`, or `(axes, A, 1)` for a class that takes images.
-        self.positions_A1 = kwargs["position_ids"][..., place_A, -1:]
+        self.positions_A1 = kwargs["position_ids"][..., prompt_A, -1:]
 
-    def _place(self, place_A: torch.Tensor) -> None:
-        """Compute the place of each row's query among those of its prompt: rows `(U, G)`, filled up with any row."""
-        counts_U = place_A.bincount(minlength=len(self.prompts[0][0]))
+    def _arrange(self, prompt_A: torch.Tensor) -> None:
+        """Number the queries of each prompt: rows `(U, G)`, filled up with any row."""
+        counts_U = prompt_A.bincount(minlength=len(self.prompts[0][0]))
         self.prompt_count = len(counts_U)
         self.group = int(counts_U.max())
-        order_A = place_A.argsort(stable=True)
-        within_A = torch.arange(len(place_A)) - (counts_U.cumsum(0) - counts_U)[place_A[order_A]]
-        slot_A = place_A[order_A] * self.group + within_A
-        self.rows_S = place_A.new_zeros(self.prompt_count * self.group).index_copy(0, slot_A, order_A)
+        order_A = prompt_A.argsort(stable=True)
+        within_A = torch.arange(len(prompt_A)) - (counts_U.cumsum(0) - counts_U)[prompt_A[order_A]]
+        slot_A = prompt_A[order_A] * self.group + within_A
+        self.rows_S = prompt_A.new_zeros(self.prompt_count * self.group).index_copy(0, slot_A, order_A)
         self.slots_A = torch.empty_like(slot_A).index_copy(0, order_A, slot_A)
-        self.place_A = place_A
-        if torch.equal(self.rows_S, torch.arange(len(place_A))):
+        self.prompt_A = prompt_A
+        if torch.equal(self.rows_S, torch.arange(len(prompt_A))):
             self.rows_S = self.slots_A = None  # whole groups in their order
 
     def select(self, kept: torch.Tensor) -> None:
         """Keep only these rows and their prompts."""
         self.cache.batch_select_indices(kept)
         self.positions_A1 = self.positions_A1[..., kept, :]
-        alive, place_A = self.place_A[kept].unique(return_inverse=True)
+        alive, prompt_A = self.prompt_A[kept].unique(return_inverse=True)
         if len(alive) < self.prompt_count:
             self.prompts = [(keys[alive], values[alive]) for keys, values in self.prompts]
             if self.bias_U11P is not None:
                 self.bias_U11P = self.bias_U11P[alive]
-        self._place(place_A)
+        self._arrange(prompt_A)
 
     def keys_and_values(
         self, layer: int, row: int, length: int, beginning: int = 0
@@ -200,8 +200,8 @@ class SharedPrompts:
         completion = self.cache.layers[layer]
         of_prompt = length - completion.keys.shape[-2]
         keys, values = (
-            torch.cat([without_padding(prompt[self.place_A[row]], of_prompt, beginning), own[row]], -2)
-            for prompt, own in zip(self.prompts[layer], (completion.keys, completion.values), strict=True)
+            torch.cat([without_padding(prompt[self.prompt_A[row]], of_prompt, beginning), completions[row]], -2)
+            for prompt, completions in zip(self.prompts[layer], (completion.keys, completion.values), strict=True)
         )
         return keys, values
 
@@ -226,11 +226,11 @@ class SharedPrompts:
             raise UnsupportedAttention(f"{type(module).__name__} decodes otherwise than one token per row and forward")
         prompt_key, prompt_value = self.prompts[module.layer_idx]
         query_AKRD = query.reshape(rows, key.shape[1], heads // key.shape[1], size)
-        own, own_lse = _flash(query_AKRD, key, value, scale=scaling)
+        out, lse = _flash(query_AKRD, key, value, scale=scaling)
         group = query_AKRD if self.rows_S is None else query_AKRD[self.rows_S]
         group = group.unflatten(0, (self.prompt_count, self.group)).transpose(1, 2).flatten(2, 3)
-        whole, whole_lse = _flash(group, prompt_key, prompt_value, attn_mask=self.bias_U11P, scale=scaling)
-        out = merge(own, own_lse, self._to_rows(whole), self._to_rows(whole_lse))
+        prompt_out, prompt_lse = _flash(group, prompt_key, prompt_value, attn_mask=self.bias_U11P, scale=scaling)
+        out = merge(out, lse, self._to_rows(prompt_out), self._to_rows(prompt_lse))
         return out.to(query.dtype).reshape(rows, 1, heads, size), None
 
     def _to_rows(self, x: torch.Tensor) -> torch.Tensor:
@@ -242,9 +242,9 @@ class SharedPrompts:
 class _CompletionLayer(PreallocatedLayer):
     """Keys and values of the completions alone; counts the prompt's positions too."""
 
-    def __init__(self, prompt: DynamicLayer, place_A: torch.Tensor, max_length: int):
+    def __init__(self, prompt: DynamicLayer, prompt_A: torch.Tensor, max_length: int):
         self.prompt_length = prompt.keys.shape[-2]
-        super().__init__(prompt.keys[:, :, :0], prompt.values[:, :, :0], place_A, max_length - self.prompt_length)
+        super().__init__(prompt.keys[:, :, :0], prompt.values[:, :, :0], prompt_A, max_length - self.prompt_length)
 
     def get_seq_length(self) -> int:
         return self.prompt_length + self.keys.shape[-2]

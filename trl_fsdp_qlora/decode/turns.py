@@ -100,30 +100,30 @@ class PromptImages:
         self.is_per_prompt = isinstance(images_by_row(one_by_one)["pixel_values"], torch.Tensor)
         if self.is_per_prompt:
             self._tensors["num_images"] = [1] * len(counts)
-            self._places = [[row] if count else [] for row, count in enumerate(counts)]
+            self._images = [[row] if count else [] for row, count in enumerate(counts)]
         else:
             self._tensors["num_images"] = [1] * sum(counts)
-            self._places = [[*range(end - n, end)] for n, end in zip(counts, accumulate(counts), strict=True)]
+            self._images = [[*range(end - n, end)] for n, end in zip(counts, accumulate(counts), strict=True)]
         keys = fingerprints(self._tensors)[:, 0].tolist()
-        self.keys = [tuple(keys[place] for place in places) for places in self._places]
+        self.keys = [tuple(keys[image] for image in images) for images in self._images]
 
     def unseen(self, rows: list[int], seen: list[int]) -> dict[str, torch.Tensor]:
         """The model's arguments for the images of prompts `rows`, without the first `seen` images of each."""
         pairs = zip(rows, seen, strict=True)
-        places = [place for row, count in pairs if self.keys[row] for place in self._places[row][count:]]
-        if not places:
+        images = [image for row, count in pairs if self.keys[row] for image in self._images[row][count:]]
+        if not images:
             return {}
         if self.is_per_prompt:
             logger.warning_once(
                 "rollouts: this model's pixels are padded to the prompt with most images, so a turn with a new image "
                 "is prefilled whole"
             )
-        return {name: x for name, x in rows_of_images(self._tensors, places).items() if name != "num_images"}
+        return {name: x for name, x in rows_of_images(self._tensors, images).items() if name != "num_images"}
 
     def of_one_prompt(self) -> dict[str, torch.Tensor]:
         """The model's arguments for all images of the first prompt that has some."""
         row = next(row for row, keys in enumerate(self.keys) if keys)
-        return {n: x for n, x in rows_of_images(self._tensors, self._places[row]).items() if n != "num_images"}
+        return {n: x for n, x in rows_of_images(self._tensors, self._images[row]).items() if n != "num_images"}
 
 
 @dataclass
@@ -237,13 +237,13 @@ class KeptTurns:
         def usable(row: KeptRow) -> int:
             return row.usable(ids, images)
 
-        place = bisect_right(kept, ids, key=lambda row: row.ids)
+        after = bisect_right(kept, ids, key=lambda row: row.ids)
         # In this order the neighbours of a prompt share the longest beginning with the prompt. If the prompt continues
         # any row, the longest such row is the neighbour before it. If the prompt continues none, a neighbour that
         # cannot go back may hide a shorter row that serves, so all rows are searched. All rows are searched for a
         # prompt with images, too, since several rows may have its tokens, and other images.
-        near = kept[max(0, place - 1) : place + 1]
-        goes_on = place > 0 and usable(near[0]) == len(near[0].ids)
+        near = kept[max(0, after - 1) : after + 1]
+        goes_on = after > 0 and usable(near[0]) == len(near[0].ids)
         if images or (not goes_on and not all(row.may_go_back for row in near)):
             near = kept
         best = max(near, key=usable, default=None)
@@ -264,12 +264,12 @@ def filled_cache(config: PreTrainedConfig, rows: list[KeptRow | None], used: lis
                 continue
             columns = min(width, getattr(layer, "sliding_window", width + 1) - 1)
             batch = one.new_zeros(len(rows), one.shape[0], columns, one.shape[2])
-            for place, (row, length) in enumerate(zip(by_row, used, strict=True)):
+            for batch_row, (row, length) in enumerate(zip(by_row, used, strict=True)):
                 if length:
                     # Tokens that a sliding layer has dropped are missing in front.
-                    missing = len(rows[place].ids) - row[name].shape[-2]
+                    missing = len(rows[batch_row].ids) - row[name].shape[-2]
                     real = row[name][:, max(0, length - missing - columns) : length - missing]
-                    batch[place, :, columns - real.shape[1] :] = real
+                    batch[batch_row, :, columns - real.shape[1] :] = real
             states[name] = batch
         if states:
             fill_layer(layer, states, width)

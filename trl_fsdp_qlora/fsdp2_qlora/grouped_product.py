@@ -326,8 +326,8 @@ def _dequantize_kernel(
     upper = tl.load(code_ptr + (packed >> 4)) * scale
     lower = tl.load(code_ptr + (packed & 15)) * scale
     weights = tl.interleave(upper, lower).to(out_ptr.dtype.element_ty)
-    place = (tl.program_id(0) % pieces) * (2 * BYTES) + tl.arange(0, 2 * BYTES)
-    tl.store(out_ptr + expert * packed_bytes * 2 + place, weights, mask=place < 2 * packed_bytes)
+    column = (tl.program_id(0) % pieces) * (2 * BYTES) + tl.arange(0, 2 * BYTES)
+    tl.store(out_ptr + expert * packed_bytes * 2 + column, weights, mask=column < 2 * packed_bytes)
 
 
 @jit

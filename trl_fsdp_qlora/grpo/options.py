@@ -133,8 +133,8 @@ class EfficientConfig:
         return redaction.without_secrets(super().to_dict())
 
     def __str__(self):
-        shown = redaction.without_secrets({item.name: getattr(self, item.name) for item in fields(self)})
-        lines = "".join(f"{name}={value},\n" for name, value in sorted(shown.items()))
+        values = redaction.without_secrets({item.name: getattr(self, item.name) for item in fields(self)})
+        lines = "".join(f"{name}={value},\n" for name, value in sorted(values.items()))
         return f"{type(self).__name__}(\n{lines})"
 
     __repr__ = __str__

@@ -134,10 +134,10 @@ class StepScores:
     def _score_cut(self, number: int, model: nn.Module) -> FusedCausalLMOutput:
         draws = RandomState(self.batches[number].input_ids.device)
         with torch.no_grad():
-            places, batches = self._passes(number)
+            passes, batches = self._passes(number)
             outputs = [
-                _run(self.plan.values, place, model, batch, is_first=place == places[0])
-                for place, batch in zip(places, batches, strict=True)
+                _run(self.plan.values, index, model, batch, is_first=index == passes[0])
+                for index, batch in zip(passes, batches, strict=True)
             ]
         values = {name: torch.cat([getattr(output, name) for output in outputs]) for name in _tensors(outputs[0])}
         # A loss may take gradients of these two only.
@@ -152,11 +152,11 @@ class StepScores:
     def _passes(self, number: int) -> tuple[range, list[Batch]]:
         """The passes of a micro-batch, and the rows that each pass scores."""
         count = self.plan.passes_per_batch
-        places = range(number * count, (number + 1) * count)
+        passes = range(number * count, (number + 1) * count)
         batch = self.batches[number]
         rows_of_pass = self.plan.forwards.rows_of_pass
-        first = rows_of_pass[places[0]][0]
-        return places, [batch.rows(rows_of_pass[place] - first) for place in places]
+        first = rows_of_pass[passes[0]][0]
+        return passes, [batch.rows(rows_of_pass[index] - first) for index in passes]
 
     def go_back(self, model: nn.Module, autocast: AbstractContextManager, without_sync) -> None:
         """Run the backward of a micro-batch's passes after the backward of its loss, if the micro-batch was cut.
@@ -175,16 +175,16 @@ class StepScores:
             self._go_back(cut, model, autocast, without_sync)
 
     def _go_back(self, cut: _CutScores, model: nn.Module, autocast, without_sync) -> None:
-        places, batches = self._passes(cut.number)
+        passes, batches = self._passes(cut.number)
         first_row = 0
-        for place, batch in zip(places, batches, strict=True):
-            is_last_pass = place == places[-1]
+        for index, batch in zip(passes, batches, strict=True):
+            is_last_pass = index == passes[-1]
             rows = slice(first_row, first_row + len(batch.input_ids))
             first_row = rows.stop
             with nullcontext() if is_last_pass else without_sync(model):
                 with autocast():
                     reduces = is_last_pass and self._is_last(cut.number + 1)
-                    output = _run(self.plan.forwards, place, model, batch, reduces, is_first=place == places[0])
+                    output = _run(self.plan.forwards, index, model, batch, reduces, is_first=index == passes[0])
                 pairs = [
                     (getattr(output, name), constant.grad[rows])
                     for name, constant in cut.constants.items()

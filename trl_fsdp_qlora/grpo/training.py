@@ -84,8 +84,8 @@ class EfficientTraining:
         with self.checkpointing.alone():
             return super().train(self.checkpointing.resume_from(resume_from_checkpoint), *args, **kwargs)
 
-    def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *more):
-        begins = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *more)
+    def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *further):
+        begins = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *further)
         # Transformers checks only after a step whether a run is over, so a finished run would do one more step.
         if self.state.global_step < max_steps:
             return begins

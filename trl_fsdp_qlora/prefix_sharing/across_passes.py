@@ -115,7 +115,7 @@ class PassForest:
         return self._part(np.setdiff1d(np.arange(self.forest.segments), list(self.segment_of.values())))
 
     def _part(self, segments: np.ndarray) -> tuple[Forest, list[int]]:
-        rows = np.arange(len(self.forest.place_BL))
+        rows = np.arange(len(self.forest.index_BL))
         forest, kept = self.forest.part(segments.astype(int), rows, self.offset_S)
         node_of = {segment: node for node, segment in self.segment_of.items()}
         return forest, [node_of[segment] for segment in kept]
@@ -143,16 +143,16 @@ def grow_pass(sequences: Sequences, kept: list[KeptNode], rows: np.ndarray, min_
     tails = needed_B[order] - depth_B[order]
     nodes = choose_nodes(prefix_nodes(common), tails, min_length)
     nodes = [node._replace(depth=node.depth + int(depth_B[order[node.first]])) for node in nodes]
-    place_in_order = np.full(len(rows), -1)
-    place_in_order[order] = np.arange(len(order))
+    rank_in_order = np.full(len(rows), -1)
+    rank_in_order[order] = np.arange(len(order))
     for n, rows_of_node in of_node.items():
         if rows_of_node:
-            places = place_in_order[rows_of_node]
-            nodes.append(Node(kept[n].depth, int(places.min()), int(places.max())))
+            ranks = rank_in_order[rows_of_node]
+            nodes.append(Node(kept[n].depth, int(ranks.min()), int(ranks.max())))
     forest = segments_of(order, needed_B[order], nodes, subset.tokens_BL.shape)
     segment_T = np.repeat(np.arange(forest.segments), forest.lengths)
     segment_of = {
-        n: int(segment_T[forest.place_BL[rows_of_node[0], kept[n].depth - 1]])
+        n: int(segment_T[forest.index_BL[rows_of_node[0], kept[n].depth - 1]])
         for n, rows_of_node in of_node.items()
         if rows_of_node
     }
@@ -493,8 +493,8 @@ class StepForwards:
                 forest, takes = grown.of_trunk(nodes)
                 # The forest has its segments in the order of the pass's forest.
                 by_segment = sorted(nodes, key=grown.segment_of.__getitem__)
-                places = zip(forest.starts.tolist(), forest.lengths.tolist(), strict=True)
-                gives = [(node, *place) for node, place in zip(by_segment, places, strict=False)]
+                spans = zip(forest.starts.tolist(), forest.lengths.tolist(), strict=True)
+                gives = [(node, *span) for node, span in zip(by_segment, spans, strict=False)]
             else:  # another rank's trunk: this rank computes one token
                 nothing = replace(unscored, needs_all=False)
                 forest, _ = grow_pass(nothing, [], np.arange(len(rows)), self.min_length).of_pass()

@@ -70,7 +70,7 @@ class AttentionCall:
 
     @property
     def own_masks(self) -> dict[int, torch.Tensor]:
-        """Masks of the prompts in which the layer is not causal, by the place of the prompt's first token."""
+        """Masks of the prompts in which the layer is not causal, by the index of the prompt's first token."""
         kind = getattr(self.module, "layer_type", "full_attention")
         return {start: masks[kind] for start, masks in self.layout.own_masks.items() if masks[kind] is not None}
 
@@ -293,9 +293,9 @@ def tree_mask(call, start: int, length: int) -> torch.Tensor:
     dtype = call.query.dtype
     key = ("tree", call.window, start, dtype, device)
     if key not in layout.cache:
-        place = torch.arange(start, start + length, device=device)
+        index = torch.arange(start, start + length, device=device)
         end = to_device(torch.from_numpy(layout.forest.end_T[start : start + length]), device)
-        seen = (place <= place.unsqueeze(1)) & (place.unsqueeze(1) < end)
+        seen = (index <= index.unsqueeze(1)) & (index.unsqueeze(1) < end)
         if call.window is not None:
             position = layout.position_ids[0, start : start + length].to(device)
             seen &= position.unsqueeze(1) - position < call.window
@@ -324,9 +324,9 @@ class DenseMask:
         modules = list(model.get_decoder().modules())
         # BigBird attends to blocks in long rows; other models have square buffers that mask by the place in the row.
         buffers = [x for module in modules for x in module.buffers(recurse=False) if x.ndim > 1]
-        masks_by_place = any(1 < x.shape[-1] == x.shape[-2] for x in buffers)
+        masks_by_index = any(1 < x.shape[-1] == x.shape[-2] for x in buffers)
         masks_blocks = any(hasattr(module, "set_attention_type") for module in modules)
-        return types <= {"full_attention", "indexed_attention"} and not masks_by_place and not masks_blocks
+        return types <= {"full_attention", "indexed_attention"} and not masks_by_index and not masks_blocks
 
     @staticmethod
     def pays(tokens: int, rows: int, width: int) -> bool:

@@ -106,10 +106,10 @@ def _merge_kernel(
     ancestor_lse_ptr,
     own_token,
     own_head,
-    own_place,
+    own_column,
     ancestor_token,
     ancestor_head,
-    ancestor_place,
+    ancestor_column,
     own_lse_token,
     own_lse_head,
     ancestor_lse_token,
@@ -121,7 +121,7 @@ def _merge_kernel(
 ):
     # One program per token.
     token = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, SIZE)
+    column = tl.arange(0, SIZE)
     for first in range(0, heads, HEADS):
         head = first + tl.arange(0, HEADS)
         is_head = head < heads
@@ -131,13 +131,13 @@ def _merge_kernel(
         )
         share = tl.sigmoid(ancestor_lse.to(tl.float32) - own_lse.to(tl.float32))[:, None]
         head = head[:, None]
-        inside = is_head[:, None] & (place < size)[None, :]
-        place_own = token * own_token + head * own_head + place[None, :] * own_place
-        place_ancestor = token * ancestor_token + head * ancestor_head + place[None, :] * ancestor_place
-        own = tl.load(own_ptr + place_own, mask=inside, other=0.0).to(tl.float32)
-        ancestor = tl.load(ancestor_ptr + place_ancestor, mask=inside, other=0.0).to(tl.float32)
+        inside = is_head[:, None] & (column < size)[None, :]
+        own_offset = token * own_token + head * own_head + column[None, :] * own_column
+        ancestor_offset = token * ancestor_token + head * ancestor_head + column[None, :] * ancestor_column
+        own = tl.load(own_ptr + own_offset, mask=inside, other=0.0).to(tl.float32)
+        ancestor = tl.load(ancestor_ptr + ancestor_offset, mask=inside, other=0.0).to(tl.float32)
         merged = own + share * (ancestor - own)
-        out = merged_ptr + (token * heads + head) * size + place[None, :]
+        out = merged_ptr + (token * heads + head) * size + column[None, :]
         tl.store(out, merged.to(merged_ptr.dtype.element_ty), mask=inside)
 
 
@@ -504,7 +504,7 @@ def _siblings_call(forest: Forest, children: list[tuple], seen: int, device: tor
 
 
 def _neighbours(tokens: np.ndarray, device: torch.device) -> slice | torch.Tensor:
-    """Returns places in the row, in rising order, as a slice if no token is missing between them."""
+    """Returns indices of the row, in rising order, as a slice if no token is missing between them."""
     if tokens[-1] - tokens[0] + 1 == len(tokens):
         return slice(int(tokens[0]), int(tokens[-1]) + 1)
     return to_device(torch.from_numpy(tokens), device)

@@ -55,19 +55,19 @@ class Forest:
     """Segments in the order of the packed row.
 
     Attributes:
-        starts, lengths: place of the segment's first token in the row, and number of its tokens.
+        starts, lengths: index of the segment's first token in the row, and number of its tokens.
         depths: number of tokens that come before a segment in its sequences.
         parents: index of the parent segment; -1 for none.
         levels: number of ancestors.
         is_leaf: whether no other segment attends to it.
         source: a row of the batch that holds the segment's tokens.
         trees: index of the root segment.
-        place_BL: the place in the packed row at which token t of row b is computed; -1 if it is not. Tokens are
+        index_BL: the index in the packed row at which token t of row b is computed; -1 if it is not. Tokens are
             counted from the first real token of a row.
-        end_T: for a row with dense masks, the place behind the last token that sees each token, so token q attends to
+        end_T: for a row with dense masks, the index behind the last token that sees each token, so token q attends to
             k if k <= q < end_T[k] (and both are in one segment); else `None`.
         kept: number of segments, at the end of the list, that an earlier pass computed. They are not part of the
-            packed row. Their keys and values lie behind those of the row, so their places come after the row's last
+            packed row. Their keys and values lie behind those of the row, so their indices come after the row's last
             token.
         offset_S: the offset from which the positions of each segment's tree are counted; `None` if the offsets of the
             batch's rows apply.
@@ -82,7 +82,7 @@ class Forest:
     is_leaf: np.ndarray
     source: np.ndarray
     trees: np.ndarray
-    place_BL: np.ndarray
+    index_BL: np.ndarray
     end_T: np.ndarray | None = None
     kept: int = 0
     offset_S: np.ndarray | None = None
@@ -166,11 +166,11 @@ class Forest:
         lengths = self.lengths[order]
         starts = np.cumsum(lengths) - lengths
         segment_T = np.repeat(np.arange(self.segments), self.lengths)
-        place_BL = self.place_BL[rows]
-        row, column = (place_BL >= 0).nonzero()
-        segment = segment_T[place_BL[row, column]]
-        place = starts[number[segment]] + place_BL[row, column] - self.starts[segment]
-        place_BL[row, column] = np.where(number[segment] >= 0, place, -1)
+        index_BL = self.index_BL[rows]
+        row, column = (index_BL >= 0).nonzero()
+        segment = segment_T[index_BL[row, column]]
+        index = starts[number[segment]] + index_BL[row, column] - self.starts[segment]
+        index_BL[row, column] = np.where(number[segment] >= 0, index, -1)
         source = np.zeros(len(order), dtype=int)
         is_needed = number[segment] >= 0
         # Backwards, so that the first row that holds a segment is its source.
@@ -185,7 +185,7 @@ class Forest:
             self.is_leaf[order],
             source,
             number[self.trees[order]],
-            place_BL,
+            index_BL,
             kept=len(kept),
             offset_S=offset_S[order],
         )
@@ -200,11 +200,11 @@ class Forest:
         lengths = self.lengths.copy()
         lengths[self.computed - 1] += tokens
         starts[self.computed :] += tokens
-        place_BL = np.where(self.place_BL >= self.tokens, self.place_BL + tokens, self.place_BL)
+        index_BL = np.where(self.index_BL >= self.tokens, self.index_BL + tokens, self.index_BL)
         end_T = self.end_T
         if end_T is not None:
             end_T = np.concatenate([end_T, np.arange(self.tokens, self.tokens + tokens) + 1])
-        return replace(self, starts=starts, lengths=lengths, place_BL=place_BL, end_T=end_T, filling=tokens)
+        return replace(self, starts=starts, lengths=lengths, index_BL=index_BL, end_T=end_T, filling=tokens)
 
     @property
     def pairs(self) -> int:
@@ -406,19 +406,19 @@ def segments_of(rows: np.ndarray, lengths: np.ndarray, nodes: list[Node], shape:
     # An inner piece without any piece below it (equal rows) is a leaf.
     is_leaf[: len(inner)] = ~np.isin(np.arange(len(inner)), parents)
     order = _row_order(parents, levels, segment_lengths, is_leaf, first)
-    place = np.empty(len(order), dtype=int)
-    place[order] = np.arange(len(order))
-    parents = np.where(parents >= 0, place[parents], -1)[order]
+    new_number = np.empty(len(order), dtype=int)
+    new_number[order] = np.arange(len(order))
+    parents = np.where(parents >= 0, new_number[parents], -1)[order]
     starts = np.cumsum(segment_lengths[order]) - segment_lengths[order]
     trees = np.arange(len(order))
     for segment in np.argsort(levels[order], kind="stable"):
         if parents[segment] >= 0:
             trees[segment] = trees[parents[segment]]
-    place_BL = np.full(shape, -1)
+    index_BL = np.full(shape, -1)
     for segment, piece in enumerate(order):
         tokens = np.arange(starts[segment], starts[segment] + segment_lengths[piece])
         columns = slice(depths[piece], depths[piece] + segment_lengths[piece])
-        place_BL[rows[first[piece] : last[piece] + 1], columns] = tokens
+        index_BL[rows[first[piece] : last[piece] + 1], columns] = tokens
     return Forest(
         starts,
         segment_lengths[order],
@@ -428,7 +428,7 @@ def segments_of(rows: np.ndarray, lengths: np.ndarray, nodes: list[Node], shape:
         is_leaf[order],
         source[order],
         trees,
-        place_BL,
+        index_BL,
     )
 
 
@@ -456,13 +456,13 @@ def _dense_segments(rows: np.ndarray, lengths: np.ndarray, common: np.ndarray, s
     """
     added_from = np.concatenate([[0], common])
     added = np.maximum(lengths - added_from, 0)
-    tails = np.concatenate([[0], np.cumsum(added)])  # the place of the first token that each row adds, and the end
+    tails = np.concatenate([[0], np.cumsum(added)])  # the index of the first token that each row adds, and the end
     width = int(lengths.max())
-    place = np.full((len(rows), width), -1)
+    index = np.full((len(rows), width), -1)
     for i in range(len(rows)):
         if i:
-            place[i, : added_from[i]] = place[i - 1, : added_from[i]]
-        place[i, added_from[i] : lengths[i]] = np.arange(tails[i], tails[i + 1])
+            index[i, : added_from[i]] = index[i - 1, : added_from[i]]
+        index[i, added_from[i] : lengths[i]] = np.arange(tails[i], tails[i + 1])
     is_added = (np.arange(width) >= added_from[:, None]) & (np.arange(width) < lengths[:, None])
     row_T, depth_T = is_added.nonzero()
     # A node of depth d holds d + 1 tokens: a row that shares fewer has left the node.
@@ -471,8 +471,8 @@ def _dense_segments(rows: np.ndarray, lengths: np.ndarray, common: np.ndarray, s
     starts = tails[first_rows]
     segment_lengths = np.diff([*starts, tails[-1]])
     count = len(starts)
-    place_BL = np.full(shape, -1)
-    place_BL[rows, :width] = place
+    index_BL = np.full(shape, -1)
+    index_BL[rows, :width] = index
     zeros = np.zeros(count, dtype=int)
     return Forest(
         starts,
@@ -483,7 +483,7 @@ def _dense_segments(rows: np.ndarray, lengths: np.ndarray, common: np.ndarray, s
         np.ones(count, dtype=bool),
         rows[first_rows],
         np.arange(count),
-        place_BL,
+        index_BL,
         end_T,
     )
 

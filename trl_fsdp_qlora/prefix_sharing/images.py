@@ -70,10 +70,10 @@ def _row_keys(lines: dict[str, torch.Tensor], vision: dict[str, Any]) -> torch.T
     for name, lines_N in lines.items():
         sizes = torch.tensor([1 if isinstance(by_row[name], torch.Tensor) else len(part) for part in by_row[name]])
         row_N = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-        place_N = torch.arange(len(row_N)) - (sizes.cumsum(0) - sizes)[row_N]
+        index_N = torch.arange(len(row_N)) - (sizes.cumsum(0) - sizes)[row_N]
         row_N = to_device(row_N, keys_B.device)
-        place_N = to_device(place_N, keys_B.device)
-        sums_B = torch.zeros_like(keys_B).index_add_(0, row_N, _scrambled(lines_N + _scrambled(place_N)))
+        index_N = to_device(index_N, keys_B.device)
+        sums_B = torch.zeros_like(keys_B).index_add_(0, row_N, _scrambled(lines_N + _scrambled(index_N)))
         keys_B = _scrambled(keys_B + sums_B)
     return keys_B.unsqueeze(1)
 
@@ -152,10 +152,10 @@ def _line_hashes(x: torch.Tensor) -> torch.Tensor:
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()]
     bits = bits.view(kind)
     shape = zlib.crc32(repr((tuple(x.shape[1:]), x.dtype)).encode())
-    place = _scrambled(torch.arange(bits.shape[1], device=x.device) + (shape << 30))
+    position_hash = _scrambled(torch.arange(bits.shape[1], device=x.device) + (shape << 30))
     # Scrambled numbers are int64; those of a whole batch would be twice as large as the pixels.
     parts = bits.split(max(1, _HASHED_AT_ONCE // max(bits.shape[1], 1)))
-    return torch.cat([_scrambled(part.to(torch.int64) + place).sum(1) for part in parts])
+    return torch.cat([_scrambled(part.to(torch.int64) + position_hash).sum(1) for part in parts])
 
 
 def image_rows(layout: PackedLayout, sequences: Sequences) -> list[int]:
@@ -165,10 +165,10 @@ def image_rows(layout: PackedLayout, sequences: Sequences) -> list[int]:
     first_B, last_B = sequences.spans_B2.T
     for segment, row in enumerate(forest.source[: forest.computed].tolist()):
         # If a batch has no label, one token is computed all the same, which may stand for a part of an image.
-        if last_B[row] < 0 or forest.place_BL[row, last_B[row]] < 0:
+        if last_B[row] < 0 or forest.index_BL[row, last_B[row]] < 0:
             continue
-        place = forest.place_BL[row, first_B[row]]
-        if forest.starts[segment] <= place < forest.starts[segment] + forest.lengths[segment]:
+        index = forest.index_BL[row, first_B[row]]
+        if forest.starts[segment] <= index < forest.starts[segment] + forest.lengths[segment]:
             rows.append(row)
     return rows
 
@@ -295,8 +295,8 @@ class Images:
         Raises:
             UnpackableBatch: the number of tokens does not determine the number of images.
         """
-        places = batch.vision.get("image_position_ids")
-        patches = None if places is None else (places != -1).all(-1).sum(-1)
+        positions = batch.vision.get("image_position_ids")
+        patches = None if positions is None else (positions != -1).all(-1).sum(-1)
         return self._count(batch, (batch.input_ids == self.token).sum(1).cpu().numpy(), patches)
 
     def _count(self, batch, tokens_B: np.ndarray, patches: torch.Tensor | None) -> list[int]:
@@ -363,11 +363,11 @@ class Images:
         device = batch.input_ids.device
         first_B, last_B = sequences.spans_B2.T
         segment_T = np.repeat(np.arange(forest.segments), forest.lengths)
-        rows_with_images = np.flatnonzero((last_B >= 0) & (forest.place_BL[np.arange(len(last_B)), last_B] >= 0))
+        rows_with_images = np.flatnonzero((last_B >= 0) & (forest.index_BL[np.arange(len(last_B)), last_B] >= 0))
         # The row from which each row takes its positions, up to the first token behind the images.
         head_B = np.arange(len(last_B))
         for row in rows_with_images.tolist():
-            segment = segment_T[forest.place_BL[row, first_B[row]]]
+            segment = segment_T[forest.index_BL[row, first_B[row]]]
             head_B[row] = forest.source[segment]
         heads = np.unique(head_B[rows_with_images])
         depth_T = layout.column_T - sequences.offsets_B[layout.row_T]

@@ -161,8 +161,8 @@ class PackedLayout:
     Attributes:
         forest: the segments of the row.
         input_ids, position_ids: `(1, T)`.
-        score_index_N, targets_N, scatter_index_N: for each of the N labels the place in the row that predicts it, the
-            label, and the place of its result in the flattened `(B, L - 1)`. The first two may have filling entries
+        score_index_N, targets_N, scatter_index_N: for each of the N labels the index in the row that predicts it, the
+            label, and the index of its result in the flattened `(B, L - 1)`. The first two may have filling entries
             behind the last label.
         shape: `(B, L)` of the padded batch.
         row_T, column_T: row and column of each token in the padded batch, on the host.
@@ -236,13 +236,13 @@ def lay_out(
             read. A row that does not end with a leaf, or that ends with an image, is not filled up.
     """
     rows, width = input_ids.shape
-    batch_row, token = ((forest.place_BL >= 0) & (forest.place_BL < forest.tokens)).nonzero()
-    place = forest.place_BL[batch_row, token]
+    batch_row, token = ((forest.index_BL >= 0) & (forest.index_BL < forest.tokens)).nonzero()
+    index_in_row = forest.index_BL[batch_row, token]
     row_T = np.empty(forest.tokens, dtype=int)
     depth_T = np.empty(forest.tokens, dtype=int)
     # Backwards, so that a token is copied from the first of the rows that share it.
-    row_T[place[::-1]] = batch_row[::-1]
-    depth_T[place] = token
+    row_T[index_in_row[::-1]] = batch_row[::-1]
+    depth_T[index_in_row] = token
     column_T = depth_T + sequences.offsets_B[row_T]
     # All tokens of a tree count from one row's offset.
     segment_T = np.repeat(np.arange(forest.computed), forest.lengths[: forest.computed])
@@ -258,7 +258,7 @@ def lay_out(
         row_T, column_T, position_T = (np.pad(x, (0, filling), "edge") for x in (row_T, column_T, position_T))
     scored_row, scored_token = sequences.scored_BL.nonzero()
     target_column = scored_token + sequences.offsets_B[scored_row]
-    predicting = forest.place_BL[scored_row, scored_token - 1]
+    predicting = forest.index_BL[scored_row, scored_token - 1]
     target = scored_row * width + target_column
     if len(target):
         predicting, target = (np.pad(x, (0, -len(x) % multiple), "edge") for x in (predicting, target))
@@ -290,7 +290,7 @@ def batch_view(x: torch.Tensor, start: int, count: int, length: int) -> torch.Te
 
 
 def gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Returns the places `index` `(n, length)` of a `(1, H, T, D)` tensor as `(n, H, length, D)`."""
+    """Returns the entries `index` `(n, length)` of a `(1, H, T, D)` tensor as `(n, H, length, D)`."""
     return x[0].transpose(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
 
 
@@ -314,7 +314,7 @@ def padded(starts: np.ndarray, lengths: np.ndarray, tokens: int) -> tuple[torch.
     """Returns segments of unequal length as one batch.
 
     Returns:
-        Their `(n, longest)` places in a row of `tokens`, and the indices of the real ones in the flattened places.
+        Their `(n, longest)` indices in a row of `tokens`, and which of these, flattened, are real.
     """
     within = np.arange(lengths.max())
     index = np.minimum(starts[:, None] + within, tokens - 1)

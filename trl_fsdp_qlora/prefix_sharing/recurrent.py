@@ -245,7 +245,7 @@ class _Batch(NamedTuple):
 
     Attributes:
         run: `(start, count, length)` of neighbouring segments of equal length, or `None`.
-        index: the `(n, longest)` places of the segments in the row, if there is no `run`.
+        index: the `(n, longest)` indices of the segments in the row, if there is no `run`.
         real: indices, in the flattened `index`, of the tokens whose output is kept; `None` for all.
         parents: the inner segment of the level above from which each segment goes on, or `None`.
         level, is_inner: of the segments; the states of inner segments are kept.
@@ -267,23 +267,23 @@ class _Batch(NamedTuple):
 
 
 def _plan(layout: PackedLayout, device: torch.device, whole: bool) -> tuple[list[_Batch], torch.Tensor | None]:
-    """Returns the batches of a layer's calls, and the place of each token of the row among their outputs.
+    """Returns the batches of a layer's calls, and the index of each token of the row among their outputs.
 
-    The places are `None` if the outputs come in the order of the row. Both are derived once from the layout.
+    The indices are `None` if the outputs come in the order of the row. Both are derived once from the layout.
     """
     key = ("recurrent", device, whole)
     if key in layout.cache:
         return layout.cache[key]
-    batches, places = _whole_batches(layout.forest) if whole else _batches_by_level(layout.forest)
+    batches, indices = _whole_batches(layout.forest) if whole else _batches_by_level(layout.forest)
 
     def on_device(array: np.ndarray | None) -> torch.Tensor | None:
         return None if array is None else to_device(torch.from_numpy(array), device)
 
-    place = np.concatenate(places)
+    index = np.concatenate(indices)
     filling = layout.forest.filling
-    is_in_order = not filling and (place[1:] > place[:-1]).all()
+    is_in_order = not filling and (index[1:] > index[:-1]).all()
     # Tokens that fill the row up are not computed, and get the output of the row's last token; nothing reads it.
-    order = None if is_in_order else on_device(np.pad(np.argsort(place), (0, filling), "edge"))
+    order = None if is_in_order else on_device(np.pad(np.argsort(index), (0, filling), "edge"))
     batches = [
         batch._replace(index=on_device(batch.index), real=on_device(batch.real), parents=on_device(batch.parents))
         for batch in batches
@@ -303,9 +303,9 @@ def _lengths(forest: Forest) -> np.ndarray:
 
 
 def _batches_by_level(forest: Forest) -> tuple[list[_Batch], list[np.ndarray]]:
-    """Returns the calls on inner segments and leaves, parents first, and the places of their outputs."""
+    """Returns the calls on inner segments and leaves, parents first, and the indices of their outputs."""
     batches = []
-    places = []
+    indices = []
     length_S = _lengths(forest)
     # The number of each segment among the inner segments of its level; kept segments come behind the others.
     number_in_level = np.zeros(forest.segments, dtype=int)
@@ -323,7 +323,7 @@ def _batches_by_level(forest: Forest) -> tuple[list[_Batch], list[np.ndarray]]:
             for start, count, length in equal_runs(starts, lengths):
                 parents_of_run = None if parents is None else parents[first : first + count]
                 batches.append(_Batch((start, count, length), None, None, parents_of_run, level, is_inner))
-                places.append(np.arange(start, start + count * length))
+                indices.append(np.arange(start, start + count * length))
                 first += count
             continue
         for leaves in _similar(lengths):
@@ -332,12 +332,12 @@ def _batches_by_level(forest: Forest) -> tuple[list[_Batch], list[np.ndarray]]:
             is_real = within < lengths[leaves, None]
             real = None if is_real.all() else np.flatnonzero(is_real)
             batches.append(_Batch(None, index, real, parents[leaves], level, is_inner))
-            places.append(index[is_real])
-    return batches, places
+            indices.append(index[is_real])
+    return batches, indices
 
 
 def _whole_batches(forest: Forest) -> tuple[list[_Batch], list[np.ndarray]]:
-    """Returns calls on each leaf behind all of its ancestors, and the places of their outputs.
+    """Returns calls on each leaf behind all of its ancestors, and the indices of their outputs.
 
     A segment's outputs come from the first leaf below it.
     """
@@ -347,24 +347,24 @@ def _whole_batches(forest: Forest) -> tuple[list[_Batch], list[np.ndarray]]:
     seen = set()
     for leaf in leaves.tolist():
         segments = [*forest.path(leaf), leaf]
-        place = [np.arange(forest.starts[s], forest.starts[s] + length_S[s]) for s in segments]
+        path = [np.arange(forest.starts[s], forest.starts[s] + length_S[s]) for s in segments]
         is_first = [np.full(length_S[s], s not in seen) for s in segments]
         seen.update(segments)
-        paths.append((np.concatenate(place), np.concatenate(is_first)))
+        paths.append((np.concatenate(path), np.concatenate(is_first)))
     batches = []
-    places = []
-    for batch in _similar(np.array([len(place) for place, _ in paths])):
+    indices = []
+    for batch in _similar(np.array([len(path) for path, _ in paths])):
         longest = max(SHORTEST, *(len(paths[i][0]) for i in batch))
         index = np.zeros((len(batch), longest), dtype=int)
         is_real = np.zeros((len(batch), longest), dtype=bool)
         for row, i in enumerate(batch):
-            place, is_first = paths[i]
-            index[row, : len(place)] = place
-            is_real[row, : len(place)] = is_first
+            path, is_first = paths[i]
+            index[row, : len(path)] = path
+            is_real[row, : len(path)] = is_first
         real = None if is_real.all() else np.flatnonzero(is_real)
         batches.append(_Batch(None, index, real, None, 0, False))
-        places.append(index[is_real])
-    return batches, places
+        indices.append(index[is_real])
+    return batches, indices
 
 
 def _similar(length_S: np.ndarray) -> list[np.ndarray]:

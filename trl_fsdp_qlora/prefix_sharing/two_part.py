@@ -57,8 +57,8 @@ def _mask(call, queries: int, keys: int, q: torch.Tensor) -> torch.Tensor:
     """
     key = ("mask", call.base, call.window, queries, keys, q.dtype, q.device)
     if key not in call.layout.cache:
-        query_place = torch.arange(keys - queries, keys, device=q.device)
-        distance = query_place.unsqueeze(1) - torch.arange(keys, device=q.device)
+        query_index = torch.arange(keys - queries, keys, device=q.device)
+        distance = query_index.unsqueeze(1) - torch.arange(keys, device=q.device)
         mask = distance >= 0
         if call.window is not None:
             mask &= distance < call.window

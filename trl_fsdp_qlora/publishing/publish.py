@@ -55,8 +55,8 @@ def stage(folder: Path, scratch: Path, repo: str, base: str | None = None) -> st
     card.data.tags = [tag.replace(f":{named}", f":{base}") for tag in card.data.tags or []]
     card.text = card.text.replace(f"`{named}`", f"`{base}`")
     card.text = re.sub(rf"(?m)(model_name_or_path:? ){re.escape(named)}(?=\s)", rf"\g<1>{base}", card.text)
-    for variable, place in (("base", base), ("adapter", repo)):
-        card.text = re.sub(rf"(?m)^{variable} = '[^'\n]*'  # fill in: .*$", f"{variable} = {place!r}", card.text)
+    for variable, name in (("base", base), ("adapter", repo)):
+        card.text = re.sub(rf"(?m)^{variable} = '[^'\n]*'  # fill in: .*$", f"{variable} = {name!r}", card.text)
     for name in FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, scratch / name)

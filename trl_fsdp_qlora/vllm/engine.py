@@ -173,12 +173,12 @@ class AdapterEngine(VLLMGeneration):
         if size > 1:
             groups = [list(range(i * size, (i + 1) * size)) for i in range(ranks.num_processes // size)]
             self.tp_group, _ = torch.distributed.new_subgroups_by_enumeration(groups)
-        places = {
+        variables = {
             "RANK": ranks.process_index,
             "LOCAL_RANK": ranks.local_process_index,
             "WORLD_SIZE": ranks.num_processes,
         }
-        os.environ.update({name: str(place) for name, place in places.items()})
+        os.environ.update({name: str(value) for name, value in variables.items()})
         ensure_master_addr_port()
         on_cpu = ranks.device.type == "cpu"
         options = {
