@@ -54,8 +54,12 @@ class Curve(TrainerCallback):
     """Held-out accuracy every few steps, against the CPU seconds spent in steps."""
 
     def __init__(self, trainer, test, every: int, batch_size: int = 250):
-        self.trainer, self.test, self.every, self.batch_size = trainer, test, every, batch_size
-        self.seconds, self.points = 0.0, []
+        self.trainer = trainer
+        self.test = test
+        self.every = every
+        self.batch_size = batch_size
+        self.seconds = 0.0
+        self.points = []
 
     def measure(self, step: int) -> None:
         result = evaluate(
@@ -83,7 +87,8 @@ def run(method: str, base: Path, seed: int, steps: int, every: int, data) -> dic
     with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(io.StringIO()):
         settings = {**COMMON, "output_dir": scratch, "seed": seed, "max_steps": steps}
         if method == "grpo":
-            trainer_class, args = EfficientGRPOTrainer, EfficientGRPOConfig(**settings, **GRPO)
+            trainer_class = EfficientGRPOTrainer
+            args = EfficientGRPOConfig(**settings, **GRPO)
         else:
             args = AStarPOConfig(**settings, **A_STAR_PO, value_cache=f"{scratch}/values")
             trainer_class = AStarPOTrainer
@@ -132,7 +137,8 @@ def report(runs: list[dict]) -> list[str]:
         grpo, ours = ({r["method"]: r for r in runs if r["seed"] == seed}[name] for name in ("grpo", "a_star_po"))
         ends = [run["curve"][-1] for run in (grpo, ours)]
         level = wilson_interval(ends[0]["correct"], ends[0]["n"])[0]
-        first, second = seconds_to_reach(grpo["curve"], level), seconds_to_reach(ours["curve"], level)
+        first = seconds_to_reach(grpo["curve"], level)
+        second = seconds_to_reach(ours["curve"], level)
         cells = [f"{format_accuracy(end['correct'], end['n'])}, {end['seconds']:.1f} s" for end in ends]
         cells += [f"{100 * level:.1f}%", f"{first:.1f} s", f"{second:.1f} s"]
         for whole in (ends[0]["seconds"], first):

@@ -74,13 +74,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     files = {size: args.runs / f"anchor-qwen2.5-{size.lower()}-instruct" / "metrics.json" for size in THEIRS}
-    found = {size: ours(json.loads(file.read_text("utf-8"))) for size, file in files.items() if file.is_file()}
+    results = {size: ours(json.loads(file.read_text("utf-8"))) for size, file in files.items() if file.is_file()}
     print("| model | verl: accuracy | verl: s per step | ours: accuracy | ours: s per step | ours by phase, s |")
     print("|---|---|---|---|---|---|")
     for size in THEIRS:
-        print(line(size, found.get(size)))
+        print(line(size, results.get(size)))
     if args.output:
-        write_json(args.output, {"theirs": THEIRS, "ours": found})
+        write_json(args.output, {"theirs": THEIRS, "ours": results})
 
 
 if __name__ == "__main__":

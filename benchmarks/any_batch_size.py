@@ -50,10 +50,11 @@ def on_given_completions(cls, completion: int, vocabulary: int):
         seconds = 0.0
 
         def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-            seen, completions = {}, []
+            seen = {}
+            completions = []
             for key in map(tuple, prompt_ids):
-                place = seen[key] = seen.get(key, 0) + 1
-                draw = torch.Generator().manual_seed(zlib.crc32(repr((key, place)).encode()))
+                repetition = seen[key] = seen.get(key, 0) + 1
+                draw = torch.Generator().manual_seed(zlib.crc32(repr((key, repetition)).encode()))
                 completions.append(torch.randint(2, vocabulary, (completion,), generator=draw).tolist())
             return completions, None
 
@@ -64,7 +65,8 @@ def on_given_completions(cls, completion: int, vocabulary: int):
             return batch
 
         def training_step(self, *args, **kwargs):
-            start, drawn = time.process_time(), self.drawing
+            start = time.process_time()
+            drawn = self.drawing
             loss = super().training_step(*args, **kwargs)
             self.seconds += time.process_time() - start - (self.drawing - drawn)
             return loss
@@ -163,7 +165,8 @@ def table(rows: list[dict]) -> str:
     ]
     for row in rows:
         *sizes, count = row["point"]
-        seconds, speedup = row["seconds"], row["speedup"]
+        seconds = row["seconds"]
+        speedup = row["speedup"]
         lines.append(
             f"| {'/'.join(map(str, sizes))} | {count} | {seconds['stock']:.2f} | {seconds['ours']:.2f} "
             f"| {seconds['alone']:.2f} | {speedup['ours']:.2f}× | {speedup['alone']:.2f}× | "
@@ -186,8 +189,15 @@ def main() -> None:
         if args.points is None or number in args.points:
             rows.append(measure(point, args))
             print(table(rows[-1:]).splitlines()[-1], flush=True)
-    setting = {"device": cpu_name(), "threads": 1, "runs": args.runs, "vocabulary": args.vocabulary}
-    setting |= {"torch": torch.__version__, "trl": trl.__version__, "model": f"Qwen3, {args.shape}, LoRA r=16, SGD"}
+    setting = {
+        "device": cpu_name(),
+        "threads": 1,
+        "runs": args.runs,
+        "vocabulary": args.vocabulary,
+        "torch": torch.__version__,
+        "trl": trl.__version__,
+        "model": f"Qwen3, {args.shape}, LoRA r=16, SGD",
+    }
     path = Path(RESULTS) / f"{args.output}.json"
     path.write_text(json.dumps({"setting": setting, "rows": rows}, indent=1) + "\n")
     print(table(rows))

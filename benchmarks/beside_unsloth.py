@@ -109,7 +109,8 @@ def our_trainer(args, folder: str, reward):
 
     from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 
-    quantized, cuda = {}, torch.cuda.is_available()
+    quantized = {}
+    cuda = torch.cuda.is_available()
     if args.four_bit:
         quantized["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
@@ -167,7 +168,8 @@ def clocked(trainer):
 
     class Clock(TrainerCallback):
         def __init__(self):
-            self.seconds, self.peak = [], None
+            self.seconds = []
+            self.peak = None
             self.device = torch.cuda.get_device_name() if cuda else "cpu"
 
         def on_step_begin(self, args, state, control, **kwargs):
@@ -193,8 +195,8 @@ def run_side(side: str, args) -> dict:
     python = args.unsloth if side == "unsloth" else sys.executable
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
-        given = json.dumps({**vars(args), "output": str(out)})
-        process = subprocess.run([python, __file__, "--side", side, "--given", given], check=False)
+        arguments = json.dumps({**vars(args), "output": str(out)})
+        process = subprocess.run([python, __file__, "--side", side, "--given", arguments], check=False)
         if out.is_file():
             return json.loads(out.read_text(encoding="utf-8"))
     return {"error": f"exit code {process.returncode}"}
@@ -216,7 +218,7 @@ def one_side(side: str, args) -> None:
     Path(args.output).write_text(json.dumps(row), encoding="utf-8")
 
 
-def said(rows: dict[str, dict]) -> str:
+def table(rows: dict[str, dict]) -> str:
     """Returns a line for each side, and the ratio if both drew equally many tokens."""
     lines = []
     for side, row in rows.items():
@@ -265,7 +267,7 @@ def main() -> None:
         rows[side] = run_side(side, args)
         setting = {key: getattr(args, key) for key in ("model", "four_bit", "group", "prompt", "completion", "steps")}
         args.output.write_text(json.dumps({"setting": setting, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    print(said(rows))
+    print(table(rows))
 
 
 if __name__ == "__main__":

@@ -71,9 +71,12 @@ def distinct_reward(completions, **_columns) -> list[float]:
 def problems_of(options, setting: dict):
     """Prompts of the setting, with its worked examples in front."""
     problems = read_problems("addition" if options.setting == "small_base" else str(options.data))
-    shown, asked = problems[: setting["shots"]], problems[setting["shots"] :]
-    examples = "".join(f"Question: {p['question']}\nAnswer: {p['worked']}\n\n" for p in with_solutions(options, shown))
-    template = f"{examples}Question: {{question}}\nAnswer:" if shown else "{question}"
+    solved = problems[: setting["shots"]]
+    asked = problems[setting["shots"] :]
+    examples = "".join(
+        f"Question: {p['question']}\nAnswer: {p['worked']}\n\n" for p in with_solutions(options, solved)
+    )
+    template = f"{examples}Question: {{question}}\nAnswer:" if solved else "{question}"
     return to_prompts(
         asked[:256], template=template.replace("{question}", "\0").replace("{", "(").replace("\0", "{question}")
     )
@@ -142,9 +145,11 @@ class Contender:
     """A trainer that takes single optimizer steps, with the seconds of each phase."""
 
     def __init__(self, trainer, shared: dict[int, list]):
-        self.trainer, self.shared = trainer, shared
+        self.trainer = trainer
+        self.shared = shared
         self.seconds: dict[str, float] = defaultdict(float)
-        self.turn, self.drawn = 0, []
+        self.turn = 0
+        self.drawn = []
         trainer.create_optimizer_and_scheduler(10**6)
         trainer.model.train()
         if trainer.args.gradient_checkpointing:
@@ -171,7 +176,8 @@ class Contender:
 
     def step(self, generation_only: bool) -> dict:
         """Seconds by phase, the loss and the peak memory of one step."""
-        trainer, self.seconds = self.trainer, defaultdict(float)
+        trainer = self.trainer
+        self.seconds = defaultdict(float)
         batch = next(self.batches)
         give_memory_back()
         memory = PeakMemory(torch.device("cpu"))

@@ -117,19 +117,19 @@ def parts(
         target = str(leaves) if name in ("launches", "lm_head") else leaves.stem
         return Part([*command.split(), *(TINY[name] if tiny else size).split(), "--output", target], leaves, share)
 
-    found = {"launches": benchmark("launches"), "tests": tests(QUICK)}
-    found |= {name: benchmark(name) for name in BENCHMARKS if name not in found}
+    by_name = {"launches": benchmark("launches"), "tests": tests(QUICK)}
+    by_name |= {name: benchmark(name) for name in BENCHMARKS if name not in by_name}
     if model and data:
-        for name, more in RUNS.items():
+        for name, options in RUNS.items():
             folder = output / f"run-{name}"
-            given = ["--model_name_or_path", model, "--dataset", data, "--output_dir", str(folder)]
+            arguments = ["--model_name_or_path", model, "--dataset", data, "--output_dir", str(folder)]
             size = (TINY_RUN if tiny else FULL_RUN).split()
-            found[name] = Part([*RECIPE.split(), *size, *more.split(), *given], folder / "metrics.json", 0.5)
+            by_name[name] = Part([*RECIPE.split(), *size, *options.split(), *arguments], folder / "metrics.json", 0.5)
     if model and unsloth:
         leaves = RESULTS / "beside_unsloth_cuda.json"
-        given = ["--model", model, "--unsloth", unsloth, "--output", str(leaves)]
-        found["unsloth"] = Part([UNSLOTH, *given, *(TINY_UNSLOTH if tiny else "").split()], leaves, 0.5)
-    found["slow_tests"] = tests(SLOW)
+        arguments = ["--model", model, "--unsloth", unsloth, "--output", str(leaves)]
+        by_name["unsloth"] = Part([UNSLOTH, *arguments, *(TINY_UNSLOTH if tiny else "").split()], leaves, 0.5)
+    by_name["slow_tests"] = tests(SLOW)
     return {
         name: Part(
             [sys.executable, *part.command],
@@ -137,7 +137,7 @@ def parts(
             1.0 if tiny else part.share,
             TINY_ENVIRONMENT.get(name) if tiny else None,
         )
-        for name, part in found.items()
+        for name, part in by_name.items()
     }
 
 
@@ -251,10 +251,11 @@ def main() -> None:
     deadline = time.monotonic() + 60 * args.minutes
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "trl", "bitsandbytes"))
     begins = [f"{torch.cuda.get_device_name()}, {versions}", ""]
-    table, stopped = [], None
-    for place, (name, part) in enumerate(chosen.items()):
+    table = []
+    stopped = None
+    for number, (name, part) in enumerate(chosen.items()):
         left = deadline - time.monotonic()
-        seconds = left if place == len(chosen) - 1 else left * part.share
+        seconds = left if number == len(chosen) - 1 else left * part.share
         if stopped is not None:
             table.append(f"| {name} | | not run |")
         elif left > 5:

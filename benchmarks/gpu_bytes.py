@@ -80,15 +80,15 @@ SERIES = [Point("7B", "qlora", True, 2048, 512, 0), Point("1.5B", "lora", True, 
 PARTS = ("grid", "groups", "ranks")
 
 
-def apart(task: str, point: Point, *more, seconds: float, launch: tuple[str, ...] = ()) -> dict:
+def apart(task: str, point: Point, *arguments, seconds: float, launch: tuple[str, ...] = ()) -> dict:
     """Returns the result of a task of benchmarks/gpu_bytes_trainers.py for a point, run in a process of its own.
 
     If the process died or took too long, returns what it had written, with the reason as `error`.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
-        given = json.dumps([task, vars(point), str(out), *more])
-        command = [sys.executable, *launch, str(WORKER), given]
+        message = json.dumps([task, vars(point), str(out), *arguments])
+        command = [sys.executable, *launch, str(WORKER), message]
         process = subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True)
         try:
             code = process.wait(timeout=seconds)
@@ -97,8 +97,8 @@ def apart(task: str, point: Point, *more, seconds: float, launch: tuple[str, ...
             ended = f"out of time after {seconds:.0f} s"
         finally:
             end_group(process)
-        found = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
-    return found if ended is None else {**found, "error": ended}
+        result = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
+    return result if ended is None else {**result, "error": ended}
 
 
 class Results:
@@ -110,7 +110,8 @@ class Results:
     """
 
     def __init__(self, path: Path, setting: dict):
-        self.path, self.content = path, {"setting": setting}
+        self.path = path
+        self.content = {"setting": setting}
         if path.is_file():
             before = json.loads(path.read_text(encoding="utf-8"))
             if before.get("setting") == setting:
@@ -122,7 +123,7 @@ class Results:
         if name not in rows or "error" in rows[name]:
             rows[name] = run()
             write_json(self.path, self.content)
-            print(f"{part} | {name} | {said(rows[name])}", flush=True)
+            print(f"{part} | {name} | {summary(rows[name])}", flush=True)
 
 
 def walk(guess: int, fits: Callable[[int], bool]) -> int:
@@ -133,19 +134,21 @@ def walk(guess: int, fits: Callable[[int], bool]) -> int:
     stride = 1
     if fits(low := max(guess, 2)):
         while fits(low + stride):
-            low, stride = low + stride, 2 * stride
+            low = low + stride
+            stride = 2 * stride
         high = low + stride
     else:
         high = low
         while (low := max(high - stride, 1)) > 1 and not fits(low):
-            high, stride = low, 2 * stride
+            high = low
+            stride = 2 * stride
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low if low > 1 else 0
 
 
-def said(row: dict) -> str:
+def summary(row: dict) -> str:
     cells = {key: gpu_bytes_pictures.cell(value) for key, value in row.items() if isinstance(value, dict)}
     return ", ".join([*(f"{key} {value}" for key, value in cells.items()), *filter(None, [row.get("error")])])
 

@@ -69,7 +69,8 @@ def ranks_table(ranks: dict[str, dict]) -> str:
     columns = ("4-bit base", "other frozen weights", "held", "held while all is gathered", "step")
     lines = ["| GiB of one of two ranks | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for name, rows in ranks.items():
-        row, cells = rows.get("rank 0"), ["not run"] * 4
+        row = rows.get("rank 0")
+        cells = ["not run"] * 4
         if row is not None:
             sizes = (row["base"]["quantized_local"], row["base"]["other_local"], row["held"], row["gathered"])
             cells = [f"{size / GIB:.2f}" for size in sizes]
@@ -78,8 +79,8 @@ def ranks_table(ranks: dict[str, dict]) -> str:
 
 
 def tables(content: dict) -> str:
-    made = {"grid": grid_table, "groups": groups_table, "ranks": ranks_table}
-    return "\n\n".join(make(content[part]) for part, make in made.items() if part in content)
+    tables = {"grid": grid_table, "groups": groups_table, "ranks": ranks_table}
+    return "\n\n".join(make(content[part]) for part, make in tables.items() if part in content)
 
 
 def draw_grid(axes, grid: dict[str, dict]) -> None:
@@ -102,14 +103,17 @@ def draw_grid(axes, grid: dict[str, dict]) -> None:
 
 def draw_groups(axes, groups: dict[str, dict]) -> None:
     """The largest group by the card's GiB: stock TRL's and ours, a line style for each series."""
-    series, drawn = list(dict.fromkeys(name.rpartition(" ")[0] for name in groups)), 0
+    series = list(dict.fromkeys(name.rpartition(" ")[0] for name in groups))
+    drawn = 0
     for name, rows in groups.items():
-        found = {int(card.split()[0]): row["largest"] for card, row in rows.items() if card != "error"}
-        found = sorted((card, group) for card, group in found.items() if group)
-        drawn += len(found)
+        largest = {int(card.split()[0]): row["largest"] for card, row in rows.items() if card != "error"}
+        largest = sorted((card, group) for card, group in largest.items() if group)
+        drawn += len(largest)
         which, _, contestant = name.rpartition(" ")
         style = ("-o", "--s", ":^")[series.index(which) % 3]
-        axes.plot(*([*zip(*found, strict=True)] or [[], []]), style, color=f"C{int(contestant == 'ours')}", label=name)
+        cards, sizes = zip(*largest, strict=True) if largest else ((), ())
+        color = f"C{int(contestant == 'ours')}"
+        axes.plot(cards, sizes, style, color=color, label=name)
     if drawn:  # a logarithm of nothing is refused
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
@@ -123,8 +127,8 @@ def draw(content: dict):
     panels = {name: draw for name, draw in (("grid", draw_grid), ("groups", draw_groups)) if content.get(name)}
     if not panels:
         return None
-    figure, found = axes_of(6.5 * len(panels), 5.2, columns=len(panels))
-    for axes, (name, panel) in zip(found if len(panels) > 1 else [found], panels.items(), strict=True):
+    figure, all_axes = axes_of(6.5 * len(panels), 5.2, columns=len(panels))
+    for axes, (name, panel) in zip(all_axes if len(panels) > 1 else [all_axes], panels.items(), strict=True):
         panel(axes, content[name])
     figure.suptitle(content["setting"]["device"], fontsize=9)
     return figure

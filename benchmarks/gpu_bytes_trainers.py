@@ -71,7 +71,8 @@ def empty_model(config, four_bit: bool, device: torch.device, auto=AutoModelForC
             module.register_buffer(name, torch.empty_like(old, device=device), persistent=False)
     model.tie_weights()
     if quantizer is not None:
-        model.hf_quantizer, model.hf_device_map = quantizer, {"": device}
+        model.hf_quantizer = quantizer
+        model.hf_device_map = {"": device}
         quantizer.postprocess_model(model)
     return model
 
@@ -83,7 +84,7 @@ def _settings(module, name: str, quantizer) -> dict:
     return {"quant_type": "nf4", "compress_statistics": True, "module": module}
 
 
-def make_trainer(contestant: str, point: Point, device: torch.device, **more):
+def make_trainer(contestant: str, point: Point, device: torch.device, **settings):
     """A trainer on an empty model, before its first step."""
     cls, config_cls = TRAINERS[contestant]
     args = config_cls(
@@ -94,7 +95,7 @@ def make_trainer(contestant: str, point: Point, device: torch.device, **more):
         gradient_checkpointing=point.checkpointing,
         bf16=True,
         report_to=[],
-        **more,
+        **settings,
     )
     return cls(
         empty_model(MODELS[point.model], point.adapter == "qlora", device),
@@ -260,7 +261,8 @@ def largest_groups(contestant: str, series: Point, cards: list[int]) -> Iterator
         limit = card * GIB - CONTEXT
         if limit > torch.cuda.get_device_properties(0).total_memory:
             continue
-        guess, tried = MEASURED_GROUPS[0], {}
+        guess = MEASURED_GROUPS[0]
+        tried = {}
         if few and many:
             each = (many - few) / (MEASURED_GROUPS[1] - MEASURED_GROUPS[0])
             guess += int((limit - few) / each)
@@ -274,19 +276,21 @@ def largest_groups(contestant: str, series: Point, cards: list[int]) -> Iterator
 
 
 def main() -> None:
-    task, fields, out, *more = json.loads(sys.argv[1])
-    point, path, found = Point(**fields), Path(out), {}
+    task, fields, out, *arguments = json.loads(sys.argv[1])
+    point = Point(**fields)
+    path = Path(out)
+    results = {}
     skip_the_comparison()
     if task == "grid":
-        for contestant in more[0]:
-            found[contestant] = plan_of(point) if contestant == "plan" else measured(contestant, point)
-            write_json(path, found)
+        for contestant in arguments[0]:
+            results[contestant] = plan_of(point) if contestant == "plan" else measured(contestant, point)
+            write_json(path, results)
     elif task == "groups":
-        for card, row in largest_groups(more[0], point, more[1]):
-            found[card] = row
-            write_json(path, found)
+        for card, row in largest_groups(arguments[0], point, arguments[1]):
+            results[card] = row
+            write_json(path, results)
     else:
-        row = measure_rank(point, more[0])
+        row = measure_rank(point, arguments[0])
         if PartialState().is_main_process:
             write_json(path, {"rank 0": row})
         PartialState().wait_for_everyone()

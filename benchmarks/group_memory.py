@@ -48,7 +48,8 @@ class LiveSavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
     def _pack(self, tensor: torch.Tensor):
         storage = tensor.untyped_storage()
-        key, size = storage.data_ptr(), storage.nbytes()
+        key = storage.data_ptr()
+        size = storage.nbytes()
         saved = Saved(tensor)
         if key not in self.parameters:
             self.uses[key] = self.uses.get(key, 0) + 1
@@ -130,28 +131,28 @@ def main() -> None:
     parser.add_argument("--output", default="group_memory", help="file stem under benchmarks/results")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    found: dict = {"setting": {"device": cpu_name(), "threads": 1, "torch": torch.__version__}}
+    results: dict = {"setting": {"device": cpu_name(), "threads": 1, "torch": torch.__version__}}
     if args.model:
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
         prompt, completion = args.resident
         budget = 2 * (prompt + completion)
-        found["resident"] = {}
+        results["resident"] = {}
         for group in (8, 64):
             for name, rows, options in (("row", 1, {}), ("cut", group, {"tokens_per_pass": budget})):
                 before, peak = resident(model, (prompt, completion, group, rows), **options)
-                found["resident"][f"{name} {group}"] = [before, peak]
+                results["resident"][f"{name} {group}"] = [before, peak]
                 print(
                     f"resident, group of {group}, {name}: {before / 1e6:.0f} MB before, {peak / 1e6:.0f} MB",
                     flush=True,
                 )
-    found["saved"] = {}
+    results["saved"] = {}
     for group in args.groups:
-        found["saved"][group] = saved_bytes((1024, 256, group, 1))
-        print(f"saved for backward, group of {group}: {found['saved'][group] / 1e6:.2f} MB", flush=True)
+        results["saved"][group] = saved_bytes((1024, 256, group, 1))
+        print(f"saved for backward, group of {group}: {results['saved'][group] / 1e6:.2f} MB", flush=True)
     if not args.skip_seconds:
-        found["seconds"] = seconds((512, 64, 16, 16), [640, 800, 1152], args.runs)
-        print(f"CPU seconds: {found['seconds']}", flush=True)
-    (Path(RESULTS) / f"{args.output}.json").write_text(json.dumps(found, indent=1) + "\n")
+        results["seconds"] = seconds((512, 64, 16, 16), [640, 800, 1152], args.runs)
+        print(f"CPU seconds: {results['seconds']}", flush=True)
+    (Path(RESULTS) / f"{args.output}.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -204,7 +204,9 @@ class Count(TorchDispatchMode):
 
     def __init__(self, device: "Emulated | Profiled"):
         super().__init__()
-        self.device, self.counts, self.by_operation = device, Counts(), Counter()
+        self.device = device
+        self.counts = Counts()
+        self.by_operation = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -214,7 +216,8 @@ class Count(TorchDispatchMode):
         launches += blas > 0  # several functions of cuBLAS make one product
         arguments = tree_leaves((args, kwargs))
         waits = waits or self.device.hidden_wait(function, args)
-        moved, operations = traffic(function, arguments, out), 0
+        moved = traffic(function, arguments, out)
+        operations = 0
         if moved:
             operations = products(function, args, kwargs, out)
         counts = self.counts
@@ -232,7 +235,8 @@ class Emulated:
         from triton.runtime.interpreter import InterpretedFunction
 
         emulate = sys.modules["emulate"]
-        self.emulate, self.triton = emulate, []
+        self.emulate = emulate
+        self.triton = []
         self.library = ctypes.CDLL(None)
         self.library.fake_blas_calls.restype = ctypes.c_long
         self.sized_by_data = emulate.CPU_ONLY - {
@@ -252,7 +256,8 @@ class Emulated:
 
     def read(self) -> tuple[int, int, int]:
         """Launches and copies, calls of cuBLAS, and waits so far."""
-        counter, names = self.emulate.counter, self.emulate
+        counter = self.emulate.counter
+        names = self.emulate
         copies = sum(counter(kind) for kind in (names.D2D, names.H2D, names.D2H))
         return counter(names.LAUNCHES) + copies, self.library.fake_blas_calls(), counter(names.SYNCS)
 
@@ -402,14 +407,15 @@ def measure(name: str, contestant: str, layers: int | None) -> dict:
     batch["completion_mask"][0, -1] = 0
     batch["num_items_in_batch"] = batch["completion_mask"].sum()
     batch = {key: value.to(device) for key, value in batch.items()}
-    found, operations = {}, {}
+    phases = {}
+    operations = {}
 
     def run(phase: str, function):
         counted = Count(counters)
         torch.cuda.synchronize()
         with counters.counting(counted):
             result = function()
-        found[phase] = asdict(counted.counts)
+        phases[phase] = asdict(counted.counts)
         operations[phase] = dict(counted.by_operation.most_common())
         return result
 
@@ -418,7 +424,7 @@ def measure(name: str, contestant: str, layers: int | None) -> dict:
         start = time.perf_counter()
         result = function()
         torch.cuda.synchronize()
-        found[phase]["seconds"] = time.perf_counter() - start
+        phases[phase]["seconds"] = time.perf_counter() - start
         return result
 
     def update():
@@ -439,7 +445,7 @@ def measure(name: str, contestant: str, layers: int | None) -> dict:
     run("decode", lambda: decode(1))
     if isinstance(counters, Profiled):
         time_it("decode", lambda: decode(2))
-    return {"phases": found, "operations": operations}
+    return {"phases": phases, "operations": operations}
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -536,7 +542,8 @@ def main() -> None:
     content = json.loads(args.output.read_text(encoding="utf-8")) if args.output.is_file() else {}
     if content.get("setting") != setting:
         content = {"setting": setting, "models": {}}
-    counted, card = {}, like_this_card(device)
+    counted = {}
+    card = like_this_card(device)
     if args.next_to:
         counted = json.loads(args.next_to.read_text(encoding="utf-8"))["models"]
         print(
@@ -548,12 +555,12 @@ def main() -> None:
         if not all(word in name.split() for word in args.only):
             continue
         for contestant in CONTESTANTS:
-            found = apart(name, contestant, args.layers, args.seconds)
+            measured = apart(name, contestant, args.layers, args.seconds)
             row = on_capability(name, torch.cuda.get_device_capability())
-            content["models"].setdefault(row, {})[contestant] = found
+            content["models"].setdefault(row, {})[contestant] = measured
             write_json(args.output, content)
             if args.next_to:
-                print(predicted_and_measured(row, contestant, found, counted, card), flush=True)
+                print(predicted_and_measured(row, contestant, measured, counted, card), flush=True)
     if not args.next_to:
         print(json.dumps(setting), table(content["models"]), sep="\n")
 

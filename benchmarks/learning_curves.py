@@ -95,7 +95,8 @@ def measure(model: torch.nn.Module, tokenizer, problems) -> dict[str, int]:
     prompts = [tokenizer(text)["input_ids"] for text in problems["prompt"]]
     # The solved problems are computed once: all prompts begin with them.
     shared = next(n for n, tokens in enumerate(zip(*prompts, strict=False)) if len(set(tokens)) > 1)
-    texts, was_training = [""] * len(prompts), model.training
+    texts = [""] * len(prompts)
+    was_training = model.training
     model.eval()
     with torch.inference_mode():
         head = model(input_ids=torch.tensor([prompts[0][:shared]]), use_cache=True).past_key_values
@@ -105,10 +106,10 @@ def measure(model: torch.nn.Module, tokenizer, problems) -> dict[str, int]:
             cache = copy.deepcopy(head)
             cache.batch_repeat_interleave(len(rows))
             ids = torch.tensor([prompts[row] for row in rows])
-            made = model.generate(
+            generated = model.generate(
                 ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=LENGTH, do_sample=False
             )
-            for row, tokens in zip(rows, made[:, length:], strict=True):
+            for row, tokens in zip(rows, generated[:, length:], strict=True):
                 texts[row] = tokenizer.decode(tokens, skip_special_tokens=True)
     model.train(was_training)
     first_lines = [text.strip().split("\n", 1)[0].strip() for text in texts]
@@ -132,9 +133,12 @@ class Curve(TrainerCallback, ExportableState):
         stage_one: bool,
         measured,
     ):
-        self.folder, self.measured = folder, measured
-        self.seconds, self.every = seconds, every
-        self.steps, self.every_steps = steps, every_steps
+        self.folder = folder
+        self.measured = measured
+        self.seconds = seconds
+        self.every = every
+        self.steps = steps
+        self.every_steps = every_steps
         self.stage_one = stage_one
         self.cpu = self.wall = 0.0
         self.start()
@@ -143,7 +147,8 @@ class Curve(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"cpu": self.cpu, "wall": self.wall}}
 
     def start(self) -> None:
-        self._cpu, self._wall = time.process_time(), time.perf_counter()
+        self._cpu = time.process_time()
+        self._wall = time.perf_counter()
 
     def spent(self) -> tuple[float, float]:
         return time.process_time() - self._cpu, time.perf_counter() - self._wall
@@ -162,7 +167,8 @@ class Curve(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args, state, control, **kwargs):
         kept = state.stateful_callbacks.setdefault("Curve", self.state())
-        self.cpu, self.wall = kept["attributes"]["cpu"], kept["attributes"]["wall"]
+        self.cpu = kept["attributes"]["cpu"]
+        self.wall = kept["attributes"]["wall"]
         if state.global_step == 0:
             if self.stage_one:
                 self.cpu, self.wall = self.spent()
@@ -195,7 +201,9 @@ class Curve(TrainerCallback, ExportableState):
 
 
 def run(args: argparse.Namespace, folder: Path) -> None:
-    method, seed, model = args.method, args.seed, args.model
+    method = args.method
+    seed = args.seed
+    model = args.model
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
     train = to_prompts(read_problems(SOURCE, "train"), template=TEMPLATE, chat=False)
@@ -220,8 +228,14 @@ def run(args: argparse.Namespace, folder: Path) -> None:
 
         train = train.select(range(512))
         del settings["num_generations"], settings["beta"]
-        settings |= {"value_samples": 8, "value_batch_size": 128, "value_cache": str(folder / "values")}
-        settings |= {"value_estimator": "log_mean_exp", "objective": "regression", "per_device_train_batch_size": 64}
+        settings.update(
+            value_samples=8,
+            value_batch_size=128,
+            value_cache=str(folder / "values"),
+            value_estimator="log_mean_exp",
+            objective="regression",
+            per_device_train_batch_size=64,
+        )
     else:
         from trl_fsdp_qlora import EfficientGRPOConfig as Config
         from trl_fsdp_qlora import EfficientGRPOTrainer as Trainer
@@ -276,7 +290,8 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     for each in runs:
-        first, last = each["points"][0], each["points"][-1]
+        first = each["points"][0]
+        last = each["points"][-1]
         shares = [step["tokens/scored_fraction"] for step in each["steps"] if "tokens/scored_fraction" in step]
         share = f"{100 * sum(shares) / len(shares):.0f}%" if shares else "all"
         rows = {"a_star_po": 64, "grpo_64": 64, "mean_64": 64, "history_64": 64, "history_32": 32}.get(
@@ -298,7 +313,8 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7.5, 4.4), layout="constrained")
     for each in runs:
-        points, number = each["points"], list(METHODS).index(each["method"])
+        points = each["points"]
+        number = list(METHODS).index(each["method"])
         shares = [100 * point["strict"] / point["n"] for point in points]
         bounds = [wilson_interval(point["strict"], point["n"]) for point in points]
         axes.errorbar(

@@ -84,12 +84,12 @@ def first_calls(scores: dict, arguments: tuple, row: dict) -> dict:
     """
     results = {}
     for name, score in list(scores.items()):
-        found = unless_out_of_memory(name, lambda score=score: forward_backward(score, *arguments))
-        if found is None:
+        result = unless_out_of_memory(name, lambda score=score: forward_backward(score, *arguments))
+        if result is None:
             row["out_of_memory"] = [*row.get("out_of_memory", []), name]
             del scores[name]
         else:
-            results[name] = found
+            results[name] = result
     return results
 
 

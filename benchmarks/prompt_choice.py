@@ -74,8 +74,12 @@ class Seconds(TrainerCallback):
     """Processor seconds of the optimizer steps, completions drawn, and accuracy every so many steps."""
 
     def __init__(self, every: int, measure: Callable[[], dict[str, int]], drawn: Callable[[], int]):
-        self.every, self.measure, self.drawn = every, measure, drawn
-        self.spent, self.points, self.steps = 0.0, [], []
+        self.every = every
+        self.measure = measure
+        self.drawn = drawn
+        self.spent = 0.0
+        self.points = []
+        self.steps = []
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.point(0)
@@ -119,7 +123,8 @@ def run(
         processing_class=tokenizer,
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
-    draw, drawn = trainer._calculate_rewards, [0]
+    draw = trainer._calculate_rewards
+    drawn = [0]
 
     def counted(inputs, *rest):
         rewards = draw(inputs, *rest)
@@ -130,10 +135,10 @@ def run(
 
     def measure() -> dict[str, int]:
         with trainer.generating() as (policy, synced_gpus):
-            found = evaluate(
+            accuracy = evaluate(
                 policy, tokenizer, test, max_new_tokens=6, batch_size=250, progress=False, synced_gpus=synced_gpus
             )
-        return {"correct": found.correct, "n": found.n}
+        return {"correct": accuracy.correct, "n": accuracy.n}
 
     seconds = Seconds(every, measure, lambda: drawn[0])
     trainer.add_callback(seconds)

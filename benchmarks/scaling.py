@@ -31,7 +31,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 MICRO_BATCHES = 2
 RANK, SMALL_RANK = 16, 8  # of the adapters: of the large models, and of `with_lora`
 SHAPE = {"hidden": 96, "layers": 3, "intermediate": 160}
-NODES, GPUS = (1, 2, 4, 8), 8
+NODES = (1, 2, 4, 8)
+GPUS = 8
 QWEN = {"num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False}
 MODELS = {
     "7B": Qwen2Config(**QWEN, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28),
@@ -113,10 +114,12 @@ def units_of(model: PreTrainedModel, rank: int, compute_bytes: int, double: bool
 
     units = [Unit(plain(model.get_input_embeddings()), (), 2)]
     for layer in model.model.layers:
-        weights, gradients = [], []
+        weights = []
+        gradients = []
         for module in layer.modules():
             if isinstance(module, torch.nn.Linear):
-                out, width = module.out_features, module.in_features
+                out = module.out_features
+                width = module.in_features
                 weights.append(Weight(packed_bytes(out, width, double), 1))
                 weights += [Weight(rank, width * compute_bytes), Weight(out, rank * compute_bytes)]
                 gradients += [Weight(rank, width * 4), Weight(out, rank * 4)]
@@ -161,8 +164,8 @@ def sharded_step(units: list[Unit], replicas: int, shards: int, per_node: int, m
 def ddp_step(units: list[Unit], ranks: int, per_node: int) -> dict[str, int]:
     """Bytes of an optimizer step under DDP: a ring all-reduce of the adapter's gradients over all ranks."""
     gradients = sum(weight.rows * weight.row_bytes for unit in units for weight in unit.gradients)
-    moved = ring_all_reduce(gradients, ranks)
-    return {"gradients": gradients, "reduced": moved, "network_reduced": moved * (ranks > per_node)}
+    sent = ring_all_reduce(gradients, ranks)
+    return {"gradients": gradients, "reduced": sent, "network_reduced": sent * (ranks > per_node)}
 
 
 def meta_model(config) -> PreTrainedModel:
@@ -194,7 +197,7 @@ def worker(path: str, out: str, layout: str) -> None:
 
     ids = torch.randint(3, 60, (2, 32))
     if layout == "ddp":
-        found = ddp_counted(path, ids)
+        measured = ddp_counted(path, ids)
     else:
         accelerator = fsdp_over_gloo()
         use_mesh(accelerator, *LAYOUTS[layout])
@@ -209,14 +212,14 @@ def worker(path: str, out: str, layout: str) -> None:
             model.set_requires_gradient_sync(micro_batch == MICRO_BATCHES - 1)
             model(input_ids=ids, labels=ids).loss.backward()
         training = traffic.take()
-        found = {
+        measured = {
             "generation_gathered": generation.gathered_bytes,
             "training_gathered": training.gathered_bytes,
             "reduced": training.reduced_bytes,
             "network_gathered": generation.gathered_between_nodes + training.gathered_between_nodes,
             "network_reduced": training.reduced_between_nodes,
         }
-    Path(out, f"{layout}-{os.environ['RANK']}.json").write_text(json.dumps(found))
+    Path(out, f"{layout}-{os.environ['RANK']}.json").write_text(json.dumps(measured))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -249,8 +252,8 @@ def ddp_counted(path: str, ids: torch.Tensor) -> dict[str, int]:
     for micro_batch in range(MICRO_BATCHES):
         model.require_backward_grad_sync = micro_batch == MICRO_BATCHES - 1
         model(input_ids=ids, labels=ids).loss.backward()
-    moved = all_reduce_bytes(sum(buckets), torch.distributed.get_world_size())
-    return {"gradients": sum(buckets), "reduced": moved, "network_reduced": moved * crosses_nodes(None, 1)}
+    sent = all_reduce_bytes(sum(buckets), torch.distributed.get_world_size())
+    return {"gradients": sum(buckets), "reduced": sent, "network_reduced": sent * crosses_nodes(None, 1)}
 
 
 LAYOUTS = {"hsdp": (2, 2), "fsdp2": (1, 4), "ddp": None}
@@ -270,10 +273,10 @@ def measure() -> dict[str, dict]:
         for layout, mesh in LAYOUTS.items():
             launch(model, folder, layout)
             ranks = [json.loads(Path(folder, f"{layout}-{rank}.json").read_text()) for rank in range(4)]
-            found = of_a_node(ranks)
-            if found != expected(units, mesh):
-                sys.exit(f"{layout}: measured {found}, but the formula says {expected(units, mesh)}")
-            results[layout] = found
+            measured = of_a_node(ranks)
+            if measured != expected(units, mesh):
+                sys.exit(f"{layout}: measured {measured}, but the formula says {expected(units, mesh)}")
+            results[layout] = measured
     return results
 
 
@@ -284,14 +287,14 @@ def expected(units: list[Unit], mesh: tuple[int, int] | None) -> dict[str, int]:
 
 def of_a_node(ranks: list[dict[str, int]]) -> dict[str, int]:
     """Returns the counts of a rank, equal on all ranks, and those of a node's links, equal for both nodes."""
-    found = {}
+    traffic_by_name = {}
     for name in ranks[0]:
         values = [rank[name] for rank in ranks]
         per_node = {sum(values[:2]), sum(values[2:])} if name.startswith("network") else set(values)
         if len(per_node) > 1:
             sys.exit(f"{name} differs between ranks or nodes: {values}")
-        found[name] = per_node.pop()
-    return found
+        traffic_by_name[name] = per_node.pop()
+    return traffic_by_name
 
 
 def launch(model: str, folder: str, layout: str) -> None:
@@ -313,7 +316,8 @@ def launch(model: str, folder: str, layout: str) -> None:
 
 
 def report(rows: list[dict]) -> None:
-    gib, mib = 2**30, 2**20
+    gib = 2**30
+    mib = 2**20
     print(f"{'':5s}{'nodes':>6s}{'network: DDP':>14s}{'HSDP':>12s}{'FSDP2':>12s}   inside a node: HSDP gathers")
     for row in rows:
         network = [
@@ -345,8 +349,9 @@ def main() -> None:
             "micro_batches": MICRO_BATCHES,
             "lora_rank": RANK,
             "gpus_per_node": GPUS,
+            "measured_on_four_gloo_ranks": measured,
+            "formula": rows,
         }
-        content |= {"measured_on_four_gloo_ranks": measured, "formula": rows}
         arguments.output.write_text(json.dumps(content, indent=1) + "\n")
 
 

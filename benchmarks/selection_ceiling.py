@@ -65,7 +65,7 @@ def measure(model: Any, tokenizer: Any, prompts: Any, answer_format: str, max_ne
     """
     greedy, sampled = generation_configs(model, tokenizer, max_new_tokens, 1.0, 1.0)
     golds = [parse_gold(answer, row) for row, answer in enumerate(prompts["answer"])]
-    found: dict[str, list[int]] = {"greedy": [], "hits": [], "majority": [], "answers": []}
+    scores: dict[str, list[int]] = {"greedy": [], "hits": [], "majority": [], "answers": []}
 
     def answers(rows: list[list[int]]) -> list[str | None]:
         return [extract_answer(text, answer_format) for text in tokenizer.batch_decode(rows, skip_special_tokens=True)]
@@ -77,19 +77,19 @@ def measure(model: Any, tokenizer: Any, prompts: Any, answer_format: str, max_ne
         drawn = answers(generate(model, [row for row in ids for _ in range(SAMPLES)], sampled, seed=start))
         for i, gold in enumerate(golds[start : start + size]):
             mine = drawn[i * SAMPLES : (i + 1) * SAMPLES]
-            found["greedy"].append(int(answers_match(best[i], gold)))
-            found["hits"].append(sum(answers_match(one, gold) for one in mine))
-            found["majority"].append(int(answers_match(majority(mine), gold)))
-            found["answers"].append(len(set(mine)))
-    return found
+            scores["greedy"].append(int(answers_match(best[i], gold)))
+            scores["hits"].append(sum(answers_match(one, gold) for one in mine))
+            scores["majority"].append(int(answers_match(majority(mine), gold)))
+            scores["answers"].append(len(set(mine)))
+    return scores
 
 
-def summary(found: dict[str, list[int]]) -> dict[str, tuple[float, float, float]]:
+def summary(scores: dict[str, list[int]]) -> dict[str, tuple[float, float, float]]:
     """`(value, low, high)` of every figure of the table, as shares."""
-    n = len(found["hits"])
-    means = {f"pass@{k}": [pass_at_k(SAMPLES, hits, k) for hits in found["hits"]] for k in KS}
-    means["equal groups"] = [equal_share(SAMPLES, hits, GROUP) for hits in found["hits"]]
-    counts = {"greedy": sum(found["greedy"]), f"majority@{SAMPLES}": sum(found["majority"])}
+    n = len(scores["hits"])
+    means = {f"pass@{k}": [pass_at_k(SAMPLES, hits, k) for hits in scores["hits"]] for k in KS}
+    means["equal groups"] = [equal_share(SAMPLES, hits, GROUP) for hits in scores["hits"]]
+    counts = {"greedy": sum(scores["greedy"]), f"majority@{SAMPLES}": sum(scores["majority"])}
     shares = {name: (count / n, *wilson_interval(count, n)) for name, count in counts.items()}
     return shares | {name: mean_interval(values) for name, values in means.items()}
 
@@ -119,12 +119,12 @@ def paired(policies: dict[str, dict]) -> list[str]:
     lines = []
     for name, policy in later:
         for split in ("validation", "training"):
-            gains = []
+            differences = []
             for k in (1, SAMPLES):
                 before, after = ([pass_at_k(SAMPLES, hits, k) for hits in p[split]["hits"]] for p in (start, policy))
                 mean, low, high = mean_interval([b - a for a, b in zip(before, after, strict=True)])
-                gains.append(f"pass@{k} {100 * mean:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})")
-            lines.append(f"{name} against {first}, {split}: {', '.join(gains)}")
+                differences.append(f"pass@{k} {100 * mean:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})")
+            lines.append(f"{name} against {first}, {split}: {', '.join(differences)}")
     return lines
 
 
@@ -150,13 +150,13 @@ def main() -> None:
     if args.adapter:
         model = PeftModel.from_pretrained(model, args.adapter)
     length = recipe["max_completion_length"]
-    found = {
+    scores = {
         split: measure(model, tokenizer, prompts_of(script, chosen), script.answer_format, length, args.batch)
         for split, chosen in sets.items()
     }
     kept = json.loads(args.output.read_text(encoding="utf-8")) if args.output.is_file() else {"policies": {}}
-    figures = {split: summary(lists) for split, lists in found.items()}
-    kept["policies"][args.name] = {**found, "summary": figures, "hardware": hardware(), "software": software()}
+    figures = {split: summary(lists) for split, lists in scores.items()}
+    kept["policies"][args.name] = {**scores, "summary": figures, "hardware": hardware(), "software": software()}
     write_json(args.output, kept)
     print("\n".join([*table(kept["policies"]), *paired(kept["policies"])]))
 

@@ -110,7 +110,7 @@ def prepared(accelerator: Accelerator, path: str, quantized: bool, double: bool 
     return model, peak
 
 
-def moved(model, keep: bool = False) -> dict:
+def bytes_moved(model, keep: bool = False) -> dict:
     """Bytes this rank receives and sends in one optimizer step of `MICRO_BATCHES` micro-batches."""
     ids = torch.randint(3, 60, (2, 32))
     traffic = count_traffic(model)
@@ -147,8 +147,8 @@ def worker(path: str, out: str) -> None:
         if double:  # a second load would use memory that the first gave back
             result["peak_loading"] = peak
         if double:
-            result["moved_4bit"] = moved(model)
-            result["moved_4bit_kept"] = moved(model, keep=True)
+            result["moved_4bit"] = bytes_moved(model)
+            result["moved_4bit_kept"] = bytes_moved(model, keep=True)
             sharded = model
     whole_model = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.bfloat16, quantization_config=quantization(double=True)
@@ -157,7 +157,7 @@ def worker(path: str, out: str) -> None:
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False  # the same kernels on both sides
     whole_model = with_lora(whole_model).train(False)
-    result["moved_bf16"] = moved(prepared(accelerator, path, quantized=False)[0])
+    result["moved_bf16"] = bytes_moved(prepared(accelerator, path, quantized=False)[0])
     sharded, _ = prepared(accelerator, path, quantized=True)
     sharded.train(False)
     seconds = {"replicated": [], "once": [], "per_layer": []}
@@ -195,7 +195,8 @@ def main() -> None:
         )
         rank0, rank1 = (json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in (0, 1))
     report(rank0, rank1)
-    packed, bf16 = rank0["moved_4bit"], rank0["moved_bf16"]
+    packed = rank0["moved_4bit"]
+    bf16 = rank0["moved_bf16"]
     summary = {
         "hardware": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, two gloo processes",
         "torch": torch.__version__,

@@ -110,7 +110,8 @@ def make_batch(kind: str, common: int, own: int, completion: int, groups: int, g
 def logps_of(trainer, batch: dict) -> torch.Tensor:
     """Summed log-probabilities of the completions, which RLOO's ratio is taken against."""
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    mask, count = torch.ones_like(ids), batch["completion_ids"].shape[1]
+    mask = torch.ones_like(ids)
+    count = batch["completion_ids"].shape[1]
     with torch.no_grad():
         return trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, count)[0].sum(1)
 
@@ -145,7 +146,8 @@ def measure(name: str, args) -> dict:
     if common:
         contestants["one level"] = trainers["shared"]
     seconds: dict[str, list[float]] = {key: [] for key in contestants}
-    gradients, tokens = {}, {}
+    gradients = {}
+    tokens = {}
     for run in range(args.runs + 1):  # the first one warms up
         for key, trainer in contestants.items():
             forest.MIN_SAVED_TOKENS = 10**9 if key == "one level" else 8
@@ -178,7 +180,8 @@ def table(rows: list[dict]) -> str:
         "|---" * 8 + "|",
     ]
     for row in rows:
-        computed, seconds = row["tokens"]["shared"], row["seconds"]
+        computed = row["tokens"]["shared"]
+        seconds = row["seconds"]
         one_level = f"{seconds['one level'] / seconds['shared']:.2f}×" if "one level" in seconds else ""
         lines.append(
             f"| {row['point']} | {row['padded_tokens']:,} | {computed:,} | {row['padded_tokens'] / computed:.2f}× "
@@ -200,8 +203,15 @@ def main() -> None:
         if args.points is None or any(part in name for part in args.points):
             rows.append(measure(name, args))
             print(table(rows[-1:]).splitlines()[-1], rows[-1]["gradient_difference"], flush=True)
-    setting = {"device": cpu_name(), "threads": 1, "runs": args.runs, "vocabulary": args.vocabulary}
-    setting |= {"torch": torch.__version__, "trl": trl.__version__, "model": "Qwen3, hidden 256, 4 layers, LoRA r=16"}
+    setting = {
+        "device": cpu_name(),
+        "threads": 1,
+        "runs": args.runs,
+        "vocabulary": args.vocabulary,
+        "torch": torch.__version__,
+        "trl": trl.__version__,
+        "model": "Qwen3, hidden 256, 4 layers, LoRA r=16",
+    }
     path = Path(RESULTS) / f"{args.output}.json"
     path.write_text(json.dumps({"setting": setting, "rows": rows}, indent=1) + "\n")
     print(table(rows))

@@ -50,7 +50,8 @@ def read_run(folder: Path) -> dict[str, Any] | None:
         if not states:
             return None
         history = json.loads(states[-1].read_text(encoding="utf-8"))["log_history"]
-    seconds, steps = 0.0, []
+    seconds = 0.0
+    steps = []
     for entry in history:
         if "step_time" in entry:
             seconds += entry["step_time"]
@@ -68,8 +69,8 @@ def points(run: dict[str, Any]) -> list[dict[str, Any]]:
     for entry in run["steps"]:
         if "accuracy" in entry:
             n = round(entry["accuracy/n"])
-            found = {"correct": round(entry["accuracy"] * n), "n": n}
-            measured.append({"step": entry["step"], "seconds": entry["seconds"], **found})
+            counts = {"correct": round(entry["accuracy"] * n), "n": n}
+            measured.append({"step": entry["step"], "seconds": entry["seconds"], **counts})
     last = run["steps"][-1]
     if "after" in run and (not measured or measured[-1]["step"] != last["step"]):
         measured.append({**{key: last[key] for key in ("step", "seconds")}, **_counts(run["after"])})
@@ -133,7 +134,8 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
     for number, (key, name) in enumerate(METHODS.items()):
         if key not in runs:
             continue
-        measured, steps = points(runs[key]), runs[key]["steps"]
+        measured = points(runs[key])
+        steps = runs[key]["steps"]
         shares = [100 * point["correct"] / point["n"] for point in measured]
         bounds = [wilson_interval(point["correct"], point["n"]) for point in measured]
         whiskers = [[s - 100 * low for s, (low, _) in zip(shares, bounds, strict=True)]]
@@ -189,8 +191,8 @@ def main() -> None:
     write_json(RESULTS, {**about, "runs": runs})
     draw(runs, RESULTS.with_suffix(".png"))
     picture = f"![accuracy and reward over seconds](../../benchmarks/results/{RESULTS.stem}.png)"
-    note = f"Measured on {today}{', ' + args.note if args.note else ''}; one seed each."
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), "\n".join([note, "", *lines, "", picture])), "utf-8")
+    heading = f"Measured on {today}{', ' + args.note if args.note else ''}; one seed each."
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), "\n".join([heading, "", *lines, "", picture])), "utf-8")
     print(f"written: {PAGE}, {RESULTS} and its picture")
 
 

@@ -56,10 +56,13 @@ def make_model(args) -> PreTrainedModel:
         "intermediate_size": mlp,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head,
+        "vocab_size": args.vocabulary,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
     }
-    shape |= {"num_key_value_heads": kv_heads, "head_dim": head}
     torch.manual_seed(0)
-    shape |= {"vocab_size": args.vocabulary, "max_position_embeddings": 8192, "tie_word_embeddings": True}
     hybrid = getattr(args, "shape", None) == "hybrid"
     config = Qwen3_5TextConfig(**shape, **RECURRENT) if hybrid else Qwen3Config(**shape)
     config.pad_token_id, config.eos_token_id = 0, 1

@@ -60,7 +60,8 @@ class HeadClock:
     """
 
     def __init__(self):
-        self.seconds, score = 0.0, logprobs.score_positions
+        self.seconds = 0.0
+        score = logprobs.score_positions
 
         @functools.wraps(score)
         def timed(hidden_NH, *args, **kwargs):
@@ -93,11 +94,11 @@ def run_once(trainer, batch: dict, clock: HeadClock, device: str) -> dict[str, f
     logged(trainer)  # what is logged later is of this batch
     start = time.perf_counter()
     step(trainer, batch, device)
-    found = {"seconds": time.perf_counter() - start, "head_seconds": clock.seconds}
-    found["bytes"] = saved_bytes(trainer, batch)
+    values = {"seconds": time.perf_counter() - start, "head_seconds": clock.seconds}
+    values["bytes"] = saved_bytes(trainer, batch)
     skipping = trainer.budget.why_all_are_kept is None
-    found["scored_share"] = logged(trainer)["tokens/scored_fraction"] if skipping else 1.0
-    return found
+    values["scored_share"] = logged(trainer)["tokens/scored_fraction"] if skipping else 1.0
+    return values
 
 
 def measure(trainer, clock: HeadClock, args) -> Iterator[dict[str, list[dict] | None]]:
@@ -116,14 +117,15 @@ def measure(trainer, clock: HeadClock, args) -> Iterator[dict[str, list[dict] | 
                 continue
             # The draw's own parameters are read from the arguments at each step.
             trainer.args.token_selection_rate = options.get("token_selection_rate", 0.5)
-            trainer.budget, trainer.state.global_step = budgets[name], run + 1
+            trainer.budget = budgets[name]
+            trainer.state.global_step = run + 1
             batch = two if name.startswith("two") else one
-            found = unless_out_of_memory(name, functools.partial(run_once, trainer, batch, clock, args.device))
-            if found is None:
+            values = unless_out_of_memory(name, functools.partial(run_once, trainer, batch, clock, args.device))
+            if values is None:
                 measured[name] = None
                 trainer.model.zero_grad(set_to_none=True)
             elif run >= 0:  # the first one warms up: self-check, allocator, thread pool
-                measured[name].append(found)
+                measured[name].append(values)
         if run >= 0:
             yield measured
 
@@ -132,11 +134,11 @@ def rows_of(measured: dict[str, list[dict] | None]) -> list[dict]:
     """Returns medians and means of each variant, and their ratios to its baseline if that was measured."""
     totals = {
         name: {
-            key: (statistics.median if key.endswith("seconds") else statistics.mean)(run[key] for run in found)
-            for key in found[0]
+            key: (statistics.median if key.endswith("seconds") else statistics.mean)(run[key] for run in runs)
+            for key in runs[0]
         }
-        for name, found in measured.items()
-        if found is not None
+        for name, runs in measured.items()
+        if runs is not None
     }
     rows = []
     for name in measured:

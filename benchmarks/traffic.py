@@ -73,7 +73,8 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 def count_traffic(model: nn.Module) -> Traffic:
     """Count every all-gather and reduction of an FSDP2 model from now on. The collectives stay torch's own."""
-    traffic, mesh = Traffic(), next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+    traffic = Traffic()
+    mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
     replicas = None if mesh.ndim == 1 else mesh.get_group(0)  # the ranks that hold the same shard as this one
 
     class CountingAllGather(DefaultAllGather):

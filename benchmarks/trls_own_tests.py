@@ -82,7 +82,8 @@ def _share_prompts_of(trainer: type) -> None:
 
 
 def _count_passes() -> None:
-    score, log = Door.score, Door.runs_padded
+    score = Door.score
+    log = Door.runs_padded
 
     @functools.wraps(score)
     def counted(self, *args):
@@ -97,4 +98,5 @@ def _count_passes() -> None:
         reasons[f"{type(self.base).__name__}: {reason}"] += 1
         log(self, what, reason)
 
-    Door.score, Door.runs_padded = counted, noted
+    Door.score = counted
+    Door.runs_padded = noted

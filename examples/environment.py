@@ -18,7 +18,8 @@ from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 class HigherOrLower:
     def reset(self, secret: int, **columns) -> str:
         """Gets the row of the dataset; all completions of a group have the same secret."""
-        self.secret, self.best = secret, 100
+        self.secret = secret
+        self.best = 100
         return "I think of a number from 1 to 100. Call `guess` until you have it."
 
     def guess(self, number: int) -> str:

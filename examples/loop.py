@@ -24,7 +24,8 @@ model = share_prompts(model, outputs=("log_probs",))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
 
 for step in range(options.steps):
-    a, b = 10 + step % 50, 37
+    a = 10 + step % 50
+    b = 37
     prompt = tokenizer(f"17+25=42\n31+18=49\n{a}+{b}=", return_tensors="pt").to(device)
     length = prompt["input_ids"].shape[1]
     with torch.no_grad():

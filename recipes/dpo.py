@@ -72,7 +72,8 @@ def main() -> None:
         **model_arguments(config, model),
     )
     trainer.card_info.settings = (script, model)
-    trainer.card_info.dataset, trainer.card_info.license = script.dataset, script.license
+    trainer.card_info.dataset = script.dataset
+    trainer.card_info.license = script.license
     trainer.card_info.data_license = script.data_license
     with resumable(trainer):
         trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)

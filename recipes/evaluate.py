@@ -77,8 +77,8 @@ class EvaluateArguments:
 
 def settings_of_run() -> dict[str, Any]:
     """The settings with which the run in the named folder measured; nothing if there is no such folder."""
-    given, _ = pop_options(sys.argv[1:], ("--adapter", "--model_name_or_path", "--dataset"))
-    adapter, model, dataset = map(given.get, ("--adapter", "--model_name_or_path", "--dataset"))
+    options, _ = pop_options(sys.argv[1:], ("--adapter", "--model_name_or_path", "--dataset"))
+    adapter, model, dataset = map(options.get, ("--adapter", "--model_name_or_path", "--dataset"))
     if adapter is not None:  # or the first line would be of the data, which a run's folder names
         checks.check_adapter(adapter)
     for folder in filter(None, (adapter, model)):

@@ -44,7 +44,7 @@ def test_a_kernel_out_of_memory_leaves_the_point_to_the_others(tmp_path, monkeyp
         return stock(hidden_NH, weight_VH, targets_N)
 
     monkeypatch.setitem(lm_head.KERNELS, "trl", short)
-    said = lines("lm_head", f"--threads 1 --tokens 8 12 16 --hidden 4 --vocabularies 32 --rounds 1 --output {path}")
+    printed = lines("lm_head", f"--threads 1 --tokens 8 12 16 --hidden 4 --vocabularies 32 --rounds 1 --output {path}")
     assert sorted(set(on_disk)) == [0, 1, 2], "what a killed call would have left"
     first, middle, last = rows_of(path)
     for row in (first, last):
@@ -52,7 +52,7 @@ def test_a_kernel_out_of_memory_leaves_the_point_to_the_others(tmp_path, monkeyp
     assert middle["out_of_memory"] == ["trl"]
     assert middle["seconds_ours"] > 0 and middle["peak_bytes_ours"] > 0
     assert not {"seconds_trl", "speedup", "max_delta_log_prob"} & middle.keys()
-    assert any("trl: out of memory: CUDA out of memory." in line for line in said) and "more lines" not in said
+    assert any("trl: out of memory: CUDA out of memory." in line for line in printed) and "more lines" not in printed
 
 
 def test_a_point_out_of_memory_is_a_row_and_rows_are_written_one_by_one(tmp_path, monkeypatch, lines):
@@ -77,13 +77,13 @@ def test_a_point_out_of_memory_is_a_row_and_rows_are_written_one_by_one(tmp_path
     monkeypatch.setattr(speedup, "CPU_POINTS", [("8/4/2",), ("64/4/2",), ("16/4/2",)])
     monkeypatch.setattr(speedup, "measure", measure)
     monkeypatch.setattr(speedup, "plot", lambda rows, path: None)
-    said = lines("prefix_sharing_speedup", "--backends auto --output rows")
+    printed = lines("prefix_sharing_speedup", "--backends auto --output rows")
     assert on_disk == [0, 1, 2], "what a killed call would have left"
     found = [(row["point"], row.get("out_of_memory")) for row in rows_of(path)]
     assert found == [("8/4/2", None), ("64/4/2", True), ("16/4/2", None)]
     table = (tmp_path / "rows.md").read_text()
     assert "| 64/4/2 | out of memory |" in table and "| 16/4/2 | 1.50 | 2000 ms | 2.00× | 3.00× |" in table
-    assert any("64/4/2: out of memory: CUDA out of memory" in line for line in said)
+    assert any("64/4/2: out of memory: CUDA out of memory" in line for line in printed)
 
 
 def test_what_ran_out_of_memory_holds_nothing_afterwards():
@@ -130,9 +130,9 @@ def test_the_anchors_table_says_what_a_run_left_and_what_was_never_run(tmp_path,
     ]
     after = {"correct": 700, "n": 1319}
     write_run(tmp_path / "anchor-qwen2.5-0.5b-instruct", history=steps, after=after, hardware="1 × some GPU")
-    said = lines("anchor", f"--runs {tmp_path} --output {tmp_path}/out.json")
-    assert "53.1% (50.4-55.8, n=1319) after 4 of 116 steps | 12.0 on 1 × some GPU | generate 6.0 |" in said[2]
-    assert len(said) == 2 + 4 and all("| never run |" in line for line in said[3:])
+    printed = lines("anchor", f"--runs {tmp_path} --output {tmp_path}/out.json")
+    assert "53.1% (50.4-55.8, n=1319) after 4 of 116 steps | 12.0 on 1 × some GPU | generate 6.0 |" in printed[2]
+    assert len(printed) == 2 + 4 and all("| never run |" in line for line in printed[3:])
     assert json.loads((tmp_path / "out.json").read_text())["ours"]["0.5B"]["seconds"] == 12.0
 
 

@@ -1,6 +1,4 @@
-"""`benchmarks/beside_unsloth.py` on a CPU, with a stand-in where Unsloth would be: what both sides get, and what is
-said.
-"""
+"""`benchmarks/beside_unsloth.py` on a CPU, with a stand-in for Unsloth: the settings of both sides, and the table."""
 
 import argparse
 import sys
@@ -55,7 +53,7 @@ def test_both_sides_train_on_the_same(tmp_path, monkeypatch):
     assert [getattr(ours.args, key) for key in shared] == [getattr(theirs.args, key) for key in shared]
     for row in rows.values():
         assert row["completion_tokens"] == 3 and len(row["all_seconds"]) == 4 and row["seconds"] > 0
-    said = beside.said(rows)
-    assert "Unsloth's seconds over ours" in said
+    table = beside.table(rows)
+    assert "Unsloth's seconds over ours" in table
     rows["unsloth"]["completion_tokens"] = 2.5
-    assert "not comparable" in beside.said(rows)
+    assert "not comparable" in beside.table(rows)

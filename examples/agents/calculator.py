@@ -26,7 +26,8 @@ KINDS = {
 
 def load() -> list[dict]:
     """Different problems with their exact answers; a recipe holds some of them out."""
-    draw, answers = random.Random(0), {}
+    draw = random.Random(0)
+    answers = {}
     while len(answers) < 3000:
         numbers = {"a": draw.randrange(100, 1000), "b": draw.randrange(11, 100), "c": draw.randrange(100, 1000)}
         question, expression = draw.choice(list(KINDS.items()))
