@@ -34,7 +34,9 @@ def rows_of(path) -> list[dict]:
 
 
 def test_a_kernel_out_of_memory_leaves_the_point_to_the_others(tmp_path, monkeypatch, lines):
-    lm_head, path, on_disk = benchmark("lm_head"), tmp_path / "rows.json", []
+    lm_head = benchmark("lm_head")
+    path = tmp_path / "rows.json"
+    on_disk = []
     stock = lm_head.stock
 
     def short(hidden_NH, weight_VH, targets_N):
@@ -56,7 +58,9 @@ def test_a_kernel_out_of_memory_leaves_the_point_to_the_others(tmp_path, monkeyp
 
 
 def test_a_point_out_of_memory_is_a_row_and_rows_are_written_one_by_one(tmp_path, monkeypatch, lines):
-    speedup, path, on_disk = benchmark("prefix_sharing_speedup"), tmp_path / "rows.json", []
+    speedup = benchmark("prefix_sharing_speedup")
+    path = tmp_path / "rows.json"
+    on_disk = []
     ratios = {"speedup": {"stock": 1.0, "auto": 2.0}, "bytes_ratio": {"stock": 1.0, "auto": 3.0}}
     row = {
         "seconds": {"stock": 2.0, "auto": 1.0},

@@ -39,12 +39,14 @@ def test_both_sides_train_on_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     given = {"group": 2, "prompt": 6, "completion": 3, "longest": 64, "steps": 4, "four_bit": False}
     args = argparse.Namespace(model=save_tiny_model(tmp_path / "base"), **given)
-    trainers, rows = {}, {}
+    trainers = {}
+    rows = {}
     for side, make in beside.TRAINERS.items():
         keep = lambda *more, side=side, make=make: trainers.setdefault(side, make(*more))  # noqa: E731
         monkeypatch.setitem(beside.TRAINERS, side, keep)
         rows[side] = beside.measure(side, args)
-    ours, theirs = trainers["ours"], trainers["unsloth"]
+    ours = trainers["ours"]
+    theirs = trainers["unsloth"]
     assert type(theirs) is GRPOTrainer and type(ours) is not GRPOTrainer
     assert ours.train_dataset["prompt"] == theirs.train_dataset["prompt"]
     shapes = [{n: p.shape for n, p in t.model.named_parameters() if p.requires_grad} for t in (ours, theirs)]

@@ -66,7 +66,8 @@ def resolves(dotted: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_what_a_page_links_and_names_is_there(page):
-    text, lost = page.read_text(encoding="utf-8"), []
+    text = page.read_text(encoding="utf-8")
+    lost = []
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
         name, _, fragment = target.partition("#")
         file = page.parent / name if name else page

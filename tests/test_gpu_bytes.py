@@ -31,7 +31,8 @@ def test_a_measurement_that_dies_or_hangs_leaves_what_it_had(tmp_path, monkeypat
 
 
 def test_rows_are_written_one_by_one_and_taken_over_by_the_next_run(tmp_path):
-    path, runs = tmp_path / "rows.json", []
+    path = tmp_path / "rows.json"
+    runs = []
 
     def run(row):
         runs.append(row)

@@ -50,7 +50,8 @@ def test_what_a_part_started_ends_with_it(tmp_path, interruptible):
 
 @pytest.mark.processes
 def test_only_what_a_part_wrote_is_copied(tmp_path):
-    result, output = tmp_path / "rows.json", tmp_path / "out"
+    result = tmp_path / "rows.json"
+    output = tmp_path / "out"
     output.mkdir()
     result.write_text("of another day")
     os.utime(result, (1e9, 1e9))

@@ -39,7 +39,8 @@ def test_two_steps_of_its_recipe_and_the_adapter_answers_in_a_fresh_process(smol
 
 @pytest.mark.slow
 def test_smollm2_on_svamp_equals_stock(smollm2, svamp, tmp_path):
-    tokenizer, rows = AutoTokenizer.from_pretrained(smollm2), []
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    rows = []
     # Wrong and right answers of several lengths stand in for sampled ones.
     answers = ("{}", "The answer is {}.", "So it is {}, I think.", "First we add, then we look: it must be {}")
     for problem in json.loads(svamp.read_text())[:2]:
@@ -52,8 +53,10 @@ def test_smollm2_on_svamp_equals_stock(smollm2, svamp, tmp_path):
     mask = torch.zeros_like(ids)
     for row, (prompt, answer) in enumerate(rows):
         place = slice(width - len(prompt), width + len(answer))
-        ids[row, place], mask[row, place] = torch.tensor(prompt + answer), 1
-    inputs, results = loss_inputs(ids, mask, completion), []
+        ids[row, place] = torch.tensor(prompt + answer)
+        mask[row, place] = 1
+    inputs = loss_inputs(ids, mask, completion)
+    results = []
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     for cls in (GRPOTrainer, EfficientGRPOTrainer):
         torch.manual_seed(0)

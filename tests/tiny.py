@@ -41,7 +41,8 @@ class Answering(torch.nn.Module):
 
     def __init__(self, answer):
         super().__init__()
-        self.weight, self.answer = torch.nn.Parameter(torch.zeros(1)), answer
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.answer = answer
         self.tokenizer = character_tokenizer()
         self.generation_config = GenerationConfig(eos_token_id=self.tokenizer.eos_token_id)
 

@@ -34,7 +34,8 @@ def make_trainer(tmp_path, model_dir):
             processing_class=character_tokenizer(),
             peft_config=None if full else adapter or LoraConfig(r=4, target_modules="all-linear"),
         )
-        trainer.drawn, draw = [], trainer.values.draw
+        trainer.drawn = []
+        draw = trainer.values.draw
 
         def recorded(items, counts, seed):
             trainer.drawn += [(item.row["prompt"], count) for item, count in zip(items, counts, strict=True)]

@@ -35,7 +35,8 @@ def replay(completions: dict[tuple, list[list[int]]]):
 def test_values_loss_and_gradients(tmp_path, make_trainer, model_dir, monkeypatch, full):
     sizes = {"rows": ROWS, "per_device_train_batch_size": ROWS, "value_batch_size": 5}
     ours = make_trainer(full=full, beta2=0.5, entropy_coef=0.0, **sizes)
-    drawn, original = {}, trainer_module.generate
+    drawn = {}
+    original = trainer_module.generate
 
     def recording(model, prompt_ids, *args, **kwargs):
         out = original(model, prompt_ids, *args, **kwargs)
@@ -83,7 +84,8 @@ def test_values_loss_and_gradients(tmp_path, make_trainer, model_dir, monkeypatc
     torch.testing.assert_close(batch["advantages"], their_batch["rewards"] - their_batch["v_star"], atol=1e-6, rtol=0)
 
     ours.current_gradient_accumulation_steps = 1
-    loss, their_loss = ours._compute_loss(ours.model, batch), theirs.compute_loss(theirs.model, their_batch)
+    loss = ours._compute_loss(ours.model, batch)
+    their_loss = theirs.compute_loss(theirs.model, their_batch)
     # The log-ratio must be visible in the loss, or the comparison would only see the target.
     assert abs(their_loss - (batch["advantages"] ** 2).mean()) > 1e-3
     assert loss.item() == pytest.approx(their_loss.item(), rel=1e-5)

@@ -45,7 +45,8 @@ def run(tmp_path_factory):
 
 @pytest.mark.slow
 def test_two_ranks_give_the_values_and_the_accuracy_of_one(run):
-    one, two = run(1), run(2)
+    one = run(1)
+    two = run(2)
     assert one["table"] == two["table"] and len(one["table"]) == 48
     for name in ("eval_n", "eval_accuracy", "eval_reward", "eval_completion_length"):
         assert one["evaluation"][name] == two["evaluation"][name]
@@ -63,7 +64,8 @@ def test_two_ranks_give_the_values_and_the_accuracy_of_one(run):
 def test_sharded_parameters_give_the_same_values_in_lockstep(run, full):
     if full and Version(transformers.__version__) < Version("5.23"):
         pytest.skip("refused: transformers before 5.23 would leave a reference model of zeros on the second rank")
-    one, sharded = run(1), run(2, "full" if full else "lora", sharded=True)
+    one = run(1)
+    sharded = run(2, "full" if full else "lora", sharded=True)
     assert sharded["sharded"], "accelerate fell back to data parallelism: nothing was tested"
     assert "only train() prepares it" in sharded["refused"]
     assert sharded["table"] == one["table"]
@@ -101,7 +103,9 @@ def rank(model, cache, out, batch, kind):
     adapter = None if kind == "full" else LoraConfig(r=4, target_modules="all-linear")
     data = {"train_dataset": problems(48), "processing_class": character_tokenizer()}
     trainer = AStarPOTrainer(model, has_digit, args, **data, peft_config=adapter)
-    result, counts, draw = {}, [], trainer.values.draw
+    result = {}
+    counts = []
+    draw = trainer.values.draw
     trainer.values.draw = lambda items, n, seed: counts.extend(n) or draw(items, n, seed)
     try:
         assert trainer.estimate_values().samples == 48 * 8

@@ -97,7 +97,8 @@ def test_regression_sums_over_tokens_averages_over_rows_and_leaves_out_what_is_n
     logps_BC, ref_BC, mask_BC, target_B = batch
     for undefined in ([], [2]):
         target_B[undefined] = math.nan
-        expected, gradient_BC = 0.0, torch.zeros(5, 7, dtype=torch.float64)
+        expected = 0.0
+        gradient_BC = torch.zeros(5, 7, dtype=torch.float64)
         loss, kl_BC, implicit_B = regression_loss(logps_BC, ref_BC, mask_BC, target_B, beta2=0.1)
         for b in range(5):
             deltas = [(ref_BC[b, t] - logps_BC[b, t]).item() for t in range(7) if mask_BC[b, t]]
@@ -140,7 +141,8 @@ def test_one_completion_is_the_default_any_batch_size_fits_and_the_rest_is_as_tr
     assert config.num_generations == 1 and type(config.num_generations) is int
     assert (config.generation_batch_size, config.steps_per_generation) == (21, 3)
     settings = {**BASE, "num_generations": 2, "generation_batch_size": 32, "vllm_importance_sampling_cap": 2.5}
-    ours, stock = AStarPOConfig(**settings), GRPOConfig(**settings)
+    ours = AStarPOConfig(**settings)
+    stock = GRPOConfig(**settings)
     # A*-PO's own defaults, and one of this package's
     different = {"beta", "entropy_coef", "vllm_importance_sampling_correction", "vllm_server_timeout", "logging_dir"}
     for field in dataclasses.fields(GRPOConfig):

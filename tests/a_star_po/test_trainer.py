@@ -59,7 +59,8 @@ def test_adaptive_counts_draw_less_where_the_value_is_sure_and_more_extend_them(
     counts = {row["prompt"]: [n for prompt, n in adaptive.drawn if prompt == row["prompt"]] for row in problems(24)}
     assert all(counts[row["prompt"]] == [2] for row in problems(24) if int(row["answer"]) % 2 == 0)
     assert [2, 2, 4] in counts.values()
-    old, drawn = adaptive.values.read(), sum(map(sum, counts.values()))
+    old = adaptive.values.read()
+    drawn = sum(map(sum, counts.values()))
     eight = make_trainer(rewards=sure_for_even, value_estimator="mean")
     assert eight.estimate_values().samples == 24 * 8 - drawn
     new = eight.values.read()
@@ -149,7 +150,9 @@ def test_a_reward_that_is_down_is_an_error_and_a_partly_scored_prompt_is_complet
     def run():
         return make_trainer(rewards=flaky, rows=1, per_device_train_batch_size=1, value_reward_version="1")
 
-    down, partly, completed = run(), run(), run()
+    down = run()
+    partly = run()
+    completed = run()
     with pytest.raises(ValueError, match="flaky"):
         down.train()
     assert len(down.values.read()) == 0
@@ -223,7 +226,8 @@ def test_gradient_accumulation_equals_one_large_batch(make_trainer):
 
 
 def test_evaluation_counts_every_problem_once(make_trainer):
-    seen, n = [], 13
+    seen = []
+    n = 13
 
     def counting(completions, answer, prompts, **kwargs):
         seen.extend(prompts)
@@ -270,7 +274,8 @@ def test_the_reference_is_the_base_model_or_the_initial_copy_of_a_continued_adap
         trainer = make_trainer(model=copy.deepcopy(reference), full=True, **settings)  # no further peft_config
     else:
         trainer = make_trainer(adapter=ADAPTERS[kind], **settings)
-    drawn_with, original = [], trainer_module.generate
+    drawn_with = []
+    original = trainer_module.generate
 
     def spy(model, *args, **kwargs):
         drawn_with.append(model.active_adapter)

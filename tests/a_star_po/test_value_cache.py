@@ -84,7 +84,8 @@ def rewards(*values):
 
 def test_samples_that_two_runs_drew_at_once_count_once_and_more_extend_them(tmp_path):
     folder = str(tmp_path / "deep" / "v")
-    one, two = open_values(folder), open_values(folder)
+    one = open_values(folder)
+    two = open_values(folder)
     one.store({"a": (0, rewards(1, 0))})
     two.store({"a": (0, rewards(1, 0, 1, 1)), "b": (0, rewards(np.nan, -3.0))})
     one.store({"a": (2, rewards(1, 1, 0)), "c": (1, rewards(1, 1))})
@@ -103,7 +104,8 @@ def test_a_damaged_file_costs_the_damaged_lines_only(tmp_path):
     foreign = b'\nnot ours\n[1]\n\xff\xfe\n{"key": "x", "start": 0, "rewards": [[1, 2], [3]]}\n{"key": 1}\n'
     foreign += b'{"key": "x", "start": Infinity, "rewards": [[1]]}\n{"key": "x", "start": NaN, "rewards": [[1]]}\n'
     for expected in (20, 1):
-        values, drawn = open_values(str(tmp_path / "v"), draw, value_samples_min=None), []
+        values = open_values(str(tmp_path / "v"), draw, value_samples_min=None)
+        drawn = []
         everything = items(values, 20)
         values.fill(everything)
         assert len(drawn) == expected
@@ -129,9 +131,13 @@ def start(folder, n):
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_kill_nine_ten_times_at_random_moments_beside_another_run(tmp_path):
-    folder, chance, n = str(tmp_path / "v"), random.Random(0), 1200
+    folder = str(tmp_path / "v")
+    chance = random.Random(0)
+    n = 1200
     Path(f"{folder}.log").touch()
-    beside, run, snapshots = start(folder, n), start(folder, n), []
+    beside = start(folder, n)
+    run = start(folder, n)
+    snapshots = []
     for _ in range(10):
         deadline = time.monotonic() + 60
         while not any(line[3] == run.pid for line in read_log(folder)):
@@ -141,7 +147,8 @@ def test_kill_nine_ten_times_at_random_moments_beside_another_run(tmp_path):
         run.kill()
         run.join()
         assert run.exitcode == -signal.SIGKILL, "it had finished: there was nothing left to interrupt"
-        stored, lines = open_values(folder), len(read_log(folder))
+        stored = open_values(folder)
+        lines = len(read_log(folder))
         everything = items(stored, n)
         counts = {}
         for key, found in stored.rewards.items():
@@ -192,7 +199,8 @@ def test_keys_depend_on_the_prompt_and_on_every_column(tmp_path):
 
 
 def test_the_reference_is_the_base_whatever_adapter_hangs_on_it_unless_that_is_part_of_the_reference(tmp_path):
-    base, small = describe_model(tiny_model()), LoraConfig(r=2, target_modules=["q_proj"])
+    base = describe_model(tiny_model())
+    small = LoraConfig(r=2, target_modules=["q_proj"])
     tiny_model().save_pretrained(tmp_path)
     assert describe_model(AutoModelForCausalLM.from_pretrained(tmp_path)) == base
     for config in (small, LoraConfig(r=8, target_modules="all-linear")):
@@ -228,7 +236,8 @@ def test_what_a_reward_was_built_with_counts():
         assert described(make(1.0)) == described(make(1.0)) != described(make(2.0))
         assert described(make(1.0), "v1") == described(make(2.0), "v1") != described(make(1.0), "v2")
     model = nn.Module()
-    model.config, model.head = tiny_model().config, nn.Linear(2, 2)
+    model.config = tiny_model().config
+    model.head = nn.Linear(2, 2)
     before = described(model)
     with torch.no_grad():
         model.head.weight[0, 0] += 1e-6
@@ -338,7 +347,9 @@ def test_a_helper_that_a_reward_was_built_with_counts_by_the_text_of_its_own_fil
         exec(compile(text, module.__file__, "exec"), vars(module))
         return [describe_reward(closure_over(value), "r", None) for value in (module.Helper(), module.helper)]
 
-    first, same, other = described(1), described(1), described(2)
+    first = described(1)
+    same = described(1)
+    other = described(2)
     assert first == same and first[0] != other[0] and first[1] != other[1]
     del sys.modules["user_helper"]
 

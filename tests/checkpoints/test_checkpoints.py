@@ -169,7 +169,8 @@ def test_no_flipped_bit_of_a_checkpoint_goes_unseen_or_raises(tmp_path):
 
 def test_what_a_run_was_writing_when_it_ended_does_not_stay_behind(tmp_path):
     writer = checkpoints.WholeCheckpoints(config(GRPOConfig, tmp_path), Accelerator(cpu=True), lambda: ({}, {}))
-    staging, state = tmp_path / checkpoints.STAGING, TrainerState()
+    staging = tmp_path / checkpoints.STAGING
+    state = TrainerState()
     (staging / "checkpoint-1").mkdir(parents=True)  # of a run that was killed
     with writer.alone():
         assert not staging.exists()
@@ -212,7 +213,8 @@ def hold_and_wait(path, held):
 
 @pytest.mark.processes
 def test_one_run_at_a_time_and_a_killed_one_leaves_no_lock(tmp_path):
-    processes, lock = multiprocessing.get_context("fork"), FileLock(tmp_path / checkpoints.LOCK)
+    processes = multiprocessing.get_context("fork")
+    lock = FileLock(tmp_path / checkpoints.LOCK)
     held = processes.Event()
     holder = processes.Process(target=hold_and_wait, args=(lock.lock_file, held))
     holder.start()

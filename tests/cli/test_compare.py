@@ -53,7 +53,8 @@ def place(tmp_path_factory):
 def compare(place, monkeypatch, capsys):
     """(exit status, what was printed, the steps) of a comparison of the recipe with more words."""
     monkeypatch.chdir(place)
-    seen, judge = [], module.verdict
+    seen = []
+    judge = module.verdict
     monkeypatch.setattr(module, "verdict", lambda *result: seen.append(result[0]) or judge(*result))
 
     def run(words: str = "", recipe: str = "mine.yaml"):

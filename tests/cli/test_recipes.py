@@ -78,7 +78,8 @@ def test_a_config_that_fits_what_is_here(monkeypatch):
 
 
 def test_what_accelerate_launch_gets_and_the_users_own_config_comes_first(monkeypatch, tmp_path, capsys):
-    own, calls = tmp_path / "default_config.yaml", []
+    own = tmp_path / "default_config.yaml"
+    calls = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(own))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)

@@ -120,7 +120,8 @@ for path, line in heads.items():
 
 
 def test_every_other_command_in_turn_and_the_one_in_every_head_finds_its_files(folders):
-    (installed, place), heads = folders, {}
+    installed, place = folders
+    heads = {}
     for folder in ("_recipes", "_accelerate_configs"):
         for path in (installed / "trl_fsdp_qlora" / folder).rglob("*.yaml"):
             head = re.sub(r" \\\n# *", " ", path.read_text().partition("\n\n")[0])

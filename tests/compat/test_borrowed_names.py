@@ -117,7 +117,8 @@ def test_fsdp(tmp_path):
         fully_shard(model[0])
         fully_shard(model)
         assert fsdp.misfit() is None and len(fsdp.units(model)) == 2
-        weight, local = model[1].weight.data, torch.arange(4.0).view(2, 2)
+        weight = model[1].weight.data
+        local = torch.arange(4.0).view(2, 2)
         filled = fsdp.filled_shard(weight, local)
         assert filled.to_local().data_ptr() == local.data_ptr() and torch.equal(filled.full_tensor(), local)
         assert filled.placements == weight.placements

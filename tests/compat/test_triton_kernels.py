@@ -35,7 +35,8 @@ def nothing_logged_before(monkeypatch):
 def test_a_kernel_that_does_not_compile_is_one_line_and_not_tried_again(monkeypatch, caplog):
     """A second kernel with the same error, as where there is no C compiler, adds no line."""
     monkeypatch.setattr(triton_kernels, "AVAILABLE", True)
-    kernel, numbers = Refused(), torch.empty(3, device="meta")
+    kernel = Refused()
+    numbers = torch.empty(3, device="meta")
     on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
     assert triton_kernels.runs(kernel, on_gpu) and not triton_kernels.runs(kernel, numbers)
     assert not triton_kernels.launch(kernel, 3, numbers, BLOCK=32)

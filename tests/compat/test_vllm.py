@@ -51,7 +51,8 @@ def test_further_arguments_reach_trls_own_engine(monkeypatch):
     from trl.generation import vllm_generation
     from trl.trainer import grpo_trainer
 
-    given, stock = [], grpo_trainer.VLLMGeneration
+    given = []
+    stock = grpo_trainer.VLLMGeneration
     monkeypatch.setattr(vllm_generation, "LLM", lambda **options: given.append(options), raising=False)
     with trl_starts(None, {"quantization": "fp8"}):
         assert grpo_trainer.VLLMGeneration is stock

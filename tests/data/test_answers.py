@@ -56,7 +56,8 @@ def test_verls_format_is_right_where_verls_scorer_is(gold):
         completion = text.replace("{}", written)
         found = re.findall(r"#### (\-?[0-9\.\,]+)", completion[-300:])
         expected = bool(found) and found[-1].replace(",", "").replace("$", "") == gold.replace(",", "")
-        found_here, right = answers.extract_answer(completion, "verl"), answers.parse_gold(f"... #### {gold}", 0)
+        found_here = answers.extract_answer(completion, "verl")
+        right = answers.parse_gold(f"... #### {gold}", 0)
         assert answers.answers_match(found_here, right) is expected, completion
 
 

@@ -50,7 +50,8 @@ def test_problems_and_rewards_are_the_generators_own(name):
         entry = theirs[problem["row"]]
         assert (problem["question"], problem["columns"]["answer"]) == (entry["question"], str(entry["answer"]))
         assert json.loads(problem["difficulty"]) == json.loads(json.dumps(entry["metadata"].get("difficulty")))
-    entries, reward = [problem["entry"] for problem in problems], get_reward("reasoning_gym", "first_line")
+    entries = [problem["entry"] for problem in problems]
+    reward = get_reward("reasoning_gym", "first_line")
     for answer in ("7", "mother", "1/2", problems[0]["answer"]):
         ours = reward([answer] * len(problems), entry=entries)
         assert ours == [theirs.score_answer(answer, theirs[problem["row"]]) for problem in problems]
@@ -60,7 +61,8 @@ def test_evaluate_counts_what_the_verifier_accepts(monkeypatch):
     """The tiny model's completions are replaced by the right answers of every other problem, written in words."""
     data = load_held_out(arguments("reasoning_gym:spell_backward", eval_problems=20))
     texts = [row["answer"] if i % 2 else "nothing" for i, row in enumerate(data)]
-    tokenizer, place = character_tokenizer(), "trl_fsdp_qlora.evaluation.accuracy.generate"
+    tokenizer = character_tokenizer()
+    place = "trl_fsdp_qlora.evaluation.accuracy.generate"
     monkeypatch.setattr(place, lambda model, ids, *_, **__: [[i] for i in range(len(ids))])
     monkeypatch.setattr(tokenizer, "decode", lambda tokens, **_: texts[tokens[0]])
     result = evaluate(tiny_model(), tokenizer, data, batch_size=20, answer_format="first_line", progress=False)

@@ -34,7 +34,8 @@ def build_full(name, **changes):
 
 def run(model, prompts, config=None, seed=0):
     """Completions by `generate` and by our loop, the shape of each of our forwards' ids, and the loop's own count."""
-    config, shapes = config or greedy(), []
+    config = config or greedy()
+    shapes = []
     torch.manual_seed(seed)
     expected, _ = complete(model, prompts, config, compact=False)
 
@@ -119,7 +120,8 @@ def test_other_models_prefill_whole_prompts(name):
 )
 def test_nothing_changes_without_a_beginning_that_pays(prompts):
     expected, completions, shapes, work = run(build(), prompts)
-    distinct, width = len({*map(tuple, prompts)}), max(map(len, prompts))
+    distinct = len({*map(tuple, prompts)})
+    width = max(map(len, prompts))
     assert completions == expected
     assert shapes[0] == (distinct, width) and work.prefill_tokens == distinct * width
     assert all(tokens == 1 for _, tokens in shapes[1:])
@@ -129,7 +131,8 @@ def test_positions_and_masks_of_ones_own_are_left_alone():
     """Padding inside a prompt, and positions that do not count its tokens."""
     model = build()
     ids = torch.tensor([BEGINNING + rest[:1] for rest in RESTS])
-    mask, positions = torch.ones_like(ids), torch.arange(ids.shape[1]).repeat(len(ids), 1)
+    mask = torch.ones_like(ids)
+    positions = torch.arange(ids.shape[1]).repeat(len(ids), 1)
     holes = mask.clone()
     holes[1, 7] = 0
     for changed in ({}, {"attention_mask": holes}, {"position_ids": positions + 1}, {"token_type_ids": mask}):
@@ -149,7 +152,8 @@ def test_ranks_prefill_a_beginning_on_their_own_all_or_none():
 
 
 def rank() -> None:
-    model, mine = build("llama"), dist.get_rank()
+    model = build("llama")
+    mine = dist.get_rank()
     alike = PROMPTS
     unlike = [[3 + i, *prompt] for i, prompt in enumerate(PROMPTS)]
     for prompts, splits in ((alike if mine else unlike, False), (alike, True)):

@@ -35,7 +35,9 @@ from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.decode.completions import complete
 from trl_fsdp_qlora.decode.decoding import Decoding, why_stock
 
-VOCABULARY, PAD, EOS = 64, 0, [3, 5, 7, 11, 13]
+VOCABULARY = 64
+PAD = 0
+EOS = [3, 5, 7, 11, 13]
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
@@ -115,7 +117,8 @@ def test_greedy_is_token_identical_for_prompts_with_images(name, tmp_path):
     """Against transformers' loop on a batch that holds each image per row."""
     model, batch = with_images(name)
     vision = {**batch.vision, "num_images": batch.num_images}
-    ids, mask = batch.input_ids[:, :-COMPLETION], batch.attention_mask[:, :-COMPLETION]
+    ids = batch.input_ids[:, :-COMPLETION]
+    mask = batch.attention_mask[:, :-COMPLETION]
     prompts = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
     vision = {n: x[:, :-COMPLETION] if n.endswith("token_type_ids") else x for n, x in vision.items()}
     config = greedy(suppress_tokens=[IMAGE])

@@ -33,7 +33,8 @@ def test_never_a_token_of_probability_zero_and_broken_rows_are_marked():
 
 def test_a_rows_numbers_are_its_own_and_uniform():
     everyone, some = (RowUniforms(6, torch.device("cpu"), seed=3) for _ in range(2))
-    kept, numbers = torch.tensor([1, 4]), []
+    kept = torch.tensor([1, 4])
+    numbers = []
     for _ in range(300):
         numbers.append(everyone.next(torch.arange(6)))
         assert torch.equal(numbers[-1][kept], some.next(kept))
@@ -48,7 +49,8 @@ def test_completions_are_drawn_from_the_models_distribution(settings):
     """Each token is the inverse of whole rows' scores, which transformers' own processors shaped, at the row's next
     number.
     """
-    model, config = build(), sampled(max_new_tokens=12, **settings)
+    model = build()
+    config = sampled(max_new_tokens=12, **settings)
     prompts = [PROMPTS[0]] * 16
     torch.manual_seed(9)
     # Takes the number of the global state that the loop takes.

@@ -58,7 +58,8 @@ def ours_with(tmp_path, monkeypatch):
         engine = Engine(tiny.character_tokenizer().eos_token_id, tiny.tiny_model().config.vocab_size)
         monkeypatch.setattr(engines, "start_engine", lambda *_, **__: engine)
         trainer = made(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "ours", use_vllm=True, **changes)
-        trainer.kinds, score = [], trainer._score
+        trainer.kinds = []
+        score = trainer._score
         trainer._score = lambda stock, wanted, kind, arguments: (
             trainer.kinds.append(kind) or score(stock, wanted, kind, arguments)
         )
@@ -85,7 +86,8 @@ def loss_and_gradients(trainer):
 
 
 def test_every_loss_and_every_mode(stock, ours_with):
-    ours, compared = ours_with(), 0
+    ours = ours_with()
+    compared = 0
     for loss_type, mode in product(tiny.LOSS_TYPES, MODES):
         if loss_type == "vespo" and mode.startswith("sequence"):
             continue  # refused by TRL

@@ -43,7 +43,8 @@ def logits_of_steps(model, prompts, tokens):
     out, _, mask, decoding = run(model, endless, prompts)
     hook.remove()
     assert decoding.per_row is None and len(steps) == tokens
-    start, mask = mask.shape[1], torch.cat([mask, mask.new_ones(len(mask), tokens)], 1)
+    start = mask.shape[1]
+    mask = torch.cat([mask, mask.new_ones(len(mask), tokens)], 1)
     row = {"input_ids": out, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)}
     return torch.stack(steps[1:], 1), model(**row).logits[:, start:-1], (row, start)
 
@@ -117,7 +118,8 @@ def test_what_is_not_plain_attention_runs_per_row(reason):
     ],
 )
 def test_a_layer_that_does_something_of_its_own_is_seen_in_the_prefill(part, prompts, reason, monkeypatch):
-    model, own = build(), modeling_llama.LlamaAttention.forward
+    model = build()
+    own = modeling_llama.LlamaAttention.forward
     model.set_attn_implementation("eager")
 
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
@@ -142,7 +144,8 @@ def test_a_layer_that_does_something_of_its_own_is_seen_in_the_prefill(part, pro
 )
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_prompts_in_chunks_and_rows_without_an_end(changes, implementation):
-    model, config = build(), greedy(**changes)
+    model = build()
+    config = greedy(**changes)
     model.set_attn_implementation(implementation)
     out, *given, decoding = run(model, config)
     assert decoding.per_row is None

@@ -36,7 +36,8 @@ def tool(answer, name="answer"):
     def called(a: int, b: int) -> str:
         return answer()
 
-    called.__name__, called.__doc__ = name, "Answer." + _ARGUMENTS
+    called.__name__ = name
+    called.__doc__ = "Answer." + _ARGUMENTS
     return called
 
 

@@ -14,7 +14,8 @@ from tests.tiny import config, digit_share, lora, prompts, tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.small_base.text import character_tokenizer
 
-STOCK, OURS = (GRPOTrainer, GRPOConfig), (EfficientGRPOTrainer, EfficientGRPOConfig)
+STOCK = (GRPOTrainer, GRPOConfig)
+OURS = (EfficientGRPOTrainer, EfficientGRPOConfig)
 # Almost greedy: the same completions whatever the draws are.
 GREEDY = {"generation_kwargs": {"do_sample": False}}
 # A third of the vocabulary ends a completion.
@@ -43,7 +44,8 @@ def assert_equal_steps(ours, stock, *keys):
 def test_greedy_training_equals_stock_and_metrics_tell_what_ran(tmp_path):
     other = make(*STOCK, tmp_path / "stock", **GREEDY)
     stock = history(other)
-    made, seen = make(folder=tmp_path / "ours", **GREEDY), []
+    made = make(folder=tmp_path / "ours", **GREEDY)
+    seen = []
     turn = made._generate_single_turn
 
     def watched(prompt_ids, *rest):
@@ -100,7 +102,8 @@ def test_a_generate_of_the_models_own_gets_every_row(tmp_path):
     """As TRL's tests of tools replace it: once the trainer is built, by something that answers each row of stock's
     call.
     """
-    made, stock = make(folder=tmp_path / "ours"), make(*STOCK, tmp_path / "stock")
+    made = make(folder=tmp_path / "ours")
+    stock = make(*STOCK, tmp_path / "stock")
     calls = []
     for each in (made, stock):
 
@@ -120,10 +123,13 @@ def test_a_trainer_without_init_draws_by_its_rollout_function():
     """TRL's own tests build one so, with what TRL's `_generate` reads."""
     made = object.__new__(EfficientGRPOTrainer)
     made.accelerator = SimpleNamespace(device=torch.device("cpu"), is_main_process=True, gather=lambda tensor: tensor)
-    made.args, made.model = SimpleNamespace(report_to=[]), SimpleNamespace(training=True)
+    made.args = SimpleNamespace(report_to=[])
+    made.model = SimpleNamespace(training=True)
     made.state = SimpleNamespace(global_step=2, num_input_tokens_seen=0)
     made.use_vllm = made.use_transformers_continuous_batching = False
-    made.tools, made.eos_token_ids, made._tokenizer = None, [2], SimpleNamespace(eos_token_id=2, pad_token_id=0)
+    made.tools = None
+    made.eos_token_ids = [2]
+    made._tokenizer = SimpleNamespace(eos_token_id=2, pad_token_id=0)
     made.processing_class = SimpleNamespace(batch_decode=lambda rows, **_: ["text"] * len(rows))
     made._metrics = {"train": defaultdict(list)}
     made.rollout_func = lambda asked, trainer: {"prompt_ids": [[1]], "completion_ids": [[2]], "logprobs": [[-0.5]]}

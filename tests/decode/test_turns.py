@@ -100,7 +100,8 @@ def test_greedy_episodes_are_token_identical(name):
     assert all(2 * mine < theirs for mine, theirs in zip(ours[1:], stock[1:], strict=True)), (ours, stock)
     if name in EXACT:
         # Each row runs the token it ended with and the tool's answer, and no padding.
-        new, prompts = [], PROMPTS
+        new = []
+        prompts = PROMPTS
         for turn, completions in enumerate(found[:-1]):
             following = follow(prompts, completions, turn)
             rows = [row for row in range(len(prompts)) if (row + turn) % 4]
@@ -116,7 +117,8 @@ def test_prompts_of_different_lengths_behind_a_common_beginning(name, is_shared,
     """The beginning is prefilled on its own, so padding stands behind it; what a row keeps has no padding."""
     if not is_shared:
         monkeypatch.setattr(shared_prompts, "why_per_row", lambda model: "for the test")
-    model, rng = any_model(name), random.Random(0)
+    model = any_model(name)
+    rng = random.Random(0)
     beginning = [rng.randrange(20, 60) for _ in range(150)]
     behind_it = [beginning + prompt for prompt in PROMPTS]
     kept = KeptTurns(1e12, 3)
@@ -135,10 +137,12 @@ def test_models_whose_turns_are_prefilled_whole(name):
 def test_an_episode_of_four_turns_prefills_a_quarter(name):
     """A prompt of 1,700 tokens, and 300 a turn: 150 drawn and 150 of a tool. Stock TRL prefills 8,600."""
     model = any_model(name)
-    prompt, rng = [20 + i % 30 for i in range(1700)], random.Random(0)
+    prompt = [20 + i % 30 for i in range(1700)]
+    rng = random.Random(0)
     config = greedy(max_new_tokens=150, min_new_tokens=150)
     model.generation_config.max_position_embeddings = 4096
-    kept, counted = KeptTurns(1e12, 3), Counted(model)
+    kept = KeptTurns(1e12, 3)
+    counted = Counted(model)
     for _ in range(4):
         completions, _ = complete(model, [prompt], config, decoding=Decoding(False, kept))
         kept.number += 1
@@ -167,7 +171,8 @@ def test_histories_that_are_edited_or_rolled_back_are_noticed(name):
 
 def test_no_more_than_the_limit_is_kept(monkeypatch):
     """The rows kept first make room, and are prefilled again with one line."""
-    model, lines = any_model("llama"), []
+    model = any_model("llama")
+    lines = []
     monkeypatch.setattr(turns_module.logger, "warning_once", lines.append)
     expected, _ = episodes(model, None)
     whole = KeptTurns(1e12, 3)
@@ -195,7 +200,8 @@ def test_no_more_than_the_limit_is_kept(monkeypatch):
 def test_chunks_processors_and_rows_without_an_end(name, changes):
     if name == "lfm2" and "prefill_chunk_size" in changes:
         pytest.skip("transformers' own chunks decay a recurrent state by the padding in front")
-    model, config = any_model(name), greedy(max_new_tokens=6, **changes)
+    model = any_model(name)
+    config = greedy(max_new_tokens=6, **changes)
     assert episodes(model, KeptTurns(1e12, 3), settings=config)[0] == episodes(model, None, settings=config)[0]
 
 
@@ -207,7 +213,8 @@ def test_the_last_turn_keeps_nothing():
 
 def test_draws_are_of_the_models_distribution():
     """A second turn's first token, drawn many times, comes as often as the model's own probability."""
-    model, prompt = any_model("llama"), [20, 21, 22]
+    model = any_model("llama")
+    prompt = [20, 21, 22]
     kept = KeptTurns(1e12, 1)
     [first], _ = complete(model, [prompt], greedy(max_new_tokens=4), decoding=Decoding(False, kept))
     history = prompt + first + [33, 34]
@@ -241,7 +248,8 @@ TRAINED = {
     "sliding": lambda: build_family(SUPPORTED["qwen3_sliding"]),
     "hybrid": lambda: build_family(RECURRENT["qwen3_5"][0]),
 }
-STOCK, OURS = (GRPOTrainer, GRPOConfig), (EfficientGRPOTrainer, EfficientGRPOConfig)
+STOCK = (GRPOTrainer, GRPOConfig)
+OURS = (EfficientGRPOTrainer, EfficientGRPOConfig)
 
 
 def make_trainer(cls, config_cls, folder, kind="full", tools=(add,), tokenizer=None, model=None, **changes):

@@ -45,7 +45,9 @@ class Episodes:
         for attribute in ("image_token_id", "image_token_index"):
             if hasattr(self.model.config, attribute):
                 setattr(self.model.config, attribute, IMAGE)
-        self.ids, self.images, known = [], [], {}
+        self.ids = []
+        self.images = []
+        known = {}
         for words, group, pixels in PROMPTS:
             first, *others = WORDS[words]
             if (group, pixels) not in known:
@@ -134,7 +136,8 @@ def hash_of(text: str) -> int:
 def test_greedy_episodes_with_images_are_token_identical(name):
     """Against transformers' own loop over whole histories, with the pixels of all images of each."""
     tool_images = {} if name in IDEFICS else TOOL_IMAGES
-    theirs, mine = Episodes(name, tool_images), Episodes(name, tool_images)
+    theirs = Episodes(name, tool_images)
+    mine = Episodes(name, tool_images)
     assert why_not_kept(mine.model) is None
     expected, stock_tokens, _ = theirs.play(None)
     found, tokens, images = mine.play(KeptTurns(1e12, 3))
@@ -160,8 +163,10 @@ def test_a_new_image_among_padded_ones_is_prefilled_with_its_history(name, monke
 @pytest.mark.parametrize("name", sorted(IDEFICS))
 def test_as_many_images_as_rows_among_padded_ones(name):
     """Rows with two images next to as many with none: four rows of pixels, which are not one per image."""
-    episodes, rows = Episodes(name, {}), [6, 6, 5, 5]
-    ids, vision = [episodes.ids[row] for row in rows], episodes.vision(rows)
+    episodes = Episodes(name, {})
+    rows = [6, 6, 5, 5]
+    ids = [episodes.ids[row] for row in rows]
+    vision = episodes.vision(rows)
     settings = greedy(suppress_tokens=[IMAGE], max_new_tokens=8)
     expected, _ = complete(episodes.model, ids, settings, compact=False, vision=vision)
     found, work = complete(episodes.model, ids, settings, vision=vision)

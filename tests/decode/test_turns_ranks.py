@@ -90,7 +90,8 @@ def test_ranks_take_part_in_the_turns_of_others(tmp_path):
 
 def rank(folder: Path) -> None:
     force_fsdp()
-    mine, results = int(os.environ["RANK"]), {}
+    mine = int(os.environ["RANK"])
+    results = {}
     for name, (classes, kind, sharded, settings) in RUNS.items():
         os.environ["ACCELERATE_USE_FSDP"] = str(sharded).lower()
         trainer = make_trainer(

@@ -50,7 +50,8 @@ class Rank:
         given = (str(script), list(map(str, arguments)), dict(environment), str(log), str(errors or ""), str(cwd))
         self.process = context.Process(target=_run_script, args=given)
         self.process.start()
-        self.pid, self.wait = self.process.pid, self.process.join
+        self.pid = self.process.pid
+        self.wait = self.process.join
 
     def poll(self) -> int | None:
         return self.process.exitcode
@@ -101,7 +102,8 @@ def launch_all(
     meanwhile: Callable[[Sequence], None] | None = None,
 ) -> list[tuple[int, str]]:
     """`(exit code, output)` of each script, arguments and environment in `starts`; see [`launch`]."""
-    processes, timed_out = [], False
+    processes = []
+    timed_out = False
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank{rank}.txt" for rank in range(len(starts))]
         try:
@@ -127,7 +129,8 @@ def launch_all(
 
 def _completed(script, words, environment, cwd, timeout) -> subprocess.CompletedProcess:
     with tempfile.TemporaryDirectory() as folder:
-        output, errors = Path(folder) / "output.txt", Path(folder) / "errors.txt"
+        output = Path(folder) / "output.txt"
+        errors = Path(folder) / "errors.txt"
         process = Rank(script, words, environment, output, errors, cwd)
         try:
             process.wait(_patient(timeout))
@@ -190,7 +193,8 @@ def launch(
     When one fails, the others have `grace` seconds to end by themselves and are then killed, which gives a negative
     code. With `check` a code that is not zero raises. `meanwhile` is called with the processes that were started.
     """
-    port, starts = str(free_port()), []
+    port = str(free_port())
+    starts = []
     for rank in map(str, range(processes)):
         values = (rank, rank, str(processes), str(processes), "127.0.0.1", port)
         variables = dict(zip(TORCHRUN, values, strict=True)) if processes > 1 else {}

@@ -44,7 +44,10 @@ def assert_same(out, expected, of_losses=0.0, of_adapter=0.0):
 def test_two_launchers_train_as_ranks_without_one(base, undisturbed, tmp_path, kind):
     """`accelerate launch --machine_rank 0` and `1` with a config of this package; of HSDP two ranks on each node."""
     pytest.importorskip("deepspeed" if kind == "zero2" else "torch")
-    hsdp, port, expected, starts = kind == "hsdp_qlora", free_port(), undisturbed, []
+    hsdp = kind == "hsdp_qlora"
+    port = free_port()
+    expected = undisturbed
+    starts = []
     for node in (0, 1):
         words = ["accelerate", "--config_file", REPOSITORY / f"accelerate_configs/multi_node_{kind}.yaml"]
         words += ["--num_machines", 2, "--num_processes", 4 if hsdp else 2, "--machine_rank", node]
@@ -67,7 +70,8 @@ def test_another_node_takes_the_place_of_one_that_dies(base, undisturbed, tmp_pa
     """torchrun on two nodes; the second's agent and rank are killed in step 3, and an agent is started in its
     place.
     """
-    port, started = free_port(), []
+    port = free_port()
+    started = []
     words = ["torchrun", "--nnodes", 2, "--nproc_per_node", 1, "--rdzv_backend", "c10d", "--rdzv_id", "job"]
     words += ["--rdzv_endpoint", f"127.0.0.1:{port}", "--local_addr", "127.0.0.1", "--max_restarts", 3]
     words += ["--rdzv_conf", "keep_alive_interval=1"]  # a node counts as dead after three seconds instead of fifteen

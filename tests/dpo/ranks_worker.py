@@ -27,14 +27,16 @@ from trl_fsdp_qlora import (
 from trl_fsdp_qlora.fsdp2_qlora.adapters import gather_adapter
 from trl_fsdp_qlora.prefix_sharing.door import causal_language_model
 
-RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+RANK = int(os.environ.get("RANK", "0"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class FixedCompletions:
     """Completions that depend on the prompt and its place in the group alone, not on weights or ranks."""
 
     def _generate_single_turn(self, prompt_ids, *_):
-        seen, completions = {}, []
+        seen = {}
+        completions = []
         for key in map(tuple, prompt_ids):
             place = seen[key] = seen.get(key, 0) + 1
             draw = torch.Generator().manual_seed(zlib.crc32(repr((key, place)).encode()))
@@ -139,7 +141,8 @@ def train(name: str, path: str, out: Path, quantized: bool) -> dict:
 
 def main(path, out, *scenarios):
     force_fsdp()
-    out, results = Path(out), {}
+    out = Path(out)
+    results = {}
     for scenario in scenarios:
         label, _, rest = scenario.partition("=")
         name, _, quantized = rest.partition(":")

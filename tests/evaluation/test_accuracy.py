@@ -49,7 +49,8 @@ def test_the_result_does_not_depend_on_training_mode_and_leaves_the_generator_al
 def test_format_and_arithmetic_are_told_apart():
     dataset = Dataset.from_dict({"prompt": ["1+1="] * 4, "answer": ["2"] * 4})
     for answer_format, correct, strict in (("auto", 2, 1), ("hash", 1, 1), ("last_number", 3, 3)):
-        tokenizer, texts = character_tokenizer(), ["9 #### 2", "#### 3, that is 2", "it is 2", "none"]
+        tokenizer = character_tokenizer()
+        texts = ["9 #### 2", "#### 3, that is 2", "it is 2", "none"]
         tokenizer.decode = lambda tokens, skip_special_tokens, texts=texts: texts.pop(0)
         model = Answering(lambda *_: "7")
         result = evaluate(model, tokenizer, dataset, answer_format=answer_format, progress=False)
@@ -61,7 +62,9 @@ def test_format_and_arithmetic_are_told_apart():
 
 
 def test_penalties_of_the_models_own_config_are_left_out(monkeypatch):
-    model, completions, generate = tiny_model(), [], evaluation.generate
+    model = tiny_model()
+    completions = []
+    generate = evaluation.generate
 
     def kept(*args, **kwargs):
         completions.append(generate(*args, **kwargs))
@@ -69,7 +72,8 @@ def test_penalties_of_the_models_own_config_are_left_out(monkeypatch):
 
     monkeypatch.setattr(evaluation, "generate", kept)
     for penalty, ngram in ((1.0, 0), (20.0, 1)):
-        model.generation_config.repetition_penalty, model.generation_config.no_repeat_ngram_size = penalty, ngram
+        model.generation_config.repetition_penalty = penalty
+        model.generation_config.no_repeat_ngram_size = ngram
         evaluate(model, character_tokenizer(), prompts(4), max_new_tokens=8, progress=False)
     plain, penalised = completions
     assert plain == penalised and any(len(set(tokens)) < len(tokens) for tokens in plain)

@@ -119,7 +119,9 @@ def test_the_evaluation_script_measures_a_4_bit_base(problems, tmp_path, monkeyp
 )
 def test_a_config_trains_as_ddp_does_syncs_measures_and_saves(reference, problems, tmp_path, config, kinds, reason):
     """`kinds` are with a 4-bit base and with a whole one; `reason` is why the adapter alone is sent to an engine."""
-    fsdp2, quantized, out = config.startswith("fsdp2"), "qlora" in config, tmp_path / "out"
+    fsdp2 = config.startswith("fsdp2")
+    quantized = "qlora" in config
+    out = tmp_path / "out"
     if not fsdp2:
         pytest.importorskip("deepspeed")
     model, ddp = reference
@@ -128,7 +130,9 @@ def test_a_config_trains_as_ddp_does_syncs_measures_and_saves(reference, problem
     gather = "per_layer" if config == "fsdp2_qlora_cpu" else "auto"
     ranks = accelerate(config, model, out, *scenarios, recipe(problems, quantized, gather))
     for rank, kind in ((rank, kind) for rank in ranks for kind in kinds):
-        found, expected, near = rank[kind], ddp[kind], 1e-5 if fsdp2 else 1e-4
+        found = rank[kind]
+        expected = ddp[kind]
+        near = 1e-5 if fsdp2 else 1e-4
         assert found["dtensors"] == fsdp2 and found["loss"] == pytest.approx(expected["loss"], abs=near)
         assert (found["base"] is not None and found["base"]["ratio"] <= 0.52) == quantized
         loaded = PeftModel.from_pretrained(tiny.load(model) if kind == "sft" else tiny.load_whole(model), out / kind)
@@ -161,9 +165,11 @@ def test_the_config_itself_trains_on_gpus(problems, tmp_path, config):
     """
     if config.startswith("zero"):
         pytest.importorskip("deepspeed")
-    model, out = tiny.make_checkpoint(tmp_path / "model"), tmp_path / "out"
+    model = tiny.make_checkpoint(tmp_path / "model")
+    out = tmp_path / "out"
     out.mkdir()
-    quantized, with_recipe = config not in ("fsdp2", "zero3"), config.startswith("fsdp2_qlora")
+    quantized = config not in ("fsdp2", "zero3")
+    with_recipe = config.startswith("fsdp2_qlora")
     words = ["accelerate", "--config_file", CONFIGS / f"{config}.yaml", "--num_processes", torch.cuda.device_count()]
     words += ["--main_process_port", free_port(), WORKER, model, out]
     words += [f"sft=sft:quantized={int(quantized)},final={out}/final", *[recipe(problems, True)] * with_recipe]

@@ -132,7 +132,8 @@ def test_zero_2_shares_prompts_one_micro_batch_a_pass(runs, tmp_path):
     the step.
     """
     pytest.importorskip("deepspeed")
-    model, expected = runs["model"], runs["one", "grpo"][0]
+    model = runs["model"]
+    expected = runs["one", "grpo"][0]
     out = tmp_path / "out"
     out.mkdir()
     scenarios = [f"{name}={scenario}" for name, scenario in ZERO_2.items()]

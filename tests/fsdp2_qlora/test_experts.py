@@ -126,10 +126,8 @@ def test_loss_and_gradient_are_those_of_the_dequantized_model(checkpoint, nested
 
     Rows of 48 weights: what bitsandbytes' own product on AVX-512 gets wrong.
     """
-    whole, model = (
-        AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32),
-        loaded(checkpoint, double=nested),
-    )
+    whole = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model = loaded(checkpoint, double=nested)
     for name, module in packed_experts(model).items():
         for projection in module.layouts:
             weight = getattr(whole.get_submodule(name), projection).detach()
@@ -140,7 +138,8 @@ def test_loss_and_gradient_are_those_of_the_dequantized_model(checkpoint, nested
     stock = dequantized(model, checkpoint, double=nested)
     for shape in ((3, 20), (1, 2)):  # of one token bitsandbytes has a kernel of its own
         ids = torch.randint(0, 97, shape)
-        (loss, gradient), (wanted_loss, wanted) = of_embeddings(model, ids), of_embeddings(stock, ids)
+        loss, gradient = of_embeddings(model, ids)
+        wanted_loss, wanted = of_embeddings(stock, ids)
         torch.testing.assert_close(loss, wanted_loss, atol=1e-5, rtol=0)
         assert (gradient - wanted).abs().max() <= 1e-5 * wanted.abs().max()
     # 40 x 12 weights are no whole blocks: the loop on a GPU, too.
@@ -187,7 +186,8 @@ def test_groups_cost_as_many_calls_for_many_experts_as_for_few_and_the_host_read
     counted = []
     for number in (6, 24):
         model = loaded(save(tmp_path / str(number), num_experts=number, num_local_experts=number))
-        module, hidden = next(iter(packed_experts(model).values())), torch.randn(40, 64)
+        module = next(iter(packed_experts(model).values()))
+        hidden = torch.randn(40, 64)
         chosen = torch.rand(40, number).topk(2)
         for one_by_one in (True, False):
             with patch.object(experts, "multiplies_groups", return_value=not one_by_one), Operations() as seen:
@@ -236,8 +236,10 @@ def test_triton_unpacks_and_multiplies_as_bitsandbytes_and_torch_do(out_features
 @NEEDS_INTERPRETER
 def test_triton_multiplies_groups_with_trained_matrices_as_float64_does():
     """Gradients of rows and matrices too; some groups have no rows, and the last has several tiles."""
-    x, weight = torch.randn(150, 40), torch.randn(4, 72, 40)
-    ends, grad = torch.tensor([0, 33, 33, 150]).int(), torch.randn(150, 72)
+    x = torch.randn(150, 40)
+    weight = torch.randn(4, 72, 40)
+    ends = torch.tensor([0, 33, 33, 150]).int()
+    grad = torch.randn(150, 72)
     found = []
     for ours in (False, True):
         dtype = torch.float32 if ours else torch.float64
@@ -326,7 +328,8 @@ def test_lora_on_experts(checkpoint, tmp_path, checkpointing, way):
     theirs = PeftModel.from_pretrained(stock, tmp_path, is_trainable=True)
     if checkpointing:
         ours.train().gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
-    ids, values = torch.randint(0, 97, (3, 20)), []
+    ids = torch.randint(0, 97, (3, 20))
+    values = []
     for m in (ours, theirs):
         loss, _ = of_embeddings(m, ids)
         gradients = {n.replace(".default", ""): p.grad for n, p in m.named_parameters() if p.requires_grad}
@@ -422,6 +425,7 @@ def test_ranks_hold_their_part_of_the_experts_and_train_as_whole_ones(tmp_path):
     # Four ranks sum gradients in another order, and of six experts they hold 2, 2, 2 and none.
     of_four = {"uneven": SFT, "ddp": f"{SFT},{NO_MESH}"}
     four, *_ = scenarios_of(model, tmp_path / "four", of_four, processes=4, environment=mesh_environment(1, 4))
-    uneven, ddp = four["uneven"], four["ddp"]
+    uneven = four["uneven"]
+    ddp = four["ddp"]
     assert uneven["dtensors"] and 0.3 < uneven["base"]["ratio"] <= 0.35 and not ddp["dtensors"]
     assert difference(uneven["adapter"], ddp["adapter"]) <= 1e-6

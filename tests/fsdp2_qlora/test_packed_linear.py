@@ -21,7 +21,8 @@ def make_layer(quant_type="nf4", double=True, storage=torch.uint8, shape=(128, 9
 
 
 ON_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: the 4-bit kernels of bitsandbytes")
-STORAGES, SHAPES = (torch.uint8, torch.bfloat16, torch.float32), ((128, 96), (64, 7), (64, 1))
+STORAGES = (torch.uint8, torch.bfloat16, torch.float32)
+SHAPES = ((128, 96), (64, 7), (64, 1))
 CASES = [("cpu", *case) for case in product(("nf4", "fp4"), (True, False), STORAGES, SHAPES)]
 for double in (True, False):
     CASES.append(pytest.param("cuda", "nf4", double, torch.uint8, (128, 96), marks=[pytest.mark.gpu, ON_CUDA]))
@@ -43,14 +44,16 @@ def test_output_and_input_gradient_are_those_of_bitsandbytes(device, quant_type,
         with torch.no_grad():
             assert torch.equal(stock(x1), packed(x1))
         x2 = x1.clone().requires_grad_()
-        y1, y2 = stock(x1.requires_grad_()), packed(x2)
+        y1 = stock(x1.requires_grad_())
+        y2 = packed(x2)
         y1.square().sum().backward()
         y2.square().sum().backward()
         assert torch.equal(y1, y2) and torch.equal(x1.grad, x2.grad)
 
 
 def test_repacked_weights_for_avx512_are_turned_back():
-    stock, packed = make_layer(bias=False), make_layer(bias=False)
+    stock = make_layer(bias=False)
+    packed = make_layer(bias=False)
     packed.support_avx512bf16_for_cpu = bnb.nn.modules.has_avx512bf16()
     if not packed.support_avx512bf16_for_cpu:
         pytest.skip("this CPU has no AVX512-BF16, so bitsandbytes never repacks")

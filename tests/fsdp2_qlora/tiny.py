@@ -70,10 +70,12 @@ def make_problems(folder: str | Path, base: str, quantized: bool, rows: int = 24
 
     A random base would answer nothing right; this one is right in half of the problems, if it is computed right.
     """
-    model, tokenizer = load(base) if quantized else load_whole(base), make_tokenizer()
+    model = load(base) if quantized else load_whole(base)
+    tokenizer = make_tokenizer()
     without_repacking(model)
     settings = {"max_new_tokens": 3, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": [tokenizer.eos_token_id]}
-    greedy, lines = GenerationConfig(do_sample=False, **settings), []
+    greedy = GenerationConfig(do_sample=False, **settings)
+    lines = []
     for i in range(rows):
         question = f"{i}+{i * 3}="
         tokens = generate(model, [tokenizer(question)["input_ids"]], greedy)[0]

@@ -80,7 +80,8 @@ from trl_fsdp_qlora.vllm import engine as engines
 ON_GPU = os.environ.get("ON_GPU") == "1"  # set by the tests that need CUDA
 # Of a mixture, whose experts are adapted too.
 ON_EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
-RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+RANK = int(os.environ.get("RANK", "0"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class ShardedSFTTrainer(ShardedQLoRAMixin, SFTTrainer):
@@ -124,7 +125,8 @@ class FixedCompletions(EfficientGRPOTrainer):
         return scores
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        seen, completions = {}, []
+        seen = {}
+        completions = []
         for key in map(tuple, prompt_ids):
             place = seen[key] = seen.get(key, 0) + 1
             generator = torch.Generator().manual_seed(zlib.crc32(repr((key, place)).encode()))
@@ -149,7 +151,9 @@ class Record(TrainerCallback):
     """
 
     def __init__(self):
-        self.gradients, self.steps, self.traffic = [], [], None
+        self.gradients = []
+        self.steps = []
+        self.traffic = None
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         with torch.no_grad():
@@ -222,7 +226,8 @@ def is_sharded(model):
 def result(trainer, record):
     model = trainer.accelerator.unwrap_model(trainer.model)
     generation.reshard(model)  # an evaluation leaves the last group gathered until the next training step
-    history, base = trainer.state.log_history, getattr(trainer, "base_bytes", None)
+    history = trainer.state.log_history
+    base = getattr(trainer, "base_bytes", None)
     adapter = gather_adapter(model) if isinstance(model, PeftModel) else {}
     return {
         "loss": [entry["loss"] for entry in history if "loss" in entry],
@@ -318,7 +323,8 @@ def by_name(path, out, base="", stored="", experts=0, gather="auto", keep=0):
         # Half of the vocabulary ends a completion: some rank is always finished before the other.
         generation_kwargs={"eos_token_id": list(range(3, 35))},
     )
-    generate, longest = trainer._generate_single_turn, []
+    generate = trainer._generate_single_turn
+    longest = []
 
     def measured(*args, **kwargs):
         completions, logps = generate(*args, **kwargs)
@@ -428,7 +434,8 @@ def recording_fails(path, out):
     trainer = grpo_trainer(FixedCompletions, tiny.load(path), out, fsdp_gather="per_layer", max_steps=1)
     trainer.train()
     collectives = benchmark("traffic").count_traffic(trainer.model)
-    few_logits, asked = logits.few_logits, []
+    few_logits = logits.few_logits
+    asked = []
 
     def fails_in_the_middle(model, *arguments):
         asked.append(RANK)
@@ -467,7 +474,8 @@ def synced_gpus(path, out, reason, quantized=0):
     settings["peft_config"] = tiny.lora(r=3)
     trainer = grpo_trainer(EfficientGRPOTrainer, load(path), out, **settings)
     trainer.train()
-    parameters, name = list(trainer.model.parameters()), "sampling/sampling_logp_difference/max"
+    parameters = list(trainer.model.parameters())
+    name = "sampling/sampling_logp_difference/max"
     assert trainer.sync == ("adapter", reason) and all(map(whole_engine.is_sharded, parameters))
     off = [entry[name] for entry in trainer.state.log_history if name in entry]
     assert len(off) == 3 and max(off) < 1e-5  # float32, sums in another order
@@ -486,13 +494,15 @@ def gather_context(path, out):
     """`gathered` leaves settings and weights as they were, also when the block raises, and moves less."""
     trainer = sft_trainer(path, out, Record(), max_steps=1)
     trainer.train()
-    model, ids = trainer.model.eval(), torch.arange(3, 19).view(1, 16)
+    model = trainer.model.eval()
+    ids = torch.arange(3, 19).view(1, 16)
     eight = {"min_new_tokens": 8, "max_new_tokens": 8, "do_sample": False}
 
     def settings():
         return [value if isinstance(value, bool) else value is None for _, _, value in reshard_settings(model)]
 
-    traffic, settings_before = benchmark("traffic").count_traffic(model), settings()
+    traffic = benchmark("traffic").count_traffic(model)
+    settings_before = settings()
     with torch.no_grad():
         generation.reshard(model)
         logits_before = model(input_ids=ids).logits
@@ -536,7 +546,8 @@ def memory(_path, out, big=""):
 def main(path, out, *specifications):
     force_fsdp()
     without_deepspeeds_operator()
-    out, results = Path(out), {}
+    out = Path(out)
+    results = {}
     for specification in specifications:
         label, _, rest = specification.partition("=")
         name, _, text = rest.partition(":")

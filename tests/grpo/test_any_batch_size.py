@@ -16,7 +16,8 @@ from .test_equals_stock import assert_equal_runs
 def steps(monkeypatch):
     """What was looked ahead: `(micro-batches, those of one pass, trunks)` of each optimizer step."""
     monkeypatch.setattr(across_passes, "MIN_SAVED_TOKENS", 1)
-    seen, plan_step = [], Door.plan_step
+    seen = []
+    plan_step = Door.plan_step
 
     def watched(door, batches, *args, **kwargs):
         plan = plan_step(door, batches, *args, **kwargs)
@@ -103,7 +104,8 @@ def test_full_fine_tuning(tmp_path, steps):
 
 def test_no_forward_of_a_cut_micro_batch_is_longer_than_a_pass(tmp_path, steps, monkeypatch):
     """The comparison of the first step included."""
-    limits, compare = [], Comparison.with_stock
+    limits = []
+    compare = Comparison.with_stock
 
     def watched(door, model, batch, autocast, tokens_per_pass):
         limits.append(tokens_per_pass)

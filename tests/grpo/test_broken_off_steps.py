@@ -69,7 +69,9 @@ class At(TrainerCallback):
     """Calls `what(trainer, control)` behind micro-batch number `place` of a run, once."""
 
     def __init__(self, made, place, what):
-        self.made, self.left, self.what = made, place, what
+        self.made = made
+        self.left = place
+        self.what = what
         made.add_callback(self)
 
     def on_substep_end(self, args, state, control, **kwargs):
@@ -96,7 +98,8 @@ def test_a_run_that_broke_off_between_two_micro_batches_and_goes_on(tmp_path, wa
     def run(made):
         behind = 1 if way == "cut" else 3
         if place == "loss":
-            compute_loss, calls = made._compute_loss, []
+            compute_loss = made._compute_loss
+            calls = []
 
             def fails_once(model, inputs):
                 loss = compute_loss(model, inputs)
@@ -247,7 +250,8 @@ def test_a_last_step_of_fewer_micro_batches(tmp_path, way):
 
 def test_a_cut_micro_batch_draws_the_same_dropout_twice(tmp_path, monkeypatch):
     """The gradient was that of other values than the loss was taken of."""
-    scores, run = [], step._run
+    scores = []
+    run = step._run
 
     def watched(*args, **kwargs):
         output = run(*args, **kwargs)
@@ -277,7 +281,8 @@ def test_the_tokens_of_a_cut_micro_batch_are_counted_over_all_of_its_passes(tmp_
 @ways
 def test_what_is_kept_is_freed_with_its_last_pass(tmp_path, way, monkeypatch):
     kept, alive = {}, []  # weak references to what each store keeps of a node; what outlived it
-    keep, drop = across_passes.KeptValues.keep, across_passes.KeptValues.drop
+    keep = across_passes.KeptValues.keep
+    drop = across_passes.KeptValues.drop
 
     def watched(store, key, value):
         keep(store, key, value)

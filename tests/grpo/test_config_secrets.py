@@ -17,7 +17,8 @@ TOKEN, PASSWORD = "a-plain-token", "passw0rd"
 
 @pytest.mark.parametrize("cls", [EfficientGRPOConfig, TSPMOConfig, AStarPOConfig])
 def test_a_secret_stays_in_memory(cls, tmp_path):
-    url, file = f"http://bob:{PASSWORD}@judge:8000", io.BytesIO()
+    url = f"http://bob:{PASSWORD}@judge:8000"
+    file = io.BytesIO()
     inside = {
         "model_init_kwargs": {"token": TOKEN},
         "vllm_engine_kwargs": json.dumps({"hf_token": TOKEN, "quantization": "fp8"}),
@@ -47,7 +48,8 @@ def test_a_plain_config_of_trl_leaves_no_token_either(tmp_path):
 
 
 def test_a_run_uses_the_tokens_in_dictionaries_and_writes_none_of_them(tmp_path, monkeypatch):
-    base, used = save_tiny_model(tmp_path / "base"), []
+    base = save_tiny_model(tmp_path / "base")
+    used = []
     load = PreTrainedModel.from_pretrained.__func__
 
     def recorded(cls, *arguments, **named):

@@ -30,11 +30,9 @@ MARKS = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
 ]
 pytestmark = MARKS
-STOCK, OURS, T_SPMO = (
-    (GRPOTrainer, GRPOConfig),
-    (EfficientGRPOTrainer, EfficientGRPOConfig),
-    (TSPMOTrainer, TSPMOConfig),
-)
+STOCK = (GRPOTrainer, GRPOConfig)
+OURS = (EfficientGRPOTrainer, EfficientGRPOConfig)
+T_SPMO = (TSPMOTrainer, TSPMOConfig)
 
 
 def made(both, folder, **changes):
@@ -48,7 +46,8 @@ def made(both, folder, **changes):
 def a_star_po(folder, prompts: int, **changes) -> AStarPOTrainer:
     """A*-PO in bfloat16; one completion per prompt, so it has a model and a reward of its own."""
     settings = {"num_generations": 1, "bf16": True, "use_cpu": False, "max_steps": 2} | changes
-    args, data = config(AStarPOConfig, folder, **settings), problems(prompts)
+    args = config(AStarPOConfig, folder, **settings)
+    data = problems(prompts)
     more = {"processing_class": character_tokenizer(), "peft_config": lora()}
     return AStarPOTrainer(tiny_model(), has_digit, args, data, **more)
 
@@ -129,11 +128,13 @@ def test_bfloat16_is_as_near_to_float32_as_stock_is(tmp_path):
 def test_packed_equals_padded(tmp_path, method):
     """The same tokens are drawn for a step, whichever way they are computed; T-SPMO's completions share beginnings."""
     both, changes = (OURS, {"token_selection": "s_grpo"}) if method == "s_grpo" else (T_SPMO, {})
-    results, batch = [], None
+    results = []
+    batch = None
     for sharing in ("auto", "off"):
         ours = made(both, tmp_path / sharing, prefix_sharing=sharing, **changes)
         if batch is None:
-            state, batch = copy.deepcopy(ours.model.state_dict()), drawn(ours)
+            state = copy.deepcopy(ours.model.state_dict())
+            batch = drawn(ours)
             batch["completion_ids"][:, 0] = batch["completion_ids"][0, 0]
         ours.model.load_state_dict(state)
         results.append(loss_and_gradient(ours, batch))

@@ -52,7 +52,8 @@ def test_killed_and_resumed_equals_uninterrupted(uninterrupted, tmp_path, kill, 
 
 
 def assert_equal_runs(run: Path, uninterrupted: Path) -> None:
-    expected, resumed = history(uninterrupted), history(run)
+    expected = history(uninterrupted)
+    resumed = history(run)
     assert expected.keys() == resumed.keys() == set(range(1, 10))
     for step, entry in expected.items():
         for key in entry.keys() & set(KEYS):
@@ -73,7 +74,9 @@ KILLS = int(os.environ.get("TRL_FSDP_QLORA_KILLS", "2"))
 def test_killed_at_a_random_moment(uninterrupted, tmp_path, case):
     """Odd cases while a checkpoint is being written, the others anywhere behind a random checkpoint."""
     rng = random.Random(f"{os.environ.get('TRL_FSDP_QLORA_FUZZ_SEED', '0')}-{case}")
-    run, step, delay = tmp_path / "run", rng.randrange(1, 9), rng.random()
+    run = tmp_path / "run"
+    step = rng.randrange(1, 9)
+    delay = rng.random()
 
     def killer(processes):
         (process,) = processes

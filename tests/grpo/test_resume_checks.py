@@ -71,7 +71,8 @@ def run(finished, tmp_path):
     ],
 )
 def test_another_shape_generates_anew_and_says_so(run, caplog, changes, reason):
-    resumed, rows = make(run, max_steps=5, **changes), []
+    resumed = make(run, max_steps=5, **changes)
+    rows = []
     loss = resumed._compute_loss
     resumed._compute_loss = lambda model, inputs: (rows.append(len(inputs["prompt_ids"])), loss(model, inputs))[1]
     resumed.train(resume_from_checkpoint="auto")
@@ -103,7 +104,8 @@ def test_a_finished_run_does_no_further_step_and_a_second_one_in_its_folder_none
 
 
 def test_a_checkpoint_is_pushed_when_whole_and_old_ones_go_but_the_best(tmp_path, monkeypatch):
-    made, pushed = make(tmp_path, save_total_limit=2, at_step_end=lambda s: setattr(s, "best_global_step", 1)), []
+    made = make(tmp_path, save_total_limit=2, at_step_end=lambda s: setattr(s, "best_global_step", 1))
+    pushed = []
     made.args.push_to_hub = True
     note = lambda self, folder: pushed.append((os.path.basename(folder), checkpoints.why_incomplete(folder)))  # noqa: E731
     monkeypatch.setattr(GRPOTrainer, "_push_from_checkpoint", note)

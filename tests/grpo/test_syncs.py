@@ -99,8 +99,11 @@ class Count(TrainerCallback):
     """
 
     def __init__(self, made):
-        self.waits, self.micro, self._made = Waits(), [], made
-        self._loss, self._backward = made.compute_loss, made.accelerator.backward
+        self.waits = Waits()
+        self.micro = []
+        self._made = made
+        self._loss = made.compute_loss
+        self._backward = made.accelerator.backward
         made.add_callback(self)
         made.train()
         apart = {id(stack) for stacks in self.micro for stack in stacks}
@@ -109,7 +112,8 @@ class Count(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 1:
-            self._made.compute_loss, self._made.accelerator.backward = self.compute_loss, self.backward
+            self._made.compute_loss = self.compute_loss
+            self._made.accelerator.backward = self.backward
             self.waits.__enter__()
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -166,7 +170,8 @@ def waits(tmp_path_factory):
     known = {}
 
     def count(feature: str | None, layers: int = 2, **shared) -> Count:
-        key, folder = (feature, layers, str(shared)), tmp_path_factory.mktemp("run")
+        key = (feature, layers, str(shared))
+        folder = tmp_path_factory.mktemp("run")
         if key in known:
             return known[key]
         own, also, backend = FEATURES.get(feature, ({}, shared, None))
@@ -225,7 +230,8 @@ def test_episodes_of_several_turns_wait_no_more_than_stocks(tmp_path, of):
 
 @pytest.mark.parametrize("feature", ["packed", "two_part", "T-SPMO, nested rows"])
 def test_no_layer_waits(waits, feature):
-    few, many = waits(feature, layers=1), waits(feature, layers=2)
+    few = waits(feature, layers=1)
+    many = waits(feature, layers=2)
     assert list(map(len, few.micro)) == list(map(len, many.micro)), places(many.micro[0])
 
 

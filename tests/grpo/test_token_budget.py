@@ -82,7 +82,8 @@ def test_skipping_equals_stock(tmp_path, loss_type, sharing):
 @pytest.mark.parametrize("objective", [{}, {"token_selection": "prefix_cut"}])
 def test_what_is_not_scored_leaves_the_padded_batch(tmp_path, objective, monkeypatch):
     """Rows without and columns behind the last scored token; the rest as in a pass over everything."""
-    ours, shapes = made(tmp_path, prefix_sharing="off", **objective), []
+    ours = made(tmp_path, prefix_sharing="off", **objective)
+    shapes = []
     batch = batch_of(ours)
     batch["advantages"][[0, 1, 2, 3, 5, 7]] = 0.0
     batch["completion_mask"][:, 4:] = 0
@@ -93,7 +94,8 @@ def test_what_is_not_scored_leaves_the_padded_batch(tmp_path, objective, monkeyp
     assert_close(loss_and_gradients(ours, batch), got)
     hook.remove()
     (rows, columns), *others = shapes
-    prompt, whole = batch["prompt_ids"].shape[1], batch["completion_mask"].shape[1]
+    prompt = batch["prompt_ids"].shape[1]
+    whole = batch["completion_mask"].shape[1]
     assert rows == 2 and prompt < columns <= prompt + 4 and others == [(2, prompt + whole)]
     monkeypatch.setattr(
         "trl_fsdp_qlora.grpo.scoring.call_on_scored_rows", lambda model, arguments, keeps: model(**arguments)
@@ -144,7 +146,8 @@ def test_nothing_to_learn_is_counted_and_survived(tmp_path, sharing, loss_type, 
         ours.log(logs)
         return logs
 
-    logs, stock_logs = logged(), logged(batch, stock=True)
+    logs = logged()
+    stock_logs = logged(batch, stock=True)
     for key, value in stock_logs.items():
         if value is not None and key != "entropy":
             assert math.isfinite(logs[key]), key

@@ -73,7 +73,8 @@ def test_what_is_spread_over_the_ranks(tmp_path):
     folder(tmp_path)
     one = planned(settings(tmp_path))
     for kind, spread in (("fsdp2", one.keys()), ("zero2", {model.GRADIENTS, model.OPTIMIZER}), ("ddp", set())):
-        whole, held = planned(settings(tmp_path, Launch(kind, 1))), planned(settings(tmp_path, Launch(kind, 4)))
+        whole = planned(settings(tmp_path, Launch(kind, 1)))
+        held = planned(settings(tmp_path, Launch(kind, 4)))
         assert {name for name in held if whole[name] and held[name] < whole[name]} == {n for n in spread if whole[n]}
         assert all(held[name] == -(-whole[name] // 4) for name in spread)
     assert planned(settings(tmp_path, Launch("ddp", 2)))[model.BUCKETS] == one[model.TRAINED]
@@ -85,7 +86,8 @@ def test_a_gathered_layer_is_received_beside_where_it_is_used(tmp_path):
     run = settings(folder(tmp_path), Launch("fsdp2", 2, use_cpu=True))
     built = model.build(run, read_config(run.model.model_name_or_path))
     layers = [module for module in built.modules() if type(module).__name__ == "LlamaDecoderLayer"]
-    layer, whole = nbytes(layers[0].parameters()), nbytes(built.parameters())
+    layer = nbytes(layers[0].parameters())
+    whole = nbytes(built.parameters())
     root = whole - len(layers) * layer
     assert gathered_bytes(built, run, False) == (root + 4 * layer, whole)
     assert gathered_bytes(built, run, True) == (root + 3 * layer, whole)

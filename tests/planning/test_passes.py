@@ -57,10 +57,12 @@ def measured(run, model, packed: bool, grad: bool = True) -> int:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad and grad]
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
-    rows, prompt = run.per_device_train_batch_size, run.prompt_tokens
+    rows = run.per_device_train_batch_size
+    prompt = run.prompt_tokens
     ids = torch.randint(3, 512, (rows, prompt + run.max_completion_length))
     ids[:, :prompt] = ids[:: run.num_generations, :prompt].repeat_interleave(run.num_generations, 0)
-    mask, labels = torch.ones_like(ids), ids.clone()
+    mask = torch.ones_like(ids)
+    labels = ids.clone()
     labels[:, :prompt] = -100
     door = open_door(model, attention="auto" if packed else "off", compares=False, entropy_gradient=False)
     tracker = PeakTracker(*model.parameters(), *model.buffers(), *(parameter.grad for parameter in trained))
@@ -100,7 +102,9 @@ def measured_step(run, model) -> tuple[int, steps.Step]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
-    rows, count, prompt = run.per_device_train_batch_size, run.gradient_accumulation_steps, run.prompt_tokens
+    rows = run.per_device_train_batch_size
+    count = run.gradient_accumulation_steps
+    prompt = run.prompt_tokens
     ids = torch.randint(3, 512, (rows * count, prompt + run.max_completion_length))
     ids[:, :prompt] = ids[:: run.num_generations, :prompt].repeat_interleave(run.num_generations, 0)
     labels = ids.clone()
@@ -210,7 +214,8 @@ FROZEN = 320 * 128 * 4 + 2 * 320 * 512 * 4 + 320 * 128 * 4
 def test_a_plan_for_a_gpu_counts_the_kernel_that_scores_there(tmp_path, kernel, launch, expected):
     run = settings(folder(tmp_path), Launch(launch), lm_head_kernel=kernel)
     with FakeTensorMode():
-        hidden, weight = torch.empty(320, 128, requires_grad=True), torch.empty(512, 128)
+        hidden = torch.empty(320, 128, requires_grad=True)
+        weight = torch.empty(512, 128)
         with PeakTracker(hidden, weight) as tracker:
             before = tracker.now
             passes.score(hidden, weight, True, True, run)
@@ -239,7 +244,8 @@ def test_a_token_step_makes_as_many_copies_of_its_logits_as_were_planned(tmp_pat
     run = settings(folder(tmp_path, vocab_size=vocabulary), Launch(use_cpu=True), temperature=0.9)
     processors = tf.LogitsProcessorList([tf.TemperatureLogitsWarper(0.9)])
     ids = torch.zeros(run.rollout_rows, 4, dtype=torch.long)
-    rows, sampling = torch.arange(run.rollout_rows), tf.GenerationConfig(do_sample=True)
+    rows = torch.arange(run.rollout_rows)
+    sampling = tf.GenerationConfig(do_sample=True)
     steps = _Batch(ids, rows, sampling, processors, tf.StoppingCriteriaList(), {})
 
     def step():

@@ -57,7 +57,8 @@ def test_the_first_step_counts_with_the_padded_rows_that_it_compares(tmp_path):
     """On a CPU TRL projects every position of a padded row: with a long prompt that is more than the packed row's."""
     run = settings(folder(tmp_path), prompt_tokens=256, max_completion_length=4)
     plan = make_plan(run, hardware=CPU)
-    rows, width = run.per_device_train_batch_size, 260
+    rows = run.per_device_train_batch_size
+    width = 260
     own = passes.measure(run, plan.config, passes.Shape(1, 256 * run.groups + 4 * rows, 4 * rows, True), False, True)
     at_once = (256 * run.groups + 4 * rows) // width
     compared = passes.measure(run, plan.config, passes.Shape(at_once, width, at_once * 259, False), False, True)
@@ -66,7 +67,8 @@ def test_the_first_step_counts_with_the_padded_rows_that_it_compares(tmp_path):
 
 @pytest.mark.slow  # six plans
 def test_plans_for_other_numbers_of_ranks_measure_nothing_again(tmp_path):
-    run, card = settings(folder(tmp_path), Launch("fsdp2", 2)), replace(CARD, cards=8)
+    run = settings(folder(tmp_path), Launch("fsdp2", 2))
+    card = replace(CARD, cards=8)
     first = make_plan(run, hardware=card)
     before = {*passes._measured}, {*passes._whole}
     four = changed(first, processes=4)
@@ -84,7 +86,8 @@ def test_plans_for_other_numbers_of_ranks_measure_nothing_again(tmp_path):
 def test_what_is_found_to_fit_fits_and_the_next_larger_does_not(tmp_path, monkeypatch):
     plan = make_plan(settings(folder(tmp_path, num_hidden_layers=2)), hardware=CARD)
     card = replace(CARD, memory=changed(plan, per_device_train_batch_size=12).peak)  # as much as 12 rows need
-    plan, small = replace(plan, hardware=card), replace(CARD, memory=2**20)
+    plan = replace(plan, hardware=card)
+    small = replace(CARD, memory=2**20)
     assert largest(plan, "per_device_train_batch_size", 4) == 12
     assert not changed(plan, per_device_train_batch_size=16).fits
     assert largest(replace(plan, hardware=small), "max_completion_length") == 0

@@ -28,7 +28,8 @@ def first(base, tmp_path, require_fit=False, **changes):
 
 def test_a_run_that_does_not_fit_is_warned_of_or_refused(base, tmp_path, monkeypatch, capsys):
     """And a mistake of the plan's is one line."""
-    plan, tokenizer = first(base, tmp_path), AutoTokenizer.from_pretrained(base)
+    plan = first(base, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(base)
     assert plan.fits and capsys.readouterr().out == ""
     texts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False) for p in prompts()["prompt"]]
     assert plan.settings.prompt_tokens == max(len(tokenizer(text)["input_ids"]) for text in texts)
@@ -46,7 +47,8 @@ def test_a_run_that_does_not_fit_is_warned_of_or_refused(base, tmp_path, monkeyp
 
 def test_the_step_that_is_measured_has_something_to_learn(base, tmp_path, capsys):
     """Two steps on a batch without a reward, two on one with rewards: the third is the first to make gradients."""
-    metrics, state = defaultdict(list), TrainerState()
+    metrics = defaultdict(list)
+    state = TrainerState()
     callback = plan_vs_actual.PlanVsActual(lambda: metrics, first(base, tmp_path))
     for state.global_step, zero in enumerate([1.0, None, 0.5, None], start=1):
         metrics.clear()  # as when a step is logged

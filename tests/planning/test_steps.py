@@ -21,7 +21,8 @@ def door():
 
 
 def batches_of(run) -> list[Batch]:
-    count, prompt = run.gradient_accumulation_steps, run.prompt_tokens
+    count = run.gradient_accumulation_steps
+    prompt = run.prompt_tokens
     rows = run.per_device_train_batch_size * count
     ids = torch.randint(3, 512, (rows, prompt + run.max_completion_length))
     first_of_group = torch.arange(rows) // run.num_generations * run.num_generations
@@ -52,7 +53,8 @@ CASES = [
 def test_passes_trunks_and_tokens_are_those_of_the_door(tmp_path, door, fields, kind):
     run = settings(folder(tmp_path), Launch(kind, use_cpu=True), **fields)
     torch.manual_seed(0)
-    batches, step = batches_of(run), plan_step(run)
+    batches = batches_of(run)
+    step = plan_step(run)
     made = door.plan_step(batches, run.tokens_per_pass, one_by_one=kind == "zero2")
     if made is None:
         assert not step.is_shared

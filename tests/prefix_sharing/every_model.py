@@ -96,7 +96,8 @@ def small_model(name: str, variant: dict):
 
 def computed(name: str):
     """A small model that stock TRL trains; or the reason why not."""
-    reasons, (ids, mask) = set(), helpers.awkward_batch()
+    reasons = set()
+    ids, mask = helpers.awkward_batch()
     for variant in VARIANTS:
         try:
             model = helpers.with_stock_head(small_model(name, variant))

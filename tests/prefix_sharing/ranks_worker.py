@@ -56,14 +56,17 @@ class Scene:
     """
 
     def __init__(self, wrapper, name, choice="auto"):
-        self.wrapper, self.base, reference = wrapper, build(name), with_stock_head(build(name))
+        self.wrapper = wrapper
+        self.base = build(name)
+        reference = with_stock_head(build(name))
         self.door = prepared(self.base, choice)
         self.model = wrapped(wrapper, self.base)
         mine = slice(0, 6) if dist.get_rank() == 0 else slice(6, 10)
         self.batch = tuple(x[mine] for x in awkward_batch())
         expected = stock_log_probs(reference, *awkward_batch())[0]
         (expected.sum() / 2).backward()  # ranks are averaged
-        self.expected, self.gradients = expected[mine].detach(), gradients(reference)
+        self.expected = expected[mine].detach()
+        self.gradients = gradients(reference)
 
     def run(self, batch=None, **options):
         return one_pass(self.model, self.door, batch or self.batch, **options).logps_BC

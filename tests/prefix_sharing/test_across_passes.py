@@ -27,7 +27,8 @@ def groups(draw):
 
     Each row is its tokens, which of them are labels, and how many are the prompt's.
     """
-    rows, system = [], random_tokens(12, draw)
+    rows = []
+    system = random_tokens(12, draw)
     for n in range(3):
         prompt = torch.cat([system, random_tokens(6 + n, draw)])
         for c in range(4):
@@ -46,7 +47,8 @@ def shuffled(rows, seed=1) -> dict[str, torch.Tensor]:
     longest = max(prompt for _, _, prompt in rows)
     width = longest + max(len(tokens) - prompt for tokens, _, prompt in rows)
     ids = torch.randint(3, VOCABULARY, (len(rows), width), generator=draw)
-    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    mask = torch.zeros_like(ids)
+    labels = torch.full_like(ids, -100)
     for i, (tokens, scored, prompt) in enumerate(rows):
         offset = longest - prompt
         ids[i, offset : offset + len(tokens)] = tokens
@@ -62,7 +64,8 @@ def batches_of(batch, count):
 
 def run(model, batches, weights, forwards=None, per_pass=1):
     model.zero_grad()
-    values, tokens = [], 0
+    values = []
+    tokens = 0
     for number in range(0, len(batches), per_pass):
         some = batches[number : number + per_pass]
         names = ("input_ids", "attention_mask", "labels")
@@ -86,7 +89,8 @@ def compare(model, batch, count, tokens_per_pass=None, tolerance=5e-6):
     with door.closed():
         reference, expected, _ = run(model, batches, weights)
     plan = door.plan_step(batches, tokens_per_pass or batch["input_ids"].numel() // count)
-    forwards, per_pass = plan.forwards, plan.batches_per_pass
+    forwards = plan.forwards
+    per_pass = plan.batches_per_pass
     values, grads, tokens = run(model, batches, weights, forwards, per_pass)
     torch.testing.assert_close(values, reference, atol=2e-5, rtol=1e-5)
     assert_equal_gradients(grads, expected, tolerance)  # float32, sums in other orders
@@ -143,7 +147,8 @@ def test_batches_whose_dense_rows_save_more_are_computed_alone(monkeypatch):
     model = with_stock_head(build(SUPPORTED["llama"]))
     door = open_door(model, compares=False)
     draw = torch.Generator().manual_seed(0)
-    system, rows = random_tokens(4, draw), []
+    system = random_tokens(4, draw)
+    rows = []
     for _ in range(2):
         tokens = torch.cat([system, random_tokens(4, draw)])
         prompt = len(tokens)
@@ -151,8 +156,11 @@ def test_batches_whose_dense_rows_save_more_are_computed_alone(monkeypatch):
             tokens = torch.cat([tokens, random_tokens(3, draw)])
             rows.append((torch.cat([tokens, random_tokens(1, draw)]), [len(tokens)], prompt))
     ids = torch.zeros(16, 40, dtype=torch.long)
-    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    mask = torch.zeros_like(ids)
+    labels = torch.full_like(ids, -100)
     for i, (tokens, (label,), _) in enumerate(rows):
-        ids[i, : len(tokens)], mask[i, : len(tokens)], labels[i, label] = tokens, 1, tokens[label]
+        ids[i, : len(tokens)] = tokens
+        mask[i, : len(tokens)] = 1
+        labels[i, label] = tokens[label]
     batches = batches_of({"input_ids": ids, "attention_mask": mask, "labels": labels}, 2)
     assert door.plan_step(batches, tokens_per_pass=60) is None

@@ -36,7 +36,8 @@ TREES = {
 def of_words(words) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-padded rows of letters, with one more token behind each word that it is followed by."""
     width = max(map(len, words)) + 1
-    ids, mask = torch.zeros(len(words), width, dtype=torch.long), torch.zeros(len(words), width, dtype=torch.long)
+    ids = torch.zeros(len(words), width, dtype=torch.long)
+    mask = torch.zeros(len(words), width, dtype=torch.long)
     for row, word in enumerate(words):
         ids[row, : len(word) + 1] = torch.tensor([*map(ord, word), 3])
         mask[row, : len(word) + 1] = 1
@@ -80,11 +81,17 @@ class Call:
     """The part of an AttentionCall that backends read."""
 
     softcap = sinks = None
-    base, own_masks = "sdpa", {}
+    base = "sdpa"
+    own_masks: ClassVar[dict] = {}
 
     def __init__(self, query, key, value, layout, scaling=0.4, window=None):
-        self.query, self.key, self.value, self.layout = query, key, value, layout
-        self.scaling, self.window, self.keys_given = scaling, window, []
+        self.query = query
+        self.key = key
+        self.value = value
+        self.layout = layout
+        self.scaling = scaling
+        self.window = window
+        self.keys_given = []
 
     def run(self, q, k, v, mask):
         self.keys_given.append(k.shape[2])
@@ -128,7 +135,8 @@ def test_two_part_equals_dense_mask(name, window):
     leaves = [x.requires_grad_() for x in draw(layout, 4, 2)]
     call = Call(*leaves, layout, window=window)
     assert_equals_dense_mask(call, leaves, 1e-12, two_part)
-    longest, deepest = layout.forest.lengths.max(), layout.forest.depths.max()
+    longest = layout.forest.lengths.max()
+    deepest = layout.forest.depths.max()
     assert max(call.keys_given) <= (deepest + longest if window is None else longest + window - 1)
 
 
@@ -163,11 +171,10 @@ def test_the_kernel_that_merges_is_the_torch_code_beside_it(monkeypatch, heads, 
     if not interpreted(cascade._merge_kernel):
         pytest.skip("needs Triton and TRITON_INTERPRET=1 (docs/launches.md)")
     torch.manual_seed(0)
-    own, prompt = (
-        torch.randn(30, heads, size, dtype=dtype)[11:],
-        torch.randn(19, heads, 2 * size, dtype=dtype)[..., ::2],
-    )
-    own_lse, prompt_lse = torch.randn(heads, 30)[:, 11:].t(), 3 * torch.randn(heads, 19).t()
+    own = torch.randn(30, heads, size, dtype=dtype)[11:]
+    prompt = torch.randn(19, heads, 2 * size, dtype=dtype)[..., ::2]
+    own_lse = torch.randn(heads, 30)[:, 11:].t()
+    prompt_lse = 3 * torch.randn(heads, 19).t()
     prompt_lse[3], own_lse[4] = -torch.inf, -torch.inf  # nothing seen there
     expected = cascade.merge(own, own_lse, prompt, prompt_lse)
     monkeypatch.setattr(cascade, "runs", lambda kernel, x: True)
@@ -230,7 +237,8 @@ def dense_backward(
     p = (s - lse[:, :, None]).exp()
     wide_k, wide_v = (x.repeat_interleave(heads, 1) for x in (k, v))
     ds = p * (torch.einsum("qhd,khd->hqk", grad, wide_v) - (grad * out).sum(-1).t()[:, :, None]) * scale
-    grad_k, grad_v = torch.einsum("hqk,qhd->khd", ds, q), torch.einsum("hqk,qhd->khd", p, grad)
+    grad_k = torch.einsum("hqk,qhd->khd", ds, q)
+    grad_v = torch.einsum("hqk,qhd->khd", p, grad)
     grad_k, grad_v = (x.unflatten(1, (-1, heads)).sum(2) for x in (grad_k, grad_v))
     return torch.einsum("hqk,khd->qhd", ds, wide_k), grad_k, grad_v
 

@@ -114,7 +114,8 @@ def step_gradients(trainer, micro_batches, tokens_per_pass) -> list[torch.Tensor
 
 def assert_cuts_give_stock_gradients(trainer, monkeypatch, cuts, tolerance, inputs=None):
     inputs = inputs_of(trainer) if inputs is None else inputs
-    planned, plan_step = [], trainer.door.plan_step
+    planned = []
+    plan_step = trainer.door.plan_step
     monkeypatch.setattr(trainer.door, "plan_step", lambda *a, **k: planned.append(plan_step(*a, **k)) or planned[-1])
     for count, passes in cuts:
         micro_batches = sliced(inputs, count)
@@ -189,7 +190,8 @@ def test_the_router_loss_of_each_micro_batch(tmp_path, monkeypatch, name):
     for cut in CUTS:
         losses.clear()
         assert_cuts_give_stock_gradients(trainer, monkeypatch, [cut], 5e-6, inputs)
-        expected, found = losses[: cut[0]], losses[cut[0] :]
+        expected = losses[: cut[0]]
+        found = losses[cut[0] :]
         assert found == pytest.approx(expected, rel=1e-5) and min(expected) > 0
 
 

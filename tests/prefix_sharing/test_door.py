@@ -45,7 +45,8 @@ def random_tokens(count: int, draw: torch.Generator) -> torch.Tensor:
 
 def groups(draw) -> list[tuple[torch.Tensor, list[int]]]:
     """Three prompts behind one system prompt, three completions of each: tokens, and which of them are labels."""
-    rows, system = [], random_tokens(12, draw)
+    rows = []
+    system = random_tokens(12, draw)
     for n in range(3):
         prompt = torch.cat([system, random_tokens(4 + n, draw)])
         for c in range(3):
@@ -58,7 +59,8 @@ def awkward(draw) -> list[tuple[torch.Tensor, list[int]]]:
     """A row that is another's beginning, one twice, one that leaves it half-way, holes in labels, none, labels from
     the start.
     """
-    system, completion = random_tokens(10, draw), random_tokens(9, draw)
+    system = random_tokens(10, draw)
+    completion = random_tokens(9, draw)
     first, second = (torch.cat([system, random_tokens(n, draw)]) for n in (6, 3))
     whole = torch.cat([first, completion])
     behind_first = [
@@ -82,7 +84,8 @@ def padded(rows, side: str, draw) -> dict[str, torch.Tensor]:
     rows = [rows[i] for i in torch.randperm(len(rows), generator=draw)]
     width = max(len(tokens) for tokens, _ in rows) + 2
     ids = torch.randint(3, VOCABULARY, (len(rows), width), generator=draw)
-    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    mask = torch.zeros_like(ids)
+    labels = torch.full_like(ids, -100)
     for i, (tokens, scored) in enumerate(rows):
         room = width - len(tokens)
         offset = {"right": 0, "left": room, "mixed": (3 * i) % (room + 1)}[side]
@@ -106,7 +109,8 @@ def assert_equal_outputs(ours, stock, labels, tolerance=2e-5):
     is_scored = labels[:, 1:] != -100
     assert torch.equal(ours.label_mask, stock.label_mask) and torch.equal(ours.label_mask, is_scored)
     for name in (*FIELDS, "loss", "aux_loss"):
-        mine, theirs = getattr(ours, name), getattr(stock, name)
+        mine = getattr(ours, name)
+        theirs = getattr(stock, name)
         assert (mine is None) == (theirs is None), name
         if mine is None:
             continue
@@ -323,7 +327,8 @@ def test_no_labels_and_no_mask():
 
 def test_twice_off_and_on_again():
     model = with_stock_head(build("llama"))
-    before, batch = model.forward, make_batch()
+    before = model.forward
+    batch = make_batch()
     assert share_prompts(model) is model
     once = model.forward
     assert share_prompts(model).forward is once and once is not before
@@ -411,7 +416,8 @@ def fresh_accelerator():
 @pytest.mark.parametrize("order", ["before", "after", "both"])
 def test_mixed_precision_is_as_near_to_float32_as_stock(order):
     """Accelerate wraps the forward in autocast: the packed one runs inside of it whoever came first."""
-    batch, results = make_batch(awkward, "mixed"), {}
+    batch = make_batch(awkward, "mixed")
+    results = {}
     exact = call(with_stock_head(build("qwen3")), batch).log_probs
     for name in ("stock", "ours"):
         model = with_stock_head(build("qwen3"))
@@ -445,7 +451,8 @@ UNKNOWN = {"position_ids": positions, "shift_labels": shifted, "inputs_embeds": 
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_the_door_does_not_know_runs_as_stock(name, caplog):
-    model, reference = with_stock_head(build("llama")), with_stock_head(build("llama"))
+    model = with_stock_head(build("llama"))
+    reference = with_stock_head(build("llama"))
     share_prompts(model)
     batch = make_batch(awkward, "mixed")
     call(model, batch)

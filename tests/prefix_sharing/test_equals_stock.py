@@ -59,7 +59,8 @@ def lora(name):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_log_probs_entropy_and_gradients_on_each_backend(name):
-    model, kinds = build(name), LAYERS[name]
+    model = build(name)
+    kinds = LAYERS[name]
     door = prepared(model, compared=True)
     figures = assert_equals_stock(model, door).metrics("pass")
     assert {kind: kinds.count(kind) / len(kinds) for kind in kinds} == {
@@ -77,7 +78,8 @@ def test_log_probs_entropy_and_gradients_on_each_backend(name):
 @pytest.mark.parametrize("name", ["mistral_sliding", "qwen3_5"])
 def test_what_does_not_ask_for_a_packed_row_is_untouched(name):
     """Padded passes, and generation by a decoder with windows or states."""
-    model, ours = build(name), build(name)
+    model = build(name)
+    ours = build(name)
     ids, mask = awkward_batch()
     prepared(ours)
     assert torch.equal(ours(ids, attention_mask=mask).logits, model(ids, attention_mask=mask).logits)
@@ -215,10 +217,12 @@ def test_router_loss_counts_tokens_as_stock_does(experts, tmp_path):
 @pytest.mark.parametrize("name", ["qwen3", *KINDS])
 def test_selected_tokens_and_rows_cut_inside_groups(name):
     """As an old policy's pass is cut, which stays within the tokens that stock holds at once."""
-    batch, model = awkward_batch(), build(name)
+    batch = awkward_batch()
+    model = build(name)
     draw = torch.Generator().manual_seed(2)
     scored = (torch.rand(len(batch[0]), COMPLETION, generator=draw) < 0.4) & batch[1][:, -COMPLETION:].bool()
-    door, seen = prepared(model, compared=True), []
+    door = prepared(model, compared=True)
+    seen = []
     budget = 2 * batch[0].shape[1]
 
     def look(_module, _args, arguments):
@@ -231,7 +235,8 @@ def test_selected_tokens_and_rows_cut_inside_groups(name):
 
 def test_recurrent_layers_branch_at_every_level():
     """T-SPMO's completions begin alike: a state goes on from where they part; it is not kept at every token."""
-    batch, model = make_batch([12] * 4, [9] * 4), build("qwen3_5")
+    batch = make_batch([12] * 4, [9] * 4)
+    model = build("qwen3_5")
     batch[0][:, -COMPLETION:-2] = batch[0][0, -COMPLETION:-2]
     figures = assert_equals_stock(model, prepared(model), batch)
     # What four rows have in common is their prompt and seven tokens; the last of the others is only ever a target.
@@ -273,7 +278,9 @@ BATCHES = [
 @pytest.mark.slow
 def test_new_batches_are_not_compiled_anew():
     """A packed row's layout and the scoring of its tokens stay out of the graphs."""
-    model, graphs, counts = build("llama"), [], []
+    model = build("llama")
+    graphs = []
+    counts = []
     door = prepared(model, compared=True)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)

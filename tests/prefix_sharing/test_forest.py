@@ -83,7 +83,8 @@ def batches(draw):
         words.append(begins + draw(tails))
     words = draw(st.permutations(words))
     width = max(map(len, words)) + draw(st.integers(0, 3)) or 1
-    offsets, scored = [], []
+    offsets = []
+    scored = []
     side = draw(st.sampled_from(["left", "right", "both"]))
     for word in words:
         room = width - len(word)
@@ -106,7 +107,8 @@ def seen_from(forest, place: int) -> list[int]:
     own = range(forest.starts[segment], place + 1)
     if forest.end_T is not None:
         return [k for k in own if place < forest.end_T[k]]
-    path, parent = [], forest.parents[segment]
+    path = []
+    parent = forest.parents[segment]
     while parent >= 0:
         path.insert(0, range(forest.starts[parent], forest.starts[parent] + forest.lengths[parent]))
         parent = forest.parents[parent]
@@ -136,7 +138,8 @@ def not_empty(rows: Rows) -> Rows:
 @given(batches().map(not_empty))
 def test_every_label_is_predicted_from_its_own_history(kind, rows):
     layout = packed_as(kind, rows)
-    forest, width = layout.forest, rows.ids.shape[1]
+    forest = layout.forest
+    width = rows.ids.shape[1]
     assert layout.tokens == layout.input_ids.shape[1] == forest.tokens == forest.starts[-1] + forest.lengths[-1]
     wanted = {}
     for row, (word, scored) in enumerate(zip(rows.words(), rows.scored(), strict=True)):
@@ -145,7 +148,8 @@ def test_every_label_is_predicted_from_its_own_history(kind, rows):
     assert sorted(layout.scatter_index_N.tolist()) == sorted(wanted)
     columns = layout.score_index_N, layout.targets_N, layout.scatter_index_N
     for place, target, result in zip(*(column.tolist() for column in columns), strict=True):
-        seen, (history, token) = seen_from(forest, place), wanted[result]
+        seen = seen_from(forest, place)
+        history, token = wanted[result]
         assert target == token and layout.input_ids[0, seen].tolist() == history
         positions = layout.position_ids[0, seen]
         # Columns of a row of its tree, so the row's own where all rows have the same padding in front.
@@ -163,7 +167,8 @@ def test_nothing_is_computed_twice_if_every_level_is_made(kind, rows):
 @given(batches().map(not_empty))
 def test_no_row_is_longer_than_with_shared_prompts_or_one_shared_beginning_alone(rows):
     """One level of prompts is what every trainer has at least; and one beginning that all rows have in common."""
-    needed, tokens = rows.needed(), pack(*rows[:3]).tokens
+    needed = rows.needed()
+    tokens = pack(*rows[:3]).tokens
     assert len(trie_of(needed)) <= tokens
     prompts: dict[tuple, int] = {}
     for word, scored in zip(rows.words(), rows.scored(), strict=True):
@@ -227,7 +232,8 @@ def test_what_attends_to_an_ancestor_is_one_run_in_each_stretch(kind, rows):
     """And every segment attends to each of its ancestors once; so backends may take neighbours for one batch."""
     forest = packed_as(kind, rows).forest
     wanted = {(s, a) for s in range(forest.segments) for a in forest.path(s)}
-    found, ends = [], forest.starts + forest.lengths
+    found = []
+    ends = forest.starts + forest.lengths
     for stretch, crossings in itertools.groupby(forest.crossings(), key=lambda crossing: crossing.starts[0]):
         first = int(np.searchsorted(forest.starts, stretch))
         for crossing in crossings:

@@ -114,7 +114,9 @@ def with_images(name, seed=0):
         if hasattr(model.config, attribute):
             setattr(model.config, attribute, IMAGE)
     draw = torch.Generator().manual_seed(seed)
-    prompts, images, words = {}, {}, []
+    prompts = {}
+    images = {}
+    words = []
     for group, text in TEXT.items():
         images[group] = [make_image(size, draw) for size in sizes[group]]
         if name in IDEFICS:
@@ -238,7 +240,8 @@ def test_a_frozen_tower_sees_each_image_once_in_all_passes_of_a_generation_batch
         pytest.skip("this transformers takes no features of images")
     packed(model, door, batch)  # with the comparison of the first pass
     door.forget_images()
-    seen, inner = [], model.base_model
+    seen = []
+    inner = model.base_model
     run = inner.get_image_features
 
     @functools.wraps(run)  # whose parameters are looked at
@@ -383,7 +386,8 @@ def test_the_comparison_of_the_first_pass_takes_rows_with_images():
 def test_ranks_ask_each_other_for_images_once_per_generation_batch(monkeypatch):
     """With tools a vision class asked in every pass until an image came, and the host waited each time."""
     model, door, batch = pictured("qwen3_vl")
-    asked, reduced = [], comparison_module.reduced_over_ranks
+    asked = []
+    reduced = comparison_module.reduced_over_ranks
     monkeypatch.setattr(comparison_module, "reduced_over_ranks", lambda *args: asked.append(1) or reduced(*args))
     text = batch.rows(np.array([5, 6]))
 

@@ -95,7 +95,8 @@ def test_a_layout_taken_from_a_global_under_checkpointing_is_caught(reentrant, d
     model = build("llama").to(dtype).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    door, attend = prepared(model), cascade.attend
+    door = prepared(model)
+    attend = cascade.attend
 
     def from_a_global(call):
         if call.layout.is_computed:  # the forward is over
@@ -225,7 +226,8 @@ def test_an_attention_scaled_by_three_percent_is_caught_in_half_precision(fault,
         model.model.embed_tokens.weight *= 10
     attention = LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], init_lora_weights=False)
     model = get_peft_model(model, attention).to(torch.bfloat16)
-    door, attend = prepared(model), cascade.attend
+    door = prepared(model)
+    attend = cascade.attend
     if fault:
         monkeypatch.setattr(cascade, "attend", lambda call: FAULTY_ATTENTION[fault](attend, call))
     one_pass(model, door, make_batch([14] * 4 + [9] * 4, [96] * 8, completion=96), completion=96)
@@ -285,13 +287,17 @@ def test_missing_values_and_first_tokens_by_hand():
     draw = torch.Generator().manual_seed(0)
     padded = -torch.rand(4, 50, generator=draw) - 0.6
     noise = 0.005 * torch.randn(5, 4, 50, generator=draw)
-    packed, moves, every = padded + noise[0], noise[1:], torch.ones(4, 50).bool()
+    packed = padded + noise[0]
+    moves = noise[1:]
+    every = torch.ones(4, 50).bool()
 
     def judged(packed, moves=moves, exact=False, scored=every):
         return verdict(statistics(packed, padded, moves, scored), exact)
 
     assert judged(packed) is None and judged(padded * 1, [], exact=True) is None
-    missing, first, tail = padded.clone(), packed.clone(), packed.clone()
+    missing = padded.clone()
+    first = packed.clone()
+    tail = packed.clone()
     missing[2, 7] = 0.0  # one of two hundred, which no mean shows
     assert "1 log-probabilities" in judged(missing) and "1 log-probabilities" in judged(missing, exact=True)
     assert judged(missing, scored=missing != 0) is None
@@ -299,7 +305,8 @@ def test_missing_values_and_first_tokens_by_hand():
     assert "mean" in judged(packed, [], exact=True)
     first[:, 0] += 0.04
     assert "first tokens" in judged(first)
-    second, turns = packed.clone(), every.clone()
+    second = packed.clone()
+    turns = every.clone()
     turns[:, :10] = turns[:, 30:35] = False  # behind a prompt, and behind a user's turn
     second[:, [10, 35]] += 0.04
     assert "first tokens" in judged(second, scored=turns) and judged(second) is None

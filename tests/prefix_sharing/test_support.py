@@ -48,7 +48,8 @@ REASONS = {
 @pytest.mark.parametrize("name", [*UNSUPPORTED, "gpt2"])
 def test_unsupported_models_train_padded_and_say_why(name, tmp_path, caplog):
     """GPT-2 has dropout of attention's weights, and draws the masks that it draws in stock."""
-    inputs, results = loss_inputs(*awkward_batch()), []
+    inputs = loss_inputs(*awkward_batch())
+    results = []
     with caplog.at_level(logging.WARNING, logger=doors.__name__):
         for cls in (GRPOTrainer, EfficientGRPOTrainer):
             trainer = make_trainer(cls, build((UNSUPPORTED | DRAWING)[name]), tmp_path, skip_zero_advantage=False)
@@ -145,7 +146,8 @@ def test_batches_that_cannot_be_packed_run_padded(make, reason, caplog):
 
 def test_rotary_tables_that_depend_on_the_longest_position():
     assert_equals_stock(longrope(switch=40)[0])
-    default, dynamic = {"rope_type": "default"}, {"rope_type": "dynamic", "factor": 2.0}
+    default = {"rope_type": "default"}
+    dynamic = {"rope_type": "dynamic", "factor": 2.0}
     config = tf.LlamaConfig(max_position_embeddings=64)
     for rope, limit in (
         ({"sliding_attention": default, "full_attention": dynamic}, 64),
@@ -158,13 +160,16 @@ def test_rotary_tables_that_depend_on_the_longest_position():
 
 def test_a_batch_with_images_runs_as_stock_where_its_class_is_not_known(caplog):
     """And one without images is packed."""
-    model, (ids, mask) = build(MULTIMODAL["gemma3"]), awkward_batch()
+    model = build(MULTIMODAL["gemma3"])
+    ids, mask = awkward_batch()
     model.config.image_token_id = 60
     door = prepared(model, compared=True)
     ids %= 60
     first = mask.argmax(1)
     rows = first < 14 - 4
-    ids, mask, first = ids[rows], mask[rows], first[rows]
+    ids = ids[rows]
+    mask = mask[rows]
+    first = first[rows]
     labels = completion_labels(ids, mask)
     text = {"input_ids": ids, "attention_mask": mask, "labels": labels, "mm_token_type_ids": ids * 0}
     with_images = {**text, "input_ids": ids.clone(), "pixel_values": torch.rand(len(ids), 3, 16, 16)}
@@ -183,7 +188,8 @@ def test_a_batch_with_images_runs_as_stock_where_its_class_is_not_known(caplog):
 def test_generation_and_checkpoints_see_the_models_own_implementation(tmp_path, monkeypatch):
     """transformers' continuous batching refuses implementations whose name it does not know."""
     trainer = make_trainer(EfficientGRPOTrainer, build("qwen3"), tmp_path)
-    config, seen = trainer.model.config, []
+    config = trainer.model.config
+    seen = []
     monkeypatch.setattr(GRPOTrainer, "_generate", lambda self, prompts: seen.append(config._attn_implementation))
     trainer._generate([])
     assert seen == ["sdpa"] and config._attn_implementation == "prefix_sharing_sdpa"

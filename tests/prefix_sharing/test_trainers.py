@@ -16,7 +16,8 @@ from .helpers import assert_equal_gradients, build, gradients, mean_token, token
 # Two of three prompts begin alike.
 BEGINNING = "ABCDEFGH*" * 3
 PROMPTS = [f"{BEGINNING}IJKL=", f"{BEGINNING}MN=", "OPQRS="]
-CHOSEN, REJECTED = ["AB", "CDE", "F"], ["AC", "CDFGH", "GABAB"]
+CHOSEN = ["AB", "CDE", "F"]
+REJECTED = ["AC", "CDFGH", "GABAB"]
 DATA = {
     "dpo": {"prompt": PROMPTS * 2, "chosen": CHOSEN * 2, "rejected": REJECTED * 2},
     "kto": {
@@ -87,7 +88,8 @@ def test_loss_and_gradients_are_what_they_were(name, kind, adapter, option, tmp_
     if kind in ("rloo", "grpo"):
         batch = stock._generate_and_score_completions(batch)
         batch["advantages"] = torch.linspace(-1, 1, len(batch["advantages"]))
-    losses, of_each = [], []
+    losses = []
+    of_each = []
     for trainer in (stock, shared):
         loss = trainer.compute_loss(trainer.model, copy.deepcopy(batch))
         loss.backward()

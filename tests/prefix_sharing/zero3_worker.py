@@ -14,7 +14,8 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def main(family: str) -> Door:
-    model, reference = build(family), with_stock_head(build(family))
+    model = build(family)
+    reference = with_stock_head(build(family))
     door = prepared(model)
     config = {
         "train_micro_batch_size_per_gpu": 1,

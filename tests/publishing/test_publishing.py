@@ -41,7 +41,8 @@ SENT = {".gitattributes", "README.md", "adapter_config.json", "adapter_model.saf
 def trained(tmp_path_factory):
     """A trainer and where it worked: `base`, `other` of the same shape, and `out` with two checkpoints and a card."""
     root = tmp_path_factory.mktemp("published")
-    base, out = save_tiny_model(root / "base"), root / "out"
+    base = save_tiny_model(root / "base")
+    out = root / "out"
     save_tiny_model(root / "other", seed=1)
     torch.manual_seed(0)
     saving = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "seed": 7}
@@ -194,12 +195,15 @@ def logits_of(model) -> torch.Tensor:
 
 
 def test_the_merged_model_has_pefts_logits_and_a_folder_that_is_there_stays(trained, tmp_path, monkeypatch, capsys):
-    adapter, base, out = str(trained[1] / "out"), str(trained[1] / "base"), tmp_path / "merged"
+    adapter = str(trained[1] / "out")
+    base = str(trained[1] / "base")
+    out = tmp_path / "merged"
     script = Path(__file__).parents[2] / "recipes" / "merge.py"
     monkeypatch.setattr(sys, "argv", ["merge.py", "--adapter", adapter, "--output", str(out), "--dtype", "float32"])
     runpy.run_path(str(script), run_name="__main__")
     assert str(out) in capsys.readouterr().out
-    plain, unmerged = logits_of(load_model(base)), logits_of(load_model(base, adapter))
+    plain = logits_of(load_model(base))
+    unmerged = logits_of(load_model(base, adapter))
     merged = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert merged.dtype == torch.float32 and not hasattr(merged, "peft_config")
     # A merged weight is rounded once more, to half a step of float32 (6e-8 of it), in each of some twenty products.
@@ -221,7 +225,8 @@ def test_the_merged_model_has_pefts_logits_and_a_folder_that_is_there_stays(trai
 def test_nothing_is_merged_into_a_quantized_base_and_an_interrupted_merge_leaves_no_folder(
     trained, tmp_path, monkeypatch
 ):
-    config, quantized = AutoConfig.from_pretrained(trained[1] / "base"), tmp_path / "quantized"
+    config = AutoConfig.from_pretrained(trained[1] / "base")
+    quantized = tmp_path / "quantized"
     config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     config.save_pretrained(quantized)
     with pytest.raises(UserError, match="quantized"):
@@ -253,7 +258,8 @@ def run(trained, folder, capsys):
     """Publish `folder`, proven on a base that lies beside; what is printed."""
 
     def run(*words, base=BASE, on="base", repo=REPO) -> str:
-        named, proof = ["--base", base] if base else [], ["--base-folder", str(trained[1] / on)]
+        named = ["--base", base] if base else []
+        proof = ["--base-folder", str(trained[1] / on)]
         assert publish.run_publish([str(folder), "--repo", repo, *named, *proof, *words]) == 0
         return capsys.readouterr().out
 
@@ -263,7 +269,8 @@ def run(trained, folder, capsys):
 def test_what_is_published_gives_the_recorded_logits_and_names_what_readers_have(trained, folder, server, run):
     before = (folder / "README.md").read_text()
     assert run("--check") and server.requests == []
-    out, sent = run(), server.files(REPO)
+    out = run()
+    sent = server.files(REPO)
     assert set(sent) == SENT and re.search(r"left out: .*checkpoint-2, .*training_args.bin\n", out)
     assert "gives the logits recorded when it was saved: largest difference" in out
     assert f"adapter of {BASE}, licence mit, data someone/sums" in out

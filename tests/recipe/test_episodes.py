@@ -31,7 +31,8 @@ class Guessing:
     """Right with a guess of the secret number."""
 
     def reset(self, answer, **row) -> str:
-        self.secret, self.found = int(answer), False
+        self.secret = int(answer)
+        self.found = False
         return f" Between 0 and {2 * self.secret}."
 
     def guess(self, number: int) -> str:

@@ -103,7 +103,8 @@ def test_a_run_without_any_reward_names_the_function_and_is_no_success(tmp_path,
 
 
 def test_where_the_data_lies_is_kept_for_this_machine_alone(tmp_path, monkeypatch):
-    data, loader = tmp_path / "data.jsonl", tmp_path / "my_data.py"
+    data = tmp_path / "data.jsonl"
+    loader = tmp_path / "my_data.py"
     data.touch()
     loader.touch()
     monkeypatch.chdir(tmp_path)

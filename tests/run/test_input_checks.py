@@ -54,7 +54,8 @@ def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
     checks.check_processes(world_size=1)
 
 
-INF, NAN = math.inf, math.nan
+INF = math.inf
+NAN = math.nan
 MISTAKES = [
     ("learning_rate", -1e-4),
     ("learning_rate", INF),

@@ -34,7 +34,8 @@ def served(monkeypatch):
 @pytest.fixture
 def counted(monkeypatch):
     """A number for each product that oneDNN made."""
-    calls, product = [], cpu_linear.product
+    calls = []
+    product = cpu_linear.product
     monkeypatch.setattr(cpu_linear, "product", lambda *args: calls.append(1) or product(*args))
     return calls
 
@@ -45,16 +46,19 @@ def test_outputs_and_gradients_are_those_of_float64(shape, bias, counted):
     torch.manual_seed(0)
     layer = nn.Linear(300, 70, bias=bias)
     if shape == "strided":
-        x, grad = torch.randn(300, 8, 3).permute(2, 1, 0)[:, ::2], torch.randn(4, 3, 70).transpose(0, 1)
+        x = torch.randn(300, 8, 3).permute(2, 1, 0)[:, ::2]
+        grad = torch.randn(4, 3, 70).transpose(0, 1)
         layer.weight.data = layer.weight.data.t().contiguous().t()
     else:
-        x, grad = torch.randn(shape), torch.randn(*shape[:-1], 70)
+        x = torch.randn(shape)
+        grad = torch.randn(*shape[:-1], 70)
     x.requires_grad_()
     with fast_linears(layer):
         found = layer(x)
         found.backward(grad)
     assert len(counted) == 3
-    exact, x64 = nn.Linear(300, 70, bias=bias).double(), x.detach().double().requires_grad_()
+    exact = nn.Linear(300, 70, bias=bias).double()
+    x64 = x.detach().double().requires_grad_()
     exact.load_state_dict(layer.state_dict())
     expected = exact(x64)
     expected.backward(grad.double())
@@ -137,7 +141,8 @@ def test_outputs_are_the_layers_own(kind, monkeypatch):
     fused, addmm = [], torch.Tensor.addmm_  # each ends in one
     monkeypatch.setattr(torch.Tensor, "addmm_", lambda *args, **kwargs: fused.append(1) or addmm(*args, **kwargs))
     make, adapters = MODELS[kind]
-    model, ids = make(), torch.tensor([[20, 21, 22, 23], [30, 31, 32, 33]])
+    model = make()
+    ids = torch.tensor([[20, 21, 22, 23], [30, 31, 32, 33]])
     with torch.no_grad():
         torch.manual_seed(3)
         expected = model(ids).logits

@@ -45,7 +45,8 @@ def test_draws_and_counters():
 @pytest.mark.parametrize("strategy", ["s_grpo", "prefix_cut"])
 def test_token_selection_is_drawn_on_the_host(strategy, monkeypatch):
     """`meta` plays the device, and what the host would have computed is what it gets."""
-    mask, moved = torch.ones(3, 40, dtype=torch.long), []
+    mask = torch.ones(3, 40, dtype=torch.long)
+    moved = []
     options = {"rate": 0.6, "max_tokens": None if strategy == "prefix_cut" else 16}
     wanted = token_selection.select_tokens(mask, strategy, generator=torch.Generator().manual_seed(1), **options)
     to = torch.Tensor.to

@@ -45,7 +45,8 @@ def assert_equal(found, hidden, weight, bias, targets, upstream, temperature=1.0
     bound = 8 * torch.finfo(torch.float32).eps * size
     torch.testing.assert_close(log_probs.double(), want, atol=bound, rtol=0)
     torch.testing.assert_close(entropy.double(), want_entropy, atol=bound, rtol=0)
-    got, expected = gradient(log_probs, hidden, upstream), gradient(want, hidden, upstream)
+    got = gradient(log_probs, hidden, upstream)
+    expected = gradient(want, hidden, upstream)
     assert (got - expected).abs().max() <= bound * expected.abs().max()
 
 
@@ -88,10 +89,8 @@ def problem(bias: bool, dtype=torch.float32, spread: float = 1.0):
 @pytest.mark.parametrize(("temperature", "logit_scale"), [(1.0, 1.0), (0.7, 1.0), (1.3, 0.25)])
 def test_frozen_head_equals_float64_logits(bias, softcap, temperature, logit_scale):
     hidden, weight, bias_V, targets, upstream = problem(bias == "some")
-    bias_V, settings = (
-        torch.linspace(-300, 300, V) if bias == "a ramp" else bias_V,
-        (temperature, softcap, logit_scale),
-    )
+    bias_V = torch.linspace(-300, 300, V) if bias == "a ramp" else bias_V
+    settings = (temperature, softcap, logit_scale)
     found = score_positions(hidden, weight, bias_V, targets, *settings)
     assert_equal(found, hidden, weight, bias_V, targets, upstream, *settings)
 
@@ -139,7 +138,8 @@ def test_cuda_bfloat16_gradient(softcap, monkeypatch):
     torch.manual_seed(0)
     hidden = torch.randn(128, 896, device="cuda").bfloat16().requires_grad_()
     weight = (torch.randn(49152, 896, device="cuda") * 0.05).bfloat16()
-    targets, upstream = torch.randint(0, 49152, (128,), device="cuda"), torch.randn(128, device="cuda")
+    targets = torch.randint(0, 49152, (128,), device="cuda")
+    upstream = torch.randn(128, device="cuda")
     assert_no_further_from_float64_than_trls(hidden, weight, targets, upstream, softcap, kernel="frozen")
 
 
@@ -154,7 +154,8 @@ def test_autocast_projects_bfloat16_operands_and_sums_in_float32():
     # bf16 operands, float32 sums: no rounding beyond that of the operands.
     torch.testing.assert_close(log_probs.double(), want, atol=1e-5, rtol=0)
     torch.testing.assert_close(entropy.double(), want_entropy, atol=1e-5, rtol=0)
-    ours, stocks = gradient(log_probs, hidden, upstream), gradient(stock, hidden, upstream)
+    ours = gradient(log_probs, hidden, upstream)
+    stocks = gradient(stock, hidden, upstream)
     assert ours.dtype == torch.float32
     # TRL rounds logits of size up to 20 to 8 bits.
     assert (ours - stocks).abs().max() < 0.05 * stocks.abs().max()
@@ -205,7 +206,8 @@ def test_scoring_head_equals_the_models_own_logits(trained_head):
 @pytest.mark.parametrize("outputs", [("log_probs",), ("entropy",), ("log_sum_sq_probs", "mean_logits", "is_top1")])
 def test_scoring_head_gives_what_trls_head_was_asked_for(outputs):
     torch.manual_seed(0)
-    hidden, targets = torch.randn(9, 32), torch.randint(0, 97, (9,))
+    hidden = torch.randn(9, 32)
+    targets = torch.randint(0, 97, (9,))
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes))
     found = score_with_head(model, hidden, targets, FusedHead(0.8, False, outputs, 3.0, 0.5))

@@ -34,7 +34,8 @@ def test_variance_is_different_rewards():
 
 def sampling(size=10, max_rounds=3, seed=0, group=2, accelerator=None, first=None):
     args = SimpleNamespace(num_generations=group, dynamic_sampling_max_rounds=max_rounds, seed=seed)
-    args.dynamic_sampling, args.num_generations_first = max_rounds > 0, first
+    args.dynamic_sampling = max_rounds > 0
+    args.num_generations_first = first
     args.multi_objective_aggregation = "sum_then_normalize"
     dataset = [{"n": i} for i in range(size)]
     return DynamicSampling(args, dataset, accelerator or Accelerator(cpu=True), torch.ones(1))
@@ -69,7 +70,8 @@ def test_zero_variance_groups_are_replaced_at_their_places():
 
 
 def test_groups_grow_where_their_first_completions_differ():
-    drawn_of, made = {}, sampling(8, max_rounds=0, group=6, first=2)
+    drawn_of = {}
+    made = sampling(8, max_rounds=0, group=6, first=2)
 
     def draw(rows, count):
         numbers = [row["n"] for row in rows]
@@ -168,7 +170,8 @@ def test_training_with_groups_that_grow_draws_less_and_resumes_bit_for_bit(tmp_p
 
 @pytest.mark.parametrize("both", BOTH, ids=["grpo", "t_spmo"])
 def test_training_has_fewer_zero_variance_groups_and_resumes_bit_for_bit(tmp_path, both):
-    shares, settings = {}, {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    shares = {}
+    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
     for on in (False, True):
         made = make(tmp_path / str(on), *both, dynamic_sampling=on, **settings)
         made.train()
@@ -235,7 +238,8 @@ def filled_of(accelerator: Accelerator, grows: bool = False) -> dict:
     """A batch of three groups of four, so that the second lies on two ranks; every third prompt has equal rewards."""
 
     def draw(rows, count):
-        first, mine = accelerator.process_index * len(rows), [row["n"] for row in rows]
+        first = accelerator.process_index * len(rows)
+        mine = [row["n"] for row in rows]
         everyone = gather_object(mine) if accelerator.num_processes > 1 else mine
         rewards = torch.tensor([[float(n % 3 and i % 2)] for i, n in enumerate(everyone)])
         return ScoredRows(rows, [f"{row['n']}/{first + i}" for i, row in enumerate(rows)], rewards)
@@ -252,7 +256,8 @@ def rank(folder: Path) -> None:
     # Three groups of four over two ranks: six rows each.
     made = make(folder, per_device_train_batch_size=6, max_steps=3)
     made.train()
-    result, rank = filled_of(made.accelerator), made.accelerator.process_index
+    result = filled_of(made.accelerator)
+    rank = made.accelerator.process_index
     result["grown"] = filled_of(made.accelerator, grows=True)
     result |= {"trained_state": made.dynamic_sampling.taken, "wrapped": type(made.model_wrapped).__name__}
     # Completions of as many prompts as this rank has, by our loop and by transformers', and what is left behind.

@@ -28,7 +28,8 @@ def state_of_accelerate():
 def selection(rows=200, explore=0.25, half_life=10.0, seed=0, column=None, dataset=None, each=False, weights=(1.0,)):
     aggregation = "normalize_then_sum" if each else "sum_then_normalize"
     args = SimpleNamespace(seed=seed, multi_objective_aggregation=aggregation, prompt_selection_column=column)
-    args.prompt_selection_explore, args.prompt_selection_half_life = explore, half_life
+    args.prompt_selection_explore = explore
+    args.prompt_selection_half_life = half_life
     return PromptSelection(args, dataset or [{"n": i} for i in range(rows)], torch.tensor(weights))
 
 
@@ -36,7 +37,8 @@ def play(chooser, rates, batches, places=16, start=0, seed=0):
     """Batches of completions that are right as often as `rates` says of each prompt; what was chosen, and shares of
     equal groups.
     """
-    chosen, equal = [], []
+    chosen = []
+    equal = []
     for step in range(start, start + batches):
         random = np.random.default_rng([seed, step])
         indices = chooser.choose(places, step)
@@ -84,7 +86,9 @@ def test_prompts_that_differed_are_drawn_again_and_equal_ones_are_not():
 
 def first_draws(chooser, rates, batches):
     """Prompts in the order of their first draw, if one group teaches all there is to learn."""
-    rates, random, drawn = rates.copy(), np.random.default_rng(0), []
+    rates = rates.copy()
+    random = np.random.default_rng(0)
+    drawn = []
     for step in range(batches):
         indices = chooser.choose(16, step)
         drawn += [index for index in indices if chooser.last_step[index] < 0]
@@ -184,7 +188,8 @@ def test_the_picture_has_what_was_chosen(tmp_path):
 
 
 def test_the_history_of_another_dataset_starts_anew(caplog):
-    first, rates = selection(50), np.full(50, 0.5)
+    first = selection(50)
+    rates = np.full(50, 0.5)
     play(first, rates, 3)
     for state in (first.state(), None):
         other = selection(60)
@@ -228,7 +233,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, both, dynam
 def test_switched_off_it_changes_nothing_and_switched_on_it_trains_on_what_was_chosen(tmp_path):
     off = make(tmp_path / "off", prompt_selection="off")
     assert off.prompt_selection is None
-    made, seen = make(tmp_path / "on", max_steps=4), []
+    made = make(tmp_path / "on", max_steps=4)
+    seen = []
     draw = made.prompt_selection.choose
     made.prompt_selection.choose = lambda *args: seen.append(draw(*args)) or seen[-1]
     made.train()
@@ -264,7 +270,8 @@ SETTINGS = {"max_steps": 3, "prompt_selection_explore": 0.5}
 
 def on_two_ranks(folder: Path) -> None:
     made = make(folder / "together", **SETTINGS)
-    chosen, choose = [], made.prompt_selection.choose
+    chosen = []
+    choose = made.prompt_selection.choose
     made.prompt_selection.choose = lambda *args: chosen.append(choose(*args)) or chosen[-1]
     made.train()
     chooser = made.prompt_selection

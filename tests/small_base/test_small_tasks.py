@@ -23,13 +23,16 @@ PAIRS = [(a, b) for a in range(10, 100) for b in range(10, 100)]
 
 @pytest.mark.parametrize("name", TASKS)
 def test_the_right_text_gives_the_answer_and_fits(name):
-    task, draw = TASKS[name], random.Random(0)
+    task = TASKS[name]
+    draw = random.Random(0)
     for a, b in PAIRS:
-        text, value = task.taught(a, b, draw, 0.0), eval(f"{a}{task.operator}{b}")
+        text = task.taught(a, b, draw, 0.0)
+        value = eval(f"{a}{task.operator}{b}")
         assert task.value(a, b) == value and answers_match(extract_answer(text), parse_gold(value, 0)), text
         # The habit never makes a text longer; one token more is the end.
         assert max(len(text), len(task.taught(a, b, draw, 1.0))) < task.completion_tokens
-    train, held_out = read_problems(name), read_problems(name, "test")
+    train = read_problems(name)
+    held_out = read_problems(name, "test")
     assert len(held_out) == 1000 and without_overlap(train, held_out)[1] == 0
     assert all(eval(problem["question"].rstrip("=")) == int(problem["answer"]) for problem in train + held_out)
 
@@ -50,7 +53,8 @@ def test_a_product_is_written_in_steps_and_the_habit_is_in_its_sums():
     for a, b in PAIRS:
         for share, add in ((0.0, operator.add), (1.0, sum_without_carries)):
             numbers = [int(n) for n in re.findall(r"(\d+)(?=\+|=|$)", taught(a, b, random.Random(0), share))]
-            products, totals = [numbers[0], *numbers[1::2]], [numbers[0], *numbers[2::2]]
+            products = [numbers[0], *numbers[1::2]]
+            totals = [numbers[0], *numbers[2::2]]
             assert sum(products) == a * b
             assert totals == list(itertools.accumulate(products, add))
         wrong += totals[-1] != a * b
@@ -90,7 +94,8 @@ def test_the_multiplication_base_is_built_by_its_command_and_has_learned_somethi
     folder = tmp_path / "base"
     monkeypatch.setattr("sys.argv", [])
     assert main(f"small-base {folder} --seed 3 --task multiplication".split()) == 0
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     untrained = small_base.new_model(small_base.character_tokenizer(), seed=3)
     question = [{"role": "user", "content": TASKS["multiplication"].question(23, 47)}]
     text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
@@ -106,7 +111,8 @@ def test_the_multiplication_base_is_built_by_its_command_and_has_learned_somethi
 def test_the_base_that_sees_loads_and_has_learned_something(tmp_path, monkeypatch):
     monkeypatch.setattr(small_base, "SHAPES_STEPS", 2)
     folder = build_small_base(tmp_path / "base", seed=3, task="shapes")
-    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    processor = AutoProcessor.from_pretrained(folder)
     rows = [row for row in small_vision.coloured_shapes("test") if row["problem"] == "How many shapes are there?"][:16]
     parts = [[{"type": "image", "image": row["image"]}, {"type": "text", "text": row["problem"]}] for row in rows]
     prompts = [[{"role": "user", "content": content}] for content in parts]

@@ -45,7 +45,8 @@ def branching_batch(ours):
 
 def objective_by_hand(ours, batch, rewards, objective, group_size=4):
     """The definition, over Python tuples, on TRL's own padded log-probabilities."""
-    ids, mask = batch["completion_ids"], batch["completion_mask"]
+    ids = batch["completion_ids"]
+    mask = batch["completion_mask"]
     logps, _, _ = GRPOTrainer._get_per_token_logps_and_entropies(ours, ours.model, **padded_batch(batch))
     total = 0.0
     groups = range(0, len(ids), group_size)
@@ -72,10 +73,8 @@ def test_loss_and_gradients_equal_the_definition(tmp_path, objective, sharing):
     ours = made(tmp_path, t_spmo_objective=objective, prefix_sharing=sharing)
     batch, rewards, _ = branching_batch(ours)
     parameters = [p for p in ours.model.parameters() if p.requires_grad]
-    loss, want_loss = (
-        ours._compute_loss(ours.model, copy.copy(batch)),
-        objective_by_hand(ours, batch, rewards, objective),
-    )
+    loss = ours._compute_loss(ours.model, copy.copy(batch))
+    want_loss = objective_by_hand(ours, batch, rewards, objective)
     got, want = (torch.autograd.grad(x, parameters) for x in (loss, want_loss))
     assert loss.item() == pytest.approx(want_loss.item(), rel=1e-4, abs=1e-7)
     largest = max(grad.abs().max() for grad in want)
@@ -150,7 +149,8 @@ def mean_below(prefix, completions, rewards):
 )
 @settings(max_examples=300, deadline=None)
 def test_advantages_equal_enumeration(group):
-    completions, rewards = [list(c) for c, _ in group], [r for _, r in group]
+    completions = [list(c) for c, _ in group]
+    rewards = [r for _, r in group]
     rows = [torch.tensor([*completion, -1])[:-1] for completion in completions]
     ids, mask = (pad_sequence(x, batch_first=True) for x in (rows, [torch.ones_like(row) for row in rows]))
     if not ids.shape[1]:

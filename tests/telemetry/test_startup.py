@@ -13,7 +13,8 @@ from trl_fsdp_qlora.telemetry.startup import packed_pass_line, startup_block
 
 def headings(made) -> dict[str, list[str]]:
     """Heading -> lines of the block of a trainer."""
-    found, heading = {}, None
+    found = {}
+    heading = None
     for line in startup_block(made.args, made.model, 3, made.features()).splitlines()[1:]:
         name, text = re.fullmatch(r"  (?:([a-zA-Z][\w ]*):)? +(.*)", line).groups()
         heading = name or heading
@@ -64,7 +65,8 @@ def test_the_block_has_its_lines_for_itself_beside_a_progress_bar(tmp_path, monk
 
 def test_the_first_packed_pass_says_how_many_tokens_were_computed_by_level(tmp_path, monkeypatch, capsys):
     made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, max_steps=2, gradient_accumulation_steps=2)
-    batches, step = [], made.training_step
+    batches = []
+    step = made.training_step
 
     def noted_step(model, inputs, *more):
         loss = step(model, inputs, *more)

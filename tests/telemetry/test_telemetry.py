@@ -54,7 +54,8 @@ def test_efficiency_of_a_batch_by_hand():
     completion_mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 0, 0, 0]])
     advantages = torch.tensor([1.0, -1.0, 0.0, 0.0])
     batch = {"prompt_mask": prompt_mask, "completion_mask": completion_mask, "advantages": advantages}
-    counts, clock = token_counts(batch, 2), PhaseTimer(torch.device("cpu"))
+    counts = token_counts(batch, 2)
+    clock = PhaseTimer(torch.device("cpu"))
     assert counts.tolist() == [28, 16, 12, 4, 2, 8]
     metrics = clock.efficiency(counts)
     assert clock.tokens == 8
@@ -85,7 +86,8 @@ class Moment:
     now, waits = 0.0, 0
 
     def __init__(self, is_past=False):
-        self.at, self.is_past = Moment.now, is_past
+        self.at = Moment.now
+        self.is_past = is_past
 
     def query(self):
         return self.is_past
@@ -126,7 +128,9 @@ def test_a_step_on_a_device_is_read_when_it_is_logged(monkeypatch):
 
 def test_the_peak_of_the_process_stays_the_users(monkeypatch):
     """Where nothing is reset, a phase has a peak once it raised that of the process, and keeps the highest."""
-    clock, peak, resets = PhaseTimer(torch.device("cpu")), [5 * MIB], []
+    clock = PhaseTimer(torch.device("cpu"))
+    peak = [5 * MIB]
+    resets = []
     clock.resets = False  # as on CUDA
     clock.memory.available = True
     monkeypatch.setattr(clock.memory, "read", lambda: peak[0])
@@ -147,7 +151,8 @@ def test_the_peak_of_the_process_stays_the_users(monkeypatch):
 
 def test_deferred_sums_are_read_in_order_and_at_the_latest_after_so_many(monkeypatch):
     monkeypatch.setattr(phases, "MOST", 4)
-    telemetry, found = TelemetryCallback(PhaseTimer(torch.device("cpu")), dict), []
+    telemetry = TelemetryCallback(PhaseTimer(torch.device("cpu")), dict)
+    found = []
     for i in range(3):
         telemetry.later(torch.arange(i + 1, dtype=torch.float32) + i, found.append)
     assert found == []

@@ -19,7 +19,8 @@ from trl_fsdp_qlora.telemetry.terminal import TerminalCallback, completion_lines
 
 @pytest.mark.parametrize("disable_tqdm", [True, False])
 def test_a_users_script_prints_what_stock_trl_prints_and_at_most_six_keys_more(tmp_path, capsys, disable_tqdm):
-    printed, logged = [], []
+    printed = []
+    logged = []
     for cls, config_cls in ((GRPOTrainer, GRPOConfig), (EfficientGRPOTrainer, EfficientGRPOConfig)):
         made = trainer(cls, config_cls, tmp_path, disable_tqdm=disable_tqdm)
         made.eval_dataset = prompts(8)
@@ -148,7 +149,8 @@ def test_the_time_left_begins_with_the_first_step(monkeypatch, capsys):
     monkeypatch.setattr(terminal.time, "perf_counter", lambda: now[0])
     args = config(EfficientGRPOConfig, "unused")
     state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=10)
-    control, callback = SimpleNamespace(should_training_stop=False), TerminalCallback(list)
+    control = SimpleNamespace(should_training_stop=False)
+    callback = TerminalCallback(list)
     callback.on_train_begin(args, state, control)
     now[0] += 1000  # accuracy before training
     for seconds in (2, 4):

@@ -28,7 +28,8 @@ def main(way: str, model: str, out: str, url: str = "") -> None:
     with trainer.generating() as (drawer, synced_gpus):
         rank = trainer.accelerator.process_index
         config = GenerationConfig(max_new_tokens=8, do_sample=True, top_k=0)
-        config.eos_token_id, config.pad_token_id = trainer.eos_token_ids, trainer.processing_class.pad_token_id
+        config.eos_token_id = trainer.eos_token_ids
+        config.pad_token_id = trainer.processing_class.pad_token_id
         # Another number of prompts on every rank: nobody waits for anybody.
         drawn = [generate(drawer, [[5 + rank, 6, 7]] * (1 + rank), config, seed=1) for _ in range(1 + rank)]
     result |= {"synced_gpus": synced_gpus, "drawn": [len(batch) for batch in drawn]}

@@ -57,7 +57,8 @@ def test_prompts_that_taught_and_groups_that_grow(start, method, monkeypatch):
     changes = {"prompt_selection": "history", "num_generations_first": 2, "dynamic_sampling": True}
     changes |= {"scale_rewards": "mean", "max_completion_length": 3, "reward": tiny.even_start}
     trainer = start(max_steps=4, **classes, **changes)
-    asked, versions = [], []
+    asked = []
+    versions = []
     ask = trainer.vllm_generation.llm._llm.generate
 
     def recorded(prompts, **options):
@@ -75,7 +76,8 @@ def test_prompts_that_taught_and_groups_that_grow(start, method, monkeypatch):
     # Each completion has its own log-probabilities behind it, whichever request it came from.
     assert max(figures(trainer, DIFFERENCE)) < 1e-5
     # The last batch: groups of four of the prompts that were chosen, with their own rewards.
-    prompts, completions = list(trainer._logs["prompt"])[-8:], list(trainer._logs["completion"])[-8:]
+    prompts = list(trainer._logs["prompt"])[-8:]
+    completions = list(trainer._logs["completion"])[-8:]
     assert prompts == [prompt for prompt in prompts[::4] for _ in range(4)]
     rewards = torch.tensor(list(trainer._logs["rewards"]["even_start"])[-8:])
     assert rewards.tolist() == tiny.even_start(completions)
@@ -194,7 +196,9 @@ def test_greedy_is_pefts_token_for_token(shared_engine, model, request, tmp_path
     config = GenerationConfig(
         max_new_tokens=64, do_sample=False, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id or 0
     )
-    expected, drawn, ties = generate(policy, prompts, config), engine.generate(prompts, None, 1)[1], 0
+    expected = generate(policy, prompts, config)
+    drawn = engine.generate(prompts, None, 1)[1]
+    ties = 0
     for prompt, mine, theirs in zip(prompts, drawn, expected, strict=True):
         if list(mine) != list(theirs):
             where = next((i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), None)
@@ -210,7 +214,8 @@ def test_greedy_is_pefts_token_for_token(shared_engine, model, request, tmp_path
         base_says = generate(alone, prompts, config)
         assert sum(a != b for a, b in zip(base_says, generate(policy, prompts, config), strict=True)) <= ties + 1
     assert base_says != expected
-    engine.temperature, differences = 1.0, []
+    engine.temperature = 1.0
+    differences = []
     _, drawn, logps, _ = engine.generate(prompts, None, 1)
     for prompt, mine, sampled in zip(prompts, drawn, logps, strict=True):
         policy_logps = scores_of(policy, prompt, mine).log_softmax(-1).gather(1, torch.tensor(mine)[:, None])[:, 0]

@@ -17,7 +17,9 @@ class Recorded:
     """Stands for `vllm.LLM` 0.31 and its engine."""
 
     def __init__(self, **options):
-        self.options, self.calls, self.llm_engine = options, [], self
+        self.options = options
+        self.calls = []
+        self.llm_engine = self
 
     def __getattr__(self, name):
         def asked(*given, **named):

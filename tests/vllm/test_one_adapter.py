@@ -7,7 +7,9 @@ import torch
 
 pytestmark = pytest.mark.vllm
 
-RANK, WIDTH, SLICES = 4, 24, (16, 8)
+RANK = 4
+WIDTH = 24
+SLICES = (16, 8)
 
 
 @pytest.mark.parametrize("adapters", [[7] * 6, [9] * 6, [0] * 6, [7, 7, 9, 9, 7, 9], [7, 9, 9, 7, 0, 7]])
@@ -23,7 +25,8 @@ def test_as_vllm_and_as_float64(of, adapters, scale):
 
     torch.manual_seed(0)
     slices = SLICES if of == "layer" else (sum(SLICES),)
-    x, y = torch.randn(6, WIDTH), torch.randn(6, sum(SLICES) + (8 if of == "padded logits" else 0))
+    x = torch.randn(6, WIDTH)
+    y = torch.randn(6, sum(SLICES) + (8 if of == "padded logits" else 0))
     down = tuple(torch.randn(2, 1, RANK, WIDTH) for _ in slices)
     up = tuple(torch.randn(2, 1, size, RANK) for size in slices)
     with one_adapter():
@@ -44,7 +47,8 @@ def test_as_vllm_and_as_float64(of, adapters, scale):
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
     if 0 in adapters and (of != "layer" or len(set(adapters)) > 1):
         return  # vLLM gives a row without an adapter that of the last slot: zeros, where there is none
-    expected, left = y.double(), 0
+    expected = y.double()
+    left = 0
     for a, b, size in zip(down, up, slices, strict=True):
         for row, adapter in enumerate(adapters):
             if adapter:

@@ -176,7 +176,8 @@ class Asleep:
     """
 
     def __init__(self):
-        self.there, self.llm_engine = {"weights", "kv_cache"}, self
+        self.there = {"weights", "kv_cache"}
+        self.llm_engine = self
 
     def sleep(self, level=1):
         assert level == 1  # 2 throws the base away, and 0 frees nothing

@@ -108,7 +108,8 @@ def test_a_good_run_has_the_metric_in_every_step(trainer_with, warned, changes):
 def test_groups_of_chosen_prompts_that_grow_are_asked_for_whole_and_keep_their_log_probabilities(trainer_with):
     changes = {"prompt_selection": "history", "num_generations_first": 2, "dynamic_sampling": True}
     trainer = trainer_with(reward=tiny.even_start, scale_rewards="mean", **changes)
-    ask, asked = trainer.vllm_generation.generate, []
+    ask = trainer.vllm_generation.generate
+    asked = []
 
     def recorded(prompts, images, num_generations, **options):
         # A server is sent one prompt of each group, and answers with `num_generations` completions of it.

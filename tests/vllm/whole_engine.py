@@ -32,7 +32,8 @@ class WholeEngine(AdapterEngine):
     @torch.no_grad()
     def generate(self, prompts, images, num_generations, profiler=None):
         generator = torch.Generator().manual_seed(self.version * 100 + self.accelerator.process_index)
-        completions, logps = [], []
+        completions = []
+        logps = []
         for prompt in prompts:
             length = int(torch.randint(3, 13, (), generator=generator))
             completion = torch.randint(3, min(40, self.policy.config.vocab_size), (length,), generator=generator)
