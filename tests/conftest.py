@@ -38,9 +38,9 @@ def pytest_collection_finish():
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory) -> Path:
     """SmolLM2-135M-Instruct as a checkpoint, from a folder in TRL_FSDP_QLORA_SMOLLM2 or built by the shared tool."""
-    given = os.environ.get("TRL_FSDP_QLORA_SMOLLM2")
-    if given:
-        return Path(given)
+    arguments = os.environ.get("TRL_FSDP_QLORA_SMOLLM2")
+    if arguments:
+        return Path(arguments)
     tool = SHARED / "tools" / "get_smollm2.py"
     if not tool.is_file():
         pytest.skip("SmolLM2-135M-Instruct is not here: name its folder in TRL_FSDP_QLORA_SMOLLM2")

@@ -83,8 +83,8 @@ def test_a_point_out_of_memory_is_a_row_and_rows_are_written_one_by_one(tmp_path
     monkeypatch.setattr(speedup, "plot", lambda rows, path: None)
     printed = lines("prefix_sharing_speedup", "--backends auto --output rows")
     assert on_disk == [0, 1, 2], "what a killed call would have left"
-    found = [(row["point"], row.get("out_of_memory")) for row in rows_of(path)]
-    assert found == [("8/4/2", None), ("64/4/2", True), ("16/4/2", None)]
+    points = [(row["point"], row.get("out_of_memory")) for row in rows_of(path)]
+    assert points == [("8/4/2", None), ("64/4/2", True), ("16/4/2", None)]
     table = (tmp_path / "rows.md").read_text()
     assert "| 64/4/2 | out of memory |" in table and "| 16/4/2 | 1.50 | 2000 ms | 2.00× | 3.00× |" in table
     assert any("64/4/2: out of memory: CUDA out of memory" in line for line in printed)
@@ -172,17 +172,17 @@ def test_every_method_is_measured_at_the_seconds_of_the_one_that_a_limit_ended(t
 def test_samples_are_counted_for_their_own_problem():
     ceiling = benchmark("selection_ceiling")
     for hits in (0, 1, 3, 5, 6):  # groups of equal rewards, over all ways to draw one
-        ways = [len(set(group)) == 1 for group in itertools.combinations([1] * hits + [0] * (6 - hits), 3)]
-        assert ceiling.equal_share(6, hits, 3) == pytest.approx(sum(ways) / len(ways))
+        groups_equal = [len(set(group)) == 1 for group in itertools.combinations([1] * hits + [0] * (6 - hits), 3)]
+        assert ceiling.equal_share(6, hits, 3) == pytest.approx(sum(groups_equal) / len(groups_equal))
     prompts = Dataset.from_dict({"prompt": ["2+2=", "2+3=", "9+9="], "answer": ["4", "5", "18"]})
     # Greedily 4, and with every third sample 5, whatever it is asked: one problem at a time, 6 of its 16 samples.
     model = Answering(lambda text, row, sampled: "5" if sampled and row % 3 == 0 else "4")
-    found = ceiling.measure(model, model.tokenizer, prompts, "auto", 2, batch=16)
-    assert found == {"greedy": [1, 0, 0], "hits": [10, 6, 0], "majority": [1, 0, 0], "answers": [2, 2, 2]}
-    figures = ceiling.summary(found)
+    scores = ceiling.measure(model, model.tokenizer, prompts, "auto", 2, batch=16)
+    assert scores == {"greedy": [1, 0, 0], "hits": [10, 6, 0], "majority": [1, 0, 0], "answers": [2, 2, 2]}
+    figures = ceiling.summary(scores)
     assert (figures["greedy"][0], figures["pass@1"][0], figures["pass@16"][0]) == pytest.approx((1 / 3, 1 / 3, 2 / 3))
     assert figures["pass@8"][0] == pytest.approx((1 + 1 - math.comb(10, 8) / math.comb(16, 8)) / 3)
-    both = {"start": found, "later": {**found, "hits": [12, 8, 1]}}
+    both = {"start": scores, "later": {**scores, "hits": [12, 8, 1]}}
     both = {name: {"validation": one, "training": one} for name, one in both.items()}
     table = ceiling.table(both)
     assert len(table) == 2 + 4 and table[2].startswith("| validation | start | 33.3 (6.1–79.2) | 33.3 (")

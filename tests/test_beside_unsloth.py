@@ -34,28 +34,28 @@ def test_both_sides_train_on_the_same(tmp_path, monkeypatch):
     out.
     """
     monkeypatch.setitem(sys.modules, "unsloth", types.SimpleNamespace(FastLanguageModel=FastLanguageModel))
-    beside = benchmark("beside_unsloth")
-    monkeypatch.setattr(beside, "version", lambda package: "0")
+    unsloth = benchmark("beside_unsloth")
+    monkeypatch.setattr(unsloth, "version", lambda package: "0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    given = {"group": 2, "prompt": 6, "completion": 3, "longest": 64, "steps": 4, "four_bit": False}
-    args = argparse.Namespace(model=save_tiny_model(tmp_path / "base"), **given)
+    arguments = {"group": 2, "prompt": 6, "completion": 3, "longest": 64, "steps": 4, "four_bit": False}
+    args = argparse.Namespace(model=save_tiny_model(tmp_path / "base"), **arguments)
     trainers = {}
     rows = {}
-    for side, make in beside.TRAINERS.items():
+    for side, make in unsloth.TRAINERS.items():
         keep = lambda *more, side=side, make=make: trainers.setdefault(side, make(*more))  # noqa: E731
-        monkeypatch.setitem(beside.TRAINERS, side, keep)
-        rows[side] = beside.measure(side, args)
+        monkeypatch.setitem(unsloth.TRAINERS, side, keep)
+        rows[side] = unsloth.measure(side, args)
     ours = trainers["ours"]
     theirs = trainers["unsloth"]
     assert type(theirs) is GRPOTrainer and type(ours) is not GRPOTrainer
     assert ours.train_dataset["prompt"] == theirs.train_dataset["prompt"]
     shapes = [{n: p.shape for n, p in t.model.named_parameters() if p.requires_grad} for t in (ours, theirs)]
     assert shapes[0] == shapes[1] and shapes[0]
-    shared = set(beside.settings(args, "")) - {"output_dir"}
+    shared = set(unsloth.settings(args, "")) - {"output_dir"}
     assert [getattr(ours.args, key) for key in shared] == [getattr(theirs.args, key) for key in shared]
     for row in rows.values():
         assert row["completion_tokens"] == 3 and len(row["all_seconds"]) == 4 and row["seconds"] > 0
-    table = beside.table(rows)
+    table = unsloth.table(rows)
     assert "Unsloth's seconds over ours" in table
     rows["unsloth"]["completion_tokens"] = 2.5
-    assert "not comparable" in beside.table(rows)
+    assert "not comparable" in unsloth.table(rows)

@@ -20,7 +20,7 @@ exit "$TESTS"
 
 
 @pytest.mark.parametrize(
-    "faults, status, told",
+    "faults, status, message",
     [
         ({}, 0, None),
         ({"TESTS": "2"}, 2, None),  # what lies in the repository fails
@@ -30,14 +30,15 @@ exit "$TESTS"
         ({"SECONDS": "299"}, 0, "299 seconds are left"),
     ],
 )
-def test_what_fails_and_what_is_told_and_passes(tmp_path, faults, status, told):
-    given = {"BUILD": "0", "TESTS": "0", "REASON": "", "TIMEOUT": 'shift 2; exec "$@"', "SECONDS": "600"} | faults
-    for name, text in (("make", MAKE), ("timeout", f"#!/usr/bin/env bash\n{given['TIMEOUT']}\n")):
+def test_what_fails_and_what_is_told_and_passes(tmp_path, faults, status, message):
+    settings = {"BUILD": "0", "TESTS": "0", "REASON": "", "TIMEOUT": 'shift 2; exec "$@"', "SECONDS": "600"} | faults
+    for name, text in (("make", MAKE), ("timeout", f"#!/usr/bin/env bash\n{settings['TIMEOUT']}\n")):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    environment |= {name: given[name] for name in ("BUILD", "TESTS", "REASON")}
-    command = ["bash", str(SCRIPT), str(tmp_path / "vllm"), given["SECONDS"]]
+    environment |= {name: settings[name] for name in ("BUILD", "TESTS", "REASON")}
+    command = ["bash", str(SCRIPT), str(tmp_path / "vllm"), settings["SECONDS"]]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert ended.returncode == status
-    assert [told in line for line in ended.stdout.splitlines() if "SKIPPED" in line] == [True] * (told is not None)
+    skipped = [line for line in ended.stdout.splitlines() if "SKIPPED" in line]
+    assert [message in line for line in skipped] == [True] * (message is not None)

@@ -128,7 +128,7 @@ def test_commands_use_options_that_their_script_has():
         if (ROOT / "recipes" / name).is_file() and "parse_recipe((" in (ROOT / "recipes" / name).read_text("utf-8"):
             used.setdefault(name, set()).update(re.findall(r"(?<!\S)--\w+", words))
     assert len(used) >= 4
-    unknown = {name: given - options_of(name) - set(LAUNCHER) for name, given in used.items()}
+    unknown = {name: arguments - options_of(name) - set(LAUNCHER) for name, arguments in used.items()}
     assert not any(unknown.values()), unknown
 
 

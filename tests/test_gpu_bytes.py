@@ -23,9 +23,9 @@ def test_a_measurement_that_dies_or_hangs_leaves_what_it_had(tmp_path, monkeypat
     worker.write_text(WORKER)
     monkeypatch.setattr(gpu_bytes, "WORKER", worker)
     point = gpu_bytes.Point("7B", "qlora", True, 4, 4, 3)
-    found = {"stock": {"step": 3}}
-    assert gpu_bytes.apart("grid", point, 0, 0, seconds=60) == found
-    assert gpu_bytes.apart("grid", point, 3, 0, seconds=60) == found | {"error": "exit code 3"}
+    result = {"stock": {"step": 3}}
+    assert gpu_bytes.apart("grid", point, 0, 0, seconds=60) == result
+    assert gpu_bytes.apart("grid", point, 3, 0, seconds=60) == result | {"error": "exit code 3"}
     hung = gpu_bytes.apart("grid", point, 0, 600, seconds=1)
     assert hung["error"] == "out of time after 1 s"
 

@@ -140,10 +140,10 @@ def test_every_part_has_a_command_and_a_tiny_one(tmp_path):
         "launches", "tests", "prefix_sharing", "prefix_sharing_2", "lm_head", "token_selection", "grpo", "qlora",
         "unsloth", "slow_tests",
     ]  # fmt: skip
-    for name, found in full.items():
-        script = next(word for word in found.command if word.endswith(".py") or word == "pytest")
+    for name, part in full.items():
+        script = next(word for word in part.command if word.endswith(".py") or word == "pytest")
         assert script == "pytest" or (BENCHMARKS.parent / script).is_file()
-        assert found.command != tiny[name].command
+        assert part.command != tiny[name].command
     assert "unsloth" not in gpu.parts("model", "data.json", tmp_path), "only where its Python is named"
     marks = [full[name].command[full[name].command.index("-m", 3) + 1] for name in ("tests", "slow_tests")]
     assert marks == ["gpu and not slow", "gpu and slow"], "every test marked gpu is in one of the two"

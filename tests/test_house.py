@@ -49,7 +49,7 @@ MODULES = {name_of(path) for path in FILES}
 def imports_of(path: Path) -> set[tuple[str, ...]]:
     """Modules of the package that a file imports, also inside functions."""
     here = path.relative_to(PACKAGE).parent.parts
-    found = set()
+    imported = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.ImportFrom):
             continue
@@ -60,8 +60,8 @@ def imports_of(path: Path) -> set[tuple[str, ...]]:
             base = parts[1:]
         else:
             continue
-        found |= {(*base, alias.name) if (*base, alias.name) in MODULES else base for alias in node.names}
-    return found - {()}
+        imported |= {(*base, alias.name) if (*base, alias.name) in MODULES else base for alias in node.names}
+    return imported - {()}
 
 
 def test_a_room_imports_only_from_rooms_below_it():
@@ -99,13 +99,13 @@ def test_what_is_imported_is_declared():
     extras = [name for names in project["optional-dependencies"].values() for name in names]
     declared = {canonicalize_name(Requirement(line).name) for line in [*project["dependencies"], *extras]}
     distributions = packages_distributions()
-    own = {PACKAGE.name, *(path.stem for path in BENCHMARKS)}
+    ours = {PACKAGE.name, *(path.stem for path in BENCHMARKS)}
     contestants = {"unsloth"}  # of a benchmark, which says so when it is not there
     optional = {"triton"}  # comes with torch's CUDA build; `compat/triton_kernels.py` asks whether it is there
     undeclared = {}
     for path in [*FILES, *(ROOT / "recipes").glob("*.py"), *BENCHMARKS]:
-        for name in absolute_imports(path) - own - contestants - optional - sys.stdlib_module_names:
-            if not {canonicalize_name(found) for found in distributions.get(name, [name])} & declared:
+        for name in absolute_imports(path) - ours - contestants - optional - sys.stdlib_module_names:
+            if not {canonicalize_name(distribution) for distribution in distributions.get(name, [name])} & declared:
                 undeclared.setdefault(name, []).append(str(path.relative_to(ROOT)))
     assert undeclared == {}
 

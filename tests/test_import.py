@@ -28,9 +28,9 @@ def test_every_public_name_and_command_is_there_and_help_names_it(capsys):
     with pytest.raises(AttributeError, match="no attribute 'GRPO'"):
         _ = trl_fsdp_qlora.GRPO
     assert main([]) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for name, command in COMMANDS.items():
-        assert f"\n  {name} " in said
+        assert f"\n  {name} " in printed
         assert callable(getattr(import_module(f"trl_fsdp_qlora.{command.module}"), command.function))
 
 
@@ -53,10 +53,10 @@ def test_the_package_help_and_version_import_nothing_heavy():
         "import sys, trl_fsdp_qlora; from trl_fsdp_qlora.__main__ import main; main(['--help']); main(['--version'])\n"
         f"print([m for m in {heavy} if m in sys.modules])"
     )
-    said = python(code)
-    assert said[-2:] == [f"trl-fsdp-qlora {trl_fsdp_qlora.__version__}", "[]"]
+    output = python(code)
+    assert output[-2:] == [f"trl-fsdp-qlora {trl_fsdp_qlora.__version__}", "[]"]
     module = [sys.executable, "-m", "trl_fsdp_qlora", "--version"]
-    assert subprocess.run(module, capture_output=True, text=True, check=True, cwd=ROOT).stdout == f"{said[-2]}\n"
+    assert subprocess.run(module, capture_output=True, text=True, check=True, cwd=ROOT).stdout == f"{output[-2]}\n"
 
 
 @pytest.mark.processes

@@ -12,9 +12,16 @@ RESULTS = json.loads((BENCHMARKS / "results" / "launches.json").read_text(encodi
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "launches.md").read_text(encoding="utf-8")
 
 
-def counts(number: int, device: float, **more) -> dict:
+def counts(number: int, device: float, **changes) -> dict:
     device_seconds = dict.fromkeys(launches.CARDS, device)
-    return {"launches": number, "waits": 2, "bytes": 3e9, "operations": 4e12, "device_seconds": device_seconds, **more}
+    return {
+        "launches": number,
+        "waits": 2,
+        "bytes": 3e9,
+        "operations": 4e12,
+        "device_seconds": device_seconds,
+        **changes,
+    }
 
 
 def test_a_step_takes_as_long_as_the_slower_of_host_and_device():
@@ -39,9 +46,9 @@ def test_a_cards_figures_stand_next_to_what_was_counted():
     expected = "1,000 launches, 2 waits, at least 0.020 s | 1,100 launches, 2 waits, 0.500 s |"
     assert rows[0] == f"| model, 8.9, stock, loss | {expected}"
     # The count for the card's own capability goes before the one for 9.0.
-    own = {"model, 8.9": {"stock": {"phases": dict.fromkeys(launches.PHASES, counts(7, 0.02))}}}
+    predicted = {"model, 8.9": {"stock": {"phases": dict.fromkeys(launches.PHASES, counts(7, 0.02))}}}
     assert "| 7 launches" in launches.predicted_and_measured(
-        "model, 8.9", "stock", measured, counted | own, "H100 SXM"
+        "model, 8.9", "stock", measured, counted | predicted, "H100 SXM"
     )
     failed = launches.predicted_and_measured("model", "ours", {"error": "exit code 1"}, counted, "H100 SXM")
     assert failed == "| model, ours | | exit code 1 |"

@@ -51,10 +51,10 @@ def test_it_runs_to_its_end(name, tmp_path):
     (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)))
     model = MODELS[name](tmp_path / "tiny")
     settings = {"MODEL": model, "STEPS": "2", "DATA": "problems.jsonl", "COMPLETION_TOKENS": "8"}
-    own = {"IPYTHONDIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path / "kernel")}
+    environment = {"IPYTHONDIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path / "kernel")}
     notebook = nbformat.read(NOTEBOOKS[name], as_version=4)
     client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
-    client.execute(env=rank_environment({**settings, **own}))
+    client.execute(env=rank_environment({**settings, **environment}))
     codes = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert LAST[name] in printed(codes[-1])
     pictures = [output for cell in codes for output in cell.outputs if "image/png" in output.get("data", {})]

@@ -77,10 +77,10 @@ def test_nothing_in_the_repository_is_newer_than_the_oldest_python():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert project["project"]["requires-python"] == ">=3.11"
     assert project["tool"]["ruff"]["target-version"] == "py311"  # so `make lint` refuses newer syntax
-    found = {}
+    newer = {}
     for folder in ("trl_fsdp_qlora", "recipes", "benchmarks", "docs", "examples", "tests", "."):
         pattern = "*.py" if folder == "." else "**/*.py"
         for path in (ROOT / folder).glob(pattern):
             if features := newer_features(path.read_text(encoding="utf-8")):
-                found[path.relative_to(ROOT).as_posix()] = features
-    assert found == {}
+                newer[path.relative_to(ROOT).as_posix()] = features
+    assert newer == {}

@@ -49,8 +49,8 @@ def test_it_is_a_screen_and_says_first_what_a_user_asks_first():
     lines = README.splitlines()
     assert len(lines) <= 80
     first_screen = "\n".join(lines[:25])
-    for said in ("TRL", "Nothing here has run on a GPU yet", "pip install -e .", "activate", "finds nothing"):
-        assert said in first_screen
+    for text in ("TRL", "Nothing here has run on a GPU yet", "pip install -e .", "activate", "finds nothing"):
+        assert text in first_screen
     for extra in ("bitsandbytes", "deepspeed", "vllm", "math", "plots"):
         assert f"`{extra}`" in first_screen
     table = README.partition("## What it gains")[2].partition("\n## ")[0]

@@ -44,8 +44,8 @@ def test_the_table_of_the_page_is_the_formula():
     for model, *cells, inside in table:
         gathered = of[model, 8]["hsdp"]
         assert f"{(gathered['generation_gathered'] + gathered['training_gathered']) / 2**30:.1f}" == inside
-        for nodes, *found in zip(*(cell.split(", ") for cell in cells), strict=True):
+        for nodes, *on_the_page in zip(*(cell.split(", ") for cell in cells), strict=True):
             row = of[model, int(nodes)]
             mib = [row[layout]["network_reduced"] / 2**20 for layout in ("ddp", "hsdp")]
             gib = (row["fsdp2"]["network_gathered"] + row["fsdp2"]["network_reduced"]) / 2**30
-            assert [f"{mib[0]:.0f}", f"{mib[1]:.0f}", f"{gib:.1f}"] == found
+            assert [f"{mib[0]:.0f}", f"{mib[1]:.0f}", f"{gib:.1f}"] == on_the_page

@@ -52,9 +52,9 @@ def test_smollm2_on_svamp_equals_stock(smollm2, svamp, tmp_path):
     ids = torch.full((len(rows), width + completion), tokenizer.pad_token_id)
     mask = torch.zeros_like(ids)
     for row, (prompt, answer) in enumerate(rows):
-        place = slice(width - len(prompt), width + len(answer))
-        ids[row, place] = torch.tensor(prompt + answer)
-        mask[row, place] = 1
+        columns = slice(width - len(prompt), width + len(answer))
+        ids[row, columns] = torch.tensor(prompt + answer)
+        mask[row, columns] = 1
     inputs = loss_inputs(ids, mask, completion)
     results = []
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)

@@ -49,10 +49,10 @@ class Answering(torch.nn.Module):
     def generate(self, input_ids, attention_mask, generation_config, synced_gpus):
         assert not synced_gpus
         texts = self.tokenizer.batch_decode(input_ids, skip_special_tokens=True)
-        said = [self.answer(text.replace(" ", ""), i, generation_config.do_sample) for i, text in enumerate(texts)]
-        said = [f"{text}{self.tokenizer.eos_token}" for text in said]
-        found = self.tokenizer(said, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
-        return torch.cat([input_ids, found], 1)
+        answers = [self.answer(text.replace(" ", ""), i, generation_config.do_sample) for i, text in enumerate(texts)]
+        answers = [f"{text}{self.tokenizer.eos_token}" for text in answers]
+        ids = self.tokenizer(answers, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
+        return torch.cat([input_ids, ids], 1)
 
 
 def save_tiny_model(folder, seed: int = 0) -> str:

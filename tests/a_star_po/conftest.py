@@ -23,8 +23,14 @@ def make_trainer(tmp_path, model_dir):
     """
 
     def make(full=False, rewards=has_digit, rows=24, model=None, evaluate_on=None, adapter=None, **changes):
-        settings = {"num_generations": 1, "max_completion_length": 8, "max_steps": 2, "optim": "adamw_torch"}
-        settings |= {"value_cache": str(tmp_path / "values"), **changes}
+        settings = {
+            "num_generations": 1,
+            "max_completion_length": 8,
+            "max_steps": 2,
+            "optim": "adamw_torch",
+            "value_cache": str(tmp_path / "values"),
+            **changes,
+        }
         trainer = AStarPOTrainer(
             model or model_dir,
             rewards,

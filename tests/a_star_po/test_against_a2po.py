@@ -53,9 +53,17 @@ def test_values_loss_and_gradients(tmp_path, make_trainer, model_dir, monkeypatc
         base = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear"))
         adapter = {name: value for name, value in ours.model.state_dict().items() if "lora_" in name}
         assert not base.load_state_dict(adapter, strict=False).unexpected_keys
-    own = {"max_completion_length": 8, "beta2": 0.5, "filter_all_incorrect": False, "per_device_train_batch_size": 4}
-    own |= {"gradient_checkpointing": False, "bf16": False, "use_cpu": True, "report_to": "none"}
-    config = A2POConfig(output_dir=str(tmp_path / "stock"), **own)
+    config = A2POConfig(
+        output_dir=str(tmp_path / "stock"),
+        max_completion_length=8,
+        beta2=0.5,
+        filter_all_incorrect=False,
+        per_device_train_batch_size=4,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+    )
     theirs = A2POTrainer(base, has_digit, config, problems(ROWS), processing_class=character_tokenizer())
     theirs.ref_model.generate = replay(drawn)
     theirs._estimate_optimal_values()
@@ -92,9 +100,9 @@ def test_values_loss_and_gradients(tmp_path, make_trainer, model_dir, monkeypatc
     loss.backward()
     their_loss.backward()
     gradients = {name: p.grad for name, p in theirs.model.named_parameters() if p.grad is not None}
-    own = {name: p.grad for name, p in ours.model.named_parameters() if p.grad is not None}
-    assert gradients.keys() == own.keys()
+    our_gradients = {name: p.grad for name, p in ours.model.named_parameters() if p.grad is not None}
+    assert gradients.keys() == our_gradients.keys()
     scale = max(gradient.abs().max() for gradient in gradients.values())
     for name, gradient in gradients.items():
         # float32 through two different LM-head kernels
-        torch.testing.assert_close(own[name], gradient, atol=2e-5 * scale.item(), rtol=1e-4, msg=name)
+        torch.testing.assert_close(our_gradients[name], gradient, atol=2e-5 * scale.item(), rtol=1e-4, msg=name)

@@ -89,10 +89,10 @@ def test_samples_that_two_runs_drew_at_once_count_once_and_more_extend_them(tmp_
     one.store({"a": (0, rewards(1, 0))})
     two.store({"a": (0, rewards(1, 0, 1, 1)), "b": (0, rewards(np.nan, -3.0))})
     one.store({"a": (2, rewards(1, 1, 0)), "c": (1, rewards(1, 1))})
-    found = open_values(folder).read()
-    assert found.keys() == {"a", "b"}  # what came before the samples of c was lost
-    np.testing.assert_array_equal(found["a"], rewards(1, 0, 1, 1, 0))
-    np.testing.assert_array_equal(found["b"], rewards(np.nan, -3.0))
+    stored = open_values(folder).read()
+    assert stored.keys() == {"a", "b"}  # what came before the samples of c was lost
+    np.testing.assert_array_equal(stored["a"], rewards(1, 0, 1, 1, 0))
+    np.testing.assert_array_equal(stored["b"], rewards(np.nan, -3.0))
     assert open_values(folder, context={**CONTEXT, "sampling": 3}).read() == {}
 
 
@@ -135,7 +135,7 @@ def test_kill_nine_ten_times_at_random_moments_beside_another_run(tmp_path):
     chance = random.Random(0)
     n = 1200
     Path(f"{folder}.log").touch()
-    beside = start(folder, n)
+    other_run = start(folder, n)
     run = start(folder, n)
     snapshots = []
     for _ in range(10):
@@ -151,12 +151,12 @@ def test_kill_nine_ten_times_at_random_moments_beside_another_run(tmp_path):
         lines = len(read_log(folder))
         everything = items(stored, n)
         counts = {}
-        for key, found in stored.rewards.items():
-            assert found == true_rewards(everything[key].prompt_ids)[: len(found), 0].tolist()
-            counts[everything[key].prompt_ids[0]] = len(found)
+        for key, kept in stored.rewards.items():
+            assert kept == true_rewards(everything[key].prompt_ids)[: len(kept), 0].tolist()
+            counts[everything[key].prompt_ids[0]] = len(kept)
         run = start(folder, n)
         snapshots.append((lines, run.pid, counts))
-    for process in (run, beside):
+    for process in (run, other_run):
         process.join(120)
         assert process.exitcode == 0
     # What was stored before a start is not drawn after it.
@@ -179,8 +179,8 @@ def test_a_folder_in_the_place_of_a_file_of_values_is_one_warning(tmp_path, capl
     values = open_values(str(tmp_path))
     values.store({"a": (0, rewards(1, 0))})
     (tmp_path / f"{values.context[:16]}-folder.jsonl").mkdir()
-    found = open_values(str(tmp_path)).read()
-    assert found.keys() == {"a"} and "-folder.jsonl are not read" in caplog.text
+    values_read = open_values(str(tmp_path)).read()
+    assert values_read.keys() == {"a"} and "-folder.jsonl are not read" in caplog.text
 
 
 def test_keys_depend_on_the_prompt_and_on_every_column(tmp_path):

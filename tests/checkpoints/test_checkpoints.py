@@ -76,16 +76,16 @@ def test_a_checkpoint_of_stock_trl_is_taken_as_transformers_takes_it(tmp_path):
     assert checkpoints.resolve_resume(tmp_path, "auto") is None
 
 
-def flip_a_bit(path, place=-1):
+def flip_a_bit(path, position=-1):
     content = bytearray(path.read_bytes())
-    content[place] ^= 1
+    content[position] ^= 1
     path.write_bytes(content)
 
 
 def test_damage_at_equal_size_is_passed_over_once_for_an_older_whole_one(tmp_path, caplog):
     for step in (2, 4, 6):
         make(tmp_path, step)
-    flip_a_bit(tmp_path / "checkpoint-6" / "deep" / "more.bin", place=3)
+    flip_a_bit(tmp_path / "checkpoint-6" / "deep" / "more.bin", position=3)
     (tmp_path / "checkpoint-4" / "weights.bin").write_bytes(bytes(100))
     reason = checkpoints.why_incomplete(tmp_path / "checkpoint-6")
     assert reason.startswith("its file deep/more.bin is not what was written")
@@ -149,10 +149,10 @@ def test_no_flipped_bit_of_a_checkpoint_goes_unseen_or_raises(tmp_path):
     for path in (folder / "weights.bin", folder / "deep" / "more.bin", folder / "manifest.json"):
         content = path.read_bytes()
         unseen = []
-        for place in range(len(content)):
-            flip_a_bit(path, place)
+        for position in range(len(content)):
+            flip_a_bit(path, position)
             if checkpoints.why_incomplete(folder) is None:
-                unseen.append(place)
+                unseen.append(position)
             path.write_bytes(content)
         if path.name != "manifest.json":
             assert unseen == []
@@ -164,7 +164,7 @@ def test_no_flipped_bit_of_a_checkpoint_goes_unseen_or_raises(tmp_path):
             *range(text.index('"digests"'), text.index('"digests"') + 9),
             *range(text.index('"run"'), len(text)),
         }
-        assert {place for place in unseen if not text[place].isspace()} <= harmless
+        assert {position for position in unseen if not text[position].isspace()} <= harmless
 
 
 def test_what_a_run_was_writing_when_it_ended_does_not_stay_behind(tmp_path):

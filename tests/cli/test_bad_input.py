@@ -15,7 +15,7 @@ QUICK = "--config small-base/grpo/quickstart"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def workspace(tmp_path_factory):
     """A folder with a model, its adapter, broken copies of both, a recipe, and a mistyped one."""
     folder = tmp_path_factory.mktemp("new_user")
     save_recipe_files(folder)
@@ -36,7 +36,7 @@ def place(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("gpro", "no command 'gpro'; did you mean 'grpo'?"),
         ("recipes small-base/grpo/quikstart", "did you mean 'small-base/grpo/quickstart'?"),
@@ -71,12 +71,12 @@ def place(tmp_path_factory):
         ("merge --adapter adapter --base base --output a_file/m", "a_file/m cannot be made: Not a directory"),
     ],
 )
-def test_one_line_names_what_is_meant_and_nothing_is_left(words, said, place, monkeypatch, capfd):
-    monkeypatch.chdir(place)
+def test_one_line_names_what_is_meant_and_nothing_is_left(words, message, workspace, monkeypatch, capfd):
+    monkeypatch.chdir(workspace)
     monkeypatch.setattr("sys.argv", ["trl-fsdp-qlora"])
-    before = sorted(place.rglob("*"))
+    before = sorted(workspace.rglob("*"))
     with pytest.raises(SystemExit) as ended:
         raise SystemExit(main([word.replace("\u00a0", " ") for word in words.split(" ")]))
     errors = capfd.readouterr().err
-    assert ended.value.code == 2 and errors.splitlines()[-1].startswith("error: ") and said in errors, errors
-    assert errors.count("error: ") == 1 and "Traceback" not in errors and sorted(place.rglob("*")) == before
+    assert ended.value.code == 2 and errors.splitlines()[-1].startswith("error: ") and message in errors, errors
+    assert errors.count("error: ") == 1 and "Traceback" not in errors and sorted(workspace.rglob("*")) == before

@@ -22,7 +22,7 @@ def never(completions, **columns):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def workspace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compare")
     save_tiny_model(folder / "base")
     (folder / "my_rewards.py").write_text(REWARDS)
@@ -50,9 +50,9 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture
-def compare(place, monkeypatch, capsys):
+def compare(workspace, monkeypatch, capsys):
     """(exit status, what was printed, the steps) of a comparison of the recipe with more words."""
-    monkeypatch.chdir(place)
+    monkeypatch.chdir(workspace)
     seen = []
     judge = module.verdict
     monkeypatch.setattr(module, "verdict", lambda *result: seen.append(result[0]) or judge(*result))
@@ -64,13 +64,14 @@ def compare(place, monkeypatch, capsys):
     return run
 
 
-def test_both_are_equal(compare, place):
+def test_both_are_equal(compare, workspace):
     words = "--steps 2 --lora_dropout 0.1 --token_selection uniform"
-    status, said, steps = compare(words)
-    assert status == 0, said
-    assert "token_selection: uniform is taken as all here" in said and "lora_dropout: 0.1 is taken as 0.0" in said
-    assert not (place / "runs").exists()
-    assert "step 1: losses" in said and "step 2: losses" in said and len(steps) == 2
+    status, printed, steps = compare(words)
+    assert status == 0, printed
+    assert "token_selection: uniform is taken as all here" in printed
+    assert "lora_dropout: 0.1 is taken as 0.0" in printed
+    assert not (workspace / "runs").exists()
+    assert "step 1: losses" in printed and "step 2: losses" in printed and len(steps) == 2
     for step in steps:
         assert not step.drawn and step.advantage > 0.1
         # float32: another order of additions
@@ -81,8 +82,8 @@ def test_both_are_equal(compare, place):
 
 
 def test_groups_with_nothing_to_learn_get_advantages_and_it_can_fail(compare, monkeypatch):
-    status, said, steps = compare("--steps 1 --beta 0 --rewards my_rewards.py:never")
-    assert status == 0 and "all rewards of every group are equal: advantages from a fixed seed" in said
+    status, printed, steps = compare("--steps 1 --beta 0 --rewards my_rewards.py:never")
+    assert status == 0 and "all rewards of every group are equal: advantages from a fixed seed" in printed
     assert steps[0].drawn and steps[0].norms[OURS] > 1e-3
     right = EfficientGRPOTrainer._score
 
@@ -91,8 +92,8 @@ def test_groups_with_nothing_to_learn_get_advantages_and_it_can_fail(compare, mo
         return (1.01 * values[0], *values[1:])
 
     monkeypatch.setattr(EfficientGRPOTrainer, "_score", off_by_a_percent)
-    status, said, steps = compare("--steps 1 --beta 0")
-    assert status == 1 and said.splitlines()[-1].startswith("DIFFERENT (float32): ")
+    status, printed, steps = compare("--steps 1 --beta 0")
+    assert status == 1 and printed.splitlines()[-1].startswith("DIFFERENT (float32): ")
     assert steps[0].apart[1] == pytest.approx(0.01, rel=0.01)
     steps[0].norms["difference"] = float("nan")
     assert not verdict(steps, "half precision")[0]
@@ -103,10 +104,10 @@ def test_a_micro_batch_that_stock_trl_has_no_memory_for(compare, monkeypatch):
     planned = []
 
     def plan(settings, *further):
-        made = make_plan(settings, *further)
-        planned.append(made)
+        step_plan = make_plan(settings, *further)
+        planned.append(step_plan)
         # The passes of four rows fit, those of eight do not.
-        return replace(made, capacity=made.total("forward_backward") - (1 if settings.rows > 4 else 0))
+        return replace(step_plan, capacity=step_plan.total("forward_backward") - (1 if settings.rows > 4 else 0))
 
     def changed(_plan, **values):
         settings = planned[0].settings
@@ -115,11 +116,11 @@ def test_a_micro_batch_that_stock_trl_has_no_memory_for(compare, monkeypatch):
     make_plan = module.make_plan
     monkeypatch.setattr(module, "make_plan", plan)
     monkeypatch.setattr(module, "changed", changed)
-    status, said, _ = compare("--steps 1")
+    status, printed, _ = compare("--steps 1")
     assert status == 0
-    line = next(line for line in said.splitlines() if line.startswith("warning: "))
+    line = next(line for line in printed.splitlines() if line.startswith("warning: "))
     assert "--per_device_train_batch_size 4 --gradient_accumulation_steps 4" in line
-    whole, smaller = (made.total("forward_backward") for made in planned)
+    whole, smaller = (step_plan.total("forward_backward") for step_plan in planned)
     assert format_bytes(whole) in line and smaller < whole
     assert planned[0].settings.prefix_sharing == "off"
     assert "warning: " not in compare("--steps 1 --per_device_train_batch_size 4 --gradient_accumulation_steps 4")[1]
@@ -136,19 +137,19 @@ def same(steps, phases):
 
 
 def test_rloo(compare):
-    status, said, steps = compare("--trainer rloo --steps 2")
-    assert status == 0, said
+    status, printed, steps = compare("--trainer rloo --steps 2")
+    assert status == 0, printed
     same(steps, PHASES)
     share = sum(step.tokens_fraction for step in steps) / 2
-    assert f"policy passes: {share:.1%} of the padded ones" in said and "scoring: " in said
+    assert f"policy passes: {share:.1%} of the padded ones" in printed and "scoring: " in printed
 
 
-def test_dpo_follows_from_the_recipe_and_can_fail(compare, monkeypatch, place):
-    status, said, steps = compare("--steps 2", "dpo.yaml")
-    assert status == 0, said
+def test_dpo_follows_from_the_recipe_and_can_fail(compare, monkeypatch, workspace):
+    status, printed, steps = compare("--steps 2", "dpo.yaml")
+    assert status == 0, printed
     same(steps, PHASES[1:])
-    assert "precompute_ref_log_probs: True is taken as False" in said and "scoring: " not in said
-    assert not (place / "runs").exists()
+    assert "precompute_ref_log_probs: True is taken as False" in printed and "scoring: " not in printed
+    assert not (workspace / "runs").exists()
     right = Door._output
 
     def off_by_a_percent(self, *arguments):
@@ -156,21 +157,21 @@ def test_dpo_follows_from_the_recipe_and_can_fail(compare, monkeypatch, place):
         output.log_probs = 1.01 * output.log_probs
         return output
 
-    monkeypatch.setattr(Comparison, "with_stock", lambda *arguments, **more: None)
+    monkeypatch.setattr(Comparison, "with_stock", lambda *arguments, **options: None)
     monkeypatch.setattr(Door, "_output", off_by_a_percent)
-    status, said, steps = compare("--steps 1", "dpo.yaml")
-    assert status == 1 and said.splitlines()[-1].startswith("DIFFERENT (float32): ")
+    status, printed, steps = compare("--steps 1", "dpo.yaml")
+    assert status == 1 and printed.splitlines()[-1].startswith("DIFFERENT (float32): ")
     with pytest.raises(UserError, match=r"pairs=none\.jsonl.*trl-fsdp-qlora dpo"):
         compare("--pairs none.jsonl", "dpo.yaml")
 
 
 def test_kto_takes_pairs_apart_and_can_fail(compare, monkeypatch):
-    status, said, steps = compare("--steps 2", "kto.yaml")
-    assert status == 0, said
+    status, printed, steps = compare("--steps 2", "kto.yaml")
+    assert status == 0, printed
     same(steps, PHASES[1:])
-    assert "prefix sharing: auto" in said
+    assert "prefix sharing: auto" in printed
     share = sum(step.tokens_fraction for step in steps) / 2
-    assert f"policy passes: {share:.1%} of the padded ones" in said
+    assert f"policy passes: {share:.1%} of the padded ones" in printed
     right = Door._output
 
     def off_by_a_percent(self, *arguments):
@@ -180,8 +181,8 @@ def test_kto_takes_pairs_apart_and_can_fail(compare, monkeypatch):
 
     monkeypatch.setattr(Comparison, "from_inside", lambda *arguments: True)
     monkeypatch.setattr(Door, "_output", off_by_a_percent)
-    status, said, steps = compare("--steps 1", "kto.yaml")
-    assert status == 1 and said.splitlines()[-1].startswith("DIFFERENT (float32): ")
+    status, printed, steps = compare("--steps 1", "kto.yaml")
+    assert status == 1 and printed.splitlines()[-1].startswith("DIFFERENT (float32): ")
 
 
 def test_a_shipped_recipe_says_its_trainer():

@@ -23,7 +23,7 @@ async def later(completions, **columns): return [float(len(str(text))) for text 
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def workspace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("doctor")
     save_tiny_model(folder / "base")
     (folder / "rewards.py").write_text(REWARDS)
@@ -31,9 +31,9 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture
-def findings(capsys, place, monkeypatch):
+def findings(capsys, workspace, monkeypatch):
     """(exit status, findings) of the doctor on the quickstart with these words."""
-    monkeypatch.chdir(place)
+    monkeypatch.chdir(workspace)
 
     def call(words: str) -> tuple[int, list[dict]]:
         status = main(["doctor", "--json", *QUICK.split(), *words.split()])
@@ -42,22 +42,22 @@ def findings(capsys, place, monkeypatch):
     return call
 
 
-def test_a_recipe_that_is_right_and_no_folder_is_left(findings, place):
-    before = sorted(place.rglob("*"))
-    for more in ("", "--rewards rewards.py:later", "--per_device_train_batch_size 4 --num_processes 2"):
-        status, found = findings(f"--output_dir runs/new/one {more}")
-        assert status == 0 and {item["level"] for item in found} == {"ok"}, found
-        said = {item["check"]: item["text"] for item in found}
+def test_a_recipe_that_is_right_and_no_folder_is_left(findings, workspace):
+    before = sorted(workspace.rglob("*"))
+    for options in ("", "--rewards rewards.py:later", "--per_device_train_batch_size 4 --num_processes 2"):
+        status, reported = findings(f"--output_dir runs/new/one {options}")
+        assert status == 0 and {item["level"] for item in reported} == {"ok"}, reported
+        text_of = {item["check"]: item["text"] for item in reported}
         assert re.match(
-            r"one step of a random Qwen3ForCausalLM of 0.\dM weights on \d+ completions", said["rehearsal"]
+            r"one step of a random Qwen3ForCausalLM of 0.\dM weights on \d+ completions", text_of["rehearsal"]
         )
-        assert said["data"] == "7,100 training and 1,000 held-out problems from addition"
-    assert said["recipe"] == "EfficientGRPOConfig, 2 processes"
-    assert [path for path in sorted(place.rglob("*")) if "__pycache__" not in path.parts] == before
+        assert text_of["data"] == "7,100 training and 1,000 held-out problems from addition"
+    assert text_of["recipe"] == "EfficientGRPOConfig, 2 processes"
+    assert [path for path in sorted(workspace.rglob("*")) if "__pycache__" not in path.parts] == before
 
 
 @pytest.mark.parametrize(
-    ("words", "level", "said"),
+    ("words", "level", "message"),
     [
         ("--load_in_4bit true --accelerate_config zero3", "error", "zero_stage: 3 with a quantized base"),
         ("--use_vllm true --rollout_sync merge --load_in_4bit true", "error", "rollout_sync='merge' with a quantized"),
@@ -73,16 +73,16 @@ def test_a_recipe_that_is_right_and_no_folder_is_left(findings, place):
         ("--use_cpu false --accelerate_config ddp_cpu", "error", "2 processes on this machine's CPU would each take"),
     ],
 )
-def test_each_finding_by_itself(words, level, said, findings):
-    status, found = findings(words)
-    wrong = [item for item in found if item["level"] != "ok"]
-    assert [item for item in wrong if item["level"] == level and said in item["text"]], wrong
-    assert all("\n" not in item["text"] for item in found)
+def test_each_finding_by_itself(words, level, message, findings):
+    status, reported = findings(words)
+    wrong = [item for item in reported if item["level"] != "ok"]
+    assert [item for item in wrong if item["level"] == level and message in item["text"]], wrong
+    assert all("\n" not in item["text"] for item in reported)
     assert status == any(item["level"] == "error" for item in wrong)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--loss_type grp", "Unknown loss type: grp"),
         ('--generation_kwargs {"temperature":0.0}', "has to be a strictly positive float"),
@@ -91,23 +91,23 @@ def test_each_finding_by_itself(words, level, said, findings):
         ("--report_to comet_ml", "CometCallback requires comet-ml"),
     ],
 )
-def test_a_rehearsal_finds_what_ends_a_step(words, said, findings, place):
-    before = sorted(place.rglob("*"))
-    status, found = findings(words)
-    assert status == 1 and [item["check"] for item in found if item["level"] == "error"] == ["rehearsal"]
-    assert said in found[0]["text"]
-    assert [path for path in sorted(place.rglob("*")) if "__pycache__" not in path.parts] == before
+def test_a_rehearsal_finds_what_ends_a_step(words, message, findings, workspace):
+    before = sorted(workspace.rglob("*"))
+    status, reported = findings(words)
+    assert status == 1 and [item["check"] for item in reported if item["level"] == "error"] == ["rehearsal"]
+    assert message in reported[0]["text"]
+    assert [path for path in sorted(workspace.rglob("*")) if "__pycache__" not in path.parts] == before
 
 
-def test_a_state_dict_that_loses_the_model(findings, place):
+def test_a_state_dict_that_loses_the_model(findings, workspace):
     """Transformers' `save_model` writes nothing but a full state dict; an adapter is gathered whatever the type."""
     text = accelerate_config("fsdp2").read_text()
     line = "  fsdp_state_dict_type: FULL_STATE_DICT\n"
     assert text.count(line) == 1
     sharded = line.replace("FULL", "SHARDED")  # also FSDP2's default in accelerate
     cases = ((line, False, False), (sharded, True, False), (sharded, False, True), ("", False, True))
-    for given, adapter, loses in cases:
-        (place / "mine.yaml").write_text(text.replace(line, given))
+    for replacement, adapter, loses in cases:
+        (workspace / "mine.yaml").write_text(text.replace(line, replacement))
         words = f"--accelerate_config mine.yaml --num_processes 2 --use_peft {adapter} --learning_rate 1e-5"
         wrong = [item for item in findings(words)[1] if "state_dict" in item["text"]]
         assert [item["level"] for item in wrong] == ["error"] * loses
@@ -126,20 +126,20 @@ def test_the_environment_of_a_launch_is_accelerates(name):
 
 def test_devices():
     cards = [("Tesla T4", (7, 5)), ("A100", (8, 0))]
-    for found, levels in (
+    for gpus, levels in (
         (("2.13.0+cpu", None, True, []), ["error", "ok"]),
         (("2.13.0", "12.8", True, []), ["error", "ok"]),
         (("2.13.0+cpu", None, False, []), ["ok"]),
         (("2.13.0", "12.8", True, cards), ["warning", "ok"]),
     ):
-        assert [item.level for item in doctor.devices(*found)] == levels
+        assert [item.level for item in doctor.devices(*gpus)] == levels
 
 
 def test_the_allocator_is_told_about_expandable_segments_once():
     for setting in ("", "max_split_size_mb:512", "expandable_segments:False"):
         assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in doctor.allocator(setting).text
-    found = doctor.allocator("expandable_segments:True,max_split_size_mb:512")
-    assert found.level == "ok" and "keeps blocks" not in found.text
+    finding = doctor.allocator("expandable_segments:True,max_split_size_mb:512")
+    assert finding.level == "ok" and "keeps blocks" not in finding.text
 
 
 def test_a_reward_that_is_constant():
@@ -153,8 +153,8 @@ def test_a_reward_that_is_constant():
     assert finding.level == "warning" and finding.text.startswith("never gives 0.0 to every text")
 
 
-def test_for_people_and_one_finding_does_not_hide_the_next(capsys, place, monkeypatch):
-    monkeypatch.chdir(place)
+def test_for_people_and_one_finding_does_not_hide_the_next(capsys, workspace, monkeypatch):
+    monkeypatch.chdir(workspace)
     words = f"{QUICK} --learning_rate 1e-6 --rewards nothing --lora_target_modules none --dataset no.json"
     assert main(["doctor", *words.split()]) == 1
     lines = capsys.readouterr().out.splitlines()

@@ -18,16 +18,16 @@ QUICK_FILE = ROOT / "recipes" / "small-base" / "grpo" / "config_quickstart.yaml"
 
 
 def test_every_yaml_is_listed_with_what_its_head_says():
-    found = {recipe.name: recipe for recipe in all_recipes()}
-    assert len(found) == len(list((ROOT / "recipes").glob("*/*/*.yaml")))
-    for recipe in found.values():
+    listed = {recipe.name: recipe for recipe in all_recipes()}
+    assert len(listed) == len(list((ROOT / "recipes").glob("*/*/*.yaml")))
+    for recipe in listed.values():
         assert recipe.hardware != "not known", recipe.path
         assert recipe.command in COMMANDS
         # Nothing was run on a GPU yet; what is for CPUs was, or is about to be.
         for_gpus = "GPU" in recipe.hardware and "CPU" not in recipe.hardware
         assert (recipe.was_run == "never") == for_gpus or "sft" in recipe.name, recipe
-    assert found["SmolLM2-135M-Instruct/grpo_vllm/svamp"].was_run == "shortened"
-    assert found["Qwen2.5-1.5B/a_star_po/gsm8k"].hardware == "one GPU with 80 GB"
+    assert listed["SmolLM2-135M-Instruct/grpo_vllm/svamp"].was_run == "shortened"
+    assert listed["Qwen2.5-1.5B/a_star_po/gsm8k"].hardware == "one GPU with 80 GB"
 
 
 def test_a_recipe_by_each_of_its_names(capsys):
@@ -50,11 +50,11 @@ def test_a_copy_never_overwrites_unasked(tmp_path, monkeypatch, capsys):
     path = tmp_path / "config_quick.yaml"
     assert path.read_text() == original
     path.write_text("mine")
-    for words, said in (
+    for words, message in (
         (copy[1:], "--overwrite"),
         (["--copy"], "--copy"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             recipes(words)
     assert path.read_text() == "mine"
     assert main([*copy, "--to", "new/mine.yaml"]) == main([*copy, "--overwrite"]) == 0
@@ -70,24 +70,24 @@ def test_the_launchers_options_are_accelerates_and_no_scripts():
 
 
 def test_a_config_that_fits_what_is_here(monkeypatch):
-    found = []
+    chosen = []
     for gpus, asked in ((0, None), (0, "2"), (1, None), (4, None), (4, "1"), (4, "2")):
         monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
-        found.append(scripts.default_config(asked))
-    assert found == [("cpu", 1), ("ddp_cpu", 2), ("single_gpu", 1), ("ddp", 4), ("single_gpu", 1), ("ddp", 2)]
+        chosen.append(scripts.default_config(asked))
+    assert chosen == [("cpu", 1), ("ddp_cpu", 2), ("single_gpu", 1), ("ddp", 4), ("single_gpu", 1), ("ddp", 2)]
 
 
 def test_what_accelerate_launch_gets_and_the_users_own_config_comes_first(monkeypatch, tmp_path, capsys):
-    own = tmp_path / "default_config.yaml"
+    users_config = tmp_path / "default_config.yaml"
     calls = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(own))
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(users_config))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr(scripts, "launch", lambda words: calls.append(words) or 0)
     typed = f"grpo --config {QUICK} --num_processes 2 --seed 3 --accelerate_config=ddp_cpu"
     assert main(typed.split()) == main(["evaluate", "--model", "m"]) == 0
     assert "accelerate config: cpu, 1 process (" in capsys.readouterr().out
-    own.write_text("num_processes: 1")
+    users_config.write_text("num_processes: 1")
     assert main(["evaluate", "--model", "m"]) == 0
     grpo, evaluate = (str(ROOT / "recipes" / f"{name}.py") for name in ("grpo", "evaluate"))
     launchers = [["--config_file", str(accelerate_config(name)), "--num_processes"] for name in ("ddp_cpu", "cpu")]

@@ -47,18 +47,18 @@ def folders(tmp_path_factory) -> tuple[Path, Path]:
 
 def python(folders, *words: str) -> str:
     """What a Python process of the user's says, with the wheel and not the clone among its packages."""
-    installed, place = folders
+    installed, workspace = folders
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
-    environment["HF_HOME"] = str(place / ".hf")  # and no accelerate config of the machine's user
-    how = {"cwd": place, "env": environment, "capture_output": True, "text": True, "timeout": 400}
-    run = subprocess.run([sys.executable, *words], **how)
+    environment["HF_HOME"] = str(workspace / ".hf")  # and no accelerate config of the machine's user
+    options = {"cwd": workspace, "env": environment, "capture_output": True, "text": True, "timeout": 400}
+    run = subprocess.run([sys.executable, *words], **options)
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout + run.stderr
 
 
 def files_below(folder: Path) -> set[Path]:
-    found = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
-    return {path for path in found if "__pycache__" not in path.parts}
+    files = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+    return {path for path in files if "__pycache__" not in path.parts}
 
 
 def test_what_is_in_it(folders):
@@ -120,7 +120,7 @@ for path, line in heads.items():
 
 
 def test_every_other_command_in_turn_and_the_one_in_every_head_finds_its_files(folders):
-    installed, place = folders
+    installed, workspace = folders
     heads = {}
     for folder in ("_recipes", "_accelerate_configs"):
         for path in (installed / "trl_fsdp_qlora" / folder).rglob("*.yaml"):
@@ -135,30 +135,30 @@ def test_every_other_command_in_turn_and_the_one_in_every_head_finds_its_files(f
         "dpo",
         "sft",
     }
-    said = python(folders, "-c", CODE, json.dumps(list(IN_TURN)), json.dumps(heads))
-    assert f"<<>> {installed}" in said and (place / "config_quick.yaml").is_file()
+    output = python(folders, "-c", CODE, json.dumps(list(IN_TURN)), json.dumps(heads))
+    assert f"<<>> {installed}" in output and (workspace / "config_quick.yaml").is_file()
     for line, expected in IN_TURN.items():
-        assert expected in said.partition(f"<<{line}>>")[2].partition("<<")[0], line
+        assert expected in output.partition(f"<<{line}>>")[2].partition("<<")[0], line
 
 
 @pytest.mark.exhaustive
 def test_grpo_trains_with_data_and_rewards_of_ones_own(folders):
-    installed, place = folders
+    installed, workspace = folders
     data = (
         "def load(split):\n    return [{'problem': f'{a}+1=', 'answer': a + 1} for a in range(40) if (a < 20) == "
         "(split == 'test')]\n"
     )
-    (place / "my_data.py").write_text(data)
+    (workspace / "my_data.py").write_text(data)
     reward = "def short(completions, **columns):\n    return [-float(len(one[0]['content'])) for one in completions]\n"
-    (place / "my_rewards.py").write_text(reward)
+    (workspace / "my_rewards.py").write_text(reward)
     quick = "--max_steps 2 --eval_problems 4 --accuracy_steps 0 --logging_steps 1 --per_device_train_batch_size 8"
-    own = "--dataset my_data.py:load --rewards my_rewards.py:short exact_answer"
-    words = f"grpo --config small-base/grpo/quickstart --model_name_or_path base --output_dir out {quick} {own}"
-    said = python(folders, "-m", "trl_fsdp_qlora", *words.split())
-    assert "accelerate config: cpu, 1 process" in said and "step 2/2  reward -" in said
-    assert "20 training and 4 held-out problems from my_data.py:load" in said
-    assert "short -" in said  # beside each completion that is shown
-    assert (place / "out" / "adapter_model.safetensors").is_file()
-    card = (place / "out" / "README.md").read_text()
+    ones_own = "--dataset my_data.py:load --rewards my_rewards.py:short exact_answer"
+    words = f"grpo --config small-base/grpo/quickstart --model_name_or_path base --output_dir out {quick} {ones_own}"
+    output = python(folders, "-m", "trl_fsdp_qlora", *words.split())
+    assert "accelerate config: cpu, 1 process" in output and "step 2/2  reward -" in output
+    assert "20 training and 4 held-out problems from my_data.py:load" in output
+    assert "short -" in output  # beside each completion that is shown
+    assert (workspace / "out" / "adapter_model.safetensors").is_file()
+    card = (workspace / "out" / "README.md").read_text()
     assert f"python -m trl_fsdp_qlora {words}" in card.replace("\n", " ")  # as it was typed
-    assert str(place) not in card and str(installed) not in card
+    assert str(workspace) not in card and str(installed) not in card

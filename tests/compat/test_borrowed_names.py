@@ -38,21 +38,21 @@ ELSEWHERE = {
 
 def names(tree: ast.Module) -> tuple[set[str], set[str]]:
     """Private names that a file uses (attributes, what `getattr` is asked for, imports), and names that it defines."""
-    used, own = set(), set()
+    used, defined = set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             used.add(node.attr)
             if isinstance(node.ctx, ast.Store) and getattr(node.value, "id", "") == "self":
-                own.add(node.attr)
+                defined.add(node.attr)
         elif isinstance(node, ast.ImportFrom) and not node.level:
             used.update((node.module or "").split("."), (alias.name for alias in node.names))
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
             used.update(arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant))
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            own.add(node.name)
+            defined.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            own.add(node.id)
-    return {name for name in used if name.startswith("_") and not name.startswith("__")}, own
+            defined.add(node.id)
+    return {name for name in used if name.startswith("_") and not name.startswith("__")}, defined
 
 
 def test_what_is_borrowed_is_there(tmp_path):
@@ -61,13 +61,14 @@ def test_what_is_borrowed_is_there(tmp_path):
     experts = Qwen3MoeExperts(Qwen3MoeConfig(hidden_size=8, moe_intermediate_size=8, num_experts=2))
     places = (stock, stock._dist, stock.model.get_base_model(), stock.model.config, experts)
     files = [path for path in PACKAGE.rglob("*.py") if path.parent.name != "compat"]
-    found = {path: names(ast.parse(path.read_text(encoding="utf-8"))) for path in files}
-    known = set().union(*(own for _, own in found.values()), *(part.split() for part in ELSEWHERE.values()))
+    names_of_file = {path: names(ast.parse(path.read_text(encoding="utf-8"))) for path in files}
+    known = set().union(*(defined for _, defined in names_of_file.values()))
+    known.update(*(part.split() for part in ELSEWHERE.values()))
     gone = {
         f"{path.relative_to(PACKAGE)}: {name}"
-        for path, (used, _) in found.items()
+        for path, (used, _) in names_of_file.items()
         for name in used - known
-        if not any(hasattr(place, name) for place in places)
+        if not any(hasattr(owner, name) for owner in places)
     }
     assert gone == set()
     assert isinstance(stock._metrics["train"], dict) and stock._step == 1 and len(stock._buffered_inputs) == 1
@@ -77,12 +78,12 @@ def test_what_is_borrowed_is_there(tmp_path):
 @pytest.mark.parametrize("loss_type", ["grpo", "cispo"])
 def test_metrics_and_compared_values_have_these_names(tmp_path, loss_type):
     changes = {"max_steps": 1, "beta": 0.1, "loss_type": loss_type, "num_iterations": 2, "peft_config": lora()}
-    made = trainer(GRPOTrainer, GRPOConfig, tmp_path, **changes)
-    made.train()
+    grpo = trainer(GRPOTrainer, GRPOConfig, tmp_path, **changes)
+    grpo.train()
     means = {*seams.SCORED_MEANS, *seams.LEARNING_MEANS, seams.GROUP_SPREAD}
     other = "cispo_clip_ratio" if loss_type == "grpo" else "clip_ratio/"
-    assert {name for name in means if not name.startswith(other)} <= made.state.log_history[0].keys()
-    assert {*seams.COMPARED[:2]} <= made._buffered_inputs[0].keys()
+    assert {name for name in means if not name.startswith(other)} <= grpo.state.log_history[0].keys()
+    assert {*seams.COMPARED[:2]} <= grpo._buffered_inputs[0].keys()
 
 
 def test_the_loss_does_nothing_with_the_model_but_hand_it_on():

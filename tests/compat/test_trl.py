@@ -28,7 +28,7 @@ def test_overrides_keep_trls_signature(cls):
     for name in names:
         ours = inspect.signature(inspect.unwrap(getattr(cls, name))).parameters
         theirs = inspect.signature(inspect.unwrap(getattr(trl.GRPOTrainer, name))).parameters
-        given = [(p.name, p.kind) for p in ours.values() if p.kind is not p.VAR_POSITIONAL]
+        arguments = [(p.name, p.kind) for p in ours.values() if p.kind is not p.VAR_POSITIONAL]
         wanted = [(p.name, p.kind) for p in theirs.values()]
         # An override that hands on what it does not read names the beginning only.
-        assert given == (wanted if len(given) == len(ours) else wanted[: len(given)]), name
+        assert arguments == (wanted if len(arguments) == len(ours) else wanted[: len(arguments)]), name

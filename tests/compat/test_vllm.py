@@ -51,9 +51,9 @@ def test_further_arguments_reach_trls_own_engine(monkeypatch):
     from trl.generation import vllm_generation
     from trl.trainer import grpo_trainer
 
-    given = []
+    arguments = []
     stock = grpo_trainer.VLLMGeneration
-    monkeypatch.setattr(vllm_generation, "LLM", lambda **options: given.append(options), raising=False)
+    monkeypatch.setattr(vllm_generation, "LLM", lambda **options: arguments.append(options), raising=False)
     with trl_starts(None, {"quantization": "fp8"}):
         assert grpo_trainer.VLLMGeneration is stock
         vllm_generation.LLM(model="base", quantization=None)
@@ -61,4 +61,4 @@ def test_further_arguments_reach_trls_own_engine(monkeypatch):
         assert grpo_trainer.VLLMGeneration(mode="colocate") == {"mode": "colocate"}
     assert grpo_trainer.VLLMGeneration is stock
     vllm_generation.LLM(model="base")
-    assert given == [{"model": "base", "quantization": "fp8"}, {"model": "base"}]
+    assert arguments == [{"model": "base", "quantization": "fp8"}, {"model": "base"}]

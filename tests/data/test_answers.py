@@ -54,8 +54,10 @@ def test_verls_format_is_right_where_verls_scorer_is(gold):
     """Its rule, as published: the last match in the last 300 characters, commas taken out, equal as text."""
     for text, written in itertools.product(VERL, (gold, gold.replace(",", ""))):
         completion = text.replace("{}", written)
-        found = re.findall(r"#### (\-?[0-9\.\,]+)", completion[-300:])
-        expected = bool(found) and found[-1].replace(",", "").replace("$", "") == gold.replace(",", "")
+        numbers_of_verl = re.findall(r"#### (\-?[0-9\.\,]+)", completion[-300:])
+        expected = bool(numbers_of_verl) and numbers_of_verl[-1].replace(",", "").replace("$", "") == gold.replace(
+            ",", ""
+        )
         found_here = answers.extract_answer(completion, "verl")
         right = answers.parse_gold(f"... #### {gold}", 0)
         assert answers.answers_match(found_here, right) is expected, completion
@@ -66,9 +68,9 @@ def test_gsm8k_gold_and_latex_gold():
     pytest.importorskip("math_verify")
     assert answers.parse_gold("Natalia sold 48/2 = 24 clips.\n#### 72", 0) == 72
     half = answers.parse_gold(r"\frac{1}{2}", 0)
-    given = {("0.5", half): True, (r"\frac{2}{4}", half): True, (r"\frac{2}{3}", half): False}
-    given[r"\frac{3}{4}", Fraction(3, 4)] = True
-    assert {pair: answers.answers_match(*pair) for pair in given} == given
+    matches = {("0.5", half): True, (r"\frac{2}{4}", half): True, (r"\frac{2}{3}", half): False}
+    matches[r"\frac{3}{4}", Fraction(3, 4)] = True
+    assert {pair: answers.answers_match(*pair) for pair in matches} == matches
 
 
 PIECES = [*"09,.-\u2212+/eE$% \n\t\\{}^x)٣", "- ", " / ", "\\boxed{", "\\frac"]

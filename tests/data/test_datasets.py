@@ -68,8 +68,8 @@ def test_prompts_and_place_holders():
         row = datasets.to_prompts(problems, template=literal, chat=False)[0]
         assert row["prompt"] == literal.replace("{question}", "1+1?")
     refused = {"Solve": r"no \{question\}", "{context} {question}": r"nothing fills in \{context\}, only"}
-    for template, said in refused.items():
-        with pytest.raises(datasets.DatasetError, match=said):
+    for template, message in refused.items():
+        with pytest.raises(datasets.DatasetError, match=message):
             datasets.to_prompts(problems, template=template)
 
 

@@ -16,8 +16,8 @@ from trl_fsdp_qlora.small_base.text import character_tokenizer
 from ..tiny import tiny_model
 
 
-def arguments(dataset, **more):
-    return ScriptArguments(dataset=dataset, rewards=["reasoning_gym"], chat=False, **more)
+def arguments(dataset, **options):
+    return ScriptArguments(dataset=dataset, rewards=["reasoning_gym"], chat=False, **options)
 
 
 def test_training_and_test_never_meet_and_no_problem_comes_twice():
@@ -62,8 +62,8 @@ def test_evaluate_counts_what_the_verifier_accepts(monkeypatch):
     data = load_held_out(arguments("reasoning_gym:spell_backward", eval_problems=20))
     texts = [row["answer"] if i % 2 else "nothing" for i, row in enumerate(data)]
     tokenizer = character_tokenizer()
-    place = "trl_fsdp_qlora.evaluation.accuracy.generate"
-    monkeypatch.setattr(place, lambda model, ids, *_, **__: [[i] for i in range(len(ids))])
+    generate_name = "trl_fsdp_qlora.evaluation.accuracy.generate"
+    monkeypatch.setattr(generate_name, lambda model, ids, *_, **__: [[i] for i in range(len(ids))])
     monkeypatch.setattr(tokenizer, "decode", lambda tokens, **_: texts[tokens[0]])
     result = evaluate(tiny_model(), tokenizer, data, batch_size=20, answer_format="first_line", progress=False)
     assert (result.correct, result.strict, result.n) == (10, 10, 20)
@@ -79,9 +79,9 @@ def test_bad_input_is_one_line(monkeypatch):
         "chain_sum(max_terms=4)": "pip install 'trl-fsdp-qlora[reasoning-gym]'",  # the last, where it is not there
     }
     spellings = ("", "chain_sum - products", "chain_sum(2)", "0*chain_sum", "chain_sum(max_terms=n)")
-    for source, said in (dict.fromkeys(spellings, "is not spelled as generators") | wrong).items():
-        if "pip" in said:
+    for source, message in (dict.fromkeys(spellings, "is not spelled as generators") | wrong).items():
+        if "pip" in message:
             monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(DatasetError) as error:
             load_data(arguments(f"reasoning_gym:{source}"))
-        assert said in str(error.value) and "\n" not in str(error.value)
+        assert message in str(error.value) and "\n" not in str(error.value)

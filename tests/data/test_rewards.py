@@ -45,8 +45,8 @@ def test_tags_and_grades_follow_the_blog():
     assert rewards.tag_format_reward([good, good + "more", "<answer>1</answer>", ""]) == [1, 0, 0, 0]
     full = "<reasoning>r</reasoning><answer>{}</answer>"
     completions = [*map(full.format, ("72", "the sum is 72 clips", "71")), "72", "<answer>72</answer>"]
-    given = rewards.graded_reward(completions, answer=["72"] * 5)
-    assert given == pytest.approx([2.8, 2.3, 0.8, 0.0, 2.4])
+    grades = rewards.graded_reward(completions, answer=["72"] * 5)
+    assert grades == pytest.approx([2.8, 2.3, 0.8, 0.0, 2.4])
 
 
 # Of a user's own; tests/cli/test_wheel.py trains with some.
@@ -71,11 +71,11 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_reward_of_ones_own_is_imported_once_and_what_is_not_there_is_named(folder):
-    found = [
+    functions = [
         rewards.get_reward(text)
         for text in ("own_rewards.py:has_unit", "own_rewards:has_unit", "./own_rewards.py:has_unit")
     ]
-    assert found[0](completions=["5 m", "5"]) == [True, False] and len(set(found)) == 1
+    assert functions[0](completions=["5 m", "5"]) == [True, False] and len(set(functions)) == 1
     for text in ("exact_answer", "openai/gsm8k", "data.jsonl", "C:/data.jsonl", "my file.py"):
         assert not is_import_path(text)
     wrong = {
@@ -86,8 +86,8 @@ def test_a_reward_of_ones_own_is_imported_once_and_what_is_not_there_is_named(fo
         "own_broken.py:f": "own_broken.py cannot be imported: ZeroDivisionError: division by zero",
         "json.py:loads": "there is another module 'json'; give the file another name",
     }
-    for text, said in wrong.items():
+    for text, message in wrong.items():
         with pytest.raises(UserError) as refused:
             load_function(text)
-        assert said in str(refused.value) and "\n" not in str(refused.value)
+        assert message in str(refused.value) and "\n" not in str(refused.value)
         assert "did you mean 'NOTF'" not in str(refused.value)

@@ -39,10 +39,10 @@ def run(model, prompts, config=None, seed=0):
     torch.manual_seed(seed)
     expected, _ = complete(model, prompts, config, compact=False)
 
-    def note(_module, _args, kwargs):
+    def record(_module, _args, kwargs):
         shapes.append(tuple(kwargs["input_ids"].shape))
 
-    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    hook = model.register_forward_pre_hook(record, with_kwargs=True)
     torch.manual_seed(seed)
     completions, work = complete(model, prompts, config)
     hook.remove()

@@ -94,13 +94,14 @@ def test_greedy_is_token_identical(name):
     except AttributeError as missing:  # a class that transformers 5.17 does not have
         pytest.skip(str(missing))
     expected, nothing = complete(model, PROMPTS, greedy(), compact=False)
-    found, work = complete(model, PROMPTS, greedy())
-    assert nothing is None and found == expected
+    actual, work = complete(model, PROMPTS, greedy())
+    assert nothing is None and actual == expected
     assert (work.prefill_tokens, work.prefill_tokens_stock) == (3 * 9, 9 * 9)
-    assert work.row_steps_stock == 9 * (max(map(len, found)) - 1)
+    assert work.row_steps_stock == 9 * (max(map(len, actual)) - 1)
     # A row takes part in every forward but the one that would follow its last token.
-    assert work.row_steps == sum(len(row) - 1 for row in found)
-    assert len({len(row) for row in found}) > 1 or name not in MODELS  # otherwise no row was dropped before the others
+    assert work.row_steps == sum(len(row) - 1 for row in actual)
+    # Otherwise no row was dropped before the others.
+    assert len({len(row) for row in actual}) > 1 or name not in MODELS
 
 
 # Why decoding attends to prompts in each row, as for text.
@@ -126,11 +127,11 @@ def test_greedy_is_token_identical_for_prompts_with_images(name, tmp_path):
     # If a forward may be collective (`None`), the prefill runs the vision tower; otherwise `generate` has run it.
     for synced_gpus in (False, None):
         decoding = Decoding(synced_gpus)
-        found, work = complete(model, prompts, config, decoding=decoding, vision=vision)
-        assert found == expected and len({*map(tuple, found)}) > 3
+        actual, work = complete(model, prompts, config, decoding=decoding, vision=vision)
+        assert actual == expected and len({*map(tuple, actual)}) > 3
         assert decoding.per_row == PER_ROW.get(name)
     assert work.prefill_tokens == 5 * ids.shape[1] and work.prefill_tokens_stock == len(ROWS) * ids.shape[1]
-    assert work.row_steps == sum(len(row) - 1 for row in found)
+    assert work.row_steps == sum(len(row) - 1 for row in actual)
     assert complete(model, prompts, config, vision=vision)[1] == work  # found exact without being told
     if name == "llava":
         trainer = llava_trainer(EfficientGRPOTrainer, tmp_path, max_steps=1, compact_generation=True)
@@ -138,8 +139,8 @@ def test_greedy_is_token_identical_for_prompts_with_images(name, tmp_path):
         step = trainer.state.log_history[0]
         assert step["generation/prefill_tokens"] == step["generation/prefill_tokens_stock"] / 4
         for counts in (None, [1]):  # which image belongs to which prompt is not known
-            others = {n: x for n, x in (vision | {"num_images": counts}).items() if x is not None}
-            assert complete(model, prompts, greedy(max_new_tokens=2), vision=others)[1] is None
+            other_arguments = {n: x for n, x in (vision | {"num_images": counts}).items() if x is not None}
+            assert complete(model, prompts, greedy(max_new_tokens=2), vision=other_arguments)[1] is None
 
 
 @pytest.mark.parametrize(
@@ -158,8 +159,8 @@ def test_greedy_is_token_identical_for_prompts_with_images(name, tmp_path):
 def test_greedy_with_processors(changes):
     model = build("qwen3-sliding" if "prefill_chunk_size" in changes else "llama")
     expected, _ = complete(model, PROMPTS, greedy(**changes), compact=False)
-    found, work = complete(model, PROMPTS, greedy(**changes))
-    assert found == expected and work.prefill_tokens < work.prefill_tokens_stock
+    actual, work = complete(model, PROMPTS, greedy(**changes))
+    assert actual == expected and work.prefill_tokens < work.prefill_tokens_stock
     assert (work.row_steps < work.row_steps_stock) == ("watermarking_config" not in changes)
     assert expected != complete(model, PROMPTS, greedy(), compact=False)[0] or "prefill_chunk_size" in changes
 
@@ -168,9 +169,9 @@ def test_greedy_with_processors(changes):
 def test_rotary_tables_of_the_longest_row(name):
     """They depend on rows that have ended; so these stay, where a row may grow beyond the limit."""
     for tokens in (24, 5):  # built anew: dynamic tables remember the longest row that they have seen
-        found, work = complete(build(name), PROMPTS, greedy(max_new_tokens=tokens))
-        assert found == complete(build(name), PROMPTS, greedy(max_new_tokens=tokens), compact=False)[0]
-        assert work.row_steps == (work.row_steps_stock if tokens == 24 else sum(len(row) - 1 for row in found))
+        completions, work = complete(build(name), PROMPTS, greedy(max_new_tokens=tokens))
+        assert completions == complete(build(name), PROMPTS, greedy(max_new_tokens=tokens), compact=False)[0]
+        assert work.row_steps == (work.row_steps_stock if tokens == 24 else sum(len(row) - 1 for row in completions))
 
 
 @pytest.mark.parametrize("name", ["minimax", "rwkv", "t5", "openai-gpt"])
@@ -226,16 +227,16 @@ def test_generation_of_the_models_own_gets_what_stock_gives_it(replaced, monkeyp
         else:
             monkeypatch.setattr(owner, "generate", generates_one_token)
     assert "not transformers' own" in why_stock(model, greedy())
-    found, work = complete(model, PROMPTS, greedy())
-    assert work is None and len(found) == len(PROMPTS)
+    completions, work = complete(model, PROMPTS, greedy())
+    assert work is None and len(completions) == len(PROMPTS)
     if replaced == "_sample":
-        assert found == [[20, 20]] * len(PROMPTS)
+        assert completions == [[20, 20]] * len(PROMPTS)
     elif replaced != "class":
-        assert found == [[prompt[-1]] for prompt in PROMPTS]
+        assert completions == [[prompt[-1]] for prompt in PROMPTS]
     else:
         plain = LlamaForCausalLM(copy.deepcopy(MODELS["llama"])).eval()
         plain.load_state_dict(model.state_dict())
-        assert found == complete(plain, PROMPTS, greedy(), compact=False)[0]
+        assert completions == complete(plain, PROMPTS, greedy(), compact=False)[0]
 
 
 def test_fsdp_registers_generate_and_it_stays_transformers_own():

@@ -67,8 +67,8 @@ def test_completions_are_drawn_from_the_models_distribution(settings):
         if len(going):
             ids = torch.tensor([prompts[row] + drawn[row][:step] for row in going.tolist()])
             scores = processors(ids, model(ids).logits[:, -1])
-            found = torch.tensor([drawn[row][step] for row in going.tolist()])
-            assert torch.equal(inverse(scores.softmax(-1), numbers[going]), found)
+            drawn_tokens = torch.tensor([drawn[row][step] for row in going.tolist()])
+            assert torch.equal(inverse(scores.softmax(-1), numbers[going]), drawn_tokens)
             compared += len(going)
     assert compared == sum(map(len, drawn)) > 50 and len(set(map(tuple, drawn))) > 8
 

@@ -38,7 +38,7 @@ class Engine:
         return prompts, self.completions, self.logprobs, None
 
 
-def made(cls, config_cls, folder, **changes):
+def make_trainer(cls, config_cls, folder, **changes):
     torch.manual_seed(0)
     return tiny.trainer(cls, config_cls, folder, peft_config=tiny.lora(), **{**SETTINGS, **changes})
 
@@ -46,7 +46,7 @@ def made(cls, config_cls, folder, **changes):
 @pytest.fixture
 def stock(tmp_path):
     """What `use_vllm` makes of a stock trainer, with a stand-in for the engine."""
-    trainer = made(GRPOTrainer, GRPOConfig, tmp_path / "stock")
+    trainer = make_trainer(GRPOTrainer, GRPOConfig, tmp_path / "stock")
     trainer.use_vllm, trainer._last_loaded_step = True, -1
     trainer.vllm_generation = Engine(trainer.processing_class.eos_token_id, trainer.model.config.vocab_size)
     return trainer
@@ -57,7 +57,7 @@ def ours_with(tmp_path, monkeypatch):
     def make(**changes):
         engine = Engine(tiny.character_tokenizer().eos_token_id, tiny.tiny_model().config.vocab_size)
         monkeypatch.setattr(engines, "start_engine", lambda *_, **__: engine)
-        trainer = made(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "ours", use_vllm=True, **changes)
+        trainer = make_trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "ours", use_vllm=True, **changes)
         trainer.kinds = []
         score = trainer._score
         trainer._score = lambda stock, wanted, kind, arguments: (

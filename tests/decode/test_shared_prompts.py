@@ -58,21 +58,21 @@ def test_logits_equal_whole_rows(name, implementation):
     else:
         model.set_attn_implementation(implementation)
     # Half of the prompts twice as often as the other half, in no order.
-    found, expected, _ = logits_of_steps(model, [PROMPTS[i] for i in (4, 0, 4, 8, 0, 4)], 7)
-    torch.testing.assert_close(found, expected, rtol=0, atol=ROUNDING)
+    actual, expected, _ = logits_of_steps(model, [PROMPTS[i] for i in (4, 0, 4, 8, 0, 4)], 7)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=ROUNDING)
     assert model.config._attn_implementation == implementation
 
 
 def test_pure_bfloat16_is_as_exact_as_the_models_own_forward():
     """Against float32 on the same weights: no further away than the bf16 model is with whole rows."""
     model = build().to(torch.bfloat16)
-    found, own, (row, start) = logits_of_steps(model, PROMPTS, 12)
+    ours, models, (row, start) = logits_of_steps(model, PROMPTS, 12)
     with torch.no_grad():
         exact = copy.deepcopy(model).float()(**row).logits[:, start:-1]
-    of_stock = (own.float() - exact).abs().mean()
-    assert found.dtype == torch.bfloat16 and of_stock > 0
+    of_stock = (models.float() - exact).abs().mean()
+    assert ours.dtype == torch.bfloat16 and of_stock > 0
     # A key too many moves logits by tenths, bf16 by hundredths.
-    assert (found.float() - exact).abs().mean() < 1.5 * of_stock
+    assert (ours.float() - exact).abs().mean() < 1.5 * of_stock
 
 
 def test_prompts_are_held_once_and_leave_with_their_rows(monkeypatch):
@@ -85,12 +85,12 @@ def test_prompts_are_held_once_and_leave_with_their_rows(monkeypatch):
 
     monkeypatch.setattr(decoding_module, "SharedPrompts", Seen)
     model = build()
-    out, *given, decoding = run(model, greedy())
+    out, *inputs, decoding = run(model, greedy())
     assert decoding.per_row is None and held
-    for rows, prompts, own, count in held:
-        assert own == rows and prompts == count <= min(rows, 3)
+    for rows, prompts, own_tokens, count in held:
+        assert own_tokens == rows and prompts == count <= min(rows, 3)
     assert min(count for *_, count in held) < 3  # a prompt left with the last of its rows
-    assert (out == PAD).any() and torch.equal(out, stock(model, *given, greedy()))
+    assert (out == PAD).any() and torch.equal(out, stock(model, *inputs, greedy()))
 
 
 OTHERS = {
@@ -119,7 +119,7 @@ def test_what_is_not_plain_attention_runs_per_row(reason):
 )
 def test_a_layer_that_does_something_of_its_own_is_seen_in_the_prefill(part, prompts, reason, monkeypatch):
     model = build()
-    own = modeling_llama.LlamaAttention.forward
+    unchanged = modeling_llama.LlamaAttention.forward
     model.set_attn_implementation("eager")
 
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
@@ -129,12 +129,14 @@ def test_a_layer_that_does_something_of_its_own_is_seen_in_the_prefill(part, pro
         elif attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[-1] > 1:
             attention_mask = attention_mask.clone()
             attention_mask[..., -2] = torch.finfo(attention_mask.dtype).min
-        return own(self, hidden_states, position_embeddings, attention_mask, past_key_values=past_key_values, **kwargs)
+        return unchanged(
+            self, hidden_states, position_embeddings, attention_mask, past_key_values=past_key_values, **kwargs
+        )
 
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
-    out, *given, decoding = run(model, greedy(), prompts)
+    out, *inputs, decoding = run(model, greedy(), prompts)
     assert decoding.per_row == reason
-    assert torch.equal(out, stock(model, *given, greedy()))
+    assert torch.equal(out, stock(model, *inputs, greedy()))
 
 
 @pytest.mark.parametrize(
@@ -147,9 +149,9 @@ def test_prompts_in_chunks_and_rows_without_an_end(changes, implementation):
     model = build()
     config = greedy(**changes)
     model.set_attn_implementation(implementation)
-    out, *given, decoding = run(model, config)
+    out, *inputs, decoding = run(model, config)
     assert decoding.per_row is None
-    assert torch.equal(out, stock(model, *given, config))
+    assert torch.equal(out, stock(model, *inputs, config))
 
 
 def test_under_autocast_prompts_are_attended_to_per_row_and_the_implementation_comes_back():

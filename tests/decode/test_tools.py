@@ -55,20 +55,20 @@ def naming(name, arguments=None, **message):
     read = tokenizer.parse_response
 
     def renamed(ids, prefix, tools=None):
-        found = read(ids, prefix)
-        for call in found.get("tool_calls", ()):
+        parsed = read(ids, prefix)
+        for call in parsed.get("tool_calls", ()):
             call["function"]["name"] = name
             call["function"]["arguments"] = call["function"]["arguments"] if arguments is None else arguments
-        return found | (message if "tool_calls" in found else {})
+        return parsed | (message if "tool_calls" in parsed else {})
 
     tokenizer.parse_response = renamed
     return tokenizer
 
 
 def step_of(classes, folder, tokenizer, *tools, **changes):
-    made = make_trainer(*classes, folder, tools=tools, tokenizer=tokenizer, max_steps=1, **changes)
-    made.train()
-    return next(entry for entry in made.state.log_history if "loss" in entry)
+    trainer = make_trainer(*classes, folder, tools=tools, tokenizer=tokenizer, max_steps=1, **changes)
+    trainer.train()
+    return next(entry for entry in trainer.state.log_history if "loss" in entry)
 
 
 @pytest.mark.parametrize(
@@ -202,10 +202,10 @@ def with_environment(classes, folder, environment=Counter, tokenizer=None, **cha
 def test_environments_equal_trls(tmp_path):
     runs = []
     for classes in (STOCK, OURS):
-        made = with_environment(classes, tmp_path / classes[0].__name__)
-        made.train()
-        runs.append([entry for entry in made.state.log_history if "loss" in entry])
-        counts = [environment.count for environment in made.environments]
+        trainer = with_environment(classes, tmp_path / classes[0].__name__)
+        trainer.train()
+        runs.append([entry for entry in trainer.state.log_history if "loss" in entry])
+        counts = [environment.count for environment in trainer.environments]
     for mine, theirs in zip(runs[1], runs[0], strict=True):
         assert [mine[key] for key in SAME] == pytest.approx([theirs[key] for key in SAME])
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-6)
@@ -254,9 +254,9 @@ def test_tools_and_a_common_beginning_are_computed_once_in_training(tmp_path, mo
         tokenizer = calling_tokenizer()
         tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + tokenizer.chat_template
         changes = {"environment": Told, "tokenizer": tokenizer, "max_steps": 1, "max_completion_length": 30}
-        made = with_environment(classes, tmp_path / classes[0].__name__, **changes)
-        made.train()
-        steps.append(next(entry for entry in made.state.log_history if "loss" in entry))
+        trainer = with_environment(classes, tmp_path / classes[0].__name__, **changes)
+        trainer.train()
+        steps.append(next(entry for entry in trainer.state.log_history if "loss" in entry))
     stock, ours = steps
     assert ours["loss"] == pytest.approx(stock["loss"], rel=1e-4, abs=1e-6)
     assert ours["grad_norm"] == pytest.approx(stock["grad_norm"], rel=1e-4)
@@ -272,9 +272,9 @@ def test_tools_and_a_common_beginning_are_computed_once_in_training(tmp_path, mo
 
 @pytest.mark.filterwarnings("ignore:.*environment_factory")
 def test_prompt_selection_takes_agents_and_dynamic_sampling_names_them(tmp_path):
-    made = with_environment(OURS, tmp_path / "selection", prompt_selection="history")
-    made.train()
-    steps = [entry for entry in made.state.log_history if "loss" in entry]
+    trainer = with_environment(OURS, tmp_path / "selection", prompt_selection="history")
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert all(entry["tools/call_frequency"] > 0 for entry in steps)
     assert any(name.startswith("prompt_selection/") for name in steps[-1])
     with_tools = make_trainer(*OURS, tmp_path / "tools", prompt_selection="history", max_steps=1)

@@ -74,7 +74,7 @@ def follow(prompts, completions, turn, change=lambda history, row: history):
 
 def episodes(model, kept: KeptTurns | None, prompts=PROMPTS, turns=4, settings=None, **follows):
     """Completions and tokens prefilled of each turn; by transformers' own loop if nothing is kept."""
-    found = []
+    drawn = []
     for turn in range(turns):
         decoding = None if kept is None else Decoding(False, kept)
         counted = Counted(model)
@@ -82,11 +82,11 @@ def episodes(model, kept: KeptTurns | None, prompts=PROMPTS, turns=4, settings=N
             model, prompts, settings or greedy(max_new_tokens=8), compact=False, decoding=decoding
         )
         counted.handle.remove()
-        found.append((completions, counted.tokens))
+        drawn.append((completions, counted.tokens))
         prompts = follow(prompts, completions, turn, **follows)
         if kept is not None:
             kept.number += 1
-    return [completions for completions, _ in found], [tokens for _, tokens in found]
+    return [completions for completions, _ in drawn], [tokens for _, tokens in drawn]
 
 
 @pytest.mark.parametrize("name", these_first(EPISODES, *EPISODES[::3]))
@@ -95,14 +95,14 @@ def test_greedy_episodes_are_token_identical(name):
     model = any_model(name)
     assert why_not_kept(model) is None
     expected, stock = episodes(model, None)
-    found, ours = episodes(model, KeptTurns(1e12, 3))
-    assert found == expected
+    actual, ours = episodes(model, KeptTurns(1e12, 3))
+    assert actual == expected
     assert all(2 * mine < theirs for mine, theirs in zip(ours[1:], stock[1:], strict=True)), (ours, stock)
     if name in EXACT:
         # Each row runs the token it ended with and the tool's answer, and no padding.
         new = []
         prompts = PROMPTS
-        for turn, completions in enumerate(found[:-1]):
+        for turn, completions in enumerate(actual[:-1]):
             following = follow(prompts, completions, turn)
             rows = [row for row in range(len(prompts)) if (row + turn) % 4]
             done = [len(prompts[row]) + len(completions[row]) - 1 for row in rows]
@@ -123,9 +123,9 @@ def test_prompts_of_different_lengths_behind_a_common_beginning(name, is_shared,
     behind_it = [beginning + prompt for prompt in PROMPTS]
     kept = KeptTurns(1e12, 3)
     expected, _ = episodes(model, None, behind_it)
-    found, tokens = episodes(model, kept, behind_it)
+    actual, tokens = episodes(model, kept, behind_it)
     assert tokens[0] == len(beginning) + 3 * max(map(len, PROMPTS))  # three distinct prompts, padded
-    assert found == expected
+    assert actual == expected
 
 
 @pytest.mark.parametrize("name", [*GOES_ON_FROM_NO_STATE, *LENGTH_DEPENDENT])
@@ -159,8 +159,8 @@ def edit(history, row):
 def test_histories_that_are_edited_or_rolled_back_are_noticed(name):
     model = any_model(name)
     expected, stock = episodes(model, None, change=edit)
-    found, ours = episodes(model, KeptTurns(1e12, 3), change=edit)
-    assert found == expected
+    actual, ours = episodes(model, KeptTurns(1e12, 3), change=edit)
+    assert actual == expected
     # Keys and values serve up to the token that differs, two columns of each row; states and full windows do not.
     if name == "llama":
         rows = [len(completions) for completions in expected]
@@ -179,10 +179,10 @@ def test_no_more_than_the_limit_is_kept(monkeypatch):
     unbounded = episodes(model, whole)
     limit = whole.most_bytes // 2
     bounded = KeptTurns(limit, 3)
-    found, tokens = episodes(model, bounded)
+    actual, tokens = episodes(model, bounded)
     nothing = KeptTurns(0, 3)
     without, whole_prompts = episodes(model, nothing)
-    assert found == without == unbounded[0] == expected
+    assert actual == without == unbounded[0] == expected
     assert 0 < bounded.most_bytes <= limit < whole.most_bytes and nothing.most_bytes == 0
     assert sum(unbounded[1]) < sum(tokens) < sum(whole_prompts)
     assert len(set(lines)) == 2 and "prefilled again" in lines[0]
@@ -257,13 +257,13 @@ def make_trainer(cls, config_cls, folder, kind="full", tools=(add,), tokenizer=N
     model.generation_config.eos_token_id = list(range(3, 40))
     model.config.max_position_embeddings = 512
     changes = {"max_tool_calling_iterations": 3, "max_completion_length": 160, **changes}
-    given = {"generation_kwargs": {"do_sample": False}, **changes}
+    arguments = {"generation_kwargs": {"do_sample": False}, **changes}
     named = {
         "peft_config": lora(),
         "processing_class": tokenizer or calling_tokenizer(),
         "tools": list(tools),
     }
-    return cls(model, digit_share, config(config_cls, folder, **given), prompts(), **named)
+    return cls(model, digit_share, config(config_cls, folder, **arguments), prompts(), **named)
 
 
 @pytest.mark.parametrize("kind", TRAINED)
@@ -271,10 +271,10 @@ def test_training_with_tools_equals_trls_loop(tmp_path, kind):
     """Losses, rewards and lengths of three steps; and nothing is kept over an optimizer step."""
     runs = []
     for cls, config_cls in (STOCK, OURS):
-        made = make_trainer(cls, config_cls, tmp_path / cls.__name__, kind)
-        made.train()
-        runs.append([entry for entry in made.state.log_history if "loss" in entry])
-        trained = made
+        trainer = make_trainer(cls, config_cls, tmp_path / cls.__name__, kind)
+        trainer.train()
+        runs.append([entry for entry in trainer.state.log_history if "loss" in entry])
+        trained = trainer
     for mine, theirs in zip(runs[1], runs[0], strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-6)
         same = ("completions/mean_length", "num_tokens", "reward", "tools/call_frequency", "tools/failure_frequency")

@@ -95,7 +95,7 @@ class Episodes:
     def play(self, kept: KeptTurns | None):
         """Each turn's completions, and what its prefill ran: tokens, and images."""
         rows = list(range(len(self.ids)))
-        found = []
+        drawn = []
         for turn in range(4):
             seen = {"tokens": 0, "images": 0}
 
@@ -117,7 +117,7 @@ class Episodes:
                 vision=self.vision(rows),
             )
             hook.remove()
-            found.append((completions, seen["tokens"], seen["images"]))
+            drawn.append((completions, seen["tokens"], seen["images"]))
             for row, completion in zip(rows, completions, strict=True):
                 self.ids[row] = self.ids[row] + completion
             rows = [row for row in rows if (row + turn) % 5]
@@ -125,11 +125,11 @@ class Episodes:
                 self.answer(row, turn + 1)
             if kept is not None:
                 kept.number += 1
-        return [list(each) for each in zip(*found, strict=True)]
+        return [list(each) for each in zip(*drawn, strict=True)]
 
 
 def hash_of(text: str) -> int:
-    return sum(ord(letter) * 31**place for place, letter in enumerate(text)) % 2**31
+    return sum(ord(letter) * 31**position for position, letter in enumerate(text)) % 2**31
 
 
 @pytest.mark.parametrize("name", these_first(FAMILIES, *[*FAMILIES][::3]))
@@ -140,8 +140,8 @@ def test_greedy_episodes_with_images_are_token_identical(name):
     mine = Episodes(name, tool_images)
     assert why_not_kept(mine.model) is None
     expected, stock_tokens, _ = theirs.play(None)
-    found, tokens, images = mine.play(KeptTurns(1e12, 3))
-    assert found == expected and len({tuple(row) for row in found[0]}) > 2
+    actual, tokens, images = mine.play(KeptTurns(1e12, 3))
+    assert actual == expected and len({tuple(row) for row in actual[0]}) > 2
     # Without the kept caches each later turn would run every image of its rows' histories.
     assert all(2 * ours < stock for ours, stock in zip(tokens[1:], stock_tokens[1:], strict=True))
     live = set(range(7))
@@ -155,8 +155,8 @@ def test_a_new_image_among_padded_ones_is_prefilled_with_its_history(name, monke
     lines = []
     monkeypatch.setattr(turns_module.logger, "warning_once", lines.append)
     expected, stock_tokens, _ = Episodes(name, TOOL_IMAGES).play(None)
-    found, tokens, _ = Episodes(name, TOOL_IMAGES).play(KeptTurns(1e12, 3))
-    assert found == expected and sum(tokens[1:]) < sum(stock_tokens[1:])
+    actual, tokens, _ = Episodes(name, TOOL_IMAGES).play(KeptTurns(1e12, 3))
+    assert actual == expected and sum(tokens[1:]) < sum(stock_tokens[1:])
     assert len(set(lines)) == 1 and "is prefilled whole" in lines[0]
 
 
@@ -169,8 +169,8 @@ def test_as_many_images_as_rows_among_padded_ones(name):
     vision = episodes.vision(rows)
     settings = greedy(suppress_tokens=[IMAGE], max_new_tokens=8)
     expected, _ = complete(episodes.model, ids, settings, compact=False, vision=vision)
-    found, work = complete(episodes.model, ids, settings, vision=vision)
-    assert found == expected and work is not None
+    actual, work = complete(episodes.model, ids, settings, vision=vision)
+    assert actual == expected and work is not None
 
 
 # --- through the trainer, next to TRL's own loop ---------------------------------------------------------------------
@@ -262,12 +262,12 @@ def make_trainer(
         },
         **changes,
     )
-    given = {
+    arguments = {
         "processing_class": processor,
         "tools": list(tools) or None,
         "peft_config": LoraConfig(target_modules=["q_proj"]),
     }
-    return cls(model, digit_share, settings, Dataset.from_dict(rows), **given)
+    return cls(model, digit_share, settings, Dataset.from_dict(rows), **arguments)
 
 
 def run(cls, config_cls, folder, with_pictures: bool):

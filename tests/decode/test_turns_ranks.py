@@ -64,7 +64,7 @@ def of_rank(rank: int, tokenizer=None):
 def test_ranks_take_part_in_the_turns_of_others(tmp_path):
     launch(__file__, tmp_path, environment=fsdp_environment(), timeout=240)
     runs = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-    for found in runs:
+    for results_of_rank in runs:
         for name, reference in {
             "ddp": "stock",
             "gathered": "stock",
@@ -75,7 +75,7 @@ def test_ranks_take_part_in_the_turns_of_others(tmp_path):
             "prompts": "stock_prompts",
             "no_tools": "stock_no_tools",
         }.items():
-            for mine, theirs in zip(found[name]["steps"], found[reference]["steps"], strict=True):
+            for mine, theirs in zip(results_of_rank[name]["steps"], results_of_rank[reference]["steps"], strict=True):
                 same = [key for key in SAME if key in theirs]
                 assert len(same) >= 3, name  # without tools
                 assert [mine[key] for key in same] == pytest.approx([theirs[key] for key in same]), name

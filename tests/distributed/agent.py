@@ -27,50 +27,50 @@ _SIGNALS[signal.SIGQUIT] = signal.SIG_DFL
 class Fork(_POPEN):
     """`subprocess.Popen`, but `python [-u] SCRIPT.py WORDS` is a fork of this process that runs SCRIPT."""
 
-    def _execute_child(self, args, *more):
+    def _execute_child(self, args, *further):
         words = [] if isinstance(args, (str, bytes, os.PathLike)) else [os.fsdecode(word) for word in args]
         script = [word for word in words[1:] if word != "-u"]
         if not script or words[0] != sys.executable or not script[0].endswith(".py"):
-            return super()._execute_child(args, *more)
-        given = inspect.signature(super()._execute_child).bind(args, *more).arguments
-        process = multiprocessing.get_context("fork").Process(target=_child, args=(script, given))
+            return super()._execute_child(args, *further)
+        bound = inspect.signature(super()._execute_child).bind(args, *further).arguments
+        process = multiprocessing.get_context("fork").Process(target=_child, args=(script, bound))
         sys.stdout.flush()  # or it is written twice
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
             os._exit(process._bootstrap())
         self._child_created = True
-        self._close_pipe_fds(*(given[end] for end in _PIPES))
+        self._close_pipe_fds(*(bound[end] for end in _PIPES))
 
 
-def _child(script: list[str], given: dict) -> None:
+def _child(script: list[str], bound: dict) -> None:
     """Run `script` as a process that `Popen` has started with `given`."""
-    _leave_parent(given)
+    _leave_parent(bound)
     sys.stdout.reconfigure(write_through=True)  # -u, and harmless without
     sys.argv = script
     sys.path[0] = str(Path(script[0]).parent)
     runpy.run_path(script[0], run_name="__main__")
 
 
-def _leave_parent(given: dict) -> None:
+def _leave_parent(bound: dict) -> None:
     """Nothing of the launcher but what it has imported: signals, open files, the environment and `Popen` are a
     script's own.
     """
     for number, handler in _SIGNALS.items():
         signal.signal(number, handler)
-    if given["start_new_session"]:
+    if bound["start_new_session"]:
         os.setsid()
-    for stream, source in enumerate((given["p2cread"], given["c2pwrite"], given["errwrite"])):
+    for stream, source in enumerate((bound["p2cread"], bound["c2pwrite"], bound["errwrite"])):
         if source != -1:
             os.dup2(source, stream)
     gc.freeze()  # what would close, on its collection, a number that is another file's by then
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     resource_tracker._resource_tracker._fd = resource_tracker._resource_tracker._pid = None
-    if given["env"] is not None:
+    if bound["env"] is not None:
         os.environ.clear()
-        os.environ.update(given["env"])
-    if given["cwd"] is not None:
-        os.chdir(given["cwd"])
+        os.environ.update(bound["env"])
+    if bound["cwd"] is not None:
+        os.chdir(bound["cwd"])
     subprocess.Popen = subprocess_handler.Popen = _POPEN
 
 

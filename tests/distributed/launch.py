@@ -47,8 +47,8 @@ class Rank:
     def __init__(self, script, arguments, environment, log, errors=None, cwd=REPOSITORY):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.distributed.preload"])
-        given = (str(script), list(map(str, arguments)), dict(environment), str(log), str(errors or ""), str(cwd))
-        self.process = context.Process(target=_run_script, args=given)
+        of_fork = (str(script), list(map(str, arguments)), dict(environment), str(log), str(errors or ""), str(cwd))
+        self.process = context.Process(target=_run_script, args=of_fork)
         self.process.start()
         self.pid = self.process.pid
         self.wait = self.process.join
@@ -136,8 +136,8 @@ def _completed(script, words, environment, cwd, timeout) -> subprocess.Completed
             process.wait(_patient(timeout))
         finally:
             end_all([process])
-        said = (file.read_text(errors="replace") for file in (output, errors))
-        return subprocess.CompletedProcess([script, *words], process.returncode, *said)
+        texts = (file.read_text(errors="replace") for file in (output, errors))
+        return subprocess.CompletedProcess([script, *words], process.returncode, *texts)
 
 
 def run_script(script: str | Path, *arguments: str, cwd: Path, timeout: float = 300) -> subprocess.CompletedProcess:
@@ -185,7 +185,7 @@ def launch(
     processes: int = 2,
     timeout: float = 120,
     environment: Mapping[str, str] | None = None,
-    **how,
+    **options,
 ) -> list[tuple[int, str]]:
     """`(exit code, output)` of a Python script on each of `processes` gloo ranks with torchrun's environment
     variables.
@@ -198,6 +198,6 @@ def launch(
     for rank in map(str, range(processes)):
         values = (rank, rank, str(processes), str(processes), "127.0.0.1", port)
         variables = dict(zip(TORCHRUN, values, strict=True)) if processes > 1 else {}
-        given = rank_environment({**variables, **(environment or {})})
-        starts.append((REPOSITORY / script, arguments, given))
-    return launch_all(starts, timeout, **how)
+        complete_environment = rank_environment({**variables, **(environment or {})})
+        starts.append((REPOSITORY / script, arguments, complete_environment))
+    return launch_all(starts, timeout, **options)

@@ -34,10 +34,10 @@ def undisturbed(base, tmp_path_factory):
 
 
 def assert_same(out, expected, of_losses=0.0, of_adapter=0.0):
-    found = torch.load(out / "rank0.pt", weights_only=False)["run"]
-    assert len(found["loss"]) == 3 and found["loss"] == pytest.approx(expected["loss"], rel=0, abs=of_losses)
-    assert difference(found["adapter"], expected["adapter"]) <= of_adapter
-    assert (found["base"], found["mesh"]) == (expected["base"], expected["mesh"])
+    actual = torch.load(out / "rank0.pt", weights_only=False)["run"]
+    assert len(actual["loss"]) == 3 and actual["loss"] == pytest.approx(expected["loss"], rel=0, abs=of_losses)
+    assert difference(actual["adapter"], expected["adapter"]) <= of_adapter
+    assert (actual["base"], actual["mesh"]) == (expected["base"], expected["mesh"])
 
 
 @pytest.mark.parametrize("kind", these_first(["ddp", "hsdp_qlora", "zero2"], "ddp"))

@@ -38,8 +38,8 @@ class FixedCompletions:
         seen = {}
         completions = []
         for key in map(tuple, prompt_ids):
-            place = seen[key] = seen.get(key, 0) + 1
-            draw = torch.Generator().manual_seed(zlib.crc32(repr((key, place)).encode()))
+            repetition = seen[key] = seen.get(key, 0) + 1
+            draw = torch.Generator().manual_seed(zlib.crc32(repr((key, repetition)).encode()))
             length = int(torch.randint(3, 13, (1,), generator=draw))
             completions.append(torch.randint(3, 40, (length,), generator=draw).tolist())
         return completions

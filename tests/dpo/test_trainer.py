@@ -57,17 +57,17 @@ def both(name, folder, lora=True, **changes):
 def assert_same_loss(trainers, least_shared=0.8):
     """On one batch of stock's."""
     inputs = next(iter(trainers[0].get_train_dataloader()))
-    found = []
+    results = []
     for each in trainers:
         each.model.train()
         loss = each.compute_loss(each.model, inputs)
         loss.backward()
-        found.append((loss.item(), gradients(each.model)))
+        results.append((loss.item(), gradients(each.model)))
     assert trainers[1].door.is_active, trainers[1].door.describe()
     metrics = [each._metrics["train"] for each in trainers]
     assert 0 < metrics[1]["prefix_sharing/policy/tokens_fraction"][-1] < least_shared
-    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
-    assert_equal_gradients(found[1][1], found[0][1], tolerance=2e-5)
+    assert results[1][0] == pytest.approx(results[0][0], rel=1e-5)
+    assert_equal_gradients(results[1][1], results[0][1], tolerance=2e-5)
     for metric, values in metrics[0].items():
         assert metrics[1][metric] == pytest.approx(values, rel=1e-4, abs=1e-5), metric
 

@@ -40,8 +40,8 @@ def test_the_result_does_not_depend_on_training_mode_and_leaves_the_generator_al
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    how = {"samples": 3, "max_new_tokens": 4, "batch_size": 6, "progress": False}
-    first, again = (evaluate(model, character_tokenizer(), prompts(10), **how) for _ in range(2))
+    options = {"samples": 3, "max_new_tokens": 4, "batch_size": 6, "progress": False}
+    first, again = (evaluate(model, character_tokenizer(), prompts(10), **options) for _ in range(2))
     assert torch.equal(torch.rand(3), expected) and model.training
     assert replace(first, seconds=0) == replace(again, seconds=0)
 

@@ -10,7 +10,9 @@ from tests.distributed.launch import launch
 WORKER = "tests/fsdp2_qlora/worker.py"
 
 
-def scenarios_of(model: str | Path, folder: Path, scenarios: dict[str, str], processes: int = 2, **more) -> list[dict]:
+def scenarios_of(
+    model: str | Path, folder: Path, scenarios: dict[str, str], processes: int = 2, **options
+) -> list[dict]:
     """What each rank found, by label; `scenarios` is `label: "name:option=value,..."`, with `{run}` for `folder` and
     `{root}` for the one around it, and `more` is for [`launch`].
     """
@@ -18,8 +20,8 @@ def scenarios_of(model: str | Path, folder: Path, scenarios: dict[str, str], pro
     specifications = [
         f"{label}={scenario.format(run=folder, root=folder.parent)}" for label, scenario in scenarios.items()
     ]
-    more = {"timeout": 400, **more}  # of up to 20 trainings
-    launch(WORKER, model, folder, *specifications, processes=processes, **more)
+    options = {"timeout": 400, **options}  # of up to 20 trainings
+    launch(WORKER, model, folder, *specifications, processes=processes, **options)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(processes)]
 
 

@@ -42,9 +42,9 @@ def reference(tmp_path_factory):
     """The model, and what DDP makes of it: whole weights on both ranks."""
     root = tmp_path_factory.mktemp("configs")
     model = tiny.make_checkpoint(root / "model")
-    found, _ = accelerate("ddp_cpu", model, root / "ddp", "sft=sft", "lora=sft:quantized=0")
-    assert not found["sft"]["dtensors"]
-    return model, found
+    result, _ = accelerate("ddp_cpu", model, root / "ddp", "sft=sft", "lora=sft:quantized=0")
+    assert not result["sft"]["dtensors"]
+    return model, result
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +103,8 @@ def test_the_evaluation_script_measures_a_4_bit_base(problems, tmp_path, monkeyp
     runpy.run_path(str(REPOSITORY / "recipes" / "evaluate.py"), run_name="__main__")
     held_out = to_prompts(hold_out(read_problems(problems[1][True], "train"), 10)[1], chat=False)
     alone = evaluate(tiny.load(problems[0]), tiny.make_tokenizer(), held_out, max_new_tokens=3, batch_size=4)
-    found = json.loads(out.read_text())
-    assert found["correct"] == alone.correct > 0 and found["n"] == 10
+    measured = json.loads(out.read_text())
+    assert measured["correct"] == alone.correct > 0 and measured["n"] == 10
 
 
 @pytest.mark.parametrize(
@@ -130,11 +130,11 @@ def test_a_config_trains_as_ddp_does_syncs_measures_and_saves(reference, problem
     gather = "per_layer" if config == "fsdp2_qlora_cpu" else "auto"
     ranks = accelerate(config, model, out, *scenarios, recipe(problems, quantized, gather))
     for rank, kind in ((rank, kind) for rank in ranks for kind in kinds):
-        found = rank[kind]
+        actual = rank[kind]
         expected = ddp[kind]
         near = 1e-5 if fsdp2 else 1e-4
-        assert found["dtensors"] == fsdp2 and found["loss"] == pytest.approx(expected["loss"], abs=near)
-        assert (found["base"] is not None and found["base"]["ratio"] <= 0.52) == quantized
+        assert actual["dtensors"] == fsdp2 and actual["loss"] == pytest.approx(expected["loss"], abs=near)
+        assert (actual["base"] is not None and actual["base"]["ratio"] <= 0.52) == quantized
         loaded = PeftModel.from_pretrained(tiny.load(model) if kind == "sft" else tiny.load_whole(model), out / kind)
         plain = {name: value.float() for name, value in loaded.state_dict().items() if "lora_" in name}
         assert difference(plain, expected["adapter"]) <= near
@@ -177,11 +177,11 @@ def test_the_config_itself_trains_on_gpus(problems, tmp_path, config):
     variables = {"ON_GPU": "1", "CUDA_VISIBLE_DEVICES": devices}
     run = run_launcher(*words, cwd=REPOSITORY, environment=variables, from_shell=True)
     assert run.returncode == 0, run.stdout + run.stderr
-    found = torch.load(out / "rank0.pt", weights_only=False)["sft"]
-    assert len(found["loss"]) == 3 and torch.tensor(found["loss"]).isfinite().all()
-    assert found["dtensors"] == config.startswith("fsdp2")
-    if found["dtensors"]:
-        assert found["devices"] == ["cpu" if config.endswith("offload") else "cuda"]
+    result = torch.load(out / "rank0.pt", weights_only=False)["sft"]
+    assert len(result["loss"]) == 3 and torch.tensor(result["loss"]).isfinite().all()
+    assert result["dtensors"] == config.startswith("fsdp2")
+    if result["dtensors"]:
+        assert result["devices"] == ["cpu" if config.endswith("offload") else "cuda"]
     for base, folder in ((model, "final"), *([(problems[0], "recipe")] * with_recipe)):
         loaded = PeftModel.from_pretrained(tiny.load(base) if quantized else tiny.load_whole(base), out / folder)
         assert any(parameter.any() for name, parameter in loaded.named_parameters() if "lora_B" in name)

@@ -67,15 +67,16 @@ def runs(tmp_path_factory):
     tiny.make_checkpoint(root / "hybrid", **tiny.HYBRID)
     tiny.make_checkpoint(root / "mixture", **tiny.MIXTURE)
     model = tiny.make_checkpoint(root / "model")
-    found = {"model": model}
+    results = {"model": model}
     for run, scenarios, processes, environment in (
         ("one", WHOLE, 1, {}),
         ("ddp", {**ON_TWO_RANKS, **ALONE}, 2, {}),
         ("fsdp2", ON_TWO_RANKS, 2, fsdp_environment()),
     ):
         ranks = scenarios_of(model, root / run, scenarios, processes, environment=environment)
-        found |= {(run, scenario): [rank[scenario] for rank in ranks] for scenario in scenarios}
-    return found
+        for scenario in scenarios:
+            results[run, scenario] = [rank[scenario] for rank in ranks]
+    return results
 
 
 @pytest.mark.parametrize(
@@ -85,10 +86,10 @@ def runs(tmp_path_factory):
 def test_cut_groups_train_as_whole_ones(runs, run, scenario):
     whole = scenario if scenario in WHOLE else "grpo"
     expected = runs["one", whole][0]
-    for found in runs[run, scenario]:
-        assert found["shared"] and (found["trunks"] > 0 or scenario == "merged")
-        assert len(found["gradients"]) == 2
-        for wanted, gradients in zip(expected["gradients"], found["gradients"], strict=True):
+    for actual in runs[run, scenario]:
+        assert actual["shared"] and (actual["trunks"] > 0 or scenario == "merged")
+        assert len(actual["gradients"]) == 2
+        for wanted, gradients in zip(expected["gradients"], actual["gradients"], strict=True):
             assert difference(wanted, gradients) <= 1e-5
     assert difference(expected["adapter"], runs[run, scenario][0]["adapter"]) <= 1e-5
 
@@ -96,9 +97,9 @@ def test_cut_groups_train_as_whole_ones(runs, run, scenario):
 @pytest.mark.parametrize("scenario", ["idle", "idle_cut"])
 @pytest.mark.parametrize("run", ["ddp", "fsdp2"])
 def test_a_rank_without_anything_to_learn_from(runs, run, scenario):
-    for expected, found in zip(runs["ddp", "idle_alone"], runs[run, scenario], strict=True):
-        assert found["trunks"] > 0
-        for wanted, gradients in zip(expected["gradients"], found["gradients"], strict=True):
+    for expected, actual in zip(runs["ddp", "idle_alone"], runs[run, scenario], strict=True):
+        assert actual["trunks"] > 0
+        for wanted, gradients in zip(expected["gradients"], actual["gradients"], strict=True):
             assert difference(wanted, gradients) <= 1e-5
 
 
@@ -108,9 +109,9 @@ def test_a_rank_without_anything_to_learn_from(runs, run, scenario):
 )
 @pytest.mark.parametrize("run", ["ddp", "fsdp2"])
 def test_a_router_loss_over_passes(runs, run, scenario, alone):
-    for expected, found in zip(runs["ddp", alone], runs[run, scenario], strict=True):
-        assert found["trunks"] > 0 or scenario == "mixture_merged"
-        for wanted, gradients in zip(expected["gradients"], found["gradients"], strict=True):
+    for expected, actual in zip(runs["ddp", alone], runs[run, scenario], strict=True):
+        assert actual["trunks"] > 0 or scenario == "mixture_merged"
+        for wanted, gradients in zip(expected["gradients"], actual["gradients"], strict=True):
             assert difference(wanted, gradients) <= 1e-5
 
 
@@ -119,10 +120,10 @@ def test_a_router_loss_over_passes(runs, run, scenario, alone):
 def test_an_optimizer_that_steps_earlier(runs, run, scenario):
     """Gradients of all micro-batches before it are reduced over ranks in this step, each once."""
     alone = scenario.removesuffix("_merged") + "_alone"
-    for expected, found in zip(runs["ddp", alone], runs[run, scenario], strict=True):
-        assert found["trunks"] > 0 or "merged" in scenario
-        assert len(found["gradients"]) == 2
-        for wanted, gradients in zip(expected["gradients"], found["gradients"], strict=True):
+    for expected, actual in zip(runs["ddp", alone], runs[run, scenario], strict=True):
+        assert actual["trunks"] > 0 or "merged" in scenario
+        assert len(actual["gradients"]) == 2
+        for wanted, gradients in zip(expected["gradients"], actual["gradients"], strict=True):
             assert difference(wanted, gradients) <= 1e-5
     assert difference(runs["ddp", alone][0]["adapter"], runs[run, scenario][0]["adapter"]) <= 1e-5
 
@@ -140,7 +141,7 @@ def test_zero_2_shares_prompts_one_micro_batch_a_pass(runs, tmp_path):
     run = accelerate_launch("zero2_cpu", WORKER, model, out, *scenarios, cwd=REPOSITORY, timeout=400)
     assert run.returncode == 0, run.stdout + run.stderr
     for name in ZERO_2:
-        found = torch.load(out / "rank0.pt", weights_only=False)[name]
-        assert found["shared"] and (found["trunks"] > 0) == (name != "too_long")
+        actual = torch.load(out / "rank0.pt", weights_only=False)[name]
+        assert actual["shared"] and (actual["trunks"] > 0) == (name != "too_long")
         # DeepSpeed sums gradients in buckets of another order.
-        assert difference(expected["adapter"], found["adapter"]) <= 1e-4
+        assert difference(expected["adapter"], actual["adapter"]) <= 1e-4

@@ -93,14 +93,16 @@ def way(request):
     assert not triton_kernels._refused
 
 
-def loaded(folder, dtype=torch.float32, **how):
+def loaded(folder, dtype=torch.float32, **options):
     with experts_in_4bit():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=tiny.quantization(**how))
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, quantization_config=tiny.quantization(**options)
+        )
 
 
-def dequantized(model, folder, dtype=torch.float32, **how):
+def dequantized(model, folder, dtype=torch.float32, **options):
     """The same 4-bit model, its experts as numbers: transformers' own module and forward."""
-    quantized = tiny.quantization(**how, llm_int8_skip_modules=["lm_head", "shared_expert_gate"])
+    quantized = tiny.quantization(**options, llm_int8_skip_modules=["lm_head", "shared_expert_gate"])
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=quantized)
     dense = dense_experts(stock)
     packed = packed_experts(model)
@@ -225,9 +227,9 @@ def test_triton_unpacks_and_multiplies_as_bitsandbytes_and_torch_do(out_features
     )
     with patch.object(grouped_product, "runs", return_value=True):
         assert torch.equal(grouped_product.dequantize_experts(rows, layout, torch.float32), wanted)
-        found = grouped_product.multiply_packed(x, rows, layout, ends)
+        product = grouped_product.multiply_packed(x, rows, layout, ends)
         # Rounding of float32 sums: at most 7.4e-6 over twelve seeds, where torch's own product had 2.9e-5.
-        torch.testing.assert_close(found.double(), multiplied, atol=2e-5, rtol=0)
+        torch.testing.assert_close(product.double(), multiplied, atol=2e-5, rtol=0)
         many = torch.randn(number * 16 + 1, in_features)
         assert grouped_product.multiply_packed(many, rows, layout, ends) is None
     assert not triton_kernels._refused
@@ -240,7 +242,7 @@ def test_triton_multiplies_groups_with_trained_matrices_as_float64_does():
     weight = torch.randn(4, 72, 40)
     ends = torch.tensor([0, 33, 33, 150]).int()
     grad = torch.randn(150, 72)
-    found = []
+    results = []
     for ours in (False, True):
         dtype = torch.float32 if ours else torch.float64
         inputs = [x.to(dtype, copy=True).requires_grad_(), weight.to(dtype, copy=True).requires_grad_()]
@@ -251,8 +253,8 @@ def test_triton_multiplies_groups_with_trained_matrices_as_float64_does():
                 parts = zip(inputs[0].tensor_split(ends[:-1].long()), inputs[1], strict=True)
                 out = torch.cat([part @ matrix.T for part, matrix in parts])
             out.backward(grad.to(dtype))
-        found.append([out.detach(), *(each.grad for each in inputs)])
-    for wanted, got in zip(*found, strict=True):
+        results.append([out.detach(), *(each.grad for each in inputs)])
+    for wanted, got in zip(*results, strict=True):
         # Rounding of float32 sums: at most 7.7e-6 over twelve seeds, where torch's own products had 1.9e-5.
         torch.testing.assert_close(got.double(), wanted, atol=2e-5, rtol=0)
     assert not triton_kernels._refused
@@ -287,10 +289,10 @@ def test_a_gpu_without_grouped_products_gets_a_line(capability, hip, reason, mon
     monkeypatch.setattr(triton_kernels, "_logged", set())
     experts.multiplies_groups.cache_clear()
     try:
-        found = [experts.multiplies_groups(torch.device("cuda", i)) for i in range(3)]  # one line for all of them
+        multiplies = [experts.multiplies_groups(torch.device("cuda", i)) for i in range(3)]  # one line for all of them
     finally:
         experts.multiplies_groups.cache_clear()
-    assert found == [reason is None] * 3
+    assert multiplies == [reason is None] * 3
     assert [reason in line for line in caplog.messages] == [True] * (reason is not None)
 
 
@@ -403,10 +405,10 @@ def test_ranks_hold_their_part_of_the_experts_and_train_as_whole_ones(tmp_path):
     (one,) = scenarios_of(model, tmp_path / "one", {"by_name": TWO["by_name"]}, processes=1)
     ddp, _ = scenarios_of(model, tmp_path / "ddp", {"sft": SFT})
     two, rank_1 = scenarios_of(model, tmp_path / "two", TWO, environment=fsdp_environment())
-    for found in (two, rank_1):
+    for result in (two, rank_1):
         for scenario in ("sft", "by_name"):
-            base = found[scenario]["base"]
-            assert found[scenario]["dtensors"] and base["ratio"] <= 0.52
+            base = result[scenario]["base"]
+            assert result[scenario]["dtensors"] and base["ratio"] <= 0.52
             assert base["quantized_full"] > 2 * 6 * (96 * 64 + 64 * 48) / 2  # experts are most of the 4-bit bytes
     assert rank_1["by_name"]["meta"] and not two["by_name"]["meta"]
     assert (one["by_name"]["first_logits"] - two["by_name"]["first_logits"]).abs().max() <= 1e-5

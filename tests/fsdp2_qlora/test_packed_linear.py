@@ -72,7 +72,7 @@ def test_repacked_weights_for_avx512_are_turned_back():
 def test_a_replicated_base_is_an_error():
     model = torch.nn.ModuleDict({"q_proj": make_layer(), "k_proj": make_layer()})
     pack_model(model)
-    found = measure_base(model, world_size=1)
-    assert found.ratio == 1.0 and found.state_full == found.quantized_full - 2 * 96 * 128 // 2
+    base_bytes = measure_base(model, world_size=1)
+    assert base_bytes.ratio == 1.0 and base_bytes.state_full == base_bytes.quantized_full - 2 * 96 * 128 // 2
     with pytest.raises(BaseNotSharded, match=r"an even split over 2 ranks.*fsdp_version: 2"):
         measure_base(model, world_size=2)

@@ -157,9 +157,9 @@ def test_parameters_are_dtensors_where_they_are_sharded(runs, run, scenario):
     sharded = run in ("two", "four")
     # Some scenarios go on from checkpoints of these.
     assert runs["one", "sft"][0]["base"] is None and runs["two", "sft"]
-    for found in runs[run, scenario]:
-        assert found.get("dtensors", sharded) == sharded
-        assert found.get("adapter_dtypes", ["torch.float32"]) == ["torch.float32"]
+    for result in runs[run, scenario]:
+        assert result.get("dtensors", sharded) == sharded
+        assert result.get("adapter_dtypes", ["torch.float32"]) == ["torch.float32"]
     if (run, scenario) in (("ddp", "bf16"), ("two", "whole_base")):  # nothing in it is quantized
         assert runs[run, scenario][0]["base"] is None
 
@@ -177,7 +177,7 @@ def test_parameters_are_dtensors_where_they_are_sharded(runs, run, scenario):
     ),
 )
 def test_a_rank_holds_its_part_of_the_packed_bytes_and_of_the_quantization_state(runs, run, scenario, shards, most):
-    for base in (found["base"] for found in runs[run, scenario]):
+    for base in (result["base"] for result in runs[run, scenario]):
         assert base["world_size"] == shards and 1 / shards <= base["ratio"] <= most
 
 
@@ -207,14 +207,14 @@ def test_a_rank_holds_its_part_of_the_packed_bytes_and_of_the_quantization_state
 )
 def test_training_is_that_of_the_reference(runs, run, scenario, reference, steps, near):
     expected = runs[reference][0]
-    for found in runs[run, scenario]:
-        assert found["shared"] == expected["shared"]
-        assert found["loss"] == pytest.approx(expected["loss"], abs=near) and found["loss"]
+    for actual in runs[run, scenario]:
+        assert actual["shared"] == expected["shared"]
+        assert actual["loss"] == pytest.approx(expected["loss"], abs=near) and actual["loss"]
         # Before training, at step 2, and after training.
-        assert found["eval"] == pytest.approx(expected["eval"], abs=near)
-        assert len(found["eval"]) == (3 if scenario == "kl" else 0)
-        assert len(found["gradients"]) == steps
-        for wanted, gradients in zip(expected["gradients"][-steps:], found["gradients"], strict=True):
+        assert actual["eval"] == pytest.approx(expected["eval"], abs=near)
+        assert len(actual["eval"]) == (3 if scenario == "kl" else 0)
+        assert len(actual["gradients"]) == steps
+        for wanted, gradients in zip(expected["gradients"][-steps:], actual["gradients"], strict=True):
             assert difference(wanted, gradients) <= near
             # A and B of seven projections in two layers (eight in a recurrent one), and the head where it is trained.
             assert len(gradients) == 2 * 7 * 2 + ("head" in scenario) + 2 * (scenario == "hybrid")
@@ -269,9 +269,9 @@ def test_a_model_object_without_a_folder_is_saved_and_resumed(runs, root):
 def test_one_rank_per_node_reads_the_checkpoint_and_first_logits_are_those_of_one_process(runs, run, scenario):
     expected = runs["one", "by_name"][0]["first_logits"]
     assert expected.std() > 0.01
-    for rank, found in enumerate(runs[run, scenario]):
-        assert found["meta"] == bool(rank % 2)
-        assert (found["first_logits"] - expected).abs().max() <= 1e-5
+    for rank, actual in enumerate(runs[run, scenario]):
+        assert actual["meta"] == bool(rank % 2)
+        assert (actual["first_logits"] - expected).abs().max() <= 1e-5
 
 
 @pytest.mark.exhaustive
@@ -285,15 +285,15 @@ def test_gathering_once_moves_less(runs):
 
 @pytest.mark.exhaustive
 def test_only_gradients_leave_a_node(runs):
-    for found in runs["four", "moved"]:
-        assert found["mesh"] == (2, 2)
-        moved = found["traffic"][1]
-        assert moved["gathered_bytes"] > 0 and moved["gathered_between_nodes"] == 0
+    for result in runs["four", "moved"]:
+        assert result["mesh"] == (2, 2)
+        traffic = result["traffic"][1]
+        assert traffic["gathered_bytes"] > 0 and traffic["gathered_between_nodes"] == 0
         # Of G bytes of gradients the reduce-scatter sends half to the other shard, and the all-reduce, as a ring of
         # two, a rank's half twice by halves. All rows are even, so FSDP2 pads none.
         gradients = sum(value.nbytes for value in runs["one", "sft"][0]["adapter"].values())
-        assert moved["reduced_bytes"] == pytest.approx(gradients, rel=1e-12)
-        assert moved["reduced_between_nodes"] == pytest.approx(gradients / 2, rel=1e-12)
+        assert traffic["reduced_bytes"] == pytest.approx(gradients, rel=1e-12)
+        assert traffic["reduced_between_nodes"] == pytest.approx(gradients / 2, rel=1e-12)
 
 
 def train_killed(root, folder, kills="+", resume=""):

@@ -47,10 +47,21 @@ def make_model(hidden=64, layers=2, intermediate=128, likes_digits=False, family
     With `likes_digits` its completions are mostly numbers, which differ from prompt to prompt.
     """
     torch.manual_seed(0)
-    values = {"vocab_size": 64, "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
-    values |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": hidden // 4}
-    values |= {"max_position_embeddings": 512}
-    values |= {"tie_word_embeddings": False, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, **config}
+    values = {
+        "vocab_size": 64,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": hidden // 4,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+        **config,
+    }
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values), dtype=torch.float32)
     if likes_digits:
         with torch.no_grad():
@@ -106,14 +117,14 @@ def as_reference(model: PreTrainedModel) -> None:
     without_repacking(model)
 
 
-def quantization(double: bool = True, storage="uint8", compute="float32", **more) -> BitsAndBytesConfig:
+def quantization(double: bool = True, storage="uint8", compute="float32", **options) -> BitsAndBytesConfig:
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=double,
         bnb_4bit_quant_storage=storage,
         bnb_4bit_compute_dtype=compute,
-        **more,
+        **options,
     )
 
 

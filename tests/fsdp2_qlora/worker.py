@@ -26,8 +26,8 @@ How to add a scenario, for example "with another learning rate, two ranks train 
 
 3. A test finds what each rank returned in the fixture `runs`, and compares it with a reference:
 
-       for found in runs["two", "fast"]:
-           assert found["loss"] == pytest.approx(runs["one", "fast"][0]["loss"], abs=1e-5)
+       for result in runs["two", "fast"]:
+           assert result["loss"] == pytest.approx(runs["one", "fast"][0]["loss"], abs=1e-5)
 """
 
 import contextlib
@@ -60,7 +60,8 @@ from tests.benchmark_modules import benchmark
 from tests.distributed.fsdp_on_gloo import force_fsdp, without_deepspeeds_operator
 from tests.fsdp2_qlora import tiny
 from tests.grpo import resume_worker
-from tests.grpo.test_token_budget import batch_of, made
+from tests.grpo.test_token_budget import batch_of
+from tests.grpo.test_token_budget import make_trainer as make_tiny_trainer
 from tests.publishing.hub_server import TOKEN, hub
 from tests.vllm import whole_engine
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
@@ -128,8 +129,8 @@ class FixedCompletions(EfficientGRPOTrainer):
         seen = {}
         completions = []
         for key in map(tuple, prompt_ids):
-            place = seen[key] = seen.get(key, 0) + 1
-            generator = torch.Generator().manual_seed(zlib.crc32(repr((key, place)).encode()))
+            repetition = seen[key] = seen.get(key, 0) + 1
+            generator = torch.Generator().manual_seed(zlib.crc32(repr((key, repetition)).encode()))
             length = int(torch.randint(3, 13, (1,), generator=generator))
             completions.append(torch.randint(3, 40, (length,), generator=generator).tolist())
         return completions, None
@@ -187,11 +188,22 @@ class End(TrainerCallback):
 
 
 def common(out, **overrides):
-    values = {"output_dir": str(out), "max_steps": 3, "logging_steps": 1, "report_to": [], "disable_tqdm": True}
-    values |= {"per_device_train_batch_size": 8 // WORLD_SIZE, "per_device_eval_batch_size": 8 // WORLD_SIZE}
-    values |= {"use_cpu": not ON_GPU, "bf16": ON_GPU, "gradient_checkpointing": False}
     # Recorded gradients are the unclipped ones.
-    values |= {"learning_rate": 5e-4, "max_grad_norm": 1e6, "dataloader_pin_memory": False}
+    values = {
+        "output_dir": str(out),
+        "max_steps": 3,
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "per_device_train_batch_size": 8 // WORLD_SIZE,
+        "per_device_eval_batch_size": 8 // WORLD_SIZE,
+        "use_cpu": not ON_GPU,
+        "bf16": ON_GPU,
+        "gradient_checkpointing": False,
+        "learning_rate": 5e-4,
+        "max_grad_norm": 1e6,
+        "dataloader_pin_memory": False,
+    }
     return values | {"save_strategy": "steps" if "save_steps" in overrides else "no"} | overrides
 
 
@@ -281,8 +293,10 @@ def grpo(
     the optimizer steps after micro-batch `early`, too.
     """
     across_passes.MIN_SAVED_TOKENS = 1
-    settings |= {"bf16": True} if bf16 else {}
-    settings |= {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": tiny.prompt_data(8)} if evaluate else {}
+    if bf16:
+        settings["bf16"] = True
+    if evaluate:
+        settings.update(eval_strategy="steps", eval_steps=2, eval_dataset=tiny.prompt_data(8))
     adapter = tiny.lora(init_lora_weights=False, modules_to_save=["lm_head"] if head else None)
     settings["peft_config"] = None if full else adapter
     if model == "made":
@@ -373,7 +387,9 @@ def gradients(ours, batch):
 
 def empty_rank(_path, out, base, quantized=1, sharing="auto"):
     """Gradients with skipping are those without, in a step in which rank 1 or both have only zero advantages."""
-    ours = made(out, tiny.load(base) if quantized else tiny.load_whole(base), max_steps=1, prefix_sharing=sharing)
+    ours = make_tiny_trainer(
+        out, tiny.load(base) if quantized else tiny.load_whole(base), max_steps=1, prefix_sharing=sharing
+    )
     tiny.as_reference(ours.model)
     ours.train()
     ours.model.train()

@@ -32,16 +32,16 @@ def dies(function, when):
 def run(output_dir: str, kill: str | None, resume: str | None, model=None) -> EfficientGRPOTrainer:
     """Train in `output_dir`; `kill` is None, "step", "saving" (files half written) or "generating"."""
     data = prompts(4)
-    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, output_dir, model, lora(), dataset=data, **SETTINGS)
+    grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, output_dir, model, lora(), dataset=data, **SETTINGS)
     if kill == "step":
-        made.accelerator.backward = dies(made.accelerator.backward, lambda *_: made.state.global_step == 6)
+        grpo.accelerator.backward = dies(grpo.accelerator.backward, lambda *_: grpo.state.global_step == 6)
     elif kill == "saving":
         checkpoints.commit = dies(checkpoints.commit, lambda staging, folder, state: folder.name == "checkpoint-5")
     elif kill == "generating":
-        made._generate_single_turn = dies(made._generate_single_turn, lambda *_: made.state.global_step == 4)
-    made.train(resume_from_checkpoint=resume)
-    made.save_model(f"{output_dir}/final")
-    return made
+        grpo._generate_single_turn = dies(grpo._generate_single_turn, lambda *_: grpo.state.global_step == 4)
+    grpo.train(resume_from_checkpoint=resume)
+    grpo.save_model(f"{output_dir}/final")
+    return grpo
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def test_rows_of_a_group_in_several_micro_batches(tmp_path, steps, rows):
 
 @pytest.mark.parametrize("tokens_per_pass", [20, 40, 100000])
 def test_as_many_micro_batches_as_fit_run_in_one_pass(tmp_path, steps, tokens_per_pass):
-    assert_equal_runs(tmp_path, own={"tokens_per_pass": tokens_per_pass}, **cut(1))
+    assert_equal_runs(tmp_path, ours_alone={"tokens_per_pass": tokens_per_pass}, **cut(1))
     assert {count for count, _, _ in steps} == {8}
     assert (
         {per_pass for _, per_pass, _ in steps} == {8} if tokens_per_pass == 100000 else max(p for _, p, _ in steps) < 8
@@ -60,7 +60,7 @@ def test_as_many_micro_batches_as_fit_run_in_one_pass(tmp_path, steps, tokens_pe
 
 @pytest.mark.parametrize("tokens_per_pass", [1, 25])
 def test_a_micro_batch_that_is_too_long_is_cut(tmp_path, steps, tokens_per_pass):
-    assert_equal_runs(tmp_path, own={"tokens_per_pass": tokens_per_pass}, **cut(8, beta=0.1, entropy_coef=0.01))
+    assert_equal_runs(tmp_path, ours_alone={"tokens_per_pass": tokens_per_pass}, **cut(8, beta=0.1, entropy_coef=0.01))
     assert steps and max(per_pass for _, per_pass, _ in steps) < 1
 
 
@@ -69,7 +69,7 @@ def test_a_micro_batch_that_is_too_long_is_cut(tmp_path, steps, tokens_per_pass)
 def test_loss_types(tmp_path, steps, loss_type, rows, tokens_per_pass):
     level = "sequence" if loss_type == "luspo" else "token"
     changes = {"loss_type": loss_type, "importance_sampling_level": level}
-    assert_equal_runs(tmp_path, own={"tokens_per_pass": tokens_per_pass}, **cut(rows, **changes))
+    assert_equal_runs(tmp_path, ours_alone={"tokens_per_pass": tokens_per_pass}, **cut(rows, **changes))
     assert steps
 
 
@@ -112,5 +112,5 @@ def test_no_forward_of_a_cut_micro_batch_is_longer_than_a_pass(tmp_path, steps, 
         return compare(door, model, batch, autocast, tokens_per_pass)
 
     monkeypatch.setattr(Comparison, "with_stock", watched)
-    assert_equal_runs(tmp_path, own={"tokens_per_pass": 25}, **cut(8))
+    assert_equal_runs(tmp_path, ours_alone={"tokens_per_pass": 25}, **cut(8))
     assert steps and set(limits) == {25}

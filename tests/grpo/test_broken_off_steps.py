@@ -18,7 +18,7 @@ from trl_fsdp_qlora.prefix_sharing import across_passes
 
 # One micro-batch a pass with a trunk; several in one pass; a micro-batch in several passes.
 WAYS = {"kept": (1, 30), "merged": (1, 100000), "cut": (4, 20)}
-ways = pytest.mark.parametrize("way", WAYS)
+every_way = pytest.mark.parametrize("way", WAYS)
 
 
 @pytest.fixture(autouse=True)
@@ -42,42 +42,42 @@ def make(
     return trainer(cls, config, tmp_path, peft_config=peft_config or lora(), **settings)
 
 
-def trained(made) -> dict[str, torch.Tensor]:
-    return {n: p.detach().clone() for n, p in made.model.named_parameters() if p.requires_grad}
+def trained(grpo) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in grpo.model.named_parameters() if p.requires_grad}
 
 
-def assert_as_alone(tmp_path, way, run=lambda made: made.train(), cls=EfficientGRPOTrainer, tolerance=1e-4, **changes):
+def assert_as_alone(tmp_path, way, run=lambda grpo: grpo.train(), cls=EfficientGRPOTrainer, tolerance=1e-4, **changes):
     """`run(trainer)` leaves the weights that it leaves if every micro-batch is computed by itself, up to a part of how
     far they move; returns the trainer."""
     weights = []
     for alone in (True, False):
-        made = make(tmp_path, way, cls, alone, **changes)
-        start = trained(made)
+        grpo = make(tmp_path, way, cls, alone, **changes)
+        start = trained(grpo)
         torch.manual_seed(0)
-        run(made)
-        weights.append(trained(made))
-    expected, found = weights
+        run(grpo)
+        weights.append(trained(grpo))
+    expected, actual = weights
     moved = max((expected[name] - start[name]).abs().max() for name in start)
     assert moved > 1e-4
-    for name, weight in found.items():
+    for name, weight in actual.items():
         assert (weight - expected[name]).abs().max() <= tolerance * moved, name
-    assert made.step_scores is None and made.door.keeps_beginnings
-    return made
+    assert grpo.step_scores is None and grpo.door.keeps_beginnings
+    return grpo
 
 
 class At(TrainerCallback):
-    """Calls `what(trainer, control)` behind micro-batch number `place` of a run, once."""
+    """Calls `what(trainer, control)` behind micro-batch number `event` of a run, once."""
 
-    def __init__(self, made, place, what):
-        self.made = made
-        self.left = place
+    def __init__(self, grpo, event, what):
+        self.trainer = grpo
+        self.left = event
         self.what = what
-        made.add_callback(self)
+        grpo.add_callback(self)
 
     def on_substep_end(self, args, state, control, **kwargs):
         self.left -= 1
         if self.left == 0:
-            self.what(self.made, control)
+            self.what(self.trainer, control)
 
 
 class Broken(Exception):
@@ -88,17 +88,17 @@ def broken(*_):
     raise Broken
 
 
-def stop(made, control):
+def stop(grpo, control):
     control.should_training_stop = True
 
 
-@ways
-@pytest.mark.parametrize("place", ["loss", "callback", "stop"])
-def test_a_run_that_broke_off_between_two_micro_batches_and_goes_on(tmp_path, way, place):
-    def run(made):
+@every_way
+@pytest.mark.parametrize("event", ["loss", "callback", "stop"])
+def test_a_run_that_broke_off_between_two_micro_batches_and_goes_on(tmp_path, way, event):
+    def run(grpo):
         behind = 1 if way == "cut" else 3
-        if place == "loss":
-            compute_loss = made._compute_loss
+        if event == "loss":
+            compute_loss = grpo._compute_loss
             calls = []
 
             def fails_once(model, inputs):
@@ -108,27 +108,27 @@ def test_a_run_that_broke_off_between_two_micro_batches_and_goes_on(tmp_path, wa
                     raise Broken
                 return loss
 
-            made._compute_loss = fails_once
+            grpo._compute_loss = fails_once
         else:
-            At(made, behind, stop if place == "stop" else broken)
-        if place == "stop":
-            made.train()
+            At(grpo, behind, stop if event == "stop" else broken)
+        if event == "stop":
+            grpo.train()
         else:
             with pytest.raises(Broken):
-                made.train()
+                grpo.train()
         with torch.no_grad():  # somebody changed the weights since
-            for weight in made.model.parameters():
+            for weight in grpo.model.parameters():
                 weight.add_(0.01 * weight.requires_grad)
-        made.train()
+        grpo.train()
 
     assert_as_alone(tmp_path, way, run)
 
 
-@ways
+@every_way
 def test_an_evaluation_between_two_micro_batches(tmp_path, way):
-    def run(made):
-        At(made, 1 if way == "cut" else 3, lambda made, control: made.evaluate())
-        made.train()
+    def run(grpo):
+        At(grpo, 1 if way == "cut" else 3, lambda grpo, control: grpo.evaluate())
+        grpo.train()
 
     assert_as_alone(tmp_path, way, run, eval_strategy="no", cls=WithEvaluation)
 
@@ -138,16 +138,16 @@ class WithEvaluation(EfficientGRPOTrainer):
         super().__init__(model, reward, config, dataset, eval_dataset=prompts(4), **kwargs)
 
 
-@ways
+@every_way
 def test_an_epoch_that_ends_between_two_micro_batches(tmp_path, way):
     """Transformers adds the gradients of the micro-batches before to the next step."""
 
-    def end(made, control):
+    def end(grpo, control):
         control.should_epoch_stop = True
 
-    def run(made):
-        At(made, 1 if way == "cut" else 3, end)
-        made.train()
+    def run(grpo):
+        At(grpo, 1 if way == "cut" else 3, end)
+        grpo.train()
 
     # An epoch is one step.
     assert_as_alone(tmp_path, way, run, dataset=prompts(2))
@@ -167,7 +167,7 @@ class StepsEarly(EfficientGRPOTrainer):
         return loss
 
 
-@ways
+@every_way
 def test_an_optimizer_that_steps_earlier_than_it_said(tmp_path, way):
     assert_as_alone(tmp_path, way, cls=StepsEarly)
 
@@ -206,7 +206,7 @@ def half_equal(completions, prompts, **_):
     return [1.0 if groups[str(prompt)] % 2 else share for prompt, share in zip(prompts, shares, strict=True)]
 
 
-@ways
+@every_way
 @pytest.mark.parametrize(
     "cls", these_first([ChangesAdvantages, ChangesInPlace, LooksTwice, LeavesOneOut], ChangesAdvantages, LooksTwice)
 )
@@ -215,7 +215,7 @@ def test_a_subclass_between_the_batch_and_its_loss(tmp_path, way, cls):
     assert_as_alone(tmp_path, way, cls=cls, **changes)
 
 
-@ways
+@every_way
 @pytest.mark.parametrize(
     "accumulation, steps_per_generation, max_steps",
     these_first([(8, 4, 2), (4, 8, 3), (4, 6, 3), (6, 4, 3)], (8, 4, 2)),
@@ -226,7 +226,7 @@ def test_generation_batches_of_another_length(tmp_path, way, accumulation, steps
     assert_as_alone(tmp_path, way, max_steps=max_steps, **changes)
 
 
-@ways
+@every_way
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, way):
     """In the middle of a generation batch; the same arithmetic, so no tolerance."""
     rows, _ = WAYS[way]
@@ -240,12 +240,18 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, way):
         assert weight.equal(expected[name]), name
 
 
-@ways
+@every_way
 def test_a_last_step_of_fewer_micro_batches(tmp_path, way):
     """Of 3 prompts times 4 completions an epoch has 12 micro-batches of one row: a step of 8 and one of 4."""
-    changes = {"max_steps": -1, "num_train_epochs": 2, "dataset": prompts(3)}
-    changes |= {"steps_per_generation": 1} if way == "cut" else {"steps_per_generation": 4}
-    assert_as_alone(tmp_path, way, **changes)
+    steps_per_generation = 1 if way == "cut" else 4
+    assert_as_alone(
+        tmp_path,
+        way,
+        max_steps=-1,
+        num_train_epochs=2,
+        dataset=prompts(3),
+        steps_per_generation=steps_per_generation,
+    )
 
 
 def test_a_cut_micro_batch_draws_the_same_dropout_twice(tmp_path, monkeypatch):
@@ -261,8 +267,8 @@ def test_a_cut_micro_batch_draws_the_same_dropout_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(step, "_run", watched)
     adapter = lora()
     adapter.lora_dropout = 0.5
-    made = make(tmp_path, "cut", peft_config=adapter, max_steps=1)
-    made.train()
+    grpo = make(tmp_path, "cut", peft_config=adapter, max_steps=1)
+    grpo.train()
     values, again = ([x for has_graph, x in scores if has_graph == graph] for graph in (False, True))
     assert len(values) == len(again) > 2
     for first, second in zip(values, again, strict=True):
@@ -270,15 +276,15 @@ def test_a_cut_micro_batch_draws_the_same_dropout_twice(tmp_path, monkeypatch):
 
 
 def test_the_tokens_of_a_cut_micro_batch_are_counted_over_all_of_its_passes(tmp_path):
-    made = make(tmp_path, "cut", max_steps=1)
-    made.train()
-    last = made._buffered_inputs[-1]
+    grpo = make(tmp_path, "cut", max_steps=1)
+    grpo.train()
+    last = grpo._buffered_inputs[-1]
     rows, width = last["completion_ids"].shape
-    figures = made.door.figures
+    figures = grpo.door.figures
     assert figures.padded_tokens == rows * (width + last["prompt_ids"].shape[1]) > figures.tokens > 0
 
 
-@ways
+@every_way
 def test_what_is_kept_is_freed_with_its_last_pass(tmp_path, way, monkeypatch):
     kept, alive = {}, []  # weak references to what each store keeps of a node; what outlived it
     keep = across_passes.KeptValues.keep
@@ -297,8 +303,8 @@ def test_what_is_kept_is_freed_with_its_last_pass(tmp_path, way, monkeypatch):
 
     monkeypatch.setattr(across_passes.KeptValues, "keep", watched)
     monkeypatch.setattr(across_passes.KeptValues, "drop", watched_drop)
-    made = make(tmp_path, way, gradient_checkpointing=False)
-    made.train()
+    grpo = make(tmp_path, way, gradient_checkpointing=False)
+    grpo.train()
     gc.collect()
     assert not alive, "kept longer than its last pass"
     assert not [ref for refs in kept.values() for ref in refs if ref() is not None], "it outlives its step"
@@ -310,9 +316,9 @@ def test_reentrant_checkpointing_of_a_cut_micro_batch(tmp_path, caplog):
     checkpointing = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     weights = []
     for alone in (True, False):
-        made = make(tmp_path, "cut", alone=alone, **checkpointing)
-        made.train()
-        weights.append(trained(made))
+        grpo = make(tmp_path, "cut", alone=alone, **checkpointing)
+        grpo.train()
+        weights.append(trained(grpo))
     for name, weight in weights[0].items():
         torch.testing.assert_close(weights[1][name], weight)
     assert caplog.text.count("use_reentrant=False") == 1

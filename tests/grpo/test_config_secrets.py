@@ -40,10 +40,10 @@ def test_a_secret_stays_in_memory(cls, tmp_path):
 
 
 def test_a_plain_config_of_trl_leaves_no_token_either(tmp_path):
-    given = config(GRPOConfig, tmp_path, hub_token=TOKEN, save_strategy="steps", save_steps=1, max_steps=1)
-    made = trainer(EfficientGRPOTrainer, lambda **_: given, tmp_path, peft_config=lora())
-    assert made.args.hub_token == given.hub_token == TOKEN and type(given) is GRPOConfig
-    made.train()
+    arguments = config(GRPOConfig, tmp_path, hub_token=TOKEN, save_strategy="steps", save_steps=1, max_steps=1)
+    grpo = trainer(EfficientGRPOTrainer, lambda **_: arguments, tmp_path, peft_config=lora())
+    assert grpo.args.hub_token == arguments.hub_token == TOKEN and type(arguments) is GRPOConfig
+    grpo.train()
     assert TOKEN.encode() not in (tmp_path / "checkpoint-1" / "training_args.bin").read_bytes()
 
 
@@ -60,10 +60,10 @@ def test_a_run_uses_the_tokens_in_dictionaries_and_writes_none_of_them(tmp_path,
     inside = {"model_init_kwargs": {"token": TOKEN}, "vllm_engine_kwargs": {"hf_token": TOKEN}}
     monkeypatch.setattr(sys, "argv", ["grpo.py", "--model_init_kwargs", json.dumps(inside["model_init_kwargs"])])
     saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
-    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "out", base, lora(), **saving, **inside)
-    made.card_info.command = ["python", *sys.argv]
-    made.train()
-    made.create_model_card()
+    grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "out", base, lora(), **saving, **inside)
+    grpo.card_info.command = ["python", *sys.argv]
+    grpo.train()
+    grpo.create_model_card()
     assert used == [TOKEN]
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert {"README.md", "training_args.bin"} <= {path.name for path in files if path.parent.name == "checkpoint-1"}

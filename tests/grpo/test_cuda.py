@@ -35,7 +35,7 @@ OURS = (EfficientGRPOTrainer, EfficientGRPOConfig)
 T_SPMO = (TSPMOTrainer, TSPMOConfig)
 
 
-def made(both, folder, **changes):
+def make(both, folder, **changes):
     """A trainer on the device, float32 and with LoRA unless told otherwise."""
     result = trainer(*both, folder, **{"peft_config": lora(), "use_cpu": False, "bf16": False} | changes)
     result.model.train()
@@ -48,8 +48,8 @@ def a_star_po(folder, prompts: int, **changes) -> AStarPOTrainer:
     settings = {"num_generations": 1, "bf16": True, "use_cpu": False, "max_steps": 2} | changes
     args = config(AStarPOConfig, folder, **settings)
     data = problems(prompts)
-    more = {"processing_class": character_tokenizer(), "peft_config": lora()}
-    return AStarPOTrainer(tiny_model(), has_digit, args, data, **more)
+    options = {"processing_class": character_tokenizer(), "peft_config": lora()}
+    return AStarPOTrainer(tiny_model(), has_digit, args, data, **options)
 
 
 def drawn(ours):
@@ -86,10 +86,10 @@ def side_by_side(first, second):
 
 def beside_stock(tmp_path, **changes):
     """Loss and gradient of stock and of ours, and our trainer."""
-    ours = made(OURS, tmp_path / "ours", **changes)
-    found = side_by_side(made(STOCK, tmp_path / "stock", **changes), ours)
+    ours = make(OURS, tmp_path / "ours", **changes)
+    differences = side_by_side(make(STOCK, tmp_path / "stock", **changes), ours)
     assert ours.door.is_active, ours.door.describe()
-    return *found, ours
+    return *differences, ours
 
 
 def losses_of_a_run(ours) -> list[dict]:
@@ -131,7 +131,7 @@ def test_packed_equals_padded(tmp_path, method):
     results = []
     batch = None
     for sharing in ("auto", "off"):
-        ours = made(both, tmp_path / sharing, prefix_sharing=sharing, **changes)
+        ours = make(both, tmp_path / sharing, prefix_sharing=sharing, **changes)
         if batch is None:
             state = copy.deepcopy(ours.model.state_dict())
             batch = drawn(ours)
@@ -144,7 +144,7 @@ def test_packed_equals_padded(tmp_path, method):
 
 def test_half_precision_and_a_star_po_train(tmp_path):
     for precision in ("fp16", "bf16"):
-        ours = made(OURS, tmp_path, phase_metrics="peaks", **{precision: True})
+        ours = make(OURS, tmp_path, phase_metrics="peaks", **{precision: True})
         assert all(row["memory/forward_backward_peak_mib"] > 0 for row in losses_of_a_run(ours))
         assert ours.door.is_active, ours.door.describe()
     losses_of_a_run(a_star_po(tmp_path, prompts=8, per_device_train_batch_size=4))
@@ -156,7 +156,7 @@ def test_flash_attention_2_shares_prompts(tmp_path):
         pytest.skip("flash-attn wants compute capability 8.0")
     model = tiny_model().to("cuda", torch.bfloat16)
     model.set_attn_implementation("flash_attention_2")
-    ours = made(OURS, tmp_path, model=model, bf16=True)
+    ours = make(OURS, tmp_path, model=model, bf16=True)
     assert [row["prefix_sharing/policy/layers_cascade"] for row in losses_of_a_run(ours)] == [1.0] * 3
 
 
@@ -169,11 +169,11 @@ TWO_DEVICES = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs tw
 def split(both, folder, **changes):
     """A trainer on a model that TRL loads by its name; the devices' memory is said to be too small for all of it."""
     size = sum(p.numel() * p.element_size() for p in tiny_model().parameters())
-    more = {
+    options = {
         "model": save_tiny_model(folder / "model"),
         "model_init_kwargs": {"max_memory": {0: int(0.75 * size), 1: 2 * size}},
     }
-    ours = made(both, folder, **more, **changes)
+    ours = make(both, folder, **options, **changes)
     assert {p.device.index for p in ours.model.parameters()} == {0, 1}
     return ours
 
@@ -199,7 +199,7 @@ def test_a_split_model_equals_one_device_and_stock_on_the_same_devices(tmp_path,
     if case == "stock":
         other = split(STOCK, tmp_path / "stock")
     else:
-        other = made(both, tmp_path / "whole", model=tiny_model().to("cuda:0"), **CASES[case])
+        other = make(both, tmp_path / "whole", model=tiny_model().to("cuda:0"), **CASES[case])
     want, got = side_by_side(other, ours)
     assert_equal(got, want)
     assert ours.door.is_active == (case != "padded"), ours.door.describe()
@@ -215,6 +215,6 @@ def test_with_an_untied_head_on_the_last_device(tmp_path):
         model.config.tie_word_embeddings = False
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
         placed = dispatch_model(model, places | {"model.norm": 1, "lm_head": 1}) if dispatch else model.to("cuda:0")
-        trainers.append(made(OURS, tmp_path / str(dispatch), model=placed))
+        trainers.append(make(OURS, tmp_path / str(dispatch), model=placed))
     assert_equal(*side_by_side(*trainers))
     assert all(ours.door.is_active for ours in trainers)

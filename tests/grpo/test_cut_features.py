@@ -12,7 +12,7 @@ from trl_fsdp_qlora import (
     TSPMOTrainer,
 )
 
-from .test_broken_off_steps import assert_as_alone, short_beginnings, ways  # noqa: F401 (a fixture)
+from .test_broken_off_steps import assert_as_alone, short_beginnings, every_way  # noqa: F401 (a fixture)
 
 
 def dora():
@@ -24,10 +24,10 @@ def dora():
 def checkpointed(**options):
     """Transformers' own checkpointing, switched on as its trainer does without PEFT."""
 
-    def run(made):
-        made.accelerator.unwrap_model(made.model).get_base_model().activation_checkpointing_enable(**options)
-        made.model.enable_input_require_grads()
-        made.train()
+    def run(trainer):
+        trainer.accelerator.unwrap_model(trainer.model).get_base_model().activation_checkpointing_enable(**options)
+        trainer.model.enable_input_require_grads()
+        trainer.train()
 
     return run
 
@@ -59,8 +59,8 @@ def no_values_of_other_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("TRL_FSDP_QLORA_CACHE", str(tmp_path / "cache"))
 
 
-@ways
+@every_way
 @pytest.mark.parametrize("feature", these_first(FEATURES, *FIRST))
 def test_a_feature_in_any_passes(tmp_path, way, feature):
-    made = assert_as_alone(tmp_path, way, **FEATURES[feature])
-    assert made.door.is_active
+    trainer = assert_as_alone(tmp_path, way, **FEATURES[feature])
+    assert trainer.door.is_active

@@ -24,11 +24,11 @@ TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}
 
 def run(cls, config_cls, folder, peft, **changes):
     """The log of a run, and its trained weights before and after."""
-    made = trainer(cls, config_cls, folder, peft_config=lora() if peft else None, **changes)
-    trained = {n: p for n, p in made.model.named_parameters() if p.requires_grad}
+    grpo = trainer(cls, config_cls, folder, peft_config=lora() if peft else None, **changes)
+    trained = {n: p for n, p in grpo.model.named_parameters() if p.requires_grad}
     start = {n: p.detach().clone() for n, p in trained.items()}
-    made.train()
-    return made.state.log_history, start, {n: p.detach().clone() for n, p in trained.items()}
+    grpo.train()
+    return grpo.state.log_history, start, {n: p.detach().clone() for n, p in trained.items()}
 
 
 @functools.cache
@@ -37,11 +37,11 @@ def stock_run(peft, changes):
         return run(GRPOTrainer, GRPOConfig, folder, peft, **json.loads(changes))
 
 
-def assert_equal_runs(tmp_path, peft=True, sharing="off", own=None, **changes):
-    """`own`: options of the class under test alone."""
+def assert_equal_runs(tmp_path, peft=True, sharing="off", ours_alone=None, **changes):
+    """`ours_alone`: options of the class under test alone."""
     stock, start, expected = stock_run(peft, json.dumps(changes))
     # Compact generation draws other completions of the same distribution.
-    ours = {"prefix_sharing": sharing, "compact_generation": False, **changes, **(own or {})}
+    ours = {"prefix_sharing": sharing, "compact_generation": False, **changes, **(ours_alone or {})}
     ours, _, weights = run(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, peft, **ours)
     assert weights.keys() == expected.keys()
     for name, weight in weights.items():
@@ -101,7 +101,7 @@ def test_full_fine_tuning(tmp_path):
 
 
 def test_a_plain_trl_config_serves(tmp_path):
-    given = config(GRPOConfig, tmp_path)
-    made = trainer(EfficientGRPOTrainer, lambda **_: given, tmp_path)
-    assert made.args.prefix_sharing == "auto" and made.args.learning_rate == given.learning_rate
-    assert type(given) is GRPOConfig and not hasattr(given, "prefix_sharing")  # the user's own stays as it was
+    arguments = config(GRPOConfig, tmp_path)
+    grpo = trainer(EfficientGRPOTrainer, lambda **_: arguments, tmp_path)
+    assert grpo.args.prefix_sharing == "auto" and grpo.args.learning_rate == arguments.learning_rate
+    assert type(arguments) is GRPOConfig and not hasattr(arguments, "prefix_sharing")  # the user's own stays as it was

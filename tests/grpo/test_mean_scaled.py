@@ -34,9 +34,9 @@ def test_expected_gradient_is_the_first_terms_of_log_p(size):
 def test_groups_without_a_success_missing_rewards_and_negative_ones(caplog):
     Accelerator(cpu=True)  # its logger asks for it
     rewards = torch.tensor([0.0, 0, 0, 0, 1, 0, 0, 0, NAN, 1, 0, NAN, NAN, NAN, NAN, NAN, -1, 0, -1, 0])
-    found = mean_scaled_advantages(rewards, 4)
+    actual = mean_scaled_advantages(rewards, 4)
     expected = [0.0] * 4 + [3, -1, -1, -1] + [0, 1, -1, 0] + [0] * 8
-    torch.testing.assert_close(found, torch.tensor(expected), atol=2e-3, rtol=0)
+    torch.testing.assert_close(actual, torch.tensor(expected), atol=2e-3, rtol=0)
     assert "negative in some groups" in caplog.text
 
 
@@ -58,13 +58,13 @@ def digits(completions, **_columns) -> list[float]:
 
 @pytest.mark.skipif(SCALES_BY_MEAN, reason="this TRL has it")
 def test_a_trainer_scales_by_the_mean(tmp_path):
-    made = trainer(
+    grpo = trainer(
         EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, peft_config=lora(), reward=digits, scale_rewards="mean"
     )
-    batch = made._generate_and_score_completions([made.train_dataset[i // 4] for i in range(8)])
-    rewards = torch.tensor(list(made._logs["rewards"]["digits"]))
+    batch = grpo._generate_and_score_completions([grpo.train_dataset[i // 4] for i in range(8)])
+    rewards = torch.tensor(list(grpo._logs["rewards"]["digits"]))
     assert 0 < rewards.mean() < 1
     torch.testing.assert_close(batch["advantages"], mean_scaled_advantages(rewards, 4))
-    assert list(made._logs["advantages"]) == batch["advantages"].tolist()
-    made.train()
-    assert all(entry["loss"] == entry["loss"] for entry in made.state.log_history if "loss" in entry)
+    assert list(grpo._logs["advantages"]) == batch["advantages"].tolist()
+    grpo.train()
+    assert all(entry["loss"] == entry["loss"] for entry in grpo.state.log_history if "loss" in entry)

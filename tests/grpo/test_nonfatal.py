@@ -39,10 +39,10 @@ def test_a_config_as_users_write_it_trains_saves_and_resumes(tmp_path, on_card, 
         settings = {**SAVING, **AS_USERS_WRITE[on_card](), **changes}
         return trainer(EfficientGRPOTrainer, config_class, tmp_path / "out", base, lora(), **settings)
 
-    made = build()
-    made.train()
-    made.save_model()
-    made.create_model_card()
+    grpo = build()
+    grpo.train()
+    grpo.save_model()
+    grpo.create_model_card()
     for folder in ("out", "out/checkpoint-1", "out/checkpoint-2"):
         assert "## Quick start" in (tmp_path / folder / "README.md").read_text()
     assert on_card in (tmp_path / "out" / "README.md").read_text()
@@ -61,30 +61,30 @@ BESIDE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("beside", BESIDE)
-def test_what_is_done_beside_the_maths_may_fail(tmp_path, monkeypatch, caplog, beside):
+@pytest.mark.parametrize("side_work", BESIDE)
+def test_what_is_done_beside_the_maths_may_fail(tmp_path, monkeypatch, caplog, side_work):
     monkeypatch.setattr(nonfatal, "_warned", set())
     settings = {"peft_config": lora(), "dataset": prompts(8), **SAVING}
-    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, **settings)
-    use_terminal(made)
+    grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, **settings)
+    use_terminal(grpo)
     raised = set()
-    for name in beside:
+    for name in side_work:
 
         def fail(*_arguments, name=name, **_named):
             raised.add(name)
             raise TypeError(f"cannot represent {name}")
 
         monkeypatch.setattr(f"trl_fsdp_qlora.{name}", fail)
-    made.train()
-    made.save_model()
-    assert made.state.global_step == 2
+    grpo.train()
+    grpo.save_model()
+    assert grpo.state.global_step == 2
     assert [checkpoints.why_incomplete(tmp_path / f"checkpoint-{step}") for step in (1, 2)] == [None, None]
     assert (tmp_path / "adapter_model.safetensors").is_file()
     assert not (tmp_path / checkpoints.STAGING).exists()
     lines = [record for record in caplog.records if "the run goes on" in record.message]
-    said = [record.message for record in lines]
+    messages = [record.message for record in lines]
     assert not any("\n" in record.message or record.exc_info for record in lines)  # a line each, and no traceback
-    assert raised == set(beside) and len(set(said)) == len(said) > 1  # each is named once
+    assert raised == set(side_work) and len(set(messages)) == len(messages) > 1  # each is named once
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -19,8 +19,8 @@ KEYS = ("loss", "reward", "kl", "grad_norm", "learning_rate", "completions/mean_
 
 def train(output_dir: Path, kill: str = "", resume: str = "", killer=None) -> int:
     """Exit code of `resume_worker.run` in a process of its own."""
-    given = ("tests/grpo/resume_worker.py", output_dir, kill, resume)
-    [(code, text)] = launch(*given, processes=1, timeout=240, check=False, meanwhile=killer)
+    arguments = ("tests/grpo/resume_worker.py", output_dir, kill, resume)
+    [(code, text)] = launch(*arguments, processes=1, timeout=240, check=False, meanwhile=killer)
     print(text)  # shown where the test fails
     return code
 
@@ -91,7 +91,7 @@ def test_killed_at_a_random_moment(uninterrupted, tmp_path, case):
 
     # A busy machine may let the run end before the signal; it is then resumed at its end.
     assert train(run, killer=killer) in (-signal.SIGKILL, 0)
-    found = checkpoints.last_complete_checkpoint(run)
-    assert found is None or checkpoints.step_of(found) >= step - 1
+    checkpoint = checkpoints.last_complete_checkpoint(run)
+    assert checkpoint is None or checkpoints.step_of(checkpoint) >= step - 1
     assert train(run, resume="auto") == 0
     assert_equal_runs(run, uninterrupted)

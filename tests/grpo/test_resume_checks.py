@@ -26,10 +26,10 @@ SETTINGS = {
 
 def make(folder, data=None, at_step_end=None, **changes):
     settings = {"peft_config": lora(), "dataset": prompts(8) if data is None else data, **SETTINGS, **changes}
-    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, folder, **settings)
+    grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, folder, **settings)
     if at_step_end is not None:
-        made.add_callback(callback_at("on_step_end", at_step_end))
-    return made
+        grpo.add_callback(callback_at("on_step_end", at_step_end))
+    return grpo
 
 
 def damage(path) -> None:
@@ -104,12 +104,12 @@ def test_a_finished_run_does_no_further_step_and_a_second_one_in_its_folder_none
 
 
 def test_a_checkpoint_is_pushed_when_whole_and_old_ones_go_but_the_best(tmp_path, monkeypatch):
-    made = make(tmp_path, save_total_limit=2, at_step_end=lambda s: setattr(s, "best_global_step", 1))
+    grpo = make(tmp_path, save_total_limit=2, at_step_end=lambda s: setattr(s, "best_global_step", 1))
     pushed = []
-    made.args.push_to_hub = True
-    note = lambda self, folder: pushed.append((os.path.basename(folder), checkpoints.why_incomplete(folder)))  # noqa: E731
-    monkeypatch.setattr(GRPOTrainer, "_push_from_checkpoint", note)
-    made.train()
+    grpo.args.push_to_hub = True
+    record = lambda self, folder: pushed.append((os.path.basename(folder), checkpoints.why_incomplete(folder)))  # noqa: E731
+    monkeypatch.setattr(GRPOTrainer, "_push_from_checkpoint", record)
+    grpo.train()
     assert pushed == [(f"checkpoint-{step}", None) for step in (1, 2, 3)] and kept(tmp_path) == [
         "checkpoint-1",
         "checkpoint-3",
@@ -122,18 +122,18 @@ def test_a_checkpoint_is_pushed_when_whole_and_old_ones_go_but_the_best(tmp_path
 def test_auto_goes_on_from_the_newest_that_holds_what_was_written_and_starts_afresh_behind_none(run, caplog):
     weights = "adapter_model.safetensors"
     damage(run / "checkpoint-3" / weights)
-    made = make(run, max_steps=4)
+    grpo = make(run, max_steps=4)
     steps = []
-    made.add_callback(callback_at("on_step_begin", lambda state: steps.append(state.global_step)))
-    made.train(resume_from_checkpoint="auto")
+    grpo.add_callback(callback_at("on_step_begin", lambda state: steps.append(state.global_step)))
+    grpo.train(resume_from_checkpoint="auto")
     assert steps == [2, 3] and checkpoints.why_incomplete(run / "checkpoint-3") is None  # written anew
     passed_over = [message for message in caplog.messages if "passing over" in message]
     assert len(passed_over) == 1 and f"checkpoint-3 (its file {weights} is not what was written" in passed_over[0]
     caplog.clear()
     for folder in checkpoints.checkpoints_in(run):
         damage(folder / weights)
-    made = make(run, max_steps=1)
-    assert made.train(resume_from_checkpoint="auto").global_step == 1
+    grpo = make(run, max_steps=1)
+    assert grpo.train(resume_from_checkpoint="auto").global_step == 1
     afresh = [message for message in caplog.messages if "starts at step 0" in message]
     assert len(afresh) == 1 and all(f"checkpoint-{step} (" in afresh[0] for step in (1, 2, 3, 4))
 

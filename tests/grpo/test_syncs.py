@@ -88,8 +88,8 @@ def places(stacks) -> Counter:
     """How often each line outside of torch waited."""
     apart = ("/torch/", "fakegpu/", "test_syncs.py", "/warnings.py")
     # A backward of torch's own has no other line: it runs in a thread of its own.
-    own = [([f for f in stack if not any(x in f.filename for x in apart)] or stack)[-1] for stack in stacks]
-    return Counter(f"{'/'.join(frame.filename.split('/')[-3:])}:{frame.lineno} {frame.line}" for frame in own)
+    frames = [([f for f in stack if not any(x in f.filename for x in apart)] or stack)[-1] for stack in stacks]
+    return Counter(f"{'/'.join(frame.filename.split('/')[-3:])}:{frame.lineno} {frame.line}" for frame in frames)
 
 
 class Count(TrainerCallback):
@@ -98,14 +98,14 @@ class Count(TrainerCallback):
     The first step compares packed with padded passes.
     """
 
-    def __init__(self, made):
+    def __init__(self, trainer):
         self.waits = Waits()
         self.micro = []
-        self._made = made
-        self._loss = made.compute_loss
-        self._backward = made.accelerator.backward
-        made.add_callback(self)
-        made.train()
+        self._made = trainer
+        self._loss = trainer.compute_loss
+        self._backward = trainer.accelerator.backward
+        trainer.add_callback(self)
+        trainer.train()
         apart = {id(stack) for stacks in self.micro for stack in stacks}
         apart |= {id(stack) for stack in self.waits.stacks if any(frame.name == "_generate" for frame in stack)}
         self.rest = [stack for stack in self.waits.stacks if id(stack) not in apart]
@@ -153,7 +153,7 @@ FEATURES = {
 SETTINGS = {"gradient_accumulation_steps": MICRO_BATCHES, "max_completion_length": 4}
 
 
-def made(folder, cls=EfficientGRPOTrainer, config_cls=EfficientGRPOConfig, layers=2, **changes):
+def make(folder, cls=EfficientGRPOTrainer, config_cls=EfficientGRPOConfig, layers=2, **changes):
     model = new_model(character_tokenizer(), 0, hidden=32, layers=layers)
     settings = {"bf16": True, "use_cpu": False, "max_steps": 2, **SETTINGS, **changes}
     return trainer(cls, config_cls, folder, model=model, peft_config=lora(), **settings)
@@ -174,17 +174,17 @@ def waits(tmp_path_factory):
         folder = tmp_path_factory.mktemp("run")
         if key in known:
             return known[key]
-        own, also, backend = FEATURES.get(feature, ({}, shared, None))
+        settings, also, backend = FEATURES.get(feature, ({}, shared, None))
         if feature == "A*-PO":
             run = a_star_po(folder, prompts=32, **SETTINGS)
         elif feature == "T-SPMO, nested rows":
             # Completions of a small vocabulary begin alike, so rows nest wherever that may cost anything.
             # A pass of several micro-batches is no dense row, so each computes its own prompts.
-            run = made(folder, TSPMOTrainer, TSPMOConfig, layers, tokens_per_pass=0)
+            run = make(folder, TSPMOTrainer, TSPMOConfig, layers, tokens_per_pass=0)
             run.door.hidden_size = 1e9  # as if a token cost as much as so many pairs
         else:
             both = (GRPOTrainer, GRPOConfig) if feature is None else (EfficientGRPOTrainer, EfficientGRPOConfig)
-            run = made(folder, *both, layers, **own, **also)
+            run = make(folder, *both, layers, **settings, **also)
         known[key] = Count(run)
         served = {name for row in run.state.log_history for name in row if "/policy/layers_" in name}
         assert backend is None or f"prefix_sharing/policy/layers_{backend}" in served, served
@@ -209,7 +209,7 @@ def assert_one_more_at_most(want: Count, got: Count):
 
 def test_rloo_waits_no_more_than_stocks(tmp_path):
     kinds = (RLOOTrainer, RLOOConfig), (EfficientRLOOTrainer, EfficientRLOOConfig)
-    assert_one_more_at_most(*(Count(made(tmp_path / kind[0].__name__, *kind, beta=0.05)) for kind in kinds))
+    assert_one_more_at_most(*(Count(make(tmp_path / kind[0].__name__, *kind, beta=0.05)) for kind in kinds))
 
 
 @pytest.mark.filterwarnings("ignore:.*environment_factory")
@@ -238,14 +238,14 @@ def test_no_layer_waits(waits, feature):
 def test_the_users_peak_statistics_are_kept(tmp_path):
     torch.cuda.reset_peak_memory_stats()
     most = torch.empty(1 << 28, dtype=torch.uint8, device="cuda").numel()  # freed at once: the peak before training
-    made(tmp_path).train()
+    make(tmp_path).train()
     assert torch.cuda.max_memory_allocated() >= most
 
 
 @pytest.mark.parametrize("mode", ["on", "peaks", "off"])
 def test_what_the_clock_measures(tmp_path, mode):
     torch.cuda.reset_peak_memory_stats()
-    run = made(tmp_path, phase_metrics=mode, logging_steps=2)
+    run = make(tmp_path, phase_metrics=mode, logging_steps=2)
     run.train()
     (row,) = [row for row in run.state.log_history if "loss" in row]
     assert ("time/forward_backward_s" in row) == ("throughput/tokens_per_s" in row) == (mode != "off")

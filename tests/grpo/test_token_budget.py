@@ -14,7 +14,7 @@ from trl_fsdp_qlora.grpo.scoring import padded_batch
 from trl_fsdp_qlora.scoring.token_selection import TokenSelection
 
 
-def made(tmp_path, model=None, **changes):
+def make_trainer(tmp_path, model=None, **changes):
     changes = {"num_iterations": 2, **changes}
     result = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, model, lora(), **changes)
     result.model.train()
@@ -54,7 +54,7 @@ def assert_close(got, want, tolerance=1e-4):
 
 @pytest.mark.parametrize("sharing, loss_type", [*(("auto", x) for x in LOSS_TYPES), ("off", "grpo"), ("off", "vespo")])
 def test_skipping_equals_stock(tmp_path, loss_type, sharing):
-    ours = made(tmp_path, loss_type=loss_type, prefix_sharing=sharing)
+    ours = make_trainer(tmp_path, loss_type=loss_type, prefix_sharing=sharing)
     batch = batch_of(ours)
     assert_close(loss_and_gradients(ours, batch), loss_and_gradients(ours, batch, stock=True))
     ours._metrics["train"].clear()
@@ -82,13 +82,13 @@ def test_skipping_equals_stock(tmp_path, loss_type, sharing):
 @pytest.mark.parametrize("objective", [{}, {"token_selection": "prefix_cut"}])
 def test_what_is_not_scored_leaves_the_padded_batch(tmp_path, objective, monkeypatch):
     """Rows without and columns behind the last scored token; the rest as in a pass over everything."""
-    ours = made(tmp_path, prefix_sharing="off", **objective)
+    ours = make_trainer(tmp_path, prefix_sharing="off", **objective)
     shapes = []
     batch = batch_of(ours)
     batch["advantages"][[0, 1, 2, 3, 5, 7]] = 0.0
     batch["completion_mask"][:, 4:] = 0
-    note = lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape))  # noqa: E731
-    hook = ours.model.register_forward_pre_hook(note, with_kwargs=True)
+    record = lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape))  # noqa: E731
+    hook = ours.model.register_forward_pre_hook(record, with_kwargs=True)
     got = loss_and_gradients(ours, batch)
     ours._keeps_columns = True  # as rotary tables that depend on the longest row want it
     assert_close(loss_and_gradients(ours, batch), got)
@@ -103,7 +103,7 @@ def test_what_is_not_scored_leaves_the_padded_batch(tmp_path, objective, monkeyp
     assert_close(got, loss_and_gradients(ours, batch))
     model = tiny_model()
     model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "dynamic", "factor": 2.0}
-    assert made(tmp_path, model=model)._keeps_columns and not made(tmp_path)._keeps_columns
+    assert make_trainer(tmp_path, model=model)._keeps_columns and not make_trainer(tmp_path)._keeps_columns
 
 
 KEEPS = {
@@ -118,7 +118,7 @@ KEEPS = {
 
 @pytest.mark.parametrize("reason", KEEPS)
 def test_a_term_that_needs_every_completion_and_a_rate_of_one_keep_every_completion(tmp_path, reason):
-    ours = made(tmp_path, **KEEPS[reason])
+    ours = make_trainer(tmp_path, **KEEPS[reason])
     headings = [heading for heading, line in ours.budget.features() if reason in line]
     assert headings == ["on" if "rate" in reason else "off" if reason == "switched off" else "as stock TRL"]
     batch = batch_of(ours)
@@ -129,15 +129,15 @@ def test_a_term_that_needs_every_completion_and_a_rate_of_one_keep_every_complet
 @pytest.mark.parametrize("sharing, loss_type", [("auto", "cispo"), ("auto", "vespo"), ("off", "grpo")])
 def test_nothing_to_learn_is_counted_and_survived(tmp_path, sharing, loss_type, monkeypatch):
     """No metric is missing or not a number where stock has one, but the entropy, of which nothing was computed."""
-    said = []
-    monkeypatch.setattr(token_budget.logger, "warning_once", said.append)
-    ours = made(tmp_path, prefix_sharing=sharing, loss_type=loss_type)
+    warnings = []
+    monkeypatch.setattr(token_budget.logger, "warning_once", warnings.append)
+    ours = make_trainer(tmp_path, prefix_sharing=sharing, loss_type=loss_type)
     batch = batch_of(ours)
     batch["advantages"].zero_()
     loss, grads = loss_and_gradients(ours, batch)
     assert loss == 0 and grads and not any(grad.any() for grad in grads.values())
     assert ours._metrics["train"]["tokens/nothing_to_learn"] == [1.0]
-    assert "no token to learn from" in said[0]
+    assert "no token to learn from" in warnings[0]
 
     def logged(*batches, stock=False):
         logs = {}
@@ -164,7 +164,7 @@ def test_the_entropy_of_completions_of_one_token_is_that_of_those_in_the_mask(tm
     """With a KL term nothing is skipped. TRL divides a sum over one column by all rows: 1.90 was logged for stock's
     4.27.
     """
-    ours = made(tmp_path, beta=beta, max_completion_length=1)
+    ours = make_trainer(tmp_path, beta=beta, max_completion_length=1)
     batch = batch_of(ours)
     batch["completion_mask"][[1, 2, 3, 5, 6]] = 0
     batch["advantages"][7] = 0.0
@@ -178,7 +178,7 @@ def test_the_entropy_of_completions_of_one_token_is_that_of_those_in_the_mask(tm
 
 
 def test_the_entropy_of_completions_that_are_all_masked_is_zero_as_in_stock(tmp_path):
-    ours = made(tmp_path)
+    ours = make_trainer(tmp_path)
     batch = batch_of(ours)
     batch["completion_mask"].zero_()
     logged = []
@@ -192,7 +192,7 @@ def test_the_entropy_of_completions_that_are_all_masked_is_zero_as_in_stock(tmp_
 
 
 def test_scored_tokens_do_not_depend_on_how_many_ranks_share_a_batch(tmp_path):
-    ours = made(tmp_path)
+    ours = make_trainer(tmp_path)
     batch = batch_of(ours)
     batch["advantages"][4:] = 0.0
 
@@ -227,7 +227,7 @@ TOKEN_LOSSES = [loss_type for loss_type in LOSS_TYPES if loss_type != "vespo"]
 @pytest.mark.parametrize("sharing, beta", [("auto", 0.0), ("auto", 0.1), ("off", 0.1)])
 @pytest.mark.parametrize("loss_type", TOKEN_LOSSES)
 def test_selected_tokens_carry_their_weight_in_every_term(tmp_path, monkeypatch, loss_type, beta, sharing):
-    ours = made(tmp_path, loss_type=loss_type, beta=beta, token_selection="s_grpo", prefix_sharing=sharing)
+    ours = make_trainer(tmp_path, loss_type=loss_type, beta=beta, token_selection="s_grpo", prefix_sharing=sharing)
     batch = batch_of(ours)
     mask = batch["completion_mask"].bool()
     torch.manual_seed(2)
@@ -253,7 +253,7 @@ def test_selected_tokens_carry_their_weight_in_every_term(tmp_path, monkeypatch,
 def test_a_run_selects_reports_and_is_reproducible(tmp_path):
     runs = []
     for _ in range(2):
-        ours = made(tmp_path, num_iterations=1, token_selection="uniform")
+        ours = make_trainer(tmp_path, num_iterations=1, token_selection="uniform")
         ours.train()
         rows = [row for row in ours.state.log_history if "loss" in row]
         runs.append([(row["loss"], row["grad_norm"], row["tokens/scored_fraction"]) for row in rows])

@@ -21,9 +21,20 @@ def folder(path, **changes) -> str:
 
 
 def words(path, **changes) -> list[str]:
-    fields = {"model_name_or_path": path, "use_peft": True, "lora_r": 8, "lora_target_modules": ["all-linear"]}
-    fields |= {"per_device_train_batch_size": 8, "num_generations": 4, "gradient_accumulation_steps": 1, "beta": 0.0}
-    fields |= {"max_completion_length": 40, "bf16": False, "gradient_checkpointing": False, **changes}
+    fields = {
+        "model_name_or_path": path,
+        "use_peft": True,
+        "lora_r": 8,
+        "lora_target_modules": ["all-linear"],
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "gradient_accumulation_steps": 1,
+        "beta": 0.0,
+        "max_completion_length": 40,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        **changes,
+    }
     values = ((name, value if isinstance(value, list) else [value]) for name, value in fields.items())
     return [word for name, value in values for word in (f"--{name}", *map(str, value))]
 
@@ -35,5 +46,5 @@ def settings(path, launch: Launch | None = None, prompt_tokens: int = 48, **chan
 
 def in_4_bits(path, nested: bool):
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested)
-    how = {"quantization_config": quantization, "device_map": {"": "cpu"}, "dtype": torch.float32}
-    return AutoModelForCausalLM.from_pretrained(path, **how)
+    loading = {"quantization_config": quantization, "device_map": {"": "cpu"}, "dtype": torch.float32}
+    return AutoModelForCausalLM.from_pretrained(path, **loading)

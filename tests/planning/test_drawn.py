@@ -24,7 +24,7 @@ CPU = Launch(use_cpu=True)
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def workspace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("drawn")
     save_tiny_model(folder / "base")
     lines = [json.dumps({"question": row, "answer": str(i)}) for i, row in enumerate(ROWS)]
@@ -53,8 +53,14 @@ def tokens_computed(trainer, inputs) -> int:
     return causal_language_model(trainer.model).prompt_sharing.figures.tokens
 
 
-def trainer_settings(place):
-    return {"output_dir": str(place / "out"), "use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True}
+def trainer_settings(workspace):
+    return {
+        "output_dir": str(workspace / "out"),
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
 
 
 class LongCompletions(trl.GRPOTrainer):
@@ -65,14 +71,14 @@ class LongCompletions(trl.GRPOTrainer):
         return [[3 + row % 4] + [7] * (self.max_completion_length - 1) for row in rows], None
 
 
-def test_groups_as_grpo_draws_them(place):
-    settings = from_words(["--config", str(place / "grpo.yaml")], EfficientGRPOConfig, CPU, counts_data=True)
-    base = str(place / "base")
+def test_groups_as_grpo_draws_them(workspace):
+    settings = from_words(["--config", str(workspace / "grpo.yaml")], EfficientGRPOConfig, CPU, counts_data=True)
+    base = str(workspace / "base")
     prompts = [TEMPLATE.replace("{question}", row) for row in ROWS]
     ids = encode(prompts, AutoTokenizer.from_pretrained(base))
     assert settings.prompt_tokens == max(map(len, ids))
     config = trl.GRPOConfig(
-        **trainer_settings(place), per_device_train_batch_size=24, num_generations=4, max_completion_length=9
+        **trainer_settings(workspace), per_device_train_batch_size=24, num_generations=4, max_completion_length=9
     )
     dataset = Dataset.from_dict({"prompt": prompts})
     trainer = LongCompletions(base, reward_funcs=len_of, args=config, train_dataset=dataset)
@@ -85,11 +91,11 @@ def len_of(completions, **columns):
     return [float(len(completion)) for completion in completions]
 
 
-def test_pairs_as_dpo_draws_them(place):
-    words = ["--config", str(place / "dpo.yaml")]
+def test_pairs_as_dpo_draws_them(workspace):
+    words = ["--config", str(workspace / "dpo.yaml")]
     settings = from_words(words, EfficientDPOConfig, CPU, DPOScriptArguments, counts_data=True)
-    config = trl.DPOConfig(**trainer_settings(place), per_device_train_batch_size=6, max_length=64)
-    trainer = trl.DPOTrainer(str(place / "base"), args=config, train_dataset=read_pairs(place / "pairs.jsonl"))
+    config = trl.DPOConfig(**trainer_settings(workspace), per_device_train_batch_size=6, max_length=64)
+    trainer = trl.DPOTrainer(str(workspace / "base"), args=config, train_dataset=read_pairs(workspace / "pairs.jsonl"))
     batch = next(iter(trainer.get_train_dataloader()))
     assert tokens_computed(trainer, batch) == settings.drawn.tokens
     assert settings.drawn.padded_tokens == batch["input_ids"].numel()
@@ -114,18 +120,18 @@ def test_the_largest_of_many_micro_batches_and_of_too_few_prompts():
     assert np.sum(drawn.levels) == drawn.tokens
 
 
-def test_the_command_counts_what_is_named(place, capsys):
-    line = ["--config", str(place / "grpo.yaml"), "--hardware", "24GB"]
+def test_the_command_counts_what_is_named(workspace, capsys):
+    line = ["--config", str(workspace / "grpo.yaml"), "--hardware", "24GB"]
     command(line)
     assumed = capsys.readouterr().out
     assert "assumed: prompts of 256 tokens (--prompt_tokens, or --dataset FILE counts them)" in assumed
-    command([*line, "--dataset", str(place / "sums.jsonl")])
+    command([*line, "--dataset", str(workspace / "sums.jsonl")])
     counted = capsys.readouterr().out
     assert "counted: micro-batches drawn from" in counted and "padded tokens at most (" in counted
     assert "prompts of" not in counted and "every completion 9 tokens long" in counted
     command([*line, "--dataset", "nothing.jsonl"])
     missing = capsys.readouterr().out
     assert "nothing.jsonl is not counted: dataset 'nothing.jsonl'" in missing and "prompts of 256 tokens" in missing
-    command(["--config", str(place / "dpo.yaml"), "--hardware", "24GB", "--pairs", str(place / "pairs.jsonl")])
+    command(["--config", str(workspace / "dpo.yaml"), "--hardware", "24GB", "--pairs", str(workspace / "pairs.jsonl")])
     of_pairs = capsys.readouterr().out
-    assert "generate" not in of_pairs and f"drawn from {place}/pairs.jsonl compute" in of_pairs
+    assert "generate" not in of_pairs and f"drawn from {workspace}/pairs.jsonl compute" in of_pairs

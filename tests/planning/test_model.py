@@ -119,8 +119,17 @@ def test_experts_in_4_bits_are_those_that_this_package_loads_and_adapters_on_the
     from trl_fsdp_qlora.fsdp2_qlora.experts import packed_experts
     from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
 
-    shape = {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 32, "num_attention_heads": 4}
-    shape |= {"num_key_value_heads": 2, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+    shape = {
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "vocab_size": 512,
+        "head_dim": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
     AutoModelForCausalLM.from_config(Qwen3MoeConfig(**shape)).save_pretrained(tmp_path)
     fields = {"load_in_4bit": True, "use_bnb_nested_quant": nested, "dtype": "float32", "lora_dropout": 0.0}
     few, all_linear = (settings(tmp_path, lora_target_modules=[each], **fields) for each in ("q_proj", "all-linear"))

@@ -155,9 +155,9 @@ def test_a_step_whose_passes_share_a_prompt_peaks_where_it_was_planned(tmp_path,
     changes = {"prompt_tokens": 200, "gradient_accumulation_steps": 1, **fields}
     run = settings(folder(tmp_path), gradient_checkpointing=checkpointing, **changes)
     step = steps.plan_step(run)
-    peak, made = measured_step(run, built(run))
-    assert (step.passes, step.trunks) == (len(made.forwards.rows_of_pass), int(made.forwards.trunks.sum()))
-    assert (step.batches_per_pass, step.passes_per_batch) == (made.batches_per_pass, made.passes_per_batch)
+    peak, grpo = measured_step(run, built(run))
+    assert (step.passes, step.trunks) == (len(grpo.forwards.rows_of_pass), int(grpo.forwards.trunks.sum()))
+    assert (step.batches_per_pass, step.passes_per_batch) == (grpo.batches_per_pass, grpo.passes_per_batch)
     assert passes.measure_of(run, config(), step, False) == pytest.approx(peak, rel=NEAR)
 
 
@@ -186,9 +186,16 @@ SHAPE = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_h
 
 def hybrid() -> tf.Qwen3_5TextConfig:
     """Recurrent layers and attention."""
-    heads = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2, "head_dim": 32}
-    # The values' are wider than the model, as Qwen3.5's are.
-    heads |= {"linear_num_value_heads": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
+    heads = {
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_num_key_heads": 2,
+        "head_dim": 32,
+        # The values' are wider than the model, as Qwen3.5's are.
+        "linear_num_value_heads": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     kinds = ["linear_attention"] * 3 + ["full_attention", "linear_attention"]
     return tf.Qwen3_5TextConfig(architectures=["Qwen3_5ForCausalLM"], **SHAPE, **heads, layer_types=kinds)
 

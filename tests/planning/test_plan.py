@@ -59,10 +59,11 @@ def test_the_first_step_counts_with_the_padded_rows_that_it_compares(tmp_path):
     plan = make_plan(run, hardware=CPU)
     rows = run.per_device_train_batch_size
     width = 260
-    own = passes.measure(run, plan.config, passes.Shape(1, 256 * run.groups + 4 * rows, 4 * rows, True), False, True)
+    shape = passes.Shape(1, 256 * run.groups + 4 * rows, 4 * rows, True)
+    first_step = passes.measure(run, plan.config, shape, False, True)
     at_once = (256 * run.groups + 4 * rows) // width
     compared = passes.measure(run, plan.config, passes.Shape(at_once, width, at_once * 259, False), False, True)
-    assert plan.phases["forward_backward"][module.ACTIVATIONS] == compared > own
+    assert plan.phases["forward_backward"][module.ACTIVATIONS] == compared > first_step
 
 
 @pytest.mark.slow  # six plans
@@ -122,15 +123,15 @@ def test_the_largest_group_and_the_longest_completion_before_and_after(tmp_path)
     plan = make_plan(run, hardware=CARD)
     whole = changed(plan, per_device_train_batch_size=4, gradient_accumulation_steps=2, tokens_per_pass=0)
     plan = make_plan(run, hardware=replace(CARD, memory=whole.peak))
-    found = module.most_that_fits(plan)
-    groups = {name: numbers["num_generations"] for name, numbers in found.items()}
+    limits = module.most_that_fits(plan)
+    groups = {name: numbers["num_generations"] for name, numbers in limits.items()}
     assert groups[module.WHOLE_GROUPS] < 8 <= groups[module.HERE]
     assert module.with_group(plan, groups[module.HERE]).fits
     assert not module.with_group(plan, groups[module.HERE] + 1).fits
-    longest = found[module.HERE]["max_completion_length"]
+    longest = limits[module.HERE]["max_completion_length"]
     assert changed(plan, max_completion_length=longest).fits
     assert not changed(plan, max_completion_length=longest + 16).fits
-    tokens = [numbers["tokens"] for numbers in found.values()]
+    tokens = [numbers["tokens"] for numbers in limits.values()]
     assert tokens == [8 * 240, 200 + 8 * 39, 199 + 8 * 40]
 
 
@@ -153,9 +154,17 @@ def test_the_command_reads_a_recipe_as_its_script_does(tmp_path):
     """The same run from the YAML, in which `off` is a truth value, and from the config that the script builds of
     it.
     """
-    given = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 40, "beta": 0.1}
-    given |= {"bf16": False, "use_cpu": True, "report_to": "none", "prefix_sharing": "off"}
-    args = EfficientGRPOConfig(str(tmp_path), **given)
+    arguments = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 40,
+        "beta": 0.1,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "prefix_sharing": "off",
+    }
+    args = EfficientGRPOConfig(str(tmp_path), **arguments)
     path = tmp_path / "recipe.yaml"
     path.write_text("prefix_sharing: off\nbf16: false\nuse_cpu: true\nmodel_name_or_path: m\nbeta: 0.1\n")
     line = f"--config {path} --per_device_train_batch_size 8 --num_generations=4 --max_completion_length 40"
@@ -221,9 +230,9 @@ def test_the_exit_status_says_whether_it_fits_and_what_would_make_it(tiny, monke
     assert command([*line, "--hardware", "24GB x4", "--num_processes", "8"]) == 1
     printed = capsys.readouterr().out
     assert "it does not fit: there are 4 cards for 8 ranks" in printed and "it fits" not in printed
-    for prompt, said in ((112, False), (113, True)):  # beside 400 of a completion
+    for prompt, warns in ((112, False), (113, True)):  # beside 400 of a completion
         command([*words(tiny, max_completion_length=400), "--hardware", "24GB", "--prompt_tokens", str(prompt)])
-        assert ("the 512 positions of the model; at most 399" in capsys.readouterr().out) == said
+        assert ("the 512 positions of the model; at most 399" in capsys.readouterr().out) == warns
     command([*words(tiny, max_completion_length=400), "--hardware", "24GB", "--prompt_tokens", "512"])
     assert "the 512 positions of the model; the prompts alone fill them" in capsys.readouterr().out
 

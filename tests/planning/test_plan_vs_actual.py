@@ -36,8 +36,8 @@ def test_a_run_that_does_not_fit_is_warned_of_or_refused(base, tmp_path, monkeyp
     real = plan_vs_actual.make_plan
     monkeypatch.setattr(plan_vs_actual, "make_plan", lambda run: replace(real(run), capacity=2**20))
     assert not first(base, tmp_path).fits
-    said = capsys.readouterr().out
-    assert said.startswith("warning: by its plan") and said.count("\n") == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("warning: by its plan") and printed.count("\n") == 1
     with pytest.raises(ConfigError, match=r"require_fit: true, and by its plan .* there are 1\.0 MiB"):
         first(base, tmp_path, require_fit=True)
     monkeypatch.setattr(plan_vs_actual, "make_plan", lambda run: 1 / 0)
@@ -56,5 +56,5 @@ def test_the_step_that_is_measured_has_something_to_learn(base, tmp_path, capsys
             metrics["efficiency/zero_advantage_fraction"].append(zero)
         metrics["memory/forward_backward_peak_mib"].append(100.0 * state.global_step)
         callback.on_step_end(None, state, None)
-    said = capsys.readouterr().out
-    assert said.count("planned and measured") == 1 and "memory of step 3" in said and " 300 MiB" in said
+    printed = capsys.readouterr().out
+    assert printed.count("planned and measured") == 1 and "memory of step 3" in printed and " 300 MiB" in printed

@@ -34,9 +34,9 @@ def batches_of(run) -> list[Batch]:
 
 
 CASES = [
-    {"per_device_train_batch_size": rows, "gradient_accumulation_steps": count, "num_generations": group, **more}
+    {"per_device_train_batch_size": rows, "gradient_accumulation_steps": count, "num_generations": group, **changes}
     for rows, count, group in [(1, 8, 8), (2, 4, 8), (2, 8, 4), (3, 4, 6), (8, 1, 4), (8, 2, 8), (1, 12, 4), (6, 2, 4)]
-    for more in (
+    for changes in (
         {"prompt_tokens": 300, "max_completion_length": 20},
         {"prompt_tokens": 20, "max_completion_length": 40},
         {
@@ -55,14 +55,14 @@ def test_passes_trunks_and_tokens_are_those_of_the_door(tmp_path, door, fields, 
     torch.manual_seed(0)
     batches = batches_of(run)
     step = plan_step(run)
-    made = door.plan_step(batches, run.tokens_per_pass, one_by_one=kind == "zero2")
-    if made is None:
+    trainer = door.plan_step(batches, run.tokens_per_pass, one_by_one=kind == "zero2")
+    if trainer is None:
         assert not step.is_shared
         return
-    forwards = made.forwards
-    assert (step.batches_per_pass, step.passes_per_batch) == (made.batches_per_pass, made.passes_per_batch)
+    forwards = trainer.forwards
+    assert (step.batches_per_pass, step.passes_per_batch) == (trainer.batches_per_pass, trainer.passes_per_batch)
     assert (step.passes, step.trunks) == (len(forwards.rows_of_pass), int(forwards.trunks.sum()))
-    assert step.values == (0 if made.values is None else made.values.count)
+    assert step.values == (0 if trainer.values is None else trainer.values.count)
     of_passes = [
         grow_pass(forwards.sequences, forwards.kept, rows).of_pass()[0].tokens for rows in forwards.rows_of_pass
     ]

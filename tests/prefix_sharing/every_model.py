@@ -38,8 +38,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 VARIANTS = ({}, {"num_key_value_heads": 4}, {"head_dim": None}, {"num_key_value_heads": 4, "head_dim": None})
 # What a class has to be told although its default says nothing, or says it under names of its own.
 OWN_SIZES = {
-    name: own
-    for own, names in (
+    name: fields
+    for fields, names in (
         ({"head_dim": 8}, "hunyuan_v1_dense hunyuan_v1_moe ministral hunyuan_vl"),
         ({"rope_parameters": helpers._MROPE}, "glm46v glm4v_moe glm_ocr qwen2_vl"),
         ({"layer_types": helpers._LINEAR}, "bailing_hybrid qwen4_exp qwen3_5_moe minicpm_ocr minicpmv4_6 minicpmv4_7"),
@@ -108,8 +108,8 @@ def computed(name: str):
         except Exception as error:
             reasons.add(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
             continue
-        found = helpers.gradients(model)
-        if all(x.isfinite().all() for x in (logps_N, *found)) and any(x.any() for x in found):
+        our_gradients = helpers.gradients(model)
+        if all(x.isfinite().all() for x in (logps_N, *our_gradients)) and any(x.any() for x in our_gradients):
             return model
         reasons.add("no finite number, or no gradient")
     return "; ".join(reasons)
@@ -137,8 +137,8 @@ def decoded(model) -> str:
         expected, _ = complete(model, prompts, config, compact=False)
     except Exception:
         return "no, nor does `generate`"
-    found, work = complete(model, prompts, config)
-    assert work is not None and found == expected
+    actual, work = complete(model, prompts, config)
+    assert work is not None and actual == expected
     return "yes"
 
 
@@ -238,8 +238,8 @@ def cells_on_the_page() -> dict[str, list[str] | str]:
     """What docs/models.md says of each class."""
     parts = PAGE.read_text().split("## ")
     whole, missing = (
-        [f"{stem.strip()}{ending}" for ending, stems in found for stem in stems.split(",")]
-        for found in (re.findall(r"^`…(\w*)`: ([^`]+)", parts[i], re.M) for i in (1, 3))
+        [f"{stem.strip()}{ending}" for ending, stems in entries for stem in stems.split(",")]
+        for entries in (re.findall(r"^`…(\w*)`: ([^`]+)", parts[i], re.M) for i in (1, 3))
     )
     table = [line.split("|")[1:-1] for line in parts[2].splitlines() if line.startswith("| ")][1:]
     return (

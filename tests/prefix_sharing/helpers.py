@@ -44,18 +44,21 @@ SMALL = {"is_decoder": True, "pad_token_id": 0} | {
 }
 
 
-def small_config(config, sizes=SMALL, own=None, tower=None):
-    """The config with small sizes and no dropout, and what its decoder and its vision tower have of their own."""
-    own = own or {}
+def small_config(config, sizes=SMALL, of_model=None, tower=None):
+    """The config with small sizes and no dropout.
+
+    `of_model` and `tower` are fields of its decoder and of its vision tower.
+    """
+    of_model = of_model or {}
     is_decoder = config.get_text_config(decoder=True) is config
-    fields = {name: value for name, value in own.items() if is_decoder or hasattr(config, name)}
+    fields = {name: value for name, value in of_model.items() if is_decoder or hasattr(config, name)}
     for name in {*vars(config), *config.attribute_map, *config.sub_configs} - fields.keys():
         try:
             value = getattr(config, name, None)
         except Exception:  # it differs from layer to layer
             continue
         if name in config.sub_configs and value is not None:
-            of_text = {key: x for key, x in own.items() if key not in fields or hasattr(value, key)}
+            of_text = {key: x for key, x in of_model.items() if key not in fields or hasattr(value, key)}
             is_text = value is config.get_text_config(decoder=True)
             fields[name] = small_config(value, sizes, of_text if is_text else tower).to_dict()
         elif name in sizes and value is not None:
@@ -65,9 +68,9 @@ def small_config(config, sizes=SMALL, own=None, tower=None):
     return type(config)(**fields)
 
 
-def small(name, kind="ForCausalLM", config="Config", tower=None, **own):
+def small(name, kind="ForCausalLM", config="Config", tower=None, **of_model):
     """Makes a class of transformers as it is by default but for its size and these changes."""
-    return lambda: getattr(tf, name + kind)(small_config(getattr(tf, name + config)(), SMALL, own, tower))
+    return lambda: getattr(tf, name + kind)(small_config(getattr(tf, name + config)(), SMALL, of_model, tower))
 
 
 # Windows shorter than the prompt, so that a window by row distance, or none, is wrong.
@@ -116,9 +119,9 @@ _GEMMA4_TOWER = {
 }  # fmt: skip
 
 
-def sees(name, **own):
+def sees(name, **of_model):
     """Makes a class that could take images."""
-    return small(name, "ForConditionalGeneration", **own)
+    return small(name, "ForConditionalGeneration", **of_model)
 
 
 # Classes that could take images, for text.
@@ -293,9 +296,11 @@ def assert_equals_stock(model, door=None, batch=None, scored_BC=None, **argument
 
 def gradients(model) -> list[torch.Tensor]:
     """Gradients of all parameters, which are reset."""
-    found = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters() if p.requires_grad]
+    tensors = [
+        torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters() if p.requires_grad
+    ]
     model.zero_grad(set_to_none=True)
-    return found
+    return tensors
 
 
 def assert_equal_gradients(ours, reference, tolerance=1e-4):

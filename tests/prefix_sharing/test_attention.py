@@ -1,6 +1,6 @@
 """Backends on their own: float64 gradients by finite differences, and a dense mask as oracle."""
 
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -82,7 +82,7 @@ class Call:
 
     softcap = sinks = None
     base = "sdpa"
-    own_masks: ClassVar[dict] = {}
+    own_masks = MappingProxyType({})
 
     def __init__(self, query, key, value, layout, scaling=0.4, window=None):
         self.query = query
@@ -95,8 +95,8 @@ class Call:
 
     def run(self, q, k, v, mask):
         self.keys_given.append(k.shape[2])
-        more = {"attn_mask": mask, "is_causal": mask is None, "scale": self.scaling, "enable_gqa": True}
-        return sdpa(q, k, v, **more).transpose(1, 2)
+        options = {"attn_mask": mask, "is_causal": mask is None, "scale": self.scaling, "enable_gqa": True}
+        return sdpa(q, k, v, **options).transpose(1, 2)
 
 
 def draw(layout, heads, kv_heads, size=4):
@@ -114,9 +114,9 @@ def assert_equals_dense_mask(call, exact, tolerance, backend=cascade):
     expected = sdpa(*exact, attn_mask=seen, scale=0.4, enable_gqa=True).transpose(1, 2)
     weight = torch.randn_like(expected)
     out = backend.attend(call)
-    found = torch.autograd.grad((out * weight.to(out.dtype)).sum(), [call.query, call.key, call.value])
+    actual = torch.autograd.grad((out * weight.to(out.dtype)).sum(), [call.query, call.key, call.value])
     for ours, wanted in zip(
-        (out, *found), (expected, *torch.autograd.grad((expected * weight).sum(), exact)), strict=True
+        (out, *actual), (expected, *torch.autograd.grad((expected * weight).sum(), exact)), strict=True
     ):
         assert (ours.double() - wanted).abs().max() <= tolerance * max(wanted.abs().max(), 1.0)
 
@@ -171,17 +171,17 @@ def test_the_kernel_that_merges_is_the_torch_code_beside_it(monkeypatch, heads, 
     if not interpreted(cascade._merge_kernel):
         pytest.skip("needs Triton and TRITON_INTERPRET=1 (docs/launches.md)")
     torch.manual_seed(0)
-    own = torch.randn(30, heads, size, dtype=dtype)[11:]
+    own_out = torch.randn(30, heads, size, dtype=dtype)[11:]
     prompt = torch.randn(19, heads, 2 * size, dtype=dtype)[..., ::2]
     own_lse = torch.randn(heads, 30)[:, 11:].t()
     prompt_lse = 3 * torch.randn(heads, 19).t()
     prompt_lse[3], own_lse[4] = -torch.inf, -torch.inf  # nothing seen there
-    expected = cascade.merge(own, own_lse, prompt, prompt_lse)
+    expected = cascade.merge(own_out, own_lse, prompt, prompt_lse)
     monkeypatch.setattr(cascade, "runs", lambda kernel, x: True)
     with patch.object(cascade, "launch", side_effect=launch) as launched:
-        merged = cascade.merge(own, own_lse, prompt, prompt_lse)
+        merged = cascade.merge(own_out, own_lse, prompt, prompt_lse)
     assert launched.call_count == 1 and not triton_kernels._refused
-    assert merged.dtype == dtype and merged.shape == own.shape
+    assert merged.dtype == dtype and merged.shape == own_out.shape
     # The interpreter cuts a float32 off where a card rounds it to bfloat16.
     torch.testing.assert_close(merged, expected.to(dtype), rtol=2**-7 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
 
@@ -285,8 +285,8 @@ def test_layers_on_two_devices_get_tensors_of_their_own():
             attention.tree_mask(SimpleNamespace(**vars(call) | {"layout": dense}), 0, 3),
         ]
         for part in derived:
-            found = tensors(part)
-            assert found and {x.device for x in found} == {device}
+            kept = tensors(part)
+            assert kept and {x.device for x in kept} == {device}
 
 
 def refusal_on_cuda(size, capability, monkeypatch, dtype=torch.float16, value_size=None):

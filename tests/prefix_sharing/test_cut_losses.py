@@ -125,9 +125,9 @@ def assert_cuts_give_stock_gradients(trainer, monkeypatch, cuts, tolerance, inpu
             across_passes.StepForwards, "fits", lambda self, limit, passes=passes: len(self.rows_of_pass) == passes
         )
         planned.clear()
-        found = step_gradients(trainer, micro_batches, 1)
+        actual = step_gradients(trainer, micro_batches, 1)
         assert [len(plan.forwards.rows_of_pass) for plan in planned] == [passes]
-        assert_equal_gradients(found, expected, tolerance)
+        assert_equal_gradients(actual, expected, tolerance)
 
 
 FAST = {("lora", "dapo", name) for name in ("qwen3", "lfm2", "qwen3_vl")}
@@ -191,8 +191,8 @@ def test_the_router_loss_of_each_micro_batch(tmp_path, monkeypatch, name):
         losses.clear()
         assert_cuts_give_stock_gradients(trainer, monkeypatch, [cut], 5e-6, inputs)
         expected = losses[: cut[0]]
-        found = losses[cut[0] :]
-        assert found == pytest.approx(expected, rel=1e-5) and min(expected) > 0
+        actual = losses[cut[0] :]
+        assert actual == pytest.approx(expected, rel=1e-5) and min(expected) > 0
 
 
 def test_the_router_loss_of_rows_without_a_label(tmp_path, monkeypatch):

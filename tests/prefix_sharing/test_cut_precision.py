@@ -29,9 +29,9 @@ def trainer_of(model, tmp_path, adapted):
     return trainer
 
 
-def error(found, exact) -> float:
+def error(actual, exact) -> float:
     """Norm of the difference, of the norm."""
-    off = sum((a.float() - b).square().sum() for a, b in zip(found, exact, strict=True))
+    off = sum((a.float() - b).square().sum() for a, b in zip(actual, exact, strict=True))
     return float((off / sum(b.square().sum() for b in exact)).sqrt())
 
 
@@ -41,17 +41,17 @@ def stock_gradients(trainer, inputs) -> dict[int, list[torch.Tensor]]:
         return {count: step_gradients(trainer, sliced(inputs, count), 0) for count in {count for count, _ in CUTS}}
 
 
-def assert_as_near_as_stock(trainer, inputs, exact_of, monkeypatch, take=lambda gradients: gradients):
+def assert_as_near_as_stock(trainer, inputs, exact_of, monkeypatch, select=lambda gradients: gradients):
     """`take` returns the gradients of a step from what it left in `.grad`."""
     for count, passes in CUTS:
         exact = exact_of[count]
         micro_batches = sliced(inputs, count)
         with trainer.door.closed():
-            stock = error(take(step_gradients(trainer, micro_batches, 0)), exact)
+            stock = error(select(step_gradients(trainer, micro_batches, 0)), exact)
         monkeypatch.setattr(
             across_passes.StepForwards, "fits", lambda self, limit, passes=passes: len(self.rows_of_pass) == passes
         )
-        cut = error(take(step_gradients(trainer, micro_batches, 1)), exact)
+        cut = error(select(step_gradients(trainer, micro_batches, 1)), exact)
         assert stock > 1e-4, "it was not computed in half precision"
         assert cut <= MOST_TIMES_STOCK * stock, (count, passes)
 

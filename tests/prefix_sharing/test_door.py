@@ -135,11 +135,11 @@ def assert_shares(model, batch, may_run_padded=False, **arguments):
 
     with door.closed():
         stock, reference = run()
-    ours, found = run()
+    ours, our_gradients = run()
     assert door.is_active, door.describe()
     assert may_run_padded or 0 < door.figures.tokens < batch["input_ids"].numel()
     assert_equal_outputs(ours, stock, batch["labels"])
-    assert_equal_gradients(found, reference, tolerance=2e-5)
+    assert_equal_gradients(our_gradients, reference, tolerance=2e-5)
     return door.figures
 
 
@@ -187,8 +187,8 @@ def test_a_recurrent_layer_takes_no_call_for_a_filled_up_completion(monkeypatch)
         for layer in recurrent_layers(model.prompt_sharing.base):
             original = layer.own_forward
 
-            def own_forward(hidden_states, *args, original=original, found=sizes[multiple], **kwargs):
-                found.append(hidden_states.shape[:2])
+            def own_forward(hidden_states, *args, original=original, seen=sizes[multiple], **kwargs):
+                seen.append(hidden_states.shape[:2])
                 return original(hidden_states, *args, **kwargs)
 
             layer.own_forward = own_forward
@@ -230,7 +230,7 @@ def test_few_sizes_are_asked_for(monkeypatch):
     model = with_stock_head(build("llama"))
     share_prompts(model)
     model.prompt_sharing.comparison.checked.add((False, False))
-    found = {}
+    by_multiple = {}
     for multiple in (1, 64):
         monkeypatch.setattr(layout, "row_multiple", lambda device, multiple=multiple: multiple)
         draw = torch.Generator().manual_seed(0)
@@ -240,10 +240,11 @@ def test_few_sizes_are_asked_for(monkeypatch):
                 lengths = torch.randint(10, 30, (8,), generator=draw).tolist()
                 batch = [torch.cat([prompt, random_tokens(length, draw)]) for length in lengths]
                 call(model, padded([(row, [*range(100, len(row))]) for row in batch], "right", draw))
-        found[multiple] = rows.found
-    assert len(found[1]) == len(found[64]) > 100
-    assert all(count % 64 == 0 for count in found[64])
-    assert len(set(found[64])) <= 4 < 15 < len(set(found[1])), {key: set(x) for key, x in found.items()}
+        by_multiple[multiple] = rows.found
+    assert len(by_multiple[1]) == len(by_multiple[64]) > 100
+    assert all(count % 64 == 0 for count in by_multiple[64])
+    different = {multiple: set(sizes) for multiple, sizes in by_multiple.items()}
+    assert len(different[64]) <= 4 < 15 < len(different[1]), different
 
 
 def test_the_tokens_that_are_computed():
@@ -293,15 +294,15 @@ def test_the_head_in_float32():
     assert (ours - stock).abs().mean() < 0.1
 
 
-@pytest.mark.parametrize("how", ["argument", "config"])
-def test_the_router_loss(how):
+@pytest.mark.parametrize("source", ["argument", "config"])
+def test_the_router_loss(source):
     """It counts every token of the batch, so every token is computed."""
     model = with_stock_head(build("qwen3_moe"))
     model.config.router_aux_loss_coef = 0.5
-    model.config.output_router_logits = how == "config"
+    model.config.output_router_logits = source == "config"
     share_prompts(model)
     figures = assert_shares(
-        model, make_batch(awkward, "mixed"), **({"output_router_logits": True} if how == "argument" else {})
+        model, make_batch(awkward, "mixed"), **({"output_router_logits": True} if source == "argument" else {})
     )
     assert figures.tokens > assert_shares(model, make_batch(groups)).tokens / 2
     output = call(model, make_batch(awkward), output_router_logits=True)

@@ -83,8 +83,8 @@ def test_what_does_not_ask_for_a_packed_row_is_untouched(name):
     ids, mask = awkward_batch()
     prepared(ours)
     assert torch.equal(ours(ids, attention_mask=mask).logits, model(ids, attention_mask=mask).logits)
-    given = {"attention_mask": mask[:, :14], "max_new_tokens": 12, "do_sample": False}
-    assert torch.equal(ours.generate(ids[:, :14], **given), model.generate(ids[:, :14], **given))
+    arguments = {"attention_mask": mask[:, :14], "max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(ours.generate(ids[:, :14], **arguments), model.generate(ids[:, :14], **arguments))
 
 
 OPTIONS = {
@@ -145,8 +145,8 @@ def test_training(make, tmp_path):
     runs = []
     for cls in BOTH:
         torch.manual_seed(0)
-        more = {} if isinstance(make, str) else {"processing_class": processor()}
-        trainer = make_trainer(cls, str(tmp_path / "base"), tmp_path, **more, **options)
+        further = {} if isinstance(make, str) else {"processing_class": processor()}
+        trainer = make_trainer(cls, str(tmp_path / "base"), tmp_path, **further, **options)
         trainer.train()
         # Less averages over micro-batches, which depend on who shares one.
         wanted = ("loss", "grad_norm", "kl", "eval_loss", "reward")

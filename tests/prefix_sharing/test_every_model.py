@@ -28,9 +28,9 @@ REST = sorted(set(CLASSES) - set(FAST))
 def test_a_class_is_as_on_the_page(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = row(name)
+        measured = row(name)
     # A text says why stock does not compute it either.
-    assert ("" if isinstance(found, str) else found) == cells_on_the_page()[name], found
+    assert ("" if isinstance(measured, str) else measured) == cells_on_the_page()[name], measured
 
 
 def test_nine_tenths_of_what_stock_trains_is_packed():

@@ -36,10 +36,10 @@ def dense_varlen(
     window_size=(-1, -1), softcap=0.0,
 ):
     """`flash_attn_varlen_func`; transformers reads from the signature what a kernel can do."""
-    more = dropout_p, softmax_scale, causal, window_size, softcap
+    options = dropout_p, softmax_scale, causal, window_size, softcap
     cut = [x.tensor_split(cu[1:-1].tolist()) for x, cu in ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k))]
     parts = zip(*cut, strict=True)
-    return torch.cat([dense(*(x.unsqueeze(0) for x in part), *more)[0] for part in parts])
+    return torch.cat([dense(*(x.unsqueeze(0) for x in part), *options)[0] for part in parts])
 # fmt: on
 
 

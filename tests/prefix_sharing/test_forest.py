@@ -101,18 +101,18 @@ def trie_of(words) -> set[tuple[int, ...]]:
     return {tuple(word[: n + 1]) for word in words for n in range(len(word))}
 
 
-def seen_from(forest, place: int) -> list[int]:
+def seen_from(forest, index: int) -> list[int]:
     """The places of the row that a query at `place` attends to, in order, by the documented rule."""
-    segment = int(np.searchsorted(forest.starts, place, side="right")) - 1
-    own = range(forest.starts[segment], place + 1)
+    segment = int(np.searchsorted(forest.starts, index, side="right")) - 1
+    own_segment = range(forest.starts[segment], index + 1)
     if forest.end_T is not None:
-        return [k for k in own if place < forest.end_T[k]]
+        return [k for k in own_segment if index < forest.end_T[k]]
     path = []
     parent = forest.parents[segment]
     while parent >= 0:
         path.insert(0, range(forest.starts[parent], forest.starts[parent] + forest.lengths[parent]))
         parent = forest.parents[parent]
-    return [*itertools.chain(*path), *own]
+    return [*itertools.chain(*path), *own_segment]
 
 
 def packed_as(kind, rows: Rows, **options):
@@ -147,8 +147,8 @@ def test_every_label_is_predicted_from_its_own_history(kind, rows):
             wanted[row * (width - 1) + rows.offsets[row] + token - 1] = word[:token], word[token]
     assert sorted(layout.scatter_index_N.tolist()) == sorted(wanted)
     columns = layout.score_index_N, layout.targets_N, layout.scatter_index_N
-    for place, target, result in zip(*(column.tolist() for column in columns), strict=True):
-        seen = seen_from(forest, place)
+    for index, target, result in zip(*(column.tolist() for column in columns), strict=True):
+        seen = seen_from(forest, index)
         history, token = wanted[result]
         assert target == token and layout.input_ids[0, seen].tolist() == history
         positions = layout.position_ids[0, seen]
@@ -232,19 +232,19 @@ def test_what_attends_to_an_ancestor_is_one_run_in_each_stretch(kind, rows):
     """And every segment attends to each of its ancestors once; so backends may take neighbours for one batch."""
     forest = packed_as(kind, rows).forest
     wanted = {(s, a) for s in range(forest.segments) for a in forest.path(s)}
-    found = []
+    pairs = []
     ends = forest.starts + forest.lengths
     for stretch, crossings in itertools.groupby(forest.crossings(), key=lambda crossing: crossing.starts[0]):
         first = int(np.searchsorted(forest.starts, stretch))
         for crossing in crossings:
-            place = forest.starts[first]  # the runs are neighbours and cover the stretch
+            index = forest.starts[first]  # the runs are neighbours and cover the stretch
             for start, length, ancestor in zip(*(part.tolist() for part in crossing), strict=True):
-                assert start == place and length > 0
-                place += length
-                own = np.flatnonzero((forest.starts >= start) & (ends <= start + length))
-                found += [(int(segment), ancestor) for segment in own]
+                assert start == index and length > 0
+                index += length
+                inside = np.flatnonzero((forest.starts >= start) & (ends <= start + length))
+                pairs += [(int(segment), ancestor) for segment in inside]
             assert (np.diff(crossing.ancestors) > 0).all()
-    assert sorted(found) == sorted(wanted)
+    assert sorted(pairs) == sorted(wanted)
     for segment, parent in enumerate(forest.parents.tolist()):
         assert forest.is_leaf[segment] == (segment not in forest.parents)
         assert forest.levels[segment] == (forest.levels[parent] + 1 if parent >= 0 else 0)
@@ -353,11 +353,11 @@ def test_masks_of_dense_rows_equal_the_rule_pair_by_pair(window):
     layout = pack(ids, mask, completion_labels(ids, mask, 3), pairs_per_token=ALWAYS)
     forest = layout.forest
     assert forest.end_T is not None and forest.segments == 2
-    place = layout.position_ids[0]
+    position = layout.position_ids[0]
     expected = torch.zeros(layout.tokens, layout.tokens, dtype=torch.bool)
     for query in range(layout.tokens):
         expected[query, seen_from(forest, query)] = True
-    expected &= True if window is None else place[:, None] - place < window
+    expected &= True if window is None else position[:, None] - position < window
     for start, length in zip(forest.starts.tolist(), forest.lengths.tolist(), strict=True):
         part = slice(start, start + length)
         call = SimpleNamespace(layout=layout, window=window, query=torch.zeros(1))

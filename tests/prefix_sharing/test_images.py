@@ -70,8 +70,8 @@ def squares(side, *crops, sizes=False):
     """Of LLaVA's kind: one picture of a fixed size per image, or several crops of it."""
 
     def image(_size, draw):
-        more = {"image_sizes": torch.tensor([[side, side]])} if sizes else {}
-        return {"pixel_values": torch.randn(1, *crops, 3, side, side, generator=draw), **more}
+        options = {"image_sizes": torch.tensor([[side, side]])} if sizes else {}
+        return {"pixel_values": torch.randn(1, *crops, 3, side, side, generator=draw), **options}
 
     return image
 
@@ -124,10 +124,10 @@ def with_images(name, seed=0):
         if group != 1:  # groups 0 and 1 ask the same of other pictures
             words = [torch.randint(3, 50, (n,), generator=draw).tolist() for n in text]
         prompts[group] = list(words[0])
-        for fields, more in zip(images[group], words[1:], strict=True):
+        for fields, options in zip(images[group], words[1:], strict=True):
             with torch.no_grad():  # as many tokens as the tower gives features
                 features = model.base_model.get_image_features(**fields, return_dict=True).pooler_output
-            prompts[group] += [IMAGE] * sum(map(len, features)) + more
+            prompts[group] += [IMAGE] * sum(map(len, features)) + options
     width = max(map(len, prompts.values()))
     ids = torch.randint(3, 50, (len(ROWS), width + COMPLETION), generator=draw)
     mask = torch.zeros_like(ids)
@@ -197,9 +197,9 @@ def test_equals_stock(name, frozen, counted):
         expected, wanted, _ = scored(model, batch, lambda: stock(model, batch))
     if counted == "not counted":
         batch.num_images = None
-    found, ours, reached_tower = scored(model, batch, lambda: packed(model, door, batch))
+    actual, ours, reached_tower = scored(model, batch, lambda: packed(model, door, batch))
     assert 0 < door.figures.tokens < 0.6 * batch.input_ids.numel(), door.images.reason
-    assert (found - expected).abs().max() <= 1e-4
+    assert (actual - expected).abs().max() <= 1e-4
     assert_equal_gradients(ours, wanted, tolerance=2e-5)
     assert reached_tower != frozen
     batch.labels = torch.full_like(batch.labels, -100)
@@ -349,13 +349,13 @@ def test_an_image_in_a_completion(name):
     batch.num_images = None
     for check in (True, False):
         if check:
-            found = packed(model, door, batch).log_probs
+            actual = packed(model, door, batch).log_probs
             model.zero_grad()
         else:  # whatever the comparison samples
-            found = model(**batch.arguments(), fused_lm_head=True).log_probs
+            actual = model(**batch.arguments(), fused_lm_head=True).log_probs
         assert 0 < door.figures.tokens < is_token.sum(), door.images.reason
-        assert (found - expected.log_probs).abs().max() <= 1e-4
-    found.sum().backward()
+        assert (actual - expected.log_probs).abs().max() <= 1e-4
+    actual.sum().backward()
     assert_equal_gradients(gradients(model), wanted, tolerance=2e-5)
 
 

@@ -200,9 +200,11 @@ def test_no_forward_of_the_comparison_holds_more_tokens_than_the_steps_own(rows,
         with torch.set_grad_enabled(limit is None):
             one_pass(model, door, (ids, mask), **({} if limit is None else {"tokens_per_pass": limit}))
         cut = limit == PROMPT + COMPLETION and rows > 1
-        own = PROMPT + COMPLETION if cut else PROMPT + rows * (COMPLETION - 1)  # the last tokens are targets alone
+        # The last tokens are targets alone.
+        step_tokens = PROMPT + COMPLETION if cut else PROMPT + rows * (COMPLETION - 1)
         compared = tokens[: -rows if cut else -1]
-        assert len(compared) >= 2 and max(compared) <= own + 1, (compared, own)  # a padded row has its last token
+        # A padded row has its last token.
+        assert len(compared) >= 2 and max(compared) <= step_tokens + 1, (compared, step_tokens)
         tokens.clear()
     assert door.is_active, door.describe()
 
@@ -240,7 +242,7 @@ def test_ten_thousand_healthy_starts_in_half_precision(monkeypatch):
     own.
     """
     starts = []
-    monkeypatch.setattr(self_check, "verdict", lambda found, exact: starts.append(found))
+    monkeypatch.setattr(self_check, "verdict", lambda figures, exact: starts.append(figures))
     for family, seed in product(("llama", "qwen3"), range(6)):
         model = build(family, seed).to(torch.bfloat16)
         one_pass(model, prepared(model), make_batch([9] * 4 + [5] * 4, [9, 1, 5, 9] * 2, seed=seed))
@@ -248,12 +250,12 @@ def test_ten_thousand_healthy_starts_in_half_precision(monkeypatch):
     moved = [name for name in starts[0] if name.startswith("gradient_moved")]
     draw = np.random.default_rng(0)
     for _ in range(10_000):
-        found = dict.fromkeys(starts[0], 0.0)
+        figures = dict.fromkeys(starts[0], 0.0)
         for start in draw.choice(starts, draw.choice([1, 2, 8])):
             shuffled = dict(zip(moved, draw.choice([start[name] for name in moved], len(moved)), strict=True))
             for name, value in (start | shuffled).items():
-                found[name] += value
-        assert verdict(found, exact=False) is None, found
+                figures[name] += value
+        assert verdict(figures, exact=False) is None, figures
 
 
 def test_what_fails_later_raises(monkeypatch):

@@ -11,7 +11,7 @@ from trl_fsdp_qlora.prefix_sharing.door import Door
 PAGE = Path(__file__).parents[2] / "docs" / "share_prompts.md"
 SECTIONS = [section.partition("\n") for section in re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]]
 CODE = {title: re.search(r"```python\n(.*?)```", text, re.DOTALL) for title, _, text in SECTIONS}
-EXAMPLES = {title: found[1] for title, found in CODE.items() if found}
+EXAMPLES = {title: block[1] for title, block in CODE.items() if block}
 
 
 def test_there_are_five():

@@ -88,8 +88,8 @@ def test_one_wait_of_its_own(name, with_pictures):
         of_stock = places(stacks_of_a_pass(model, batch.arguments()))
     ours = places(stacks_of_a_pass(model, batch.arguments()))
     assert door.figures.tokens, door.describe()
-    own = {place: count for place, count in ours.items() if "trl_fsdp_qlora/" in place}
-    assert sum(own.values()) <= 1, own
+    our_waits = {line: count for line, count in ours.items() if "trl_fsdp_qlora/" in line}
+    assert sum(our_waits.values()) <= 1, our_waits
     assert ours.total() <= of_stock.total() + 1, (of_stock, ours)
 
 
@@ -110,5 +110,5 @@ def test_a_loss_of_dpo_waits_no_more_than_stocks(tmp_path, with_pictures):
     assert trainer.door.figures.tokens, trainer.door.describe()
     (stocks, ours) = waits
     assert ours.total() <= stocks.total() + 1, (stocks, ours)
-    own = {place: count for place, count in ours.items() if "trl_fsdp_qlora/" in place}
-    assert sum(own.values()) <= 2, own
+    our_waits = {line: count for line, count in ours.items() if "trl_fsdp_qlora/" in line}
+    assert sum(our_waits.values()) <= 2, our_waits

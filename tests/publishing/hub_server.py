@@ -40,8 +40,10 @@ class Hub:
         words = path.strip("/").split("/")
         if words[0] == "lfs":  # signed addresses, no token
             good = hashlib.sha256(body).hexdigest() == words[1]
-            self.blobs |= {words[1]: body} if good else {}
-            return {}, 200 if good else 400, {}
+            if not good:
+                return {}, 400, {}
+            self.blobs[words[1]] = body
+            return {}, 200, {}
         if path == "/api/validate-yaml":
             return {"errors": [], "warnings": []}, 200, {}
         if not is_owner:
@@ -67,8 +69,10 @@ class Hub:
         if words[4:5] == ["preupload"]:
             asked = [file["path"] for file in json.loads(body)["files"]]
             modes = {name: "lfs" if name.endswith(".safetensors") else "regular" for name in asked}
-            found = [{"path": p, "uploadMode": mode, "shouldIgnore": False, "oid": None} for p, mode in modes.items()]
-            return {"files": found}, 200, {}
+            entries = [
+                {"path": p, "uploadMode": mode, "shouldIgnore": False, "oid": None} for p, mode in modes.items()
+            ]
+            return {"files": entries}, 200, {}
         if words[4:5] == ["commit"]:
             files = dict(self.files(repo))
             for line in map(json.loads, body.splitlines()):
@@ -80,8 +84,8 @@ class Hub:
             oid = self.commit(repo, files)
             return {"commitUrl": f"{self.url}/{repo}/commit/{oid}", "commitOid": oid}, 200, {}
         if words[4:5] == ["tree"]:
-            found = [{"type": "file", "path": n, "size": len(d), "oid": ""} for n, d in self.files(repo).items()]
-            return found, 200, {}
+            entries = [{"type": "file", "path": n, "size": len(d), "oid": ""} for n, d in self.files(repo).items()]
+            return entries, 200, {}
         siblings = [{"rfilename": name} for name in self.files(repo)]
         return {"id": repo, "sha": list(commits)[-1], "siblings": siblings, "tags": []}, 200, {}
 

@@ -46,8 +46,8 @@ def trained(tmp_path_factory):
     save_tiny_model(root / "other", seed=1)
     torch.manual_seed(0)
     saving = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "seed": 7}
-    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, out, base, lora(), **saving)
-    made.card_info = card.CardInfo(
+    grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, out, base, lora(), **saving)
+    grpo.card_info = card.CardInfo(
         dataset="someone/sums",
         license="mit",
         quickstart_prompt=prompts(1)[0]["prompt"],
@@ -55,13 +55,13 @@ def trained(tmp_path_factory):
         command=["trl-fsdp-qlora", "grpo", "--model_name_or_path", base, "--output_dir", "base-adapter"],
         settings=(ModelConfig(model_name_or_path=base),),
     )
-    made.train()
+    grpo.train()
     (out / "README.md").write_text("mine")
-    made.save_model()
-    made.save_model(str(root / "copy"))
+    grpo.save_model()
+    grpo.save_model(str(root / "copy"))
     assert (out / "README.md").read_text() == "mine"
-    made.create_model_card("sums-adapter")
-    return made, root
+    grpo.create_model_card("sums-adapter")
+    return grpo, root
 
 
 def block_of(text: str, language: str) -> str:
@@ -69,7 +69,7 @@ def block_of(text: str, language: str) -> str:
 
 
 def test_every_card_has_metadata_and_recipe_and_the_accuracy_of_these_weights_alone(trained):
-    made, root = trained
+    grpo, root = trained
     cards = sorted(root.rglob("README.md"))
     assert [path.parent.name for path in cards] == ["copy", "out", "checkpoint-1", "checkpoint-2"]
     for path in cards:  # none is PEFT's empty one
@@ -86,10 +86,10 @@ def test_every_card_has_metadata_and_recipe_and_the_accuracy_of_these_weights_al
     assert {"output_dir", "disable_tqdm", "generation_batch_size", "steps_per_generation"}.isdisjoint(recipe)
     for text in ("n=10", "seed: 7", f"torch {torch.__version__},", "not stated", "Anything: these", "steps: 2\n"):
         assert text in written.text
-    info = replace(made.card_info, data_license="mit", picture="training.png", accuracy_step=2)
+    info = replace(grpo.card_info, data_license="mit", picture="training.png", accuracy_step=2)
     info.accuracy = {"n": 300, "pass_at_1": 0.19, "interval": (0.1498, 0.2381)}
-    with replaced(made, card_info=info):
-        measured = card.card_of(made)
+    with replaced(grpo, card_info=info):
+        measured = card.card_of(grpo)
     (result,) = measured.data.eval_results
     assert (result.metric_type, result.metric_value, result.dataset_type) == ("accuracy", 19.0, "someone/sums")
     assert result.metric_name == "greedy pass@1 (n=300, 95% interval 15.0-23.8)"
@@ -97,8 +97,8 @@ def test_every_card_has_metadata_and_recipe_and_the_accuracy_of_these_weights_al
     for text in ("](training.png)", "`someone/sums`, licence mit", "on 300 held-out problems"):
         assert text in measured.text
     info = replace(info, accuracy_step=1, settings=())
-    with replaced(made, card_info=info), replaced(made.args, token_selection="s_grpo"):
-        other = card.card_of(made)
+    with replaced(grpo, card_info=info), replaced(grpo.args, token_selection="s_grpo"):
+        other = card.card_of(grpo)
     assert other.data.eval_results is None and "trained with S-GRPO ([arXiv" in other.text
     assert yaml.safe_load(block_of(other.text, "yaml"))["lora"]["r"] == 4
 
@@ -106,10 +106,10 @@ def test_every_card_has_metadata_and_recipe_and_the_accuracy_of_these_weights_al
 @pytest.mark.processes
 def test_the_quick_start_runs_as_printed_and_plain_peft_gives_the_trainers_logits(trained):
     """In a fresh process that knows nothing of this package, so that what is compared is plain PEFT's reading."""
-    made, root = trained
+    grpo, root = trained
     row_ids = torch.randint(5, 15, (2, 9))
     with torch.no_grad():
-        torch.save({"ids": row_ids, "logits": made.model.eval()(input_ids=row_ids).logits}, root / "expected.pt")
+        torch.save({"ids": row_ids, "logits": grpo.model.eval()(input_ids=row_ids).logits}, root / "expected.pt")
     code = block_of((root / "out" / "README.md").read_text(), "python")
     assert code.count("  # fill in: the folder ") == 2
     code += """
@@ -124,7 +124,7 @@ assert 'trl_fsdp_qlora' not in sys.modules
     tokenizer = character_tokenizer()
     text = tokenizer.apply_chat_template(prompts(1)[0]["prompt"], add_generation_prompt=True, tokenize=False)
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)
-    expected = made.model.generate(**ids, max_new_tokens=64, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    expected = grpo.model.generate(**ids, max_new_tokens=64, do_sample=False)[0, ids["input_ids"].shape[1] :]
     assert run.stdout.strip("\n") == tokenizer.decode(expected, skip_special_tokens=True)
 
 
@@ -139,11 +139,11 @@ assert 'trl_fsdp_qlora' not in sys.modules
 )
 def test_what_is_on_the_hub_is_listed_and_no_secret_enters_a_card(tmp_path, dataset, listed, named):
     """Of a whole model that goes by a name, as does its base."""
-    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "out", hub_token="a secret")
-    made.model.config._name_or_path, made.args.push_to_hub, made.hub_model_id = "o/base", True, "me/adapter"
+    grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "out", hub_token="a secret")
+    grpo.model.config._name_or_path, grpo.args.push_to_hub, grpo.hub_model_id = "o/base", True, "me/adapter"
     command = ["accelerate", "launch", "a script.py", "--hub_token", "a secret"]
-    made.card_info = card.CardInfo(dataset=dataset, command=command)
-    whole = card.card_of(made)
+    grpo.card_info = card.CardInfo(dataset=dataset, command=command)
+    whole = card.card_of(grpo)
     assert whole.data.datasets == listed and f"data: `{named}`, licence not stated" in whole.text
     assert "accelerate launch 'a script.py'\n" in whole.text
     assert "a secret" not in str(whole) and "passw0rd" not in str(whole) and "/home/bob" not in str(whole)
@@ -155,7 +155,7 @@ DEFAULTS = {"use_cpu": True, "bf16": False}  # given, since TRL's own is bf16
 
 
 @pytest.mark.parametrize(
-    "given",
+    "arguments",
     [
         {},
         {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4, "learning_rate": 3e-5},
@@ -164,11 +164,11 @@ DEFAULTS = {"use_cpu": True, "bf16": False}  # given, since TRL's own is bf16
         {"token_selection": "prefix_cut", "token_selection_rate": 0.9},
     ],
 )
-def test_a_card_lists_what_was_given_and_nothing_that_follows_from_it(given, tmp_path):
-    configs = [EfficientGRPOConfig(str(tmp_path), **DEFAULTS, **given)]
-    configs += [] if "token_selection" in given else [AStarPOConfig(str(tmp_path), **DEFAULTS, **given)]
+def test_a_card_lists_what_was_given_and_nothing_that_follows_from_it(arguments, tmp_path):
+    configs = [EfficientGRPOConfig(str(tmp_path), **DEFAULTS, **arguments)]
+    configs += [] if "token_selection" in arguments else [AStarPOConfig(str(tmp_path), **DEFAULTS, **arguments)]
     for args in configs:
-        assert card.changed_arguments(args) == DEFAULTS | given
+        assert card.changed_arguments(args) == DEFAULTS | arguments
         again = type(args)(str(tmp_path), **card.changed_arguments(args))
         assert again.to_dict() == args.to_dict()
     args.learning_rate = 0.5  # after its checks
@@ -311,12 +311,12 @@ def test_other_weights_than_the_recorded_ones_are_not_sent(folder, server, run, 
 
 
 @pytest.mark.parametrize(
-    ("stage", "how"),
+    ("stage", "failure"),
     [("POST /api/repos/create", 403), ("PUT /lfs/", "before"), ("/commit/", "after"), ("/resolve/", 403)],
 )
-def test_whatever_fails_is_one_line_and_a_repeat_completes_it(folder, server, run, stage, how):
+def test_whatever_fails_is_one_line_and_a_repeat_completes_it(folder, server, run, stage, failure):
     (folder / LOGITS).unlink()
-    server.breaks = lambda line: how if stage in line else None
+    server.breaks = lambda line: failure if stage in line else None
     with pytest.raises(UserError, match=f"^{REPO}: "):
         run()
     here = set(server.files(REPO)) if REPO in server.repos else set()
@@ -337,7 +337,7 @@ NAN = {"x": torch.tensor([float("nan")])}
 
 
 @pytest.mark.parametrize(
-    ("change", "how", "message"),
+    ("change", "damage", "message"),
     [
         (lambda f: (f / "adapter_config.json").unlink(), {}, "No such file or directory"),
         (lambda f: (f / "adapter_model.safetensors").write_bytes(b"broken"), {}, "cannot be published"),
@@ -348,8 +348,8 @@ NAN = {"x": torch.tensor([float("nan")])}
         (lambda f: None, {"repo": "me/too/many"}, "cannot be published as me/too/many: HFValidationError"),
     ],
 )
-def test_a_folder_that_is_not_fit_is_refused_before_the_hub_is_asked(folder, server, run, change, how, message):
+def test_a_folder_that_is_not_fit_is_refused_before_the_hub_is_asked(folder, server, run, change, damage, message):
     change(folder)
     with pytest.raises(UserError, match=message):
-        run(**how)
+        run(**damage)
     assert server.requests == []

@@ -131,16 +131,17 @@ def test_a_turn_of_a_measured_episode_continues_from_the_last_one(loaded, monkey
 def test_accuracy_by_the_environments_reward_and_by_the_answer(loaded):
     model, tokenizer = loaded
     data = rows(50, 7, 50, 8, 9)
-    how = {
+    options = {
         "max_new_tokens": 300,
         "batch_size": 2,
         "progress": False,
         "max_tool_turns": 1,
         "answer_format": "last_number",
     }
-    by_reward = evaluate(model, tokenizer, data, agent=Agent(environment=Guessing, owns_reward=True), samples=2, **how)
+    agent = Agent(environment=Guessing, owns_reward=True)
+    by_reward = evaluate(model, tokenizer, data, agent=agent, samples=2, **options)
     assert (by_reward.n, by_reward.correct, by_reward.pass_at_k, by_reward.majority_at_k) == (5, 2, 0.4, 0.4)
-    by_answer = evaluate(model, tokenizer, data, agent=Agent(environment=Guessing), **how)
+    by_answer = evaluate(model, tokenizer, data, agent=Agent(environment=Guessing), **options)
     assert by_answer.correct == 0  # it never answers, it goes on calling
     assert (
         by_answer.tokens_per_completion == by_reward.tokens_per_completion > 50
@@ -149,8 +150,8 @@ def test_accuracy_by_the_environments_reward_and_by_the_answer(loaded):
 
 def test_a_rank_that_is_done_generates_until_all_ranks_are(loaded, monkeypatch):
     _, tokenizer = loaded
-    others, asked = [1, 1, 1, 0], []  # ranks that go on, by turn, this one counted
-    monkeypatch.setattr(episodes_module, "reduce", lambda flag, reduction: torch.tensor(others[len(asked)]))
+    ranks_left, asked = [1, 1, 1, 0], []  # ranks that go on, by turn, this one counted
+    monkeypatch.setattr(episodes_module, "reduce", lambda flag, reduction: torch.tensor(ranks_left[len(asked)]))
 
     def answer(ids, turn):
         asked.append(list(map(len, ids)))

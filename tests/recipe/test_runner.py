@@ -55,8 +55,8 @@ def test_a_run_stops_by_its_seconds_also_over_several_parts(tmp_path, monkeypatc
 
     def run(seconds, resume=None, steps=9, output="out"):
         script = ScriptArguments("addition", skip_accuracy=True, max_train_seconds=seconds)
-        more = {"peft_config": lora(), "max_steps": steps, "save_strategy": "steps", "save_steps": 2}
-        each = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / output, model=base, **more)
+        options = {"peft_config": lora(), "max_steps": steps, "save_strategy": "steps", "save_steps": 2}
+        each = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / output, model=base, **options)
         return each, runner.run_recipe(each, script, None, resume)
 
     first, record = run(3)
@@ -85,21 +85,21 @@ def test_a_run_without_any_reward_names_the_function_and_is_no_success(tmp_path,
 
     def run(reward, output):
         settings = {"peft_config": lora(), "max_steps": 2, "reward": reward}
-        made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / output, model=base, **settings)
-        return runner.run_recipe(made, ScriptArguments("addition", skip_accuracy=True), None, None)
+        grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / output, model=base, **settings)
+        return runner.run_recipe(grpo, ScriptArguments("addition", skip_accuracy=True), None, None)
 
     with pytest.raises(UserError, match="silent"):
         run(silent, "silent")
-    said = (
+    message = (
         "the reward function silent gave none of 8 completions a value (None or NaN for all): nothing can be learned"
     )
-    assert caplog.text.count(said) == 1 and "the run goes on" not in caplog.text
+    assert caplog.text.count(message) == 1 and "the run goes on" not in caplog.text
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert [line.split("  ")[:2] for line in lines] == [["step 1/2", "reward -"], ["step 2/2", "reward -"]]
     assert (tmp_path / "silent" / "adapter_model.safetensors").is_file()  # it is whole all the same
     caplog.clear()
     run([scores, silent], "both")  # of several functions one is enough to learn from
-    assert caplog.text.count(said) == 1 and "function scores" not in caplog.text
+    assert caplog.text.count(message) == 1 and "function scores" not in caplog.text
 
 
 def test_where_the_data_lies_is_kept_for_this_machine_alone(tmp_path, monkeypatch):
@@ -108,14 +108,14 @@ def test_where_the_data_lies_is_kept_for_this_machine_alone(tmp_path, monkeypatc
     data.touch()
     loader.touch()
     monkeypatch.chdir(tmp_path)
-    for given, kept in (
+    for source, kept in (
         ({"dataset": "addition", "eval_dataset": "owner/name"}, {}),
         (
             {"dataset": str(data), "eval_dataset": "my_data.py:load"},
             {"dataset": str(data), "eval_dataset": f"{loader}:load"},
         ),
     ):
-        script = ScriptArguments(**given)
+        script = ScriptArguments(**source)
         keep_paths("out", script)
         assert kept_paths("out") == kept
         settings = runner.measured_settings(script, config(EfficientGRPOConfig, "out"), ModelConfig())

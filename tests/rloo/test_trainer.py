@@ -58,7 +58,7 @@ def both(name, folder, adapter=None, **changes):
     """Stock's trainer and ours, each made when it is asked for: its constructor seeds what it draws."""
     model = saved(name, folder)
     yield trainer(RLOOTrainer, RLOOConfig, model, folder / "stock", adapter, **changes)
-    changes |= {"compact_generation": False}  # draws as stock does
+    changes["compact_generation"] = False  # draws as stock does
     yield trainer(EfficientRLOOTrainer, EfficientRLOOConfig, model, folder / "ours", adapter, **changes)
 
 
@@ -82,12 +82,12 @@ def test_batch_loss_and_gradients_are_stocks(name, lora, tmp_path):
     for key, value in stock.items():
         torch.testing.assert_close(ours[key], value, atol=1e-4, rtol=1e-5)  # sums of up to nine log-probabilities
     assert stock["advantages"].any() and (trainers[1].ref_model is None) == lora
-    (loss, expected), (our_loss, found) = losses_of(trainers, stock)
+    (loss, expected), (our_loss, our_gradients) = losses_of(trainers, stock)
     door = trainers[1].door
     assert door.is_active and trainers[1]._metrics["train"]["prefix_sharing/policy/tokens_fraction"][-1] < 0.9
     assert trainers[1]._metrics["train"]["prefix_sharing/no_grad/tokens_fraction"]
     assert our_loss == pytest.approx(loss, rel=1e-5, abs=1e-6)
-    assert_equal_gradients(found, expected, tolerance=2e-5)
+    assert_equal_gradients(our_gradients, expected, tolerance=2e-5)
     for metric, values in trainers[0]._metrics["train"].items():
         if metric != "step_time":
             assert trainers[1]._metrics["train"][metric] == pytest.approx(values, rel=1e-3, abs=1e-5), metric

@@ -34,7 +34,7 @@ def ended(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (ValueError("line one\nline two"), "ValueError: line one line two; the traceback is in "),
         (AssertionError(), "AssertionError; the traceback is in "),
@@ -50,9 +50,9 @@ def ended(monkeypatch, capsys, tmp_path):
         (RuntimeError("x" * 5000), "x …; the traceback is in "),
     ],
 )
-def test_what_and_its_remedy_in_one_line_and_the_traceback_in_a_file(ended, tmp_path, error, said):
+def test_what_and_its_remedy_in_one_line_and_the_traceback_in_a_file(ended, tmp_path, error, message):
     status, text = ended(error)
-    assert status == 1 and text.startswith(f"error: {type(error).__name__}") and said in text
+    assert status == 1 and text.startswith(f"error: {type(error).__name__}") and message in text
     assert text.count("\n") == 1 and len(text) < 1000
     (file,) = tmp_path.iterdir()
     assert str(file) in text and file.read_text().startswith("Traceback (most recent call last)")
@@ -72,8 +72,8 @@ def test_the_setting_that_an_error_is_about(ended, tmp_path):
     recipe = tmp_path / "my.yaml"
     recipe.write_text("seed: 1\nloss_type: grp  # mistyped\nsteps_per_generation: 3\nmodel_name_or_path: base\n")
     words = ("--config", str(recipe), "--optim", "adamm")
-    place = f"loss_type in {recipe}, line 2"
-    assert f"Unknown loss type: grp, see {place};" in ended(ValueError("Unknown loss type: grp"), *words)[1]
+    position = f"loss_type in {recipe}, line 2"
+    assert f"Unknown loss type: grp, see {position};" in ended(ValueError("Unknown loss type: grp"), *words)[1]
     assert (
         f"see steps_per_generation in {recipe}, line 3" in ended(ValueError("`steps_per_generation` is 3"), *words)[1]
     )

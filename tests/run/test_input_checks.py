@@ -28,9 +28,9 @@ def test_training_stops_with_the_reward_functions_own_exception_and_takes_nan_fo
         judge(ConnectionError).train()
     weights = []
     for missing in (float("nan"), None):
-        made = judge(missing)
-        made.train()
-        weights.append(torch.cat([p.detach().flatten() for p in made.model.parameters()]))
+        grpo = judge(missing)
+        grpo.train()
+        weights.append(torch.cat([p.detach().flatten() for p in grpo.model.parameters()]))
     assert torch.equal(*weights) and weights[0].isfinite().all()
 
 
@@ -138,7 +138,7 @@ def test_every_default_is_meant_and_every_name_of_the_table_is_a_field():
 
 
 def test_a_script_trains_on_with_a_warning_for_each_mistake(tmp_path, caplog):
-    made = trainer(
+    grpo = trainer(
         EfficientGRPOTrainer,
         EfficientGRPOConfig,
         tmp_path,
@@ -148,10 +148,10 @@ def test_a_script_trains_on_with_a_warning_for_each_mistake(tmp_path, caplog):
         epsilon=-0.2,
         max_completion_length=5000,
     )
-    said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     for text in ("beta=-0.1 can only be", "epsilon=-0.2 can only be", "max_completion_length=5000 is more than all"):
-        assert sum(text in line for line in said) == 1, said
-    assert made.args.beta == -0.1
+        assert sum(text in line for line in warnings) == 1, warnings
+    assert grpo.args.beta == -0.1
 
 
 def test_completions_longer_than_the_models_positions():

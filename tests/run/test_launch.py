@@ -14,7 +14,7 @@ from trl_fsdp_qlora.run.launch import launch_words
 
 
 @pytest.mark.parametrize(
-    ("exit_codes", "status", "said"),
+    ("exit_codes", "status", "message"),
     [
         ({0: 1}, 1, ""),
         ({0: 1, 1: 2}, 2, ""),  # a user's error counts most
@@ -23,9 +23,9 @@ from trl_fsdp_qlora.run.launch import launch_words
         ({0: -signal.SIGTERM, 1: -signal.SIGKILL}, 137, "error: rank 1 was ended by SIGKILL\n"),
     ],
 )
-def test_the_exit_status_is_the_scripts(exit_codes, status, said, capsys):
+def test_the_exit_status_is_the_scripts(exit_codes, status, message, capsys):
     assert launch.exit_status(exit_codes) == status
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == message
 
 
 @pytest.mark.processes
@@ -54,10 +54,10 @@ def test_the_run_ends_with_its_launcher(tmp_path, config, ranks, sent):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", code], **pipes, cwd=os.getcwd()) as launcher:
         lines = iter(launcher.stdout.readline, "")
-        found = [psutil.Process(int(line.split()[1])) for _, line in zip(range(ranks), lines, strict=False)]
+        ranks_seen = [psutil.Process(int(line.split()[1])) for _, line in zip(range(ranks), lines, strict=False)]
         launcher.send_signal(sent)
         launcher.communicate(timeout=60)
-    assert len(found) == ranks and psutil.wait_procs(found, timeout=30)[1] == []
+    assert len(ranks_seen) == ranks and psutil.wait_procs(ranks_seen, timeout=30)[1] == []
     assert launcher.returncode in (-sent, 128 + sent)
 
 

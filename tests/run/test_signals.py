@@ -11,19 +11,19 @@ from tests.distributed.launch import run_code
 from trl_fsdp_qlora import __main__
 
 
-def ended(*words: str, **more) -> tuple[int, str]:
+def ended(*words: str, **options) -> tuple[int, str]:
     """Exit status and standard error of a Python process."""
-    run = subprocess.run([sys.executable, *words], stderr=subprocess.PIPE, text=True, timeout=60, **more)
+    run = subprocess.run([sys.executable, *words], stderr=subprocess.PIPE, text=True, timeout=60, **options)
     return run.returncode, run.stderr
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("rank", "said"), [("0", "loading torch, transformers and TRL\nstopped\n"), ("1", "")])
-def test_ctrl_c_while_libraries_are_imported_is_one_word(rank, said):
+@pytest.mark.parametrize(("rank", "message"), [("0", "loading torch, transformers and TRL\nstopped\n"), ("1", "")])
+def test_ctrl_c_while_libraries_are_imported_is_one_word(rank, message):
     # SIGINT as a process of a terminal has it: where the tests run in the background a shell has had it ignored.
     code = "import os, signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += "import trl_fsdp_qlora.run.importing\nos.kill(os.getpid(), signal.SIGINT); time.sleep(9); print('went on')"
-    assert ended("-c", code, env={**os.environ, "RANK": rank}) == (130, said)
+    assert ended("-c", code, env={**os.environ, "RANK": rank}) == (130, message)
 
 
 def test_ctrl_c_in_any_command_is_one_word(monkeypatch, capsys):

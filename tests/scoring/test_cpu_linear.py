@@ -54,15 +54,15 @@ def test_outputs_and_gradients_are_those_of_float64(shape, bias, counted):
         grad = torch.randn(*shape[:-1], 70)
     x.requires_grad_()
     with fast_linears(layer):
-        found = layer(x)
-        found.backward(grad)
+        actual = layer(x)
+        actual.backward(grad)
     assert len(counted) == 3
     exact = nn.Linear(300, 70, bias=bias).double()
     x64 = x.detach().double().requires_grad_()
     exact.load_state_dict(layer.state_dict())
     expected = exact(x64)
     expected.backward(grad.double())
-    torch.testing.assert_close(found.double(), expected, **ROUNDING)
+    torch.testing.assert_close(actual.double(), expected, **ROUNDING)
     torch.testing.assert_close(x.grad.double(), x64.grad, **ROUNDING)
     for name, parameter in layer.named_parameters():
         torch.testing.assert_close(parameter.grad.double(), exact.get_parameter(name).grad, **ROUNDING)
@@ -149,12 +149,12 @@ def test_outputs_are_the_layers_own(kind, monkeypatch):
         fused.clear()
         torch.manual_seed(3)
         with fast_linears(model, decoding=True):
-            found = model(ids).logits
+            actual = model(ids).logits
     assert len(fused) == adapters
-    torch.testing.assert_close(found, expected, **ROUNDING)
+    torch.testing.assert_close(actual, expected, **ROUNDING)
     if kind == "lora":
         with model.disable_adapter(), torch.no_grad():
-            assert (model(ids).logits - found).abs().max() > 1e-2  # the adapter does count
+            assert (model(ids).logits - actual).abs().max() > 1e-2  # the adapter does count
 
 
 def peak_bytes(run, folder) -> int:

@@ -22,11 +22,11 @@ class NoFloat64(TorchDispatchMode):
     """Raises where float64 comes to lie on the device."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        for x in tree_leaves(found):
+        result = function(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
             if isinstance(x, torch.Tensor) and x.device.type == "meta" and x.dtype is torch.float64:
                 raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
-        return found
+        return result
 
 
 META = torch.device("meta")
@@ -52,8 +52,9 @@ def test_token_selection_is_drawn_on_the_host(strategy, monkeypatch):
     to = torch.Tensor.to
     monkeypatch.setattr(token_selection, "widest_float", lambda device: torch.float32)
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *args: moved.append(args[0]) or to(self, *args))
-    found = token_selection.select_tokens(mask, strategy, generator=torch.Generator().manual_seed(1), **options)
-    assert torch.equal(found.keep, wanted.keep) and torch.equal(found.weight, wanted.weight) and moved[0] == "cpu"
+    selected = token_selection.select_tokens(mask, strategy, generator=torch.Generator().manual_seed(1), **options)
+    assert torch.equal(selected.keep, wanted.keep) and torch.equal(selected.weight, wanted.weight)
+    assert moved[0] == "cpu"
     assert transfer.widest_float(torch.device("mps")) is torch.float32
 
 
@@ -65,13 +66,13 @@ def test_bf16_operands_are_cast_where_they_have_to_be(capability, casts, monkeyp
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    summed, own = [], chunked_logprob._addmm_fp32  # what torch was asked to sum in float32 as it is
-    monkeypatch.setattr(torch, "addmm", lambda total, left, right, **more: summed.append((left.dtype, right.dtype)))
+    summed, addmm = [], chunked_logprob._addmm_fp32  # what torch was asked to sum in float32 as it is
+    monkeypatch.setattr(torch, "addmm", lambda total, left, right, **options: summed.append((left.dtype, right.dtype)))
     with FakeTensorMode(), pytest.raises(RuntimeError, match="a step fails"), older_gpus.casting_wide_sums():
         total = torch.empty(8, 8, device="cuda")
         left, right = torch.empty(2, 8, 8, device="cuda", dtype=torch.bfloat16)
         add_product(total, left, right)
         chunked_logprob._addmm_fp32(total, left, right)  # fake tensors of different dtypes cannot be multiplied either
-        assert (chunked_logprob._addmm_fp32 is not own) == casts
+        assert (chunked_logprob._addmm_fp32 is not addmm) == casts
         raise RuntimeError("a step fails")
-    assert chunked_logprob._addmm_fp32 is own and bool(summed) != casts
+    assert chunked_logprob._addmm_fp32 is addmm and bool(summed) != casts

@@ -32,14 +32,14 @@ def gradient(log_probs_N, hidden_NH, upstream_N):
     return torch.autograd.grad((log_probs_N * upstream_N.to(log_probs_N.dtype)).sum(), hidden_NH)[0]
 
 
-def assert_equal(found, hidden, weight, bias, targets, upstream, temperature=1.0, softcap=None, logit_scale=1.0):
+def assert_equal(actual, hidden, weight, bias, targets, upstream, temperature=1.0, softcap=None, logit_scale=1.0):
     """The bound is eight steps of float32 at the size of the largest logit: product, bias and scale, cap, temperature,
     the maximum's difference, sum and logarithm each round to half a step, the sums of products and the tanh to a few.
     Relative to the largest entry it bounds the gradient too, for that is made of probabilities, whose relative error
     is the absolute one of their logarithms.
     """
     settings = temperature, softcap, logit_scale
-    log_probs, entropy, *_ = found
+    log_probs, entropy, *_ = actual
     want, want_entropy = reference(hidden, weight, bias, targets, *settings)
     size = logits(hidden, weight, bias, logit_scale).abs().max().item() * max(1.0, 1 / temperature)
     bound = 8 * torch.finfo(torch.float32).eps * size
@@ -91,8 +91,8 @@ def test_frozen_head_equals_float64_logits(bias, softcap, temperature, logit_sca
     hidden, weight, bias_V, targets, upstream = problem(bias == "some")
     bias_V = torch.linspace(-300, 300, V) if bias == "a ramp" else bias_V
     settings = (temperature, softcap, logit_scale)
-    found = score_positions(hidden, weight, bias_V, targets, *settings)
-    assert_equal(found, hidden, weight, bias_V, targets, upstream, *settings)
+    log_probs = score_positions(hidden, weight, bias_V, targets, *settings)
+    assert_equal(log_probs, hidden, weight, bias_V, targets, upstream, *settings)
 
 
 def test_pass_without_gradient_gives_the_same_bits():
@@ -189,10 +189,10 @@ def test_scoring_head_equals_the_models_own_logits(trained_head):
     want = stock_BTV.flatten(0, 1)[index, targets]
     head = FusedHead(0.8, False, ("log_probs", "entropy"), None, 1.0)
     hidden = model.model(input_ids=ids_BT).last_hidden_state.flatten(0, 1)
-    found = score_with_head(model, hidden[index], targets, head)
-    torch.testing.assert_close(found["log_probs"], want, atol=1e-5, rtol=1e-5)
+    log_probs = score_with_head(model, hidden[index], targets, head)
+    torch.testing.assert_close(log_probs["log_probs"], want, atol=1e-5, rtol=1e-5)
     parameter = model.model.layers[0].mlp.up_proj.weight
-    got = torch.autograd.grad(found["log_probs"].sum(), parameter, retain_graph=True)[0]
+    got = torch.autograd.grad(log_probs["log_probs"].sum(), parameter, retain_graph=True)[0]
     torch.testing.assert_close(got, torch.autograd.grad(want.sum(), parameter)[0], atol=1e-5, rtol=1e-4)
     # An empty micro-batch must run its backward: DDP and FSDP wait for every rank.
     empty = torch.zeros(0, dtype=torch.long)
@@ -210,8 +210,8 @@ def test_scoring_head_gives_what_trls_head_was_asked_for(outputs):
     targets = torch.randint(0, 97, (9,))
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes))
-    found = score_with_head(model, hidden, targets, FusedHead(0.8, False, outputs, 3.0, 0.5))
-    assert {name for name, x in found.items() if x is not None} == {"log_probs", *outputs}
+    log_probs = score_with_head(model, hidden, targets, FusedHead(0.8, False, outputs, 3.0, 0.5))
+    assert {name for name, x in log_probs.items() if x is not None} == {"log_probs", *outputs}
     logits = 3.0 * torch.tanh(0.5 * model.lm_head(hidden) / 3.0) / 0.8
     log_p = logits.log_softmax(-1)
     wanted = {
@@ -221,13 +221,13 @@ def test_scoring_head_gives_what_trls_head_was_asked_for(outputs):
         "mean_logits": logits.mean(1),
         "is_top1": logits.argmax(1) == targets,
     }
-    for name, x in found.items():
+    for name, x in log_probs.items():
         if x is not None:
             torch.testing.assert_close(x.to(wanted[name].dtype), wanted[name], atol=1e-4, rtol=1e-5, msg=name)
 
 
 def test_which_kernel_scores():
-    for choice, device, more, kernel in (
+    for choice, device, options, kernel in (
         ("auto", "cpu", {}, "frozen"),
         ("auto", "cuda", {}, "trl"),
         ("auto", "cuda", {"gathered": True}, "frozen"),
@@ -238,5 +238,5 @@ def test_which_kernel_scores():
         ("frozen", "cuda", {"trained": True}, "trl"),
         ("frozen", "cpu", {"entropy_gradient": True}, "trl"),
     ):
-        given = {"dtype": torch.bfloat16, "triton": True, **more}
-        assert choose_head_kernel(choice, device, **given) == kernel, (choice, device, more)
+        arguments = {"dtype": torch.bfloat16, "triton": True, **options}
+        assert choose_head_kernel(choice, device, **arguments) == kernel, (choice, device, options)

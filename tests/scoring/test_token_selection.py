@@ -30,8 +30,9 @@ def masks(*lengths: int) -> torch.Tensor:
 
 def draws(mask, count=DRAWS, weighting="horvitz_thompson", **options):
     """`count` independent selections of one mask, as one big batch."""
-    options |= {"weighting": weighting, "generator": step_generator(0, 0, 0, 0)}
-    return [tensor.view(count, *mask.shape) for tensor in select_tokens(mask.repeat(count, 1), **options)]
+    generator = step_generator(0, 0, 0, 0)
+    selected = select_tokens(mask.repeat(count, 1), weighting=weighting, generator=generator, **options)
+    return [tensor.view(count, *mask.shape) for tensor in selected]
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

@@ -28,8 +28,8 @@ NAN = float("nan")
 def test_variance_is_different_rewards():
     rewards = torch.tensor([[1.0, 0], [1, 0], [0, 1], [1, 0], [NAN, NAN], [2, NAN], [NAN, NAN], [NAN, NAN]])
     for weights, each, varied in (([1, 1], False, None), ([1, 1], True, 1), ([1, 2], False, 1)):
-        found = groups_with_variance(rewards, torch.tensor(weights), 2, each)
-        assert found.tolist() == [group == varied for group in range(4)]
+        differs = groups_with_variance(rewards, torch.tensor(weights), 2, each)
+        assert differs.tolist() == [group == varied for group in range(4)]
 
 
 def sampling(size=10, max_rounds=3, seed=0, group=2, accelerator=None, first=None):
@@ -41,7 +41,7 @@ def sampling(size=10, max_rounds=3, seed=0, group=2, accelerator=None, first=Non
     return DynamicSampling(args, dataset, accelerator or Accelerator(cpu=True), torch.ones(1))
 
 
-def run(made, rewards_of, batch):
+def run(sampler, rewards_of, batch):
     """Fill a batch of these dataset indices; a completion is its prompt's number, its reward from `rewards_of`."""
     asked = []
 
@@ -51,7 +51,7 @@ def run(made, rewards_of, batch):
         rewards = torch.tensor([[float(r)] for row in rows[::2] for r in rewards_of(row["n"])])
         return ScoredRows(rows, [f"c{row['n']}" for row in rows], rewards)
 
-    filled, metrics = made.fill([made.dataset[i] for i in batch for _ in range(2)], draw)
+    filled, metrics = sampler.fill([sampler.dataset[i] for i in batch for _ in range(2)], draw)
     return filled, {name.removeprefix("dynamic_sampling/"): value for name, value in metrics.items()}, asked[1:]
 
 
@@ -71,28 +71,28 @@ def test_zero_variance_groups_are_replaced_at_their_places():
 
 def test_groups_grow_where_their_first_completions_differ():
     drawn_of = {}
-    made = sampling(8, max_rounds=0, group=6, first=2)
+    sampler = sampling(8, max_rounds=0, group=6, first=2)
 
     def draw(rows, count):
         numbers = [row["n"] for row in rows]
         assert numbers == [n for n in numbers[::count] for _ in range(count)]  # vLLM draws a group in one request
-        found = []
+        completions_drawn = []
         for n in numbers:
             drawn_of[n] = drawn_of.get(n, 0) + 1
-            found.append(f"{n}:{drawn_of[n]}")
+            completions_drawn.append(f"{n}:{drawn_of[n]}")
         # Odd prompts differ, in every other completion; of prompt 2 only later ones would.
         rewards = [[float((n % 2 and drawn_of[n] + i) % 2 or (n == 2 and i > 1))] for i, n in enumerate(numbers)]
-        return ScoredRows(rows, found, torch.tensor(rewards))
+        return ScoredRows(rows, completions_drawn, torch.tensor(rewards))
 
-    filled, metrics = made.fill([made.dataset[i] for i in (0, 1, 2, 3) for _ in range(6)], draw)
+    filled, metrics = sampler.fill([sampler.dataset[i] for i in (0, 1, 2, 3) for _ in range(6)], draw)
     assert drawn_of == {0: 2, 1: 6, 2: 2, 3: 6}
     assert filled.drawn[:6] == ["0:1", "0:2"] * 3 and filled.drawn[12:18] == ["2:1", "2:2"] * 3
     assert filled.drawn[6:12] == [f"1:{i}" for i in range(1, 7)] and [row["n"] for row in filled][::6] == [0, 1, 2, 3]
     assert metrics["dynamic_sampling/frac_zero_variance"] == 0.5 and metrics["dynamic_sampling/rounds"] == 0
     # With dynamic sampling the places of those that do not grow go to others, which are screened in the same way.
     drawn_of.clear()
-    made = sampling(8, max_rounds=9, group=6, first=2)
-    filled, metrics = made.fill([made.dataset[i] for i in (0, 1, 4, 3) for _ in range(6)], draw)
+    sampler = sampling(8, max_rounds=9, group=6, first=2)
+    filled, metrics = sampler.fill([sampler.dataset[i] for i in (0, 1, 4, 3) for _ in range(6)], draw)
     assert all(row["n"] % 2 for row in filled) and metrics["dynamic_sampling/frac_zero_variance"] == 0
     grown = {n for n in drawn_of if n % 2}
     assert all(drawn_of[n] in (2, 4) for n in drawn_of if n not in grown)
@@ -120,8 +120,8 @@ def test_what_is_left_out_by_its_rewards_turns_no_gradient():
 
 
 def test_every_prompt_comes_once_before_any_comes_twice():
-    made = sampling(7)
-    drawn = [index for count in (3, 1, 9, 4, 4) for index in made.next_prompts(count)]
+    sampler = sampling(7)
+    drawn = [index for count in (3, 1, 9, 4, 4) for index in sampler.next_prompts(count)]
     assert Counter(drawn) == dict.fromkeys(range(7), 3)
     assert sorted(drawn[:7]) == sorted(drawn[7:14]) == list(range(7))
     assert drawn[:7] != drawn[7:14]
@@ -139,8 +139,8 @@ def make(folder, cls=EfficientGRPOTrainer, config_cls=EfficientGRPOConfig, **cha
     return trainer(cls, config_cls, folder, peft_config=lora(), **changes)
 
 
-def history(made):
-    return [entry for entry in made.state.log_history if "loss" in entry]
+def history(grpo):
+    return [entry for entry in grpo.state.log_history if "loss" in entry]
 
 
 BOTH = [(EfficientGRPOTrainer, EfficientGRPOConfig), (TSPMOTrainer, TSPMOConfig)]
@@ -155,9 +155,9 @@ def test_training_with_groups_that_grow_draws_less_and_resumes_bit_for_bit(tmp_p
         "num_generations_first": 2,
         "dynamic_sampling": False,
     }
-    made = make(tmp_path, *both, **settings)
-    made.train()
-    logs = history(made)
+    grpo = make(tmp_path, *both, **settings)
+    grpo.train()
+    logs = history(grpo)
     for entry in logs:
         live = 1 - entry["groups/zero_variance_fraction"]
         # Two groups: two completions each, and two more of each that grew.
@@ -173,17 +173,17 @@ def test_training_has_fewer_zero_variance_groups_and_resumes_bit_for_bit(tmp_pat
     shares = {}
     settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
     for on in (False, True):
-        made = make(tmp_path / str(on), *both, dynamic_sampling=on, **settings)
-        made.train()
-        logs = history(made)
+        grpo = make(tmp_path / str(on), *both, dynamic_sampling=on, **settings)
+        grpo.train()
+        logs = history(grpo)
         shares[on] = sum(entry["frac_reward_zero_std"] for entry in logs) / len(logs)
         assert all(("dynamic_sampling/further_prompts" in entry) == on for entry in logs)
-    assert made.dynamic_sampling.taken > 0 and shares[True] < shares[False]
+    assert grpo.dynamic_sampling.taken > 0 and shares[True] < shares[False]
     for entry in logs:
         assert entry["frac_reward_zero_std"] == pytest.approx(entry["dynamic_sampling/frac_zero_variance"])
     resumed = make(tmp_path / "True", *both, **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "True" / "checkpoint-3"))
-    assert resumed.dynamic_sampling.taken == made.dynamic_sampling.taken
+    assert resumed.dynamic_sampling.taken == grpo.dynamic_sampling.taken
     assert [entry["loss"] for entry in history(resumed)] == [entry["loss"] for entry in logs]
 
 
@@ -192,16 +192,16 @@ def test_rewards_logged_extras_and_rows_belong_together_and_no_variance_at_all_e
         log_extra("answer", list(answer))
         return even_start(completions)
 
-    made = make(tmp_path, reward=reward, log_completions=False)
-    made._generate_and_score_completions([made.train_dataset[i] for i in (0, 0, 0, 0, 1, 1, 1, 1)])
-    logged = made._logs
+    grpo = make(tmp_path, reward=reward, log_completions=False)
+    grpo._generate_and_score_completions([grpo.train_dataset[i] for i in (0, 0, 0, 0, 1, 1, 1, 1)])
+    logged = grpo._logs
     assert len(logged["prompt"]) == len(logged["completion"]) == len(logged["extra"]["answer"]) == 8
-    known = {str(row["prompt"]): row["answer"] for row in made.train_dataset}
+    known = {str(row["prompt"]): row["answer"] for row in grpo.train_dataset}
     assert list(logged["extra"]["answer"]) == [known[str(prompt)] for prompt in logged["prompt"]]
     assert list(logged["rewards"]["reward"]) == even_start(logged["completion"])
-    made = make(tmp_path, reward=lambda completions, **_: [1.0] * len(completions), dataset=prompts(4), max_steps=1)
-    made.train()  # as in stock TRL: a task that has been learned
-    logged = made.state.log_history[0]
+    grpo = make(tmp_path, reward=lambda completions, **_: [1.0] * len(completions), dataset=prompts(4), max_steps=1)
+    grpo.train()  # as in stock TRL: a task that has been learned
+    logged = grpo.state.log_history[0]
     assert logged["dynamic_sampling/frac_zero_variance"] == 1.0 and logged["dynamic_sampling/rounds"] == 3
 
 
@@ -244,35 +244,36 @@ def filled_of(accelerator: Accelerator, grows: bool = False) -> dict:
         rewards = torch.tensor([[float(n % 3 and i % 2)] for i, n in enumerate(everyone)])
         return ScoredRows(rows, [f"{row['n']}/{first + i}" for i, row in enumerate(rows)], rewards)
 
-    made = sampling(20, group=4, accelerator=accelerator, first=3 if grows else None)
-    rows = [made.dataset[i] for i in (0, 3, 4) for _ in range(4)]
+    sampler = sampling(20, group=4, accelerator=accelerator, first=3 if grows else None)
+    rows = [sampler.dataset[i] for i in (0, 3, 4) for _ in range(4)]
     share = len(rows) // accelerator.num_processes
-    filled, metrics = made.fill(rows[accelerator.process_index * share :][:share], draw)
-    found = {"inputs": [row["n"] for row in filled], "drawn": filled.drawn, "rewards": filled.rewards_NK.tolist()}
-    return {**found, "metrics": metrics, "state": made.taken}
+    filled, metrics = sampler.fill(rows[accelerator.process_index * share :][:share], draw)
+    result = {"inputs": [row["n"] for row in filled], "drawn": filled.drawn, "rewards": filled.rewards_NK.tolist()}
+    return {**result, "metrics": metrics, "state": sampler.taken}
 
 
 def rank(folder: Path) -> None:
     # Three groups of four over two ranks: six rows each.
-    made = make(folder, per_device_train_batch_size=6, max_steps=3)
-    made.train()
-    result = filled_of(made.accelerator)
-    rank = made.accelerator.process_index
-    result["grown"] = filled_of(made.accelerator, grows=True)
-    result |= {"trained_state": made.dynamic_sampling.taken, "wrapped": type(made.model_wrapped).__name__}
+    grpo = make(folder, per_device_train_batch_size=6, max_steps=3)
+    grpo.train()
+    result = filled_of(grpo.accelerator)
+    rank = grpo.accelerator.process_index
+    result["grown"] = filled_of(grpo.accelerator, grows=True)
+    result["trained_state"] = grpo.dynamic_sampling.taken
+    result["wrapped"] = type(grpo.model_wrapped).__name__
     # Completions of as many prompts as this rank has, by our loop and by transformers', and what is left behind.
     asked = [[5, 6, 7, 8]] * 4 + [[9, 10, 11 + i] for i in range(3 * rank)]
-    before = [p.detach().clone() for p in made.model.parameters()]
+    before = [p.detach().clone() for p in grpo.model.parameters()]
     # No token of the vocabulary ends a row: this model may end every row with its first one.
     settings = greedy(max_new_tokens=16 + 8 * rank, eos_token_id=[63])
-    with made.rollout.generating(made.model_wrapped) as (model, synced_gpus):
+    with grpo.rollout.generating(grpo.model_wrapped) as (model, synced_gpus):
         result["ours"], work = complete(model, asked, settings, synced_gpus=synced_gpus)
         result["stock"], _ = complete(model, asked, settings, synced_gpus=synced_gpus, compact=False)
     result["steps"] = [work.row_steps, work.row_steps_stock]
-    result["same_weights"] = all(map(torch.equal, made.model.parameters(), before))
+    result["same_weights"] = all(map(torch.equal, grpo.model.parameters(), before))
     (folder / f"rank{rank}.json").write_text(json.dumps(result))
-    made.accelerator.wait_for_everyone()
-    made.accelerator.end_training()
+    grpo.accelerator.wait_for_everyone()
+    grpo.accelerator.end_training()
 
 
 if __name__ == "__main__":

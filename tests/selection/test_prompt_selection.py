@@ -54,9 +54,9 @@ def test_spread_is_the_unbiased_variance_and_a_success_explains_it():
     for p in (0.1, 0.5, 0.8):
         groups = np.array(np.meshgrid(*[[0.0, 1.0]] * 4)).reshape(4, -1).T
         chance = np.prod(np.where(groups == 1, p, 1 - p), 1)
-        found = [spread_and_success(group, 0.0, 1.0) for group in groups]
-        assert chance @ [spread for spread, _ in found] == pytest.approx(4 * p * (1 - p))
-        assert chance @ [success for _, success in found] == pytest.approx(p)
+        spreads = [spread_and_success(group, 0.0, 1.0) for group in groups]
+        assert chance @ [spread for spread, _ in spreads] == pytest.approx(4 * p * (1 - p))
+        assert chance @ [success for _, success in spreads] == pytest.approx(p)
     # Other rewards: in units of the run's range, with the success whose variance is theirs.
     spread, success = spread_and_success(np.array([2.0, 3.0, 4.0, 3.0]), 0.0, 10.0)
     assert spread == pytest.approx(4 * np.var([0.2, 0.3, 0.4, 0.3], ddof=1))
@@ -207,8 +207,8 @@ def make(folder, cls=EfficientGRPOTrainer, config_cls=EfficientGRPOConfig, **cha
     return trainer(cls, config_cls, folder, peft_config=lora(), **changes)
 
 
-def losses(made):
-    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+def losses(grpo):
+    return [entry["loss"] for entry in grpo.state.log_history if "loss" in entry]
 
 
 BOTH = [(EfficientGRPOTrainer, EfficientGRPOConfig), (TSPMOTrainer, TSPMOConfig)]
@@ -218,35 +218,35 @@ BOTH = [(EfficientGRPOTrainer, EfficientGRPOConfig), (TSPMOTrainer, TSPMOConfig)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, both, dynamic):
     settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "dynamic_sampling": dynamic}
-    made = make(tmp_path, *both, **settings)
-    made.train()
+    grpo = make(tmp_path, *both, **settings)
+    grpo.train()
     assert (tmp_path / "prompt_selection.png").is_file()
     resumed = make(tmp_path, *both, **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert losses(resumed) == losses(made)
-    assert resumed.prompt_selection.history == made.prompt_selection.history
-    assert (resumed.prompt_selection.successes == made.prompt_selection.successes).all()
-    entry = made.state.log_history[-2]
+    assert losses(resumed) == losses(grpo)
+    assert resumed.prompt_selection.history == grpo.prompt_selection.history
+    assert (resumed.prompt_selection.successes == grpo.prompt_selection.successes).all()
+    entry = grpo.state.log_history[-2]
     assert 0 < entry["prompt_selection/new_fraction"] <= 1
 
 
 def test_switched_off_it_changes_nothing_and_switched_on_it_trains_on_what_was_chosen(tmp_path):
     off = make(tmp_path / "off", prompt_selection="off")
     assert off.prompt_selection is None
-    made = make(tmp_path / "on", max_steps=4)
+    grpo = make(tmp_path / "on", max_steps=4)
     seen = []
-    draw = made.prompt_selection.choose
-    made.prompt_selection.choose = lambda *args: seen.append(draw(*args)) or seen[-1]
-    made.train()
-    chosen = [str(made.train_dataset[i]["prompt"]) for batch in seen for i in batch for _ in range(4)]
-    assert [str(prompt) for prompt in made._logs["prompt"]] == chosen[-len(made._logs["prompt"]) :]
+    draw = grpo.prompt_selection.choose
+    grpo.prompt_selection.choose = lambda *args: seen.append(draw(*args)) or seen[-1]
+    grpo.train()
+    chosen = [str(grpo.train_dataset[i]["prompt"]) for batch in seen for i in batch for _ in range(4)]
+    assert [str(prompt) for prompt in grpo._logs["prompt"]] == chosen[-len(grpo._logs["prompt"]) :]
 
 
 def test_bad_input(tmp_path, caplog):
     streaming = IterableDataset.from_generator(lambda: iter(prompts(8).to_list()))
-    made = make(tmp_path, dataset=streaming, max_steps=1)
-    assert made.prompt_selection is None and "a streaming dataset has no index" in caplog.text
-    made.train()
+    grpo = make(tmp_path, dataset=streaming, max_steps=1)
+    assert grpo.prompt_selection is None and "a streaming dataset has no index" in caplog.text
+    grpo.train()
     with pytest.raises(ValueError, match="prompt_selection='best'"):
         make(tmp_path, prompt_selection="best")
     with pytest.raises(ValueError, match="prompt_selection_explore=2"):
@@ -269,14 +269,14 @@ SETTINGS = {"max_steps": 3, "prompt_selection_explore": 0.5}
 
 
 def on_two_ranks(folder: Path) -> None:
-    made = make(folder / "together", **SETTINGS)
+    grpo = make(folder / "together", **SETTINGS)
     chosen = []
-    choose = made.prompt_selection.choose
-    made.prompt_selection.choose = lambda *args: chosen.append(choose(*args)) or chosen[-1]
-    made.train()
-    chooser = made.prompt_selection
+    choose = grpo.prompt_selection.choose
+    grpo.prompt_selection.choose = lambda *args: chosen.append(choose(*args)) or chosen[-1]
+    grpo.train()
+    chooser = grpo.prompt_selection
     result = {"chosen": chosen[0], "history": chooser.history, "successes": chooser.successes.tolist()}
-    result["parameters"] = [float(p.detach().sum()) for p in made.model.parameters() if p.requires_grad]
+    result["parameters"] = [float(p.detach().sum()) for p in grpo.model.parameters() if p.requires_grad]
     (folder / f"rank{Accelerator().process_index}.json").write_text(json.dumps(result))
 
 

@@ -116,15 +116,15 @@ def test_the_base_that_sees_loads_and_has_learned_something(tmp_path, monkeypatc
     rows = [row for row in small_vision.coloured_shapes("test") if row["problem"] == "How many shapes are there?"][:16]
     parts = [[{"type": "image", "image": row["image"]}, {"type": "text", "text": row["problem"]}] for row in rows]
     prompts = [[{"role": "user", "content": content}] for content in parts]
-    how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    made = processor.apply_chat_template(prompts, **how)
-    text = processor.tokenizer.decode(made["input_ids"][0])
+    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    trainer = processor.apply_chat_template(prompts, **options)
+    text = processor.tokenizer.decode(trainer["input_ids"][0])
     assert text == "<|user|>" + "<image>" * 9 + rows[0]["problem"] + "<|assistant|>"
     right = torch.tensor([processor.tokenizer.convert_tokens_to_ids(str(row["answer"] - 1)) for row in rows])
     chances = []
     for one in (model, small_vision.new_vision_model(processor, seed=3)):
         with torch.no_grad():
-            chances.append(one.eval()(**made).logits[:, -1].softmax(-1).gather(1, right[:, None]).mean())
+            chances.append(one.eval()(**trainer).logits[:, -1].softmax(-1).gather(1, right[:, None]).mean())
     assert chances[0] > chances[1]
 
 

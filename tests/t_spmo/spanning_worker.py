@@ -9,14 +9,14 @@ from accelerate.utils import gather_object
 from torch.nn.utils.rnn import pad_sequence
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.t_spmo.test_trainer import made, objective_by_hand
+from tests.t_spmo.test_trainer import make_trainer, objective_by_hand
 from tests.tiny import digit_share
 
 GROUP = 8
 
 
 def main(folder: Path) -> None:
-    ours = made(folder, max_steps=1, per_device_train_batch_size=4, num_generations=GROUP)
+    ours = make_trainer(folder, max_steps=1, per_device_train_batch_size=4, num_generations=GROUP)
     ours.train()
     assert isinstance(ours.model_wrapped, torch.nn.parallel.DistributedDataParallel)
     ours.model.train()

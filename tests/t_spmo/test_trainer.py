@@ -20,7 +20,7 @@ from trl_fsdp_qlora.grpo.scoring import padded_batch
 from trl_fsdp_qlora.t_spmo.credit import group_credit, prefix_transitions
 
 
-def made(tmp_path, **changes):
+def make_trainer(tmp_path, **changes):
     result = trainer(TSPMOTrainer, TSPMOConfig, tmp_path, peft_config=lora(), **changes)
     result.model.train()
     result.current_gradient_accumulation_steps = 1
@@ -70,7 +70,7 @@ def objective_by_hand(ours, batch, rewards, objective, group_size=4):
 @pytest.mark.parametrize("sharing", ["auto", "off"])
 @pytest.mark.parametrize("objective", ["probability", "log_probability"])
 def test_loss_and_gradients_equal_the_definition(tmp_path, objective, sharing):
-    ours = made(tmp_path, t_spmo_objective=objective, prefix_sharing=sharing)
+    ours = make_trainer(tmp_path, t_spmo_objective=objective, prefix_sharing=sharing)
     batch, rewards, _ = branching_batch(ours)
     parameters = [p for p in ours.model.parameters() if p.requires_grad]
     loss = ours._compute_loss(ours.model, copy.copy(batch))
@@ -82,7 +82,7 @@ def test_loss_and_gradients_equal_the_definition(tmp_path, objective, sharing):
 
 
 def test_completions_are_cut_behind_their_last_branching_token(tmp_path):
-    ours = made(tmp_path)
+    ours = make_trainer(tmp_path)
     batch, _, figures = branching_batch(ours)
     # 7 8 parts into 6 and 9, and 7 8 9 into 6 and 7; the other group parts at once into 9 and 8, and 8 into 6 and 7.
     places = [row.nonzero().flatten().tolist() for row in batch["advantages"]]
@@ -104,14 +104,14 @@ def test_completions_are_cut_behind_their_last_branching_token(tmp_path):
 
 
 def test_a_run_trains_and_reports(tmp_path):
-    ours = made(tmp_path, gradient_accumulation_steps=2, max_steps=2)
+    ours = make_trainer(tmp_path, gradient_accumulation_steps=2, max_steps=2)
     ours.train()
     rows = [row for row in ours.state.log_history if "loss" in row]
     assert len(rows) == 2
     for row in rows:
         assert row["grad_norm"] > 0 and 0 < row["t_spmo/credited_transitions"] <= row["t_spmo/transitions"]
         assert 0 <= row["t_spmo/repeated_fraction"] < 1 and 0 < row["tokens/scored_fraction"] <= 1
-    ours = made(tmp_path, reward=lambda completions, **columns: [1.0] * len(completions), max_steps=1)
+    ours = make_trainer(tmp_path, reward=lambda completions, **columns: [1.0] * len(completions), max_steps=1)
     ours.train()  # nothing to learn
     row = ours.state.log_history[0]
     assert row["tokens/nothing_to_learn"] == 1 and row["grad_norm"] == 0

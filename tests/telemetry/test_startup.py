@@ -11,32 +11,32 @@ from trl_fsdp_qlora.run.plain import counted
 from trl_fsdp_qlora.telemetry.startup import packed_pass_line, startup_block
 
 
-def headings(made) -> dict[str, list[str]]:
+def headings(grpo) -> dict[str, list[str]]:
     """Heading -> lines of the block of a trainer."""
-    found = {}
+    lines_of = {}
     heading = None
-    for line in startup_block(made.args, made.model, 3, made.features()).splitlines()[1:]:
+    for line in startup_block(grpo.args, grpo.model, 3, grpo.features()).splitlines()[1:]:
         name, text = re.fullmatch(r"  (?:([a-zA-Z][\w ]*):)? +(.*)", line).groups()
         heading = name or heading
-        found.setdefault(heading, []).append(text)
-    return found
+        lines_of.setdefault(heading, []).append(text)
+    return lines_of
 
 
 def test_every_line_stands_under_what_it_is_and_fsdp_on_a_cpu_is_said_to_be_none(tmp_path, monkeypatch):
-    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, peft_config=lora())
-    block = headings(made)
+    grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, peft_config=lora())
+    block = headings(grpo)
     assert {"prefix sharing: auto", "completions with zero advantage skipped"} <= set(block["on"])
     assert "off" not in block and "as stock TRL" not in block and "no FSDP" not in block["hardware"][0]
     for name, value in (("ACCELERATE_USE_FSDP", "true"), ("FSDP_VERSION", "2"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    assert "no FSDP" in headings(made)["hardware"][0]
+    assert "no FSDP" in headings(grpo)["hardware"][0]
 
 
 def test_one_of_a_thing_is_no_plural(tmp_path):
     def rows(**changes):
-        made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, **changes)
-        block = headings(made) | {
-            "whole run": [startup_block(made.args, made.model, changes.get("steps", 1), []).split("whole run:")[1]]
+        grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, **changes)
+        block = headings(grpo) | {
+            "whole run": [startup_block(grpo.args, grpo.model, changes.get("steps", 1), []).split("whole run:")[1]]
         }
         return [
             " ".join(block[name][0].splitlines()[0].split())
@@ -64,17 +64,17 @@ def test_the_block_has_its_lines_for_itself_beside_a_progress_bar(tmp_path, monk
 
 
 def test_the_first_packed_pass_says_how_many_tokens_were_computed_by_level(tmp_path, monkeypatch, capsys):
-    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, max_steps=2, gradient_accumulation_steps=2)
+    grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, max_steps=2, gradient_accumulation_steps=2)
     batches = []
-    step = made.training_step
+    step = grpo.training_step
 
-    def noted_step(model, inputs, *more):
-        loss = step(model, inputs, *more)
-        batches.append(made._buffered_inputs[(made._step - 1) % made.args.steps_per_generation])
+    def noted_step(model, inputs, *further):
+        loss = step(model, inputs, *further)
+        batches.append(grpo._buffered_inputs[(grpo._step - 1) % grpo.args.steps_per_generation])
         return loss
 
-    monkeypatch.setattr(made, "training_step", noted_step)
-    made.train()
+    monkeypatch.setattr(grpo, "training_step", noted_step)
+    grpo.train()
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("first packed pass")]
     batch = batches[0]
     rows = zip(
@@ -83,13 +83,13 @@ def test_the_first_packed_pass_says_how_many_tokens_were_computed_by_level(tmp_p
     # The last token predicts none, and is not computed.
     rows = [[*p[m.bool()].tolist(), *c[n.bool()].tolist()][:-1] for p, m, c, n in rows]
     padded = len(rows) * (batch["prompt_ids"].shape[1] + batch["completion_ids"].shape[1])
-    found = re.fullmatch(r"first packed pass: ([\d,]+) of ([\d,]+) padded tokens computed \((.*)\); (.*)", line)
-    computed, of = (int(group.replace(",", "")) for group in found.groups()[:2])
-    assert found[4] == "full attention by torch's flash attention for CPUs"
-    levels = [int(part.split()[0]) for part in found[3].split(", ")]
+    match = re.fullmatch(r"first packed pass: ([\d,]+) of ([\d,]+) padded tokens computed \((.*)\); (.*)", line)
+    computed, of = (int(group.replace(",", "")) for group in match.groups()[:2])
+    assert match[4] == "full attention by torch's flash attention for CPUs"
+    levels = [int(part.split()[0]) for part in match[3].split(", ")]
     trie = len({tuple(row[: i + 1]) for row in rows for i in range(len(row))})
     assert trie <= computed < sum(map(len, rows)) <= of == padded
-    assert sum(levels) == computed and len(levels) > 1 and found[3].startswith(f"{levels[0]} in the roots, ")
+    assert sum(levels) == computed and len(levels) > 1 and match[3].startswith(f"{levels[0]} in the roots, ")
     assert packed_pass_line(PassFigures(3296, 28672, [768, 512, 2016])) == (
         "first packed pass: 3,296 of 28,672 padded tokens computed (768 in the roots, 512 on level 1, 2,016 "
         "on level 2)"
@@ -114,9 +114,9 @@ def test_what_was_switched_off_and_what_runs_as_stock(tmp_path):
     ]  # fmt: skip
     assert block["on"] == ["whole groups in every micro-batch"]
     stock = {"beta": 0.1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, peft_config=lora(), **stock)
-    made.door.give_up("a layer of another kind")
-    block = headings(made)
+    grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, peft_config=lora(), **stock)
+    grpo.door.give_up("a layer of another kind")
+    block = headings(grpo)
     assert len(block["as stock TRL"]) == 3 and "off" not in block
     assert "a layer of another kind" in block["as stock TRL"][0] and "beta=0.1" in block["as stock TRL"][1]
     lines = [line for _, line in trainer(TSPMOTrainer, TSPMOConfig, tmp_path).features()]

@@ -65,10 +65,10 @@ def test_efficiency_of_a_batch_by_hand():
 
 
 def test_metrics_of_a_run_and_its_start_up_block(tmp_path, capsys):
-    more = {"peft_config": lora(), "beta": 0.1, "num_iterations": 2, "max_steps": 2}
-    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, **more)
-    made.train()
-    first, second = made.state.log_history[:2]
+    options = {"peft_config": lora(), "beta": 0.1, "num_iterations": 2, "max_steps": 2}
+    grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, **options)
+    grpo.train()
+    first, second = grpo.state.log_history[:2]
     for phase in ("generate", "reward", "old_policy_pass", "reference_pass", "forward_backward", "optimizer"):
         assert first[f"time/{phase}_s"] > 0, phase
     assert first["efficiency/prompt_redundancy"] > 1 and first["throughput/tokens_per_s"] > 0
@@ -152,13 +152,13 @@ def test_the_peak_of_the_process_stays_the_users(monkeypatch):
 def test_deferred_sums_are_read_in_order_and_at_the_latest_after_so_many(monkeypatch):
     monkeypatch.setattr(phases, "MOST", 4)
     telemetry = TelemetryCallback(PhaseTimer(torch.device("cpu")), dict)
-    found = []
+    read = []
     for i in range(3):
-        telemetry.later(torch.arange(i + 1, dtype=torch.float32) + i, found.append)
-    assert found == []
+        telemetry.later(torch.arange(i + 1, dtype=torch.float32) + i, read.append)
+    assert read == []
     for _ in range(2):
         telemetry.flush()
-        assert found == [[0.0], [1.0, 2.0], [2.0, 3.0, 4.0]]
+        assert read == [[0.0], [1.0, 2.0], [2.0, 3.0, 4.0]]
     for _ in range(4):
-        telemetry.later(torch.zeros(1), found.append)
-    assert len(found) == 7
+        telemetry.later(torch.zeros(1), read.append)
+    assert len(read) == 7

@@ -22,20 +22,20 @@ def test_a_users_script_prints_what_stock_trl_prints_and_at_most_six_keys_more(t
     printed = []
     logged = []
     for cls, config_cls in ((GRPOTrainer, GRPOConfig), (EfficientGRPOTrainer, EfficientGRPOConfig)):
-        made = trainer(cls, config_cls, tmp_path, disable_tqdm=disable_tqdm)
-        made.eval_dataset = prompts(8)
+        grpo = trainer(cls, config_cls, tmp_path, disable_tqdm=disable_tqdm)
+        grpo.eval_dataset = prompts(8)
         tracker = TrainerCallback()
         tracked = []
         tracker.on_step_end = lambda args, state, control, **_: setattr(
             control, "should_evaluate", state.global_step == 3
         )
         tracker.on_log = lambda args, state, control, logs, tracked=tracked, **_: tracked.append(set(logs))
-        made.add_callback(tracker)
-        made.train()
+        grpo.add_callback(tracker)
+        grpo.train()
         out = capsys.readouterr().out
         lines = [line for line in out.splitlines() if line.startswith("{")]
         printed.append([set(re.findall(r"'([^']+)': ", line)) for line in lines])
-        logged.append([set(entry) - {"step", "total_flos"} for entry in made.state.log_history])
+        logged.append([set(entry) - {"step", "total_flos"} for entry in grpo.state.log_history])
         assert [names - {"total_flos"} for names in tracked] == logged[-1]  # of what is printed, trackers lack nothing
     assert len(printed[0]) == len(printed[1]) == 5  # three steps, one evaluation, and the end of training
     assert printed[0] == logged[0]
@@ -44,19 +44,19 @@ def test_a_users_script_prints_what_stock_trl_prints_and_at_most_six_keys_more(t
         assert len(efficient - stock) <= 6
     assert len(logged[1][1] - printed[1][1]) > 6
     assert "time/generate_s" in printed[1][1] and "prefix_sharing/policy/tokens_fraction" in printed[1][1]
-    removed = made.pop_callback(PrinterCallback if disable_tqdm else ProgressCallback)
+    removed = grpo.pop_callback(PrinterCallback if disable_tqdm else ProgressCallback)
     assert removed is not None  # a script that takes the printing callback away still finds it
 
 
 def test_completions_from_the_lowest_to_the_highest_reward():
     asked = [[{"role": "user", "content": "1 + 1"}]] * 3
-    said = [[{"role": "assistant", "content": text}] for text in ("2", "3", "x\n" + "y" * 200)]
-    low, high = completion_lines(asked, said, {"exact": [1.0, 0.5, 1e-5]}, 2)
+    completions = [[{"role": "assistant", "content": text}] for text in ("2", "3", "x\n" + "y" * 200)]
+    low, high = completion_lines(asked, completions, {"exact": [1.0, 0.5, 1e-5]}, 2)
     assert low.startswith('    reward 1e-05  "1 + 1" → "x\\nyyy') and len(low) < 140 and low.endswith('…"')
     assert high == '    reward 1.000  "1 + 1" → "2"'
     parts = [{"type": "image", "image": object()}, {"type": "text", "text": "How many?"}]
-    shown = completion_lines([[{"role": "user", "content": parts}]], ["2"], {"exact": [1.0]}, 1)
-    assert shown == ['    reward 1.000  "<image>How many?" → "2"']
+    lines = completion_lines([[{"role": "user", "content": parts}]], ["2"], {"exact": [1.0]}, 1)
+    assert lines == ['    reward 1.000  "<image>How many?" → "2"']
     (solved,) = completion_lines(["1+1=2, " * 99 + "3+4="], ["7"], {"exact": [1.0]}, 1)
     assert ' "…' in solved and '2, 3+4=" → "7"' in solved and len(solved) < 100
     both = completion_lines(["p"], ["c"], {"exact": [1.0], "format": [float("nan")]}, 2)
@@ -112,15 +112,15 @@ class Stop(TrainerCallback):
 
 def test_a_recipe_in_a_log_file(tmp_path, capsys):
     """The first and the last step print a line and completions, wherever training ends."""
-    made = trainer(
+    grpo = trainer(
         EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, disable_tqdm=False, max_steps=7, logging_steps=100
     )
-    made.add_callback(Stop())
-    use_terminal(made)
-    made.eval_dataset = prompts(8)
-    made.evaluate()
-    made.train()
-    made.save_state()
+    grpo.add_callback(Stop())
+    use_terminal(grpo)
+    grpo.eval_dataset = prompts(8)
+    grpo.evaluate()
+    grpo.train()
+    grpo.save_state()
     captured = capsys.readouterr()
     evaluated, *lines = captured.out.splitlines()
     assert evaluated.startswith("step 0: eval_reward 0.")
@@ -131,8 +131,8 @@ def test_a_recipe_in_a_log_file(tmp_path, capsys):
     assert block < prompt < steps[0]
     tokenizer = character_tokenizer()
     ids = tokenizer.apply_chat_template(prompts()[0]["prompt"], add_generation_prompt=True, return_dict=False)
-    said = f"the first training prompt, {len(ids)} tokens:\n    {tokenizer.decode(ids)}"
-    assert said.rstrip() in captured.out
+    first_prompt = f"the first training prompt, {len(ids)} tokens:\n    {tokenizer.decode(ids)}"
+    assert first_prompt.rstrip() in captured.out
     assert [lines[i].split("  ")[0] for i in steps] == ["step 1/7", "step 3/7"]
     for i in steps:
         assert "reward" in lines[i] and "s/step" in lines[i] and len(lines[i]) < 100
@@ -165,8 +165,8 @@ def test_the_time_left_begins_with_the_first_step(monkeypatch, capsys):
 
 
 def test_progress_is_a_line_now_and_then_or_a_bar(monkeypatch, capsys):
-    def accuracy(**more):
-        assert over_ranks(5, 2, list, lambda batch, drawn: drawn, **more) == [0, 1, 2, 3, 4]
+    def accuracy(**metrics):
+        assert over_ranks(5, 2, list, lambda batch, drawn: drawn, **metrics) == [0, 1, 2, 3, 4]
         return capsys.readouterr().err
 
     assert accuracy(description="accuracy") == accuracy() == ""  # it is quick, or nobody asks

@@ -20,7 +20,7 @@ def main(way: str, model: str, out: str, url: str = "") -> None:
     without_deepspeeds_operator()
     settings = {"per_device_train_batch_size": 4, "max_steps": 4, **(on_server(url) if url else {})}
     if way == "tp":
-        settings |= {"vllm_tensor_parallel_size": 2}
+        settings["vllm_tensor_parallel_size"] = 2
     trainer = on_quantized(model, out, quantized=way == "fsdp", **settings)
     result = {"sync": trainer.sync.mode, "reason": trainer.sync.reason}
     trainer.train()
@@ -32,9 +32,10 @@ def main(way: str, model: str, out: str, url: str = "") -> None:
         config.pad_token_id = trainer.processing_class.pad_token_id
         # Another number of prompts on every rank: nobody waits for anybody.
         drawn = [generate(drawer, [[5 + rank, 6, 7]] * (1 + rank), config, seed=1) for _ in range(1 + rank)]
-    result |= {"synced_gpus": synced_gpus, "drawn": [len(batch) for batch in drawn]}
-    names = ("sampling/sampling_logp_difference/mean", "time/weight_sync_s", "loss")
-    result |= {name: figures(trainer, name) for name in names}
+    result["synced_gpus"] = synced_gpus
+    result["drawn"] = [len(batch) for batch in drawn]
+    for name in ("sampling/sampling_logp_difference/mean", "time/weight_sync_s", "loss"):
+        result[name] = figures(trainer, name)
     result["bytes"] = trainer.vllm_generation.last_sync["bytes"]
     result["adapter_bytes"] = sum(whole_bytes(p) for p in trainer.model.parameters() if p.requires_grad)
     result["sharded"] = all(map(is_sharded, trainer.model.parameters()))

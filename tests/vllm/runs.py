@@ -26,18 +26,24 @@ def grpo(
 ):
     """A trainer on sums; colocated unless `changes` say otherwise."""
     torch.manual_seed(0)
-    given = {name: changes.pop(name, None) for name in GIVEN}
+    arguments = {name: changes.pop(name, None) for name in GIVEN}
     reward = changes.pop("reward", tiny.digit_share)
     args = tiny.config(config_class, folder, **{**SETTINGS, **changes})
-    given |= {"processing_class": tokenizer or tiny.character_tokenizer()}
-    given |= {"peft_config": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")}
-    return trainer_class(model, reward, args, dataset or tiny.prompts(), **given)
+    arguments["processing_class"] = tokenizer or tiny.character_tokenizer()
+    arguments["peft_config"] = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+    return trainer_class(model, reward, args, dataset or tiny.prompts(), **arguments)
 
 
 def on_quantized(checkpoint: str, folder, quantized: bool = True, **changes):
     """A trainer on the tiny checkpoint of the sharding tests, in 4 bits or (a dense copy) as it is."""
-    changes |= {"dataset": qlora.prompt_data(32), "tokenizer": qlora.make_tokenizer()}
-    trainer = grpo(checkpoint, folder, quantization_config=qlora.quantization() if quantized else None, **changes)
+    trainer = grpo(
+        checkpoint,
+        folder,
+        quantization_config=qlora.quantization() if quantized else None,
+        dataset=qlora.prompt_data(32),
+        tokenizer=qlora.make_tokenizer(),
+        **changes,
+    )
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:  # TRL makes the adapter of a 4-bit base bfloat16
             parameter.data = parameter.data.float()

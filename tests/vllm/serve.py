@@ -76,8 +76,12 @@ class RecordedServer:
         info = {"lora_config": None if max_lora_rank is None else {"max_lora_rank": max_lora_rank}}
         info["weight_transfer_config"] = {"backend": "nccl"} if weight_transfer else None
         choice = {"prompt_token_ids": [5, 6], "token_ids": [7], "logprobs": None}
-        pages = {"/health": {}, "/v1/models": {"data": [{"id": "base", "root": "/base", "parent": None}]}}
-        pages |= {"/server_info": {"vllm_config": info}, "/v1/completions": {"choices": [choice]}}
+        pages = {
+            "/health": {},
+            "/v1/models": {"data": [{"id": "base", "root": "/base", "parent": None}]},
+            "/server_info": {"vllm_config": info},
+            "/v1/completions": {"choices": [choice]},
+        }
         self.asked = asked = []
 
         class Handler(BaseHTTPRequestHandler):

@@ -54,8 +54,14 @@ def test_a_run_moves_the_adapter_alone(start, method):
 def test_prompts_that_taught_and_groups_that_grow(start, method, monkeypatch):
     """What is trained on is what the engine drew for the chosen prompts, in several requests of an optimizer step."""
     classes = {"trainer_class": TSPMOTrainer, "config_class": TSPMOConfig} if method == "t_spmo" else {}
-    changes = {"prompt_selection": "history", "num_generations_first": 2, "dynamic_sampling": True}
-    changes |= {"scale_rewards": "mean", "max_completion_length": 3, "reward": tiny.even_start}
+    changes = {
+        "prompt_selection": "history",
+        "num_generations_first": 2,
+        "dynamic_sampling": True,
+        "scale_rewards": "mean",
+        "max_completion_length": 3,
+        "reward": tiny.even_start,
+    }
     trainer = start(max_steps=4, **classes, **changes)
     asked = []
     versions = []
@@ -163,14 +169,19 @@ def served(checkpoint, folder, scale):
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
             parameter.data = scale * torch.randn_like(parameter)
-    given = {
+    arguments = {
         "peft_config": policy.peft_config["default"],
         "max_lora_rank": 8,
         "versions": AdapterVersions("greedy", folder),
+        "max_model_length": 128,
+        "max_num_seqs": 16,
+        "gpu_memory_utilization": 0.3,
+        "max_completion_length": 64,
+        "model": policy,
+        "accelerator": Accelerator(cpu=True),
+        "processing_class": tokenizer,
     }
-    given |= {"max_model_length": 128, "max_num_seqs": 16, "gpu_memory_utilization": 0.3, "max_completion_length": 64}
-    given |= {"model": policy, "accelerator": Accelerator(cpu=True), "processing_class": tokenizer}
-    engine = AdapterEngine(base=str(checkpoint), mode="colocate", temperature=0.0, **given)
+    engine = AdapterEngine(base=str(checkpoint), mode="colocate", temperature=0.0, **arguments)
     engine.sync_weights()
     return tokenizer, policy, engine
 

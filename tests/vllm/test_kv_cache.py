@@ -22,9 +22,9 @@ class Recorded:
         self.llm_engine = self
 
     def __getattr__(self, name):
-        def asked(*given, **named):
-            given = [getattr(value, "lora_int_id", value) for value in (*given, *named.values())]
-            self.calls.append(" ".join(map(str, [name, *given])))
+        def asked(*positional, **named):
+            positional = [getattr(value, "lora_int_id", value) for value in (*positional, *named.values())]
+            self.calls.append(" ".join(map(str, [name, *positional])))
             return True
 
         return asked
@@ -40,19 +40,27 @@ def test_the_cache_goes_and_the_weights_stay(tmp_path, monkeypatch):
 
     monkeypatch.setattr(vllm, "LLM", Recorded)
     policy = get_peft_model(tiny.tiny_model(), LoraConfig(r=4, target_modules="all-linear"))
-    adapter = {"peft_config": policy.peft_config["default"], "max_lora_rank": 8, "base": "base", "model": policy}
-    adapter |= {"versions": AdapterVersions("sleeps", tmp_path), "engine_kwargs": {"max_num_batched_tokens": 8192}}
+    adapter = {
+        "peft_config": policy.peft_config["default"],
+        "max_lora_rank": 8,
+        "base": "base",
+        "model": policy,
+        "versions": AdapterVersions("sleeps", tmp_path),
+        "engine_kwargs": {"max_num_batched_tokens": 8192},
+    }
     ours = {"accelerator": Accelerator(cpu=True), "processing_class": None, "mode": "colocate"}
-    made = AdapterEngine(max_model_length=64, enable_sleep_mode=True, **adapter, **ours)
-    llm, asleep = made.llm._llm, ["sleep 0", "release_kv_cache_memory"]  # level 0: level 2 would throw the base away
+    engine = AdapterEngine(max_model_length=64, enable_sleep_mode=True, **adapter, **ours)
+    llm = engine.llm._llm
+    # Level 0, since level 2 would throw the base away.
+    asleep = ["sleep 0", "release_kv_cache_memory"]
     assert llm.options["enable_sleep_mode"] is True and llm.options["max_num_batched_tokens"] == 8192
     assert llm.calls == asleep
     for version in (1, 2):
         llm.calls.clear()
-        made.sync_weights()
-        assert made.generate([[1, 2]], None, 1)[1] == []
+        engine.sync_weights()
+        assert engine.generate([[1, 2]], None, 1)[1] == []
         loads = ["add_lora 1"] if version == 1 else ["add_lora 2", "remove_lora 1"]
         assert llm.calls == [*loads, "wake_up ['kv_cache']", f"generate with {version}", *asleep]
     llm.calls.clear()
-    made.generate([[1, 2]], None, 1)  # nothing is sent again: the weights never went
+    engine.generate([[1, 2]], None, 1)  # nothing is sent again: the weights never went
     assert llm.calls == ["wake_up ['kv_cache']", "generate with 2", *asleep]

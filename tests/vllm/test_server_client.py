@@ -25,9 +25,9 @@ def client(url: str) -> AdapterServer:
 
 def test_a_server_that_is_right_and_two_that_were_started_wrong():
     with RecordedServer() as running:
-        found = client(running.url)
-        assert (found.base, found.folder) == ("base", "/base")
-        assert found.generate([[5, 6]], logprobs=None)["completion_ids"] == [[7]]
+        connected = client(running.url)
+        assert (connected.base, connected.folder) == ("base", "/base")
+        assert connected.generate([[5, 6]], logprobs=None)["completion_ids"] == [[7]]
     for rank, named in ((None, "--enable-lora"), (4, "--max-lora-rank 8")):
         with RecordedServer(max_lora_rank=rank) as running, pytest.raises(RolloutError, match=named):
             client(running.url)
@@ -58,8 +58,8 @@ def test_a_server_that_trl_accepts_is_taken_as_it_was_started(tmp_path, monkeypa
             config = tiny.config(EfficientGRPOConfig, tmp_path, use_vllm=True, **server, **changes)
             return checked_arguments({"model": tiny.tiny_model(), "args": config, "peft_config": LoraConfig(r=4)})[1]
 
-        found = chosen()
-        assert found.mode == mode and reason in found.reason
+        engine = chosen()
+        assert engine.mode == mode and reason in engine.reason
         asked = len(running.asked)
         assert chosen(rollout_sync="adapter").mode == "adapter"
         assert len(running.asked) == asked  # nothing to ask: the trainer's own client does

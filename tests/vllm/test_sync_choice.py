@@ -78,20 +78,20 @@ def test_choices_by_the_launch_that_cannot_be_and_with_a_trl_that_differs(on_a_g
 def test_a_checkpoint_that_is_stored_quantized_is_seen_by_its_config(tmp_path):
     checkpoint = tiny.save_tiny_model(tmp_path / "base")
 
-    def found(use_vllm=True, **model_init_kwargs):
+    def choice(use_vllm=True, **model_init_kwargs):
         config = tiny.config(EfficientGRPOConfig, tmp_path, use_vllm=use_vllm, model_init_kwargs=model_init_kwargs)
         return adapter_and_base({"model": checkpoint, "args": config, "peft_config": LORA})
 
-    assert found() == (LORA, False)
+    assert choice() == (LORA, False)
     config = json.loads((tmp_path / "base" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "base" / "config.json").write_text(json.dumps(config))
     (tmp_path / "base" / "model.safetensors").unlink()  # told without a weight
-    assert found(dtype="float32") == (LORA, True)
-    assert found(use_vllm=False) == (LORA, False)  # nothing depends on it
-    assert found(use_vllm=False, quantization_config=object()) == (LORA, True)
+    assert choice(dtype="float32") == (LORA, True)
+    assert choice(use_vllm=False) == (LORA, False)  # nothing depends on it
+    assert choice(use_vllm=False, quantization_config=object()) == (LORA, True)
     shutil.rmtree(checkpoint)
-    assert found() == (LORA, False)  # TRL says what is wrong with it
+    assert choice() == (LORA, False)  # TRL says what is wrong with it
 
 
 def test_ranks_are_rounded_up():

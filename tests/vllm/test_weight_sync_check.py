@@ -79,10 +79,18 @@ def trainer_with(tmp_path, monkeypatch):
         torch.manual_seed(0)
         policy = get_peft_model(base or tiny.tiny_model(), tiny.lora())
         monkeypatch.setattr(engine, "start_engine", start_whole(policy))
-        args = {"use_vllm": True, "vllm_mode": "colocate", "rollout_sync": "adapter", "max_completion_length": 12}
-        args |= {"learning_rate": 1e-2, "max_steps": 4, "per_device_train_batch_size": 16, "num_generations": 4}
-        own = (EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path)
-        return tiny.trainer(*own, peft_config=tiny.lora(), **{**args, **changes})
+        args = {
+            "use_vllm": True,
+            "vllm_mode": "colocate",
+            "rollout_sync": "adapter",
+            "max_completion_length": 12,
+            "learning_rate": 1e-2,
+            "max_steps": 4,
+            "per_device_train_batch_size": 16,
+            "num_generations": 4,
+        }
+        ours = (EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path)
+        return tiny.trainer(*ours, peft_config=tiny.lora(), **{**args, **changes})
 
     return make
 
@@ -100,8 +108,8 @@ def differences(trainer) -> list[float]:
 )
 def test_a_good_run_has_the_metric_in_every_step(trainer_with, warned, changes):
     trainer = trainer_with(**changes)
-    found = differences(trainer)
-    assert len(found) == 4 and max(found) < 1e-5  # float32, sums in another order
+    logged = differences(trainer)
+    assert len(logged) == 4 and max(logged) < 1e-5  # float32, sums in another order
     assert not warned and trainer.weight_sync_check.first < 1e-5
 
 
@@ -118,8 +126,8 @@ def test_groups_of_chosen_prompts_that_grow_are_asked_for_whole_and_keep_their_l
         return ask(prompts, images, num_generations, **options)
 
     trainer.vllm_generation.generate = recorded
-    found = differences(trainer)
-    assert len(found) == 4 and max(found) < 1e-5
+    logged = differences(trainer)
+    assert len(logged) == 4 and max(logged) < 1e-5
     # Two of four completions of four prompts first; later others in the place of equal groups, and the rest of the
     # others.
     assert asked[0] == (8, 2) and {count for _, count in asked} == {2} and len(asked) > 8
@@ -130,8 +138,8 @@ def test_a_stale_adapter_is_named(trainer_with, warned):
     trainer = trainer_with(max_steps=6, learning_rate=1.0)
     load = trainer.vllm_generation._load
     trainer.vllm_generation._load = lambda version, folder: load(version, folder) if version < 2 else None
-    found = differences(trainer)
-    assert len(found) == 6 and warned and found[0] < 1e-5 and found[-1] > 0.01
+    logged = differences(trainer)
+    assert len(logged) == 6 and warned and logged[0] < 1e-5 and logged[-1] > 0.01
 
 
 def test_another_base_ends_the_run_before_a_step(trainer_with):
