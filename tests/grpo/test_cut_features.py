@@ -12,7 +12,7 @@ from trl_fsdp_qlora import (
     TSPMOTrainer,
 )
 
-from .test_broken_off_steps import assert_as_alone, short_beginnings, every_way  # noqa: F401 (a fixture)
+from .test_broken_off_steps import assert_as_alone, every_way, short_beginnings  # noqa: F401 (a fixture)
 
 
 def dora():
