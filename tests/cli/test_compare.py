@@ -2,6 +2,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import yaml
 
 from tests.tiny import save_tiny_model
 from trl_fsdp_qlora import EfficientGRPOTrainer
@@ -15,177 +16,225 @@ from trl_fsdp_qlora.prefix_sharing.door import Door
 REWARDS = """
 from trl_fsdp_qlora.data.answers import completion_text
 def many(completions, **columns):
-    return [sum(map(ord, completion_text(c))) / 100 for c in completions]
+    return [sum(map(ord, completion_text(completion))) / 100 for completion in completions]
 def never(completions, **columns):
     return [0.0 for _ in completions]
 """
 
 
+SHARED_FIELDS = {
+    "model_name_or_path": "base",
+    "dataset": "sums.jsonl",
+    "held_out": 4,
+    "use_peft": True,
+    "lora_target_modules": ["all-linear"],
+    "lora_r": 4,
+    "beta": 0.1,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "gradient_checkpointing": False,
+    "bf16": False,
+    "use_cpu": True,
+}
+GRPO_FIELDS = {
+    **SHARED_FIELDS,
+    "output_dir": "runs/mine",
+    "rewards": ["my_rewards.py:many"],
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 6,
+}
+DPO_FIELDS = {
+    **SHARED_FIELDS,
+    "output_dir": "runs/dpo",
+    "pairs": "pairs.jsonl",
+    "chat": False,
+    "per_device_train_batch_size": 3,
+    "precompute_ref_log_probs": True,
+}
+KTO_FIELDS = {**DPO_FIELDS, "per_device_train_batch_size": 4, "desirable_weight": 1.5}
+
+
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory):
+def folder(tmp_path_factory):
+    """A model, rewards, data, pairs, and a recipe for each of GRPO, DPO and KTO."""
     folder = tmp_path_factory.mktemp("compare")
     save_tiny_model(folder / "base")
     (folder / "my_rewards.py").write_text(REWARDS)
-    rows = [json.dumps({"question": f"{i}+{3 * i}=", "answer": str(4 * i)}) for i in range(10)]  # few: they begin anew
-    (folder / "sums.jsonl").write_text("\n".join(rows))
-    (folder / "mine.yaml").write_text(
-        "model_name_or_path: base\ndataset: sums.jsonl\nheld_out: 4\noutput_dir: runs/mine\nrewards: "
-        "['my_rewards.py:many']\nuse_peft: true\nlora_target_modules: [all-linear]\nlora_r: "
-        "4\nper_device_train_batch_size: 8\nbeta: 0.1\ngradient_accumulation_steps: 2\nnum_generations: "
-        "4\nmax_completion_length: 6\nlearning_rate: 1e-2\nlogging_steps: 1\ngradient_checkpointing: false\nbf16: "
-        "false\nuse_cpu: true\n"
-    )
+    # Two steps need more rows than these, so the data begins anew.
+    rows = [{"question": f"{i}+{3 * i}=", "answer": str(4 * i)} for i in range(10)]
+    (folder / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
     pairs = [{"prompt": f"{i}+{3 * i}=", "chosen": f" {4 * i}", "rejected": f" {4 * i + 1} or {i}"} for i in range(6)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    (folder / "dpo.yaml").write_text(
-        "model_name_or_path: base\ndataset: sums.jsonl\nheld_out: 4\noutput_dir: runs/dpo\npairs: "
-        "pairs.jsonl\nchat: false\nuse_peft: true\nlora_target_modules: [all-linear]\nlora_r: "
-        "4\nper_device_train_batch_size: 3\nbeta: 0.1\ngradient_accumulation_steps: 2\nlearning_rate: "
-        "1e-2\nlogging_steps: 1\nprecompute_ref_log_probs: true\ngradient_checkpointing: false\nbf16: "
-        "false\nuse_cpu: true\n"
-    )
-    kto = (folder / "dpo.yaml").read_text().replace("size: 3", "size: 4") + "desirable_weight: 1.5\n"
-    (folder / "kto.yaml").write_text(kto)
+    for name, fields in (("mine", GRPO_FIELDS), ("dpo", DPO_FIELDS), ("kto", KTO_FIELDS)):
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(fields))
     return folder
 
 
 @pytest.fixture
-def compare(workspace, monkeypatch, capsys):
-    """(exit status, what was printed, the steps) of a comparison of the recipe with more words."""
-    monkeypatch.chdir(workspace)
-    seen = []
-    judge = module.verdict
-    monkeypatch.setattr(module, "verdict", lambda *result: seen.append(result[0]) or judge(*result))
+def compare(folder, monkeypatch, capsys):
+    """A function that compares on a recipe with more arguments and returns the exit status, stdout and the steps."""
+    monkeypatch.chdir(folder)
+    last_steps = []
+
+    def recording_verdict(steps, precision):
+        last_steps[:] = steps
+        return verdict(steps, precision)
+
+    monkeypatch.setattr(module, "verdict", recording_verdict)
 
     def run(words: str = "", recipe: str = "mine.yaml"):
         status = module.compare(["--config", recipe, *words.split()])
-        return status, capsys.readouterr().out, seen[-1]
+        return status, capsys.readouterr().out, list(last_steps)
 
     return run
 
 
-def test_both_are_equal(compare, workspace):
-    words = "--steps 2 --lora_dropout 0.1 --token_selection uniform"
-    status, printed, steps = compare(words)
-    assert status == 0, printed
-    assert "token_selection: uniform is taken as all here" in printed
-    assert "lora_dropout: 0.1 is taken as 0.0" in printed
-    assert not (workspace / "runs").exists()
-    assert "step 1: losses" in printed and "step 2: losses" in printed and len(steps) == 2
+def assert_equal_and_moving(steps, phases):
+    """Both trainers agree in every step, and the weights move between steps."""
     for step in steps:
-        assert not step.drawn and step.advantage > 0.1
-        # float32: another order of additions
-        assert step.apart[0] < 1e-6 and 0 < step.apart[1] < 1e-4
+        loss_difference, gradient_difference = step.apart
+        # In float32 the two differ by the order of their additions.
+        assert loss_difference < 1e-6
+        assert 0 < gradient_difference < 1e-4
         assert min(step.norms[STOCK], step.norms[OURS]) > 1e-3
-        assert set(step.seconds) == {(who, phase) for who in (STOCK, OURS) for phase in PHASES}
-    assert steps[0].norms[STOCK] != steps[1].norms[STOCK]  # the weights moved
+        assert set(step.seconds) == {(who, phase) for who in (STOCK, OURS) for phase in phases}
+    assert steps[0].norms[STOCK] != steps[1].norms[STOCK]
 
 
-def test_groups_with_nothing_to_learn_get_advantages_and_it_can_fail(compare, monkeypatch):
-    status, printed, steps = compare("--steps 1 --beta 0 --rewards my_rewards.py:never")
-    assert status == 0 and "all rewards of every group are equal: advantages from a fixed seed" in printed
-    assert steps[0].drawn and steps[0].norms[OURS] > 1e-3
-    right = EfficientGRPOTrainer._score
+def assert_different(status, stdout):
+    assert status == 1
+    assert stdout.splitlines()[-1].startswith("DIFFERENT (float32): ")
 
-    def off_by_a_percent(self, *passed):
-        values = right(self, *passed)
+
+def test_both_are_equal(compare, folder):
+    status, stdout, steps = compare("--steps 2 --lora_dropout 0.1 --token_selection uniform")
+    assert status == 0, stdout
+    assert "token_selection: uniform is taken as all here" in stdout
+    assert "lora_dropout: 0.1 is taken as 0.0" in stdout
+    assert not (folder / "runs").exists()
+    assert "step 1: losses" in stdout
+    assert "step 2: losses" in stdout
+    assert len(steps) == 2
+    assert_equal_and_moving(steps, PHASES)
+    for step in steps:
+        assert not step.drawn
+        assert step.advantage > 0.1
+
+
+def test_groups_of_equal_rewards_get_advantages_from_a_seed(compare):
+    status, stdout, steps = compare("--steps 1 --beta 0 --rewards my_rewards.py:never")
+    assert status == 0
+    assert "all rewards of every group are equal: advantages from a fixed seed" in stdout
+    assert steps[0].drawn
+    assert steps[0].norms[OURS] > 1e-3
+
+
+def test_a_wrong_gradient_is_different(compare, monkeypatch):
+    score = EfficientGRPOTrainer._score
+
+    def off_by_a_percent(self, *args):
+        values = score(self, *args)
         return (1.01 * values[0], *values[1:])
 
     monkeypatch.setattr(EfficientGRPOTrainer, "_score", off_by_a_percent)
-    status, printed, steps = compare("--steps 1 --beta 0")
-    assert status == 1 and printed.splitlines()[-1].startswith("DIFFERENT (float32): ")
+    status, stdout, steps = compare("--steps 1 --beta 0")
+    assert_different(status, stdout)
     assert steps[0].apart[1] == pytest.approx(0.01, rel=0.01)
     steps[0].norms["difference"] = float("nan")
-    assert not verdict(steps, "half precision")[0]
+    equal, _ = verdict(steps, "half precision")
+    assert not equal
 
 
 def test_a_micro_batch_that_stock_trl_has_no_memory_for(compare, monkeypatch):
-    """The line names the planned bytes and a micro-batch whose passes fit, and the comparison goes on."""
-    planned = []
+    """The warning names the planned bytes and a micro-batch whose passes fit, and the comparison goes on."""
+    plans = []
+    make_plan = module.make_plan
 
-    def plan(settings, *further):
-        step_plan = make_plan(settings, *further)
-        planned.append(step_plan)
-        # The passes of four rows fit, those of eight do not.
-        return replace(step_plan, capacity=step_plan.total("forward_backward") - (1 if settings.rows > 4 else 0))
+    def plan_on_a_small_gpu(settings, *args):
+        """A plan whose capacity is enough for the passes of four rows and too small for those of eight."""
+        plan = make_plan(settings, *args)
+        plans.append(plan)
+        missing_bytes = 1 if settings.rows > 4 else 0
+        return replace(plan, capacity=plan.total("forward_backward") - missing_bytes)
 
     def changed(_plan, **values):
-        settings = planned[0].settings
-        return plan(replace(settings, values=settings.values | values))
+        settings = plans[0].settings
+        return plan_on_a_small_gpu(replace(settings, values={**settings.values, **values}))
 
-    make_plan = module.make_plan
-    monkeypatch.setattr(module, "make_plan", plan)
+    monkeypatch.setattr(module, "make_plan", plan_on_a_small_gpu)
     monkeypatch.setattr(module, "changed", changed)
-    status, printed, _ = compare("--steps 1")
+    status, stdout, _ = compare("--steps 1")
     assert status == 0
-    line = next(line for line in printed.splitlines() if line.startswith("warning: "))
-    assert "--per_device_train_batch_size 4 --gradient_accumulation_steps 4" in line
-    whole, smaller = (step_plan.total("forward_backward") for step_plan in planned)
-    assert format_bytes(whole) in line and smaller < whole
-    assert planned[0].settings.prefix_sharing == "off"
-    assert "warning: " not in compare("--steps 1 --per_device_train_batch_size 4 --gradient_accumulation_steps 4")[1]
+    warning = next(line for line in stdout.splitlines() if line.startswith("warning: "))
+    assert "--per_device_train_batch_size 4 --gradient_accumulation_steps 4" in warning
+    eight_rows_bytes, four_rows_bytes = (plan.total("forward_backward") for plan in plans)
+    assert format_bytes(eight_rows_bytes) in warning
+    assert four_rows_bytes < eight_rows_bytes
+    assert plans[0].settings.prefix_sharing == "off"
+    _, stdout, _ = compare("--steps 1 --per_device_train_batch_size 4 --gradient_accumulation_steps 4")
+    assert "warning: " not in stdout
 
 
-def same(steps, phases):
+def assert_prompts_are_shared(steps, stdout):
     for step in steps:
-        # float32: another order of additions
-        assert step.apart[0] < 1e-6 and 0 < step.apart[1] < 1e-4
-        assert min(step.norms[STOCK], step.norms[OURS]) > 1e-3
-        assert set(step.seconds) == {(who, phase) for who in (STOCK, OURS) for phase in phases}
         assert 0.0 < step.tokens_fraction < 1.0
-    assert steps[0].norms[STOCK] != steps[1].norms[STOCK]  # the weights moved
+    mean_fraction = sum(step.tokens_fraction for step in steps) / len(steps)
+    assert f"policy passes: {mean_fraction:.1%} of the padded ones" in stdout
 
 
 def test_rloo(compare):
-    status, printed, steps = compare("--trainer rloo --steps 2")
-    assert status == 0, printed
-    same(steps, PHASES)
-    share = sum(step.tokens_fraction for step in steps) / 2
-    assert f"policy passes: {share:.1%} of the padded ones" in printed and "scoring: " in printed
+    status, stdout, steps = compare("--trainer rloo --steps 2")
+    assert status == 0, stdout
+    assert_equal_and_moving(steps, PHASES)
+    assert_prompts_are_shared(steps, stdout)
+    assert "scoring: " in stdout
 
 
-def test_dpo_follows_from_the_recipe_and_can_fail(compare, monkeypatch, workspace):
-    status, printed, steps = compare("--steps 2", "dpo.yaml")
-    assert status == 0, printed
-    same(steps, PHASES[1:])
-    assert "precompute_ref_log_probs: True is taken as False" in printed and "scoring: " not in printed
-    assert not (workspace / "runs").exists()
-    right = Door._output
+def make_log_probabilities_wrong(monkeypatch):
+    """Make the shared pass's log-probabilities a percent too large."""
+    output_of = Door._output
 
-    def off_by_a_percent(self, *arguments):
-        output = right(self, *arguments)
+    def off_by_a_percent(self, *args):
+        output = output_of(self, *args)
         output.log_probs = 1.01 * output.log_probs
         return output
 
-    monkeypatch.setattr(Comparison, "with_stock", lambda *arguments, **options: None)
     monkeypatch.setattr(Door, "_output", off_by_a_percent)
-    status, printed, steps = compare("--steps 1", "dpo.yaml")
-    assert status == 1 and printed.splitlines()[-1].startswith("DIFFERENT (float32): ")
+
+
+def test_dpo_follows_from_the_recipe_and_can_fail(compare, monkeypatch, folder):
+    status, stdout, steps = compare("--steps 2", "dpo.yaml")
+    assert status == 0, stdout
+    assert_equal_and_moving(steps, PHASES[1:])
+    assert all(0.0 < step.tokens_fraction < 1.0 for step in steps)
+    assert "precompute_ref_log_probs: True is taken as False" in stdout
+    assert "scoring: " not in stdout
+    assert not (folder / "runs").exists()
+    # With its own check on, the trainer would notice the error and compute as stock TRL does.
+    monkeypatch.setattr(Comparison, "with_stock", lambda *args, **kwargs: None)
+    make_log_probabilities_wrong(monkeypatch)
+    status, stdout, steps = compare("--steps 1", "dpo.yaml")
+    assert_different(status, stdout)
     with pytest.raises(UserError, match=r"pairs=none\.jsonl.*trl-fsdp-qlora dpo"):
         compare("--pairs none.jsonl", "dpo.yaml")
 
 
 def test_kto_takes_pairs_apart_and_can_fail(compare, monkeypatch):
-    status, printed, steps = compare("--steps 2", "kto.yaml")
-    assert status == 0, printed
-    same(steps, PHASES[1:])
-    assert "prefix sharing: auto" in printed
-    share = sum(step.tokens_fraction for step in steps) / 2
-    assert f"policy passes: {share:.1%} of the padded ones" in printed
-    right = Door._output
-
-    def off_by_a_percent(self, *arguments):
-        output = right(self, *arguments)
-        output.log_probs = 1.01 * output.log_probs
-        return output
-
-    monkeypatch.setattr(Comparison, "from_inside", lambda *arguments: True)
-    monkeypatch.setattr(Door, "_output", off_by_a_percent)
-    status, printed, steps = compare("--steps 1", "kto.yaml")
-    assert status == 1 and printed.splitlines()[-1].startswith("DIFFERENT (float32): ")
+    status, stdout, steps = compare("--steps 2", "kto.yaml")
+    assert status == 0, stdout
+    assert_equal_and_moving(steps, PHASES[1:])
+    assert_prompts_are_shared(steps, stdout)
+    assert "prefix sharing: auto" in stdout
+    # With its own check on, the trainer would notice the error and compute as stock TRL does.
+    monkeypatch.setattr(Comparison, "from_inside", lambda *args: True)
+    make_log_probabilities_wrong(monkeypatch)
+    status, stdout, _ = compare("--steps 1", "kto.yaml")
+    assert_different(status, stdout)
 
 
-def test_a_shipped_recipe_says_its_trainer():
+def test_a_shipped_recipe_names_its_trainer():
     def trainer_of(name: str) -> str:
         return module.trainer_of_recipe(module.with_recipe(["--config", name]), None)
 
@@ -197,14 +246,16 @@ def test_a_shipped_recipe_says_its_trainer():
         trainer_of(f"{model}/sft/svamp")
 
 
-def test_what_cannot_be_compared(compare):
-    reasons = {
-        "--trainer sft": "--trainer sft.* grpo, rloo, dpo, kto",
-        "--accelerate_config fsdp2_qlora": "--accelerate_config",
-        "--steps none": "--steps none",
-        "--value_samples 4": r"A\*-PO",
-        "--rewards nothing": "'nothing'",
-    }
-    for words, reason in reasons.items():
-        with pytest.raises(UserError, match=reason):
-            compare(words)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--trainer sft", "--trainer sft.* grpo, rloo, dpo, kto"),
+        ("--accelerate_config fsdp2_qlora", "--accelerate_config"),
+        ("--steps none", "--steps none"),
+        ("--value_samples 4", r"A\*-PO"),
+        ("--rewards nothing", "'nothing'"),
+    ],
+)
+def test_what_cannot_be_compared(words, message, compare):
+    with pytest.raises(UserError, match=message):
+        compare(words)

@@ -15,8 +15,11 @@ TOKEN = "hf_testTokenOfTheOwner01"
 
 
 class Hub:
-    """The state of the server. `breaks` says of a request's line how it ends: `None` as it should, with an HTTP
-    status, or without an answer: "before" or "after" it was done."""
+    """The state of the server.
+
+    `breaks` receives a request's line and returns how the request ends: `None` if it succeeds, an HTTP status if it is
+    refused, and "before" or "after" if the connection breaks before or after the request was carried out.
+    """
 
     def __init__(self):
         self.repos: dict[str, dict[str, dict[str, bytes]]] = {}  # repository -> commit -> path -> content
@@ -26,7 +29,7 @@ class Hub:
         self.url = ""
 
     def files(self, repo: str) -> dict[str, bytes]:
-        """What a reader of `repo` gets now."""
+        """The files of the newest commit of `repo`, which a reader downloads."""
         return list(self.repos[repo].values())[-1]
 
     def commit(self, repo: str, files: dict[str, bytes]) -> str:
@@ -38,9 +41,8 @@ class Hub:
     def route(self, path: str, is_owner: bool, body: bytes) -> tuple[object, int, dict]:
         """Content, status and headers of the answer."""
         words = path.strip("/").split("/")
-        if words[0] == "lfs":  # signed addresses, no token
-            good = hashlib.sha256(body).hexdigest() == words[1]
-            if not good:
+        if words[0] == "lfs":  # the addresses of LFS are signed, so the client sends no token
+            if hashlib.sha256(body).hexdigest() != words[1]:
                 return {}, 400, {}
             self.blobs[words[1]] = body
             return {}, 200, {}
@@ -55,24 +57,24 @@ class Hub:
             return {"url": f"{self.url}/{repo}"}, 200, {}
         if path.endswith(".git/info/lfs/objects/batch"):
             objects = json.loads(body)["objects"]
-            for each in objects:
-                if each["oid"] not in self.blobs:
-                    each["actions"] = {"upload": {"href": f"{self.url}/lfs/{each['oid']}", "header": {}}}
+            for blob in objects:
+                if blob["oid"] not in self.blobs:
+                    blob["actions"] = {"upload": {"href": f"{self.url}/lfs/{blob['oid']}", "header": {}}}
             return {"transfer": "basic", "objects": objects}, 200, {}
         repo = "/".join(words[2:4] if words[:2] == ["api", "models"] else words[:2])
         commits = self.repos.get(repo, {})
         if words[0] != "api":  # OWNER/NAME/resolve/REVISION/FILE
             oid = words[3] if words[3] in commits else list(commits)[-1]
             data = commits[oid].get(words[4])
-            headers = {"X-Repo-Commit": oid, "ETag": f'"{hashlib.sha1(data or b"").hexdigest()}"'}
-            return (data, 200, headers) if data is not None else ({}, 404, {"X-Error-Code": "EntryNotFound"})
+            if data is None:
+                return {}, 404, {"X-Error-Code": "EntryNotFound"}
+            return data, 200, {"X-Repo-Commit": oid, "ETag": f'"{hashlib.sha1(data).hexdigest()}"'}
         if words[4:5] == ["preupload"]:
-            asked = [file["path"] for file in json.loads(body)["files"]]
-            modes = {name: "lfs" if name.endswith(".safetensors") else "regular" for name in asked}
-            entries = [
-                {"path": p, "uploadMode": mode, "shouldIgnore": False, "oid": None} for p, mode in modes.items()
-            ]
-            return {"files": entries}, 200, {}
+            uploads = []
+            for file in json.loads(body)["files"]:
+                mode = "lfs" if file["path"].endswith(".safetensors") else "regular"
+                uploads.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": None})
+            return {"files": uploads}, 200, {}
         if words[4:5] == ["commit"]:
             files = dict(self.files(repo))
             for line in map(json.loads, body.splitlines()):
@@ -84,8 +86,8 @@ class Hub:
             oid = self.commit(repo, files)
             return {"commitUrl": f"{self.url}/{repo}/commit/{oid}", "commitOid": oid}, 200, {}
         if words[4:5] == ["tree"]:
-            entries = [{"type": "file", "path": n, "size": len(d), "oid": ""} for n, d in self.files(repo).items()]
-            return entries, 200, {}
+            files = self.files(repo).items()
+            return [{"type": "file", "path": path, "size": len(data), "oid": ""} for path, data in files], 200, {}
         siblings = [{"rfilename": name} for name in self.files(repo)]
         return {"id": repo, "sha": list(commits)[-1], "siblings": siblings, "tags": []}, 200, {}
 

@@ -9,10 +9,11 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 @pytest.fixture
 def called(monkeypatch):
-    """Runs `recipes/NAME.py` as `__main__` with these words, in this process."""
+    """A function that runs `recipes/NAME.py` as `__main__` with command-line arguments, in this process."""
 
     def run(name: str, words: str | list[str]) -> None:
-        monkeypatch.setattr(sys, "argv", [f"{name}.py", *(words.split() if isinstance(words, str) else words)])
+        arguments = words.split() if isinstance(words, str) else words
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
         monkeypatch.setattr(sys, "path", [*sys.path])
         runpy.run_path(str(RECIPES / f"{name}.py"), run_name="__main__")
 

@@ -1,4 +1,4 @@
-"""The calculator's recipe from end to end, with a model that calls the tool in each turn."""
+"""The calculator's recipe from training to evaluation, with a model that calls the tool in each turn."""
 
 import json
 from pathlib import Path
@@ -13,8 +13,8 @@ RECIPE = ROOT / "recipes" / "SmolLM2-135M-Instruct" / "grpo" / "config_calculato
 
 def test_the_calculators_recipe_trains_and_measures_episodes(tmp_path, called, monkeypatch, capfd):
     monkeypatch.chdir(ROOT)  # the recipe names files of the clone
-    settings = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))
-    settings |= {
+    settings = {
+        **yaml.safe_load(RECIPE.read_text(encoding="utf-8")),
         "model_name_or_path": save_tool_calling_model(tmp_path / "base", "calculate", {"expression": "12 * 13"}),
         "output_dir": str(tmp_path / "run"),
         "held_out": 6,
@@ -35,12 +35,12 @@ def test_the_calculators_recipe_trains_and_measures_episodes(tmp_path, called, m
     assert [entry["tools/call_frequency"] for entry in steps] == [1.0, 1.0]
     assert [entry["tools/failure_frequency"] for entry in steps] == [0.0, 0.0]
     after = record["after"]
-    assert after["n"] == 6 and after["correct"] == 0  # it calls once more and never answers
-    written = steps[-1]["completions/mean_length"]
-    assert abs(after["tokens_per_completion"] - written) < 0.1 * written  # two calls, without the calculator's answer
+    assert (after["n"], after["correct"]) == (6, 0)  # the model calls the tool again and never answers
+    # A completion is the two calls: the calculator's result between them is not the model's.
+    mean_length = steps[-1]["completions/mean_length"]
+    assert abs(after["tokens_per_completion"] - mean_length) < 0.1 * mean_length
 
-    called(
-        "evaluate", ["--adapter", str(tmp_path / "run"), "--output", str(tmp_path / "again.json"), "--use_cpu", "true"]
-    )
-    again = json.loads((tmp_path / "again.json").read_text())
-    assert again == again | after | {"seconds": again["seconds"]}
+    measured_path = tmp_path / "measured.json"
+    called("evaluate", ["--adapter", str(tmp_path / "run"), "--output", str(measured_path), "--use_cpu", "true"])
+    measured = json.loads(measured_path.read_text())
+    assert {**after, "seconds": measured["seconds"]}.items() <= measured.items()

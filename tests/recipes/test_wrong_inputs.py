@@ -1,4 +1,4 @@
-"""What a user gets wrong is one line and exit status 2, before a weight is loaded; a defect keeps its traceback."""
+"""A user's mistake ends with one line and exit status 2, before weights are loaded; a defect keeps its traceback."""
 
 import importlib.util
 import shutil
@@ -21,8 +21,7 @@ COMMON = (
     "--max_steps 1 --max_completion_length 4 --report_to none --output_dir out --save_strategy no "
     "--per_device_train_batch_size 8 "
 )
-# Commands that would train (or evaluate, or merge); a case is one change to them, and the beginning of the line it
-# ends with.
+# Commands that would train, evaluate or merge. A case is one change to a command and the beginning of its error line.
 GOOD = {
     "grpo": f"--model_name_or_path base {COMMON}--num_generations 8",
     "t_spmo": f"--model_name_or_path base {COMMON}--num_generations 8",
@@ -85,7 +84,7 @@ FILES = {
 
 
 class WeightsLoaded(BaseException):
-    """Raised in the place of loading weights; no `Exception`, which would end as a line."""
+    """Raised instead of loading weights. It is no `Exception`, because an `Exception` would end as an error line."""
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +109,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def run(folder, called, monkeypatch, capfd):
-    """Runs a script with the words that work but for its own, weights aside; gives exit status, stdout and stderr."""
+    """A function that runs a script with its working arguments and further ones, up to the loading of weights.
+
+    It returns the exit status, stdout and stderr.
+    """
     monkeypatch.chdir(folder)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
@@ -118,9 +120,12 @@ def run(folder, called, monkeypatch, capfd):
         raise WeightsLoaded
 
     monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", refuse)
-    find_spec, absent = importlib.util.find_spec, ("bitsandbytes", "vllm")
-    here = lambda name, *more: None if name in absent else find_spec(name, *more)  # noqa: E731
-    monkeypatch.setattr(importlib.util, "find_spec", here)
+    find_spec = importlib.util.find_spec
+
+    def find_spec_of_a_small_installation(name, *args):
+        return None if name in ("bitsandbytes", "vllm") else find_spec(name, *args)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec_of_a_small_installation)
 
     def call(script: str, words: str = ""):
         capfd.readouterr()
@@ -140,13 +145,16 @@ def test_one_line_and_exit_status_2(script, words, line, run):
     assert status == 2, err
     lines = err.strip().splitlines()
     assert lines[-1].startswith(f"error: {line}"), err
-    assert sum(said.startswith("error: ") for said in lines) == 1 and "Traceback" not in out + err
+    assert len([line for line in lines if line.startswith("error: ")]) == 1
+    assert "Traceback" not in out + err
 
 
-def test_an_adapter_that_is_not_there_is_named_where_only_it_was_given(run, monkeypatch):
-    monkeypatch.setitem(GOOD, "evaluate", "--adapter nowhere")  # as the printed line has it: no data
+def test_a_missing_adapter_is_the_error_if_no_dataset_is_named(run, monkeypatch):
+    monkeypatch.setitem(GOOD, "evaluate", "--adapter nowhere")  # a run prints its evaluate command without a dataset
     status, _, err = run("evaluate")
-    assert status == 2 and "error: adapter='nowhere' cannot be loaded" in err and "dataset" not in err
+    assert status == 2
+    assert "error: adapter='nowhere' cannot be loaded" in err
+    assert "dataset" not in err
 
 
 @pytest.mark.parametrize("script", GOOD)
@@ -159,24 +167,28 @@ def test_an_error_in_a_users_own_code_is_one_line_with_its_place_and_the_file_of
     (folder / "broken_data.py").write_text("def load():\n    one, two = (1, 2, 3)\n")
     status, out, err = run("grpo", "--dataset broken_data.py:load")
     lines = [line for line in err.splitlines() if "error" in line]
-    assert status == 1 and len(lines) == 1 and "Traceback" not in out + err
-    said = "error: ValueError: too many values to unpack (expected 2), in broken_data.py, line 2; the traceback is in "
-    assert lines[0].startswith(said)
-    traceback = Path(lines[0].removeprefix(said).partition(" ")[0])
+    assert status == 1
+    assert len(lines) == 1
+    assert "Traceback" not in out + err
+    start = (
+        "error: ValueError: too many values to unpack (expected 2), in broken_data.py, line 2; the traceback is in "
+    )
+    assert lines[0].startswith(start)
+    traceback = Path(lines[0].removeprefix(start).partition(" ")[0])
     assert "one, two = (1, 2, 3)" in traceback.read_text()
-    assert traceback.stat().st_mode & 0o077 == 0
+    assert traceback.stat().st_mode & 0o077 == 0  # only its owner reads it
     traceback.unlink()
 
 
-def test_tracebacks_are_printed_where_they_are_asked_for(run, folder, monkeypatch):
+def test_tracebacks_are_printed_if_they_are_asked_for(run, folder, monkeypatch):
     with pytest.raises(UserError, match="'exact'"):
         run("grpo", "--rewards exact --debug_errors")
     monkeypatch.setenv("TRL_FSDP_QLORA_TRACEBACK", "1")
-    with pytest.raises(ValueError):  # the one of broken_data.py, not a UserError
+    with pytest.raises(ValueError):  # the error of broken_data.py itself
         run("grpo", "--dataset broken_data.py:load")
 
 
-def test_another_rank_leaves_the_word_to_the_first_and_speaks_where_it_was_silent(run, monkeypatch):
+def test_another_rank_waits_for_the_firsts_error_line_before_it_prints_its_own(run, monkeypatch):
     waited = []
     monkeypatch.setattr(one_line.time, "sleep", waited.append)
     monkeypatch.setenv("RANK", "3")
@@ -191,5 +203,7 @@ def test_our_launcher_adds_nothing_and_keeps_the_exit_status(folder):
     launcher = ["trl-fsdp-qlora", "launch", "--config_file", "ddp_cpu", "--main_process_port", "0"]
     words = f"{GOOD['grpo']} --lora_target_modules q_prj".split()
     ended = run_launcher(*launcher, RECIPES / "grpo.py", *words, cwd=folder)
-    assert ended.returncode == 2 and "Traceback" not in ended.stdout + ended.stderr, ended.stderr
-    assert ended.stderr.count("error: lora_target_modules: ") == ended.stderr.count("error") == 1
+    assert ended.returncode == 2, ended.stderr
+    assert "Traceback" not in ended.stdout + ended.stderr
+    assert ended.stderr.count("error: lora_target_modules: ") == 1
+    assert ended.stderr.count("error") == 1
