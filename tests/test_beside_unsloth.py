@@ -42,7 +42,11 @@ def test_both_sides_train_on_the_same(tmp_path, monkeypatch):
     trainers = {}
     rows = {}
     for side, make in unsloth.TRAINERS.items():
-        keep = lambda *more, side=side, make=make: trainers.setdefault(side, make(*more))  # noqa: E731
+
+        def keep(*arguments, side=side, make=make):
+            trainers[side] = make(*arguments)
+            return trainers[side]
+
         monkeypatch.setitem(unsloth.TRAINERS, side, keep)
         rows[side] = unsloth.measure(side, args)
     ours = trainers["ours"]

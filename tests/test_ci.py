@@ -31,12 +31,22 @@ exit "$TESTS"
     ],
 )
 def test_what_fails_and_what_is_told_and_passes(tmp_path, faults, status, message):
-    settings = {"BUILD": "0", "TESTS": "0", "REASON": "", "TIMEOUT": 'shift 2; exec "$@"', "SECONDS": "600"} | faults
+    settings = {
+        "BUILD": "0",
+        "TESTS": "0",
+        "REASON": "",
+        "TIMEOUT": 'shift 2; exec "$@"',
+        "SECONDS": "600",
+        **faults,
+    }
     for name, text in (("make", MAKE), ("timeout", f"#!/usr/bin/env bash\n{settings['TIMEOUT']}\n")):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    environment |= {name: settings[name] for name in ("BUILD", "TESTS", "REASON")}
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        **{name: settings[name] for name in ("BUILD", "TESTS", "REASON")},
+    }
     command = ["bash", str(SCRIPT), str(tmp_path / "vllm"), settings["SECONDS"]]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert ended.returncode == status

@@ -38,7 +38,12 @@ def test_the_five_lines_with_share_prompts_run(tmp_path, monkeypatch):
     pairs = [{"prompt": f"What is {n} + {n}?", "chosen": f" {2 * n}", "rejected": f" {n}"} for n in range(8)]
     passes = []
     score = Door.score
-    monkeypatch.setattr(Door, "score", lambda door, *call: passes.append(door) or score(door, *call))
+
+    def counted(door, *call):
+        passes.append(door)
+        return score(door, *call)
+
+    monkeypatch.setattr(Door, "score", counted)
     names = {"quick": quick, "pairs": Dataset.from_list(pairs), "lora": LoraConfig(target_modules="all-linear")}
     exec(compile(script, "README.md", "exec"), names)
     assert names["trainer"].state.global_step == 1

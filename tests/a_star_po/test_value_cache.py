@@ -364,7 +364,8 @@ def test_the_text_of_the_file_that_defines_a_reward_counts_and_one_without_is_na
         return describe_reward(runpy.run_path(str(tmp_path / "user_rewards.py"))["reward"], "reward", None)
 
     assert described("len(text)") == described("len(text)") != described("2 * len(text)")
-    exec("def reward(completions, **_): return [1.0] * len(completions)", space := {})
+    space = {}
+    exec("def reward(completions, **_): return [1.0] * len(completions)", space)
     describe_reward(space["reward"], "reward", "1")
     assert not caplog.text
     describe_reward(space["reward"], "reward", None)

@@ -38,7 +38,8 @@ ELSEWHERE = {
 
 def names(tree: ast.Module) -> tuple[set[str], set[str]]:
     """Private names that a file uses (attributes, what `getattr` is asked for, imports), and names that it defines."""
-    used, defined = set(), set()
+    used = set()
+    defined = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             used.add(node.attr)

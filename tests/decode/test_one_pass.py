@@ -60,9 +60,12 @@ def ours_with(tmp_path, monkeypatch):
         trainer = make_trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "ours", use_vllm=True, **changes)
         trainer.kinds = []
         score = trainer._score
-        trainer._score = lambda stock, wanted, kind, arguments: (
-            trainer.kinds.append(kind) or score(stock, wanted, kind, arguments)
-        )
+
+        def recorded(stock, wanted, kind, arguments):
+            trainer.kinds.append(kind)
+            return score(stock, wanted, kind, arguments)
+
+        trainer._score = recorded
         return trainer
 
     return make

@@ -389,10 +389,8 @@ def test_a_checkpoint_in_4_bits_whose_experts_are_numbers_is_packed_after_loadin
     assert experts_in_16_bit(stored) is None
 
 
-SFT, NO_MESH = (
-    "sft:max_steps=2,save_steps=1,experts=1",
-    "ACCELERATE_USE_FSDP=false,ACCELERATE_USE_PARALLELISM_CONFIG=false",
-)
+SFT = "sft:max_steps=2,save_steps=1,experts=1"
+NO_MESH = "ACCELERATE_USE_FSDP=false,ACCELERATE_USE_PARALLELISM_CONFIG=false"
 TWO = {"sft": SFT, "by_name": "by_name:experts=1", "resumed": SFT + ",resume={root}/two/sft/checkpoint-1"}
 TWO["offloaded"] = SFT + ",FSDP_OFFLOAD_PARAMS=true"
 

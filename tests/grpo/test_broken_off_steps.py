@@ -286,7 +286,8 @@ def test_the_tokens_of_a_cut_micro_batch_are_counted_over_all_of_its_passes(tmp_
 
 @every_way
 def test_what_is_kept_is_freed_with_its_last_pass(tmp_path, way, monkeypatch):
-    kept, alive = {}, []  # weak references to what each store keeps of a node; what outlived it
+    kept = {}  # weak references to what each store keeps of a node
+    alive = []  # what outlived its node
     keep = across_passes.KeptValues.keep
     drop = across_passes.KeptValues.drop
 

@@ -89,7 +89,12 @@ def test_products_by_another_library(tmp_path, checkpointing, peft, monkeypatch)
     assert_equal_runs(tmp_path / "torch", **changes)
     calls = []
     serve_by_onednn(monkeypatch)
-    monkeypatch.setattr(cpu_linear, "product", lambda *args: calls.append(1) or product(*args))
+
+    def counted(*args):
+        calls.append(1)
+        return product(*args)
+
+    monkeypatch.setattr(cpu_linear, "product", counted)
     assert_equal_runs(tmp_path / "onednn", **changes)
     assert calls
 

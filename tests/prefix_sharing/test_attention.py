@@ -175,7 +175,9 @@ def test_the_kernel_that_merges_is_the_torch_code_beside_it(monkeypatch, heads, 
     prompt = torch.randn(19, heads, 2 * size, dtype=dtype)[..., ::2]
     own_lse = torch.randn(heads, 30)[:, 11:].t()
     prompt_lse = 3 * torch.randn(heads, 19).t()
-    prompt_lse[3], own_lse[4] = -torch.inf, -torch.inf  # nothing seen there
+    # Nothing is seen there.
+    prompt_lse[3] = -torch.inf
+    own_lse[4] = -torch.inf
     expected = cascade.merge(own_out, own_lse, prompt, prompt_lse)
     monkeypatch.setattr(cascade, "runs", lambda kernel, x: True)
     with patch.object(cascade, "launch", side_effect=launch) as launched:

@@ -83,7 +83,8 @@ def inputs_of(trainer) -> dict[str, torch.Tensor]:
     noise = torch.randn(logps.shape, generator=torch.Generator().manual_seed(4))
     inputs["old_per_token_logps"] = logps + 0.1 * noise
     if vision:  # as a generation batch is cut into micro-batches
-        inputs |= {"image_keys": images.fingerprints(vision), **split_pixel_values_by_grid(vision)}
+        inputs["image_keys"] = images.fingerprints(vision)
+        inputs.update(split_pixel_values_by_grid(vision))
     return inputs
 
 

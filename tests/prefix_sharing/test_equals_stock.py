@@ -199,7 +199,8 @@ def test_router_loss_counts_tokens_as_stock_does(experts, tmp_path):
     for cls in BOTH:
         model = build("qwen3_moe" if experts is None else "granitemoehybrid")
         if experts is None:
-            model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.5
+            model.config.output_router_logits = True
+            model.config.router_aux_loss_coef = 0.5
         else:
             sizes = model.config.to_dict() | {"num_local_experts": experts}
             model = build(lambda sizes=sizes: tf.GraniteMoeHybridForCausalLM(tf.GraniteMoeHybridConfig(**sizes)))
@@ -283,7 +284,12 @@ def test_new_batches_are_not_compiled_anew():
     counts = []
     door = prepared(model, compared=True)
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend)
     for lengths in BATCHES:
         ids, mask = make_batch(*lengths)
         inputs = {"input_ids": ids, "attention_mask": mask, "labels": completion_labels(ids, mask)}

@@ -160,7 +160,8 @@ def packed(model, door: Door, batch: Batch, **options):
     """The same through the door, as a trainer does it: compared with stock's first, images counted by the trainer."""
     door.comparison.with_stock(model, batch)
     if door.is_active:
-        options |= {"num_images": batch.num_images, "image_keys": batch.image_keys}
+        options["num_images"] = batch.num_images
+        options["image_keys"] = batch.image_keys
     return model(**batch.arguments(), **options, fused_lm_head=True)
 
 
@@ -388,7 +389,12 @@ def test_ranks_ask_each_other_for_images_once_per_generation_batch(monkeypatch):
     model, door, batch = pictured("qwen3_vl")
     asked = []
     reduced = comparison_module.reduced_over_ranks
-    monkeypatch.setattr(comparison_module, "reduced_over_ranks", lambda *args: asked.append(1) or reduced(*args))
+
+    def counted(*args):
+        asked.append(1)
+        return reduced(*args)
+
+    monkeypatch.setattr(comparison_module, "reduced_over_ranks", counted)
     text = batch.rows(np.array([5, 6]))
 
     def exchanges(batch):

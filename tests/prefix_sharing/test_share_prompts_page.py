@@ -25,7 +25,12 @@ def test_example(title, tmp_path, monkeypatch):
     code = code.replace("max_steps=20", "max_steps=2, use_cpu=True, bf16=False, report_to='none'")
     passes = []
     score = Door.score
-    monkeypatch.setattr(Door, "score", lambda door, *call: passes.append(door) or score(door, *call))
+
+    def counted(door, *call):
+        passes.append(door)
+        return score(door, *call)
+
+    monkeypatch.setattr(Door, "score", counted)
     exec(compile(code, title, "exec"), {"__name__": "example"})
     assert passes and all(door.is_active for door in passes), passes[-1].describe()
     figures = passes[-1].figures

@@ -150,7 +150,8 @@ def test_accuracy_by_the_environments_reward_and_by_the_answer(loaded):
 
 def test_a_rank_that_is_done_generates_until_all_ranks_are(loaded, monkeypatch):
     _, tokenizer = loaded
-    ranks_left, asked = [1, 1, 1, 0], []  # ranks that go on, by turn, this one counted
+    ranks_left = [1, 1, 1, 0]  # ranks that go on, by turn, this one counted
+    asked = []
     monkeypatch.setattr(episodes_module, "reduce", lambda flag, reduction: torch.tensor(ranks_left[len(asked)]))
 
     def answer(ids, turn):

@@ -31,8 +31,8 @@ def test_what_a_file_says_is_what_the_command_line_says_which_wins(tmp_path):
         (tmp_path / "config.yaml").write_text(f"dataset: addition\nmodel_name_or_path: m\nlora_r: 4\n{text}")
         return parse_recipe(TYPES, ["--config", str(tmp_path / "config.yaml"), *HERE, *argv])
 
-    given = "prefix_sharing: off\nphase_metrics: on\nsave_strategy: no\nlearning_rate: 1.0e-4\n"
-    script, config, model = parse(given, "--learning_rate", "2e-4")
+    text = "prefix_sharing: off\nphase_metrics: on\nsave_strategy: no\nlearning_rate: 1.0e-4\n"
+    script, config, model = parse(text, "--learning_rate", "2e-4")
     assert (script.dataset, config.learning_rate, model.lora_r) == ("addition", 2e-4, 4)
     assert (config.prefix_sharing, config.phase_metrics, config.save_strategy) == ("off", "on", "no")
     assert EfficientGRPOConfig(str(tmp_path), bf16=False, use_cpu=True, prefix_sharing=False).prefix_sharing == "off"
@@ -62,8 +62,8 @@ EXPERTS = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_to
 
 def head(path: Path, field: str) -> str:
     """A field of a recipe's head, over all its lines."""
-    found = re.search(rf"^# {field} +(.*(?:\n#  +.*)*)", path.read_text(encoding="utf-8"), re.MULTILINE)
-    return re.sub(r"\s*\\?\n# +", " ", found[1])
+    match = re.search(rf"^# {field} +(.*(?:\n#  +.*)*)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return re.sub(r"\s*\\?\n# +", " ", match[1])
 
 
 def launch_of(path: Path) -> tuple[str, int | None]:
@@ -100,15 +100,17 @@ def test_a_recipe_fits_the_hardware_that_its_head_names(path, tmp_path):
     config, ranks = launch_of(path)
     name = path.parts[-3].removesuffix("-Instruct")
     hidden, layers, heads, kv, inner, vocabulary, tied, billions = SHAPES[name]
-    cls, more = LlamaConfig if name.startswith("Llama") else Qwen2Config, {}
+    cls = LlamaConfig if name.startswith("Llama") else Qwen2Config
+    options = {}
     if name.endswith("A3B"):
-        cls, more = Qwen3MoeConfig, EXPERTS
+        cls = Qwen3MoeConfig
+        options = EXPERTS
     cls(
         architectures=[cls.__name__.replace("Config", "ForCausalLM")],
         hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv,
         intermediate_size=inner, vocab_size=vocabulary, tie_word_embeddings=tied, max_position_embeddings=32768,
         dtype="bfloat16",
-        **more,
+        **options,
     ).save_pretrained(tmp_path)  # fmt: skip
     words = ["--config", str(path), "--model_name_or_path", str(tmp_path)]
     cards = f"{gigabytes}GB x{ranks or NUMBERS[number]}"  # a server may have a card of its own

@@ -82,5 +82,5 @@ def test_it_trains_and_a_stopped_run_goes_on(script, tmp_path, monkeypatch, call
     assert len(losses) == 4 and losses[-1] < losses[0]
     assert (tmp_path / "out" / "checkpoint-2").is_dir()
     called("evaluate", "--model_name_or_path out --output found.json")  # the folder says how it is measured
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["n"] == 30 and 0 < found["tokens_per_completion"] <= 4
+    result = json.loads((tmp_path / "found.json").read_text())
+    assert result["n"] == 30 and 0 < result["tokens_per_completion"] <= 4

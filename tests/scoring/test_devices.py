@@ -51,7 +51,12 @@ def test_token_selection_is_drawn_on_the_host(strategy, monkeypatch):
     wanted = token_selection.select_tokens(mask, strategy, generator=torch.Generator().manual_seed(1), **options)
     to = torch.Tensor.to
     monkeypatch.setattr(token_selection, "widest_float", lambda device: torch.float32)
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args: moved.append(args[0]) or to(self, *args))
+
+    def recorded(self, *args):
+        moved.append(args[0])
+        return to(self, *args)
+
+    monkeypatch.setattr(torch.Tensor, "to", recorded)
     selected = token_selection.select_tokens(mask, strategy, generator=torch.Generator().manual_seed(1), **options)
     assert torch.equal(selected.keep, wanted.keep) and torch.equal(selected.weight, wanted.weight)
     assert moved[0] == "cpu"
@@ -66,7 +71,8 @@ def test_bf16_operands_are_cast_where_they_have_to_be(capability, casts, monkeyp
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    summed, addmm = [], chunked_logprob._addmm_fp32  # what torch was asked to sum in float32 as it is
+    summed = []  # what torch was asked to sum in float32 as it is
+    addmm = chunked_logprob._addmm_fp32
     monkeypatch.setattr(torch, "addmm", lambda total, left, right, **options: summed.append((left.dtype, right.dtype)))
     with FakeTensorMode(), pytest.raises(RuntimeError, match="a step fails"), older_gpus.casting_wide_sums():
         total = torch.empty(8, 8, device="cuda")

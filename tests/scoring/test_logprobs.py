@@ -103,7 +103,12 @@ def test_pass_without_gradient_gives_the_same_bits():
     with torch.no_grad():
         old = score_positions(hidden, weight, bias, targets)
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape) or tensor, lambda t: t):
+
+    def record(tensor):
+        kept.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         new = score_positions(hidden, weight, bias, targets)
     assert torch.equal(old[0], new[0]) and torch.equal(old[1], new[1])
     assert kept == [(N, H)]

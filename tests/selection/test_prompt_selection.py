@@ -236,7 +236,12 @@ def test_switched_off_it_changes_nothing_and_switched_on_it_trains_on_what_was_c
     grpo = make(tmp_path / "on", max_steps=4)
     seen = []
     draw = grpo.prompt_selection.choose
-    grpo.prompt_selection.choose = lambda *args: seen.append(draw(*args)) or seen[-1]
+
+    def choose(*args):
+        seen.append(draw(*args))
+        return seen[-1]
+
+    grpo.prompt_selection.choose = choose
     grpo.train()
     chosen = [str(grpo.train_dataset[i]["prompt"]) for batch in seen for i in batch for _ in range(4)]
     assert [str(prompt) for prompt in grpo._logs["prompt"]] == chosen[-len(grpo._logs["prompt"]) :]
