@@ -4,11 +4,13 @@
 ours. If a release of transformers differs, [`MISFIT`] names the difference and `generate` keeps its own loop.
 """
 
+import copy
 import inspect
 from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from peft import PeftModel, PeftModelForCausalLM, PeftModelForSeq2SeqLM
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
@@ -30,6 +32,8 @@ _EXPECTED = {
 
 _problems = misfits(GenerationMixin, _EXPECTED)
 MISFIT = f"transformers {transformers.__version__} differs in {_problems[0]}" if _problems else None
+
+_CHUNKS_CONTINUE = Version(transformers.__version__) >= Version("5.21")
 
 # The libraries' methods, as of the import of this module. A model may have other ones, by its class, by an attribute
 # of the object, or by a patch of `GenerationMixin`. Our loop replaces `_sample`, so a model with its own `_sample`
@@ -65,7 +69,16 @@ def _without_fsdp(method: Any) -> Any:
 
 
 def prefill(model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict):
-    """The model's outputs for the prompts, computed in chunks if `config` asks for it."""
+    """The model's outputs for the prompts, computed in chunks if `config` asks for it.
+
+    Prompts that continue from a cache are computed in one piece by transformers before 5.21: its chunks begin with the
+    prompt's first token, also if the cache holds that token already.
+    """
+    cache = model_kwargs.get("past_key_values")
+    continues = cache is not None and cache.get_seq_length() > 0
+    if continues and config.prefill_chunk_size is not None and not _CHUNKS_CONTINUE:
+        config = copy.copy(config)
+        config.prefill_chunk_size = None
     return model._prefill(input_ids, config, model_kwargs)
 
 
