@@ -1,5 +1,7 @@
-"""What a user mistypes, does not have or has in pieces, command by command: one line with the nearest known name, exit
-status 2, and nothing is left."""
+"""Mistyped names and missing or damaged files end every command with one error line and exit status 2.
+
+The line has the nearest known name, and no file is left behind.
+"""
 
 import shutil
 
@@ -15,7 +17,7 @@ QUICK = "--config small-base/grpo/quickstart"
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory):
+def user_folder(tmp_path_factory):
     """A folder with a model, its adapter, broken copies of both, a recipe, and a mistyped one."""
     folder = tmp_path_factory.mktemp("new_user")
     save_recipe_files(folder)
@@ -28,8 +30,14 @@ def workspace(tmp_path_factory):
     save_tiny_model(folder / "wide")
     new_model(character_tokenizer(), 0, hidden=64, layers=2).save_pretrained(folder / "wide")
     (folder / "a_file").write_text("x")
-    recipe = {"model_name_or_path": "base", "dataset": "data.jsonl", "bf16": False, "use_cpu": True}
-    (folder / "good.yaml").write_text(yaml.safe_dump(recipe | {"output_dir": "out"}))
+    recipe = {
+        "model_name_or_path": "base",
+        "dataset": "data.jsonl",
+        "bf16": False,
+        "use_cpu": True,
+        "output_dir": "out",
+    }
+    (folder / "good.yaml").write_text(yaml.safe_dump(recipe))
     (folder / "typo.yaml").write_text("model_name_or_path: base\nlerning_rate: 1e-5\n")
     (folder / "launch.yaml").write_bytes("# gr\xf6\xdfe\n".encode("latin1"))
     return folder
@@ -71,12 +79,17 @@ def workspace(tmp_path_factory):
         ("merge --adapter adapter --base base --output a_file/m", "a_file/m cannot be made: Not a directory"),
     ],
 )
-def test_one_line_names_what_is_meant_and_nothing_is_left(words, message, workspace, monkeypatch, capfd):
-    monkeypatch.chdir(workspace)
+def test_one_line_names_what_is_meant_and_nothing_is_left(words, message, user_folder, monkeypatch, capfd):
+    monkeypatch.chdir(user_folder)
     monkeypatch.setattr("sys.argv", ["trl-fsdp-qlora"])
-    before = sorted(workspace.rglob("*"))
+    before = sorted(user_folder.rglob("*"))
+    arguments = [word.replace("\u00a0", " ") for word in words.split(" ")]
     with pytest.raises(SystemExit) as ended:
-        raise SystemExit(main([word.replace("\u00a0", " ") for word in words.split(" ")]))
+        raise SystemExit(main(arguments))  # some commands exit themselves, others return their status
     errors = capfd.readouterr().err
-    assert ended.value.code == 2 and errors.splitlines()[-1].startswith("error: ") and message in errors, errors
-    assert errors.count("error: ") == 1 and "Traceback" not in errors and sorted(workspace.rglob("*")) == before
+    assert ended.value.code == 2
+    assert errors.splitlines()[-1].startswith("error: ")
+    assert message in errors
+    assert errors.count("error: ") == 1
+    assert "Traceback" not in errors
+    assert sorted(user_folder.rglob("*")) == before

@@ -1,4 +1,4 @@
-"""Recipes by their names, and what `accelerate launch` gets of a command's words."""
+"""Recipes are found by their names, and a command passes its arguments on to `accelerate launch`."""
 
 from pathlib import Path
 
@@ -18,16 +18,16 @@ QUICK_FILE = ROOT / "recipes" / "small-base" / "grpo" / "config_quickstart.yaml"
 
 
 def test_every_yaml_is_listed_with_what_its_head_says():
-    listed = {recipe.name: recipe for recipe in all_recipes()}
-    assert len(listed) == len(list((ROOT / "recipes").glob("*/*/*.yaml")))
-    for recipe in listed.values():
+    by_name = {recipe.name: recipe for recipe in all_recipes()}
+    assert len(by_name) == len(list((ROOT / "recipes").glob("*/*/*.yaml")))
+    for recipe in by_name.values():
         assert recipe.hardware != "not known", recipe.path
         assert recipe.command in COMMANDS
-        # Nothing was run on a GPU yet; what is for CPUs was, or is about to be.
+        # No recipe for a GPU has run yet; every recipe for a CPU has run or will.
         for_gpus = "GPU" in recipe.hardware and "CPU" not in recipe.hardware
         assert (recipe.was_run == "never") == for_gpus or "sft" in recipe.name, recipe
-    assert listed["SmolLM2-135M-Instruct/grpo_vllm/svamp"].was_run == "shortened"
-    assert listed["Qwen2.5-1.5B/a_star_po/gsm8k"].hardware == "one GPU with 80 GB"
+    assert by_name["SmolLM2-135M-Instruct/grpo_vllm/svamp"].was_run == "shortened"
+    assert by_name["Qwen2.5-1.5B/a_star_po/gsm8k"].hardware == "one GPU with 80 GB"
 
 
 def test_a_recipe_by_each_of_its_names(capsys):
@@ -50,15 +50,15 @@ def test_a_copy_never_overwrites_unasked(tmp_path, monkeypatch, capsys):
     path = tmp_path / "config_quick.yaml"
     assert path.read_text() == original
     path.write_text("mine")
-    for words, message in (
-        (copy[1:], "--overwrite"),
-        (["--copy"], "--copy"),
-    ):
-        with pytest.raises(UserError, match=message):
-            recipes(words)
+    with pytest.raises(UserError, match="--overwrite"):
+        recipes(copy[1:])
+    with pytest.raises(UserError, match="--copy"):
+        recipes(["--copy"])
     assert path.read_text() == "mine"
-    assert main([*copy, "--to", "new/mine.yaml"]) == main([*copy, "--overwrite"]) == 0
-    assert path.read_text() == (tmp_path / "new" / "mine.yaml").read_text() == original
+    assert main([*copy, "--to", "new/mine.yaml"]) == 0
+    assert (tmp_path / "new" / "mine.yaml").read_text() == original
+    assert main([*copy, "--overwrite"]) == 0
+    assert path.read_text() == original
     assert {item.name for item in tmp_path.rglob("*")} == {"config_quick.yaml", "new", "mine.yaml"}
 
 
@@ -69,30 +69,46 @@ def test_the_launchers_options_are_accelerates_and_no_scripts():
         assert not set(scripts.LAUNCHER) & options_of(name)
 
 
-def test_a_config_that_fits_what_is_here(monkeypatch):
-    chosen = []
-    for gpus, asked in ((0, None), (0, "2"), (1, None), (4, None), (4, "1"), (4, "2")):
-        monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
-        chosen.append(scripts.default_config(asked))
-    assert chosen == [("cpu", 1), ("ddp_cpu", 2), ("single_gpu", 1), ("ddp", 4), ("single_gpu", 1), ("ddp", 2)]
+@pytest.mark.parametrize(
+    ("gpus", "num_processes", "config"),
+    [
+        (0, None, ("cpu", 1)),
+        (0, "2", ("ddp_cpu", 2)),
+        (1, None, ("single_gpu", 1)),
+        (4, None, ("ddp", 4)),
+        (4, "1", ("single_gpu", 1)),
+        (4, "2", ("ddp", 2)),
+    ],
+)
+def test_a_config_that_fits_the_machine(gpus, num_processes, config, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert scripts.default_config(num_processes) == config
 
 
 def test_what_accelerate_launch_gets_and_the_users_own_config_comes_first(monkeypatch, tmp_path, capsys):
     users_config = tmp_path / "default_config.yaml"
-    calls = []
+    launches = []
+
+    def launch(words):
+        launches.append(words)
+        return 0
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(users_config))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr(scripts, "launch", lambda words: calls.append(words) or 0)
-    typed = f"grpo --config {QUICK} --num_processes 2 --seed 3 --accelerate_config=ddp_cpu"
-    assert main(typed.split()) == main(["evaluate", "--model", "m"]) == 0
+    monkeypatch.setattr(scripts, "launch", launch)
+    command = f"grpo --config {QUICK} --num_processes 2 --seed 3 --accelerate_config=ddp_cpu"
+    assert main(command.split()) == 0
+    assert main(["evaluate", "--model", "m"]) == 0
     assert "accelerate config: cpu, 1 process (" in capsys.readouterr().out
     users_config.write_text("num_processes: 1")
     assert main(["evaluate", "--model", "m"]) == 0
-    grpo, evaluate = (str(ROOT / "recipes" / f"{name}.py") for name in ("grpo", "evaluate"))
-    launchers = [["--config_file", str(accelerate_config(name)), "--num_processes"] for name in ("ddp_cpu", "cpu")]
-    assert calls == [
-        [*launchers[0], "2", grpo, "--config", str(QUICK_FILE), "--seed", "3"],
-        [*launchers[1], "1", evaluate, "--model", "m"],
+    grpo = str(ROOT / "recipes" / "grpo.py")
+    evaluate = str(ROOT / "recipes" / "evaluate.py")
+    two_processes = ["--config_file", str(accelerate_config("ddp_cpu")), "--num_processes", "2"]
+    one_process = ["--config_file", str(accelerate_config("cpu")), "--num_processes", "1"]
+    assert launches == [
+        [*two_processes, grpo, "--config", str(QUICK_FILE), "--seed", "3"],
+        [*one_process, evaluate, "--model", "m"],
         [evaluate, "--model", "m"],
     ]

@@ -1,5 +1,4 @@
-"""What somebody has who ran `pip install`: every command, from a wheel that was built of the source distribution, in a
-folder that is not the clone."""
+"""Every command works after `pip install`: from a wheel built of the source distribution, outside the clone."""
 
 import json
 import os
@@ -21,8 +20,8 @@ SOURCE = ("trl_fsdp_qlora", "recipes", "accelerate_configs")
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in")
 
 
-def build(what: str, folder: Path, target: Path) -> Path:
-    code = f"from setuptools import build_meta; print(build_meta.build_{what}({str(target)!r}))"
+def build(kind: str, folder: Path, target: Path) -> Path:
+    code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(target)!r}))"
     run = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr
     return target / run.stdout.splitlines()[-1]
@@ -30,8 +29,7 @@ def build(what: str, folder: Path, target: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> tuple[Path, Path]:
-    """What `pip install` would have put among the packages, of a copy of the clone and without a network; and where
-    the user is, with a model and nothing else."""
+    """The installed package, unpacked from a wheel of a copy of the clone, and a user's folder that holds a model."""
     folder = tmp_path_factory.mktemp("build")
     (folder / "source").mkdir()
     for name in SOURCE:
@@ -46,12 +44,18 @@ def folders(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def python(folders, *words: str) -> str:
-    """What a Python process of the user's says, with the wheel and not the clone among its packages."""
-    installed, workspace = folders
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
-    environment["HF_HOME"] = str(workspace / ".hf")  # and no accelerate config of the machine's user
-    options = {"cwd": workspace, "env": environment, "capture_output": True, "text": True, "timeout": 400}
-    run = subprocess.run([sys.executable, *words], **options)
+    """The output of a Python process in the user's folder, which imports the wheel's package and not the clone's."""
+    installed, user_folder = folders
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(installed),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(user_folder / ".hf"),  # without the accelerate config of the machine's user
+    }
+    run = subprocess.run(
+        [sys.executable, *words], cwd=user_folder, env=environment, capture_output=True, text=True, timeout=400
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout + run.stderr
 
@@ -62,7 +66,7 @@ def files_below(folder: Path) -> set[Path]:
 
 
 def test_what_is_in_it(folders):
-    installed = folders[0]
+    installed, _ = folders
     (metadata,) = installed.glob("*.dist-info/METADATA")
     assert {path.name for path in installed.iterdir()} == {"trl_fsdp_qlora", metadata.parent.name}
     assert (installed / "trl_fsdp_qlora" / "py.typed").is_file()
@@ -70,13 +74,14 @@ def test_what_is_in_it(folders):
         assert files_below(installed / "trl_fsdp_qlora" / f"_{name}") == files_below(ROOT / name)
     text = metadata.read_text()
     assert re.findall(r"Project-URL: .*", text) == ["Project-URL: TRL, https://github.com/huggingface/trl"]
-    assert "# trl_fsdp_qlora" in text  # the README, as PyPI shows it
-    assert not re.findall(r"\]\((?!https?://|#)[^)]*\)", text)  # and no link in it that only works in a checkout
+    assert "# trl_fsdp_qlora" in text  # PyPI shows the README
+    assert not re.findall(r"\]\((?!https?://|#)[^)]*\)", text), "a link that only works in a checkout"
 
 
 QUICK = "--config small-base/grpo/quickstart --model_name_or_path base"
-# In one process, since each imports the same. The training of `grpo`, with its launcher, is a test of its own.
-IN_TURN = {
+# Every command but `grpo`, which has its own test, and a text that the command prints. They run in one process,
+# because they share their imports.
+EXPECTED_OUTPUT = {
     "config ddp_cpu": "_accelerate_configs/ddp_cpu.yaml",
     "recipes small-base/t_spmo/quick --copy": "config_quick.yaml is ",
     "small-base base": "base is there already",
@@ -109,56 +114,67 @@ for line in commands:
     assert status == 0, (line, status)
 print('<<>>', trl_fsdp_qlora.__file__)
 
-started = []
-scripts.launch = lambda words, *_: started.append(launch_command_parser().parse_args(words)) or 0
+launches = []
+def record_launch(words, *_):
+    launches.append(launch_command_parser().parse_args(words))
+    return 0
+scripts.launch = record_launch
 for path, line in heads.items():
     assert main(shlex.split(line)) == 0, (path, line)
-    words = started[-1].training_script_args
-    files = started[-1].config_file, words[words.index('--config') + 1], started[-1].training_script
-    assert all(Path(file).is_file() for file in files) and path in files, (path, files)
+    launch = launches[-1]
+    words = launch.training_script_args
+    files = [launch.config_file, words[words.index('--config') + 1], launch.training_script]
+    assert all(Path(file).is_file() for file in files), (path, files)
+    assert path in files, (path, files)
 """
 
 
 def test_every_other_command_in_turn_and_the_one_in_every_head_finds_its_files(folders):
-    installed, workspace = folders
+    installed, user_folder = folders
     heads = {}
     for folder in ("_recipes", "_accelerate_configs"):
         for path in (installed / "trl_fsdp_qlora" / folder).rglob("*.yaml"):
             head = re.sub(r" \\\n# *", " ", path.read_text().partition("\n\n")[0])
             for line in re.findall(r"trl-fsdp-qlora ((?:grpo|t-spmo|a-star-po|rloo|dpo|sft) .*)", head):
                 heads[str(path)] = line.replace("RECIPE", "small-base/grpo/quickstart")
-    assert len(heads) >= 30 and {line.split()[0] for line in heads.values()} == {
-        "grpo",
-        "t-spmo",
-        "a-star-po",
-        "rloo",
-        "dpo",
-        "sft",
-    }
-    output = python(folders, "-c", CODE, json.dumps(list(IN_TURN)), json.dumps(heads))
-    assert f"<<>> {installed}" in output and (workspace / "config_quick.yaml").is_file()
-    for line, expected in IN_TURN.items():
-        assert expected in output.partition(f"<<{line}>>")[2].partition("<<")[0], line
+    assert len(heads) >= 30
+    assert {line.split()[0] for line in heads.values()} == {"grpo", "t-spmo", "a-star-po", "rloo", "dpo", "sft"}
+    output = python(folders, "-c", CODE, json.dumps(list(EXPECTED_OUTPUT)), json.dumps(heads))
+    assert f"<<>> {installed}" in output
+    assert (user_folder / "config_quick.yaml").is_file()
+    for line, expected in EXPECTED_OUTPUT.items():
+        command_output = output.partition(f"<<{line}>>")[2].partition("<<")[0]
+        assert expected in command_output, line
+
+
+MY_DATA = """
+def load(split):
+    first = 0 if split == "test" else 20
+    return [{"problem": f"{a}+1=", "answer": a + 1} for a in range(first, first + 20)]
+"""
+MY_REWARDS = """
+def short(completions, **columns):
+    return [-float(len(completion[0]["content"])) for completion in completions]
+"""
 
 
 @pytest.mark.exhaustive
 def test_grpo_trains_with_data_and_rewards_of_ones_own(folders):
-    installed, workspace = folders
-    data = (
-        "def load(split):\n    return [{'problem': f'{a}+1=', 'answer': a + 1} for a in range(40) if (a < 20) == "
-        "(split == 'test')]\n"
+    installed, user_folder = folders
+    (user_folder / "my_data.py").write_text(MY_DATA)
+    (user_folder / "my_rewards.py").write_text(MY_REWARDS)
+    words = (
+        "grpo --config small-base/grpo/quickstart --model_name_or_path base --output_dir out --max_steps 2 "
+        "--eval_problems 4 --accuracy_steps 0 --logging_steps 1 --per_device_train_batch_size 8 "
+        "--dataset my_data.py:load --rewards my_rewards.py:short exact_answer"
     )
-    (workspace / "my_data.py").write_text(data)
-    reward = "def short(completions, **columns):\n    return [-float(len(one[0]['content'])) for one in completions]\n"
-    (workspace / "my_rewards.py").write_text(reward)
-    quick = "--max_steps 2 --eval_problems 4 --accuracy_steps 0 --logging_steps 1 --per_device_train_batch_size 8"
-    ones_own = "--dataset my_data.py:load --rewards my_rewards.py:short exact_answer"
-    words = f"grpo --config small-base/grpo/quickstart --model_name_or_path base --output_dir out {quick} {ones_own}"
     output = python(folders, "-m", "trl_fsdp_qlora", *words.split())
-    assert "accelerate config: cpu, 1 process" in output and "step 2/2  reward -" in output
+    assert "accelerate config: cpu, 1 process" in output
+    assert "step 2/2  reward -" in output
     assert "20 training and 4 held-out problems from my_data.py:load" in output
-    assert "short -" in output  # beside each completion that is shown
-    assert (workspace / "out" / "adapter_model.safetensors").is_file()
-    card = (workspace / "out" / "README.md").read_text()
-    assert f"python -m trl_fsdp_qlora {words}" in card.replace("\n", " ")  # as it was typed
-    assert str(workspace) not in card and str(installed) not in card
+    assert "short -" in output  # the reward of each printed completion
+    assert (user_folder / "out" / "adapter_model.safetensors").is_file()
+    card = (user_folder / "out" / "README.md").read_text()
+    assert f"python -m trl_fsdp_qlora {words}" in card.replace("\n", " ")
+    assert str(user_folder) not in card
+    assert str(installed) not in card

@@ -1,4 +1,7 @@
-"""Prompts chosen by what they taught; as a script, one of two ranks that choose."""
+"""Prompts chosen by how much their earlier groups taught.
+
+As a script: one of two ranks that choose.
+"""
 
 import json
 import sys
@@ -12,7 +15,8 @@ from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
 
 from tests.distributed.launch import launch
-from tests.tiny import even_start, lora, prompts, trainer
+from tests.tiny import even_start, lora, prompts
+from tests.tiny import trainer as tiny_trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
 from trl_fsdp_qlora.selection.prompt_selection import PromptSelection, arms_of, spread_and_success
 
@@ -22,7 +26,8 @@ GROUP = 8
 
 @pytest.fixture(autouse=True)
 def state_of_accelerate():
-    Accelerator(cpu=True)  # its logger asks for it
+    """The logger of Accelerate raises until its state exists."""
+    Accelerator(cpu=True)
 
 
 def selection(rows=200, explore=0.25, half_life=10.0, seed=0, column=None, dataset=None, each=False, weights=(1.0,)):
@@ -34,8 +39,10 @@ def selection(rows=200, explore=0.25, half_life=10.0, seed=0, column=None, datas
 
 
 def play(chooser, rates, batches, places=16, start=0, seed=0):
-    """Batches of completions that are right as often as `rates` says of each prompt; what was chosen, and shares of
-    equal groups.
+    """Draw batches of completions, each of which is right with its prompt's probability in `rates`.
+
+    Returns:
+        The chosen prompts of each batch, and the share of each batch's groups whose rewards are equal.
     """
     chosen = []
     equal = []
@@ -54,26 +61,33 @@ def test_spread_is_the_unbiased_variance_and_a_success_explains_it():
     for p in (0.1, 0.5, 0.8):
         groups = np.array(np.meshgrid(*[[0.0, 1.0]] * 4)).reshape(4, -1).T
         chance = np.prod(np.where(groups == 1, p, 1 - p), 1)
-        spreads = [spread_and_success(group, 0.0, 1.0) for group in groups]
-        assert chance @ [spread for spread, _ in spreads] == pytest.approx(4 * p * (1 - p))
-        assert chance @ [success for _, success in spreads] == pytest.approx(p)
-    # Other rewards: in units of the run's range, with the success whose variance is theirs.
+        measured = [spread_and_success(group, 0.0, 1.0) for group in groups]
+        assert chance @ [spread for spread, _ in measured] == pytest.approx(4 * p * (1 - p))
+        assert chance @ [success for _, success in measured] == pytest.approx(p)
+
+
+def test_rewards_in_another_range_are_scaled_by_it():
     spread, success = spread_and_success(np.array([2.0, 3.0, 4.0, 3.0]), 0.0, 10.0)
     assert spread == pytest.approx(4 * np.var([0.2, 0.3, 0.4, 0.3], ddof=1))
-    assert success * (1 - success) == pytest.approx(np.var([0.2, 0.3, 0.4, 0.3])) and success < 0.5
+    # The success rate whose variance is that of the rewards.
+    assert success * (1 - success) == pytest.approx(np.var([0.2, 0.3, 0.4, 0.3]))
+    assert success < 0.5
     assert spread_and_success(np.array([5.0, 5.0]), 0.0, 10.0) == (0.0, 0.0)
-    assert spread_and_success(np.array([NAN, 1.0, 0.0]), 0.0, 1.0) == spread_and_success(
-        np.array([1.0, 0.0]), 0.0, 1.0
-    )
-    for nothing in ([NAN, NAN], [1.0, NAN]):
-        assert spread_and_success(np.array(nothing), 0.0, 1.0) == (0.0, 0.0)
+
+
+def test_missing_rewards_do_not_count():
+    with_missing = spread_and_success(np.array([NAN, 1.0, 0.0]), 0.0, 1.0)
+    assert with_missing == spread_and_success(np.array([1.0, 0.0]), 0.0, 1.0)
+    for too_few in ([NAN, NAN], [1.0, NAN]):
+        assert spread_and_success(np.array(too_few), 0.0, 1.0) == (0.0, 0.0)
 
 
 def test_prompts_that_differed_are_drawn_again_and_equal_ones_are_not():
-    # Of prompts whose rates stay as they are: a third always right, a third never, a third half of the time.
+    # A third of the prompts is always right, a third never, a third half of the time, and these rates never change.
     rates = np.array([0.0, 1.0, 0.5] * 200)
     chosen, equal = play(selection(len(rates)), rates, 30)
-    assert np.mean(equal[:2]) > 0.5 and np.mean(equal[10:]) < 0.25
+    assert np.mean(equal[:2]) > 0.5
+    assert np.mean(equal[10:]) < 0.25
     later = np.concatenate(chosen[10:])
     assert np.mean(rates[later] == 0.5) > 0.75
     assert all(len(set(batch)) == 16 for batch in chosen)
@@ -85,7 +99,7 @@ def test_prompts_that_differed_are_drawn_again_and_equal_ones_are_not():
 
 
 def first_draws(chooser, rates, batches):
-    """Prompts in the order of their first draw, if one group teaches all there is to learn."""
+    """Prompts in the order of their first draw, if one group of a prompt teaches it completely."""
     rates = rates.copy()
     random = np.random.default_rng(0)
     drawn = []
@@ -103,16 +117,15 @@ def test_prompts_that_are_learned_at_once_are_not_drawn_again():
     assert len(drawn) > 0.75 * 20 * 16
 
 
-def test_arms_tell_prompts_apart_that_were_never_drawn():
+def test_arms_distinguish_prompts_that_were_never_drawn():
     rates = np.array([1.0, 0.51, 0.0] * 300)
     dataset = Dataset.from_dict({"n": list(range(900)), "difficulty": ["easy", "middle", "hard"] * 300})
-    drawn = {
-        column: first_draws(selection(dataset=dataset, column=column), rates, 16) for column in (None, "difficulty")
-    }
-    middle = {column: np.mean(rates[indices[64:]] == 0.51) for column, indices in drawn.items()}
-    assert middle[None] < 0.45 < 0.6 < middle["difficulty"]
-    # A quarter of the places goes over the whole dataset, so that every arm is looked at again.
-    assert set(rates[drawn["difficulty"][64:]]) == {0.0, 0.51, 1.0}
+    without_arms = first_draws(selection(dataset=dataset), rates, 16)[64:]
+    with_arms = first_draws(selection(dataset=dataset, column="difficulty"), rates, 16)[64:]
+    assert np.mean(rates[without_arms] == 0.51) < 0.45
+    assert np.mean(rates[with_arms] == 0.51) > 0.6
+    # A quarter of the places goes over the whole dataset, so that every arm is drawn from again.
+    assert set(rates[with_arms]) == {0.0, 0.51, 1.0}
 
 
 def test_arms_of_columns(caplog):
@@ -122,8 +135,10 @@ def test_arms_of_columns(caplog):
     for column in (None, "text", "nothing"):
         assert arms_of(dataset, column) == ([0] * 200, ["all"])
     too_many_values, no_column = (record.getMessage() for record in caplog.records)
-    assert "'text'" in too_many_values and "200" in too_many_values
-    assert "'nothing'" in no_column and "length, level, text" in no_column
+    assert "'text'" in too_many_values
+    assert "200" in too_many_values
+    assert "'nothing'" in no_column
+    assert "length, level, text" in no_column
     assert arms_of(dataset, "level") == ([0, 1] * 100, ["1", "2"])
     assert arms_of(dataset, "length")[0] == [i // 20 for i in range(200)]
     assert arms_of([{"kind": {"terms": i % 3}} for i in range(9)], "kind")[0] == [0, 1, 2] * 3
@@ -140,18 +155,22 @@ def test_several_rewards_and_missing_ones():
     chooser = selection(40)
     for step in range(3):
         chooser.observe(chooser.choose(4, step), torch.full((16, 1), NAN), step)
-    assert chooser.history[-1][0] == 2 and len(set(chooser.choose(4, 3))) == 4
+    assert chooser.history[-1][0] == 2
+    assert len(set(chooser.choose(4, 3))) == 4
 
 
 def test_all_solved_or_none_goes_through_the_dataset():
     for rate in (0.0, 1.0):
         chosen, equal = play(selection(64), np.full(64, rate), 8, places=8)
-        assert len(set(np.concatenate(chosen).tolist())) > 32 and np.mean(equal) == 1
-    # Fewer prompts than places.
+        assert np.mean(equal) == 1
+        assert len(set(np.concatenate(chosen).tolist())) > 32
+
+
+def test_fewer_prompts_than_places_are_chosen_equally_often():
     assert sorted(selection(3).choose(6, 0)) == [0, 0, 1, 1, 2, 2]
 
 
-def test_the_same_from_seed_and_state():
+def test_seed_and_state_determine_what_is_chosen():
     rates = np.random.default_rng(1).random(300)
     whole, _ = play(selection(300), rates, 12)
     assert play(selection(300), rates, 12)[0] == whole
@@ -164,38 +183,41 @@ def test_the_same_from_seed_and_state():
     assert resumed.history[:5] == first.history
 
 
-def test_a_group_that_grows_counts_once_as_new_and_once_for_what_it_was_chosen_for():
+def test_a_group_observed_in_two_parts_counts_once():
     chooser = selection(4, explore=0.0)
     for step in range(2):
         indices = chooser.choose(4, step)
         promised = dict(chooser.promised_for)
         chooser.observe(indices, torch.tensor([[1.0], [0.0]] * 4), step)
-        once = [chooser.taught, chooser.promised, chooser.arm_groups[0]]
+        after_first_part = [chooser.taught, chooser.promised, chooser.arm_groups[0]]
         chooser.observe(indices, torch.tensor([[1.0], [1.0]] * 4), step)  # the rest of each group
-        assert [chooser.taught, chooser.promised, chooser.arm_groups[0]] == once
+        assert [chooser.taught, chooser.promised, chooser.arm_groups[0]] == after_first_part
         assert chooser.metrics()["prompt_selection/new_fraction"] == (step == 0)
         assert chooser.successes.tolist() == [3 + 3 * 0.5 ** (step / 10) * step] * 4
-    assert chooser.promised == pytest.approx(sum(promised.values())) and len(promised) == 4
+    assert len(promised) == 4
+    assert chooser.promised == pytest.approx(sum(promised.values()))
 
 
-def test_the_picture_has_what_was_chosen(tmp_path):
+def test_the_picture_is_drawn_from_the_history(tmp_path):
     dataset = Dataset.from_dict({"n": list(range(60)), "difficulty": ["easy", "middle", "hard"] * 20})
     chooser = selection(dataset=dataset, column="difficulty")
     play(chooser, np.array([1.0, 0.5, 0.0] * 20), 4)
-    assert all(sum(row[1:9]) == sum(row[9:]) == 16 and len(row) == 12 for row in chooser.history)
+    for row in chooser.history:
+        assert len(row) == 12
+        assert sum(row[1:9]) == sum(row[9:]) == 16
     chooser.draw(tmp_path / "chosen.png")
     assert (tmp_path / "chosen.png").stat().st_size > 10_000
 
 
 def test_the_history_of_another_dataset_starts_anew(caplog):
-    first = selection(50)
-    rates = np.full(50, 0.5)
-    play(first, rates, 3)
-    for state in (first.state(), None):
-        other = selection(60)
+    smaller = selection(50)
+    play(smaller, np.full(50, 0.5), 3)
+    for state in (smaller.state(), None):
+        larger = selection(60)
         caplog.clear()
-        other.load(state)
-        assert (other.last_step == -1).all() and other.batches == 0
+        larger.load(state)
+        assert (larger.last_step == -1).all()
+        assert larger.batches == 0
         assert len(caplog.records) == 1
 
 
@@ -204,11 +226,24 @@ def test_the_history_of_another_dataset_starts_anew(caplog):
 
 def make(folder, cls=EfficientGRPOTrainer, config_cls=EfficientGRPOConfig, **changes):
     changes = {"prompt_selection": "history", "max_completion_length": 3, "reward": even_start, **changes}
-    return trainer(cls, config_cls, folder, peft_config=lora(), **changes)
+    return tiny_trainer(cls, config_cls, folder, peft_config=lora(), **changes)
 
 
-def losses(grpo):
-    return [entry["loss"] for entry in grpo.state.log_history if "loss" in entry]
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def record_chosen(trainer) -> list[list[int]]:
+    """Returns a list to which `trainer` appends the prompts of each batch when it chooses them."""
+    batches = []
+    choose = trainer.prompt_selection.choose
+
+    def recorded(*args):
+        batches.append(choose(*args))
+        return batches[-1]
+
+    trainer.prompt_selection.choose = recorded
+    return batches
 
 
 BOTH = [(EfficientGRPOTrainer, EfficientGRPOConfig), (TSPMOTrainer, TSPMOConfig)]
@@ -218,40 +253,37 @@ BOTH = [(EfficientGRPOTrainer, EfficientGRPOConfig), (TSPMOTrainer, TSPMOConfig)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, both, dynamic):
     settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "dynamic_sampling": dynamic}
-    grpo = make(tmp_path, *both, **settings)
-    grpo.train()
+    trainer = make(tmp_path, *both, **settings)
+    trainer.train()
     assert (tmp_path / "prompt_selection.png").is_file()
     resumed = make(tmp_path, *both, **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert losses(resumed) == losses(grpo)
-    assert resumed.prompt_selection.history == grpo.prompt_selection.history
-    assert (resumed.prompt_selection.successes == grpo.prompt_selection.successes).all()
-    entry = grpo.state.log_history[-2]
+    assert losses(resumed) == losses(trainer)
+    assert resumed.prompt_selection.history == trainer.prompt_selection.history
+    assert (resumed.prompt_selection.successes == trainer.prompt_selection.successes).all()
+    entry = trainer.state.log_history[-2]
     assert 0 < entry["prompt_selection/new_fraction"] <= 1
 
 
-def test_switched_off_it_changes_nothing_and_switched_on_it_trains_on_what_was_chosen(tmp_path):
-    off = make(tmp_path / "off", prompt_selection="off")
-    assert off.prompt_selection is None
-    grpo = make(tmp_path / "on", max_steps=4)
-    seen = []
-    draw = grpo.prompt_selection.choose
+def test_switched_off_there_is_no_selection(tmp_path):
+    assert make(tmp_path, prompt_selection="off").prompt_selection is None
 
-    def choose(*args):
-        seen.append(draw(*args))
-        return seen[-1]
 
-    grpo.prompt_selection.choose = choose
-    grpo.train()
-    chosen = [str(grpo.train_dataset[i]["prompt"]) for batch in seen for i in batch for _ in range(4)]
-    assert [str(prompt) for prompt in grpo._logs["prompt"]] == chosen[-len(grpo._logs["prompt"]) :]
+def test_the_chosen_prompts_are_trained_on(tmp_path):
+    trainer = make(tmp_path, max_steps=4)
+    batches = record_chosen(trainer)
+    trainer.train()
+    chosen = [str(trainer.train_dataset[i]["prompt"]) for batch in batches for i in batch for _ in range(4)]
+    logged = [str(prompt) for prompt in trainer._logs["prompt"]]
+    assert logged == chosen[-len(logged) :]
 
 
 def test_bad_input(tmp_path, caplog):
     streaming = IterableDataset.from_generator(lambda: iter(prompts(8).to_list()))
-    grpo = make(tmp_path, dataset=streaming, max_steps=1)
-    assert grpo.prompt_selection is None and "a streaming dataset has no index" in caplog.text
-    grpo.train()
+    trainer = make(tmp_path, dataset=streaming, max_steps=1)
+    assert trainer.prompt_selection is None
+    assert "prompt_selection='history'" in caplog.text
+    trainer.train()
     with pytest.raises(ValueError, match="prompt_selection='best'"):
         make(tmp_path, prompt_selection="best")
     with pytest.raises(ValueError, match="prompt_selection_explore=2"):
@@ -264,9 +296,9 @@ def test_bad_input(tmp_path, caplog):
 def test_two_ranks_choose_as_one(tmp_path):
     launch(__file__, str(tmp_path), timeout=240)
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
-    assert first["history"] == second["history"] and first["successes"] == second["successes"]
-    assert first["parameters"] == second["parameters"]
-    # Their completions are other than those of one rank, but the first prompts are those of the seed.
+    for key in ("history", "successes", "parameters"):
+        assert first[key] == second[key]
+    # Two ranks draw other completions than one, but the first prompts are determined by the seed.
     assert first["chosen"] == make(tmp_path / "alone", **SETTINGS).prompt_selection.choose(4, 0)
 
 
@@ -274,14 +306,16 @@ SETTINGS = {"max_steps": 3, "prompt_selection_explore": 0.5}
 
 
 def on_two_ranks(folder: Path) -> None:
-    grpo = make(folder / "together", **SETTINGS)
-    chosen = []
-    choose = grpo.prompt_selection.choose
-    grpo.prompt_selection.choose = lambda *args: chosen.append(choose(*args)) or chosen[-1]
-    grpo.train()
-    chooser = grpo.prompt_selection
-    result = {"chosen": chosen[0], "history": chooser.history, "successes": chooser.successes.tolist()}
-    result["parameters"] = [float(p.detach().sum()) for p in grpo.model.parameters() if p.requires_grad]
+    trainer = make(folder / "together", **SETTINGS)
+    batches = record_chosen(trainer)
+    trainer.train()
+    chooser = trainer.prompt_selection
+    result = {
+        "chosen": batches[0],
+        "history": chooser.history,
+        "successes": chooser.successes.tolist(),
+        "parameters": [float(p.detach().sum()) for p in trainer.model.parameters() if p.requires_grad],
+    }
     (folder / f"rank{Accelerator().process_index}.json").write_text(json.dumps(result))
 
 
