@@ -21,5 +21,5 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
         for name in values:
             if name in before:
                 setattr(owner, name, before[name])
-            else:
+            elif name in vars(owner):  # Ctrl-C may have come before it was set
                 delattr(owner, name)
