@@ -13,11 +13,14 @@ from trl_fsdp_qlora.run.config_fields import default_of, own_fields, type_name
 PAGE = Path(__file__).with_name("config.md")
 HEAD = """# Fields of the configs
 
-Written by `python docs/config_reference.py` from the classes; do not edit it by hand. `trl-fsdp-qlora grpo --help` prints the
-same texts together with TRL's own fields.
+```bash
+trl-fsdp-qlora grpo --help      # the same texts, together with TRL's own fields
+```
 
 Every config takes all fields of TRL's of the same trainer ([`trl.GRPOConfig`](https://huggingface.co/docs/trl/grpo_trainer#trl.GRPOConfig),
-`trl.RLOOConfig`, `trl.DPOConfig`), with TRL's defaults and meaning. Listed here is what each class adds or defaults otherwise.
+`trl.RLOOConfig`, `trl.DPOConfig`), with TRL's defaults and meaning. This page has what each class adds, and the fields whose default is another.
+
+`python docs/config_reference.py` writes this page from the classes; do not edit it by hand.
 """
 SECTIONS = [
     (EfficientGRPOConfig, "GRPO, and what T-SPMO and A*-PO inherit."),
@@ -45,7 +48,9 @@ def page() -> str:
             default = default_of(item)
             shown = "required" if default is dataclasses.MISSING else f"`{default!r}`"
             meaning = cell(item.metadata["help"])
-            parts.append(f"| `{item.name}` | `{cell(type_name(cls, item))}` | {cell(shown)} | {meaning} |")
+            # GitHub and mkdocs disagree on an escaped pipe inside backticks.
+            kind = type_name(cls, item).replace(" | ", " or ")
+            parts.append(f"| `{item.name}` | `{kind}` | {cell(shown)} | {meaning} |")
         parts.append("")
     return "\n".join(parts)
 

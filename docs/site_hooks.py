@@ -14,6 +14,8 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md", "examples/README.md", "notebooks/README.md")
 PICTURES = (".png", ".svg")
+# Docstrings name things as TRL's do, [`name`] or [`~room.module.name`]; the second is shown as `name`.
+REFERENCE = re.compile(r"\[<code>(?:~[\w.]*\.)?([\w.]+)</code>\]")
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|#)([^)\s]+)\)")
 
 
@@ -38,9 +40,9 @@ def on_config(config, **_):
         if entry:
             path = posixpath.normpath(posixpath.join("docs", entry[2]))
             group.append({entry[1].removesuffix(".md"): place(path)})
-        elif re.fullmatch(r"[A-Z][\w ,]+", line):
+        elif line.startswith("## "):
             group = []
-            nav.append({line: group})
+            nav.append({line.removeprefix("## "): group})
     named = {
         "README.md": "README",
         "CONTRIBUTING.md": "Contributing",
@@ -86,3 +88,8 @@ def on_page_markdown(markdown, page, config, files, **_):
         return label
 
     return LINK.sub(moved, markdown)
+
+
+def on_page_content(html, **_):
+    """Show what docstrings refer to without the brackets, which only TRL's doc-builder reads."""
+    return REFERENCE.sub(r"<code>\1</code>", html)
