@@ -141,22 +141,28 @@ def page(rows: dict[str, list[str]]) -> str:
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"""# The largest group, planned
 
-**Planned, not measured**: nothing here has run on a GPU. The table has the largest number of completions of one prompt that a GPU trains with at once, each
-prompt {PROMPT:,} and each completion {COMPLETION:,} tokens long, by `trl-fsdp-qlora plan`. Columns are GB of memory; "24 ×2" is two cards of 24 GB, each with a group of that size, the base
-sharded by FSDP2. – means that not even two completions fit; {MOST} completions were the most that was asked for.
-
-{table}
-
-`python docs/planned_memory.py` writes this page (no weight, no GPU, ten minutes of a core): it plans {FEW} and {MANY} completions, and every phase's bytes
-lie on a line between and beyond. LoRA of rank 16 on every linear layer (experts too, without dropout), bf16, AdamW, gradient checkpointing and
-every other field as the defaults have it; QLoRA is nf4 with double quantization; completions are drawn by transformers. The group is one micro-batch.
-On two cards of 24 GB the whole bf16 base of an 8B model is not gathered for generating (`fsdp_gather="auto"` takes half of the free memory at most). A
-smaller `per_device_train_batch_size` lets larger groups train ([prefix_sharing.md](prefix_sharing.md)). What a plan counts and what it leaves out: [plan.md](plan.md).
-For your own lengths:
+For your own recipe, lengths and card:
 
 ```bash
 trl-fsdp-qlora plan --config MY.yaml --hardware "24GB x2" --prompt_tokens 2048 --solve
 ```
+
+**Planned, not measured**: nothing here has run on a GPU. The table has the largest number of completions of one prompt that a GPU trains with at once. The prompt
+has {PROMPT:,} tokens and each completion {COMPLETION:,}. "LoRA 16" is one card of 16 GB. "24 ×2" is two cards of 24 GB, each with a group of that size, and the base
+sharded by FSDP2. – means that not even two completions fit; {MOST} completions were the most that was asked for.
+
+{table}
+
+`python docs/planned_memory.py` writes this page (no weight, no GPU, ten minutes of a core). It plans {FEW} and {MANY} completions; the bytes of every phase lie on a
+line through these two.
+
+- **LoRA** has rank 16 on every linear layer (experts too, without dropout), in bf16, with AdamW and gradient checkpointing. Every other field has its default.
+- **QLoRA** is nf4 with double quantization.
+- Transformers generates the completions, and the group is one micro-batch. A smaller `per_device_train_batch_size` lets larger groups train
+  ([prefix_sharing.md](prefix_sharing.md#any-batch-size)).
+- On two cards of 24 GB, the whole bf16 base of an 8B model is not gathered for generating: `fsdp_gather="auto"` takes half of the free memory at most.
+
+[plan.md](plan.md#what-is-counted) lists what a plan counts and what it leaves out.
 """
 
 
