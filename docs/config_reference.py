@@ -48,9 +48,7 @@ def page() -> str:
             default = default_of(item)
             shown = "required" if default is dataclasses.MISSING else f"`{default!r}`"
             meaning = cell(item.metadata["help"])
-            # GitHub and mkdocs disagree on an escaped pipe inside backticks.
-            kind = type_name(cls, item).replace(" | ", " or ")
-            parts.append(f"| `{item.name}` | `{kind}` | {cell(shown)} | {meaning} |")
+            parts.append(f"| `{item.name}` | `{cell(type_name(cls, item))}` | {cell(shown)} | {meaning} |")
         parts.append("")
     return "\n".join(parts)
 

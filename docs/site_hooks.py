@@ -14,9 +14,14 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md", "examples/README.md", "notebooks/README.md")
 PICTURES = (".png", ".svg")
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|#)([^)\s]+)\)")
 # Docstrings name things as TRL's do, [`name`] or [`~room.module.name`]; the second is shown as `name`.
 REFERENCE = re.compile(r"\[<code>(?:~[\w.]*\.)?([\w.]+)</code>\]")
-LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|#)([^)\s]+)\)")
+
+
+def on_page_content(html, **_):
+    """Show names in docstrings without brackets, and `int \\| None` in tables, as GitHub does, without a backslash."""
+    return REFERENCE.sub(r"<code>\1</code>", html).replace(r" \| ", " | ")
 
 
 def place(path: str) -> str:
@@ -88,8 +93,3 @@ def on_page_markdown(markdown, page, config, files, **_):
         return label
 
     return LINK.sub(moved, markdown)
-
-
-def on_page_content(html, **_):
-    """Show what docstrings refer to without the brackets, which only TRL's doc-builder reads."""
-    return REFERENCE.sub(r"<code>\1</code>", html)
