@@ -1,1 +1,6 @@
-"""Undocumented names borrowed from TRL, transformers, PEFT, vLLM and torch, with checks that they still fit."""
+"""Functions from private parts of TRL, transformers, PEFT, vLLM and torch's FSDP, and replacements of such functions.
+
+Other rooms use private attributes and methods only of the objects that they get: a trainer, a model, a config. A class
+that one of ours extends is imported in our class's file, such as TRL's vLLM engine in `vllm/engine.py`.
+`tests/compat/test_borrowed_names.py` checks that the installed libraries have the private names of other rooms.
+"""

@@ -24,19 +24,21 @@ SHARDS_INTEGERS = Version(torch.__version__).release >= (2, 12)
 
 @functools.cache
 def misfit() -> str | None:
-    """The names of torch's FSDP2 that this package does not find in the installed version; `None` if it finds all."""
+    """The first borrowed name of torch's FSDP2 that the installed version lacks; `None` if it has all of them."""
     try:
         from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param, _fsdp_param_group, _fsdp_state
 
-        state = _fsdp_state.FSDPState
-        group = _fsdp_param_group.FSDPParamGroup
-        _ = (
-            _fsdp_common.TrainingState.IDLE,
-            _fsdp_common._from_local_no_grad,
-            FSDPModule._get_fsdp_state,
-            group.reshard,
+        borrowed = (
+            (_fsdp_common.TrainingState, "IDLE"),
+            (_fsdp_common, "_from_local_no_grad"),
+            (FSDPModule, "_get_fsdp_state"),
+            (_fsdp_param_group.FSDPParamGroup, "reshard"),
+            (_fsdp_state.FSDPState, "_lazy_init"),
+            (_fsdp_state.FSDPState, "_fsdp_param_group"),
+            (_fsdp_param.FSDPParam, "init_dtype_attrs"),
         )
-        _ = state._lazy_init, state._fsdp_param_group, _fsdp_param.FSDPParam.init_dtype_attrs
+        for owner, name in borrowed:
+            getattr(owner, name)  # raises if it is gone
     except (ImportError, AttributeError) as error:
         return f"torch {torch.__version__}: {error}"
     return None
@@ -122,12 +124,12 @@ def integer_shards(model: nn.Module) -> Iterator[None]:
 
 def has_unreduced_gradients(model: nn.Module) -> bool:
     """Whether an earlier micro-batch left gradients that FSDP2 must still reduce and shard."""
-    return any(
-        sharded.unsharded_accumulated_grad is not None
-        or getattr(getattr(sharded, "_unsharded_param", None), "grad", None) is not None
-        for group in param_groups(model)
-        for sharded in group.fsdp_params
-    )
+    for group in param_groups(model):
+        for sharded in group.fsdp_params:
+            unsharded = getattr(sharded, "_unsharded_param", None)  # exists once the parameter was gathered
+            if sharded.unsharded_accumulated_grad is not None or getattr(unsharded, "grad", None) is not None:
+                return True
+    return False
 
 
 @contextmanager

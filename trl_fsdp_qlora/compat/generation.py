@@ -29,7 +29,6 @@ _EXPECTED = {
     "_optimize_model_for_decode": "self",
 }
 
-
 _problems = misfits(GenerationMixin, _EXPECTED)
 MISFIT = f"transformers {transformers.__version__} differs in {_problems[0]}" if _problems else None
 

@@ -1,4 +1,7 @@
-"""Every name borrowed from transformers that is not part of its documented interface."""
+"""Undocumented parts of transformers: names and classes of models, reading an optimizer, names of attention kernels.
+
+`generation.py` has those of `generate`.
+"""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,7 @@
-"""Every name borrowed from TRL."""
+"""Names from undocumented modules of TRL.
+
+A few more are in the files of this room that need them: `vllm.py`, `memory.py` and `older_gpus.py`.
+"""
 
 import inspect
 import logging
@@ -58,10 +61,9 @@ SCORED_MEANS = ("entropy",)
 LEARNING_MEANS = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
 PHI_MEAN = "vespo/phi_seq_mean"  # over completions
 GROUP_SPREAD = "frac_reward_zero_std"
+_SCALE_REWARDS_HELP = str(GRPOConfig.__dataclass_fields__["scale_rewards"].metadata.get("help"))
 # Whether this TRL has MaxRL's `scale_rewards="mean"` itself, as it will after 1.16 (trl#5026).
-SCALES_BY_MEAN = "'mean'" in str(GRPOConfig.__dataclass_fields__["scale_rewards"].metadata.get("help")).replace(
-    '"', "'"
-)
+SCALES_BY_MEAN = "'mean'" in _SCALE_REWARDS_HELP or '"mean"' in _SCALE_REWARDS_HELP
 
 
 if Version(trl.__version__).release[:2] != Version(TESTED_TRL).release:
@@ -157,7 +159,8 @@ def token_types_of_images(trainer: Any, prompt_ids: list[list[int]], fields: dic
     if "pixel_values" not in fields or image is None:
         return {}
     types = {image: 1}
-    if (video := getattr(trainer, "_video_pad_token_id", None)) is not None:
+    video = getattr(trainer, "_video_pad_token_id", None)
+    if video is not None:
         types[video] = 2
     name = "mm_token_type_ids" if "image_grid_thw" in fields else "token_type_ids"
     return {name: [[types.get(token, 0) for token in ids] for ids in prompt_ids]}
