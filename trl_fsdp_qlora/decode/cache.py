@@ -39,21 +39,22 @@ class PreallocatedLayer(DynamicLayer):
         """Copy these rows into new memory with room for at least `new` more positions."""
         length = self.keys.shape[-2]
         size = max(length + new, min(length + _CHUNK, self.max_length))
-        self._rooms = []
+        self._allocated = []  # memory of the keys, and of the values
         for states in (self.keys, self.values):
-            self._rooms.append(states.new_empty(len(indices), states.shape[1], size, states.shape[3]))
+            memory = states.new_empty(len(indices), states.shape[1], size, states.shape[3])
             # A model split over several devices keeps each layer's keys where the layer is.
-            torch.index_select(states, 0, indices.to(states.device), out=self._rooms[-1][:, :, :length])
-        self.keys, self.values = (room[:, :, :length] for room in self._rooms)
+            torch.index_select(states, 0, indices.to(states.device), out=memory[:, :, :length])
+            self._allocated.append(memory)
+        self.keys, self.values = (memory[:, :, :length] for memory in self._allocated)
 
     def update(self, key_states, value_states, *args, **kwargs):
         length = self.keys.shape[-2]
         new = key_states.shape[-2]
-        if length + new > self._rooms[0].shape[-2]:
+        if length + new > self._allocated[0].shape[-2]:
             self.batch_select_indices(torch.arange(len(self.keys)), new)
-        for room, states in zip(self._rooms, (key_states, value_states), strict=True):
-            room[:, :, length : length + new] = states
-        self.keys, self.values = (room[:, :, : length + new] for room in self._rooms)
+        for memory, states in zip(self._allocated, (key_states, value_states), strict=True):
+            memory[:, :, length : length + new] = states
+        self.keys, self.values = (memory[:, :, : length + new] for memory in self._allocated)
         return self.keys, self.values
 
 

@@ -42,16 +42,18 @@ def prefill_beginning(
     mask_UP = _mask(ids_UP, kwargs)
     columns_P = torch.arange(ids_UP.shape[1], device=ids_UP.device)
     padding_U1 = (mask_UP == 0).sum(1, keepdim=True)
-    between_UP = torch.where(columns_P < length + padding_U1, columns_P - length, columns_P)
-    order_UP = torch.where(columns_P < length, columns_P + padding_U1, between_UP)
+    # Each row's columns in their new order: the beginning, the padding, the rest.
+    padding_or_rest_UP = torch.where(columns_P < length + padding_U1, columns_P - length, columns_P)
+    order_UP = torch.where(columns_P < length, columns_P + padding_U1, padding_or_rest_UP)
     ids_UP = ids_UP.gather(1, order_UP)
-    by_token = {name: kwargs.get(name) for name in ("attention_mask", "position_ids")}
-    rows = {name: values_UP.gather(1, order_UP) for name, values_UP in by_token.items() if values_UP is not None}
-    prefill(
-        model, ids_UP[:1, :length], config, kwargs | {name: rows_UP[:1, :length] for name, rows_UP in rows.items()}
-    )
+    reordered = {}
+    for name in ("attention_mask", "position_ids"):
+        if kwargs.get(name) is not None:
+            reordered[name] = kwargs[name].gather(1, order_UP)
+    of_beginning = {name: values_UP[:1, :length] for name, values_UP in reordered.items()}
+    prefill(model, ids_UP[:1, :length], config, {**kwargs, **of_beginning})
     _expand(kwargs["past_key_values"], len(ids_UP))
-    return ids_UP, kwargs | rows, length
+    return ids_UP, {**kwargs, **reordered}, length
 
 
 def _is_exact_for(model: PreTrainedModel) -> bool:
@@ -87,11 +89,13 @@ def _length(ids_UP: torch.Tensor, kwargs: dict) -> int:
         return 0
     columns_P = torch.arange(ids_UP.shape[1], device=ids_UP.device)
     padding_U1 = (mask_UP == 0).sum(1, keepdim=True)
-    left_padded = ((columns_P >= padding_U1) == mask_UP).all()
-    counted = ((position_ids == columns_P - padding_U1) | (mask_UP == 0)).all()
+    is_left_padded = ((columns_P >= padding_U1) == mask_UP).all()
+    is_counted_up = ((position_ids == columns_P - padding_U1) | (mask_UP == 0)).all()
     left_aligned_UP = ids_UP.gather(1, (columns_P + padding_U1).clamp_max(len(columns_P) - 1))
     common = (left_aligned_UP == left_aligned_UP[0]).all(0).cumprod(0).sum()
-    length = int(torch.minimum(common, len(columns_P) - 1 - padding_U1.max()) * left_padded * counted)
+    longest = len(columns_P) - 1 - padding_U1.max()
+    # One number instead of three conditions, so that the host waits for the device once.
+    length = int(torch.minimum(common, longest) * is_left_padded * is_counted_up)
     return length if length * (len(ids_UP) - 1) >= _MIN_SAVED_TOKENS else 0
 
 

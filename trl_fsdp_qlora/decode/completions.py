@@ -1,5 +1,10 @@
-"""Completions outside of training's own rollouts (accuracy, evaluation, V*), for problems spread over the ranks."""
+"""Completions of tokenized prompts, by a model or by vLLM, and problems spread over the ranks.
 
+Training's rollouts call [`complete`]. Accuracy, preference pairs and V* come from [`generate`], which is
+reproducible.
+"""
+
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -117,9 +122,11 @@ class EngineModel:
         if self.engine.mode == "server":
             client = self.engine.vllm_client
 
-            def ask(ids: list[int], of_row: dict) -> list[int]:
-                drawn = client.generate(prompts=[ids], max_tokens=of_row["max_tokens"], generation_kwargs=of_row)
-                return drawn["completion_ids"][0]
+            def ask(ids: list[int], row_settings: dict) -> list[int]:
+                answer = client.generate(
+                    prompts=[ids], max_tokens=row_settings["max_tokens"], generation_kwargs=row_settings
+                )
+                return answer["completion_ids"][0]
 
             with ThreadPoolExecutor(min(CONCURRENCY, len(prompt_ids))) as pool:
                 return list(pool.map(ask, prompt_ids, settings))
@@ -130,7 +137,7 @@ class EngineModel:
         if sleeps:
             llm.wake_up()
         prompts = [{"prompt_token_ids": ids} for ids in prompt_ids]
-        parameters = [SamplingParams(**of_row) for of_row in settings]
+        parameters = [SamplingParams(**row_settings) for row_settings in settings]
         outputs = llm.generate(prompts, sampling_params=parameters, use_tqdm=False)
         if sleeps:
             llm.sleep()
@@ -140,13 +147,21 @@ class EngineModel:
 def sampling(config: GenerationConfig, seed: int | None) -> dict:
     """vLLM's sampling parameters for one row, from a generation config of transformers."""
     ends = config.eos_token_id
+    settings = {
+        "max_tokens": config.max_new_tokens,
+        "stop_token_ids": list(ends) if isinstance(ends, list | tuple | set) else [ends],
+        "temperature": 0.0,  # greedy
+    }
     names = ["repetition_penalty"]
-    settings = {"max_tokens": config.max_new_tokens, "temperature": float(config.do_sample or 0)}
-    settings["stop_token_ids"] = list(ends) if isinstance(ends, list | tuple | set) else [ends]
     if config.do_sample:
-        names += ["temperature", "top_p", "top_k", "min_p"]
+        settings["temperature"] = 1.0
         settings["seed"] = None if seed is None else seed % 2**63
-    return settings | {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+        names += ["temperature", "top_p", "top_k", "min_p"]
+    for name in names:
+        value = getattr(config, name)
+        if value is not None:
+            settings[name] = value
+    return settings
 
 
 def generate(
@@ -225,7 +240,8 @@ def over_ranks(
             results += zip(batch, score(batch, generate(batch)), strict=True)
             bar.update(len(batch))
     if synced_gpus:
-        for _ in range(-(-len(batches) // state.num_processes) - len(mine)):
+        most_batches = math.ceil(len(batches) / state.num_processes)
+        for _ in range(most_batches - len(mine)):
             generate(range(1))
     if state.num_processes > 1:
         results = gather_object(results)

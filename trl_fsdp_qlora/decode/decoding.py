@@ -42,7 +42,7 @@ from ..scoring.transfer import widest_float
 from .cache import take_rows, unrepeatable, without_padding
 from .common_beginning import prefill_beginning
 from .shared_prompts import PrefillWatch, SharedPrompts, watched_attention
-from .turns import Continuation, KeptRow, KeptTurns, PromptImages, filled_cache, joined_cache, layer_states
+from .turns import Continuation, KeptRow, KeptTurns, PromptImages, States, filled_cache, joined_cache, layer_states
 
 # Processors and criteria that treat each row by itself, so rows may leave the batch. Repetition penalties may hold one
 # number per row; it is dropped together with the row.
@@ -75,12 +75,14 @@ def why_stock(model: nn.Module, config: GenerationConfig, vision: dict[str, Any]
     model = model.get_base_model() if peft_config is not None else model
     if not isinstance(model, PreTrainedModel):
         return f"{type(model).__name__} is not a PreTrainedModel"
-    if (method := foreign_generation(unwrapped) or foreign_generation(model)) is not None:
+    method = foreign_generation(unwrapped) or foreign_generation(model)
+    if method is not None:
         return f"{method} is not transformers' own"
     if model.config.is_encoder_decoder:
         return "it has an encoder"
     config = effective_config(model, config)
-    if (mode := config.get_generation_mode()) not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
         return f"generation_config asks for {mode.value.replace('_', ' ')}"
     if config.cache_implementation not in (None, "dynamic"):
         return f"cache_implementation={config.cache_implementation!r}"
@@ -93,15 +95,19 @@ def why_stock(model: nn.Module, config: GenerationConfig, vision: dict[str, Any]
         return f"{type(model).__name__} keeps no cache, or one of its own"
     if keeps_states_itself(model):
         return f"{type(model).__name__} keeps recurrent states in its layers, not in transformers' cache"
-    if (reason := unrepeatable(model.config.get_text_config(decoder=True))) is not None or not vision:
-        return reason
-    # Here only the prefill gets images, and each distinct prompt gets its own.
-    unknown = sorted({*vision} - {*PER_IMAGE, *PER_TOKEN, "num_images"})
+    reason = unrepeatable(model.config.get_text_config(decoder=True))
+    if reason is None and vision:
+        reason = _why_stock_with_images(model, vision)
+    return reason
+
+
+def _why_stock_with_images(model: PreTrainedModel, vision: dict[str, Any]) -> str | None:
+    """[`why_stock`] for a batch with images: here only the prefill gets them, and each distinct prompt its own."""
+    unknown = sorted(vision.keys() - {*PER_IMAGE, *PER_TOKEN, "num_images"})
     if unknown:
         return f"images come with {', '.join(unknown)}"
     counts = vision.get("num_images")
-    dealt = counts is not None and "pixel_values" in vision
-    if not dealt or len(images_by_row(vision)["pixel_values"]) != len(counts):
+    if counts is None or "pixel_values" not in vision or len(images_by_row(vision)["pixel_values"]) != len(counts):
         return "pixels do not say which prompt they belong to"
     return None if position_limit(model) == float("inf") else "rotary tables that depend on the longest row"
 
@@ -204,26 +210,28 @@ class Decoding:
         self, model, ids_UP, prompt_R: torch.Tensor, batch: "_Batch", config: GenerationConfig, synced_gpus: bool
     ):
         """Outputs as of a prefill of every row, from one of each prompt; the cache in `batch` serves every row."""
-        ids_UP, once, beginning = prefill_beginning(model, ids_UP, batch.kwargs, config, synced_gpus)
+        ids_UP, kwargs_U, beginning = prefill_beginning(model, ids_UP, batch.kwargs, config, synced_gpus)
         batch.beginning = beginning
         if self._pixels:
-            once = {name: x for name, x in once.items() if name not in _OF_IMAGES} | self._pixels
-        watch = None if self.per_row else PrefillWatch(once.get("past_key_values"), once)
-        outputs = prefill(model, ids_UP, config, once if watch is None else {**once, "shared_prompts": watch})
-        if watch is not None:
-            self.per_row = watch.why_not()
+            kwargs_U = {name: x for name, x in kwargs_U.items() if name not in _OF_IMAGES} | self._pixels
         if self.per_row is None:
-            batch.shared = SharedPrompts(outputs.past_key_values, prompt_R, once, batch.longest)
+            watch = PrefillWatch(kwargs_U.get("past_key_values"), kwargs_U)
+            outputs = prefill(model, ids_UP, config, {**kwargs_U, "shared_prompts": watch})
+            self.per_row = watch.why_not()
+        else:
+            outputs = prefill(model, ids_UP, config, kwargs_U)
+        if self.per_row is None:
+            batch.shared = SharedPrompts(outputs.past_key_values, prompt_R, kwargs_U, batch.longest)
         else:
             take_rows(outputs[batch.cache_name], prompt_R, batch.longest)
         self.work.prefill_tokens += ids_UP.numel() - beginning * (len(ids_UP) - 1)
-        return self._of_rows(model, outputs, once, prompt_R, batch)
+        return self._of_rows(model, outputs, kwargs_U, prompt_R, batch)
 
-    def _of_rows(self, model, outputs, once: dict, prompt_R: torch.Tensor, batch: "_Batch"):
-        """Outputs of a prefill of distinct prompts with arguments `once`, repeated for the rows of each prompt."""
+    def _of_rows(self, model, outputs, kwargs_U: dict, prompt_R: torch.Tensor, batch: "_Batch"):
+        """Outputs of a prefill of distinct prompts with arguments `kwargs_U`, repeated for the rows of each prompt."""
         outputs.logits = outputs.logits[:, -1:][prompt_R]
         self.work.prefill_tokens_stock += batch.ids_AL.numel()
-        kwargs = {name: _rows(name, value, prompt_R) for name, value in once.items() if name not in _OF_IMAGES}
+        kwargs = {name: _rows(name, value, prompt_R) for name, value in kwargs_U.items() if name not in _OF_IMAGES}
         batch.kwargs = kwargs
         # The last positions are enough for the next step, unless a model drops its cache and needs all of them again.
         if kwargs.get("position_ids") is not None and not prepares_inputs_itself(model):
@@ -235,33 +243,33 @@ class Decoding:
     ):
         """Prefill prompts that continue from the caches kept of the last turn; otherwise as `_prefill`."""
         self.per_row = "each row has a history of its own"
-        once = batch.kwargs
+        kwargs_U = batch.kwargs
         device = ids_UP.device
         width = ids_UP.shape[1]
-        lengths = (width - _padding(ids_UP, once)).tolist()
-        histories = [row[width - n :] for row, n in zip(ids_UP.tolist(), lengths, strict=True)]
-        together = self.turns.take(histories, None if self.images is None else self.images.keys)
+        lengths = (width - _padding(ids_UP, kwargs_U)).tolist()
+        histories = [row[width - length :] for row, length in zip(ids_UP.tolist(), lengths, strict=True)]
+        parts = self.turns.plan_prefill(histories, None if self.images is None else self.images.keys)
         outputs = None
         caches = []
         logits = []
-        rows = []
+        rows = []  # of `ids_UP`, in the order in which they were prefilled
         # If a forward is collective, a rank without parts left takes part with one token that nobody uses.
-        while unfinished(model, not together, synced_gpus, device):
-            if not together:
+        while unfinished(model, not parts, synced_gpus, device):
+            if not parts:
                 self._prefill_part(model, ids_UP, [1], Continuation([0], [None], 1), config, batch)
                 continue
-            part = together.pop(0)
+            part = parts.pop(0)
             outputs = self._prefill_part(model, ids_UP, lengths, part, config, batch)
             caches.append(outputs[batch.cache_name])
             logits.append(outputs.logits[:, -1:])
-            rows.append(part.rows)
+            rows += part.rows
             self.work.prefill_tokens += len(part.rows) * part.new
         if len(caches) > 1:
-            order_U = torch.tensor([row for part in rows for row in part], device=device).argsort()
+            order_U = torch.tensor(rows, device=device).argsort()
             outputs[batch.cache_name] = joined_cache(model.config, caches, order_U, width)
             outputs.logits = torch.cat(logits)[order_U]
         take_rows(outputs[batch.cache_name], prompt_R, batch.longest)
-        return self._of_rows(model, outputs, once, prompt_R, batch)
+        return self._of_rows(model, outputs, kwargs_U, prompt_R, batch)
 
     @contextmanager
     def _tower_on_every_rank(self, model, device: torch.device, synced_gpus: bool) -> Iterator[None]:
@@ -289,10 +297,10 @@ class Decoding:
         width = max(lengths[row] for row in part.rows)
         used = [max(0, lengths[row] - part.new) for row in part.rows]
         rows = torch.tensor(part.rows, device=ids_UP.device)
-        kwargs = {n: _rows(n, x, rows) for n, x in batch.kwargs.items() if n not in _OF_IMAGES}
+        kwargs = {name: _rows(name, value, rows) for name, value in batch.kwargs.items() if name not in _OF_IMAGES}
         if self.images is not None and part.new > 1:  # a single token is text, and may be nobody's
-            seen = [0 if row is None else len(row.images) for row in part.kept]
-            kwargs.update(self.images.unseen(part.rows, seen))
+            images_in_cache = [0 if row is None else len(row.images) for row in part.kept]
+            kwargs.update(self.images.unseen(part.rows, images_in_cache))
         kwargs[batch.cache_name] = filled_cache(model.config, part.kept, used, width - part.new)
         part.kept.clear()  # frees the kept rows' memory before the forward
         for name in ("attention_mask", "position_ids", *PER_TOKEN):
@@ -335,10 +343,12 @@ class _Batch:
         self.shared: SharedPrompts | None = None
         self.images_R: list[tuple[int, ...]] = [()] * len(prompt_R)
         self.beginning = 0
-        self.logits_processor, self.stopping_criteria = logits_processor, stopping_criteria
+        self.logits_processor = logits_processor
+        self.stopping_criteria = stopping_criteria
         self._select_in_processors(prompt_R)
         self._padding_R = _padding(ids_UP, kwargs)[prompt_R]
-        self.left = self._rows = len(prompt_R)
+        self._rows = len(prompt_R)
+        self.left = self._rows
         self._newly_ended = 0
         self.longest = sys.maxsize if stopping_criteria.max_length is None else stopping_criteria.max_length
         self._rows_A = torch.arange(self.left, device=ids_UP.device)
@@ -380,6 +390,7 @@ class _Batch:
         was_left = self.left
         self._open_A = was_open_A & ~self.stopping_criteria(self.ids_AL, None)
         self._ended_A = was_open_A & ~self._open_A
+        # Both numbers in one transfer, so that the host waits for the device once.
         self.left, broken = torch.stack([self._open_A.sum(), (next_A < 0).sum()]).tolist()
         self._newly_ended = was_left - self.left
         if broken:
@@ -392,40 +403,47 @@ class _Batch:
         """
         if not self._newly_ended:
             return
-        cache = self.kwargs[self.cache_name] if self.shared is None else self.shared.cache
         ended = self._ended_A.nonzero()[:, 0]
-        numbers = self._rows_A[ended]
-        padding = self._padding_R[numbers].tolist()
-        for row, number_in_R, columns in zip(ended.tolist(), numbers.tolist(), padding, strict=True):
-            length = self.ids_AL.shape[1] - 1 - columns
-            layers = []
-            for number, layer in enumerate(cache.layers):
-                if self.shared is not None:
-                    keys, values = self.shared.keys_and_values(number, row, length, self.beginning)
-                    layers.append({"keys": keys, "values": values})
-                    continue
-                states = {name: state[row] for name, state in layer_states(layer).items()}
-                for name in states.keys() & {"keys", "values"}:
-                    states[name] = without_padding(states[name], length, self.beginning)
-                layers.append({name: state.clone() for name, state in states.items()})
-            yield KeptRow(self.ids_AL[row, -1 - length : -1].tolist(), layers, self.images_R[number_in_R])
+        indices_in_R = self._rows_A[ended]
+        padding = self._padding_R[indices_in_R].tolist()
+        for row, index_in_R, padding_of_row in zip(ended.tolist(), indices_in_R.tolist(), padding, strict=True):
+            length = self.ids_AL.shape[1] - 1 - padding_of_row
+            ids = self.ids_AL[row, -1 - length : -1].tolist()
+            yield KeptRow(ids, self._states_of(row, length), self.images_R[index_in_R])
+
+    def _states_of(self, row: int, length: int) -> list[States]:
+        """Copies of each layer's tensors for the `length` tokens of a row of A, without padding."""
+        layers = []
+        if self.shared is not None:
+            for number in range(len(self.shared.cache.layers)):
+                keys, values = self.shared.keys_and_values(number, row, length, self.beginning)
+                layers.append({"keys": keys, "values": values})
+            return layers
+        for layer in self.kwargs[self.cache_name].layers:
+            states = {name: state[row] for name, state in layer_states(layer).items()}
+            for name in states.keys() & {"keys", "values"}:
+                states[name] = without_padding(states[name], length, self.beginning)
+            layers.append({name: state.clone() for name, state in states.items()})
+        return layers
 
     def drop_finished(self, synced_gpus: bool) -> None:
         """Drop finished rows and their part of the cache, once there are enough of them to be worth the copy."""
         finished = len(self._rows_A) - self.left
-        if not self.drops or finished < max(1, _DROP_SHARE * len(self._rows_A)) or not (self.left or synced_gpus):
+        are_enough = finished >= max(1, _DROP_SHARE * len(self._rows_A))
+        is_over = not self.left and not synced_gpus
+        if not self.drops or not are_enough or is_over:
             return
         # If this rank has finished but other ranks need its forwards, one row stays.
-        kept = self._open_A.nonzero()[:, 0] if self.left else self._rows_A.new_zeros(1)
-        self.ids_AL = self.ids_AL[kept]
-        self._rows_A = self._rows_A[kept]
-        self._open_A = self._open_A[kept]
+        remaining = self._open_A.nonzero()[:, 0] if self.left else self._rows_A.new_zeros(1)
+        self.ids_AL = self.ids_AL[remaining]
+        self._rows_A = self._rows_A[remaining]
+        self._open_A = self._open_A[remaining]
         if self.shared is not None:
-            self.shared.select(kept)
+            self.shared.select(remaining)
         else:
-            take_rows(self.kwargs[self.cache_name], kept)
-            self.kwargs = {name: _rows(name, value, kept) for name, value in self.kwargs.items()}
-        self._select_in_processors(kept)
+            take_rows(self.kwargs[self.cache_name], remaining)
+            self.kwargs = {name: _rows(name, value, remaining) for name, value in self.kwargs.items()}
+        self._select_in_processors(remaining)
 
     def _select_in_processors(self, rows: torch.Tensor) -> None:
         for processor in self.logits_processor:

@@ -110,25 +110,24 @@ class Rollout:
         if images or any(name.startswith("pixel_values") for name in multimodal_fields):
             counts = [len(each or ()) for each in images or ()]
             vision = vision_tensors(multimodal_fields | {"num_images": counts}, max(map(len, prompt_ids)))
-            if (reason := self.why_stock(wrapped, settings, vision)) is not None:
+            reason = self.why_stock(wrapped, settings, vision)
+            if reason is not None:
                 logger.warning_once(f"decoding: a batch with images generates as in stock TRL ({reason})")
                 return stock(*turn)
         with self.generating(wrapped, settings.overrides) as (model, synced_gpus):
-            kept = turns if why_not_kept(model) is None else None
-            decoding = Decoding(synced_gpus, kept)
-            ends = settings.eos_token_ids
+            decoding = Decoding(synced_gpus, turns if why_not_kept(model) is None else None)
             completions, work = complete(
                 model,
                 prompt_ids,
                 settings.config,
-                ends=ends,
+                ends=settings.eos_token_ids,
                 synced_gpus=synced_gpus,
                 decoding=decoding,
                 vision=vision,
             )
         self._work += work
-        later = turns is not None and turns.number > 0
-        if decoding.per_row is not None and not later and self.accelerator.device.type == "cpu":
+        is_later_turn = turns is not None and turns.number > 0
+        if decoding.per_row is not None and not is_later_turn and self.accelerator.device.type == "cpu":
             logger.warning_once(f"decoding: prompts attended to per row, not once per group ({decoding.per_row})")
         return completions, None
 
@@ -145,8 +144,9 @@ class Rollout:
             return
         while self._any_rank_goes_on(False):
             # This rank's token is not used; the decoding loop goes on as long as any rank's loop does.
+            turn = ([prompt[-1:]], None, {}, 1, False)
             with replaced(settings.config, max_new_tokens=1):
-                self._turn(stock, ([prompt[-1:]], None, {}, 1, False), wrapped, settings, self._turns)
+                self._turn(stock, turn, wrapped, settings, self._turns)
             self._turns.clear()
             self._turns.number += 1
 
@@ -170,18 +170,21 @@ class Rollout:
         self, wrapped: nn.Module, settings: GenerateSettings | None, tools: bool = False
     ) -> list[tuple[str, str]]:
         """Headings and lines of the start-up block on transformers' `generate`; `tools`: whether the run has tools."""
+        if settings is None and self.args.use_vllm:
+            return []
         if settings is None:
-            lines = [("as stock TRL", "rollouts: transformers' continuous batching")]
-            return [] if self.args.use_vllm else lines
+            return [("as stock TRL", "rollouts: transformers' continuous batching")]
         reason = self.why_stock(wrapped, settings)
         if reason is not None:
             heading = "as stock TRL" if self.args.compact_generation else "off"
             return [(heading, f"rollouts: every completion prefills its prompt, no row leaves early ({reason})")]
         lines = [("on", "rollouts: each prompt prefilled once, finished rows leave the batch")]
-        if tools and (reason := why_not_kept(self.accelerator.unwrap_model(wrapped))) is not None:
-            lines.append(("as stock TRL", f"tools: every turn prefills its whole history ({reason})"))
-        elif tools:
-            lines.append(("on", "tools: a turn continues where the last one stopped"))
+        if tools:
+            reason = why_not_kept(self.accelerator.unwrap_model(wrapped))
+            if reason is None:
+                lines.append(("on", "tools: a turn continues where the last one stopped"))
+            else:
+                lines.append(("as stock TRL", f"tools: every turn prefills its whole history ({reason})"))
         if self.accelerator.device.type == "cpu" and beats_mkl():
             lines.append(("on", "decoding: float32 products by oneDNN"))
         return lines
@@ -191,8 +194,10 @@ class Rollout:
         figures = torch.tensor(astuple(self._work), device=self.accelerator.device)
         figures = self.accelerator.reduce(figures, reduction="sum")
         self._work = DecodingWork()
-        sums = zip(fields(DecodingWork), figures.tolist(), strict=True) if figures.any() else ()
-        return {f"generation/{item.name}": float(value) for item, value in sums}
+        if not figures.any():
+            return {}
+        sums = zip(fields(DecodingWork), figures.tolist(), strict=True)
+        return {f"generation/{field.name}": float(value) for field, value in sums}
 
     @contextmanager
     def generating(self, wrapped: nn.Module, overrides: dict | None = None) -> Iterator[tuple[nn.Module, bool]]:
@@ -234,7 +239,9 @@ def restore_weights(model: nn.Module) -> Iterator[None]:
     tensors stay in memory.
     """
     parameters = [(parameter, parameter.data) for parameter in model.parameters()]
-    buffers = [(module, name, b) for module in model.modules() for name, b in module._buffers.items() if b is not None]
+    buffers = []
+    for module in model.modules():
+        buffers += [(module, name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
     was_training = model.training
     try:
         yield

@@ -99,7 +99,7 @@ class PrefillWatch:
     def __init__(self, cache: DynamicCache, kwargs: dict):
         self.cache = cache
         self.mask_UP = kwargs.get("attention_mask")
-        self.seen = set()
+        self.checked_layers = set()
         self.reason = "generate hands no positions to the model" if kwargs.get("position_ids") is None else None
         unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in _ARGUMENTS)
         if unknown:
@@ -108,7 +108,7 @@ class PrefillWatch:
     def attend(self, base, module, query, key, value, mask, **kwargs):
         """Check a layer's arguments, then call its own function. Shapes as in transformers' interface."""
         self.reason = self.reason or self._refuses(module, query, key, value, mask, kwargs)
-        self.seen.add(getattr(module, "layer_idx", None))
+        self.checked_layers.add(getattr(module, "layer_idx", None))
         return own_attention_function(base, module)(module, query, key, value, mask, **kwargs)
 
     def _refuses(self, module, query, key, value, mask, kwargs: dict) -> str | None:
@@ -117,8 +117,11 @@ class PrefillWatch:
         options = {name: x for name, x in kwargs.items() if x is not None and name not in {*NEUTRAL, "scaling"}}
         if getattr(module, "sinks", None) is not None:
             options["sinks"] = module.sinks
-        if options.pop("dropout", 0.0) or options:
-            return f"its attention takes {', '.join(sorted(options)) or 'dropout'}"
+        dropout = options.pop("dropout", 0.0)
+        if options:
+            return f"its attention takes {', '.join(sorted(options))}"
+        if dropout:
+            return "its attention takes dropout"
         layer = self.cache.layers[module.layer_idx]
         if key is not layer.keys or value is not layer.values:
             return "it attends to other keys than it caches"
@@ -140,7 +143,7 @@ class PrefillWatch:
 
     def why_not(self) -> str | None:
         """Why decoding attends to the prompt in each row, after the prefill."""
-        if self.reason is None and self.seen != set(range(len(self.cache.layers))):
+        if self.reason is None and self.checked_layers != set(range(len(self.cache.layers))):
             return "not every layer goes through the attention interface"
         return self.reason
 
@@ -166,7 +169,10 @@ class SharedPrompts:
         self.positions_A1 = kwargs["position_ids"][..., prompt_A, -1:]
 
     def _arrange(self, prompt_A: torch.Tensor) -> None:
-        """Number the queries of each prompt: rows `(U, G)`, filled up with any row."""
+        """Give each row one of the `(U, G)` slots, G for each prompt; row 0 stands in the slots that stay free.
+
+        So attention to the prompts runs over groups of equal size; the results of free slots are dropped.
+        """
         counts_U = prompt_A.bincount(minlength=len(self.prompts[0][0]))
         self.prompt_count = len(counts_U)
         self.group = int(counts_U.max())
@@ -176,18 +182,19 @@ class SharedPrompts:
         self.rows_S = prompt_A.new_zeros(self.prompt_count * self.group).index_copy(0, slot_A, order_A)
         self.slots_A = torch.empty_like(slot_A).index_copy(0, order_A, slot_A)
         self.prompt_A = prompt_A
-        if torch.equal(self.rows_S, torch.arange(len(prompt_A))):
-            self.rows_S = self.slots_A = None  # whole groups in their order
+        if torch.equal(self.rows_S, torch.arange(len(prompt_A))):  # whole groups in their order
+            self.rows_S = None
+            self.slots_A = None
 
-    def select(self, kept: torch.Tensor) -> None:
+    def select(self, rows: torch.Tensor) -> None:
         """Keep only these rows and their prompts."""
-        self.cache.batch_select_indices(kept)
-        self.positions_A1 = self.positions_A1[..., kept, :]
-        alive, prompt_A = self.prompt_A[kept].unique(return_inverse=True)
-        if len(alive) < self.prompt_count:
-            self.prompts = [(keys[alive], values[alive]) for keys, values in self.prompts]
+        self.cache.batch_select_indices(rows)
+        self.positions_A1 = self.positions_A1[..., rows, :]
+        prompts, prompt_A = self.prompt_A[rows].unique(return_inverse=True)
+        if len(prompts) < self.prompt_count:
+            self.prompts = [(keys[prompts], values[prompts]) for keys, values in self.prompts]
             if self.bias_U11P is not None:
-                self.bias_U11P = self.bias_U11P[alive]
+                self.bias_U11P = self.bias_U11P[prompts]
         self._arrange(prompt_A)
 
     def keys_and_values(
@@ -227,9 +234,10 @@ class SharedPrompts:
         prompt_key, prompt_value = self.prompts[module.layer_idx]
         query_AKRD = query.reshape(rows, key.shape[1], heads // key.shape[1], size)
         out, lse = _flash(query_AKRD, key, value, scale=scaling)
-        group = query_AKRD if self.rows_S is None else query_AKRD[self.rows_S]
-        group = group.unflatten(0, (self.prompt_count, self.group)).transpose(1, 2).flatten(2, 3)
-        prompt_out, prompt_lse = _flash(group, prompt_key, prompt_value, attn_mask=self.bias_U11P, scale=scaling)
+        slots = query_AKRD if self.rows_S is None else query_AKRD[self.rows_S]
+        # (U, H_kv, G · R, D): the queries of all rows of a prompt
+        of_prompt = slots.unflatten(0, (self.prompt_count, self.group)).transpose(1, 2).flatten(2, 3)
+        prompt_out, prompt_lse = _flash(of_prompt, prompt_key, prompt_value, attn_mask=self.bias_U11P, scale=scaling)
         out = merge(out, lse, self._to_rows(prompt_out), self._to_rows(prompt_lse))
         return out.to(query.dtype).reshape(rows, 1, heads, size), None
 

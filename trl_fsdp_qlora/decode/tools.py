@@ -31,7 +31,7 @@ def limited(tool: Callable, seconds: float | None) -> Callable:
     if inspect.iscoroutinefunction(tool):
 
         @functools.wraps(tool)
-        async def waited(*args, **kwargs):
+        async def limited_coroutine(*args, **kwargs):
             try:
                 async with asyncio.timeout(seconds) as limit:
                     return await tool(*args, **kwargs)
@@ -41,14 +41,14 @@ def limited(tool: Callable, seconds: float | None) -> Callable:
                 logger.warning_once(f"tools: {line}; {_READ}")
                 raise TimeoutError(line) from None
 
-        return waited
+        return limited_coroutine
 
     @functools.wraps(tool)
-    def called(*args, **kwargs):
+    def limited_function(*args, **kwargs):
         with _alarm(seconds, line):
             return tool(*args, **kwargs)
 
-    return called
+    return limited_function
 
 
 @contextmanager
@@ -61,7 +61,8 @@ def _alarm(seconds: float, line: str) -> Iterator[None]:
         logger.warning_once(f"tools: {line}; {_READ}")
         raise TimeoutError(line)
 
-    # A process has one such timer, and somebody else's may run: an earlier one stays, a later one goes on afterwards.
+    # A process has one such timer, and other code may have set it. If that timer ends before ours would, it stays;
+    # otherwise it goes on after the block.
     left, interval = signal.getitimer(signal.ITIMER_REAL)
     if 0 < left <= seconds:
         yield

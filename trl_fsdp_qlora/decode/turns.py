@@ -17,7 +17,7 @@ with rows that have equally many new tokens.
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -47,9 +47,11 @@ def why_not_kept(model: nn.Module) -> str | None:
     model = model.get_base_model() if isinstance(model, PeftModel) else model
     if position_limit(model) != float("inf"):
         return "rotary tables that depend on the longest row"
-    # Transformers' Mamba-1 starts its scan at zero for several tokens, whatever the cache holds.
-    anew = [type(layer) for layer in recurrent_layers(model) if not goes_on_from_a_state(type(layer))]
-    return f"{anew[0].__name__} goes on from no state" if anew else None
+    for layer in recurrent_layers(model):
+        # Transformers' Mamba-1 starts its scan at zero for several tokens, whatever the cache holds.
+        if not goes_on_from_a_state(type(layer)):
+            return f"{type(layer).__name__} goes on from no state"
+    return None
 
 
 def layer_states(layer) -> States:
@@ -118,12 +120,15 @@ class PromptImages:
                 "rollouts: this model's pixels are padded to the prompt with most images, so a turn with a new image "
                 "is prefilled whole"
             )
-        return {name: x for name, x in rows_of_images(self._tensors, images).items() if name != "num_images"}
+        return self._arguments(images)
 
     def of_one_prompt(self) -> dict[str, torch.Tensor]:
         """The model's arguments for all images of the first prompt that has some."""
         row = next(row for row, keys in enumerate(self.keys) if keys)
-        return {n: x for n, x in rows_of_images(self._tensors, self._images[row]).items() if n != "num_images"}
+        return self._arguments(self._images[row])
+
+    def _arguments(self, images: list[int]) -> dict[str, torch.Tensor]:
+        return {name: x for name, x in rows_of_images(self._tensors, images).items() if name != "num_images"}
 
 
 @dataclass
@@ -151,10 +156,10 @@ class KeptRow:
         if images[: len(self.images)] != self.images:
             return 0
         common = min(len(self.ids), len(ids) - 1)
-        kept = self.ids
-        if ids[:common] != kept[:common]:
-            common = int((np.array(ids[:common]) != np.array(kept[:common])).argmax())
-        return common if self.may_go_back or common == len(kept) else 0
+        if ids[:common] != self.ids[:common]:
+            differs = np.array(ids[:common]) != np.array(self.ids[:common])
+            common = int(differs.argmax())
+        return common if self.may_go_back or common == len(self.ids) else 0
 
 
 @dataclass
@@ -181,8 +186,9 @@ class KeptTurns:
         self.limit = limit
         self.turns = turns
         self.number = 0
+        self.bytes = 0
+        self.most_bytes = 0
         self._rows: list[KeptRow] = []
-        self.bytes = self.most_bytes = 0
 
     @property
     def is_last(self) -> bool:
@@ -205,7 +211,9 @@ class KeptTurns:
         self._rows = []
         self.bytes = 0
 
-    def take(self, prompts: list[list[int]], images: list[tuple[int, ...]] | None = None) -> list[Continuation]:
+    def plan_prefill(
+        self, prompts: list[list[int]], images: list[tuple[int, ...]] | None = None
+    ) -> list[Continuation]:
         """The parts in which `prompts` are prefilled; kept rows that serve no prompt are freed.
 
         `images`: keys of each prompt's images.
@@ -215,20 +223,22 @@ class KeptTurns:
         images = [()] * len(prompts) if images is None else images
         served = [self._serving(kept, ids, of_row) for ids, of_row in zip(prompts, images, strict=True)]
         new = [len(ids) - length for ids, (_, length) in zip(prompts, served, strict=True)]
+        may_go_back = [keeper is None or keeper.may_go_back for keeper, _ in served]
 
-        def key(row: int) -> tuple:
-            keeper, _ = served[row]
-            return (keeper is not None and not keeper.may_go_back, -new[row])
-
-        together: list[Continuation] = []
-        for (exact, tokens), rows in groupby(sorted(range(len(prompts)), key=key), key):
-            if not together or exact or -tokens < _TOGETHER * together[-1].new:
-                together.append(Continuation([], [], -tokens))
-            together[-1].rows.extend(rows)
-        for part in together:
+        parts: list[Continuation] = []
+        for row in sorted(range(len(prompts)), key=lambda row: -new[row]):
+            if may_go_back[row]:
+                if not parts or new[row] < _TOGETHER * parts[-1].new:
+                    parts.append(Continuation([], [], new[row]))
+                parts[-1].rows.append(row)
+        # Padding would change these rows' states, so only rows with equally many new tokens run together.
+        used_whole = [row for row in range(len(prompts)) if not may_go_back[row]]
+        for tokens in sorted({new[row] for row in used_whole}, reverse=True):
+            parts.append(Continuation([row for row in used_whole if new[row] == tokens], [], tokens))
+        for part in parts:
             part.rows.sort()
             part.kept = [served[row][0] for row in part.rows]
-        return together
+        return parts
 
     @staticmethod
     def _serving(kept: list[KeptRow], ids: list[int], images: tuple[int, ...]) -> tuple[KeptRow | None, int]:
@@ -254,26 +264,34 @@ class KeptTurns:
 def filled_cache(config: PreTrainedConfig, rows: list[KeptRow | None], used: list[int], width: int) -> DynamicCache:
     """The cache of a batch: the first `used` tokens of each of `rows`, padded on the left to `width` columns."""
     cache = DynamicCache(config=config)
-    for number, layer in enumerate(cache.layers if width else ()):
-        by_row = [None if row is None else row.layers[number] for row in rows]
-        pattern = next(states for states in by_row if states is not None)
+    if not width:
+        return cache
+    a_kept_row = next(row for row in rows if row is not None)
+    for number, layer in enumerate(cache.layers):
         states: States = {}
-        for name, one in pattern.items():
-            if name not in ("keys", "values"):
-                states[name] = torch.stack([row[name] for row in by_row])
-                continue
-            columns = min(width, getattr(layer, "sliding_window", width + 1) - 1)
-            batch = one.new_zeros(len(rows), one.shape[0], columns, one.shape[2])
-            for batch_row, (row, length) in enumerate(zip(by_row, used, strict=True)):
-                if length:
-                    # Tokens that a sliding layer has dropped are missing in front.
-                    missing = len(rows[batch_row].ids) - row[name].shape[-2]
-                    real = row[name][:, max(0, length - missing - columns) : length - missing]
-                    batch[batch_row, :, columns - real.shape[1] :] = real
-            states[name] = batch
+        for name in a_kept_row.layers[number]:
+            if name in ("keys", "values"):
+                columns = min(width, getattr(layer, "sliding_window", width + 1) - 1)
+                states[name] = _padded(rows, used, number, name, columns)
+            else:
+                states[name] = torch.stack([row.layers[number][name] for row in rows])
         if states:
             fill_layer(layer, states, width)
     return cache
+
+
+def _padded(rows: list[KeptRow | None], used: list[int], layer: int, name: str, columns: int) -> torch.Tensor:
+    """A layer's keys or values `(rows, H_kv, columns, D)`: the last `columns` of each row's `used` tokens."""
+    one = next(row.layers[layer][name] for row in rows if row is not None)
+    batch = one.new_zeros(len(rows), one.shape[0], columns, one.shape[2])
+    for i, (row, length) in enumerate(zip(rows, used, strict=True)):
+        if length:
+            states = row.layers[layer][name]
+            # Tokens that a sliding layer has dropped are missing in front.
+            missing = len(row.ids) - states.shape[-2]
+            real = states[:, max(0, length - missing - columns) : length - missing]
+            batch[i, :, columns - real.shape[1] :] = real
+    return batch
 
 
 def joined_cache(
