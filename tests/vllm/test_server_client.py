@@ -20,7 +20,7 @@ def without_vllm(monkeypatch):
 
 
 def client(url: str) -> AdapterServer:
-    return AdapterServer(url, patience=0.2, max_lora_rank=8)
+    return AdapterServer(url, timeout=0.2, max_lora_rank=8)
 
 
 def test_a_server_that_is_right_and_two_that_were_started_wrong():

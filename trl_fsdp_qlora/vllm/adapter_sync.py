@@ -40,7 +40,7 @@ def served_rank(config: LoraConfig) -> int:
     if not isinstance(config, LoraConfig):
         raise RolloutError(f"vLLM cannot serve this adapter by itself: a {type(config).__name__} is no LoraConfig")
     targets = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules or ()
-    experts = config.target_parameters and sorted(config.target_parameters)
+    experts = sorted(config.target_parameters or ())
     rank = max([config.r, *(config.rank_pattern or {}).values()])
 
     adapts_head = any(name in target for target in targets for name in ("lm_head", "embed_tokens"))
@@ -102,10 +102,9 @@ class AdapterVersions:
         """Write version `version` and return its folder."""
         self.bytes = sum(tensor.nbytes for tensor in weights.values())
         if self.root is None:
-            has_room = (
-                self.in_memory and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 4 * self.bytes
-            )
-            parent = _MEMORY if has_room else self.folder
+            parent = self.folder
+            if self.in_memory and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 4 * self.bytes:
+                parent = _MEMORY
             parent.mkdir(parents=True, exist_ok=True)
             self._scratch = tempfile.TemporaryDirectory(prefix=".adapters-", dir=parent, ignore_cleanup_errors=True)
             self.root = Path(self._scratch.name).resolve()

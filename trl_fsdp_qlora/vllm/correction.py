@@ -61,9 +61,11 @@ def importance_weights(
 
 # Mean |engine - trainer| in nats. Of SmolLM2-135M's own samples: bf16 0.04, fp8 weights 0.14, fp8 activations too 0.19
 # to 0.22, 4-bit weights 0.72, untrained weights 8.0 (docs/LOG.md, 2026-11-22); larger models round less.
-OTHER_MODEL, HIGH = 1.0, 0.1
-# A difference that has grown tenfold since the first sync is named too (a stale adapter), unless it is this small.
-GROWN, SMALL = 10.0, 0.01
+OTHER_MODEL = 1.0  # an error after the first sync
+HIGH = 0.1  # a warning
+# A difference that has grown tenfold since the first sync is a warning too (a stale adapter), unless it is small.
+GROWN = 10.0
+SMALL = 0.01
 # Fewer tokens than these are not judged: one unlikely token may be off by a nat.
 ENOUGH_TOKENS = 100
 # Settings of `SamplingParams` that do not change the distribution of a token (how many are drawn, when they end, what
@@ -76,8 +78,9 @@ _NEUTRAL = (
 
 
 def sampling_figures(inputs: dict[str, Any], policy_BC: torch.Tensor, scored_BC: torch.Tensor | None) -> torch.Tensor:
-    """This rank's figures for [`sampling_metrics`], `(3,)` or with importance weights `(7,)`, without waiting for the
-    device.
+    """This rank's figures for [`sampling_metrics`]: `(3,)`, with importance weights `(7,)`.
+
+    The figures stay on the device, so the host does not wait.
 
     Args:
         inputs: of the loss, with the engine's log-probabilities and the importance weights, if there are any.
@@ -97,20 +100,21 @@ def sampling_figures(inputs: dict[str, Any], policy_BC: torch.Tensor, scored_BC:
 
 
 def sampling_metrics(figures: list[list[float]]) -> tuple[dict[str, float], float, float]:
-    """TRL's metrics of engine and policy, the tokens, and Σ|engine − policy|, from each rank's
-    [`sampling_figures`].
+    """TRL's metrics of engine and policy, the tokens, and Σ|engine − policy|.
+
+    `figures`: [`sampling_figures`] of each rank.
     """
-    tokens, differences, largest, *weights = zip(*figures, strict=True)
+    tokens, differences, largest, *of_weights = zip(*figures, strict=True)
     metrics = [sum(differences) / max(sum(tokens), 1), max(largest)]
-    if weights and any(weights[0]):
-        metrics += [min(weights[1]), sum(weights[2]) / sum(weights[0]), max(weights[3])]
+    if of_weights:
+        counts, least, sums, most = of_weights
+        if any(counts):
+            metrics += [min(least), sum(sums) / sum(counts), max(most)]
     return dict(zip(SAMPLING_METRICS, metrics, strict=False)), sum(tokens), sum(differences)
 
 
 def draws_from_policy(args: Any) -> bool:
-    """Whether the log-probabilities that vLLM returns can be compared with the policy's: nothing else shapes what it
-    draws from.
-    """
+    """Whether vLLM draws from the policy itself, so that the two sides' log-probabilities can be compared."""
     kwargs = args.generation_kwargs or {}
     shaped = (
         truncations(args)
@@ -137,7 +141,8 @@ class WeightSyncCheck:
         self.is_enabled = is_enabled
         self.warned = False
         self.first: float | None = None  # mean after the first sync, once there are enough tokens
-        self._tokens = self._total = 0.0
+        self._tokens = 0.0
+        self._total = 0.0
 
     def __call__(self, tokens: float, total: float) -> None:
         """Check a batch of `tokens` tokens on all ranks, with `total` as their Σ|engine − trainer|.
@@ -149,8 +154,8 @@ class WeightSyncCheck:
         if not self.is_enabled or not tokens or not math.isfinite(total):
             return
         if self.first is None:
-            self._tokens = self._tokens + tokens
-            self._total = self._total + total
+            self._tokens += tokens
+            self._total += total
             if self._tokens < ENOUGH_TOKENS:
                 return
             self.first = self._total / self._tokens

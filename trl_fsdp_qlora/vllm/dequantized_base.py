@@ -56,9 +56,10 @@ def _dense(base: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Ten
 
 
 def _fingerprint(base: nn.Module, dtype: torch.dtype) -> str:
+    """Digest of the weights without adapters, and of the config's fields that say what the model computes."""
     # A trainer's changes of a config, and the checkpoint's folder, change no weight.
-    apart = ("_name_or_path", "use_cache", "dtype", "torch_dtype", "transformers_version", "quantization_config")
-    config = {key: value for key, value in base.config.to_dict().items() if key not in apart}
+    ignored = ("_name_or_path", "use_cache", "dtype", "torch_dtype", "transformers_version", "quantization_config")
+    config = {key: value for key, value in base.config.to_dict().items() if key not in ignored}
     digest = hashlib.blake2b(f"{dtype} {json.dumps(config, sort_keys=True, default=str)}".encode(), digest_size=16)
     tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in base.state_dict().items()}
     for name, tensor in sorted(tensors.items()):
@@ -104,15 +105,14 @@ def dequantized_base(
         scratch.mkdir()
         # A file for each layer, in the checkpoint's own layout, which may have a tensor for each expert.
         layers = groupby(_dense(base, dtype), lambda item: re.match(r"(.*?\.\d+\.)?", item[0])[0])
+        bar = tqdm(layers, unit=" layers", desc="dequantizing the base", disable=not progress)
         files = {}
         size = 0
-        for i, (_, layer) in enumerate(
-            tqdm(layers, unit=" layers", desc="dequantizing the base", disable=not progress)
-        ):
+        for i, (_, layer) in enumerate(bar):
             tensors = revert_weight_conversion(base, dict(layer))
             name = f"model-{i:05d}.safetensors"
             save_file(tensors, scratch / name, metadata={"format": "pt"})
-            files |= dict.fromkeys(tensors, name)
+            files.update(dict.fromkeys(tensors, name))
             size += sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": size}, "weight_map": files}
         (scratch / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")

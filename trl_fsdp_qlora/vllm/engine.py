@@ -88,7 +88,7 @@ class AdapterServer(VLLMClient):
     """TRL's client of a vLLM server, for a server that is given adapters.
 
     Args:
-        url, patience: address of the server, and seconds to wait until it is up.
+        url, timeout: address of the server, and seconds to wait until it is up.
         max_lora_rank: the adapter's rank, as vLLM counts ranks.
 
     Attributes:
@@ -98,8 +98,8 @@ class AdapterServer(VLLMClient):
         RolloutError: the server cannot take such adapters; the message names the option to start it with.
     """
 
-    def __init__(self, url: str, patience: float, max_lora_rank: int):
-        super().__init__(base_url=url, connection_timeout=patience)
+    def __init__(self, url: str, timeout: float, max_lora_rank: int):
+        super().__init__(base_url=url, connection_timeout=timeout)
         models = self.session.get(f"{self.base_url}/v1/models").json()["data"]
         # Adapters of earlier runs are listed too, with the base as their parent.
         base = next(model for model in models if not model.get("parent"))
@@ -112,10 +112,11 @@ class AdapterServer(VLLMClient):
                 f"the vLLM server at {self.base_url} was started {started}. Restart it with --enable-lora "
                 f"--max-lora-rank {max_lora_rank}, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
             )
-        # TRL asks again after a 500, and forgets what it said: here that is why vLLM did not take an adapter.
-        tries = Retry(total=5, backoff_factor=2, status_forcelist=[502, 503], allowed_methods=["POST"])
+        # After status 500 TRL's session repeats the request and drops the response. Here the text of that response is
+        # vLLM's reason to refuse an adapter, so 500 is not repeated.
+        retry = Retry(total=5, backoff_factor=2, status_forcelist=[502, 503], allowed_methods=["POST"])
         for endpoint in ("load_lora_adapter", "unload_lora_adapter"):
-            self.session.mount(f"{self.base_url}/v1/{endpoint}", HTTPAdapter(max_retries=tries))
+            self.session.mount(f"{self.base_url}/v1/{endpoint}", HTTPAdapter(max_retries=retry))
 
     def ask(self, endpoint: str, content: dict) -> None:
         """Load or unload an adapter; raises [`RolloutError`] with the server's reason."""
@@ -141,7 +142,8 @@ class AdapterEngine(VLLMGeneration):
         **options: of `VLLMGeneration`.
     """
 
-    # TRL notes that the weights are asleep after it generated; here they never are.
+    # TRL sets this to `True` after it has generated, and would then sync all weights before it generates again. Here
+    # the engine keeps its weights, see `_Serving`.
     _llm_weights_sleeping = property(lambda self: False, lambda self, value: None)
 
     def __init__(
@@ -150,7 +152,8 @@ class AdapterEngine(VLLMGeneration):
         self.base = base
         self.peft_config = peft_config
         self.max_lora_rank = max_lora_rank
-        self.versions, self.version = versions, 0
+        self.versions = versions
+        self.version = 0
         self.engine_kwargs = engine_kwargs or {}
         self.last_sync = {"seconds": 0.0, "bytes": 0}
         super().__init__(**options)
@@ -168,19 +171,20 @@ class AdapterEngine(VLLMGeneration):
     def _start_colocated(self) -> None:
         from vllm import LLM
 
-        ranks = self.accelerator
+        accelerator = self.accelerator
         size = self.tensor_parallel_size
         if size > 1:
-            groups = [list(range(i * size, (i + 1) * size)) for i in range(ranks.num_processes // size)]
+            starts = range(0, accelerator.num_processes, size)
+            groups = [list(range(start, start + size)) for start in starts]
             self.tp_group, _ = torch.distributed.new_subgroups_by_enumeration(groups)
         variables = {
-            "RANK": ranks.process_index,
-            "LOCAL_RANK": ranks.local_process_index,
-            "WORLD_SIZE": ranks.num_processes,
+            "RANK": accelerator.process_index,
+            "LOCAL_RANK": accelerator.local_process_index,
+            "WORLD_SIZE": accelerator.num_processes,
         }
         os.environ.update({name: str(value) for name, value in variables.items()})
         ensure_master_addr_port()
-        on_cpu = ranks.device.type == "cpu"
+        on_cpu = accelerator.device.type == "cpu"
         options = {
             "model": self.base,
             # The policy's own dtype if there is no GPU: bfloat16 without AMX is hundreds of times slower.
@@ -193,7 +197,8 @@ class AdapterEngine(VLLMGeneration):
             "enable_sleep_mode": self.enable_sleep_mode,
             "model_impl": self.model_impl,
             "distributed_executor_backend": "external_launcher",
-            "seed": ranks.process_index // size,  # equal in a tensor-parallel group, so that its ranks sample the same
+            # Equal in a tensor-parallel group, so that its ranks sample the same.
+            "seed": accelerator.process_index // size,
             "max_num_batched_tokens": 4096,
             "logprobs_mode": "processed_logprobs",
             "trust_remote_code": self.trust_remote_code,
@@ -201,14 +206,15 @@ class AdapterEngine(VLLMGeneration):
             "max_lora_rank": self.max_lora_rank,
             "max_loras": 1,
         }
-        one_adapter = nullcontext
+        lora_layers = nullcontext()
         if on_cpu:
             from ..compat.vllm_cpu import one_adapter
 
+            lora_layers = one_adapter()
             # Completions of a prompt share its full blocks. On CPUs a block is 128 tokens, longer than many prompts;
             # 32 is the smallest that vLLM's CPU kernels are made for.
             options["block_size"] = 32
-        with one_adapter():
+        with lora_layers:
             llm = LLM(**{**options, **self.engine_kwargs})
         skip_destroyed_groups(llm)
         self.llm = _Serving(llm)
@@ -259,12 +265,12 @@ class AdapterEngine(VLLMGeneration):
 
 
 def start_engine(args: Any, *, model, accelerator, processing_class, mode: str, **options: Any):
-    """An [`AdapterEngine`] holding the base that `model` trains on, given what TRL gives its own. Collective.
+    """An [`AdapterEngine`] that holds the base of `model`; the arguments are those of TRL's own engine. Collective.
 
     The model's weights may be on rank 0 alone (FSDP2), but are not sharded yet.
     """
     peft_config = model.peft_config[model.active_adapters[0]]
-    rank = served_rank(peft_config)  # what PEFT made of the targets, before anything is written
+    rank = served_rank(peft_config)  # of the targets that PEFT resolved; raises before anything is written
     base = model.name_or_path
     packed = has_packed_base(model)
     if packed and mode == "colocate":

@@ -12,12 +12,8 @@ from ..run.ranks import on_main
 from .adapter_sync import RolloutError, served_rank
 
 CHOICES = ("auto", "adapter", "merge")
-
-
 # If a completion is longer than this, a factor exp(Σ of the tokens' differences) leaves every clip.
 LONG_COMPLETION = 512
-
-
 # Full fine-tuning's learning rates teach an adapter almost nothing; LoRA wants ten to a hundred times as much.
 LOW_ADAPTER_RATE = 5e-6
 
@@ -59,7 +55,8 @@ def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: bool = False)
         return Sync("merge", "asked for" if args.rollout_sync == "merge" else "there is no adapter to send alone")
     try:
         served_rank(peft_config)
-        if problems := adapter_misfits():
+        problems = adapter_misfits()
+        if problems:
             raise RolloutError("the installed TRL differs from 1.16 in " + "; ".join(problems))
     except RolloutError as error:
         if args.rollout_sync == "adapter" or quantized:
@@ -88,14 +85,16 @@ def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: bool = False)
 
 
 def trl_starts_engine(args: Any, sync: Sync) -> AbstractContextManager:
-    """Inside, TRL's trainer starts the engine of `sync`, with an adapter
-    [`trl_fsdp_qlora.vllm.engine.start_engine`]'s.
+    """A context in which TRL's trainer starts the engine that `sync` needs.
+
+    It is TRL's own, or [`trl_fsdp_qlora.vllm.engine.start_engine`]'s if the adapter alone is sent.
     """
     if sync.mode == "off":
         return nullcontext()
-    from . import engine
+    from .engine import start_engine
 
-    return trl_starts(partial(engine.start_engine, args) if sync.mode == "adapter" else None, args.vllm_engine_kwargs)
+    make_engine = partial(start_engine, args) if sync.mode == "adapter" else None
+    return trl_starts(make_engine, args.vllm_engine_kwargs)
 
 
 def truncations(args: Any) -> dict[str, Any]:
@@ -121,20 +120,27 @@ def warnings_for(args: Any, sync: Sync) -> list[str]:
     """Warnings about a run with vLLM, each with the line to change; the trainer logs them before the first step."""
     if sync.mode == "off":
         return []
+    warnings = []
+    corrects = args.vllm_importance_sampling_correction
     mode = args.vllm_importance_sampling_mode
     longest = args.max_completion_length or 0
+    if corrects and mode.startswith("sequence") and longest > LONG_COMPLETION:
+        warnings.append(
+            f"vllm_importance_sampling_mode={mode!r} with completions of up to {longest} tokens: the weight is "
+            "exp(sum of all differences), which long completions push out of any clip; consider token_truncate"
+        )
     cuts = ", ".join(f"{name}={value}" for name, value in truncations(args).items())
-    holds_by_warning = {
-        f"vllm_importance_sampling_mode={mode!r} with completions of up to {longest} tokens: the weight is "
-        "exp(sum of all differences), which long completions push out of any clip; consider token_truncate": (
-            args.vllm_importance_sampling_correction and mode.startswith("sequence") and longest > LONG_COMPLETION
-        ),
-        f"under {cuts} vLLM's log-probabilities are of the tokens that are left, and the trainer's of all tokens: "
-        "importance weights are too small by the probability of what was left (trl#6789). Leave them out, or set "
-        "vllm_importance_sampling_correction: false": args.vllm_importance_sampling_correction and cuts,
-        "vllm_engine_kwargs is for an engine in this process; give a server its options when you start it": (
-            args.vllm_engine_kwargs and args.vllm_mode == "server"
-        ),
-        low_adapter_rate(args.learning_rate): sync.mode == "adapter",
-    }
-    return [warning for warning, holds in holds_by_warning.items() if warning and holds]
+    if corrects and cuts:
+        warnings.append(
+            f"under {cuts} vLLM's log-probabilities are of the tokens that are left, and the trainer's of all tokens: "
+            "importance weights are too small by the probability of what was left (trl#6789). Leave them out, or set "
+            "vllm_importance_sampling_correction: false"
+        )
+    if args.vllm_engine_kwargs and args.vllm_mode == "server":
+        warnings.append(
+            "vllm_engine_kwargs is for an engine in this process; give a server its options when you start it"
+        )
+    low_rate = low_adapter_rate(args.learning_rate)
+    if sync.mode == "adapter" and low_rate is not None:
+        warnings.append(low_rate)
+    return warnings
