@@ -41,7 +41,7 @@ def test_groups_without_a_success_missing_rewards_and_negative_ones(caplog):
 
 
 def test_statistics_of_groups():
-    statistics = GroupStatistics(torch.tensor([1.0, 2.0]), each=False)
+    statistics = GroupStatistics(torch.tensor([1.0, 2.0]), normalizes_each=False)
     rewards = torch.tensor([[1.0, 0], [0, 0], [1, 0], [0, 0], [1, NAN], [1, 0], [1, 0], [1, 0]])
     statistics.add(rewards[:4], drawn=4)
     statistics.add(rewards, drawn=8)

@@ -6,6 +6,7 @@ dataset in a random order before any prompt comes a second time, or from `prompt
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -81,18 +82,37 @@ class ScoredRows(list):
 
 
 def groups_with_variance(
-    rewards_NK: torch.Tensor, weights_K: torch.Tensor, group_size: int, each: bool
+    rewards_NK: torch.Tensor, weights_K: torch.Tensor, group_size: int, normalizes_each: bool
 ) -> torch.Tensor:
     """Which groups have rewards that differ, `(N / group_size,)`; completions without any reward (NaN) do not count.
 
-    With `each` the functions are normalised one by one, so one of them is enough; otherwise their weighted sum has to
-    differ.
+    If the functions are normalised one by one (`normalizes_each`), one of them is enough; otherwise their weighted sum
+    has to differ.
     """
-    weighted_NK = rewards_NK * weights_K.to(rewards_NK) if each else combine(rewards_NK, weights_K)[:, None]
+    weighted_NK = rewards_NK * weights_K.to(rewards_NK) if normalizes_each else combine(rewards_NK, weights_K)[:, None]
     groups = weighted_NK.unflatten(0, (-1, group_size))
     highest = groups.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(1)
     lowest = groups.nan_to_num(torch.inf, torch.inf, -torch.inf).amin(1)
     return (highest > lowest).any(1)
+
+
+@dataclass
+class _Groups:
+    """The groups of a generation batch, on all ranks.
+
+    Attributes:
+        prompts: dataset row of each group.
+        indices: dataset index of each group's prompt; `None` if TRL's sampler chose the prompts.
+        completions: completions of each group.
+        rewards: their rewards `(G, K)`.
+        varied: whether the rewards differ.
+    """
+
+    prompts: list[dict]
+    indices: list[int] | None
+    completions: list[list]
+    rewards: list[torch.Tensor]
+    varied: list[bool]
 
 
 class DynamicSampling:
@@ -125,8 +145,8 @@ class DynamicSampling:
         self.accelerator = accelerator
         self.taken = 0
         self.next_prompts = choose or self.in_random_order
-        each = args.multi_objective_aggregation == "normalize_then_sum"
-        self._varied = partial(groups_with_variance, weights_K=weights_K, each=each)
+        normalizes_each = args.multi_objective_aggregation == "normalize_then_sum"
+        self._varied = partial(groups_with_variance, weights_K=weights_K, normalizes_each=normalizes_each)
 
     @property
     def is_on(self) -> bool:
@@ -184,34 +204,19 @@ class DynamicSampling:
         indices = getattr(inputs, "indices", None)
         prompts = (gather_object(list(inputs)) if ranks > 1 else list(inputs))[::size]
         drawn, rewards_NK = self._draw(prompts, indices, first, draw)
-        groups = [drawn[i : i + first] for i in range(0, len(drawn), first)]
-        rewards = list(rewards_NK.split(first))
+        completions = [drawn[i : i + first] for i in range(0, len(drawn), first)]
         varied = self._varied(rewards_NK, group_size=first).tolist()
+        groups = _Groups(prompts, indices, completions, list(rewards_NK.split(first)), varied)
         metrics = {"rounds": 0.0, "further_prompts": 0.0, "surplus_groups": 0.0}
         max_rounds = self.args.dynamic_sampling_max_rounds if self.args.dynamic_sampling else 0
-        while not all(varied) and metrics["rounds"] < max_rounds:
-            count = varied.count(False)
-            while count * first % ranks:  # every rank draws the same number of rows
-                count += 1
-            chosen = self.next_prompts(count)
-            columns = list(prompts[0])
-            further = [{name: row[name] for name in columns} for row in map(self.dataset.__getitem__, chosen)]
-            drawn, rewards_NK = self._draw(further, None if indices is None else chosen, first, draw)
-            sources = self._varied(rewards_NK, group_size=first).nonzero()[:, 0].tolist()
-            slots = [slot for slot, is_varied in enumerate(varied) if not is_varied]
-            for slot, source in zip(slots, sources, strict=False):
-                prompts[slot] = further[source]
-                varied[slot] = True
-                groups[slot] = drawn[source * first : (source + 1) * first]
-                rewards[slot] = rewards_NK[source * first : (source + 1) * first]
-                if indices is not None:
-                    indices[slot] = chosen[source]
+        while not all(groups.varied) and metrics["rounds"] < max_rounds:
+            further, surplus = self._replace(groups, draw)
             metrics["rounds"] += 1
-            metrics["further_prompts"] += count
-            metrics["surplus_groups"] += max(0, len(sources) - len(slots))
+            metrics["further_prompts"] += further
+            metrics["surplus_groups"] += surplus
         if first < size:
-            self._grow(groups, rewards, prompts, indices, varied, draw)
-        metrics["frac_zero_variance"] = varied.count(False) / len(varied)
+            self._grow(groups, draw)
+        metrics["frac_zero_variance"] = groups.varied.count(False) / len(groups.varied)
         if metrics["frac_zero_variance"] and max_rounds:
             logger.warning_once(
                 f"dynamic_sampling: after {max_rounds} rounds some groups still have equal rewards and stay in the "
@@ -219,31 +224,58 @@ class DynamicSampling:
                 "dynamic_sampling_max_rounds to lower it; if it stays at 1, look at the rewards of a few completions"
             )
         rows_of_rank = range(rank * len(inputs), (rank + 1) * len(inputs))
-        rows = [prompts[i // size] for i in rows_of_rank]
-        completions = [groups[i // size][i % size] for i in rows_of_rank]
+        rows = [groups.prompts[i // size] for i in rows_of_rank]
+        drawn_of_rank = [groups.completions[i // size][i % size] for i in rows_of_rank]
         prefixed = {f"dynamic_sampling/{name}": value for name, value in metrics.items()}
-        return ScoredRows(rows, completions, torch.cat(rewards)), prefixed
+        return ScoredRows(rows, drawn_of_rank, torch.cat(groups.rewards)), prefixed
 
-    def _grow(
-        self, groups: list[list], rewards: list[torch.Tensor], prompts: list[dict], indices: list[int] | None,
-        varied: list[bool], draw: Callable,
-    ) -> None:  # fmt: skip
-        """Fill `groups` up to `num_generations`: with new completions if the rewards `varied`, otherwise by repeating.
+    def _replace(self, groups: _Groups, draw: Callable) -> tuple[int, int]:
+        """Draw one round of further prompts, and replace zero-variance groups by those whose rewards differ.
+
+        Collective.
+
+        Returns:
+            The number of further prompts, and of their groups that differ but found no group to replace.
+        """
+        first = self.args.num_generations_first or self.args.num_generations
+        count = groups.varied.count(False)
+        while count * first % self.accelerator.num_processes:  # every rank draws the same number of rows
+            count += 1
+        chosen = self.next_prompts(count)
+        columns = list(groups.prompts[0])
+        further_rows = [self.dataset[index] for index in chosen]
+        further = [{name: row[name] for name in columns} for row in further_rows]
+        drawn, rewards_NK = self._draw(further, None if groups.indices is None else chosen, first, draw)
+        sources = self._varied(rewards_NK, group_size=first).nonzero()[:, 0].tolist()
+        slots = [slot for slot, is_varied in enumerate(groups.varied) if not is_varied]
+        for slot, source in zip(slots, sources, strict=False):
+            rows = slice(source * first, (source + 1) * first)
+            groups.prompts[slot] = further[source]
+            groups.completions[slot] = drawn[rows]
+            groups.rewards[slot] = rewards_NK[rows]
+            groups.varied[slot] = True
+            if groups.indices is not None:
+                groups.indices[slot] = chosen[source]
+        return count, max(0, len(sources) - len(slots))
+
+    def _grow(self, groups: _Groups, draw: Callable) -> None:
+        """Fill `groups` up to `num_generations`: with new completions if the rewards vary, otherwise by repeating.
 
         Collective.
         """
         size = self.args.num_generations
         first = self.args.num_generations_first
-        slots = [slot for slot, is_varied in enumerate(varied) if is_varied]
+        slots = [slot for slot, is_varied in enumerate(groups.varied) if is_varied]
         if slots:
-            chosen = None if indices is None else [indices[slot] for slot in slots]
-            drawn, rewards_NK = self._draw([prompts[slot] for slot in slots], chosen, size - first, draw)
+            prompts = [groups.prompts[slot] for slot in slots]
+            chosen = None if groups.indices is None else [groups.indices[slot] for slot in slots]
+            drawn, rewards_NK = self._draw(prompts, chosen, size - first, draw)
             for k, slot in enumerate(slots):
                 added = slice(k * (size - first), (k + 1) * (size - first))
-                groups[slot] = groups[slot] + drawn[added]
-                rewards[slot] = torch.cat([rewards[slot], rewards_NK[added]])
-        for slot, is_varied in enumerate(varied):
+                groups.completions[slot] = groups.completions[slot] + drawn[added]
+                groups.rewards[slot] = torch.cat([groups.rewards[slot], rewards_NK[added]])
+        for slot, is_varied in enumerate(groups.varied):
             if not is_varied:
-                repeated = torch.arange(size, device=rewards[slot].device) % first
-                groups[slot] = [groups[slot][i] for i in repeated.tolist()]
-                rewards[slot] = rewards[slot][repeated]
+                repeated = torch.arange(size, device=groups.rewards[slot].device) % first
+                groups.completions[slot] = [groups.completions[slot][i] for i in repeated.tolist()]
+                groups.rewards[slot] = groups.rewards[slot][repeated]

@@ -8,13 +8,17 @@ from .dynamic_sampling import combine, groups_with_variance
 class GroupStatistics:
     """Counts the completions drawn for a generation batch, and measures the variance of the groups trained on.
 
+    Args:
+        weights_K: weight of each reward function.
+        normalizes_each: whether the functions are normalised one by one.
+
     Attributes:
         rewards_NK: rewards of the completions that were scored last, on all ranks.
     """
 
-    def __init__(self, weights_K: torch.Tensor, each: bool):
+    def __init__(self, weights_K: torch.Tensor, normalizes_each: bool):
         self.weights_K = weights_K
-        self.each = each
+        self.normalizes_each = normalizes_each
         self.drawn = 0
         self.rewards_NK: torch.Tensor | None = None
 
@@ -36,7 +40,7 @@ class GroupStatistics:
         """
         drawn = self.drawn
         self.drawn = 0
-        varied_G = groups_with_variance(self.rewards_NK, self.weights_K, group_size, self.each).cpu()
+        varied_G = groups_with_variance(self.rewards_NK, self.weights_K, group_size, self.normalizes_each).cpu()
         rewards_GN = self.rewards_N().double().cpu().unflatten(0, (-1, group_size))
         finite_GN = rewards_GN.isfinite()
         count_G = finite_GN.sum(1)

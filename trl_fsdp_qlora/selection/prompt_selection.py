@@ -89,8 +89,8 @@ def arms_of(dataset: Sequence[dict], column: str | None) -> tuple[list[int], lis
     values = [value if isinstance(value, (int, float, str)) else str(value) for value in values]
     distinct = sorted(set(values), key=lambda value: (isinstance(value, str), value))
     if len(distinct) <= MOST_ARMS:
-        number = {value: arm for arm, value in enumerate(distinct)}
-        return [number[value] for value in values], [str(value) for value in distinct]
+        arm_of_value = {value: arm for arm, value in enumerate(distinct)}
+        return [arm_of_value[value] for value in values], [str(value) for value in distinct]
     if all(isinstance(value, (int, float)) for value in distinct):
         ranks = np.searchsorted(np.sort(values), values)
         return (ranks * TENTHS // rows).tolist(), [f"tenth {tenth}" for tenth in range(1, TENTHS + 1)]
@@ -171,14 +171,14 @@ class PromptSelection:
         )
         return None
 
-    def _kept(self, step: int, since: Any) -> Any:
+    def _decay(self, step: int, since: Any) -> Any:
         """The fraction of a count as of step `since` that is left at `step`."""
         return 0.5 ** ((step - since) / self.half_life)
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
-    def choose(self, places: int, step: int, further: bool = False) -> list[int]:
-        """Indices of the prompts of `places` groups at optimizer step `step`, without repetition if there are enough.
+    def choose(self, groups: int, step: int, further: bool = False) -> list[int]:
+        """Indices of the prompts of `groups` groups at optimizer step `step`, without repetition if there are enough.
 
         With `further` the prompts are added to those chosen before for the same batch, and differ from them.
         """
@@ -189,15 +189,15 @@ class PromptSelection:
             self.new_in_batch = set()
         drawn = self._drawn_before()
         values = self._values(drawn, step, random)
-        explored = self._to_explore(drawn, math.ceil(self.explore * places))
-        candidates = self._new_by_arm(places, step, random, set(explored))
+        explored = self._to_explore(drawn, math.ceil(self.explore * groups))
+        candidates = self._new_by_arm(groups, step, random, set(explored))
         candidates += zip((values * self._trust(step)).tolist(), drawn.tolist(), strict=True)
         candidates = [(value, index) for value, index in candidates if index not in explored]
         candidates.sort(key=lambda candidate: (-candidate[0], candidate[1]))
-        chosen = (explored + [index for _, index in candidates])[:places]
+        chosen = (explored + [index for _, index in candidates])[:groups]
         self.promised_for = dict(zip(drawn.tolist(), values.tolist(), strict=True))
         self.in_batch.update(chosen)
-        return [chosen[i % len(chosen)] for i in range(places)]
+        return [chosen[i % len(chosen)] for i in range(groups)]
 
     def _drawn_before(self) -> np.ndarray:
         """Prompts that were drawn before, without those of this batch unless there are no others."""
@@ -208,14 +208,14 @@ class PromptSelection:
 
     def _values(self, drawn: np.ndarray, step: int, random: np.random.Generator) -> np.ndarray:
         """4 p (1 - p) of prompts that were drawn before, p from the posterior of each."""
-        kept = self._kept(step, self.last_step[drawn])
-        success = random.beta(PRIOR + self.successes[drawn] * kept, PRIOR + self.failures[drawn] * kept)
+        decay = self._decay(step, self.last_step[drawn])
+        success = random.beta(PRIOR + self.successes[drawn] * decay, PRIOR + self.failures[drawn] * decay)
         return 4 * success * (1 - success)
 
     def _trust(self, step: int) -> float:
         """The sum of the spreads of prompts drawn again, divided by the sum of the values they were chosen for."""
-        kept = self._kept(step, self.again_step)
-        return (1 + self.taught * kept) / (1 + self.promised * kept)
+        decay = self._decay(step, self.again_step)
+        return (1 + self.taught * decay) / (1 + self.promised * decay)
 
     def _to_explore(self, drawn: np.ndarray, count: int) -> list[int]:
         """`count` prompts that are chosen regardless of value and arm, so that an unlearned skill is noticed.
@@ -231,21 +231,24 @@ class PromptSelection:
         return order[self.last_step[order] < 0][:count].tolist()
 
     def _new_by_arm(
-        self, places: int, step: int, random: np.random.Generator, without: set[int]
+        self, count: int, step: int, random: np.random.Generator, without: set[int]
     ) -> list[tuple[float, int]]:
-        """(value, index) of up to `places` prompts that were never drawn.
+        """(value, index) of up to `count` prompts that were never drawn.
 
         Each prompt comes from the arm with the highest of the values that are drawn anew for it.
         """
-        kept = self._kept(step, self.arm_step)
-        spread = self.arm_spread * kept
-        groups = self.arm_groups * kept
-        count = places + len(without)
-        queues = [[i for i in self._never_drawn(order, count) if i not in without] for order in self.order_in_arm]
+        decay = self._decay(step, self.arm_step)
+        spread = self.arm_spread * decay
+        groups = self.arm_groups * decay
+        queues = []  # of each arm: its next prompts
+        for order in self.order_in_arm:
+            never_drawn = self._never_drawn(order, count + len(without))
+            queues.append([index for index in never_drawn if index not in without])
         candidates = []
-        while len(candidates) < places and any(queues):
+        while len(candidates) < count and any(queues):
             values = random.beta(1 + spread, 1 + groups - spread)
-            arm = max((arm for arm, queue in enumerate(queues) if queue), key=lambda arm: values[arm])
+            arms_left = [arm for arm, queue in enumerate(queues) if queue]
+            arm = max(arms_left, key=lambda arm: values[arm])
             candidates.append((float(values[arm]), queues[arm].pop(0)))
         return candidates
 
@@ -285,9 +288,9 @@ class PromptSelection:
                 self._count_for_arm(self.arm_of_row[index], spread, step)
             elif index in self.promised_for:
                 self._count_for_trust(spread, self.promised_for.pop(index), step)
-            kept = self._kept(step, self.last_step[index])
-            self.successes[index] = self.successes[index] * kept + size * success
-            self.failures[index] = self.failures[index] * kept + size * (1 - success)
+            decay = self._decay(step, self.last_step[index])
+            self.successes[index] = self.successes[index] * decay + size * success
+            self.failures[index] = self.failures[index] * decay + size * (1 - success)
             self.last_step[index] = step
             counts = first_time if index in self.new_in_batch else drawn_again
             counts[outcome_of(spread, success)] += 1
@@ -295,15 +298,15 @@ class PromptSelection:
         self.history.append([step, *first_time, *drawn_again, *by_arm])
 
     def _count_for_arm(self, arm: int, spread: float, step: int) -> None:
-        kept = self._kept(step, self.arm_step[arm])
-        self.arm_spread[arm] = self.arm_spread[arm] * kept + min(spread, 1.0)
-        self.arm_groups[arm] = self.arm_groups[arm] * kept + 1
+        decay = self._decay(step, self.arm_step[arm])
+        self.arm_spread[arm] = self.arm_spread[arm] * decay + min(spread, 1.0)
+        self.arm_groups[arm] = self.arm_groups[arm] * decay + 1
         self.arm_step[arm] = step
 
     def _count_for_trust(self, spread: float, promised: float, step: int) -> None:
-        kept = self._kept(step, self.again_step)
-        self.taught = self.taught * kept + spread
-        self.promised = self.promised * kept + promised
+        decay = self._decay(step, self.again_step)
+        self.taught = self.taught * decay + spread
+        self.promised = self.promised * decay + promised
         self.again_step = step
 
     def metrics(self) -> dict[str, float]:
