@@ -150,7 +150,7 @@ def test_the_peak_of_the_process_stays_the_users(monkeypatch):
 
 
 def test_deferred_sums_are_read_in_order_and_at_the_latest_after_so_many(monkeypatch):
-    monkeypatch.setattr(phases, "MOST", 4)
+    monkeypatch.setattr(phases, "MAX_DEFERRED", 4)
     telemetry = TelemetryCallback(PhaseTimer(torch.device("cpu")), dict)
     read = []
     for i in range(3):

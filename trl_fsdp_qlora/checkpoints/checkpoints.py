@@ -54,7 +54,7 @@ _TRAINING = [
 ]  # fmt: skip
 _LAYOUT = "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"
 # Fields of a method's own config that have no influence on completions.
-_BESIDE = re.compile(
+_WITHOUT_INFLUENCE = re.compile(
     r"vllm_(?!importance)|log_|show_|fsdp_|phase_|value_|prefix_sharing|lm_head|num_completions|model_init"
 )
 
@@ -188,7 +188,8 @@ def resolve_resume(output_dir: str | Path, resume: str | bool | None, read_conte
             else:
                 logger.warning("going on from %s; passing over the newer %s", checkpoint, reasons)
         return None if checkpoint is None else str(checkpoint)
-    if (reason := why_incomplete(resume, read_contents)) is not None:
+    reason = why_incomplete(resume, read_contents)
+    if reason is not None:
         last = last_complete_checkpoint(Path(resume).parent)
         raise CheckpointError(f"checkpoint {resume} is not whole: {reason}; the last complete one there is {last}")
     return str(resume)
@@ -240,20 +241,29 @@ def describe_rollouts(
     They are the base (`model` unwrapped), data, names of the rewards and of the trainer's class, the division into
     micro-batches, and the method's own settings.
     """
-    own_fields = {item.name for item in fields(args)} - {item.name for item in fields(TrainingArguments)}
-    names = {*_LAYOUT, *(name for name in own_fields if not _BESIDE.match(name))}
-    run = {name: getattr(args, name, None) for name in names} | {"processes": args.world_size, "seed": args.seed}
-    base = Path(model_name(model)).name
-    return plain(run | {"base": base, "data": _data(dataset), "rewards": rewards, "trainer": trainer})
+    own_fields = {field.name for field in fields(args)} - {field.name for field in fields(TrainingArguments)}
+    names = {*_LAYOUT, *(name for name in own_fields if not _WITHOUT_INFLUENCE.match(name))}
+    settings = {
+        **{name: getattr(args, name, None) for name in names},
+        "processes": args.world_size,
+        "seed": args.seed,
+        "base": Path(model_name(model)).name,
+        "data": _data(dataset),
+        "rewards": rewards,
+        "trainer": trainer,
+    }
+    return plain(settings)
 
 
 def describe_training(args: TrainingArguments, model: Any) -> dict[str, Any]:
     """The settings that a resumed run may change, with a line in the log: optimizer, schedule, length, adapter."""
-    adapter = model.peft_config[model.active_adapters[0]].to_dict() if is_peft_model(model) else {}
-    return plain(
-        {name: getattr(args, name, None) for name in _TRAINING}
-        | {f"adapter.{name}": adapter[name] for name in ("r", "lora_alpha", "target_modules") if name in adapter}
-    )
+    settings = {name: getattr(args, name, None) for name in _TRAINING}
+    if is_peft_model(model):
+        adapter = model.peft_config[model.active_adapters[0]].to_dict()
+        for name in ("r", "lora_alpha", "target_modules"):
+            if name in adapter:
+                settings[f"adapter.{name}"] = adapter[name]
+    return plain(settings)
 
 
 def _data(dataset: Any) -> str:
@@ -346,10 +356,12 @@ class WholeCheckpoints:
             checkpoint = resolve_resume(self.args.output_dir, resume)
             if checkpoint is not None and (Path(checkpoint) / MANIFEST).exists():
                 before = (read_json(Path(checkpoint) / MANIFEST).get("run") or {}).get("settings", {})
-                if changed := differences(before, self.run[0] | self.run[1]):
+                changed = differences(before, self.run[0] | self.run[1])
+                if changed:
                     logger.warning("going on from %s with other settings: %s", checkpoint, "; ".join(changed))
             return checkpoint
 
+        # A recipe asks before it trains, and `train` asks again with the folder that was found.
         if resume is None or resume != self._resolved:
             self._resolved = on_main(resolve, self.args.should_save)
         return self._resolved
@@ -404,8 +416,10 @@ class WholeCheckpoints:
                 state = torch.load(file, map_location="cpu", weights_only=True)
             except Exception as error:  # a damaged file raises many kinds of error in torch and pickle
                 reason = f"{file.name} cannot be read: {type(error).__name__}"
-        if state.get("buffer") is not None and (changed := differences(state.get("shape") or {}, self.run[0])):
-            reason = f"they were made with other settings: {'; '.join(changed)}"
+        if state.get("buffer") is not None:
+            changed = differences(state.get("shape") or {}, self.run[0])
+            if changed:
+                reason = f"they were made with other settings: {'; '.join(changed)}"
         # One rank alone must not generate while the others do not.
         reason = next((each for each in gather_object([reason]) if each is not None), None)
         if reason is None:

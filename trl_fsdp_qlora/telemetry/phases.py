@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import TrainerCallback
@@ -26,7 +27,7 @@ _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 MIB = 2**20
 MODES = ("on", "peaks", "off")
-MOST = 1000  # numbers are read at the latest after this many, for runs that log seldom or never
+MAX_DEFERRED = 1000  # deferred metrics are read at the latest after this many, for runs that log seldom or never
 
 
 class PeakMemory:
@@ -135,12 +136,14 @@ class PhaseTimer:
         """The `efficiency/` metrics of a generation batch, from its [`token_counts`] summed over ranks."""
         padded, valid, once, rows, zero, completion_tokens = counts.tolist()
         self.tokens += completion_tokens
-        metrics = {"efficiency/padding_fraction": 1 - valid / max(padded, 1)}
-        metrics["efficiency/prompt_redundancy"] = valid / max(once, 1)
-        return metrics | {"efficiency/zero_advantage_fraction": zero / max(rows, 1)}
+        return {
+            "efficiency/padding_fraction": 1 - valid / max(padded, 1),
+            "efficiency/prompt_redundancy": valid / max(once, 1),
+            "efficiency/zero_advantage_fraction": zero / max(rows, 1),
+        }
 
     def drain_spans(self) -> list[Span]:
-        """The seconds of phases since the last drain, as spans."""
+        """The spans of phases that were recorded since the last drain."""
         spans = self._spans
         self._spans = []
         return spans
@@ -156,11 +159,16 @@ class PhaseTimer:
         return peaks if self.memory.available else {}
 
 
+def is_past(moment: Moment) -> bool:
+    """Whether the device has reached `moment`; the host does not wait."""
+    return isinstance(moment, float) or moment.query()
+
+
 def seconds(start: Moment, end: Moment) -> float:
     """Seconds between two moments of a clock; waits until the later one is there."""
     if isinstance(start, float):
         return end - start
-    if not end.query():
+    if not is_past(end):
         end.synchronize()
     return start.elapsed_time(end) / 1000
 
@@ -187,6 +195,15 @@ def token_counts(batch: dict, group_size: int) -> torch.Tensor:
     return torch.stack([padded, prompt_B.sum() + completion_tokens, once, rows, zero, completion_tokens])
 
 
+class _Step(NamedTuple):
+    """An optimizer step whose phases are not read yet."""
+
+    spans: list[Span]
+    begin: Moment
+    end: Moment
+    tokens: float  # completion tokens of all ranks
+
+
 class TelemetryCallback(TrainerCallback):
     """Closes the optimizer's phase and puts a step's figures among the trainer's `metrics` of training.
 
@@ -195,17 +212,18 @@ class TelemetryCallback(TrainerCallback):
     """
 
     def __init__(self, clock: PhaseTimer, metrics: Callable[[], dict[str, list]]):
-        self.clock, self.metrics = clock, metrics
+        self.clock = clock
+        self.metrics = metrics
         self._held: list[tuple[torch.Tensor, Callable[[list[float]], None]]] = []
         self._step_started: Moment | None = None
-        self._steps: list[tuple[list[Span], Moment, Moment, float]] = []  # spans, begin, end, tokens
-        self._seen: set[str] = set()
+        self._steps: list[_Step] = []
+        self._phases: set[str] = set()  # that any step has had
 
     @nonfatal("a deferred metric")
     def later(self, sums_N: torch.Tensor, finish: Callable[[list[float]], None]) -> None:
         """When metrics are logged, call `finish` with the numbers in `sums_N` `(N,)`; `finish` stores them."""
         self._held.append((sums_N.detach(), finish))
-        if len(self._held) >= MOST:
+        if len(self._held) >= MAX_DEFERRED:
             self._read_held()
 
     def _read_held(self) -> None:
@@ -222,18 +240,18 @@ class TelemetryCallback(TrainerCallback):
         """Put outstanding numbers among the metrics; without `wait`, only those of steps that the device has done."""
         if wait:
             self._read_held()
-        while self._steps and (wait or isinstance(self._steps[0][2], float) or self._steps[0][2].query()):
-            spans, begin, end, tokens = self._steps.pop(0)
+        while self._steps and (wait or is_past(self._steps[0].end)):
+            step = self._steps.pop(0)
             # A phase that this step did not have took 0 seconds of it. The mean over a window is then per step, and
             # phases add up.
-            figures = dict.fromkeys(self._seen, 0.0)
-            for name, start, stop in spans:
-                figures[name] = figures.get(name, 0.0) + seconds(start, stop)
-            self._seen |= figures.keys()
+            figures = dict.fromkeys(self._phases, 0.0)
+            for name, start, end in step.spans:
+                figures[name] = figures.get(name, 0.0) + seconds(start, end)
+            self._phases.update(figures)
             for name, value in figures.items():
                 self.metrics()[f"time/{name}_s"].append(value)
-            if tokens:
-                self.metrics()["throughput/tokens_per_s"].append(tokens / seconds(begin, end))
+            if step.tokens:
+                self.metrics()["throughput/tokens_per_s"].append(step.tokens / seconds(step.begin, step.end))
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._step_started = self.clock.now() if self.clock.is_on else None
@@ -251,5 +269,5 @@ class TelemetryCallback(TrainerCallback):
         for name, value in self.clock.drain_peaks().items():
             self.metrics()[name].append(value)
         if self._step_started is not None:
-            self._steps.append((self.clock.drain_spans(), self._step_started, self.clock.now(), tokens))
+            self._steps.append(_Step(self.clock.drain_spans(), self._step_started, self.clock.now(), tokens))
             self.flush(wait=False)

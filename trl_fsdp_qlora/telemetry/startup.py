@@ -17,6 +17,7 @@ from ..run.nonfatal import nonfatal
 from ..run.plain import counted
 
 _PROMPT_CHARACTERS = 800  # of a rendered prompt; the middle of a longer one is left out
+_DEVICES = {"cpu": "the CPU", "cuda": "CUDA"}
 _LAYOUTS = {
     "FSDP": "weights sharded over them by FSDP",
     "DEEPSPEED": "DeepSpeed",
@@ -44,9 +45,8 @@ def _online_rows(args: Any, steps: int) -> list[tuple[str, str]]:
     """Rows on an optimizer step and on the run, for a trainer that draws completions."""
     group = args.num_generations
     uses = args.num_iterations
-    ranks = args.world_size
-    completions = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks
-    new = completions / uses
+    completions = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    new = completions / uses  # completions drawn for each optimizer step, on average
     batch = args.generation_batch_size
     every = args.steps_per_generation * uses / args.gradient_accumulation_steps
     again = f", each used {uses} times" if uses > 1 else ""
@@ -77,31 +77,44 @@ def startup_block(args: Any, model: torch.nn.Module, steps: int, features: list[
         model: the model that is trained, as it lies on this rank.
         features: `(heading, line)`; the headings are `"on"`, `"off"` and `"as stock TRL"`.
     """
-    rows = (_online_rows if hasattr(args, "num_generations") else _pair_rows)(args, steps)
-    ranks = args.world_size
+    rows = _online_rows(args, steps) if hasattr(args, "num_generations") else _pair_rows(args, steps)
     for kind, (count, size) in parameter_bytes(model).items():
         rows.append((f"{kind} parameters", f"{count:,} ({size / 2**20:,.1f} MiB)"))
-    kind = args.distributed_state.distributed_type.value
-    device = args.device.type
-    device = {"cpu": "the CPU", "cuda": "CUDA"}.get(device, device)
-    hardware = f"{ranks} process{'es' if ranks > 1 else ''} on {device}"
-    if is_fsdp2_launch() and kind != "FSDP" and args.device.type == "cpu":
-        hardware += ", no FSDP, which accelerate leaves out on a CPU"
-    if ranks > 1 or kind in ("FSDP", "DEEPSPEED"):
-        hardware += f", {_LAYOUTS.get(kind, kind)}"
-    precision = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
-    if args.bf16 or args.fp16:
-        precision = f"{'bfloat16' if args.bf16 else 'float16'} mixed precision, parameters in {precision}"
-    if "bfloat16" in precision and lacks_bf16(args.device):
-        precision += "; this GPU has no bfloat16 and emulates it: fp16: true is faster"
-    rows += [("hardware", hardware), ("precision", precision)]
+    rows += [("hardware", _hardware(args)), ("precision", _precision(args, model))]
     if hasattr(args, "use_vllm"):
         rows.append(("rollouts", f"vLLM ({args.vllm_mode})" if args.use_vllm else "transformers"))
     for heading in ("on", "off", "as stock TRL"):
         lines = [line for heading_of, line in features if heading_of == heading]
         rows += [(heading if i == 0 else "", line) for i, line in enumerate(lines)]
     width = max(len(name) for name, _ in rows) + 1
-    return "\n".join(["trl-fsdp-qlora", *(f"  {name + ':' if name else '':<{width}} {text}" for name, text in rows)])
+    lines = ["trl-fsdp-qlora"]
+    for name, text in rows:
+        label = f"{name}:" if name else ""
+        lines.append(f"  {label:<{width}} {text}")
+    return "\n".join(lines)
+
+
+def _hardware(args: Any) -> str:
+    """The number of processes, their device, and how they share the model."""
+    ranks = args.world_size
+    device = args.device.type
+    layout = args.distributed_state.distributed_type.value
+    text = f"{ranks} process{'es' if ranks > 1 else ''} on {_DEVICES.get(device, device)}"
+    if is_fsdp2_launch() and layout != "FSDP" and device == "cpu":
+        text += ", no FSDP, which accelerate leaves out on a CPU"
+    if ranks > 1 or layout in ("FSDP", "DEEPSPEED"):
+        text += f", {_LAYOUTS.get(layout, layout)}"
+    return text
+
+
+def _precision(args: Any, model: torch.nn.Module) -> str:
+    """The dtypes of the parameters, and mixed precision if it is on."""
+    text = ", ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}))
+    if args.bf16 or args.fp16:
+        text = f"{'bfloat16' if args.bf16 else 'float16'} mixed precision, parameters in {text}"
+    if "bfloat16" in text and lacks_bf16(args.device):
+        text += "; this GPU has no bfloat16 and emulates it: fp16: true is faster"
+    return text
 
 
 def first_prompt(
@@ -163,7 +176,10 @@ class StartupCallback(TrainerCallback):
 
     @nonfatal("the line on the first packed pass")
     def on_substep_end(self, args, state, control, **kwargs):
-        if self._awaits_pass and (figures := self._figures()).tokens:
+        if not self._awaits_pass:
+            return
+        figures = self._figures()
+        if figures.tokens:
             self._awaits_pass = False
             _write(packed_pass_line(figures))
 

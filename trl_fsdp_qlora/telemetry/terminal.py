@@ -90,15 +90,17 @@ def completion_lines(
     They go from the lowest to the highest reward, spread evenly. `prompts` and `completions` are texts or
     conversations; each reward function has one value per completion, NaN if it returned none.
     """
-    totals = [
-        sum(value for value in values if not math.isnan(value)) for values in zip(*rewards.values(), strict=True)
-    ]
+    totals = []  # of each completion
+    for values in zip(*rewards.values(), strict=True):
+        totals.append(sum(value for value in values if not math.isnan(value)))
+    if len(rewards) == 1:
+        rewards = {"reward": next(iter(rewards.values()))}
     order = sorted(range(len(totals)), key=totals.__getitem__)
     count = min(count, len(order))
     lines = []
-    for i in (order[round(position * (len(order) - 1) / max(count - 1, 1))] for position in range(count)):
-        each = rewards if len(rewards) > 1 else {"reward": next(iter(rewards.values()))}
-        earned = ", ".join(f"{name} {number(values[i])}" for name, values in each.items())
+    for position in range(count):
+        i = order[round(position * (len(order) - 1) / max(count - 1, 1))]
+        earned = ", ".join(f"{name} {number(values[i])}" for name, values in rewards.items())
         prompt = _quoted(prompts[i], _PROMPT_WIDTH, end=True)  # solved problems may stand before the question
         if _is_episode(completions[i]):
             lines += [f"    {earned}  {prompt}", *dialogue(completions[i])]
@@ -183,7 +185,8 @@ class TerminalCallback(TrainerCallback):
                 f"reward {number(logs.get('reward', math.nan))}{accuracy}  {self._seconds / self._steps:.2f} s/step"
             )
             lines.append(f"step {step:>{len(str(steps))}}/{steps}  {figures}  {_duration(seconds_left)} left")
-            self._steps, self._seconds = 0, 0.0
+            self._steps = 0
+            self._seconds = 0.0
             if "reward" in logs and (step >= self._next_show or _is_last(state, control)):  # completions are new
                 self._next_show = step + steps / SHOWS_PER_RUN
                 lines += self._completions()
@@ -197,10 +200,12 @@ def _is_last(state, control) -> bool:
 
 def printed_metrics(logs: dict[str, Any]) -> dict[str, Any]:
     """The part of `logs` that a script prints: all metrics of stock TRL, and [`PRINTED`]."""
-    names = {name: name.removeprefix("eval_") for name in logs}
-    return {
-        name: value for name, value in logs.items() if names[name] in PRINTED or not names[name].startswith(_EVERY_RUN)
-    }
+    printed = {}
+    for name, value in logs.items():
+        metric = name.removeprefix("eval_")
+        if metric in PRINTED or not metric.startswith(_EVERY_RUN):
+            printed[name] = value
+    return printed
 
 
 class _BriefPrinterCallback(PrinterCallback):
