@@ -1,8 +1,11 @@
 """The dense copy of a 4-bit base: the same function of its inputs, an ordinary checkpoint, made once."""
 
+import shutil
+
 import pytest
 import torch
 from peft import get_peft_model
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.distributed.launch import run_script
@@ -55,3 +58,19 @@ def test_made_once_per_content_and_as_the_script_makes_it(tmp_path, monkeypatch)
     assert (tmp_path / "dense" / module.DONE).read_text() == (first / module.DONE).read_text()
     with pytest.raises(RolloutError, match="dense"):
         write(other, tmp_path / "cache", output=tmp_path / "dense")
+
+
+def test_a_copy_that_another_run_finished_first_is_used(tmp_path, monkeypatch):
+    """Two runs that start at the same time write the same copy."""
+    model = tiny.load(tiny.make_checkpoint(tmp_path / "model"))
+    of_other_run = write(model, tmp_path / "other")
+    cache = tmp_path / "cache"
+
+    def save_after_the_other_run(*args, **kwargs):
+        if not (cache / of_other_run.name).exists():
+            shutil.copytree(of_other_run, cache / of_other_run.name)
+        save_file(*args, **kwargs)
+
+    monkeypatch.setattr(module, "save_file", save_after_the_other_run)
+    assert write(model, cache) == cache / of_other_run.name
+    assert list(cache.iterdir()) == [cache / of_other_run.name]  # no scratch left

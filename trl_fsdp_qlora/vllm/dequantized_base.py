@@ -96,31 +96,46 @@ def dequantized_base(
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     content = _fingerprint(base, dtype)
     folder = Path(cache) / content if output is None else Path(output)
-    if (folder / DONE).is_file() and json.loads((folder / DONE).read_text(encoding="utf-8"))["content"] == content:
+    if _holds(folder, content):
         return folder
     if output is not None and folder.exists():
         raise RolloutError(f"{folder} exists and holds something else; choose another output folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(folder) as scratch:
-        scratch.mkdir()
-        # A file for each layer, in the checkpoint's own layout, which may have a tensor for each expert.
-        layers = groupby(_dense(base, dtype), lambda item: re.match(r"(.*?\.\d+\.)?", item[0])[0])
-        bar = tqdm(layers, unit=" layers", desc="dequantizing the base", disable=not progress)
-        files = {}
-        size = 0
-        for i, (_, layer) in enumerate(bar):
-            tensors = revert_weight_conversion(base, dict(layer))
-            name = f"model-{i:05d}.safetensors"
-            save_file(tensors, scratch / name, metadata={"format": "pt"})
-            files.update(dict.fromkeys(tensors, name))
-            size += sum(tensor.nbytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": size}, "weight_map": files}
-        (scratch / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-        config = base.config.to_dict()
-        config.pop("quantization_config", None)
-        config["dtype"] = str(dtype).removeprefix("torch.")
-        (scratch / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf-8")
-        tokenizer.save_pretrained(scratch)
-        base.generation_config.save_pretrained(scratch)
-        (scratch / DONE).write_text(json.dumps({"content": content, "dtype": str(dtype)}) + "\n", encoding="utf-8")
+    try:
+        with written_whole(folder) as scratch:
+            _write(scratch, base, tokenizer, content, dtype, progress)
+    except OSError:
+        # Another run that started at the same time may have finished the same copy first.
+        if not _holds(folder, content):
+            raise
     return folder
+
+
+def _holds(folder: Path, content: str) -> bool:
+    """Whether `folder` is a finished copy of the weights with this fingerprint."""
+    done = folder / DONE
+    return done.is_file() and json.loads(done.read_text(encoding="utf-8"))["content"] == content
+
+
+def _write(folder: Path, base: PreTrainedModel, tokenizer, content: str, dtype: torch.dtype, progress: bool) -> None:
+    folder.mkdir()
+    # A file for each layer, in the checkpoint's own layout, which may have a tensor for each expert.
+    layers = groupby(_dense(base, dtype), lambda item: re.match(r"(.*?\.\d+\.)?", item[0])[0])
+    bar = tqdm(layers, unit=" layers", desc="dequantizing the base", disable=not progress)
+    files = {}
+    size = 0
+    for i, (_, layer) in enumerate(bar):
+        tensors = revert_weight_conversion(base, dict(layer))
+        name = f"model-{i:05d}.safetensors"
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        files.update(dict.fromkeys(tensors, name))
+        size += sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    config = base.config.to_dict()
+    config.pop("quantization_config", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf-8")
+    tokenizer.save_pretrained(folder)
+    base.generation_config.save_pretrained(folder)
+    (folder / DONE).write_text(json.dumps({"content": content, "dtype": str(dtype)}) + "\n", encoding="utf-8")
