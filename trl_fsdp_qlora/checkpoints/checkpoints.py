@@ -151,8 +151,10 @@ def last_complete_checkpoint(output_dir: str | Path) -> Path | None:
 def last_step(checkpoint: str | Path, args: TrainingArguments) -> int | None:
     """The number of the run's steps if `checkpoint` is its end, or `None` if there are steps left to do."""
     state = read_json(Path(checkpoint) / TRAINER_STATE_NAME)
+    step = state["global_step"]
+    by_steps = 0 < args.max_steps <= step
     by_epochs = args.max_steps <= 0 and (state.get("epoch") or 0.0) >= args.num_train_epochs
-    return state["global_step"] if by_epochs or 0 < args.max_steps <= state["global_step"] else None
+    return step if by_steps or by_epochs else None
 
 
 def resolve_resume(output_dir: str | Path, resume: str | bool | None, read_contents: bool = True) -> str | None:

@@ -117,7 +117,7 @@ def tool_suffix_ids(tokenizer: Any, chat_template: str | None, options: dict, me
 def is_padded_by_row(vision: dict[str, Any]) -> bool:
     """Whether pixels are padded to as many images in each row as any row has (Idefics, SmolVLM).
 
-    The mask over pixels `(B, images, height, width)` says so. TRL 1.16 compares the number of rows with that of
+    The mask over pixels then is `(B, images, height, width)`. TRL 1.16 compares the number of rows with that of
     images, which may be equal by chance: a row with two images and a row with none.
     """
     mask = vision.get("pixel_attention_mask")
@@ -150,7 +150,7 @@ def joined_images(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def token_types_of_images(trainer: Any, prompt_ids: list[list[int]], fields: dict) -> dict[str, list[list[int]]]:
-    """The field by which a model tells an image's tokens from text, for prompts that tools have given images to.
+    """The field by which a model tells an image's tokens from text, for prompts that got images from tools.
 
     `GRPOTrainer._generate_single_turn` makes it too, inside of its own call of `generate`. Nothing if no prompt has an
     image, or if TRL did not find the placeholder token of the model's images.

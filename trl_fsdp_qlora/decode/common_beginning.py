@@ -109,4 +109,5 @@ def _expand(cache: DynamicCache, rows: int) -> None:
     """Expand `cache` from one row to `rows` equal rows; nothing is copied until keys and values are appended."""
     for layer in cache.layers:
         if layer.get_seq_length():
-            layer.keys, layer.values = (x.expand(rows, -1, -1, -1) for x in (layer.keys, layer.values))
+            layer.keys = layer.keys.expand(rows, -1, -1, -1)
+            layer.values = layer.values.expand(rows, -1, -1, -1)

@@ -126,7 +126,7 @@ class DecodingWork:
 
 
 class Decoding:
-    """The decoding loop of one `generate` call, to be given as `custom_generate`.
+    """The decoding loop of one `generate` call, for its argument `custom_generate`.
 
     Args:
         synced_gpus: a forward is collective: this rank goes on as long as any rank does. If `None`, transformers' own
@@ -458,7 +458,7 @@ def _padding(ids_UP: torch.Tensor, kwargs: dict) -> torch.Tensor:
 
 
 def _rows(name: str, value, rows: torch.Tensor):
-    """The given rows of an argument of the model; an argument that is no tensor is returned unchanged."""
+    """The rows `rows` of the model's argument `name`; an argument that is no tensor is returned unchanged."""
     if not isinstance(value, torch.Tensor) or not value.ndim:
         return value
     # Classes that take images have positions on several axes, `(axes, rows, tokens)`.

@@ -100,10 +100,12 @@ class PrefillWatch:
         self.cache = cache
         self.mask_UP = kwargs.get("attention_mask")
         self.checked_layers = set()
-        self.reason = "generate hands no positions to the model" if kwargs.get("position_ids") is None else None
+        self.reason = None
         unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in _ARGUMENTS)
         if unknown:
-            self.reason = f"generate hands {', '.join(unknown)} to the model"
+            self.reason = f"generate passes {', '.join(unknown)} to the model"
+        elif kwargs.get("position_ids") is None:
+            self.reason = "generate passes no positions to the model"
 
     def attend(self, base, module, query, key, value, mask, **kwargs):
         """Check a layer's arguments, then call its own function. Shapes as in transformers' interface."""
@@ -131,8 +133,10 @@ class PrefillWatch:
 
     def _sees_the_prompt(self, mask: torch.Tensor | None) -> bool:
         """Whether the last query sees all tokens of its prompt so far and no others, under one mask for all heads."""
-        if mask is None or mask.shape[1] != 1:
-            return mask is None and (self.mask_UP is None or bool(self.mask_UP.all()))
+        if mask is None:
+            return self.mask_UP is None or bool(self.mask_UP.all())
+        if mask.shape[1] != 1:
+            return False
         last_UK = mask[:, 0, -1]
         last_UK = last_UK if last_UK.dtype == torch.bool else last_UK == 0
         # If a prompt is prefilled in chunks, these are the keys so far. A chunk may end with padding; the result of
@@ -225,8 +229,9 @@ class SharedPrompts:
         }
 
     def attend(self, base, module, query, key, value, mask, scaling=None, **_neutral):
-        """Attention of one token per row: `query` `(A, H, 1, D)`, `key` and `value` `(A, H_kv, C, D)` of the
-        completions.
+        """Attention of one token per row, over the prompts and the completions.
+
+        `query` is `(A, H, 1, D)`; `key` and `value` are the completions' alone, `(A, H_kv, C, D)`.
         """
         rows, heads, tokens, size = query.shape
         if tokens != 1 or key.shape[-2] != self.cache.layers[module.layer_idx].keys.shape[-2]:

@@ -152,7 +152,7 @@ class KeptRow:
         )
 
     def usable(self, ids: list[int], images: tuple[int, ...] = ()) -> int:
-        """How many tokens of a prompt this row serves; the last token always runs, for its logits."""
+        """The number of a prompt's tokens that this row serves; the last token always runs, for its logits."""
         if images[: len(self.images)] != self.images:
             return 0
         common = min(len(self.ids), len(ids) - 1)

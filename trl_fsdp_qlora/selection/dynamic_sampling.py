@@ -84,7 +84,7 @@ class ScoredRows(list):
 def groups_with_variance(
     rewards_NK: torch.Tensor, weights_K: torch.Tensor, group_size: int, normalizes_each: bool
 ) -> torch.Tensor:
-    """Which groups have rewards that differ, `(N / group_size,)`; completions without any reward (NaN) do not count.
+    """Mask `(N / group_size,)` of the groups whose rewards differ; completions without any reward (NaN) do not count.
 
     If the functions are normalised one by one (`normalizes_each`), one of them is enough; otherwise their weighted sum
     has to differ.

@@ -189,10 +189,12 @@ def token_counts(batch: dict, group_size: int) -> torch.Tensor:
     rows = len(prompt_B)
     padded = rows * (batch["prompt_mask"].size(1) + batch["completion_mask"].size(1))
     zero = (batch["advantages"].view(rows, -1) == 0).all(1).sum()
-    # Filled in on the device, because values from the host would be waited for.
-    padded, rows = (prompt_B.new_full((), x) for x in (padded, rows))
+    valid = prompt_B.sum() + completion_tokens
     once = prompt_B[::group_size].sum() + completion_tokens
-    return torch.stack([padded, prompt_B.sum() + completion_tokens, once, rows, zero, completion_tokens])
+    # `new_full` fills a number in on the device. The host would wait for a copy to the device.
+    padded_on_device = prompt_B.new_full((), padded)
+    rows_on_device = prompt_B.new_full((), rows)
+    return torch.stack([padded_on_device, valid, once, rows_on_device, zero, completion_tokens])
 
 
 class _Step(NamedTuple):

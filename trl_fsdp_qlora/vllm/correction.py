@@ -94,8 +94,9 @@ def sampling_figures(inputs: dict[str, Any], policy_BC: torch.Tensor, scored_BC:
     weights = inputs.get(IMPORTANCE_RATIO)
     if weights is not None:  # (B, 1) in the sequence modes
         used = mask_BC if weights.shape == mask_BC.shape else mask_BC.any(1, keepdim=True)
-        least, most = (torch.where(used, weights, limit) for limit in (math.inf, -math.inf))
-        figures += [used.sum(), least.amin(), torch.where(used, weights, 0.0).sum(), most.amax()]
+        least = torch.where(used, weights, math.inf).amin()
+        most = torch.where(used, weights, -math.inf).amax()
+        figures += [used.sum(), least, torch.where(used, weights, 0.0).sum(), most]
     return torch.stack([figure.float() for figure in figures])
 
 

@@ -1,8 +1,8 @@
 """`AdapterEngine`: TRL's vLLM engine, colocated or in a server, to which only the adapter is sent.
 
 TRL 1.16 merges the adapter into the base, pushes every weight and unmerges, for each step. Here the engine holds the
-untouched base and is given each version of the adapter under a name of its own; putting it to sleep frees its cache
-and keeps its weights.
+untouched base and loads each version of the adapter under a new name. Sleep frees the engine's cache and keeps its
+weights.
 """
 
 import logging
@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 class _Serving:
     """vLLM's `LLM` as `VLLMGeneration.generate` uses it: requests name the adapter, and sleeping keeps the weights.
 
-    TRL asks for sleep level 2, which throws the base away; an adapter could not bring it back. vLLM 0.31 and newer
-    free the cache alone; older ones take the weights along, at level 1 into host memory, from where they come back
-    before they are used.
+    TRL asks for sleep level 2, which drops the base, and no adapter could bring the base back. vLLM 0.31 and newer can
+    free the cache alone. Older versions can only move the weights to host memory as well (level 1); the weights are
+    moved back before they are used.
     """
 
     def __init__(self, llm):
@@ -85,7 +85,7 @@ def server_info(args: Any) -> dict[str, Any]:
 
 
 class AdapterServer(VLLMClient):
-    """TRL's client of a vLLM server, for a server that is given adapters.
+    """TRL's client of a vLLM server, for a server that loads adapters.
 
     Args:
         url, timeout: address of the server, and seconds to wait until it is up.
