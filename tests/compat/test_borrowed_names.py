@@ -76,6 +76,20 @@ def test_what_is_borrowed_is_there(tmp_path):
     assert {"advantages", "rewards"} <= stock._logs.keys()
 
 
+def test_only_compat_imports_private_names_of_these_libraries():
+    libraries = ("trl.", "transformers.", "peft.", "vllm.", "torch.distributed.fsdp.")
+    private_imports = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or node.level:
+                continue
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                if name.startswith(libraries) and "._" in name:
+                    private_imports.append(path.parent.name)
+    assert set(private_imports) == {"compat"}
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "cispo"])
 def test_metrics_and_compared_values_have_these_names(tmp_path, loss_type):
     changes = {"max_steps": 1, "beta": 0.1, "loss_type": loss_type, "num_iterations": 2, "peft_config": lora()}
