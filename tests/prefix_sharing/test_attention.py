@@ -118,7 +118,9 @@ def assert_equals_dense_mask(call, exact, tolerance, backend=cascade):
     for ours, wanted in zip(
         (out, *actual), (expected, *torch.autograd.grad((expected * weight).sum(), exact)), strict=True
     ):
-        assert (ours.double() - wanted).abs().max() <= tolerance * max(wanted.abs().max(), 1.0)
+        error = float((ours.double() - wanted).abs().max())
+        largest = float(wanted.abs().max())
+        assert error <= tolerance * max(largest, 1.0)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -146,10 +148,12 @@ def test_two_part_equals_dense_mask(name, window):
 @pytest.mark.parametrize("name", EVERY)
 def test_cuda_kernels_equal_dense_mask(name, window):
     layout = make_layout(name, "cuda")
-    leaves = [x.to("cuda", torch.bfloat16).requires_grad_() for x in draw(layout, 4, 2, size=32)]
+    # In bfloat16 rounding alone reaches 3% of a gradient, which a fault of a few percent would not exceed.
+    leaves = [x.to("cuda", torch.float16).requires_grad_() for x in draw(layout, 4, 2, size=32)]
     call = Call(*leaves, layout, window=window)
     assert cascade.refuses(call) is None
-    assert_equals_dense_mask(call, [x.detach().double().requires_grad_() for x in leaves], 2e-2)  # 8 bits of mantissa
+    # 11 bits of mantissa: at most 1.8e-3 on the emulated device.
+    assert_equals_dense_mask(call, [x.detach().double().requires_grad_() for x in leaves], 5e-3)
 
 
 def test_cascade_merges_in_float32_in_half_precision():
