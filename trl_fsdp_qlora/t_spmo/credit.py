@@ -1,8 +1,11 @@
 """Credit of each token from the completions and rewards of a generation batch, by a prefix trie that is not built.
 
 In lexicographic order, completions that share a prefix are neighbours, and two neighbours part at the end of their
-longest common prefix (LCP). A node of depth d is then a run of neighbours with LCP ≥ d, an edge (p, v) is a node one
-deeper, and the mean reward below a node is a difference of cumulative sums.
+longest common prefix (LCP). A node of depth d, a prefix of d tokens, is then a run of neighbours with LCP ≥ d. An edge
+(p, v) is a node one deeper. The mean reward below a node is a difference of cumulative sums.
+
+T-SPMO is from arXiv 2504.20834. The formula of A(v|p) follows the paper's abstract; it was not compared with the
+authors' code.
 """
 
 from typing import NamedTuple
@@ -49,31 +52,33 @@ def prefix_transitions(
     # Padding equals no token, so a completion that ends parts from those that go on.
     ids_GC = np.where(valid_GC, completion_ids.cpu().numpy(), -1)
     rows, width = ids_GC.shape
-    length_G = valid_GC.sum(1)
-    order, common = sort_by_prefix(ids_GC, length_G)
+    order, common = sort_by_prefix(ids_GC, valid_GC.sum(1))
     valid_GC = valid_GC[order]
     judged_G = judged_G[order]
-    length_G = length_G[order]
     rewards_G = np.nan_to_num(rewards_G[order])
-    # starts[i, d]: row i is the first of its node of depth d. Every completion starts with the empty prefix.
-    depth = np.arange(width + 1)
-    starts = np.ones((rows, width + 1), bool)
-    starts[1:] = common[:, None] < depth
-    starts[:, 0] = False
-    starts[0, 0] = True
-    first = np.maximum.accumulate(np.where(starts, np.arange(rows)[:, None], 0), axis=0)
-    after = rows_behind_subtree(common, width + 1)
-    reward_sum = np.concatenate([[0.0], np.cumsum(rewards_G * judged_G)])
-    judged_sum = np.concatenate([[0], np.cumsum(judged_G)])
-    size = judged_sum[after] - judged_sum[first]
-    mean = (reward_sum[after] - reward_sum[first]) / np.maximum(size, 1)
+
+    # Entry [i, d] of the following arrays is about the node of depth d that sorted row i is in. The node consists of
+    # the rows first[i, d] to behind[i, d] - 1. All rows are in one node of depth 0, the empty prefix.
+    begins_node = np.ones((rows, width + 1), bool)
+    begins_node[1:] = common[:, None] < np.arange(width + 1)
+    first = np.maximum.accumulate(np.where(begins_node, np.arange(rows)[:, None], 0), axis=0)
+    behind = rows_behind_subtree(common, width + 1)
+
+    def sum_in_node(values_G: np.ndarray) -> np.ndarray:
+        sums = np.concatenate([[0], np.cumsum(values_G)])
+        return sums[behind] - sums[first]
+
+    count = sum_in_node(judged_G)
+    mean = sum_in_node(rewards_G) / np.maximum(count, 1)  # a completion that was not judged adds zero
+    # At token t the prefix p is the node of depth t, and p∘v is the node of depth t + 1.
     # If no completion parts, both means are over the same rows, so their difference is set to exactly zero and not to
     # a rounding error.
-    advantage = np.where(valid_GC & (size[:, 1:] != size[:, :-1]), mean[:, 1:] - mean[:, :-1], 0.0)
-    representative = valid_GC & starts[:, 1:]
+    parts_GC = count[:, 1:] != count[:, :-1]
+    advantage_GC = np.where(valid_GC & parts_GC, mean[:, 1:] - mean[:, :-1], 0.0)
+    representative_GC = valid_GC & begins_node[:, 1:]
 
     inverse = np.argsort(order)
-    return Transitions(torch.from_numpy(advantage[inverse]), torch.from_numpy(representative[inverse]))
+    return Transitions(torch.from_numpy(advantage_GC[inverse]), torch.from_numpy(representative_GC[inverse]))
 
 
 def group_credit(
@@ -97,28 +102,29 @@ def group_credit(
     completion_ids = completion_ids.cpu()
     completion_mask = completion_mask.cpu()
     rewards = rewards.cpu().double().masked_fill(completion_mask.sum(1) == 0, torch.nan)
-    parts = []
+    credit_of_groups = []
     transitions = 0
     credited = 0
-    forward = 0
-    distinct = 0
+    positions = 0
+    distinct_positions = 0
     for start in range(0, len(rewards), group_size):
         rows = slice(start, start + group_size)
         group = prefix_transitions(completion_ids[rows], completion_mask[rows], rewards[rows])
-        credit = torch.where(group.representative, group.advantage, 0.0)
-        count = int(group.representative.sum())
-        parts.append(credit / max(count, 1))
+        advantage_GC = torch.where(group.representative, group.advantage, 0.0)
+        is_credited_GC = advantage_GC != 0
+        count = int(group.representative.sum())  # |U|
+        credit_of_groups.append(advantage_GC / max(count, 1))
         transitions += count
-        credited += int((credit != 0).sum())
+        credited += int(is_credited_GC.sum())
         # Positions before the last credited token; that token itself is only a target.
-        needed = (credit != 0).flip(1).cumsum(1).flip(1)[:, 1:] > 0
-        forward += int(needed.sum())
-        if needed.any():
-            prefixes = prefix_transitions(completion_ids[rows, :-1], needed, torch.zeros(len(needed)))
-            distinct += int(prefixes.representative.sum())
+        is_needed_GC = is_credited_GC.flip(1).cumsum(1).flip(1)[:, 1:] > 0
+        positions += int(is_needed_GC.sum())
+        if is_needed_GC.any():
+            prefixes = prefix_transitions(completion_ids[rows, :-1], is_needed_GC, torch.zeros(len(is_needed_GC)))
+            distinct_positions += int(prefixes.representative.sum())
     metrics = {
-        "transitions": transitions / len(parts),
-        "credited_transitions": credited / len(parts),
-        "repeated_fraction": (forward - distinct) / max(forward, 1),
+        "transitions": transitions / len(credit_of_groups),
+        "credited_transitions": credited / len(credit_of_groups),
+        "repeated_fraction": (positions - distinct_positions) / max(positions, 1),
     }
-    return torch.cat(parts).float().to(device), metrics
+    return torch.cat(credit_of_groups).float().to(device), metrics
