@@ -61,16 +61,17 @@ def value_interval(
         return low, high
     if estimator == "max":
         return max(rewards_N), high
-    soft = estimator == "log_mean_exp" and beta1 > 0
+    is_soft = estimator == "log_mean_exp" and beta1 > 0
     unit_N = [(reward - low) / (high - low) for reward in rewards_N]
-    if soft:
+    if is_soft:
+        # u = (e^(s·x) − 1) / (e^s − 1) of a reward x in [0, 1]: exp(r/β1), moved and scaled into [0, 1]. Both parts of
+        # the fraction are divided by e^s, which could overflow.
         scale = (high - low) / beta1
-        # expm1 over expm1, written so that exp(scale) cannot overflow.
         unit_N = [(math.exp((unit - 1) * scale) - math.exp(-scale)) / -math.expm1(-scale) for unit in unit_N]
     bounds = wilson_interval(min(max(math.fsum(unit_N), 0.0), n), n, z=1.0)
-    if not soft:
+    if not is_soft:
         return tuple(low + bound * (high - low) for bound in bounds)
-    # Inverse of the map above: V = high + β1·log(u·(1 − e^−s) + e^−s).
+    # The inverse: V = high + β1·log(u·(1 − e^−s) + e^−s).
     return tuple(high + beta1 * math.log(-bound * math.expm1(-scale) + math.exp(-scale)) for bound in bounds)
 
 

@@ -1,4 +1,8 @@
-"""The two losses of stage 2, per micro-batch of B completions of at most C tokens."""
+"""The two losses of stage 2, per micro-batch of B completions of at most C tokens.
+
+`regression` is the loss of A*-PO (arXiv 2505.20686) as in its authors' code. `advantage_weighted` is the variant of the
+"Parallel Single/Multi-Turn RL" report.
+"""
 
 import torch
 
@@ -22,15 +26,14 @@ def regression_loss(
         beta2: strength of the KL regularisation, in units of reward per nat.
 
     Returns:
-        the scalar loss; the k3 estimate of the KL per token, shape `(B, C)`, and the implicit reward
-        `β2·log(π_θ/π_ref)`, shape `(B,)`, both detached.
+        the scalar loss; the k3 estimate of the KL per token, shape `(B, C)`; and the implicit reward
+        `β2·log(π_θ/π_ref)`, shape `(B,)`. Both are detached.
     """
     log_ratio_B = ((logps_BC - ref_logps_BC) * mask_BC).sum(1)
-    implicit_B = beta2 * log_ratio_B
-    defined_B = ~target_B.isnan()
-    error_B = torch.where(defined_B, implicit_B - target_B.nan_to_num(), 0.0)
-    delta_BC = (ref_logps_BC - logps_BC).detach()
-    return (error_B**2).mean(), (delta_BC.exp() - delta_BC - 1) * mask_BC, implicit_B.detach()
+    implicit_reward_B = beta2 * log_ratio_B
+    error_B = torch.where(target_B.isnan(), 0.0, implicit_reward_B - target_B.nan_to_num())
+    kl_BC = _kl_estimate(logps_BC.detach(), ref_logps_BC, mask_BC)
+    return (error_B**2).mean(), kl_BC, implicit_reward_B.detach()
 
 
 def advantage_weighted_loss(
@@ -40,8 +43,7 @@ def advantage_weighted_loss(
     advantage_B: torch.Tensor,
     beta: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`−mean_x [A·log π_θ(y|x)] + β·KL(π_θ‖π_ref)`, the report's variant; the KL is the k3 estimator, summed over
-    tokens.
+    """`−mean_x [A·log π_θ(y|x)] + β·KL(π_θ‖π_ref)`, the report's variant; the KL estimates are summed over tokens.
 
     Args:
         logps_BC, ref_logps_BC, mask_BC: as in [`regression_loss`].
@@ -51,10 +53,15 @@ def advantage_weighted_loss(
     Returns:
         the scalar loss and the k3 estimate per token, shape `(B, C)`, detached.
     """
-    delta_BC = ref_logps_BC - logps_BC
-    kl_BC = (delta_BC.exp() - delta_BC - 1) * mask_BC
+    kl_BC = _kl_estimate(logps_BC, ref_logps_BC, mask_BC)
     policy_B = -advantage_B * (logps_BC * mask_BC).sum(1)
     return (policy_B + beta * kl_BC.sum(1)).mean(), kl_BC.detach()
+
+
+def _kl_estimate(logps_BC: torch.Tensor, ref_logps_BC: torch.Tensor, mask_BC: torch.Tensor) -> torch.Tensor:
+    """The k3 estimate of KL(π_θ‖π_ref) per token, as in TRL's GRPO: `π_ref/π_θ − log(π_ref/π_θ) − 1`."""
+    log_ratio_BC = ref_logps_BC - logps_BC
+    return (log_ratio_BC.exp() - log_ratio_BC - 1) * mask_BC
 
 
 def normalised_advantage(target: torch.Tensor, epsilon: float = 1e-4) -> torch.Tensor:
