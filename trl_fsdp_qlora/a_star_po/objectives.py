@@ -1,7 +1,7 @@
 """The two losses of stage 2, per micro-batch of B completions of at most C tokens.
 
-`regression` is the loss of A*-PO (arXiv 2505.20686) as in its authors' code. `advantage_weighted` is the variant of the
-"Parallel Single/Multi-Turn RL" report.
+`regression` is the loss of A*-PO (arXiv 2505.20686), as in its authors' code. `advantage_weighted` is the variant of
+the "Parallel Single/Multi-Turn RL" report.
 """
 
 import torch

@@ -96,19 +96,19 @@ class EfficientDPOTrainer(EfficientTraining, ShardedQLoRAMixin, DPOTrainer):
         batch = Batch(inputs["input_ids"], inputs.get("attention_mask"), labels, vision)
         # Images are counted only until a batch with images was compared: the ranks have to agree, and the host waits.
         awaits_images = door.expects_images and (compares_gradients(model), True) not in door.comparison.checked
-        if awaits_images and not self._counts_images(door, batch):
+        if awaits_images and not self._count_images(door, batch):
             return
         # TRL's batch has all chosen answers first, then all rejected ones. The comparison needs the two of a pair
         # next to each other.
         in_pairs = np.arange(len(labels)).reshape(2, -1).T.ravel()
         door.comparison.with_stock(model, batch.rows(in_pairs), self.accelerator.autocast)
 
-    def _counts_images(self, door: Door, batch: Batch) -> bool:
+    def _count_images(self, door: Door, batch: Batch) -> bool:
         """Set the number of images of each row of `batch`; return whether every rank could count its images."""
-        is_counted = True
+        failures = 0
         if batch.has_images:
             try:
                 batch.num_images = door.images.count(batch)
             except UnpackableBatch:  # the pass itself logs the reason
-                is_counted = False
-        return not reduced_over_ranks([int(not is_counted)], batch.input_ids.device)[0]
+                failures = 1
+        return reduced_over_ranks([failures], batch.input_ids.device)[0] == 0

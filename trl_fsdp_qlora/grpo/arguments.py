@@ -87,9 +87,11 @@ def with_base_loaded(call: dict[str, Any], needs_reference: bool) -> dict[str, A
     args = call["args"]
     quantization_config = call.get("quantization_config")
     options = args.model_init_kwargs or {}
-    loaded_in = getattr(getattr(model, "config", None), "quantization_config", None)
-    quantized = quantization_config or options.get("quantization_config") or loaded_in
-    launch_checks.check_launch(quantized, getattr(args.deepspeed_plugin, "zero_stage", None))
+    stored = getattr(getattr(model, "config", None), "quantization_config", None)
+    launch_checks.check_launch(
+        quantization_config or options.get("quantization_config") or stored,
+        getattr(args.deepspeed_plugin, "zero_stage", None),
+    )
     launch_checks.check_reference(needs_reference and adapter_and_base(call)[0] is None)
     is_sharded = launch_checks.is_fsdp2_launch() and launch_checks.accelerate_shards_on(args.device)
     if isinstance(model, str) and is_sharded and getattr(quantization_config, "load_in_4bit", False):

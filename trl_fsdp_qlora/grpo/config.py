@@ -135,10 +135,11 @@ class EfficientGRPOConfig(EfficientConfig, GRPOConfig):
             raise ValueError(f"num_generations={self.num_generations} must be at least 1; try 8")
         super().__post_init__()
         check_config(self)
-        self._check_choice()
+        self._check_selection_of_prompts()
         self.check_choices()
 
-    def _check_choice(self) -> None:
+    def _check_selection_of_prompts(self) -> None:
+        """Raise `ValueError` for numbers of prompt selection and `num_generations_first` outside their range."""
         first = self.num_generations_first
         explore = self.prompt_selection_explore
         half_life = self.prompt_selection_half_life

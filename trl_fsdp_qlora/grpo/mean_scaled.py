@@ -5,14 +5,14 @@ from accelerate.logging import get_logger
 
 logger = get_logger(__name__)
 
-EPSILON = 1e-4  # TRL's
+EPSILON = 1e-4  # TRL adds the same number to the standard deviation
 
 
 def mean_scaled_advantages(rewards_N: torch.Tensor, group_size: int) -> torch.Tensor:
-    """(r - mean) / mean within each group, `(N,)`: the group's mean reward replaces its standard deviation.
+    """(r - mean) / (mean + ε) within each group, `(N,)`: the mean reward replaces TRL's standard deviation.
 
-    With rewards of 0 and 1 and completions drawn from the policy, the expectation over a group of G is, per
-    completion,
+    With rewards of 0 and 1, completions drawn from the policy (success rate p) and ε = 0, the expectation over a group
+    of G is, per completion,
 
         E[1/G Σ A ∇ log π] = (1 - (1 - p)^(G - 1)) / p · ∇p = Σ_{k=0}^{G-2} (1 - p)^k ∇p,
 

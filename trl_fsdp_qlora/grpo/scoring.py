@@ -140,18 +140,21 @@ class ScoringThroughTheDoor:
     ) -> LogProbs:
         door = self.reference_door if wanted.model is self.ref_model and self.ref_model is not None else self.door
         batch = batch_of(arguments, wanted.image_keys)
-        for_the_door = {}
         rows, width = batch.input_ids.shape
         batch_size = arguments.get("batch_size") or rows
         tokens_per_pass = batch_size * width if batch_size < rows else None
         # If a micro-batch is cut to fit into memory, the comparison passes have to be cut as well.
         limit = tokens_per_pass or self.args.tokens_per_pass or None
         door.comparison.with_stock(wanted.model, batch, self.accelerator.autocast, limit)
-        step_scores, number = (None, 0)
+        step_scores = None
+        number = 0
         if kind == "policy" and torch.is_grad_enabled():
             step_scores, number = self._look_ahead(door, wanted.inputs)
+        for_the_door = {}
+        # TRL's router loss is the mean over TRL's own slices of the batch, so a batch with it is sliced by TRL.
         if door.is_active and not (arguments.get("compute_aux_loss") and tokens_per_pass):
-            for_the_door = {"num_images": batch.num_images, "image_keys": batch.image_keys}
+            for_the_door["num_images"] = batch.num_images
+            for_the_door["image_keys"] = batch.image_keys
             if tokens_per_pass:
                 arguments["batch_size"] = None
                 for_the_door["tokens_per_pass"] = tokens_per_pass
@@ -171,15 +174,15 @@ class ScoringThroughTheDoor:
                     self.step_scores = None
             return wanted.model(**model_arguments, **for_the_door)
 
+        values = stock(call, **arguments)
         # TRL leaves the values on the LM head's device. That is the last device of a model that is split over several
         # devices, or the host if FSDP2 offloads the head.
-        values = (None if x is None else x.to(batch.input_ids.device) for x in stock(call, **arguments))
-        logps_BC, entropies_BC, aux_loss = values
+        device = batch.input_ids.device
+        logps_BC, entropies_BC, aux_loss = (None if value is None else value.to(device) for value in values)
         if door.is_active and door.figures.tokens:
             if step_scores is None or step_scores.computes(number):
-                self._add_metrics(
-                    door.figures.metrics(f"prefix_sharing/{'policy' if kind == 'policy' else 'no_grad'}")
-                )
+                name = "policy" if kind == "policy" else "no_grad"
+                self._add_metrics(door.figures.metrics(f"prefix_sharing/{name}"))
             # Equal tokens need equal entropies: the quantile may fall on a tie.
             if getattr(self, "top_entropy_quantile", 1.0) < 1.0 and entropies_BC is not None:
                 entropies_BC = share_values(

@@ -1,8 +1,8 @@
 """`TokenBudget`: the choice of the tokens that the policy's forward and backward compute.
 
 `TokenBudget` chooses tokens before TRL's `_compute_loss`. The trainer then asks the pass for the values of these
-tokens only ([`trl_fsdp_qlora.grpo.scoring.LossPass`]). TRL's formulas and normalisers stay as they are. Three facts
-make this exact:
+tokens only ([`trl_fsdp_qlora.grpo.scoring.LossPass`]). TRL's formulas and normalisers stay as they are. The chances
+and weights of tokens, with their sources, are in `scoring/token_selection.py`. Three facts make the choice exact:
 
 - A completion with zero advantage adds nothing to a loss without KL and entropy terms, so its tokens need no values.
 - The weight of a kept token multiplies the gradient of its log-probability (`token_selection.weight_gradient`). So the
@@ -165,14 +165,14 @@ class TokenBudget:
             # A token that was not computed has the value zero. A skipped completion is never clipped, so its zeros
             # equal stock TRL's values. The means are corrected for the zeros of tokens that a selection left out.
             # Phi is one for a completion without a scored token.
-            for keys, over in ((SCORED_MEANS, divisor), (LEARNING_MEANS, learning)):
-                for key in keys:
-                    if key in last and scored:
-                        values, i = last[key]
-                        values[i] = values[i] * over / scored
-                    elif key in last and key in SCORED_MEANS and valid:  # all skipped; no valid token: zero, as stock
-                        values, i = last[key]
-                        values[i] = float("nan")  # see `drop_missing`
+            for names, tokens_of_mean in ((SCORED_MEANS, divisor), (LEARNING_MEANS, learning)):
+                for values, i in (last[name] for name in names if name in last):
+                    if scored:
+                        values[i] = values[i] * tokens_of_mean / scored
+                    elif names is SCORED_MEANS and valid:
+                        # Every completion was skipped; `drop_missing` leaves NaN out. Without a valid token the mean
+                        # is zero, as in stock TRL.
+                        values[i] = float("nan")
             if scored_completions and PHI_MEAN in last:
                 values, i = last[PHI_MEAN]
                 values[i] = (values[i] * completions - (completions - scored_completions)) / scored_completions

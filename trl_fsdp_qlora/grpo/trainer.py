@@ -64,15 +64,15 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         with experts_in_4bit(), trl_starts_engine(call["args"], self.sync):
             super().__init__(**call)
         self.begin("GRPO")
-        each = self.args.multi_objective_aggregation == "normalize_then_sum"
-        self.groups = GroupStatistics(self.reward_weights, each)
+        normalizes_each_reward = self.args.multi_objective_aggregation == "normalize_then_sum"
+        self.groups = GroupStatistics(self.reward_weights, normalizes_each_reward)
         self.prompt_selection = PromptSelection.of(self.args, self.train_dataset, self.reward_weights)
         choose_further = None if self.prompt_selection is None else self._choose_further
         self.dynamic_sampling = DynamicSampling(
             self.args, self.train_dataset, self.accelerator, self.reward_weights, choose_further
         )
-        is_enabled = self.use_vllm and self.rollout_func is None and draws_from_policy(self.args)
-        self.weight_sync_check = WeightSyncCheck(is_enabled)
+        engine_draws_from_policy = self.use_vllm and self.rollout_func is None and draws_from_policy(self.args)
+        self.weight_sync_check = WeightSyncCheck(engine_draws_from_policy)
         for warning in warnings_for(self.args, self.sync):
             logger.warning(warning)  # accelerate's logger: on the main rank
         self.open_doors(self._entropy_bonus_enabled)
@@ -107,12 +107,12 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
             # TRL's method asks for completions and rewards itself. It gets the ones that these rows already have.
             inputs = rows
             overrides["_generate"] = lambda prompts: rows.generated()
-        by_mean = self.scale_rewards == "mean" and not SCALES_BY_MEAN
-        if by_mean:
+        scales_by_mean = self.scale_rewards == "mean" and not SCALES_BY_MEAN
+        if scales_by_mean:
             overrides["scale_rewards"] = "none"
         with replaced(self, **overrides):
             batch = super()._make_batch(inputs)
-        if by_mean:
+        if scales_by_mean:
             self._scale_by_mean(batch)
         if self.model.training and self.num_generations > 1:  # A*-PO may have groups of one completion
             self._add_metrics(self.groups.metrics(self.num_generations))
@@ -160,8 +160,8 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         def with_timeout(tools):
             return {name: limited(function, self.args.tool_timeout) for name, function in tools.items()}
 
-        sync_tools = list(map(with_timeout, self._sync_tool_dicts))
-        async_tools = list(map(with_timeout, self._async_tool_dicts))
+        sync_tools = [with_timeout(tools) for tools in self._sync_tool_dicts]
+        async_tools = [with_timeout(tools) for tools in self._async_tool_dicts]
         with replaced(self, _sync_tool_dicts=sync_tools, _async_tool_dicts=async_tools):
             result = super()._tool_call_loop(prompts, prompt_ids, *args)
         # In TRL a rank leaves the loop when its own episodes are over; other ranks may still generate.
@@ -261,15 +261,16 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
 
     def _compare_with_engine(self, inputs, policy_BC, scored_BC=None):
         """Log and check the difference between the engine's log-probabilities and the policy's. Collective."""
-        figures = sampling_figures(inputs, policy_BC, scored_BC)
-        width = len(figures)
-        figures = self.accelerator.gather(figures)
+        figures_of_rank = sampling_figures(inputs, policy_BC, scored_BC)
+        width = len(figures_of_rank)
+        figures = self.accelerator.gather(figures_of_rank)
         metrics = self._metrics["train" if self.model.training else "eval"]
         check = self.weight_sync_check
         logged_by_trl = OLD_LOGPS in inputs and IMPORTANCE_RATIO in inputs
 
         def finish(numbers):
-            named, *sums = sampling_metrics([numbers[i : i + width] for i in range(0, len(numbers), width)])
+            by_rank = [numbers[start : start + width] for start in range(0, len(numbers), width)]
+            named, *sums = sampling_metrics(by_rank)
             if not logged_by_trl:
                 for name, value in named.items():
                     metrics[name].append(value)
