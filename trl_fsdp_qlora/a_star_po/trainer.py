@@ -207,20 +207,21 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         return rewards
 
     def _generate_and_score_completions(self, inputs):
-        endless = isinstance(self.train_dataset, IterableDataset)
-        if self.model.training and not self.values.estimated and not endless:
+        is_endless = isinstance(self.train_dataset, IterableDataset)
+        if self.model.training and not self.values.estimated and not is_endless:
             self.estimate_values()
         output = super()._generate_and_score_completions(inputs)
         output.pop(OLD_LOGPS, None)
         prompts = zip(output["prompt_ids"].cpu(), output["prompt_mask"].bool().cpu(), strict=True)
         values_B = self.values.of(inputs, [ids[mask].tolist() for ids, mask in prompts])
+        # Rewards, r − V* and advantages of all ranks, this rank's rows among them.
         rewards = combine(self._rewards_of_batch, self.reward_weights)
         check_reward_range(rewards.cpu(), self.args.sample_plan)
         first = self.accelerator.process_index * len(inputs)
-        mine = slice(first, first + len(inputs))
-        target = self.accelerator.gather(rewards[mine] - values_B.to(self.accelerator.device))
+        of_rank = slice(first, first + len(inputs))
+        target = self.accelerator.gather(rewards[of_rank] - values_B.to(self.accelerator.device))
         advantage = normalised_advantage(target) if self.args.objective == "advantage_weighted" else target
-        output["advantages"] = advantage[mine]
+        output["advantages"] = advantage[of_rank]
         # TRL logged the spread within groups, but a group of one completion has none.
         self._metrics["train" if self.model.training else "eval"].pop(GROUP_SPREAD, None)
         rewards, target, advantage = torch.stack([rewards, target, advantage]).cpu()
@@ -240,7 +241,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         return super()._score(stock, wanted, kind, arguments)
 
     def _scored_tokens(self, inputs, ahead):
-        return None  # a regression on every token
+        return None  # both losses sum over every token
 
     def _compute_loss(self, model, inputs):
         mask_BC = inputs["completion_mask"]
@@ -254,7 +255,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             self._record("implicit_reward", implicit_B.sum(), torch.ones_like(implicit_B).sum())
         self._record("kl", kl_BC.sum(), mask_BC.sum())
         self._record("entropy", (entropies_BC * mask_BC).sum().detach(), mask_BC.sum())
-        if self._entropy_bonus_enabled:  # without it, the log-probabilities may come without an entropy to derive
+        if self._entropy_bonus_enabled:  # without a bonus the entropies have no gradient
             loss = loss - self.entropy_coef * (entropies_BC * mask_BC).sum() / mask_BC.sum().clamp(min=1)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss

@@ -178,68 +178,91 @@ class ReferenceValues:
                 reward.
         """
         plan = self.args.sample_plan
-        size = self.args.value_batch_size
-        rank = self.accelerator.process_index
-        world = self.accelerator.num_processes
+        ranks = self.accelerator.num_processes
         check_reward_range(torch.tensor([r for key in items for r in self.rewards.get(key, [])]), plan)
         missing = set(self._missing(items))
         report = Report(len(items), len(items) - len(missing))
-        order = sorted(items, key=lambda key: (len(items[key].prompt_ids), key))
-        chunks = [order[i : i + size] for i in range(0, len(order), size) if missing.intersection(order[i : i + size])]
-        hidden = rank > 0 or self.args.disable_tqdm
+        chunks = [chunk for chunk in self._chunks(items) if missing.intersection(chunk)]
+        hidden = self.accelerator.process_index > 0 or self.args.disable_tqdm
         bar = progress("V*", len(items), "prompts", initial=report.already_known, hidden=hidden, leave=True)
         with self.clock.phase("value_sampling"), bar:
             while chunks:
-                turn = chunks[:world]
-                chunks = chunks[world:]
-                drawn = {}
-                if rank < len(turn):
-                    # Of each prompt: its key, the number of its samples so far, and the number to reach.
-                    job = []
-                    for key in self._missing(turn[rank]):
-                        rewards = self.rewards.get(key, [])
-                        job.append((key, len(rewards), plan.target(rewards)))
-                    counts = [target - before for _, before, target in job]
-                    seed = int(digest([self.args.seed, job])[:14], 16)
-                    raw = self.draw([items[key] for key, *_ in job], counts, seed)
-                    drawn = {key: rewards for (key, *_), rewards in zip(job, raw, strict=True)}
-                elif self.synced_gpus:  # every rank has to take part in a forward of a sharded model
-                    self.draw([items[order[0]]], [1], 0)
-                drawn = {key: raw for part in gather_object([drawn]) for key, raw in part.items()}
-                weighted = {key: self._weighted(raw) for key, raw in drawn.items()}
-                check_reward_range(torch.tensor([r for rewards in weighted.values() for r in rewards]), plan)
-                entries = {}
-                for key, raw in drawn.items():
-                    # A sample without any reward (a service that was down) is not stored: the next run draws it anew.
-                    scored = raw[~np.isnan(raw).all(1)]
-                    rewards = self.rewards.setdefault(key, [])
-                    if len(scored):
-                        entries[key] = (len(rewards) - sum(map(math.isnan, rewards)), scored)
-                    rewards += weighted[key]
-                    report.samples += len(raw)
-                if rank == 0:
-                    self.store(entries)
-                again = [chunk for chunk in turn if self._missing(chunk)]  # an adaptive plan may ask for more samples
-                finished = [chunk for chunk in turn if chunk not in again]
-                bar.update(sum(len(missing.intersection(chunk)) for chunk in finished))
-                chunks = again + chunks
+                turn = chunks[:ranks]
+                report.samples += self._draw_turn(turn, items)
+                # An adaptive plan may need further samples of a chunk.
+                unfinished = [chunk for chunk in turn if self._missing(chunk)]
+                for chunk in turn:
+                    if chunk not in unfinished:
+                        bar.update(len(missing.intersection(chunk)))
+                chunks = unfinished + chunks[ranks:]
         for key in items:
             self.known[key] = plan.value(self.rewards[key])
-        unscored = sum(math.isnan(self.known[key]) for key in items)
-        if unscored:
-            no_reward = (
-                f"{unscored} of {len(items)} prompts got no reward from {', '.join(self.reward_names)} (None or NaN "
-                "every time)"
-            )
-            if all(map(math.isnan, self.known.values())):
-                raise ValueError(
-                    f"{no_reward}: does the service that the reward function calls run? Nothing was stored; start "
-                    "again when it runs"
-                )
-            logger.warning(
-                f"{no_reward}: these prompts have no V* and do not enter the loss; the next run samples them again"
-            )
+        self._check_scored(items)
         return report
+
+    def _chunks(self, items: dict[str, Item]) -> list[list[str]]:
+        """The keys of `items` in chunks of `value_batch_size` prompts of similar length."""
+        order = sorted(items, key=lambda key: (len(items[key].prompt_ids), key))
+        size = self.args.value_batch_size
+        return [order[first : first + size] for first in range(0, len(order), size)]
+
+    def _draw_turn(self, turn: list[list[str]], items: dict[str, Item]) -> int:
+        """Draw the next samples of each chunk of a turn, store them, and return their number. Collective.
+
+        Each rank draws one chunk. If there are fewer chunks than ranks, the last ranks draw none.
+        """
+        rank = self.accelerator.process_index
+        drawn_here = {}
+        if rank < len(turn):
+            drawn_here = self._draw_chunk(turn[rank], items)
+        elif self.synced_gpus:  # every rank has to take part in a forward of a sharded model
+            self.draw([items[turn[0][0]]], [1], 0)
+        drawn = {key: raw for part in gather_object([drawn_here]) for key, raw in part.items()}
+        weighted = {key: self._weighted(raw) for key, raw in drawn.items()}
+        all_rewards = [reward for rewards in weighted.values() for reward in rewards]
+        check_reward_range(torch.tensor(all_rewards), self.args.sample_plan)
+        entries = {}
+        for key, raw in drawn.items():
+            # A sample without any reward (a service that was down) is not stored: the next run draws it anew.
+            scored = raw[~np.isnan(raw).all(1)]
+            rewards = self.rewards.setdefault(key, [])
+            if len(scored):
+                stored_before = len(rewards) - sum(map(math.isnan, rewards))
+                entries[key] = (stored_before, scored)
+            rewards += weighted[key]
+        if rank == 0:
+            self.store(entries)
+        return len(all_rewards)
+
+    def _draw_chunk(self, chunk: list[str], items: dict[str, Item]) -> dict[str, np.ndarray]:
+        """Draw the next samples of the prompts of a chunk; return the rewards of the samples by key."""
+        # Of each prompt: its key, the number of its samples so far, and the number to reach. The seed depends on them.
+        job = []
+        for key in self._missing(chunk):
+            rewards = self.rewards.get(key, [])
+            job.append((key, len(rewards), self.args.sample_plan.target(rewards)))
+        seed = int(digest([self.args.seed, job])[:14], 16)
+        counts = [target - before for _, before, target in job]
+        raw = self.draw([items[key] for key, *_ in job], counts, seed)
+        return {key: rewards for (key, *_), rewards in zip(job, raw, strict=True)}
+
+    def _check_scored(self, items: dict[str, Item]) -> None:
+        """Log a warning for prompts without any reward; raise `ValueError` if no prompt at all has one."""
+        unscored = sum(math.isnan(self.known[key]) for key in items)
+        if not unscored:
+            return
+        no_reward = (
+            f"{unscored} of {len(items)} prompts got no reward from {', '.join(self.reward_names)} (None or NaN every "
+            "time)"
+        )
+        if all(map(math.isnan, self.known.values())):
+            raise ValueError(
+                f"{no_reward}: does the service that the reward function calls run? Nothing was stored; start again "
+                "when it runs"
+            )
+        logger.warning(
+            f"{no_reward}: these prompts have no V* and do not enter the loss; the next run samples them again"
+        )
 
     def _missing(self, keys) -> list[str]:
         """Keys that need more samples."""
