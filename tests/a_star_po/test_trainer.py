@@ -126,6 +126,15 @@ def test_filter_leaves_out_prompts_whose_samples_all_failed(make_trainer):
         trainer.train()
 
 
+def test_filter_leaves_out_a_lowest_reward_that_float32_rounds_up(make_trainer):
+    def lowest_for_some(completions, answer, **kwargs):
+        return [0.1 if a in "0123" else 0.1 + len(c) % 2 for c, a in zip(completions, answer, strict=True)]
+
+    trainer = make_trainer(rewards=lowest_for_some, filter_all_failed=True, value_reward_range=[0.1, 1.1], max_steps=1)
+    trainer.train()
+    assert not set("0123") & set(trainer.train_dataset["answer"])
+
+
 def test_rewards_outside_the_range_and_wrong_counts_are_errors_that_lose_nothing(make_trainer):
     def too_large(completions, prompts, **kwargs):
         return [5.0 if prompt == "21+12=" else 0.0 for prompt in prompts]  # one of the longest, which come last

@@ -108,7 +108,8 @@ class AStarPOConfig(EfficientGRPOConfig):
         choices=("estimate", "refuse"),
     )
     filter_all_failed: bool = option(
-        False, "Leave out of stage 2 the prompts whose reference samples all got the lowest reward (0)."
+        False,
+        "Leave out of stage 2 the prompts whose reference samples all got the lowest reward of value_reward_range.",
     )
 
     def __post_init__(self):

@@ -12,6 +12,8 @@ import torch
 from ..evaluation.stats import wilson_interval
 
 ESTIMATORS = ("log_mean_exp", "mean", "max")
+# Rewards are float32 and their weighted sum is rounded; as a fraction of the range of rewards.
+ROUNDING = 1e-6
 
 
 def optimal_value(rewards_N: Sequence[float], estimator: str = "log_mean_exp", beta1: float = 0.5) -> float:
@@ -134,8 +136,8 @@ def check_reward_range(rewards: torch.Tensor, plan: SamplePlan) -> None:
     if plan.reward_range is None or rewards.numel() == 0 or not assumed:
         return
     low, high = plan.reward_range
-    slack = 1e-6 * (high - low)  # a weighted sum of float32 rewards
-    outside = rewards[(rewards < low - slack) | (rewards > high + slack)]
+    rounding = ROUNDING * (high - low)
+    outside = rewards[(rewards < low - rounding) | (rewards > high + rounding)]
     if outside.numel():
         raise ValueError(
             f"reward {outside[0].item():g} is outside value_reward_range=[{low:g}, {high:g}]: set it to the range of "

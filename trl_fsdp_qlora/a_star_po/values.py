@@ -40,7 +40,7 @@ from ..selection.dynamic_sampling import combine
 from ..telemetry.phases import PhaseTimer
 from ..telemetry.terminal import progress
 from .config import AStarPOConfig
-from .estimators import check_reward_range
+from .estimators import ROUNDING, check_reward_range
 
 logger = get_logger(__name__)
 
@@ -284,12 +284,13 @@ class ReferenceValues:
                 "sample before training: run stage 1 alone first (--stage estimate, not sharded) or set "
                 "filter_all_failed=False"
             )
-        low = (self.args.value_reward_range or [0.0])[0]
+        low, high = self.args.value_reward_range or (0.0, 1.0)
+        lowest = low + ROUNDING * (high - low)
         plan = self.args.sample_plan
         kept = []
         for i, key in enumerate(keys):
             rewards = self.rewards[key]
-            if any(reward > low for reward in rewards[: plan.use(rewards)]):
+            if any(reward > lowest for reward in rewards[: plan.use(rewards)]):
                 kept.append(i)
         if len(kept) * self.args.num_generations < self.args.generation_batch_size:
             raise ValueError(
