@@ -41,6 +41,35 @@ def test_base_adapter_gradients_and_optimizer_are_those_of_the_built_model(tmp_p
     assert parts == [base, nbytes(trained), nbytes(parameter.grad for parameter in trained), states]
 
 
+@pytest.mark.parametrize(
+    ("name", "optimizer_class"),
+    [
+        ("paged_adamw_32bit", "AdamW32bit"),
+        ("paged_adamw_8bit", "AdamW8bit"),
+        ("lion_32bit", "Lion32bit"),
+        ("lion_8bit", "Lion8bit"),
+        ("rmsprop_bnb_32bit", "RMSprop32bit"),
+        ("ademamix_8bit", "AdEMAMix8bit"),
+    ],
+)
+def test_states_of_bitsandbytes_optimizers_are_those_that_it_allocates(tmp_path, name, optimizer_class):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    run = settings(folder(tmp_path), load_in_4bit=True, optim=name)
+    built = model.build(run, read_config(run.model.model_name_or_path))
+    shapes = [parameter.shape for parameter in built.parameters() if parameter.requires_grad]
+    trained = [torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in shapes]
+    optimizer = getattr(bitsandbytes.optim, optimizer_class)(trained, lr=1e-3, min_8bit_size=0)
+    group = optimizer.param_groups[0]
+    for index, parameter in enumerate(trained):
+        optimizer.init_state(group, parameter, 0, index)
+    states = nbytes(
+        state[each] for state in optimizer.state.values() for each in ("state1", "state2") if each in state
+    )
+    whole = planned(run)
+    assert whole[model.TRAINED] == nbytes(trained)
+    assert whole[model.OPTIMIZER] == states
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_tied_head_counts_once_and_full_training_has_a_reference(tmp_path, tied):
     run = settings(folder(tmp_path, tie_word_embeddings=tied), use_peft=False, beta=0.1)

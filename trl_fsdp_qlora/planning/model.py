@@ -28,8 +28,10 @@ REFERENCE = "reference model"
 # bitsandbytes' defaults: weights with one maximum, and maxima with one maximum of their own.
 _BLOCK = 64
 _NESTED_BLOCK = 256
-# Numbers that an optimizer keeps per trained weight, and their bytes (`None`: those of the weight's own dtype).
-_OPTIMIZERS = {"8bit": (2, 1), "sgd": (0, None), "lion": (1, None), "adam": (2, None)}
+# Numbers that an optimizer keeps per trained weight, by a part of its name; every other optimizer keeps two, as Adam.
+_NUMBERS = {"ademamix": 3, "lion": 1, "rmsprop": 1, "sgd": 0}
+# Bytes of such a number, by a part of the name; every other optimizer keeps numbers of the weight's own dtype.
+_NUMBER_BYTES = {"8bit": 1, "32bit": 4}
 
 
 def dtype_of(settings: Settings, config: PretrainedConfig) -> torch.dtype:
@@ -154,8 +156,9 @@ def static_bytes(model: nn.Module, settings: Settings) -> dict[str, int]:
         sizes[OPTIMIZER] = trained * 12  # float32 copy and two moments
     else:
         name = optimizer_name(settings)
-        numbers, width = next((value for key, value in _OPTIMIZERS.items() if key in name), (2, None))
-        sizes[OPTIMIZER] = numbers * (sizes[TRAINED] if width is None else trained * width)
+        numbers = next((count for part, count in _NUMBERS.items() if part in name), 2)
+        number_bytes = next((width for part, width in _NUMBER_BYTES.items() if part in name), None)
+        sizes[OPTIMIZER] = numbers * (sizes[TRAINED] if number_bytes is None else trained * number_bytes)
     if kind == "ddp" and ranks > 1:
         sizes[BUCKETS] = sizes[TRAINED]
     if settings.beta and not hasattr(model, "peft_config"):
