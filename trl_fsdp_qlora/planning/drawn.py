@@ -125,7 +125,7 @@ def read_data(script: ScriptArguments, model: ModelConfig) -> Data | None:
         if not is_paired:
             train = load_data(script)[0]
             if "images" in train.column_names:
-                raise UserError("tokens of images are not")
+                raise UserError("it has images, and their tokens cannot be counted")
             return Data(source, encode(list(train["prompt"]), tokenizer))
         prompts = []
         answers = []

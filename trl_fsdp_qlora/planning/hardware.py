@@ -51,7 +51,7 @@ def read_hardware(text: str | None, use_cpu: bool = False) -> Hardware:
         return Hardware(properties.name, properties.total_memory, torch.cuda.device_count())
     name, number = re.fullmatch(r"(.*?)(?:\s+[x×*]\s*(\d+))?", (text or "cpu").strip().lower()).groups()
     name = re.sub(r"[\s_-]", "", name)
-    cards = number and int(number)
+    cards = int(number) if number else None
     gigabytes = re.fullmatch(r"(\d+(?:\.\d+)?)gi?b?", name)
     if cards == 0 or (gigabytes and not float(gigabytes[1])):
         raise ConfigError(f"--hardware {text!r} has no memory; write '24GB x2' for two cards of 24 GB")

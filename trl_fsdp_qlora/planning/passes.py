@@ -113,10 +113,7 @@ def measure(settings: Settings, config: PretrainedConfig, shape: Shape, on_gpu: 
     """
     key = *_modules_key(settings, config), shape, on_gpu, grad
     if key not in _measured:
-        # Layers by their kind: attention with or without a window, recurrent, both, or an MLP alone.
-        kinds: dict[str, list[int]] = {}
-        for i, kind in enumerate(layer_types(config.get_text_config())):
-            kinds.setdefault(kind, []).append(i)
+        kinds = _layers_by_kind(config)
         # One layer of each kind, and then another one of a kind: the difference is the bytes that its kind adds.
         one_of_each = [layers[0] for layers in kinds.values()]
         has_one_layer = config.get_text_config().num_hidden_layers == 1
@@ -129,6 +126,14 @@ def measure(settings: Settings, config: PretrainedConfig, shape: Shape, on_gpu: 
             peaks.append(peak - kept)
         _measured[key] = kept_by_others + max(peaks)
     return _measured[key]
+
+
+def _layers_by_kind(config: PretrainedConfig) -> dict[str, list[int]]:
+    """Indices of layers by their kind: attention with or without a window, recurrent, both, or an MLP alone."""
+    kinds: dict[str, list[int]] = {}
+    for i, kind in enumerate(layer_types(config.get_text_config())):
+        kinds.setdefault(kind, []).append(i)
+    return kinds
 
 
 def _few_layers(settings: Settings, config, layers) -> tuple[nn.Module, Any]:
@@ -216,9 +221,7 @@ def measure_step(
     """
     key = *_modules_key(settings, config), longest, on_gpu, is_cut
     if key not in _measured:
-        kinds: dict[str, list[int]] = {}
-        for i, kind in enumerate(layer_types(config.get_text_config())):
-            kinds.setdefault(kind, []).append(i)
+        kinds = _layers_by_kind(config)
         # A model with a single layer has its peak in the head, other models may not.
         per_kind = 2 if len(kinds) == 1 else 1
         chosen = [layer for layers in kinds.values() for layer in layers[:per_kind]]

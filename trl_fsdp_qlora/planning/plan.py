@@ -146,57 +146,40 @@ def make_plan(settings: Settings, hardware: Hardware | None = None, config: Pret
 
 
 def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware, step: Step) -> dict[str, dict[str, int]]:
+    """Bytes by phase and component; see [`Plan`]."""
     launch = settings.launch
     skeleton = passes.whole(settings, config)
     gpu = hardware.gpu
-    shape = passes.loss_shape(settings, settings.prefix_sharing != "off", gpu)
     static = model.static_bytes(skeleton, settings)
     on_device = static
     if launch.offload:  # only the gradient buckets stay on the device
         on_device = {name: size if name == model.BUCKETS else 0 for name, size in static.items()}
     gradients = {name: on_device[name] for name in (model.GRADIENTS, model.BUCKETS)}
     weights = {name: size for name, size in on_device.items() if name not in gradients}  # with optimizer and reference
+    engine = _engine_bytes(settings, hardware)
+    waiting_engine = engine
+    if not settings.is_paired and settings.vllm_enable_sleep_mode:
+        waiting_engine = 0
     phases = {}
-    engine = 0  # bytes that vLLM takes of a card while it does not generate
     if not settings.is_paired:
-        # If vLLM runs on another machine or not at all, it takes nothing.
-        generating_engine = 0
-        if settings.use_vllm and settings.vllm_mode == "colocate" and gpu:
-            generating_engine = int(hardware.memory * settings.vllm_gpu_memory_utilization)
-        if not settings.vllm_enable_sleep_mode:
-            engine = generating_engine
-        phases["generate"] = {**weights, **_generation(settings, config, gpu), ENGINE: generating_engine}
+        phases["generate"] = {**weights, **_generation(settings, config, gpu), ENGINE: engine}
     if settings.scores_again:
         scored = passes.measure(settings, config, passes.scored_shape(settings, gpu), gpu)
-        phases["score"] = {**weights, ACTIVATIONS: scored, ENGINE: engine}
-    if step.is_shared:
-        loss = passes.measure_of(settings, config, step, gpu)
-    else:
-        loss = passes.measure(settings, config, shape, gpu, grad=True)
-    if shape.packed and not launch.kind.startswith("zero"):  # under DeepSpeed the comparison has no gradients
-        loss = max(loss, passes.measure(settings, config, passes.compared_shape(settings, gpu), gpu, grad=True))
-    phases["forward_backward"] = {**weights, **gradients, ACTIVATIONS: loss, ENGINE: engine}
+        phases["score"] = {**weights, ACTIVATIONS: scored, ENGINE: waiting_engine}
+    loss = _loss_bytes(settings, config, step, gpu)
+    phases["forward_backward"] = {**weights, **gradients, ACTIVATIONS: loss, ENGINE: waiting_engine}
     # TRL's default optimizer is fused, and updates in place.
     update = 0 if "fused" in optimizer_name(settings) else static[model.GRADIENTS]
-    phases["optimizer"] = {**weights, **gradients, "optimizer's update": update, ENGINE: engine}
+    phases["optimizer"] = {**weights, **gradients, "optimizer's update": update, ENGINE: waiting_engine}
 
     # On a CPU it is this process without the model: whatever planning leaves in the process is in the run as well.
     process = CONTEXT if gpu else psutil.Process().memory_info().rss
-    in_a_layer, whole = gathered_bytes(skeleton, settings, gpu)
     free = hardware.per_rank(launch.processes) - sum(weights.values()) - process
     if "generate" in phases and settings.keeps_turns:
         # A row's cache is kept when its turn has ended; the last rows of a batch are then still in the cache.
         phases["generate"][TURNS] = min(phases["generate"][CACHE], max(0, int(FREE_SHARE * free)))
-    # Whether generation and scoring gather the whole model; with vLLM they do not (`fsdp2_qlora.trainer`).
-    gathers_whole = (
-        launch.kind == "fsdp2"
-        and not settings.is_paired
-        and not settings.use_vllm
-        and settings.fsdp_gather != "per_layer"
-    )
-    if gathers_whole and settings.fsdp_gather == "auto":
-        # As in `fsdp2_qlora.generation.choose`: the shards stay in memory, too.
-        gathers_whole = whole <= FREE_SHARE * free
+    in_a_layer, whole = gathered_bytes(skeleton, settings, gpu)
+    gathers_whole = _gathers_whole(settings, whole, free)
     for name, parts in phases.items():
         temporary = sum(parts.get(part, 0) for part in (ACTIVATIONS, CACHE, TURNS, TOKEN_STEP))
         if name != "optimizer":
@@ -205,6 +188,34 @@ def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware, st
         if gpu:
             parts[ROOM] = math.ceil(SLACK * (temporary + parts.get(GATHERED, 0)))
     return {name: {part: size for part, size in parts.items() if size} for name, parts in phases.items()}
+
+
+def _engine_bytes(settings: Settings, hardware: Hardware) -> int:
+    """Bytes that vLLM takes of a card; 0 if it runs on another machine or not at all."""
+    if settings.is_paired or not settings.use_vllm or settings.vllm_mode != "colocate" or not hardware.gpu:
+        return 0
+    return int(hardware.memory * settings.vllm_gpu_memory_utilization)
+
+
+def _loss_bytes(settings: Settings, config: PretrainedConfig, step: Step, gpu: bool) -> int:
+    """Peak bytes of the passes with gradients, and of the padded forward that checks the first one."""
+    shape = passes.loss_shape(settings, settings.prefix_sharing != "off", gpu)
+    if step.is_shared:
+        loss = passes.measure_of(settings, config, step, gpu)
+    else:
+        loss = passes.measure(settings, config, shape, gpu, grad=True)
+    if not shape.packed or settings.launch.kind.startswith("zero"):  # under DeepSpeed the check has no gradients
+        return loss
+    return max(loss, passes.measure(settings, config, passes.compared_shape(settings, gpu), gpu, grad=True))
+
+
+def _gathers_whole(settings: Settings, whole: int, free: int) -> bool:
+    """Whether generation and scoring gather the whole model, of `whole` bytes, next to the shards."""
+    if settings.launch.kind != "fsdp2" or settings.is_paired or settings.fsdp_gather == "per_layer":
+        return False
+    if settings.use_vllm:  # the model does not generate, see `fsdp2_qlora.trainer`
+        return False
+    return settings.fsdp_gather == "once" or whole <= FREE_SHARE * free  # as in `fsdp2_qlora.generation.choose`
 
 
 def gathered_bytes(skeleton: nn.Module, settings: Settings, on_gpu: bool) -> tuple[int, int]:
@@ -306,7 +317,7 @@ def _most_that_fits(plan_of: Callable[[int], Plan], most: int) -> int:
     """
     fitting = 0
     too_many = most + 1
-    tried = []
+    tried = []  # counts and the peaks of their plans
     count = 1
     while too_many - fitting > 1:
         plan = plan_of(count)
@@ -316,10 +327,12 @@ def _most_that_fits(plan_of: Callable[[int], Plan], most: int) -> int:
         else:
             too_many = count
         guess = 8 * count if too_many > most else (fitting + too_many) // 2
-        (a, bytes_a), (b, bytes_b) = tried[-2:] if len(tried) > 1 else (tried[0], tried[0])
         # Every fourth guess halves the interval, because at a kink the line's guesses may hardly advance.
-        if bytes_b != bytes_a and len(tried) % 4:
-            guess = math.floor(b + (plan.capacity - bytes_b) * (b - a) / (bytes_b - bytes_a))
+        if len(tried) > 1 and len(tried) % 4:
+            earlier_count, earlier_peak = tried[-2]
+            if plan.peak != earlier_peak:
+                free = plan.capacity - plan.peak
+                guess = math.floor(count + free * (count - earlier_count) / (plan.peak - earlier_peak))
         count = min(max(guess, fitting + 1), too_many - 1)
     return fitting
 

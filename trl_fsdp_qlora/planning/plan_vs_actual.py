@@ -67,9 +67,10 @@ def plan_first(
         refusal = on_main(lambda: refusal)
         if refusal:
             raise ConfigError(f"require_fit: true, and {refusal}")
-    for line in (plan and plan.warning, refusal):
-        if line:
-            say(f"warning: {line}")
+    if plan is not None and plan.warning:
+        say(f"warning: {plan.warning}")
+    if refusal:
+        say(f"warning: {refusal}")
     return plan
 
 

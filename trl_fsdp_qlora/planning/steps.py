@@ -131,35 +131,38 @@ def _cut(shape: tuple[int, int, int, int, int], size: int) -> Step:
     total = rows * batches
     passes = -(-total // size)
     groups = -(-total // group)
+    # Of each group: the passes that score its first and its last row, and whether a trunk computes its prompt.
     first_row = np.arange(groups) * group
-    first = first_row // size
-    last = (np.minimum(first_row + group, total) - 1) // size
+    first_pass = first_row // size
+    last_pass = (np.minimum(first_row + group, total) - 1) // size
     # A trunk ends before the last token of its prompt, because that token predicts the first label.
     trunk_tokens = prompt - 1
-    is_kept = (last - first) * trunk_tokens >= MIN_SAVED_TOKENS
+    has_trunk = (last_pass - first_pass) * trunk_tokens >= MIN_SAVED_TOKENS
+    # Of each pass: its groups, which are in order as the passes are, and the number of them that have a trunk.
     numbers = np.arange(passes)
+    first_group = np.searchsorted(last_pass, numbers)
+    end_group = np.searchsorted(first_pass, numbers, side="right")
+    trunks_before = np.concatenate([[0], np.cumsum(has_trunk)])
+    in_trunks = trunks_before[end_group] - trunks_before[first_group]
+    # A pass computes its completions but for their last tokens, whole prompts, and the last token of a trunk's prompt.
     end_row = np.minimum((numbers + 1) * size, total)
-    # Prompts of each pass, and the kept ones among them: groups are in order, so the passes are in order too.
-    first_group = np.searchsorted(last, numbers)
-    end_group = np.searchsorted(first, numbers, side="right")
-    kept_before = np.concatenate([[0], np.cumsum(is_kept)])
-    kept = kept_before[end_group] - kept_before[first_group]
-    own_prompts = end_group - first_group - kept
-    tokens = (end_row - numbers * size) * (completion - 1) + own_prompts * prompt + kept
-    longest = int(np.argmax(tokens + kept * trunk_tokens))
-    trunks = len(np.unique(np.stack([first, last])[:, is_kept], axis=1).T)
+    whole_prompts = end_group - first_group - in_trunks
+    tokens = (end_row - numbers * size) * (completion - 1) + whole_prompts * prompt + in_trunks
+    longest = int(np.argmax(tokens + in_trunks * trunk_tokens))
+    # Prompts that the same passes need are computed by one trunk.
+    trunks = len(set(zip(first_pass[has_trunk].tolist(), last_pass[has_trunk].tolist(), strict=True)))
     is_cut = size < rows
     return Step(
         longest=Pass(
             tokens=int(tokens[longest]),
             rows=min(size, total),
-            trunk=int(kept[longest]) * trunk_tokens,
-            prompts=int(kept[longest]),
+            trunk=int(in_trunks[longest]) * trunk_tokens,
+            prompts=int(in_trunks[longest]),
         ),
         passes=passes,
         trunks=trunks,
         values=passes + trunks if is_cut else 0,
-        computed=int(tokens.sum()) + int(is_kept.sum()) * trunk_tokens,
+        computed=int(tokens.sum()) + int(has_trunk.sum()) * trunk_tokens,
         batches_per_pass=max(1, size // rows),
         passes_per_batch=rows // size if is_cut else 1,
     )
