@@ -20,7 +20,8 @@ computed on the tokens of each expert instead of being added to a dense copy of 
 """
 
 import math
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 from bitsandbytes.autograd._functions import matmul_4bit
@@ -104,7 +105,8 @@ class PackedExperts(nn.Module):
         out = torch.empty_like(out_SH).index_copy(0, order_S, out_SH)
         return out.view(tokens, k, -1).sum(1).to(hidden_states.dtype)
 
-    def _layer(self, project, x):
+    def _layer(self, project: Callable[[str, torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """The expert's MLP on rows `x`; `project(name, x)` multiplies rows by a projection's weights."""
         hidden = project("gate_up_proj" if self.has_gate else "up_proj", x)
         hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
         out = project("down_proj", hidden)
@@ -122,10 +124,10 @@ class PackedExperts(nn.Module):
         outputs = [inputs_SH[:0]]  # for a batch without tokens
         for expert, x in enumerate(inputs_SH.split(counts)):
             if len(x):
-                outputs.append(self._layer(lambda name, x, expert=expert: self._project(name, expert, x, lora), x))
+                outputs.append(self._layer(partial(self._project, expert=expert, lora=lora), x))
         return torch.cat(outputs)
 
-    def _project(self, name: str, expert: int, x: torch.Tensor, lora: dict[str, list]) -> torch.Tensor:
+    def _project(self, name: str, x: torch.Tensor, expert: int, lora: dict[str, list]) -> torch.Tensor:
         weight, state = self._views(name, expert)
         bias = getattr(self, f"{name}_bias", None) if self.has_bias else None
         bias = None if bias is None else bias[expert].to(x.dtype)
@@ -161,12 +163,14 @@ class PackedExperts(nn.Module):
         else:
             chosen = None
             ends = torch.searchsorted(expert_S, experts, right=True, out_int32=True)
-        return self._layer(lambda name, x: self._project_groups(name, x, expert_S, chosen, ends), inputs_SH)
+        return self._layer(partial(self._project_groups, expert_S=expert_S, chosen=chosen, ends=ends), inputs_SH)
 
     def _project_groups(self, name: str, x_SI, expert_S, chosen, ends) -> torch.Tensor:
-        rows = getattr(self, name).data
-        layout = self.layouts[name]
-        out = _GroupedLinear4bit.apply(x_SI, rows if chosen is None else rows[chosen], layout, ends)
+        """`chosen` are the experts of the groups, or `None` if each expert has a group."""
+        rows_EB = getattr(self, name).data
+        if chosen is not None:
+            rows_EB = rows_EB[chosen]
+        out = _GroupedLinear4bit.apply(x_SI, rows_EB, self.layouts[name], ends)
         if self.has_bias and (bias := getattr(self, f"{name}_bias", None)) is not None:
             out = out + bias.to(out.dtype)[expert_S.long()]
         for lhs_EOR, rhs_ERI, scaling in self.lora.get(name, ()):
@@ -251,7 +255,7 @@ def _multiply(x_SK, rows_EB, layout: ByteLayout, ends, transposed: bool) -> torc
     x_SK = x_SK.contiguous()
     if transposed and (out := multiply_packed(x_SK, rows_EB, layout, ends)) is not None:
         return out
-    (out_features, in_features) = layout.shape
+    out_features, in_features = layout.shape
     at_once = max(1, SCRATCH_BYTES // (out_features * in_features * x_SK.dtype.itemsize))
 
     def weights(experts: slice) -> torch.Tensor:

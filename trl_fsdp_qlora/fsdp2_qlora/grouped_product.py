@@ -1,15 +1,18 @@
-"""Triton kernels for packed experts: dequantizing many experts at once, and products of groups of rows with a matrix
-each.
+"""Triton kernels for packed experts: dequantize many at once, and multiply each group of rows by a matrix of its own.
 
 On compute capability 9 and 10 and in bfloat16 `torch.nn.functional.grouped_mm` is one kernel. On other cards (an A100,
 a 4090) and in float16 torch reads the groups' sizes on the host, which waits for the device. It then calls one product
 per group: 128 for a projection of Qwen3-30B-A3B. The kernels of [`multiply_groups`] and [`GroupedLinear`] find their
 group on the device.
 
-[`dequantize_experts`] is one launch, where torch operations around bitsandbytes' kernel are eight.
+[`dequantize_experts`] is one launch, compared with eight of torch operations around bitsandbytes' kernel.
 
 For a step of decoding [`multiply_packed`] reads the packed weights and writes nothing but the products. A dense copy
 of 128 experts for 16 rows would be written and read again: nine times the bytes.
+
+Suffixes of tensors in this module and in experts.py: `_S` rows, one per token and expert that computes it, in order of
+the experts; `_E` experts, each a group of rows; `_I` and `_O` inputs and outputs of a layer; `_K` and `_N` depth and
+columns of a product; `_B` bytes of an expert; `_R` LoRA's rank.
 """
 
 # A kernel's annotations are kept as text, because `tl` exists only if Triton is installed.
@@ -54,7 +57,7 @@ def grouped_mm_is_a_loop(x: torch.Tensor) -> bool:
 def multiply_groups(x_SK, weight_EKN, ends: torch.Tensor, out_SN: torch.Tensor, is_first: bool = True) -> bool:
     """Write `x @ weight` to the rows of `out` that belong to these groups, and to no others.
 
-    Returns `False` if Triton cannot compute it.
+    It returns `False` and writes nothing if Triton cannot compute it.
 
     Args:
         x_SK: rows in order of their groups, contiguous.
@@ -77,8 +80,10 @@ def multiply_groups(x_SK, weight_EKN, ends: torch.Tensor, out_SN: torch.Tensor, 
 
 
 class GroupedLinear(torch.autograd.Function):
-    """`x @ weight.T` of every group of rows with its own matrix: `(S, in)`, `(E, out, in)` and the int32 end of each
-    group, `(E,)`, give `(S, out)`. What Triton cannot compute is torch's loop.
+    """`x @ weight.T` of every group of rows with its own matrix, by a kernel of ours or, without Triton, torch's loop.
+
+    The inputs are `(S, in)` rows, `(E, out, in)` matrices and the int32 end of each group, `(E,)`. The output is
+    `(S, out)`.
     """
 
     @staticmethod
@@ -89,10 +94,12 @@ class GroupedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_SO):
-        (x_SI, weight_EOI, ends) = ctx.saved_tensors
+        x_SI, weight_EOI, ends = ctx.saved_tensors
+        needs_x, needs_weight, _ = ctx.needs_input_grad
         grad_SO = grad_SO.contiguous()
-        grad_x = _grouped(grad_SO, weight_EOI, ends) if ctx.needs_input_grad[0] else None
-        return grad_x, _grouped_gradients(grad_SO, x_SI, ends) if ctx.needs_input_grad[1] else None, None
+        grad_x_SI = _grouped(grad_SO, weight_EOI, ends) if needs_x else None
+        grad_weight_EOI = _grouped_gradients(grad_SO, x_SI, ends) if needs_weight else None
+        return grad_x_SI, grad_weight_EOI, None
 
 
 def _grouped(x_SK, weight_EKN, ends) -> torch.Tensor:
@@ -106,7 +113,9 @@ def _grouped(x_SK, weight_EKN, ends) -> torch.Tensor:
 def _grouped_gradients(grad_SO, x_SI, ends) -> torch.Tensor:
     """`grad.T @ x` of every group of rows, `(E, out, in)`."""
     x_SI = x_SI.contiguous()
-    groups, out_features, in_features = len(ends), grad_SO.shape[1], x_SI.shape[1]
+    groups = len(ends)
+    out_features = grad_SO.shape[1]
+    in_features = x_SI.shape[1]
     if runs(_gradient_kernel, x_SI):
         out_EOI = x_SI.new_empty(groups, out_features, in_features)
         tiles = -(-out_features // _GRADIENT_TILE["OUT"]) * -(-in_features // _GRADIENT_TILE["IN"])
@@ -126,39 +135,42 @@ def reads_packed(x: torch.Tensor, groups: int, layout: ByteLayout) -> bool:
 
 
 def multiply_packed(x_SK, rows_EB, layout: ByteLayout, ends: torch.Tensor) -> torch.Tensor | None:
-    """Returns `x @ weight.T` of every group of rows, like [`multiply_groups`], from the packed weights themselves.
+    """`x @ weight.T` of every group of rows, `(S, out)`, from the packed weights themselves.
 
-    Returns `None` if the rows are not for it ([`reads_packed`]), or if Triton cannot compute it.
+    It is `None` if the rows are not for it ([`reads_packed`]), or if Triton cannot compute it.
 
     Args:
         x_SK: rows in order of their groups, contiguous.
-        rows_EB: an expert's bytes each.
+        rows_EB: a row of bytes per expert.
         ends: `(E,)`, int32: the end of each group.
     """
-    rows, groups = len(x_SK), len(rows_EB)
+    rows = len(x_SK)
+    groups = len(rows_EB)
     if not reads_packed(x_SK, groups, layout):
         return None
-    (columns, depth) = layout.shape
+    columns, depth = layout.shape
     out_SN = x_SK.new_empty(rows, columns)
     tiles = rows // _PACKED_TILE["ROWS"] + min(groups, rows)
     programs = tiles * -(-columns // _PACKED_TILE["COLUMNS"])
     constants = {"GROUPS": _power_of_two(groups), **_constants(layout), **_PACKED_TILE}
     parts = _parts(rows_EB, layout)
     sizes = groups, depth, columns, rows_EB.stride(0)
-    done = launch(_packed_product_kernel, programs, x_SK, out_SN, ends, *parts, *sizes, **constants)
-    return out_SN if done else None
+    is_written = launch(_packed_product_kernel, programs, x_SK, out_SN, ends, *parts, *sizes, **constants)
+    return out_SN if is_written else None
 
 
 def dequantize_experts(rows_EB: torch.Tensor, layout: ByteLayout, dtype: torch.dtype) -> torch.Tensor | None:
-    """Returns the dense weights `(E, out, in)` of experts' bytes, or `None` if Triton cannot compute them."""
+    """The dense weights `(E, out, in)` of experts' bytes; `None` if Triton cannot compute them."""
     if not runs(_dequantize_kernel, rows_EB):
         return None
-    out = torch.empty(len(rows_EB), *layout.shape, dtype=dtype, device=rows_EB.device)
+    out_EOI = torch.empty(len(rows_EB), *layout.shape, dtype=dtype, device=rows_EB.device)
     packed_bytes = math.prod(layout.shape) // 2
     programs = len(rows_EB) * -(-packed_bytes // _DEQUANTIZED)
     sizes = packed_bytes, rows_EB.stride(0)
     constants = {"BYTES": _DEQUANTIZED, **_constants(layout)}
-    return out if launch(_dequantize_kernel, programs, out, *_parts(rows_EB, layout), *sizes, **constants) else None
+    parts = _parts(rows_EB, layout)
+    is_written = launch(_dequantize_kernel, programs, out_EOI, *parts, *sizes, **constants)
+    return out_EOI if is_written else None
 
 
 def _parts(rows_EB: torch.Tensor, layout: ByteLayout) -> tuple[torch.Tensor, ...]:
@@ -185,7 +197,8 @@ def _power_of_two(number: int) -> int:
 
 @jit
 def _rows_of_tile(ends_ptr, tile, groups, IS_FIRST: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr):
-    # The number of tiles of the groups before gives a tile's group.
+    # A tile's group, and the rows [first, stop) from the tile's first row to the group's end. Tiles are numbered group
+    # by group, so the group is the number of groups whose last tile comes before this one.
     index = tl.arange(0, GROUPS)
     is_group = index < groups
     begin = tl.load(ends_ptr + index - 1, mask=is_group & (index > 0) if IS_FIRST else is_group, other=0)
@@ -255,28 +268,24 @@ def _gradient_kernel(
     tiles = tl.cdiv(out_features, OUT) * tiles_in
     group = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
-    out_place = (tile // tiles_in) * OUT + tl.arange(0, OUT)
-    in_place = (tile % tiles_in) * IN + tl.arange(0, IN)
-    is_out_feature = (out_place < out_features)[None, :]
-    is_in_feature = (in_place < in_features)[None, :]
+    out_feature = (tile // tiles_in) * OUT + tl.arange(0, OUT)
+    in_feature = (tile % tiles_in) * IN + tl.arange(0, IN)
+    is_out_feature = (out_feature < out_features)[None, :]
+    is_in_feature = (in_feature < in_features)[None, :]
     begin = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
     stop = tl.load(ends_ptr + group)
     total = tl.zeros((OUT, IN), dtype=tl.float32)
     for start in range(begin, stop, ROWS):
         row = start + tl.arange(0, ROWS)[:, None]
         is_row = row < stop
-        grad = tl.load(
-            grad_ptr + row.to(tl.int64) * out_features + out_place[None, :], mask=is_row & is_out_feature, other=0.0
-        )
-        x = tl.load(x_ptr + row.to(tl.int64) * in_features + in_place[None, :], mask=is_row & is_in_feature, other=0.0)
+        grad_row = grad_ptr + row.to(tl.int64) * out_features
+        grad = tl.load(grad_row + out_feature[None, :], mask=is_row & is_out_feature, other=0.0)
+        x_row = x_ptr + row.to(tl.int64) * in_features
+        x = tl.load(x_row + in_feature[None, :], mask=is_row & is_in_feature, other=0.0)
         total += tl.dot(tl.trans(grad), x, input_precision="ieee")
-    out = (
-        out_ptr
-        + group.to(tl.int64) * out_features * in_features
-        + out_place[:, None] * in_features
-        + in_place[None, :]
-    )
-    mask = (out_place < out_features)[:, None] & is_in_feature
+    out_group = out_ptr + group.to(tl.int64) * out_features * in_features
+    out = out_group + out_feature[:, None] * in_features + in_feature[None, :]
+    mask = (out_feature < out_features)[:, None] & is_in_feature
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
