@@ -289,18 +289,20 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         rows = list(dataloader.dataset)
         config = self._generation_config(sample=False)
 
-        def complete(batch: range) -> tuple[list[list[int]], list[list[int]]]:
-            prompt_ids = self._tokenize_prompts([rows[i]["prompt"] for i in batch])[0]
-            return prompt_ids, generate(model, prompt_ids, config, synced_gpus=synced_gpus)
-
-        def score(batch: range, generated: tuple[list[list[int]], list[list[int]]]) -> list[tuple[float, int]]:
-            rewards = combine(self._rewards_of([rows[i] for i in batch], *generated), self.reward_weights.cpu())
-            return list(zip(rewards.tolist(), map(len, generated[1]), strict=True))
-
         with self.generating() as (model, synced_gpus):
-            results = over_ranks(
-                len(rows), self.args.per_device_eval_batch_size, complete, score, synced_gpus=synced_gpus
-            )
+
+            def generate_batch(batch: range) -> tuple[list[list[int]], list[list[int]]]:
+                prompt_ids = self._tokenize_prompts([rows[i]["prompt"] for i in batch])[0]
+                return prompt_ids, generate(model, prompt_ids, config, synced_gpus=synced_gpus)
+
+            def score_batch(batch: range, generated: tuple[list[list[int]], list[list[int]]]) -> list:
+                prompt_ids, completion_ids = generated
+                rewards_NK = self._rewards_of([rows[i] for i in batch], prompt_ids, completion_ids)
+                rewards_N = combine(rewards_NK, self.reward_weights.cpu())
+                return list(zip(rewards_N.tolist(), map(len, completion_ids), strict=True))
+
+            batch_size = self.args.per_device_eval_batch_size
+            results = over_ranks(len(rows), batch_size, generate_batch, score_batch, synced_gpus=synced_gpus)
         # The results are in the problems' order, so sums do not depend on the number of ranks.
         rewards, lengths = torch.tensor(results, dtype=torch.float64).unbind(1)
         _, highest = self.args.value_reward_range or (0.0, 1.0)

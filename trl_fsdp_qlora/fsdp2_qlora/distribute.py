@@ -156,14 +156,14 @@ def check_replicas(model: nn.Module, per_replica: int) -> None:
         sums[name] = (data.sum(dtype=torch.int64) + data[::2].sum(dtype=torch.int64)).item()
     sums_of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(sums_of_ranks, sums)
-    differing = [
-        name
-        for name in sums
-        if any(of_rank[name] != sums_of_ranks[i % per_replica][name] for i, of_rank in enumerate(sums_of_ranks))
-    ]
+    differing = set()
+    for rank, of_rank in enumerate(sums_of_ranks):
+        of_first_replica = sums_of_ranks[rank % per_replica]
+        differing.update(name for name in sums if of_rank[name] != of_first_replica[name])
     if differing:
+        first = next(name for name in sums if name in differing)
         raise ReplicasDiffer(
-            f"{len(differing)} of {len(sums)} frozen weights differ between the replicas (first {differing[0]}): the "
+            f"{len(differing)} of {len(sums)} frozen weights differ between the replicas (first {first}): the "
             "nodes loaded different files under one name. Let them share a folder, or set the recipe's "
             "`model_revision` to one commit"
         )

@@ -30,7 +30,7 @@ def _aligned(n_bytes: int) -> int:
 
 @cache
 def codebook(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    # One codebook per device for all layers: a copy per layer would be 1 KiB times several hundred layers.
+    """The values of a code as a tensor; one for all layers, because copies of several hundred layers add up."""
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 

@@ -102,6 +102,7 @@ def _plugin_settings(plugin, reduce_dtype: torch.dtype | None = None) -> Abstrac
 
 
 def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, kwargs):
+    """Pack a quantized model, let accelerate shard it, send shards to ranks without weights, measure. Collective."""
     from . import distribute
     from .packed_linear import pack_model
 

@@ -49,11 +49,7 @@ def micro_batches(batch: dict[str, torch.Tensor | Sequence | None], group_size: 
         keys = [tuple(key) for key in by_row["image_keys"].tolist()]
         for name in PER_IMAGE:
             if isinstance(by_row.get(name), list):
-                distinct: dict[tuple, torch.Tensor] = {}
-                for key, pixels in zip(keys, by_row[name], strict=True):
-                    if key not in distinct:
-                        distinct[key] = pixels.clone()  # a copy, so that the batch itself can be freed
-                by_row[name] = [distinct[key] for key in keys]
+                by_row[name] = _one_copy_per_key(by_row[name], keys)
     order = group_permutation(rows, group_size, rank_offset=rank * rows)
 
     def permute(value):
@@ -62,6 +58,15 @@ def micro_batches(batch: dict[str, torch.Tensor | Sequence | None], group_size: 
         return value if value.ndim == 0 else value[to_device(order, value.device)]
 
     return split_tensor_dict({key: permute(value) for key, value in by_row.items()}, count)
+
+
+def _one_copy_per_key(pixels_of_rows: list[torch.Tensor], keys: list[tuple]) -> list[torch.Tensor]:
+    """The pixels of each row; rows with equal keys have the same tensor, a copy, so that the batch can be freed."""
+    copies: dict[tuple, torch.Tensor] = {}
+    for key, pixels in zip(keys, pixels_of_rows, strict=True):
+        if key not in copies:
+            copies[key] = pixels.clone()
+    return [copies[key] for key in keys]
 
 
 class EpochRepeatSampler(RepeatSampler):

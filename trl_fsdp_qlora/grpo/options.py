@@ -86,12 +86,16 @@ class EfficientConfig:
         super().__post_init__()
 
     def check_choices(self) -> None:
-        """Raise `ValueError` if a field of this package has an unknown value. Called last."""
+        """Raise `ValueError` if a field of this package has an unknown value, and record which fields were derived.
+
+        Called last.
+        """
+        tokens = getattr(self, "tokens_per_pass", None)  # DPO has no such field
+        if tokens is not None and tokens < 0:
+            raise ValueError(f"tokens_per_pass={tokens} is a number of tokens; use one from 0, or leave it out")
         for item in fields(self):
             value = getattr(self, item.name)
             known = item.metadata.get("choices")
-            if item.name == "tokens_per_pass" and value is not None and value < 0:
-                raise ValueError(f"tokens_per_pass={value} is a number of tokens; use one from 0, or leave it out")
             if known and item.name not in self.STOCK.__dataclass_fields__ and value not in known:
                 raise ValueError(f"{item.name}={value!r} is unknown; use one of {', '.join(map(repr, known))}")
         note_derived(self, self._left_at_default)
