@@ -255,6 +255,14 @@ def test_evaluation_counts_every_problem_once(make_trainer):
     assert all("reward" in log for log in trainer.state.log_history if "loss" in log)
 
 
+def test_evaluation_counts_a_highest_reward_that_float32_rounds_down(make_trainer):
+    def highest(completions, **kwargs):
+        return [100.1] * len(completions)
+
+    trainer = make_trainer(rewards=highest, evaluate_on=problems(3), value_reward_range=[0.0, 100.1])
+    assert trainer.evaluate()["eval_accuracy"] == 1.0
+
+
 def test_grpo_options_are_named_and_unsupported_ones_refused(make_trainer, model_dir, tmp_path, caplog):
     make_trainer()
     assert "will be ignored" not in caplog.text

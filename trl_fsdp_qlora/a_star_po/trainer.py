@@ -19,7 +19,7 @@ from ..grpo.scoring import LossPass
 from ..grpo.trainer import EfficientGRPOTrainer
 from ..selection.dynamic_sampling import combine
 from .config import AStarPOConfig
-from .estimators import check_reward_range
+from .estimators import ROUNDING, check_reward_range
 from .objectives import advantage_weighted_loss, normalised_advantage, regression_loss
 from .reward_code import describe_reward
 from .values import Item, ReferenceValues, Report, describe_model, describe_sampling
@@ -305,8 +305,8 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             results = over_ranks(len(rows), batch_size, generate_batch, score_batch, synced_gpus=synced_gpus)
         # The results are in the problems' order, so sums do not depend on the number of ranks.
         rewards, lengths = torch.tensor(results, dtype=torch.float64).unbind(1)
-        _, highest = self.args.value_reward_range or (0.0, 1.0)
-        solved = int((rewards >= highest - 1e-6).sum())
+        lowest, highest = self.args.value_reward_range or (0.0, 1.0)
+        solved = int((rewards >= highest - ROUNDING * (highest - lowest)).sum())
         n = len(rows)
         low, high = wilson_interval(solved, n)
         metrics = {
