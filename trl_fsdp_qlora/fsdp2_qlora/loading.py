@@ -121,5 +121,6 @@ def load_quantized_base(model_id: str, quantization_config=None, **from_pretrain
     model.hf_quantizer = quantizer
     quantizer.postprocess_model(model)
     with suppress(OSError):  # without the file the model config's values are used, as on rank 0
-        model.generation_config = GenerationConfig.from_pretrained(model_id, revision=from_pretrained.get("revision"))
+        access = {name: value for name, value in hub_options.items() if name != "trust_remote_code"}
+        model.generation_config = GenerationConfig.from_pretrained(model_id, **access)
     return model.eval()
