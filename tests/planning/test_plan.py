@@ -237,6 +237,12 @@ def test_the_exit_status_says_whether_it_fits_and_what_would_make_it(tiny, monke
     assert "the 512 positions of the model; the prompts alone fill them" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("in_8_bits", [True, False])
+def test_a_plan_of_an_8_bit_base_names_itself_too_high(tiny, in_8_bits):
+    plan = make_plan(settings(tiny, load_in_8bit=in_8_bits), hardware=CARD)
+    assert ("load_in_8bit" in module.format_plan(plan)) == in_8_bits
+
+
 def test_hardware_by_name_and_by_memory():
     assert read_hardware("H100 x4").cards == 4 and read_hardware("24GB x2").memory == 24 * GIB
     assert read_hardware("RTX 4090").memory == 24 * GIB and read_hardware("A100-40GB").memory == 40 * GIB

@@ -549,6 +549,8 @@ def _assumed(settings: Settings) -> list[str]:
             f"assumed: {prompts}every completion {settings.max_completion_length} tokens long, none without an "
             "advantage"
         )
+    if settings.model.load_in_8bit:
+        lines.append("assumed: load_in_8bit makes no weight smaller; the plan of an 8-bit base is therefore too high")
     return lines
 
 
