@@ -8,7 +8,7 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if "TRL_FSDP_QLORA_LAUNCHER" in os.environ:  # its process id
+if "TRL_FSDP_QLORA_LAUNCHER" in os.environ:  # the process id of `trl-fsdp-qlora launch`
     from .run.one_line import end_with
 
     end_with(os.environ["TRL_FSDP_QLORA_LAUNCHER"])

@@ -36,7 +36,7 @@ COMMANDS = {
     "small-base": _Command("cli.scripts", "small_base", "build the quickstart's small model"),
     "plan": _Command("cli.plan", "plan", "bytes of each phase of a run, and whether it fits"),
     "compare": _Command("cli.compare", "compare", "a few steps next to stock TRL's, on the same completions"),
-    "doctor": _Command("cli.doctor", "doctor", "say what would fail or go wrong, before it does"),
+    "doctor": _Command("cli.doctor", "doctor", "list what would fail or go wrong, before it does"),
     "recipes": _Command("cli.recipes", "recipes", "list the recipes; print one, or copy it here"),
     "launch": _Command("run.launch", "launch", "accelerate launch for a script of your own"),
     "config": _Command("cli.recipes", "config", "print the path of an accelerate config, or all names"),
@@ -49,16 +49,19 @@ def _help() -> str:
     return (
         "usage: trl-fsdp-qlora COMMAND ...\n\n"
         f"{lines}\n\n"
-        "trl-fsdp-qlora COMMAND --help has each command's options; --version says which version this is.\n"
+        "trl-fsdp-qlora COMMAND --help has each command's options; --version prints the version.\n"
         "The first six and evaluate also take --accelerate_config NAME and --num_processes N."
     )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that `argv` (the process's own by default) names; returns its exit status. How it ends otherwise
-    is [`~trl_fsdp_qlora.run.one_line.in_one_line`]'s."""
+    """Run the command that `argv` (the process's own by default) names, and return its exit status.
+
+    [`~trl_fsdp_qlora.run.one_line.in_one_line`] prints an exception and exits.
+    """
     with in_one_line():
-        name, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
+        argv = sys.argv[1:] if argv is None else argv
+        name, *words = argv or ["--help"]
         if name in ("--help", "-h", "--version"):
             print(f"trl-fsdp-qlora {__version__}" if name == "--version" else _help())
             return 0
@@ -66,8 +69,8 @@ def main(argv: list[str] | None = None) -> int:
         if command is None:
             hint = did_you_mean(name.replace("_", "-"), COMMANDS, 0.5) or f"; there are {', '.join(COMMANDS)}"
             raise UserError(f"trl-fsdp-qlora has no command {name!r}{hint}")
-        # Of 4-bit products on a CPU, whenever bitsandbytes is imported without another package: no answer to any
-        # command.
+        # bitsandbytes warns about 4-bit products on a CPU whenever it is imported without another package. The warning
+        # has nothing to do with the command.
         logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
         stop_at_once()
         function = getattr(import_module(f".{command.module}", __package__), command.function)

@@ -1,5 +1,6 @@
-"""The class of error whose text is all that a user needs; of others commands and recipes keep the traceback in a
-file.
+"""The class of error whose text is all that a user needs, and hints for mistyped names.
+
+Commands and recipes print a `UserError` as its text. They keep the traceback of any other error in a file.
 """
 
 import difflib
@@ -18,14 +19,14 @@ class UserError(ValueError):
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """`"; did you mean 'x'?"` with the one of `known` that is most like `name`; nothing where none is."""
+    """`"; did you mean 'x'?"` with the one of `known` that is most like `name`; an empty text if none is similar."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def mistyped_path(path: str | Path) -> str:
-    """[`did_you_mean`] for a path that does not exist, with what lies beside it."""
+    """[`did_you_mean`] for a path that does not exist, among the files of its folder."""
     path = Path(path)
     if path.exists() or not path.parent.is_dir():
         return ""
-    return did_you_mean(str(path), [str(path.parent / other.name) for other in path.parent.iterdir()])
+    return did_you_mean(str(path), map(str, path.parent.iterdir()))

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 
 from ..errors import UserError
-from ..run.one_line import OneLineParser, check_processes, stop_at_once, stop_by_exception
+from ..run.one_line import OneLineParser, check_num_processes, stop_at_once, stop_by_exception
 from .scripts import method_of, with_recipe
 
 
@@ -30,7 +30,7 @@ def _parser() -> OneLineParser:
 def plan(words: Sequence[str]) -> int:
     """Print a recipe's plan; exit status 0 if it fits, 1 if it does not."""
     options, rest = _parser().parse_known_args(words if {"-h", "--help"}.isdisjoint(words) else ["-h"])
-    check_processes(options.num_processes)
+    check_num_processes(options.num_processes)
     rest = with_recipe(rest)
     if not rest:
         raise UserError("plan needs a recipe: --config FILE.yaml")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..errors import UserError, did_you_mean
 from ..run.one_line import OneLineParser
-from ..run.resources import accelerate_config, names, resource_folder
+from ..run.resources import accelerate_config, accelerate_config_names, resource_folder
 
 _FIELD = re.compile(r"#\s(?P<field>hardware|launch|memory|expect)\s+(?P<text>.*)")
 _NEVER = re.compile(r"\bnever run\b|\bnot measured here\b", re.IGNORECASE)
@@ -127,7 +127,8 @@ def recipes(words: list[str]) -> int:
 def config(words: list[str]) -> int:
     """Print the path of the accelerate config that `words` names, or the names of all."""
     parser = OneLineParser("trl-fsdp-qlora config", description="The path of an accelerate config, or all names.")
-    parser.add_argument("name", nargs="?", help=f"one of: {', '.join(names())}")
+    known = accelerate_config_names()
+    parser.add_argument("name", nargs="?", help=f"one of: {', '.join(known)}")
     name = parser.parse_args(words).name
-    print(accelerate_config(name) if name else "\n".join(names()))
+    print(accelerate_config(name) if name else "\n".join(known))
     return 0

@@ -22,7 +22,9 @@ def spelled(value: Any, known: Collection[Any] = ("on", "off")) -> Any:
 
     `prefix_sharing: off`, for example, arrives as `False`.
     """
-    words = {True: ("on", "yes"), False: ("off", "no")}.get(value, ()) if isinstance(value, bool) else ()
+    if not isinstance(value, bool):
+        return value
+    words = ("on", "yes") if value else ("off", "no")
     return next((word for word in words if word in known), value)
 
 
@@ -31,7 +33,9 @@ def option(default: Any, help: str, choices: Sequence[str] | None = None) -> Any
 
     `default` may be `dataclasses.MISSING`; `choices` are the values that the command line accepts.
     """
-    metadata = {"help": help} | ({} if choices is None else {"choices": list(choices)})
+    metadata: dict[str, Any] = {"help": help}
+    if choices is not None:
+        metadata["choices"] = list(choices)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -46,8 +50,8 @@ def left_at_default(config: Any) -> set[str]:
 
 def note_derived(config: Any, names: Collection[str]) -> None:
     """Remember which of the fields `names`, once at their defaults, have other values after the checks."""
-    derived = {item.name for item in dataclasses.fields(config) if not _is_default(config, item)} & set(names)
-    setattr(config, DERIVED, {name: getattr(config, name) for name in derived})
+    items = [item for item in dataclasses.fields(config) if item.name in names and not _is_default(config, item)]
+    setattr(config, DERIVED, {item.name: getattr(config, item.name) for item in items})
 
 
 def _is_default(config: Any, item: dataclasses.Field) -> bool:

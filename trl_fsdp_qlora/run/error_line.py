@@ -34,8 +34,9 @@ def error_line(error: BaseException) -> str:
         message = f"{message[:_LONGEST]} …"
     summary = f"{type(error).__name__}: {message}" if message else type(error).__name__
     place = _place_in_users_code(error) or _place_in_settings(message)
-    parts = [f"{summary}{place and f', {place}'}", _remedy(error), _keep_traceback(error)]
-    return portable("; ".join(filter(None, parts)))
+    if place:
+        summary = f"{summary}, {place}"
+    return portable("; ".join(filter(None, [summary, _remedy(error), _keep_traceback(error)])))
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -48,12 +49,8 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _place_in_users_code(error: BaseException) -> str:
     """`in rewards.py, line 3`: the innermost frame that is neither a library's nor this package's."""
-    library = [
-        *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
-        _PACKAGE,
-        resource_folder("recipes"),
-    ]
-    library = [Path(folder).resolve() for folder in library]
+    python = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    not_the_users = [Path(folder).resolve() for folder in (*python, _PACKAGE, resource_folder("recipes"))]
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         frames.append((error.filename, error.lineno))
@@ -61,8 +58,10 @@ def _place_in_users_code(error: BaseException) -> str:
         path = Path(name).resolve()
         if name.startswith("<") or not path.is_file() or "site-packages" in path.parts:
             continue
-        if not any(path.is_relative_to(folder) for folder in library) and path != Path(sys.argv[0]).resolve():
-            return f"in {os.path.relpath(path) if path.is_relative_to(Path.cwd()) else path}, line {line}"
+        if any(path.is_relative_to(folder) for folder in not_the_users) or path == Path(sys.argv[0]).resolve():
+            continue
+        shortest = os.path.relpath(path) if path.is_relative_to(Path.cwd()) else path
+        return f"in {shortest}, line {line}"
     return ""
 
 

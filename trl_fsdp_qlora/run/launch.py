@@ -12,7 +12,7 @@ from types import MethodType
 
 import psutil
 
-from .one_line import USER_ERROR, OneLineParser, check_processes
+from .one_line import USER_ERROR, OneLineParser, check_num_processes
 from .resources import accelerate_config
 
 _ENDING = 60.0  # seconds that processes have to end after Ctrl-C
@@ -42,7 +42,7 @@ def launch(words: Sequence[str]) -> int:
     parser.prog = "trl-fsdp-qlora launch"
     parser.error = MethodType(OneLineParser.error, parser)  # argparse's own prints 200 lines
     options = parser.parse_args(list(words))
-    check_processes(options.num_processes)
+    check_num_processes(options.num_processes)
     if options.config_file and not Path(options.config_file).exists():
         options.config_file = str(accelerate_config(options.config_file))
     os.environ["TRL_FSDP_QLORA_LAUNCHER"] = str(os.getpid())
@@ -63,8 +63,12 @@ def launch(words: Sequence[str]) -> int:
 
 
 def exit_status(exit_codes: dict[int, int]) -> int:
-    """A run's exit status from its failed ranks'. A launcher ends other ranks by SIGTERM, so that code counts last."""
-    if failed := [code for code in exit_codes.values() if code > 0]:
+    """The exit status of a run, from the exit codes of the ranks that failed.
+
+    The launcher ends the other ranks by SIGTERM, so that signal counts only if there is nothing else.
+    """
+    failed = [code for code in exit_codes.values() if code > 0]
+    if failed:
         return USER_ERROR if USER_ERROR in failed else failed[0]
     rank, code = min(exit_codes.items(), key=lambda item: item[1] == -signal.SIGTERM)
     print(f"error: rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)

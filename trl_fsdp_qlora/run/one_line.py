@@ -121,7 +121,7 @@ def pop_options(words: Sequence[str], options: Collection[str]) -> tuple[dict[st
     return {f"--{name}": value for name, value in vars(taken).items()}, rest
 
 
-def check_processes(number: int | None) -> None:
+def check_num_processes(number: int | None) -> None:
     """Refuse a number of processes below 1, which accelerate accepts."""
     if number is not None and number < 1:
         raise UserError(f"--num_processes {number} is not a number of processes; try 2")

@@ -56,8 +56,8 @@ def _walk(value: Any, of_text: Callable[[str], str]) -> Any:
             content = json.loads(value)
         except ValueError:  # the text only looks like JSON
             return of_text(value)
-        kept = _walk(content, of_text)
-        return value if kept == content else json.dumps(kept)
+        cleaned = _walk(content, of_text)
+        return value if cleaned == content else json.dumps(cleaned)
     return of_text(value)
 
 
@@ -94,13 +94,16 @@ def command_line(words: Sequence[str]) -> str:
 
     Flags that hold a secret are left out; a login replaces them.
     """
-    kept, hides_next = [], False
+    published = []
+    hides_next = False
     for word in words:
         name, equals, value = word.partition("=")
         is_flag = name.startswith("--")
         is_assignment = bool(equals) and name.isidentifier()  # HF_TOKEN=... before or after a command
         is_secret = is_secret_name(name) if is_flag or is_assignment else hides_next
         hides_next = is_flag and is_secret and not equals
-        if not is_secret:
-            kept.append(f"{name}={portable(value)}" if equals and (is_flag or is_assignment) else portable(word))
-    return shlex.join(kept)
+        if is_secret:
+            continue
+        has_value = equals and (is_flag or is_assignment)
+        published.append(f"{name}={portable(value)}" if has_value else portable(word))
+    return shlex.join(published)

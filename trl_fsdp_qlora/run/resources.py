@@ -23,7 +23,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("TRL_FSDP_QLORA_CACHE") or Path(base) / "trl_fsdp_qlora").expanduser()
 
 
-def names() -> list[str]:
+def accelerate_config_names() -> list[str]:
     """Names that [`accelerate_config`] takes."""
     return sorted(path.stem for path in resource_folder("accelerate_configs").glob("*.yaml"))
 
@@ -33,7 +33,8 @@ def accelerate_config(name: str) -> Path:
 
     If there is none, a [`UserError`] names the nearest.
     """
-    if name not in names():
-        hint = f"{did_you_mean(name, names())}; there are {', '.join(names())}"
+    known = accelerate_config_names()
+    if name not in known:
+        hint = f"{did_you_mean(name, known)}; there are {', '.join(known)}"
         raise UserError(f"no accelerate config named {name!r}{hint}")
     return resource_folder("accelerate_configs") / f"{name}.yaml"
