@@ -115,10 +115,13 @@ def score_problem(
 
 def majority(answers: list[str | None]) -> str | None:
     """The most frequent answer, by value if it is a number. Ties go to the earliest; `None` if there is no answer."""
-    parsed = [answer for answer in answers if answer is not None]
-    values = [answer if (number := parse_number(answer)) is None else number for answer in parsed]
-    # `max` takes the earliest of equals.
-    return parsed[values.index(max(values, key=values.count))] if parsed else None
+    texts = [answer for answer in answers if answer is not None]
+    if not texts:
+        return None
+    numbers = [parse_number(text) for text in texts]
+    values = [text if number is None else number for text, number in zip(texts, numbers, strict=True)]
+    most_frequent = max(values, key=values.count)  # `max` takes the earliest of equals
+    return texts[values.index(most_frequent)]
 
 
 def encode_images(rows: list[dict], processor: ProcessorMixin) -> tuple[list[list[int]], dict[str, Any]]:
@@ -130,6 +133,7 @@ def encode_images(rows: list[dict], processor: ProcessorMixin) -> tuple[list[lis
 
 
 def encode(prompts: list, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids of prompts, which are all texts or all conversations."""
     if not is_conversational({"prompt": prompts[0]}):
         return tokenizer(prompts)["input_ids"]
     encoded = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)
@@ -193,53 +197,58 @@ def evaluate(
     text_tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
     greedy, sampled = generation_configs(model, text_tokenizer, max_new_tokens, temperature, top_p)
 
+    def complete_episodes(batch_rows: list[dict], config: GenerationConfig, seed: int | None) -> list[Completed]:
+        limit = FREE_SHARE * free_bytes(PartialState().device)
+        turns = KeptTurns(limit, math.inf if max_tool_turns is None else max_tool_turns)
+
+        def next_turn(ids: list[list[int]], turn: int) -> list[list[int]]:
+            turns.number = turn
+            turn_seed = None if seed is None else seed + (turn << 40)
+            return generate(model, ids, config, turn_seed, synced_gpus=synced_gpus, turns=turns)
+
+        episodes = run_episodes(
+            agent,
+            batch_rows,
+            tokenizer,
+            next_turn,
+            max_length=max_new_tokens,
+            max_tool_turns=max_tool_turns,
+            synced_gpus=synced_gpus,
+        )
+        return [
+            Completed(completion_text(episode.messages), episode.drawn, agent.is_right(episode.environment))
+            for episode in episodes
+        ]
+
     def complete(batch: range, config: GenerationConfig, repeats: int, seed: int | None = None) -> list[Completed]:
+        repeated = [i for i in batch for _ in range(repeats)]
         if agent is not None:
-            limit = FREE_SHARE * free_bytes(PartialState().device)
-            turns = KeptTurns(limit, math.inf if max_tool_turns is None else max_tool_turns)
-
-            def next_turn(ids: list[list[int]], turn: int) -> list[list[int]]:
-                turns.number = turn
-                of_turn = None if seed is None else seed + (turn << 40)
-                return generate(model, ids, config, of_turn, synced_gpus=synced_gpus, turns=turns)
-
-            episodes = run_episodes(
-                agent,
-                [rows[i] for i in batch for _ in range(repeats)],
-                tokenizer,
-                next_turn,
-                max_length=max_new_tokens,
-                max_tool_turns=max_tool_turns,
-                synced_gpus=synced_gpus,
-            )
-            return [
-                Completed(completion_text(episode.messages), episode.drawn, agent.is_right(episode.environment))
-                for episode in episodes
-            ]
+            return complete_episodes([rows[i] for i in repeated], config, seed)
         if with_images:
-            ids, vision = encode_images([row for i in batch for row in [dataset[i]] * repeats], tokenizer)
+            with_pictures = {i: dataset[i] for i in batch}  # each access reads the pictures again
+            ids, vision = encode_images([with_pictures[i] for i in repeated], tokenizer)
         else:
-            ids = encode([rows[i]["prompt"] for i in batch for _ in range(repeats)], tokenizer)
+            ids = encode([rows[i]["prompt"] for i in repeated], tokenizer)
             vision = {}
         completions = generate(model, ids, config, seed, synced_gpus=synced_gpus, vision=vision)
         return [Completed(tokenizer.decode(each, skip_special_tokens=True), len(each)) for each in completions]
 
     def draw(batch: range) -> tuple[list[Completed], list[Completed]]:
         best = complete(batch, greedy, 1)
-        if not samples:
-            return best, []
-        return best, complete(batch, sampled, samples, (seed << 20) + batch.start)
+        drawn = complete(batch, sampled, samples, (seed << 20) + batch.start) if samples else []
+        return best, drawn
 
     def score(batch: range, completions: tuple[list[Completed], list[Completed]]) -> list[Scored]:
         best, drawn = completions
         owns_reward = agent is not None and agent.owns_reward
-        of_problems = [drawn[j * samples : (j + 1) * samples] for j in range(len(batch))]
-        return [
-            score_problem(best[j], of_problems[j], golds[i], answer_format, owns_reward) for j, i in enumerate(batch)
-        ]
+        scored = []
+        for j, i in enumerate(batch):
+            of_problem = drawn[j * samples : (j + 1) * samples]
+            scored.append(score_problem(best[j], of_problem, golds[i], answer_format, owns_reward))
+        return scored
 
-    size = max(1, batch_size // max(samples, 1))
     n = len(rows)
+    size = max(1, batch_size // max(samples, 1))
     results = over_ranks(n, size, draw, score, synced_gpus=synced_gpus, description=description if progress else None)
     sums = Scored(*map(sum, zip(*results, strict=True)))
     return Evaluation(
@@ -262,10 +271,16 @@ def generation_configs(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, temperature: float, top_p: float
 ) -> tuple[GenerationConfig, GenerationConfig]:
     """The generation configs for greedy and for sampled completions."""
-    eos = model.generation_config.eos_token_id
     end = tokenizer.eos_token_id
     pad = tokenizer.pad_token_id
-    eos = sorted({*(eos if isinstance(eos, list) else [eos]), end} - {None})
-    common = {"max_new_tokens": max_new_tokens, "pad_token_id": end if pad is None else pad, "eos_token_id": eos}
-    sampled = GenerationConfig(do_sample=True, temperature=temperature, top_p=top_p, top_k=0, **common, **NEUTRAL)
-    return GenerationConfig(do_sample=False, **common, **NEUTRAL), sampled
+    of_model = model.generation_config.eos_token_id  # a token, several or none
+    ends = {end, *(of_model if isinstance(of_model, list) else [of_model])} - {None}
+    common = {
+        "max_new_tokens": max_new_tokens,
+        "pad_token_id": end if pad is None else pad,
+        "eos_token_id": sorted(ends),
+        **NEUTRAL,
+    }
+    greedy = GenerationConfig(do_sample=False, **common)
+    sampled = GenerationConfig(do_sample=True, temperature=temperature, top_p=top_p, top_k=0, **common)
+    return greedy, sampled

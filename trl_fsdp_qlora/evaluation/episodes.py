@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from ..compat import trl as compat
 from ..decode.tools import limited
 
+# Public methods of an environment that are no tools.
 _NO_TOOLS = ("reset", "get_reward")
 
 
@@ -74,9 +75,13 @@ def begin(agent: Agent, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase
     episodes = []
     template = compat.training_chat_template(tokenizer)
     for row in rows:
-        environment = None if agent.environment is None else agent.environment()
+        environment = None
+        observation = None
+        if agent.environment is not None:
+            environment = agent.environment()
+            observation = environment.reset(**row)
         prompt = row["prompt"]
-        if environment is not None and (observation := environment.reset(**row)) is not None:
+        if observation is not None:
             prompt = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
         tools = agent.tools_of(environment)
         ids = tokenizer.apply_chat_template(
@@ -160,7 +165,7 @@ def run_episodes(
             episode.messages += answers
             going_on.append(episode)
         live = going_on
-        turn = turn + 1
+        turn += 1
     return episodes
 
 

@@ -8,7 +8,7 @@ import matplotlib
 matplotlib.use("Agg")  # no display on a training node
 import matplotlib.pyplot as plt
 
-_BESIDE_A_STEP = {"time/accuracy_s", "time/evaluate_s"}
+_BETWEEN_STEPS = {"time/accuracy_s", "time/evaluate_s"}
 
 
 def _curve(history: list[dict], key: str) -> tuple[list[int], list[float]]:
@@ -19,7 +19,7 @@ def _curve(history: list[dict], key: str) -> tuple[list[int], list[float]]:
 def stack_phases(axes, history: list[dict]) -> None:
     """Plot the seconds of a step as a stack of its phases; measurements between steps are not among them."""
     logged = [entry for entry in history if "step_time" in entry]
-    keys = {key for entry in logged for key in entry if key.startswith("time/")} - _BESIDE_A_STEP
+    keys = {key for entry in logged for key in entry if key.startswith("time/")} - _BETWEEN_STEPS
     seconds = {key: [entry.get(key, 0.0) for entry in logged] for key in keys}
     names = sorted(keys, key=lambda key: sum(seconds[key]), reverse=True)  # the largest at the bottom
     if names:
