@@ -114,13 +114,27 @@ def _recipe(args: Any, settings: Sequence[Any], peft_config: Any) -> dict[str, A
         recipe.update(changed_arguments(arguments))
     if settings:  # a recipe's model has its own fields for loading
         loading = recipe.pop("model_init_kwargs", {})
-        loading = {k: v for k, v in loading.items() if k not in ("revision", "attn_implementation", "dtype")}
-        if loading:
-            recipe["model_init_kwargs"] = loading
+        own_fields = ("revision", "attn_implementation", "dtype")
+        further = {name: value for name, value in loading.items() if name not in own_fields}
+        if further:
+            recipe["model_init_kwargs"] = further
     elif peft_config is not None:
         names = ("r", "lora_alpha", "lora_dropout", "target_modules")
         recipe["lora"] = {name: plain(getattr(peft_config, name, None)) for name in names}
     return recipe
+
+
+def _eval_result(accuracy: dict[str, Any], task: str, data: str, problems: str) -> EvalResult:
+    """The accuracy for the Hub's metadata; `problems` are held-out or validation problems of `data`."""
+    low, high = (100 * bound for bound in accuracy["interval"])
+    return EvalResult(
+        task_type=task,
+        dataset_type=data,
+        dataset_name=f"{Path(data).name}, {problems}",
+        metric_type="accuracy",
+        metric_name=f"greedy pass@1 (n={accuracy['n']}, 95% interval {low:.1f}-{high:.1f})",
+        metric_value=round(100 * accuracy["pass_at_1"], 1),
+    )
 
 
 def card_of(trainer: Any, name: str | None = None) -> ModelCard:
@@ -149,15 +163,7 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
     accuracy = info.accuracy if info.accuracy_step in (None, state.global_step) else None
     evaluation = None
     if accuracy is not None and data is not None:
-        low, high = (100 * bound for bound in accuracy["interval"])
-        evaluation = EvalResult(
-            task_type=task,
-            dataset_type=data,
-            dataset_name=f"{Path(data).name}, {problems}",
-            metric_type="accuracy",
-            metric_name=f"greedy pass@1 (n={accuracy['n']}, 95% interval {low:.1f}-{high:.1f})",
-            metric_value=round(100 * accuracy["pass_at_1"], 1),
-        )
+        evaluation = _eval_result(accuracy, task, data, problems)
     on_hub = data is not None and data.count("/") == 1 and not Path(data).suffix and not Path(info.dataset).exists()
     card_data = ModelCardData(
         base_model=base,

@@ -25,6 +25,11 @@ _TOKENS, _ENTRIES = 8, 32
 _UNITS = {"float32": 64, "bfloat16": 4, "float16": 4}
 
 
+def _spread(count: int, size: int) -> list[int]:
+    """`count` numbers below `size`, at equal distances."""
+    return [(2 * i + 1) * size // (2 * count) for i in range(count)]
+
+
 @torch.no_grad()
 def few_logits(
     model: torch.nn.Module, ids: list[int], entries: list[int], device: torch.device | None = None
@@ -46,8 +51,9 @@ def record_logits(
     training mode is restored.
     """
     size = model.config.get_text_config().vocab_size
+    ids = _spread(_TOKENS, size)
+    entries = _spread(min(_ENTRIES, size), size)
     training = model.training
-    ids, entries = ([(2 * i + 1) * size // (2 * n) for i in range(n)] for n in (_TOKENS, min(_ENTRIES, size)))
     model.eval()
     try:
         logits = few_logits(model, ids, entries, device)
@@ -98,18 +104,19 @@ def prove(adapter: str | Path, base: str) -> str:
     Raises:
         UserError: the adapter cannot be loaded, or its logits differ from the recorded ones.
     """
-    kept = read_json(Path(adapter) / LOGITS)
-    options: dict[str, Any] = {"dtype": getattr(torch, kept["dtype"])}
-    if "quantization" in kept:
-        options["quantization_config"] = BitsAndBytesConfig(**kept["quantization"])
+    content = read_json(Path(adapter) / LOGITS)
+    options: dict[str, Any] = {"dtype": getattr(torch, content["dtype"])}
+    if "quantization" in content:
+        options["quantization_config"] = BitsAndBytesConfig(**content["quantization"])
         options["device_map"] = {"": "cpu"}
     model = load_model(base, adapter, **options).eval()
-    computed = torch.tensor(few_logits(model, kept["input_ids"], kept["entries"]), dtype=torch.float64)
-    recorded, of_base = (torch.tensor(kept[name], dtype=torch.float64) for name in ("logits", "logits_of_the_base"))
+    computed = torch.tensor(few_logits(model, content["input_ids"], content["entries"]), dtype=torch.float64)
+    recorded = torch.tensor(content["logits"], dtype=torch.float64)
+    of_base = torch.tensor(content["logits_of_the_base"], dtype=torch.float64)
     difference = float((computed - recorded).abs().max())
     effect = float((recorded - of_base).abs().max())
     # The kernel for 4-bit weights differs from device to device; bitsandbytes' computes in bfloat16 on some CPUs.
-    dtype = torch.bfloat16 if "quantization" in kept else options["dtype"]
+    dtype = torch.bfloat16 if "quantization" in content else options["dtype"]
     eps = torch.finfo(dtype).eps * _UNITS.get(plain(dtype), 4)
     tolerance = eps * max(1.0, float(recorded.abs().max()))
     if not difference <= tolerance or difference > effect / 2 > 0:
@@ -117,5 +124,5 @@ def prove(adapter: str | Path, base: str) -> str:
             f"plain PEFT's logits differ from the recorded ones by up to {difference:.2g}, more than {tolerance:.2g} "
             f"or than half of the adapter's own effect, {effect:.2g}"
         )
-    figures = f"largest difference {difference:.2g} ({kept['dtype']}), adapter against base {effect:.2g}"
+    figures = f"largest difference {difference:.2g} ({content['dtype']}), adapter against base {effect:.2g}"
     return f"plain PEFT gives the logits recorded when it was saved: {figures}"

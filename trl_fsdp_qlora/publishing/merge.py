@@ -29,7 +29,7 @@ close to the one that was trained and measured, not equal to it: measure it befo
 
 
 def load_model(base: str, adapter: str | Path | None = None, **options: Any) -> PreTrainedModel | PeftModel:
-    """Load `base` by its config's class, `.from_pretrained(base, **how)`, with `adapter` (folder or Hub id) on it.
+    """Load `base` by its config's class, `.from_pretrained(base, **options)`, with `adapter` (folder or Hub id) on it.
 
     Raises:
         UserError: a file is missing or cut off, or the adapter belongs to another base.
@@ -61,9 +61,9 @@ def merge_adapter(
 
     Args:
         adapter: folder or Hub id of a PEFT adapter.
-        output: folder to make; must not exist.
+        output: folder to make; it must not exist.
         base, revision: folder or Hub id of the base; the one in the adapter's config by default.
-        dtype: of the weights, while merging and in the folder. The host needs room for the base in this dtype.
+        dtype: of the weights, while merging and in the folder. The base has to fit into host memory in this dtype.
 
     Raises:
         UserError: `output` exists or cannot be made, the base is quantized, base or adapter cannot be loaded, the

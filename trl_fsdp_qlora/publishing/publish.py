@@ -23,6 +23,16 @@ CARD = "README.md"
 FILES = (CONFIG, WEIGHTS, CARD, "training.png", LOGITS)  # all that is sent: no optimizer states, no pickles, no logs
 
 
+def _rename_on_card(card: ModelCard, old_base: str, base: str, repo: str) -> None:
+    """Put `base` in place of `old_base` in metadata, text and recipe, and fill in the quick start's two names."""
+    card.data.base_model = base
+    card.data.tags = [tag.replace(f":{old_base}", f":{base}") for tag in card.data.tags or []]
+    card.text = card.text.replace(f"`{old_base}`", f"`{base}`")
+    card.text = re.sub(rf"(?m)(model_name_or_path:? ){re.escape(old_base)}(?=\s)", rf"\g<1>{base}", card.text)
+    for variable, name in (("base", base), ("adapter", repo)):
+        card.text = re.sub(rf"(?m)^{variable} = '[^'\n]*'  # fill in: .*$", f"{variable} = {name!r}", card.text)
+
+
 def stage(folder: Path, scratch: Path, repo: str, base: str | None = None) -> str:
     """Check `folder` and copy its published files into `scratch`; returns the base's name as readers find it.
 
@@ -43,20 +53,16 @@ def stage(folder: Path, scratch: Path, repo: str, base: str | None = None) -> st
     if broken:
         raise UserError(f"{folder / WEIGHTS} holds values that are not finite, in {broken[0]}")
     base = base or trained_on
-    named = card.data.base_model
+    base_on_card = card.data.base_model
     if Path(base).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w-]+", base):
         raise UserError(
             f"{folder / CONFIG} names the folder {Path(base).name!r} as the base, which no reader has; say which "
             "model on the Hub it is: --base owner/name"
         )
-    if named not in {base, trained_on, Path(trained_on).name}:
-        raise UserError(f"{folder / CARD} says base_model: {named}, but the adapter was trained on {trained_on}")
-    config["base_model_name_or_path"] = card.data.base_model = base
-    card.data.tags = [tag.replace(f":{named}", f":{base}") for tag in card.data.tags or []]
-    card.text = card.text.replace(f"`{named}`", f"`{base}`")
-    card.text = re.sub(rf"(?m)(model_name_or_path:? ){re.escape(named)}(?=\s)", rf"\g<1>{base}", card.text)
-    for variable, name in (("base", base), ("adapter", repo)):
-        card.text = re.sub(rf"(?m)^{variable} = '[^'\n]*'  # fill in: .*$", f"{variable} = {name!r}", card.text)
+    if base_on_card not in {base, trained_on, Path(trained_on).name}:
+        raise UserError(f"{folder / CARD} has base_model: {base_on_card}, but the adapter was trained on {trained_on}")
+    config["base_model_name_or_path"] = base
+    _rename_on_card(card, base_on_card, base, repo)
     for name in FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, scratch / name)
