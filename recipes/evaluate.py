@@ -25,7 +25,7 @@ from transformers import BitsAndBytesConfig
 
 from trl_fsdp_qlora.checkpoints.disk import read_json, write_json
 from trl_fsdp_qlora.evaluation.accuracy import evaluate
-from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
+from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit, keep_plain_kernel
 from trl_fsdp_qlora.publishing.card import hardware, software
 from trl_fsdp_qlora.publishing.merge import load_model
 from trl_fsdp_qlora.recipe import checks
@@ -124,6 +124,7 @@ def main() -> None:
     with experts_in_4bit():
         how = {"revision": args.model_revision, "dtype": dtype, **quantization}
         model = load_model(args.model_name_or_path, args.adapter, **how)
+    keep_plain_kernel(model)  # as in the run whose accuracy is measured again
     if not args.load_in_4bit:
         model.to(state.device)
     fit_threads(model)

@@ -18,7 +18,7 @@ from huggingface_hub import HfApi, ModelCard, constants
 from huggingface_hub.utils import _http
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from trl import ModelConfig
 
 from tests.fsdp2_qlora import tiny as qlora
@@ -27,6 +27,7 @@ from tests.tiny import character_tokenizer, lora, prompts, save_tiny_model, trai
 from trl_fsdp_qlora import AStarPOConfig, EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.checkpoints import checkpoints
 from trl_fsdp_qlora.compat.replaced import replaced
+from trl_fsdp_qlora.decode.completions import generate
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.publishing import card, merge, publish
 from trl_fsdp_qlora.publishing.logits import LOGITS, prove, record_logits
@@ -337,13 +338,38 @@ def test_what_is_published_gives_the_recorded_logits_and_names_what_readers_have
     assert (folder / "README.md").read_text() == card_before
 
 
-def test_the_proof_loads_a_4_bit_base_as_it_was_loaded(tmp_path):
+# bitsandbytes' kernel for CPUs with AVX512-BF16 takes no layer whose sizes are not multiples of 32 and of 64.
+@pytest.mark.parametrize("hidden", [32, 64])
+def test_the_proof_loads_a_4_bit_base_as_it_was_loaded(tmp_path, hidden):
     pytest.importorskip("bitsandbytes")
-    base = qlora.load(qlora.make_checkpoint(tmp_path / "base"), dtype=torch.bfloat16, compute="bfloat16")
+    folder = qlora.make_checkpoint(tmp_path / "base", hidden=hidden)
+    base = qlora.load(folder, dtype=torch.bfloat16, compute="bfloat16")
     model = get_peft_model(base, qlora.lora(init_lora_weights=False))
     model.save_pretrained(tmp_path / "adapter")
     record_logits(model, tmp_path / "adapter")
     assert "(bfloat16), adapter against base" in prove(tmp_path / "adapter", str(tmp_path / "base"))
+
+
+def test_saving_and_measuring_leave_the_gradients_of_a_4_bit_run_as_they_were(tmp_path):
+    """On CPUs with AVX512-BF16 bitsandbytes repacks a layer that runs in evaluation mode, for good and without a
+    backward.
+    """
+    pytest.importorskip("bitsandbytes")
+    base = qlora.load(qlora.make_checkpoint(tmp_path / "base"))
+    grpo_trainer = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "out", base, lora())
+    model = grpo_trainer.model.train()
+    ids = torch.randint(5, 15, (2, 9))
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+    before = gradients()
+    grpo_trainer.save_model()
+    torch.testing.assert_close(gradients(), before, rtol=0, atol=0)
+    generate(model, [[5, 6, 7]], GenerationConfig(max_new_tokens=2, pad_token_id=0, eos_token_id=[1]))
+    torch.testing.assert_close(gradients(), before, rtol=0, atol=0)
 
 
 def test_other_adapter_weights_than_the_recorded_ones_are_not_sent(folder, server, run):

@@ -49,6 +49,18 @@ def experts_in_4bit() -> Iterator[None]:
         AUTO_QUANTIZER_MAPPING[name] = stock
 
 
+def keep_plain_kernel(model: nn.Module) -> None:
+    """Keep bitsandbytes from repacking the 4-bit layers of `model` on a CPU with AVX512-BF16.
+
+    bitsandbytes repacks a layer for good when the layer first runs in evaluation mode. A repacked layer has no
+    backward, so a training would go on with wrong gradients, and its block maxima are rounded to bfloat16. Layers
+    whose sizes are not multiples of 32 and of the block size raise an error instead.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
 def experts_in_16_bit(model: nn.Module) -> str | None:
     """A line on 16-bit experts in a quantized model and on how to pack them; `None` if there are none."""
     if not (getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)):

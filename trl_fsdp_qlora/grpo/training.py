@@ -16,7 +16,7 @@ from ..compat.older_gpus import casting_wide_sums
 from ..compat.peft import adapted_parts
 from ..compat.replaced import replaced
 from ..compat.trl import counts_experts
-from ..fsdp2_qlora.loading import experts_in_16_bit
+from ..fsdp2_qlora.loading import experts_in_16_bit, keep_plain_kernel
 from ..publishing.card import CardInfo, write_card, write_first_card
 from ..publishing.logits import record
 from ..run.plain import counted
@@ -43,6 +43,7 @@ class EfficientTraining:
 
     def begin(self, method: str) -> None:
         """Set up clock, checkpoints and card after TRL's constructor. `method` is the method's name on the card."""
+        keep_plain_kernel(self.model)
         self.aux_loss_enabled = self.aux_loss_enabled and counts_experts(self.model.config.get_text_config())
         self.card_info = CardInfo(method=method)
         self.checkpointing = WholeCheckpoints(self.args, self.accelerator, self._describe_run)

@@ -14,6 +14,7 @@ from ..compat.replaced import replaced
 from ..errors import UserError
 from ..fsdp2_qlora.adapters import has_sharded_adapter
 from ..fsdp2_qlora.generation import gathered_as, is_gathered
+from ..fsdp2_qlora.loading import keep_plain_kernel
 from ..run.nonfatal import nonfatal
 from ..run.plain import plain
 from .merge import load_model
@@ -53,6 +54,7 @@ def record_logits(
     size = model.config.get_text_config().vocab_size
     ids = _spread(_TOKENS, size)
     entries = _spread(min(_ENTRIES, size), size)
+    keep_plain_kernel(model)
     training = model.training
     model.eval()
     try:
@@ -110,12 +112,13 @@ def prove(adapter: str | Path, base: str) -> str:
         options["quantization_config"] = BitsAndBytesConfig(**content["quantization"])
         options["device_map"] = {"": "cpu"}
     model = load_model(base, adapter, **options).eval()
+    keep_plain_kernel(model)
     computed = torch.tensor(few_logits(model, content["input_ids"], content["entries"]), dtype=torch.float64)
     recorded = torch.tensor(content["logits"], dtype=torch.float64)
     of_base = torch.tensor(content["logits_of_the_base"], dtype=torch.float64)
     difference = float((computed - recorded).abs().max())
     effect = float((recorded - of_base).abs().max())
-    # The kernel for 4-bit weights differs from device to device; bitsandbytes' computes in bfloat16 on some CPUs.
+    # The kernel for 4-bit weights differs from device to device, and some compute in bfloat16.
     dtype = torch.bfloat16 if "quantization" in content else options["dtype"]
     eps = torch.finfo(dtype).eps * _UNITS.get(plain(dtype), 4)
     tolerance = eps * max(1.0, float(recorded.abs().max()))
