@@ -1,4 +1,5 @@
 import json
+import statistics
 
 import pytest
 from datasets import Dataset, DatasetDict
@@ -117,6 +118,30 @@ def test_parquet_what_datasets_saved_and_two_splits_as_one(tmp_path):
         assert datasets.read_problems(str(tmp_path / name), split) == PROBLEMS, name
     assert datasets.read_problems(str(tmp_path / "splits"), "train") == PROBLEMS[:1]
     assert datasets.read_problems(str(tmp_path / "hub")) == PROBLEMS[:1]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [{}, {"held_out": 500}, {"held_out": 200, "validation": 500, "accuracy_on": "validation"}],
+    ids=["whole file", "held out", "validation"],
+)
+def test_eval_problems_is_a_fixed_sample_also_of_a_sorted_file(tmp_path, parts):
+    """The first hundred of a file that is sorted by difficulty are the hundred easiest."""
+    rows = [{"problem": f"{i}+1=", "answer": i + 1} for i in range(1000)]
+    path = write(tmp_path / "sorted.jsonl", rows)
+
+    def measured(count: int | None) -> list[int]:
+        return load_held_out(ScriptArguments(path, eval_problems=count, **parts))["row"][:]
+
+    everything = measured(None)
+    assert everything == measured(len(everything)) == sorted(everything)  # nothing is sampled: the file's own order
+    sample = measured(100)
+    assert len(set(sample)) == 100 and set(sample) <= set(everything)
+    error = statistics.pstdev(everything) / 10  # of the mean of 100
+    assert abs(statistics.mean(sample) - statistics.mean(everything)) < 3 * error
+    assert measured(30) == sample[:30]  # a smaller sample is part of a larger one
+    if parts:
+        assert load_data(ScriptArguments(path, eval_problems=100, **parts))[1]["row"][:] == sample
 
 
 def test_a_file_of_ones_own_trains_unmeasured_and_is_measured_whole(tmp_path, capsys):

@@ -69,6 +69,13 @@ def test_evaluate_counts_what_the_verifier_accepts(monkeypatch):
     assert (result.correct, result.strict, result.n) == (10, 10, 20)
 
 
+def test_eval_problems_are_the_first_that_a_generator_drew():
+    """They are drawn at random; figures in docs/learning.md and in recipes are of these."""
+    script = arguments("reasoning_gym:spell_backward", eval_problems=20)
+    first = [problem["row"] for problem in read_problems("reasoning_gym:spell_backward", "test")[:20]]
+    assert load_held_out(script)["row"][:] == load_data(script)[1]["row"][:] == first
+
+
 def test_bad_input_is_one_line(monkeypatch):
     with pytest.raises(DatasetError, match="'validation'"):
         read_problems("reasoning_gym:chain_sum", "validation")

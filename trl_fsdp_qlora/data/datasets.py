@@ -59,7 +59,7 @@ def _rows(source: str, split: str, config: str | None) -> Iterable[dict]:
         task = TASKS[source]
         pairs = two_digit_pairs()[split == "test"]
         if split == "test":
-            random.Random(0).shuffle(pairs)  # `eval_problems` takes the first
+            random.Random(0).shuffle(pairs)  # so that the first hundred, for example, are a sample
         return [{"problem": task.question(a, b), "answer": task.value(a, b)} for a, b in pairs]
     if source == "coloured_shapes":
         from ..small_base.vision import coloured_shapes  # needs Pillow, which text does not

@@ -53,7 +53,7 @@ class ScriptArguments:
     accuracy_on: str = option(
         "test", "Measure on the held-out problems, or on those of `validation`.", choices=["test", "validation"]
     )
-    eval_problems: int | None = option(None, "Measure on the first held-out problems, at most this many.")
+    eval_problems: int | None = option(None, "Measure on a fixed sample of at most this many held-out problems.")
     system_prompt: str | None = option(None, "Put before every question.")
     prompt_template: str = option("{question}", "How a question becomes a prompt; must hold {question}.")
     chat: bool = option(True, "Let the tokenizer's chat template frame the prompt.")

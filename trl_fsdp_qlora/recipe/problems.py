@@ -1,5 +1,6 @@
 """The problems that a recipe's arguments name, for training and for measuring."""
 
+import random
 from typing import NamedTuple
 
 from datasets import Dataset
@@ -29,8 +30,7 @@ def prompts_of(args: ScriptArguments, problems: list[dict]) -> Dataset:
 
 
 def _read(args: ScriptArguments, source: str, split: str) -> list[dict]:
-    columns = args.question_column, args.answer_column
-    return read_problems(source, split, args.dataset_config, *columns, whole_rows=True)
+    return read_problems(source, split, args.dataset_config, args.question_column, args.answer_column, whole_rows=True)
 
 
 def load_problems(args: ScriptArguments) -> Problems:
@@ -42,12 +42,12 @@ def load_problems(args: ScriptArguments) -> Problems:
     train = _read(args, args.dataset, args.dataset_split)
     test = None
     validation = []
-    same = args.eval_split == args.dataset_split or not has_splits(args.dataset)
-    same = same and args.eval_dataset in (None, args.dataset)
+    test_source = args.eval_dataset or args.dataset
+    same_split = args.eval_split == args.dataset_split or not has_splits(args.dataset)
     if args.held_out:
         train, test = hold_out(train, args.held_out)
-    elif not same:
-        test = _read(args, args.eval_dataset or args.dataset, args.eval_split)
+    elif test_source != args.dataset or not same_split:
+        test = _read(args, test_source, args.eval_split)
         train, dropped = without_overlap(train, test)
         if dropped:
             say(f"left {counted(dropped, 'training problem')} out that are among the held-out ones")
@@ -68,6 +68,21 @@ def load_problems(args: ScriptArguments) -> Problems:
     return Problems(train, validation, test)
 
 
+def _sample(args: ScriptArguments, problems: list[dict]) -> list[dict]:
+    """At most `eval_problems` of the problems to measure on, the same ones in every run.
+
+    The first problems of a file are no sample: it may be sorted, by difficulty for example. Those of reasoning-gym,
+    which have an `entry`, are: it draws them at random.
+    """
+    count = args.eval_problems
+    if count is None or count >= len(problems):
+        return problems
+    if "entry" in problems[0]:
+        return problems[:count]
+    shuffled = random.Random(0).sample(problems, len(problems))  # so that a smaller sample is part of a larger one
+    return shuffled[:count]
+
+
 def load_data(args: ScriptArguments) -> tuple[Dataset, Dataset | None]:
     """Load the training prompts and the prompts to measure on, without overlap.
 
@@ -76,14 +91,14 @@ def load_data(args: ScriptArguments) -> tuple[Dataset, Dataset | None]:
     """
     problems = load_problems(args)
     train = prompts_of(args, problems.train)
-    of_test = args.accuracy_on == "test"
-    measured = problems.test if of_test else problems.validation
-    if measured is None:
+    is_on_test = args.accuracy_on == "test"
+    to_measure = problems.test if is_on_test else problems.validation
+    if to_measure is None:
         say(f"data: {counted(len(train), 'training problem')} from {args.dataset}; none held out")
         return train, None
-    measured = prompts_of(args, measured[: args.eval_problems])
-    aside = f"; {len(problems.validation)} kept for validation" if problems.validation and of_test else ""
-    kind = "held-out" if of_test else "validation"
+    measured = prompts_of(args, _sample(args, to_measure))
+    aside = f"; {len(problems.validation)} kept for validation" if problems.validation and is_on_test else ""
+    kind = "held-out" if is_on_test else "validation"
     say(f"data: {len(train):,} training and {counted(len(measured), f'{kind} problem')} from {args.dataset}{aside}")
     return train, measured
 
@@ -91,7 +106,7 @@ def load_data(args: ScriptArguments) -> tuple[Dataset, Dataset | None]:
 def load_held_out(args: ScriptArguments) -> Dataset:
     """Load only the prompts to measure on.
 
-    A file without splits is measured whole, unless `held_out` takes a part of it.
+    They come from all of a file without splits, unless `held_out` takes a part of it.
     """
     if args.accuracy_on == "validation":
         return load_data(args)[1]
@@ -101,6 +116,6 @@ def load_held_out(args: ScriptArguments) -> Dataset:
         test = _read(args, args.eval_dataset or args.dataset, args.eval_split)
         if args.eval_dataset is None and not has_splits(args.dataset):
             say(f"measuring on all of {args.dataset}; --held_out as in a recipe takes what its training left out")
-    test = test[: args.eval_problems]
+    test = _sample(args, test)
     say(f"data: {counted(len(test), 'problem')} from {args.eval_dataset or args.dataset}")
     return prompts_of(args, test)
