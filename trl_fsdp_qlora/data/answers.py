@@ -121,15 +121,15 @@ def extract_answer(text: str, answer_format: str = "auto") -> str | None:
     if answer_format not in ANSWER_FORMATS:
         raise UserError(f"answer_format={answer_format!r} is not one of {', '.join(ANSWER_FORMATS)}")
     text = text[-MAX_TEXT:]
-    inside = None
     if answer_format == "verl":
-        numbers = _VERLS.findall(text[-300:])
-        last = numbers[-1].replace(",", "") if numbers else ""
+        marked = _VERLS.findall(text[-300:])
+        last = marked[-1].replace(",", "") if marked else ""
         return last if _WHOLE.fullmatch(last) else None
     if answer_format == "first_line":
         return text.strip().split("\n", 1)[0].strip() or None
     if answer_format in ("auto", "hash") and "####" in text:
         return text.rsplit("####", 1)[1].strip().split("\n", 1)[0].strip() or None
+    inside = None
     if answer_format in ("auto", "tags"):
         start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
         if start >= 0:
@@ -139,10 +139,20 @@ def extract_answer(text: str, answer_format: str = "auto") -> str | None:
     if inside is not None:
         return inside.strip() or None
     if answer_format in ("auto", "last_number"):
-        for last in deque(NUMBER.finditer(text), maxlen=1):
-            answer = last.group()
-            return (answer[1:] if last["sign"] and _is_binary_minus(text, last.start()) else answer).strip()
+        return _last_number(text)
     return None
+
+
+def _last_number(text: str) -> str | None:
+    """The last number as it is written, without a minus that belongs to an operation."""
+    matches = deque(NUMBER.finditer(text), maxlen=1)
+    if not matches:
+        return None
+    last = matches[0]
+    number = last.group()
+    if last["sign"] and _is_binary_minus(text, last.start()):
+        number = number[1:]
+    return number.strip()
 
 
 def _last_boxed(text: str) -> str | None:
@@ -174,12 +184,15 @@ def parse_gold(answer: str | int | float, row: int | str) -> Fraction | str:
     Raises:
         UnparsableGoldAnswer: it is neither; the message names the row.
     """
-    text = extract_answer(answer, "hash") or "" if isinstance(answer, str) and "####" in answer else answer
-    number = parse_number(text) if isinstance(text, (str, numbers.Real)) else None
-    if number is not None and (not isinstance(text, str) or "\\" not in text):
+    value = answer
+    if isinstance(answer, str) and "####" in answer:
+        value = extract_answer(answer, "hash") or ""
+    is_text = isinstance(value, str)
+    number = parse_number(value) if isinstance(value, (str, numbers.Real)) else None
+    if number is not None and not (is_text and "\\" in value):
         return number
-    if isinstance(text, str) and _is_latex(text) and math_worker.installed() and _parses(text):
-        return text
+    if is_text and _is_latex(value) and math_worker.installed() and _parses(value):
+        return value
     # Python refuses to print an integer that is too long.
     printed = f"{answer:#x}" if isinstance(answer, int) else repr(answer)
     latex = "" if math_worker.installed() else f" (LaTeX answers need: {INSTALL_MATH})"

@@ -57,8 +57,9 @@ def _rows(source: str, split: str, config: str | None) -> Iterable[dict]:
     """The unchanged rows of [`read_problems`]'s `source`."""
     if source in TASKS:
         task = TASKS[source]
-        pairs = two_digit_pairs()[split == "test"]
+        pairs, held_out = two_digit_pairs()
         if split == "test":
+            pairs = held_out
             random.Random(0).shuffle(pairs)  # so that the first hundred, for example, are a sample
         return [{"problem": task.question(a, b), "answer": task.value(a, b)} for a, b in pairs]
     if source == "coloured_shapes":
@@ -93,10 +94,10 @@ def read_images(row: dict, source: str, row_name: str) -> list[dict]:
     """
     from PIL import Image as PILImage
 
-    images = row.get("images") if row.get("images") is not None else row.get("image")
+    images = row.get("images")
     if images is None:
-        images = []
-    elif not isinstance(images, list):
+        images = [] if row.get("image") is None else row["image"]
+    if not isinstance(images, list):
         images = [images]
     read = []
     for image in images:
@@ -155,40 +156,57 @@ def read_problems(
     if not rows:
         raise DatasetError(f"dataset {source!r} (split {split!r}) has no rows")
 
-    columns = {str(name) for row in rows for name in row}
-    named = ((question_column or "question",), answer_column or "answer")
-    candidates = [named] if question_column or answer_column else COLUMNS
-    known = next(((names, gold) for names, gold in candidates if {*names, gold} <= columns), None)
-    if known is None:
-        expected = " | ".join(", ".join((*names, gold)) for names, gold in candidates)
-        raise DatasetError(
-            f"{source!r} has columns {', '.join(sorted(columns)) or 'none'}; looked for {expected}: name yours with "
-            "question_column and answer_column"
-        )
-    (*bodies, question_name), gold_name = known
+    question_names, gold_name = _known_columns(rows, source, question_column, answer_column)
     problems = []
     for index, row in enumerate(rows):
-        row_name = f"{source}, row {index}"
-        for name in (*bodies, question_name, gold_name):
-            if row.get(name) in (None, ""):
-                raise DatasetError(f"{row_name}: the field {name!r} is empty; complete the row or leave it out")
-            if name != gold_name and not isinstance(row[name], str):
-                raise DatasetError(f"{row_name}: the field {name!r} must be text, not {row[name]!r}")
-        question = row[question_name].strip()
-        answer = row[gold_name]
-        for part in (row[name].strip() for name in bodies):
-            question = f"{part}{'.' * (not part.endswith(('.', '?', ',')))} {question}"
-        if isinstance(answer, str):
-            answer = answer.rsplit("####", 1)[-1].strip()
-        try:
-            parse_gold(answer, index)
-        except UnparsableGoldAnswer as error:
-            raise UnparsableGoldAnswer(f"{row_name}: {error}") from None
-        problem = {"row": index, "question": question, "answer": str(answer)}
-        if {"image", "images"} & {*row}:
-            problem["images"] = read_images(row, source, row_name)
-        problems.append(problem | ({"columns": row} if whole_rows else {}))
+        problem = _read_problem(row, index, question_names, gold_name, source)
+        if whole_rows:
+            problem["columns"] = row
+        problems.append(problem)
     return problems
+
+
+def _known_columns(
+    rows: Sequence[dict], source: str, question_column: str | None, answer_column: str | None
+) -> tuple[tuple[str, ...], str]:
+    """The columns that make up a question, and the column of the right answer."""
+    columns = {str(name) for row in rows for name in row}
+    candidates = COLUMNS
+    if question_column or answer_column:
+        candidates = [((question_column or "question",), answer_column or "answer")]
+    for question_names, gold_name in candidates:
+        if {*question_names, gold_name} <= columns:
+            return question_names, gold_name
+    expected = " | ".join(", ".join((*question_names, gold_name)) for question_names, gold_name in candidates)
+    raise DatasetError(
+        f"{source!r} has columns {', '.join(sorted(columns)) or 'none'}; looked for {expected}: name yours with "
+        "question_column and answer_column"
+    )
+
+
+def _read_problem(row: dict, index: int, question_names: Sequence[str], gold_name: str, source: str) -> dict[str, Any]:
+    """The problem in a row, checked; the texts of `question_names` become one question."""
+    row_name = f"{source}, row {index}"
+    for name in (*question_names, gold_name):
+        if row.get(name) in (None, ""):
+            raise DatasetError(f"{row_name}: the field {name!r} is empty; complete the row or leave it out")
+        if name != gold_name and not isinstance(row[name], str):
+            raise DatasetError(f"{row_name}: the field {name!r} must be text, not {row[name]!r}")
+    *bodies, question = (row[name].strip() for name in question_names)
+    for body in bodies:
+        full_stop = "" if body.endswith((".", "?", ",")) else "."
+        question = f"{body}{full_stop} {question}"
+    answer = row[gold_name]
+    if isinstance(answer, str):
+        answer = answer.rsplit("####", 1)[-1].strip()
+    try:
+        parse_gold(answer, index)
+    except UnparsableGoldAnswer as error:
+        raise UnparsableGoldAnswer(f"{row_name}: {error}") from None
+    problem = {"row": index, "question": question, "answer": str(answer)}
+    if "image" in row or "images" in row:
+        problem["images"] = read_images(row, source, row_name)
+    return problem
 
 
 def _question_key(problem: dict) -> str:
@@ -211,10 +229,12 @@ def hold_out(problems: Sequence[dict], count: int, field: str = "held_out") -> t
         raise DatasetError(f"{field}={count} of {len(keys)} different questions leaves nothing on one side")
     random.Random(0).shuffle(keys)
     chosen = set(keys[:count])
-    parts = ([], [])
+    train = []
+    held_out = []
     for problem in problems:
-        parts[_question_key(problem) in chosen].append(problem)
-    return parts
+        part = held_out if _question_key(problem) in chosen else train
+        part.append(problem)
+    return train, held_out
 
 
 def without_overlap(train: list[dict], held_out: Iterable[dict]) -> tuple[list[dict], int]:

@@ -89,8 +89,9 @@ def _terms(source: str) -> list[tuple[float, str, dict[str, Any]]]:
 def _problem(source: str, split: str, index: int) -> tuple[Any, dict[str, Any]]:
     """(generator, reasoning-gym's entry) of a problem."""
     generators = _generators(source, split)
+    weights = [weight for weight, _ in generators]
     # Not Random(index): a generator whose seed is 0 starts from the same state.
-    [(_, generator)] = random.Random(f"term {index}").choices(generators, [weight for weight, _ in generators])
+    _, generator = random.Random(f"term {index}").choices(generators, weights)[0]
     return generator, generator[index]
 
 
@@ -101,18 +102,25 @@ def _splits(source: str) -> dict[str, list[dict[str, Any]]]:
     splits = {}
     keys = set()
     for split, count in (("test", TEST_PROBLEMS), ("train", max(sizes, default=_TRAIN_PROBLEMS))):
-        problems = splits[split] = []
+        problems = []
         for index in range(3 * count):
-            _, entry = _problem(source, split, index)
-            key = " ".join(entry["question"].lower().split())
             if len(problems) == count:
                 break
+            _, entry = _problem(source, split, index)
+            key = " ".join(entry["question"].lower().split())
             if key in keys:
                 continue
             keys.add(key)
-            problem = {"row": index, "question": entry["question"], "answer": str(entry["answer"])}
-            problem["difficulty"] = json.dumps(entry["metadata"].get("difficulty"), default=str)
-            problems.append(problem | {"entry": json.dumps([source, split, index])})
+            problems.append(
+                {
+                    "row": index,
+                    "question": entry["question"],
+                    "answer": str(entry["answer"]),
+                    "difficulty": json.dumps(entry["metadata"].get("difficulty"), default=str),
+                    "entry": json.dumps([source, split, index]),
+                }
+            )
+        splits[split] = problems
     return splits
 
 

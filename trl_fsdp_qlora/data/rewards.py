@@ -31,9 +31,9 @@ def exact_answer_reward(answer_format: str = "auto") -> Callable[..., list[float
     extract_answer("", answer_format)  # so that an unknown format is an error now, not in the first step
 
     def exact_answer(completions: Sequence[Completion], answer: Sequence, **columns) -> list[float | None]:
-        answers = [extract_answer(completion_text(completion), answer_format) for completion in completions]
-        pairs = zip(answers, _gold_rows(answer, columns), strict=True)
-        return [None if gold is None else float(answers_match(one, gold)) for one, gold in pairs]
+        model_answers = [extract_answer(completion_text(completion), answer_format) for completion in completions]
+        pairs = zip(model_answers, _gold_rows(answer, columns), strict=True)
+        return [None if gold is None else float(answers_match(each, gold)) for each, gold in pairs]
 
     return exact_answer
 
