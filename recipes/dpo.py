@@ -45,7 +45,7 @@ def make_pairs(script: DPOScriptArguments, config: EfficientDPOConfig, model: Mo
         prompts_of(script, problems),
         taught,
         samples=script.pair_samples,
-        most=script.pairs_per_problem,
+        pairs_per_problem=script.pairs_per_problem,
         max_new_tokens=script.max_completion_length,
         answer_format=script.answer_format,
         batch_size=script.accuracy_batch_size,

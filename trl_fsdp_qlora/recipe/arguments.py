@@ -145,31 +145,39 @@ def recipe_fields(types: Sequence[type], argv: Words = None, defaults: Defaults 
     check_options(argv, options)
     path = pop_options(argv, ("--config",))[0].get("--config")
     parser.set_defaults_with_config(**defaults or {})
-    words = []
-    if path is not None:
-        values = read_yaml(path)
-        # Every scalar as it is written, because YAML itself takes `no` for False and `1e-5` for a text.
-        texts = yaml.load(Path(path).read_text(encoding="utf-8-sig"), yaml.BaseLoader)
-        os.environ.update({str(name): str(value) for name, value in (values.pop("env", None) or {}).items()})
-        # The action with a value, not its --no_ twin.
-        actions = {action.dest: action for action in reversed(parser._actions)}
-        unwritten = {}
-        check_keys(values, actions, path)
-        for key, value in values.items():
-            several = isinstance(value, list)
-            if value is None or isinstance(value, dict) or (several and actions[key].nargs != "+"):
-                unwritten[key] = value
-            elif several:
-                words += [f"--{key}", *texts[key]]
-            elif isinstance(value, bool) and actions[key].type is string_to_bool:  # which knows neither `on` nor `off`
-                words.append(f"--{key}={str(value).lower()}")
-            else:
-                words.append(f"--{key}={texts[key]}")
-        parser.set_defaults_with_config(**unwritten)
+    words = [] if path is None else _words_of_file(path, parser)
     namespace, rest = parser.parse_known_args([*words, *argv])
     if rest:
         raise ConfigError(f"{' '.join(rest)!r} belongs to no option")
     return namespace
+
+
+def _words_of_file(path: str, parser: _Parser) -> list[str]:
+    """The words of a command line that mean what the YAML file at `path` has.
+
+    Values that no word can express become defaults of `parser`, and the file's `env` goes into the environment.
+    """
+    values = read_yaml(path)
+    os.environ.update({str(name): str(value) for name, value in (values.pop("env", None) or {}).items()})
+    # Every scalar as it is written, because YAML itself takes `no` for False and `1e-5` for a text.
+    texts = yaml.load(Path(path).read_text(encoding="utf-8-sig"), yaml.BaseLoader)
+    # Reversed, so that a switch's action with a value counts, not its --no_ twin.
+    actions = {action.dest: action for action in reversed(parser._actions)}
+    check_keys(values, actions, path)
+    words = []
+    inexpressible = {}
+    for key, value in values.items():
+        is_list = isinstance(value, list)
+        if value is None or isinstance(value, dict) or (is_list and actions[key].nargs != "+"):
+            inexpressible[key] = value
+        elif is_list:
+            words += [f"--{key}", *texts[key]]
+        elif isinstance(value, bool) and actions[key].type is string_to_bool:  # which knows neither `on` nor `off`
+            words.append(f"--{key}={str(value).lower()}")
+        else:
+            words.append(f"--{key}={texts[key]}")
+    parser.set_defaults_with_config(**inexpressible)
+    return words
 
 
 def check_options(words: Sequence[str], known: Collection[str]) -> None:
@@ -177,15 +185,15 @@ def check_options(words: Sequence[str], known: Collection[str]) -> None:
 
     A [`ConfigError`] names the nearest option, or this package's option for one of `trl grpo`'s.
     """
-    values = {}
+    translations = {}
     for i, word in enumerate(words):
-        name, _, value = word.partition("=")
-        if word.startswith("--") and name not in known:
+        option, _, value = word.partition("=")
+        if word.startswith("--") and option not in known:
             following = words[i + 1] if i + 1 < len(words) else ""
-            values[name] = value or ("" if following.startswith("--") else following)
-    fields_of_theirs = {name.removeprefix("--").replace("-", "_"): value for name, value in values.items()}
-    translated = [line for key, value in fields_of_theirs.items() for line in in_our_words(key, value, known, False)]
-    _refuse(values, known, translated, "")
+            value = value or ("" if following.startswith("--") else following)
+            key = option.removeprefix("--").replace("-", "_")
+            translations[option] = in_our_words(key, value, known, is_axolotl=False)
+    _refuse(translations, known)
 
 
 def check_keys(config: Mapping[str, Any], known: Collection[str], path: str | Path) -> None:
@@ -193,26 +201,32 @@ def check_keys(config: Mapping[str, Any], known: Collection[str], path: str | Pa
 
     A [`ConfigError`] names the nearest keys, or this package's keys for those of a config of `trl grpo` or Axolotl.
     """
-    values = {key: value for key, value in config.items() if key not in known}
     of_axolotl = is_axolotl(config)
-    translated = [line for key, value in values.items() for line in in_our_words(str(key), value, known, of_axolotl)]
-    _refuse(values, known, translated, f"{path}: ", "Axolotl" if of_axolotl else "trl grpo")
+    translations = {
+        key: in_our_words(str(key), value, known, of_axolotl) for key, value in config.items() if key not in known
+    }
+    _refuse(translations, known, f"{path}: ", "Axolotl" if of_axolotl else "trl grpo")
 
 
 def _refuse(
-    values: Mapping[str, Any], known: Collection[str], translated: list[str], lead: str, tool: str = "trl grpo"
+    translations: Mapping[Any, list[str]], known: Collection[str], lead: str = "", tool: str = "trl grpo"
 ) -> None:
-    if not values:
+    """Raise an error with the lines of `translations`, by key, and one for each key that has none."""
+    if not translations:
         return
-    names = {line.partition(" -> ")[0].partition(".")[0] for line in translated}
-    unknown = [key for key in values if str(key).removeprefix("--").replace("-", "_") not in names]
-    unknown = [f"unknown key {key!r}{did_you_mean(str(key), {*known} - {'help', '--help'}, 0.5)}" for key in unknown]
-    if not translated and len(unknown) == 1:
-        raise ConfigError(f"{lead}{unknown[0]}")
-    if not translated:
+    nearest = {*known} - {"help", "--help"}
+    translated = [line for lines in translations.values() for line in lines]
+    unknown = [
+        f"unknown key {key!r}{did_you_mean(str(key), nearest, 0.5)}"
+        for key, lines in translations.items()
+        if not lines
+    ]
+    if translated:
+        head = f"{lead}keys of {tool}, in our words (docs/coming_from.md):"
+        raise UnknownKeys("\n  ".join([head, *translated, *unknown]))
+    if len(unknown) > 1:
         raise UnknownKeys("\n  ".join([f"{lead}{len(unknown)} keys that no field has", *unknown]))
-    head = f"{lead}keys of {tool}, in our words (docs/coming_from.md):"
-    raise UnknownKeys("\n  ".join([head, *translated, *unknown]))
+    raise ConfigError(f"{lead}{unknown[0]}")
 
 
 def read_yaml(path: str | Path, option: str = "--config") -> dict[str, Any]:

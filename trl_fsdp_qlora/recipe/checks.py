@@ -44,7 +44,8 @@ _AT_LEAST = {
 def check_script(script: ScriptArguments) -> None:
     """Refuse counts, rewards, an answer format or a template that cannot be used; a `UserError` names the field."""
     for name, smallest in _AT_LEAST.items():
-        if (value := getattr(script, name, None)) is not None and value < smallest:
+        value = getattr(script, name, None)
+        if value is not None and value < smallest:
             raise ConfigError(f"{name}={value} must be at least {smallest}")
     if script.max_train_seconds is not None and not script.max_train_seconds > 0:
         raise ConfigError(f"max_train_seconds={script.max_train_seconds} must be positive; leave it out for no limit")
@@ -61,8 +62,9 @@ def check_training(config: Any, model: ModelConfig) -> None:
 
     The [`ConfigError`] has the line to write.
     """
-    for line in (*mistakes(config), *mistakes(model)):
-        raise ConfigError(line)
+    lines = [*mistakes(config), *mistakes(model)]
+    if lines:
+        raise ConfigError(lines[0])
     prefix_sharing = getattr(config, "prefix_sharing", "auto")  # TRL's own configs have no such field
     if prefix_sharing not in CHOICES:
         raise ConfigError(f"prefix_sharing={prefix_sharing!r} is not known; use one of {', '.join(CHOICES)}")

@@ -41,7 +41,7 @@ def sample_pairs(
     taught: Sequence[str | None],
     *,
     samples: int,
-    most: int,
+    pairs_per_problem: int,
     max_new_tokens: int,
     answer_format: str,
     batch_size: int,
@@ -55,7 +55,7 @@ def sample_pairs(
         prompts: `prompt`, `answer` and `row`, see [`trl_fsdp_qlora.data.datasets.to_prompts`].
         taught: a right worked answer to each problem, which is chosen if none of the samples is right; or `None`.
         samples: completions drawn for each problem, at temperature 1.
-        most: largest number of pairs of one problem. An answer is in one pair only.
+        pairs_per_problem: largest number of pairs of one problem. An answer is in one pair only.
         max_new_tokens, answer_format, batch_size, seed, progress: as in
             [`trl_fsdp_qlora.evaluation.accuracy.evaluate`].
     """
@@ -71,7 +71,9 @@ def sample_pairs(
         results = []
         for j, i in enumerate(batch):
             of_problem = texts[j * samples : (j + 1) * samples]
-            results.append(pairs_of_problem(rows[i], taught[i], of_problem, most, answer_format, f"{seed} {i}"))
+            results.append(
+                pairs_of_problem(rows[i], taught[i], of_problem, pairs_per_problem, answer_format, f"{seed} {i}")
+            )
         return results
 
     size = max(1, batch_size // samples)
@@ -80,7 +82,7 @@ def sample_pairs(
 
 
 def pairs_of_problem(
-    row: dict, work: str | None, texts: list[str], most: int, answer_format: str, seed: str
+    row: dict, work: str | None, texts: list[str], max_pairs: int, answer_format: str, seed: str
 ) -> list[dict]:
     """Pairs of one problem, from the `texts` of its samples; `work` is its worked answer, if there is one."""
     gold = parse_gold(row["answer"], row["row"])
@@ -97,7 +99,7 @@ def pairs_of_problem(
     def answer(text: str) -> Any:
         return [{"role": "assistant", "content": text}] if chat else f" {text}"
 
-    chosen_and_rejected = list(zip(right, wrong, strict=False))[:most]
+    chosen_and_rejected = list(zip(right, wrong, strict=False))[:max_pairs]
     return [{"prompt": row["prompt"], "chosen": answer(a), "rejected": answer(b)} for a, b in chosen_and_rejected]
 
 

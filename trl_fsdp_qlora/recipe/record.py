@@ -74,7 +74,7 @@ class RunRecord:
 
     @nonfatal("metrics.json")
     def put(self, **values) -> None:
-        self.content |= plain(values)
+        self.content.update(plain(values))
         if PartialState().is_main_process:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             disk.write_json(self.path, self.content)
@@ -116,10 +116,7 @@ class AccuracyCallback(TrainerCallback):
         """Measure the held-out accuracy of the current model, on every rank."""
         trainer = self.trainer
         script = self.script
-        args = self.trainer.args
-        of_episodes = {}
-        if self.agent is not None:
-            of_episodes = {"agent": self.agent, "max_tool_turns": args.max_tool_calling_iterations}
+        args = trainer.args
         with trainer.clock.phase("accuracy"), trainer.generating() as (model, synced_gpus):
             return evaluate(
                 model,
@@ -133,7 +130,8 @@ class AccuracyCallback(TrainerCallback):
                 samples=samples,
                 description=description,
                 synced_gpus=synced_gpus,
-                **of_episodes,
+                agent=self.agent,
+                max_tool_turns=None if self.agent is None else args.max_tool_calling_iterations,
             )
 
     @nonfatal("the model card")
@@ -190,8 +188,8 @@ class TimeLimit(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args, state, control, **kwargs):
         # A checkpoint of a run without a limit has no entry for it, and Transformers fills only existing entries.
-        kept = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
-        self.spent = kept["attributes"]["spent"]
+        saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        self.spent = saved["attributes"]["spent"]
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._began = self.clock()

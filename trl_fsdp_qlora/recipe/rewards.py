@@ -1,4 +1,4 @@
-"""The name of before of [`trl_fsdp_qlora.data.rewards`]."""
+"""The earlier name of [`trl_fsdp_qlora.data.rewards`]."""
 
 import warnings
 

@@ -102,13 +102,16 @@ def measured_settings(script: ScriptArguments, config: Any, model: ModelConfig) 
 
     They hold no path of one machine.
     """
-    values = {name: getattr(model, name, getattr(config, name, None)) for name in _MEASURED} | asdict(script)
-    values |= {name: redaction.portable(values[name]) for name in FILES if values.get(name)}
+    settings = {name: getattr(model, name, getattr(config, name, None)) for name in _MEASURED}
+    settings.update(asdict(script))
+    for name in FILES:
+        if settings.get(name):
+            settings[name] = redaction.portable(settings[name])
     # The environment's own reward measures, too; other rewards may be in files that no longer exist then.
-    values["rewards"] = [OWN_REWARD] if OWN_REWARD in script.rewards else None
+    settings["rewards"] = [OWN_REWARD] if OWN_REWARD in script.rewards else None
     left_out = ("skip_accuracy", "stage")
-    kept = {name: value for name, value in values.items() if value is not None and name not in left_out}
-    return redaction.without_secrets(kept)
+    written = {name: value for name, value in settings.items() if value is not None and name not in left_out}
+    return redaction.without_secrets(written)
 
 
 def evaluate_line(output_dir: str, adapter: bool = True) -> str:
@@ -119,12 +122,56 @@ def evaluate_line(output_dir: str, adapter: bool = True) -> str:
 
 def is_finished(record: RunRecord, trainer: Any, script: ScriptArguments, resume: str | None) -> bool:
     """Whether the run of `record` has no step left, by its steps or its seconds, and measured and saved everything."""
-    limit = record.content.get("stopped_by_seconds")
-    by_seconds = limit is not None and limit == script.max_train_seconds
     if resume is None:
         return False
+    limit = record.content.get("stopped_by_seconds")
+    by_seconds = limit is not None and limit == script.max_train_seconds
     step = step_of(resume) if by_seconds else last_step(resume, trainer.args)
     return step is not None and record.content.get("finished_step") == step
+
+
+def _finished_text(trainer: Any) -> str:
+    args = trainer.args
+    is_adapter = is_peft_model(trainer.accelerator.unwrap_model(trainer.model))
+    goal = "num_train_epochs" if args.max_steps <= 0 else "max_steps"
+    return (
+        f"the run in {args.output_dir} is finished ({goal}={getattr(args, goal):g}): nothing is trained, and "
+        f"what it left stays as it is\n  train further:  the same command with a larger --{goal}\n"
+        f"  measure it:     {evaluate_line(args.output_dir, is_adapter)}"
+    )
+
+
+def _begin_record(record: RunRecord, trainer: Any, script: ScriptArguments, resume: str | None) -> None:
+    """Write the settings of a run; a run that does not resume begins with an empty record."""
+    args = trainer.args
+    if resume is None:
+        record.content = {}  # the record of a run that left no checkpoint
+    elif not script.skip_accuracy and "before" not in record.content:
+        say(f"{record.path} does not hold the accuracy from before training, which a resumed run cannot measure")
+    card = trainer.card_info
+    model = card.settings[1] if card.settings else ModelConfig()
+    about = {"dataset": script.dataset, "model": model_name(trainer.model), "seed": args.seed}
+    record.put(
+        hardware=hardware(),
+        software=software(),
+        **redaction.portable(about),
+        processes=args.world_size,
+        settings=measured_settings(script, args, model),
+    )
+    keep_paths(args.output_dir, script)
+
+
+@nonfatal("the model card")
+def _begin_card(trainer: Any, script: ScriptArguments, test: Dataset | None) -> None:
+    """Put on the card what is known before training."""
+    card = trainer.card_info
+    card.dataset = script.dataset
+    card.license = script.license
+    card.data_license = script.data_license
+    card.quickstart_prompt = (test or trainer.train_dataset)[0]["prompt"]
+    card.max_new_tokens = trainer.args.max_completion_length
+    card.command = launch.launch_words()
+    card.recipe_file = pop_options(sys.argv, ("--config",))[0].get("--config")
 
 
 def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resume: str | bool | None) -> dict:
@@ -143,40 +190,18 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
     """
     with trainer.checkpointing.alone():
         args = trainer.args
-        card = trainer.card_info
         record = RunRecord(args.output_dir)
         resume = trainer.checkpointing.resume_from(resume)
         if is_finished(record, trainer, script, resume):
-            adapter = is_peft_model(trainer.accelerator.unwrap_model(trainer.model))
-            goal = "num_train_epochs" if args.max_steps <= 0 else "max_steps"
-            say(
-                f"the run in {args.output_dir} is finished ({goal}={getattr(args, goal):g}): nothing is trained, and "
-                f"what it left stays as it is\n  train further:  the same command with a larger --{goal}\n"
-                f"  measure it:     {evaluate_line(args.output_dir, adapter)}"
-            )
+            say(_finished_text(trainer))
             return record.content
-        if resume is None:
-            record.content = {}  # the record of a run that left no checkpoint
-        elif not script.skip_accuracy and "before" not in record.content:
-            say(f"{record.path} does not hold the accuracy from before training, which a resumed run cannot measure")
-        settings = measured_settings(script, args, (card.settings or (script, ModelConfig()))[1])
-        about = {"dataset": script.dataset, "model": model_name(trainer.model), "seed": args.seed}
-        about = redaction.portable(about) | {"processes": args.world_size, "settings": settings}
-        record.put(hardware=hardware(), software=software(), **about)
-        keep_paths(args.output_dir, script)
+        _begin_record(record, trainer, script, resume)
+        _begin_card(trainer, script, test)
         limit = None if script.max_train_seconds is None else TimeLimit(script.max_train_seconds)
         accuracy = None if script.skip_accuracy else AccuracyCallback(trainer, script, test, record)
         for callback in filter(None, (limit, accuracy)):
             trainer.add_callback(callback)
         use_terminal(trainer)
-        with nonfatal("the model card"):
-            card.dataset = script.dataset
-            card.license = script.license
-            card.data_license = script.data_license
-            card.quickstart_prompt = (test or trainer.train_dataset)[0]["prompt"]
-            card.max_new_tokens = args.max_completion_length
-            card.command = launch.launch_words()
-            card.recipe_file = pop_options(sys.argv, ("--config",))[0].get("--config")
 
         started = time.perf_counter()
         with resumable(trainer):
@@ -193,14 +218,15 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
             results = "  ->  ".join(map(format_result, measured))
             accuracy.fill_card(after, trainer.state.global_step, "after")
         picture = record.draw() if PartialState().is_main_process else None
-        card.picture = picture and picture.name
+        trainer.card_info.picture = None if picture is None else picture.name
         trainer.create_model_card(Path(args.output_dir).name)
         record.put(finished_step=trainer.state.global_step)
         if limit is not None:
             record.put(limited_seconds=limit.spent, stopped_by_seconds=limit.seconds if limit.reached else None)
         if args.push_to_hub:
             trainer.push_to_hub(commit_message="Model save", revision=args.hub_revision)
-        say(f"adapter, card, metrics.json{' and ' + picture.name if picture else ''} are in {args.output_dir}")
+        and_picture = "" if picture is None else f" and {picture.name}"
+        say(f"adapter, card, metrics.json{and_picture} are in {args.output_dir}")
         if results:
             say(results)
         if trainer.scored_completions.nothing_scored:
