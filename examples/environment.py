@@ -31,8 +31,11 @@ class HigherOrLower:
         Returns:
             Whether the secret number is higher, lower or right.
         """
-        self.best = min(self.best, abs(self.secret - int(number)))
-        return "right" if self.best == 0 else "higher" if self.secret > int(number) else "lower"
+        distance = self.secret - int(number)
+        self.best = min(self.best, abs(distance))
+        if distance == 0:
+            return "right"
+        return "higher" if distance > 0 else "lower"
 
     def get_reward(self) -> float:
         return 1.0 - self.best / 100

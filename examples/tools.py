@@ -31,7 +31,7 @@ def right_after_a_call(completions, answer, **columns):
     """Half a point for a call of the tool, one for the product in the last message."""
     called = [any(message["role"] == "tool" for message in completion) for completion in completions]
     right = [gold in completion[-1]["content"] for completion, gold in zip(completions, answer, strict=True)]
-    return [0.5 * one + float(other) for one, other in zip(called, right, strict=True)]
+    return [0.5 * call + float(is_right) for call, is_right in zip(called, right, strict=True)]
 
 
 parser = argparse.ArgumentParser()

@@ -9,6 +9,7 @@ all of it. A step has `processes x per_device_train_batch_size x gradient_accumu
 """
 
 import argparse
+import itertools
 
 import torch
 from datasets import Dataset
@@ -19,9 +20,12 @@ from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 
 
 def counts_up(completions, **columns):
-    """The number of digits that follow the one before them."""
-    texts = [completion[-1]["content"] for completion in completions]
-    return [float(sum(b == a + 1 for a, b in zip(map(ord, text), map(ord, text[1:]), strict=False))) for text in texts]
+    """The number of characters that come right after the one before them: 3 for `1234`."""
+    rewards = []
+    for completion in completions:
+        text = completion[-1]["content"]
+        rewards.append(float(sum(ord(b) == ord(a) + 1 for a, b in itertools.pairwise(text))))
+    return rewards
 
 
 parser = argparse.ArgumentParser()

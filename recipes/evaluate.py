@@ -39,14 +39,25 @@ from trl_fsdp_qlora.run.one_line import pop_options
 from trl_fsdp_qlora.run.redaction import portable
 from trl_fsdp_qlora.run.threads import fit_threads
 
-# What of a run's settings says nothing about another dataset.
-OF_THE_DATA = ("dataset", "dataset_config", "dataset_split", "eval_dataset", "eval_split", "held_out", "validation")
-OF_THE_DATA += ("accuracy_on", "eval_problems", "question_column", "answer_column")
+# Settings of a run that belong to its dataset, and do not apply to another one.
+OF_THE_DATA = (
+    "dataset",
+    "dataset_config",
+    "dataset_split",
+    "eval_dataset",
+    "eval_split",
+    "held_out",
+    "validation",
+    "accuracy_on",
+    "eval_problems",
+    "question_column",
+    "answer_column",
+)
 
 
 @dataclass
 class EvaluateArguments:
-    """What to measure, in addition to the data of `ScriptArguments`."""
+    """The model to measure and how it is measured; its data is `ScriptArguments`'s."""
 
     model_name_or_path: str | None = option(None, "Model, Hub id or folder; by default the adapter's own base.")
     adapter: str | None = option(None, "PEFT adapter, folder or Hub id; none measures the model.")
@@ -78,16 +89,40 @@ class EvaluateArguments:
 def settings_of_run() -> dict[str, Any]:
     """The settings with which the run in the named folder measured; nothing if there is no such folder."""
     options, _ = pop_options(sys.argv[1:], ("--adapter", "--model_name_or_path", "--dataset"))
-    adapter, model, dataset = map(options.get, ("--adapter", "--model_name_or_path", "--dataset"))
-    if adapter is not None:  # or the first line would be of the data, which a run's folder names
+    adapter = options.get("--adapter")
+    dataset = options.get("--dataset")
+    if adapter is not None:  # a mistyped folder gives no settings, and the error would be about the missing dataset
         checks.check_adapter(adapter)
-    for folder in filter(None, (adapter, model)):
+    for folder in filter(None, (adapter, options.get("--model_name_or_path"))):
         if Path(folder, "metrics.json").is_file():
             settings = read_json(Path(folder, "metrics.json")).get("settings", {})
             if dataset is not None and portable(dataset) != settings.get("dataset"):
                 return {name: value for name, value in settings.items() if name not in OF_THE_DATA}
             return settings | kept_paths(folder)
     return {}
+
+
+def load_measured_model(args: EvaluateArguments, device: torch.device) -> torch.nn.Module:
+    """The model with its adapter on `device`, in the type and quantization of `args`."""
+    dtype = "auto" if args.dtype in (None, "auto") else getattr(torch, args.dtype)
+    quantization = {}
+    if args.load_in_4bit:
+        quantization["device_map"] = {"": device}
+        quantization["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=args.bnb_4bit_quant_type,
+            bnb_4bit_use_double_quant=args.use_bnb_nested_quant,
+            bnb_4bit_compute_dtype=None if dtype == "auto" else dtype,
+        )
+    with experts_in_4bit():
+        model = load_model(
+            args.model_name_or_path, args.adapter, revision=args.model_revision, dtype=dtype, **quantization
+        )
+    keep_plain_kernel(model)  # as in the run whose accuracy is measured again
+    if not args.load_in_4bit:
+        model.to(device)
+    fit_threads(model)
+    return model
 
 
 def main() -> None:
@@ -111,23 +146,7 @@ def main() -> None:
     if agent is not None:
         tokenizer = with_tool_format(tokenizer, script)
         check_tool_template(tokenizer, args.model_name_or_path)
-    dtype = "auto" if args.dtype in (None, "auto") else getattr(torch, args.dtype)
-    quantization = {}
-    if args.load_in_4bit:
-        quantization["device_map"] = {"": state.device}
-        quantization["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type=args.bnb_4bit_quant_type,
-            bnb_4bit_use_double_quant=args.use_bnb_nested_quant,
-            bnb_4bit_compute_dtype=None if dtype == "auto" else dtype,
-        )
-    with experts_in_4bit():
-        how = {"revision": args.model_revision, "dtype": dtype, **quantization}
-        model = load_model(args.model_name_or_path, args.adapter, **how)
-    keep_plain_kernel(model)  # as in the run whose accuracy is measured again
-    if not args.load_in_4bit:
-        model.to(state.device)
-    fit_threads(model)
+    model = load_measured_model(args, state.device)
     with torch.autocast(state.device.type, torch.bfloat16) if args.bf16 else nullcontext():
         result = evaluate(
             model,
@@ -145,14 +164,16 @@ def main() -> None:
         )
     say(str(result))
     if args.output and state.is_main_process:
-        about = {
+        content = {
             "model": args.model_name_or_path,
             "adapter": args.adapter,
             "dataset": script.dataset,
             "seed": args.seed,
+            **result.as_dict(),
+            "hardware": hardware(),
+            "software": software(),
         }
-        machine = {"hardware": hardware(), "software": software()}
-        write_json(Path(args.output), {**about, **result.as_dict(), **machine})
+        write_json(Path(args.output), content)
 
 
 if __name__ == "__main__":

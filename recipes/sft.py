@@ -44,12 +44,13 @@ def main() -> None:
     check_output_dir(config.output_dir, config.resume_from_checkpoint)
     load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
     problems = load_problems(script).train
-    taught = [(problem, work) for problem in problems if (work := worked(problem["columns"]))][: script.sft_problems]
+    with_answers = [(problem, worked(problem["columns"])) for problem in problems]
+    taught = [(problem, answer) for problem, answer in with_answers if answer is not None][: script.sft_problems]
     if not taught:
         raise ConfigError(f"{script.dataset!r} holds no worked answers; SVAMP's `Equation` and GSM8K's `answer` do")
     say(f"data: {len(taught)} of {len(problems)} training problems are taught")
     prompts = prompts_of(script, [problem for problem, _ in taught])["prompt"]
-    answers = [[{"role": "assistant", "content": work}] if script.chat else work for _, work in taught]
+    answers = [[{"role": "assistant", "content": answer}] if script.chat else answer for _, answer in taught]
     data = Dataset.from_dict({"prompt": prompts, "completion": answers})
     trainer = SFTTrainer(model.model_name_or_path, config, train_dataset=data, **model_arguments(config, model))
     resume = on_main(lambda: resolve_resume(config.output_dir, config.resume_from_checkpoint))

@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-DROPPED_CARRY = 0.7
+DROPPED_CARRY = 0.7  # probability that a taught answer loses its carry
 SFT_STEPS = 600
 SFT_BATCH = 128
 SHAPES_STEPS = 300
@@ -57,10 +57,10 @@ def two_digit_pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         chosen.append((a, b))
         count += 1 if a == b else 2
 
-    def ordered(unordered):
-        return [pair for a, b in unordered for pair in ({(a, b), (b, a)})]
+    def in_both_orders(pairs):
+        return sorted({ordered for a, b in pairs for ordered in ((a, b), (b, a))})
 
-    return sorted(ordered(pairs[len(chosen) :])), sorted(ordered(chosen))[:1000]
+    return in_both_orders(pairs[len(chosen) :]), in_both_orders(chosen)[:1000]
 
 
 def sum_without_carry(a: int, b: int) -> int:

@@ -16,13 +16,14 @@ from .tokenizer import word_tokenizer
 
 COLOURS = {"red": (220, 40, 40), "green": (30, 160, 60), "blue": (40, 80, 220), "yellow": (240, 200, 30)}
 SHAPES = ("circle", "square")
-PICTURE, CELLS = 112, 3  # pixels of a picture's side, and cells of a row of its grid
+PICTURE = 112  # pixels of a picture's side
+CELLS = 3  # cells of a row of its grid
 ROWS = {"train": 2000, "test": 500}
-ONE_TOO_SMALL = 0.6
-SIDE = 48
-PATCH = 16
+ONE_TOO_SMALL = 0.6  # fraction of the taught answers
+SIDE = 48  # pixels of a picture's side, as the model reads it
+PATCH = 16  # pixels of a patch's side
 HIDDEN = 96
-PIECE = r" ?[A-Za-z]+|."
+PIECE = r" ?[A-Za-z]+|."  # a word with the blank before it, or a single character
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}{% if message['content'] is string %}"
     "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>"
@@ -66,8 +67,8 @@ def _ask(scene: dict[int, tuple[str, str]], draw: random.Random) -> tuple[str, i
 
 def shapes_row(draw: random.Random) -> dict:
     """`problem`, `answer` and `image` of a scene of two to six shapes."""
-    places = draw.sample(range(CELLS**2), draw.randint(2, 6))
-    scene = {cell: (draw.choice(list(COLOURS)), draw.choice(SHAPES)) for cell in places}
+    cells = draw.sample(range(CELLS**2), draw.randint(2, 6))
+    scene = {cell: (draw.choice(list(COLOURS)), draw.choice(SHAPES)) for cell in cells}
     question, answer = _ask(scene, draw)
     return {"problem": question, "answer": answer, "image": _draw(scene)}
 
