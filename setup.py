@@ -1,8 +1,7 @@
-"""Only what pyproject.toml cannot say: the README as PyPI shows it, and the folders that a wheel carries inside the
-package.
+"""The README as PyPI shows it, and the folders that a wheel carries inside the package; the rest is in pyproject.toml.
 
-PyPI has no files beside the README, so a link to one of the repository is made absolute with the `Repository` address
-of `[project.urls]`; where none is given, its text stays and the link goes.
+PyPI has no files next to the README. So a link to a file of the repository becomes absolute, with the `Repository`
+address of `[project.urls]`. If there is no address, the link's text stays without the link.
 """
 
 import re
@@ -13,7 +12,8 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-# They stand at the top of the repository, where a reader looks for them; `trl_fsdp_qlora/run/resources.py` finds both.
+# These folders are at the top of the repository, because a reader looks for them there.
+# `trl_fsdp_qlora/run/resources.py` finds them there and in a wheel.
 _SHIPPED = ("recipes", "accelerate_configs")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)]+)\)")
 
@@ -54,5 +54,5 @@ def main() -> None:
     )
 
 
-if __name__ == "__main__":  # a build backend runs it as such
+if __name__ == "__main__":  # a build backend runs this file under that name
     main()

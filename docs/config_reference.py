@@ -1,6 +1,6 @@
 """Writes docs/config.md from the config classes: python docs/config_reference.py
 
-tests/test_docs.py compares the two, so a field that is added or changed needs a run of this.
+Run it after a field was added or changed: tests/test_docs.py compares the page with the classes.
 """
 
 import dataclasses
@@ -36,6 +36,7 @@ SECTIONS = [
 
 
 def cell(text: str) -> str:
+    """`text` for a cell of a table, in which a bar would begin the next cell."""
     return text.replace("|", "\\|")
 
 
@@ -46,9 +47,9 @@ def page() -> str:
         parts.append(f"## {cls.__name__}\n\n{about}\n\n| field | type | default | meaning |\n|---|---|---|---|")
         for item in own_fields(cls):
             default = default_of(item)
-            shown = "required" if default is dataclasses.MISSING else f"`{default!r}`"
+            default_text = "required" if default is dataclasses.MISSING else f"`{default!r}`"
             meaning = cell(item.metadata["help"])
-            parts.append(f"| `{item.name}` | `{cell(type_name(cls, item))}` | {cell(shown)} | {meaning} |")
+            parts.append(f"| `{item.name}` | `{cell(type_name(cls, item))}` | {cell(default_text)} | {meaning} |")
         parts.append("")
     return "\n".join(parts)
 

@@ -1,10 +1,9 @@
-"""Writes docs/planned_memory.md: the largest group that each of twenty models trains with, by `plan`. No weight, no
-GPU.
+"""Writes docs/planned_memory.md: the largest group that each of twenty models trains with, by `plan`.
 
     python docs/planned_memory.py [--only Qwen3-8B ...]
 
-Rerun it when `plan` has changed. Half a minute of a core for each model; the page is written after each, `--only`
-keeps the other rows.
+Run it when `plan` has changed. It needs no weight and no GPU, and half a minute of a core for each model. The page is
+written after each model; `--only` keeps the other rows.
 """
 
 import argparse
@@ -19,13 +18,14 @@ from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.planning.hardware import read_hardware
 from trl_fsdp_qlora.planning.plan import Plan, plan_recipe
 
-PAGE, ROWS = Path(__file__).with_suffix(".md"), Path(__file__).with_suffix(".json")
-PROMPT, COMPLETION = 1024, 1024
+PAGE = Path(__file__).with_suffix(".md")
+ROWS = Path(__file__).with_suffix(".json")
+PROMPT, COMPLETION = 1024, 1024  # tokens
 FEW, MANY = 8, 32  # completions that are planned; the others lie on a line
 MOST = 256  # completions; nobody asks for larger groups
 CARDS = ("16GB", "24GB", "48GB", "80GB", "24GB x2")
 ADAPTERS = ("LoRA", "QLoRA")
-HEADS = (
+SIZES = (
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
@@ -35,11 +35,11 @@ HEADS = (
 )
 
 
-def _shape(kind: str, *sizes: int, tied: bool, **more) -> dict:
-    return {"model_type": kind, **dict(zip(HEADS, sizes, strict=True)), "tie_word_embeddings": tied, **more}
+def _shape(kind: str, *sizes: int, tied: bool, **further) -> dict:
+    return {"model_type": kind, **dict(zip(SIZES, sizes, strict=True)), "tie_word_embeddings": tied, **further}
 
 
-# What their config.json says, and the weights that their cards state, in billions.
+# The sizes in each model's config.json, and the weights that its card states, in billions.
 MODELS = {
     "SmolLM2-135M": (_shape("llama", 576, 1536, 30, 9, 3, 49152, tied=True), 0.135),
     "Qwen2.5-0.5B": (_shape("qwen2", 896, 4864, 24, 14, 2, 151936, tied=True), 0.49),
@@ -74,7 +74,7 @@ MODELS = {
 
 
 def write_config(name: str, folder: str | Path) -> None:
-    """The model's `config.json` in `folder`."""
+    """Write the model's `config.json` into `folder`."""
     shape = dict(MODELS[name][0])
     config = AutoConfig.for_model(shape.pop("model_type"), **shape, max_position_embeddings=32768, dtype="bfloat16")
     config.architectures = [type(config).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"]
@@ -82,13 +82,14 @@ def write_config(name: str, folder: str | Path) -> None:
 
 
 def has_experts(folder: str) -> bool:
-    """PEFT adapts those, which are one parameter together, only without dropout."""
+    """Whether the model has experts: PEFT adapts them, which are one parameter together, only without dropout."""
     return "num_experts" in Path(folder, "config.json").read_text(encoding="utf-8")
 
 
 def plan_of(folder: str, adapter: str, cards: str, group: int = 2) -> Plan:
-    """The plan of a step of one group with LoRA of rank 16 on every linear layer; everything else is a default or in
-    PAGE's text.
+    """The plan of a step of one group with LoRA of rank 16 on every linear layer.
+
+    Every other setting is a default, or is in the text of the page.
     """
     words = f"""--model_name_or_path {folder} --output_dir runs/x --dtype bfloat16 --bf16 true --use_peft true --lora_r 16
         --lora_target_modules all-linear --load_in_4bit {adapter == "QLoRA"} --use_bnb_nested_quant true
@@ -103,21 +104,20 @@ def plan_of(folder: str, adapter: str, cards: str, group: int = 2) -> Plan:
 def largest_group(folder: str, adapter: str, cards: str, few: Plan, many: Plan) -> int:
     """The most completions of one prompt that a rank of `cards` trains with in one micro-batch; 0 if not even two fit.
 
-    Each phase's bytes grow by the same with every completion, so that the answer lies on the line through `few` and
-    `many`. Where it is
-    below `few`, it is planned itself: there the comparison of the first packed pass may count more.
+    Each completion adds the same bytes to a phase, so the largest group lies on the line through `few` and `many`. A
+    group below `few` is planned itself, because the comparison of the first packed pass may count more there.
     """
     capacity = read_hardware(cards).memory
-    answer = MOST
+    group = MOST
     for phase in few.phases:
         of_one = (many.total(phase) - few.total(phase)) / (MANY - FEW)
         if of_one > 0:
-            answer = min(answer, FEW + math.floor((capacity - few.total(phase)) / of_one))
+            group = min(group, FEW + math.floor((capacity - few.total(phase)) / of_one))
         elif few.total(phase) > capacity:
-            answer = 0
-    while answer < FEW and answer >= 2 and not plan_of(folder, adapter, cards, answer).fits:
-        answer -= 1
-    return answer if answer >= 2 else 0
+            group = 0
+    while 2 <= group < FEW and not plan_of(folder, adapter, cards, group).fits:
+        group -= 1
+    return group if group >= 2 else 0
 
 
 def row(name: str) -> list[str]:
@@ -128,13 +128,16 @@ def row(name: str) -> list[str]:
         for adapter in ADAPTERS:
             on_one = [plan_of(folder, adapter, "80GB", group) for group in (FEW, MANY)]
             for cards in CARDS:
-                plans = [plan_of(folder, adapter, cards, group) for group in (FEW, MANY)] if "x" in cards else on_one
+                plans = on_one  # the bytes are the same on every single card
+                if "x" in cards:
+                    plans = [plan_of(folder, adapter, cards, group) for group in (FEW, MANY)]
                 cells.append(largest_group(folder, adapter, cards, *plans))
         weights = f"{on_one[0].parameters[0] / 1e9:.3g}e9"
     return [weights, *("–" if cell == 0 else f"{MOST}+" if cell >= MOST else str(cell) for cell in cells)]
 
 
 def page(rows: dict[str, list[str]]) -> str:
+    """The text of docs/planned_memory.md."""
     cards = [cards.replace("GB x2", " ×2").replace("GB", "") for cards in CARDS]
     head = ["model", "weights", *(f"{adapter} {card}" for adapter in ADAPTERS for card in cards)]
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *([name, *cells] for name, cells in rows.items())]

@@ -1,7 +1,6 @@
-"""What mkdocs.yml cannot say: the navigation is docs/index.md's, and links lead out of docs/ as they do in the
-repository.
+"""Hooks of mkdocs.yml: they take the navigation from docs/index.md, and let links lead out of docs/.
 
-Pages of the repository that docs/ links (README.md, examples/README.md, ...) and pictures become files of the site; a
+Pages of the repository that docs/ links (README.md, examples/README.md, ...) and pictures become files of the site. A
 link to any other file leads to the repository if `repo_url` is set, and is plain text otherwise.
 """
 
@@ -24,8 +23,8 @@ def on_page_content(html, **_):
     return REFERENCE.sub(r"<code>\1</code>", html).replace(r" \| ", " | ")
 
 
-def place(path: str) -> str:
-    """Of a file of the repository in the site: pages and pictures that lie outside of docs/ get names of their own."""
+def site_path(path: str) -> str:
+    """The path in the site of a file of the repository; a page or a picture from outside of docs/ gets a new name."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return f"repository/{path.replace('/', '-').replace('README', 'readme')}"
@@ -33,58 +32,59 @@ def place(path: str) -> str:
 
 def source(page_uri: str) -> str:
     """The file of the repository that a page of the site is made of."""
-    return next((path for path in PAGES if place(path) == page_uri), f"docs/{page_uri}")
+    return next((path for path in PAGES if site_path(path) == page_uri), f"docs/{page_uri}")
 
 
 def on_config(config, **_):
     """The navigation: the groups of docs/index.md in its order."""
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    nav, group = [{"Home": "index.md"}], None
+    nav = [{"Home": "index.md"}]
+    group = None
     for line in index.splitlines():
         entry = re.match(r"- \[([^\]]+)\]\(([^)#]+)\)", line)
         if entry:
             path = posixpath.normpath(posixpath.join("docs", entry[2]))
-            group.append({entry[1].removesuffix(".md"): place(path)})
+            group.append({entry[1].removesuffix(".md"): site_path(path)})
         elif line.startswith("## "):
             group = []
             nav.append({line.removeprefix("## "): group})
-    named = {
+    titles = {
         "README.md": "README",
         "CONTRIBUTING.md": "Contributing",
         "AGENTS.md": "For assistants",
         "CHANGELOG.md": "Changes",
     }
-    nav.append({"Repository": [{title: place(path)} for path, title in named.items() if (ROOT / path).is_file()]})
+    pages = [{title: site_path(path)} for path, title in titles.items() if (ROOT / path).is_file()]
+    nav.append({"Repository": pages})
     config.nav = nav
     return config
 
 
 def on_files(files, config, **_):
-    """Add what the pages need from outside of docs/."""
-    wanted = {path for path in PAGES if (ROOT / path).is_file()}
-    for path in [*wanted, *(f"docs/{file.src_uri}" for file in files.documentation_pages())]:
-        text = (ROOT / path).read_text(encoding="utf-8")
-        targets = (
-            posixpath.normpath(posixpath.join(posixpath.dirname(path), found[3])) for found in LINK.finditer(text)
-        )
-        wanted |= {target for target in targets if target.endswith(PICTURES) and not target.startswith("docs/")}
-    for path in sorted(wanted):
-        if (ROOT / path).is_file():
-            files.append(File.generated(config, place(path), abs_src_path=str(ROOT / path)))
+    """Add the pages and pictures from outside of docs/."""
+    pages = [path for path in PAGES if (ROOT / path).is_file()]
+    pictures = set()
+    for page in [*pages, *(f"docs/{file.src_uri}" for file in files.documentation_pages())]:
+        for link in LINK.finditer((ROOT / page).read_text(encoding="utf-8")):
+            target = posixpath.normpath(posixpath.join(posixpath.dirname(page), link[3]))
+            if target.endswith(PICTURES) and not target.startswith("docs/") and (ROOT / target).is_file():
+                pictures.add(target)
+    for path in sorted({*pages, *pictures}):
+        files.append(File.generated(config, site_path(path), abs_src_path=str(ROOT / path)))
     return files
 
 
 def on_page_markdown(markdown, page, config, files, **_):
     """Let links of the repository be links of the site."""
-    here = page.file.src_uri
-    folder = posixpath.dirname(source(here))
+    page_uri = page.file.src_uri
+    folder = posixpath.dirname(source(page_uri))
 
-    def moved(match: re.Match) -> str:
+    def link_in_site(match: re.Match) -> str:
         picture, label, target = match.groups()
         name, hash_sign, fragment = target.partition("#")
         path = posixpath.normpath(posixpath.join(folder, name))
-        if files.get_file_from_path(place(path)) is not None and (ROOT / path).is_file():
-            target = posixpath.relpath(place(path), posixpath.dirname(here) or ".")
+        if files.get_file_from_path(site_path(path)) is not None and (ROOT / path).is_file():
+            target = posixpath.relpath(site_path(path), posixpath.dirname(page_uri) or ".")
             return f"{picture}[{label}]({target}{hash_sign}{fragment})"
         if not (ROOT / path).exists():
             return match[0]  # mkdocs reports it
@@ -92,4 +92,4 @@ def on_page_markdown(markdown, page, config, files, **_):
             return f"{picture}[{label}]({config.repo_url.rstrip('/')}/blob/main/{path})"
         return label
 
-    return LINK.sub(moved, markdown)
+    return LINK.sub(link_in_site, markdown)
