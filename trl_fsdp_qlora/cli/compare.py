@@ -140,16 +140,19 @@ def compare(words: list[str]) -> int:
             if number:
                 done.append(step)
     ours = trainers[OURS]
-    for phase in (phase for phase in PHASES if (OURS, phase) in done[0].seconds):
-        seconds = [statistics.median(step.seconds[name, phase] for step in done) for name in (STOCK, OURS)]
-        print(f"{phase}: {seconds[0]:.4f} s and {seconds[1]:.4f} s ({seconds[0] / seconds[1]:.2f}×)")
+    for phase in PHASES:
+        if (OURS, phase) not in done[0].seconds:
+            continue
+        stock_seconds = statistics.median(step.seconds[STOCK, phase] for step in done)
+        our_seconds = statistics.median(step.seconds[OURS, phase] for step in done)
+        print(f"{phase}: {stock_seconds:.4f} s and {our_seconds:.4f} s ({stock_seconds / our_seconds:.2f}×)")
     fractions = [step.tokens_fraction for step in done if step.tokens_fraction is not None]
     if fractions:
         print(f"tokens computed by this package's policy passes: {statistics.mean(fractions):.1%} of the padded ones")
     print(f"medians of {len(done)}, stock TRL first; {ours.door.describe()}")
-    half = ours.args.tf32 or ours.accelerator.mixed_precision != "no"
-    half = half or any(p.dtype in (torch.bfloat16, torch.float16) for p in ours.model.parameters())
-    equal, line = verdict(done, "half precision" if half else "float32")
+    computes_in_half = ours.args.tf32 or ours.accelerator.mixed_precision != "no"
+    has_half_weights = any(p.dtype in (torch.bfloat16, torch.float16) for p in ours.model.parameters())
+    equal, line = verdict(done, "half precision" if computes_in_half or has_half_weights else "float32")
     print(line)
     return 0 if equal else 1
 
@@ -171,13 +174,14 @@ def _parsed(words: list[str], folder: str) -> tuple[Method, ScriptArguments, Any
         raise UserError("compare needs a recipe: --config FILE.yaml")
     method = METHODS[trainer_of_recipe(rest, options.get("--trainer"))]
     known = {item.name for kind in (method.script, method.config) for item in fields(kind)}
-    quiet = [word for name, value in _QUIET.items() if name in known for word in (f"--{name}", value)]
+    quiet = [f"--{name}={value}" for name, value in _QUIET.items() if name in known]
     words = [*rest, *quiet, "--output_dir", f"{folder}/run"]
     script, config, model = parse_recipe((method.script, method.config, ModelConfig), words)
     check_recipe(script, config, model)
     for name, value, why in _LEVELLED:
         holder = model if name == "lora_dropout" else config
-        if (value_in_recipe := getattr(holder, name, value)) != value:
+        value_in_recipe = getattr(holder, name, value)
+        if value_in_recipe != value:
             setattr(holder, name, value)
             print(f"{name}: {value_in_recipe} is taken as {value} here: {why}", flush=True)
     return method, script, config, model, int(steps)
@@ -188,10 +192,10 @@ def trainer_of_recipe(words: list[str], trainer: str | None) -> str:
 
     It is `trainer` if the user named one, and otherwise the one whose fields the recipe has.
     """
-    takes = f"compare takes recipes of {', '.join(METHODS)}"
+    comparable = f"compare takes recipes of {', '.join(METHODS)}"
     if trainer is not None:
         if trainer not in METHODS:
-            raise UserError(f"--trainer {trainer} cannot be compared: {takes}")
+            raise UserError(f"--trainer {trainer} cannot be compared: {comparable}")
         return trainer
     path = pop_options(words, ("--config",))[0].get("--config")
     command = next((recipe.command for recipe in all_recipes() if path and recipe.path == Path(path)), None)
@@ -206,9 +210,9 @@ def trainer_of_recipe(words: list[str], trainer: str | None) -> str:
         command = "grpo"  # GRPO's parser names the unknown fields
     kind = {"TSPMOConfig": "T-SPMO", "AStarPOConfig": "A*-PO"}.get(method_of(words).__name__)
     if command not in ("rloo", "dpo") and kind is not None:
-        raise UserError(f"stock TRL has no {kind} to compare with: {takes}")
+        raise UserError(f"stock TRL has no {kind} to compare with: {comparable}")
     if command not in METHODS:
-        raise UserError(f"a recipe of {command} cannot be compared: {takes}")
+        raise UserError(f"a recipe of {command} cannot be compared: {comparable}")
     return command
 
 
@@ -279,7 +283,9 @@ def _warn_of_padded_bytes(script: Any, config: Any, model: ModelConfig, train: A
     rows = config.per_device_train_batch_size
     passes = config.gradient_accumulation_steps
     advice = "--gradient_checkpointing true needs less"
-    for parts in (parts for parts in range(2, rows + 1) if rows % parts == 0):
+    for parts in range(2, rows + 1):
+        if rows % parts:
+            continue
         smaller = {"per_device_train_batch_size": rows // parts, "gradient_accumulation_steps": passes * parts}
         if changed(plan, **smaller).total(loss) <= plan.capacity:
             advice = " ".join(f"--{name} {value}" for name, value in smaller.items()) + " compares the same rows"

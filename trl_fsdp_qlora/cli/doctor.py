@@ -1,7 +1,7 @@
 """usage: trl-fsdp-qlora doctor [--config FILE.yaml] [--accelerate_config NAME] [--num_processes N] [--json] [any
 field]
 
-Says what would fail, or silently do the wrong thing, before it does. Looks at this machine and at what is installed;
+Lists what would fail, or silently do the wrong thing, before it does. Looks at this machine and at what is installed;
 with --config (or fields) also at the run that they describe: the accelerate config against the model, vLLM, the
 adapter, the tokenizer, the data and the rewards; then it rehearses one step with a small random model. No GPU is
 needed and no weight is loaded. The exit status is 1 if there is an error.
@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 from ..errors import UserError
 from ..run.one_line import pop_options
+from ..run.plain import counted
 from ..run.resources import accelerate_config
 from .scripts import LAUNCHER, default_config, method_of, with_recipe
 
@@ -59,12 +60,13 @@ def doctor(words: list[str]) -> int:
         findings.append(Finding("error", "imports", str(error)))
     findings = [Finding(level, check, " ".join(text.split())) for level, check, text in findings]
     findings.sort(key=lambda finding: LEVELS.index(finding.level))
-    errors, warned = (sum(finding.level == level for finding in findings) for level in LEVELS[:2])
+    errors = sum(finding.level == "error" for finding in findings)
+    warned = sum(finding.level == "warning" for finding in findings)
     if "--json" in words:
         print(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:
         print("\n".join(f"{finding.level:<8} {finding.check}: {finding.text}" for finding in findings))
-        print(f"{errors} error{'s' * (errors != 1)}, {warned} warning{'s' * (warned != 1)}")
+        print(f"{counted(errors, 'error')}, {counted(warned, 'warning')}")
     return 1 if errors else 0
 
 
@@ -166,9 +168,10 @@ def run(launcher: dict[str, str], rest: list[str]) -> Iterator[Finding]:
     logging.set_verbosity_error()
     num_processes = launcher.get("--num_processes")
     name, processes = default_config(num_processes)
-    if named_config := launcher.get("--accelerate_config") or launcher.get("--config_file"):
+    named_config = launcher.get("--accelerate_config") or launcher.get("--config_file")
+    if named_config:
         name = named_config
-        processes = int(num_processes or 0)
+        processes = int(num_processes or 0)  # if 0, the config's own number counts
     launch = launch_of(Path(name) if Path(name).is_file() else accelerate_config(name), processes)
     processes = int(launch["WORLD_SIZE"])
     try:
@@ -318,8 +321,8 @@ def _rehearsed(script: Any, config: Any, model: Any, train: Any) -> Finding:
 
     try:
         with rehearsal.silence():
-            ran = rehearsal.one_step(script, config, model, train)
-        return Finding("ok", "rehearsal", ran)
+            line = rehearsal.one_step(script, config, model, train)
+        return Finding("ok", "rehearsal", line)
     except Exception as error:  # training would end in any error of this step
         reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         return Finding("error", "rehearsal", f"a step of training ends in {reason[:600]}")

@@ -45,12 +45,13 @@ def plan(words: Sequence[str]) -> int:
 
         scripts = {EfficientRLOOConfig: ScriptArguments, EfficientDPOConfig: DPOScriptArguments}
         config = method_of(rest, scripts)
-        launch = options.accelerate_config, options.hardware, options.num_processes
         named = {word.partition("=")[0] for word in rest}
         planned = planning.plan_recipe(
             rest,
             config,
-            *launch,
+            options.accelerate_config,
+            options.hardware,
+            options.num_processes,
             script=scripts.get(config, ScriptArguments),
             counts_data=bool({"--dataset", "--pairs"} & named),
             prompt_tokens=options.prompt_tokens,
@@ -86,9 +87,13 @@ def _solve(planned) -> dict:
     together = settings.gradient_accumulation_steps * settings.launch.processes
     rows = 1 if settings.is_paired else settings.num_generations // math.gcd(settings.num_generations, together)
     at_most = {} if settings.is_paired else planning.most_that_fits(planned)
-    largest = {
-        "per_device_train_batch_size": planning.largest(planned, "per_device_train_batch_size", rows),
-        length: at_most[planning.HERE][length] if at_most else planning.largest(planned, length, 16),
-        "cards": planning.fewest_cards(planned) if planned.hardware.gpu else None,
+    solved = {
+        "largest": {
+            "per_device_train_batch_size": planning.largest(planned, "per_device_train_batch_size", rows),
+            length: at_most[planning.HERE][length] if at_most else planning.largest(planned, length, 16),
+            "cards": planning.fewest_cards(planned) if planned.hardware.gpu else None,
+        }
     }
-    return {"largest": largest, "at_most": at_most} if at_most else {"largest": largest}
+    if at_most:
+        solved["at_most"] = at_most
+    return solved

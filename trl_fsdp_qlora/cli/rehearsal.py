@@ -115,7 +115,8 @@ def one_step(script: ScriptArguments, config: Any, model: ModelConfig, train: Da
         small.save_pretrained(base)
         load_processing(model.model_name_or_path, model.model_revision, images).save_pretrained(base)
         model = copy.copy(model)
-        model.model_name_or_path, model.model_revision = base, None
+        model.model_name_or_path = base
+        model.model_revision = None
         if not of_the_class:
             model.lora_target_modules = ["all-linear"]
             model.lora_target_parameters = None
@@ -137,13 +138,16 @@ def _of_one_step(config: Any, folder: str) -> Any:
     # A method without groups has one completion per prompt.
     config.per_device_train_batch_size = config.num_generations if config.num_generations > 1 else 4
     config.generation_batch_size = config.per_device_train_batch_size
-    config.gradient_accumulation_steps = config.steps_per_generation = config.max_steps = config.logging_steps = 1
+    for name in ("gradient_accumulation_steps", "steps_per_generation", "max_steps", "logging_steps"):
+        setattr(config, name, 1)
     config.max_completion_length = min(8, config.max_completion_length)
     config.output_dir = str(Path(folder, "out"))
     config.report_to = []
-    config.save_strategy = config.eval_strategy = "no"
-    config.push_to_hub = config.load_best_model_at_end = config.do_eval = False
-    config.use_vllm = config.use_transformers_continuous_batching = config.torch_compile = False
+    config.save_strategy = "no"
+    config.eval_strategy = "no"
+    for name in ("do_eval", "load_best_model_at_end", "push_to_hub", "torch_compile", "use_vllm"):
+        setattr(config, name, False)
+    config.use_transformers_continuous_batching = False
     config.resume_from_checkpoint = None
     config.disable_tqdm = True
     config._n_gpu = min(1, config.n_gpu)

@@ -47,13 +47,14 @@ def with_recipe(words: list[str]) -> list[str]:
     Raises:
         UserError: `--config` names neither a file nor a recipe.
     """
-    taken, rest = pop_options(words, ("--config",))
-    config = taken.get("--config")
+    options, rest = pop_options(words, ("--config",))
+    config = options.get("--config")
     if config is None:
         return rest
     if Path(config).exists():
         return ["--config", config, *rest]
-    if Path(config).suffix in (".yaml", ".yml") and (hint := mistyped_path(config)):
+    hint = mistyped_path(config)
+    if Path(config).suffix in (".yaml", ".yml") and hint:
         raise UserError(f"--config {config}: no such file{hint}")
     return ["--config", str(find(config).path), *rest]
 
@@ -69,10 +70,10 @@ def method_of(words: Sequence[str], further: Mapping[type, type] | None = None) 
     from .. import AStarPOConfig, EfficientGRPOConfig, TSPMOConfig
     from ..recipe.arguments import ScriptArguments, read_yaml
 
-    taken, rest = pop_options(words, ("--config",))
+    options, rest = pop_options(words, ("--config",))
     used = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in rest if word.startswith("--")}
-    if taken:
-        used.update(read_yaml(taken["--config"]))
+    if options:
+        used.update(read_yaml(options["--config"]))
     used -= {item.name for item in fields(ModelConfig)} | {"env", "stage"}
     methods = dict.fromkeys((EfficientGRPOConfig, TSPMOConfig, AStarPOConfig), ScriptArguments) | dict(further or {})
     for config, script in methods.items():
@@ -100,10 +101,10 @@ def default_config(num_processes: str | None) -> tuple[str, int]:
     """(name, processes) of the accelerate config for this machine: every GPU, or the CPU.
 
     Args:
-        asked: `--num_processes`.
+        num_processes: the value of `--num_processes`; `None` if the user has set none.
 
     Raises:
-        UserError: it is no number of processes.
+        UserError: `num_processes` is no number of processes.
     """
     import torch
 
