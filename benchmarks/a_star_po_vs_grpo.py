@@ -104,7 +104,8 @@ def run(method: str, base: Path, seed: int, steps: int, every: int, data) -> dic
         if method != "grpo":
             started = time.process_time()
             report = trainer.estimate_values()
-            result |= {"stage_one_seconds": time.process_time() - started, "samples": report.samples}
+            result["stage_one_seconds"] = time.process_time() - started
+            result["samples"] = report.samples
             started = time.process_time()
             trainer.estimate_values()
             result["cached_stage_one_seconds"] = time.process_time() - started
@@ -134,7 +135,9 @@ def report(runs: list[dict]) -> list[str]:
         "|" + "---|" * 10,
     ]
     for seed in sorted({run["seed"] for run in runs}):
-        grpo, ours = ({r["method"]: r for r in runs if r["seed"] == seed}[name] for name in ("grpo", "a_star_po"))
+        by_method = {run["method"]: run for run in runs if run["seed"] == seed}
+        grpo = by_method["grpo"]
+        ours = by_method["a_star_po"]
         ends = [run["curve"][-1] for run in (grpo, ours)]
         level = wilson_interval(ends[0]["correct"], ends[0]["n"])[0]
         first = seconds_to_reach(grpo["curve"], level)
@@ -155,10 +158,10 @@ def draw(runs: list[dict], path: Path) -> None:
 
     figure, axis = pyplot.subplots(figsize=(7, 4))
     for run in runs:
-        ours = run["method"] == "a_star_po"
+        name, color = {"grpo": ("GRPO", "C0"), "a_star_po": ("A*-PO, stage 2", "C1")}[run["method"]]
         points = [(p["seconds"], 100 * p["correct"] / p["n"]) for p in run["curve"]]
-        label = {True: "A*-PO, stage 2", False: "GRPO"}[ours] if run["seed"] == runs[0]["seed"] else None
-        axis.plot(*zip(*points, strict=True), color="C1" if ours else "C0", label=label)
+        label = name if run["seed"] == runs[0]["seed"] else None  # a method is named once
+        axis.plot(*zip(*points, strict=True), color=color, label=label)
     axis.set(xlabel="CPU seconds in training steps", ylabel="held-out accuracy, %")
     axis.legend()
     figure.tight_layout()

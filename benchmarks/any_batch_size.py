@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import time
 import zlib
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,18 +44,18 @@ POINTS = [
 
 
 def on_given_completions(cls, completion: int, vocabulary: int):
-    """A trainer of class `cls` whose completions depend on the prompt and their place in the group alone."""
+    """A trainer of class `cls` whose completions depend on the prompt and their number in the group alone."""
 
     class Timed(cls):
         drawing = 0.0
         seconds = 0.0
 
         def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-            seen = {}
+            repetitions = Counter()
             completions = []
             for key in map(tuple, prompt_ids):
-                repetition = seen[key] = seen.get(key, 0) + 1
-                draw = torch.Generator().manual_seed(zlib.crc32(repr((key, repetition)).encode()))
+                repetitions[key] += 1
+                draw = torch.Generator().manual_seed(zlib.crc32(repr((key, repetitions[key])).encode()))
                 completions.append(torch.randint(2, vocabulary, (completion,), generator=draw).tolist())
             return completions, None
 
@@ -114,7 +115,7 @@ def make_trainer(cls, config_class, model, point, vocabulary: int, **options):
     )
     torch.manual_seed(3)
     for name, parameter in trainer.model.named_parameters():
-        if "lora_B" in name:  # an adapter that is no start at zero
+        if "lora_B" in name:  # PEFT initialises these to zero, so that the adapter would change nothing
             parameter.data.normal_(std=0.02)
     # Prompts are token ids of the wanted length.
     trainer._tokenize_prompts = lambda prompts: ([words[int(text)].tolist() for text in prompts], None, {})
@@ -180,7 +181,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="timed steps of each contestant")
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--shape", default="cpu", help="of the model, see synthetic.py")
-    parser.add_argument("--points", nargs="*", type=int, help="only these, by their place in the table")
+    parser.add_argument("--points", nargs="*", type=int, help="only these rows of the table, counted from 0")
     parser.add_argument("--output", default="any_batch_size", help="file stem under benchmarks/results")
     args = parser.parse_args()
     torch.set_num_threads(1)

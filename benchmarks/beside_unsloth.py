@@ -26,7 +26,8 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-# Nothing else up here: Unsloth wants to be imported before what it patches, and has no package of ours beside it.
+# Nothing else is imported here: Unsloth has to be imported before what it patches, and its environment has no package
+# of ours.
 SIDES = ("ours", "unsloth")
 WARM_UP = 2
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -135,7 +136,7 @@ TRAINERS = {"ours": our_trainer, "unsloth": unsloth_trainer}
 
 
 def measure(side: str, args) -> dict:
-    """Train one side; its median seconds per step, peak bytes, tokens and versions."""
+    """Train one side; returns its median seconds per step, peak bytes, tokens and versions."""
     drawn = []
 
     def reward(completions, completion_ids, **columns):
@@ -158,9 +159,7 @@ def measure(side: str, args) -> dict:
 
 
 def clocked(trainer):
-    """A callback of `trainer` that holds `seconds` of every step and, on CUDA, the `peak` bytes of those behind the
-    warm-up.
-    """
+    """A callback of `trainer` with the `seconds` of every step and, on CUDA, the `peak` bytes after the warm-up."""
     import torch
     from transformers import TrainerCallback
 
@@ -191,10 +190,10 @@ def clocked(trainer):
 
 
 def run_side(side: str, args) -> dict:
-    """[`measure`] by the side's own Python, or what became of it."""
+    """The result of [`measure`] by the side's own Python, or the reason why there is none."""
     python = args.unsloth if side == "unsloth" else sys.executable
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "found.json")
+        out = Path(folder, "row.json")
         arguments = json.dumps({**vars(args), "output": str(out)})
         process = subprocess.run([python, __file__, "--side", side, "--given", arguments], check=False)
         if out.is_file():
@@ -259,8 +258,8 @@ def main() -> None:
         return
     if args.model is None or args.steps <= WARM_UP:
         parser.error(f"--model is needed, and more than {WARM_UP} --steps")
-    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('unsloth') is None)"
-    if subprocess.run([args.unsloth, "-c", look], check=False).returncode != 0:
+    find_unsloth = "import importlib.util, sys; sys.exit(importlib.util.find_spec('unsloth') is None)"
+    if subprocess.run([args.unsloth, "-c", find_unsloth], check=False).returncode != 0:
         parser.error(f"{args.unsloth} has no unsloth; --unsloth names the Python of an environment that has it")
     rows = {}
     for side in SIDES:

@@ -30,6 +30,7 @@ import copy
 import ctypes
 import gc
 import hashlib
+import json
 import statistics
 import sys
 import time
@@ -49,7 +50,7 @@ from trl_fsdp_qlora.publishing.card import hardware, software
 from trl_fsdp_qlora.scoring import cpu_linear
 from trl_fsdp_qlora.telemetry.phases import MIB, PeakMemory
 
-# Completions per step, per prompt, tokens of a completion, problems shown before the question.
+# Completions per step and per prompt, tokens of a completion, solved problems in front of the question.
 SETTINGS = {
     "svamp": {"rows": 16, "group": 8, "tokens": 96, "shots": 0},
     "gsm8k": {"rows": 16, "group": 8, "tokens": 128, "shots": 8},
@@ -76,16 +77,13 @@ def problems_of(options, setting: dict):
     examples = "".join(
         f"Question: {p['question']}\nAnswer: {p['worked']}\n\n" for p in with_solutions(options, solved)
     )
+    examples = examples.replace("{", "(")  # a brace of an example would be taken for a place to fill in
     template = f"{examples}Question: {{question}}\nAnswer:" if solved else "{question}"
-    return to_prompts(
-        asked[:256], template=template.replace("{question}", "\0").replace("{", "(").replace("\0", "{question}")
-    )
+    return to_prompts(asked[:256], template=template)
 
 
 def with_solutions(options, problems: list[dict]) -> list[dict]:
-    """Adds GSM8K's own worked answers to the questions."""
-    import json
-
+    """`problems` with GSM8K's own worked answers."""
     if not problems:
         return []
     rows = [json.loads(line) for line in Path(options.data).read_text(encoding="utf-8").splitlines() if line.strip()]

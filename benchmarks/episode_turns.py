@@ -29,20 +29,18 @@ from trl_fsdp_qlora.small_base.text import CHAT_TEMPLATE, character_tokenizer
 CONTESTANTS = {"stock": (GRPOTrainer, GRPOConfig), "ours": (EfficientGRPOTrainer, EfficientGRPOConfig)}
 
 
-def look_up(place: int) -> str:
+def look_up(page: int) -> str:
     """Read a page.
 
     Args:
-        place: which one.
+        page: its number.
     """
-    return str(place % 10) * look_up.length
+    return str(page % 10) * look_up.length
 
 
-def answer_to(row: int):
-    """[`look_up`] for a row: what it answers, so its episode, is its own; greedy rows of a prompt would be equal
-    otherwise.
-    """
-    return lambda place: look_up(place)[:-4] + f"{row:04d}"
+def look_up_for(row: int):
+    """[`look_up`] with answers that differ from row to row; greedy episodes of one prompt would be equal otherwise."""
+    return lambda page: look_up(page)[:-4] + f"{row:04d}"
 
 
 def make_model(args) -> LlamaForCausalLM:
@@ -64,7 +62,10 @@ def make_model(args) -> LlamaForCausalLM:
 
 
 def calling_tokenizer(turns: int):
-    """Reads a call of [`look_up`] out of every completion but the last; what an answer adds tells the turn."""
+    """A tokenizer that reads a call of [`look_up`] out of the completions of every turn but the last.
+
+    It counts turns by the length of the episode so far.
+    """
     tokenizer = character_tokenizer()
     calls = "{% if message['tool_calls'] %}{{ message['tool_calls'] | tojson }}{% endif %}"
     tokenizer.chat_template = CHAT_TEMPLATE.replace("message['content'] }}", "message['content'] }}" + calls, 1)
@@ -76,7 +77,7 @@ def calling_tokenizer(turns: int):
         message = {"role": "assistant", "content": ""}
         per_turn = len(ids) + look_up.length
         if (len(prefix) - tokenizer.first + per_turn // 2) // per_turn < turns - 1:
-            call = {"name": "look_up", "arguments": {"place": sum(ids)}}
+            call = {"name": "look_up", "arguments": {"page": sum(ids)}}
             message["tool_calls"] = [{"type": "function", "function": call}]
         return message
 
@@ -113,7 +114,7 @@ def make_trainer(name: str, args):
 def rollout(trainer, args) -> tuple[float, list[list[int]]]:
     """CPU seconds of one rollout, and its completions, the tools' answers included."""
     prompts = [row["prompt"] for row in trainer.train_dataset for _ in range(args.generations)]
-    trainer._sync_tool_dicts = [{"look_up": answer_to(row)} for row in range(len(prompts))]
+    trainer._sync_tool_dicts = [{"look_up": look_up_for(row)} for row in range(len(prompts))]
     trainer._async_tool_dicts = [{}] * len(prompts)
     trainer.model.train()
     started = time.process_time()
@@ -141,9 +142,9 @@ def main() -> None:
     for _ in range(args.rounds):
         drawn = {}
         for name, trainer in trainers.items():
-            taken, drawn[name] = rollout(trainer, args)
-            seconds[name].append(taken)
-            print(f"{name}: {taken:.2f} s", flush=True)
+            elapsed, drawn[name] = rollout(trainer, args)
+            seconds[name].append(elapsed)
+            print(f"{name}: {elapsed:.2f} s", flush=True)
         if drawn["stock"] != drawn["ours"]:
             raise SystemExit("the two drew different episodes")
     ratios = [stock / ours for stock, ours in zip(seconds["stock"], seconds["ours"], strict=True)]

@@ -46,14 +46,12 @@ GRACE = 10.0
 
 
 class Part(NamedTuple):
-    """A command, the file that it leaves in the repository, the share of the time left that it may take, and what its
-    environment has besides this process's.
-    """
+    """A command that is run with a limit of time."""
 
     command: list[str]
-    leaves: Path | None
-    share: float
-    environment: dict[str, str] | None = None
+    leaves: Path | None  # its file of results in the repository
+    share: float  # of the time left, which it may take
+    environment: dict[str, str] | None = None  # in addition to this process's
 
 
 SPEEDUP = "benchmarks/prefix_sharing_speedup.py --device cuda"
@@ -146,26 +144,27 @@ def end_group(process: subprocess.Popen) -> None:
 
     It tries an interrupt first, because pytest then prints what has failed so far.
     """
-    for asked in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+    for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         try:
-            os.killpg(process.pid, asked)
+            os.killpg(process.pid, ending)
         except ProcessLookupError:
             break
         deadline = time.monotonic() + GRACE
-        while asked is not signal.SIGKILL and time.monotonic() < deadline and process.poll() is None:
+        while ending is not signal.SIGKILL and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.1)
     process.wait()
 
 
 def end_as_asked(signal_number: int, frame) -> None:
-    """Leave through every `finally`: who ends this call, a scheduler or a lost connection, would otherwise leave the
-    part that runs on the GPU.
+    """Leave through every `finally`.
+
+    Otherwise a scheduler or a lost connection would end this process alone, and its part would stay on the GPU.
     """
     raise SystemExit(128 + signal_number)
 
 
 def run_part(name: str, part: Part, output: Path, seconds: float) -> str:
-    """Run one part with its log in `output`; what became of it, as the rows of a table."""
+    """Run one part with its log in `output`; returns its rows of the table."""
     started = time.monotonic()
     try:
         ended = _ended(name, part, output, output / f"{name}.log", seconds)
@@ -204,7 +203,7 @@ def _ended(name: str, part: Part, output: Path, log: Path, seconds: float) -> st
         except subprocess.TimeoutExpired:
             ended = "out of time"
         finally:
-            end_group(process)  # also where it ended by itself: what it left behind
+            end_group(process)  # also if it ended by itself, because of what it left behind
     leaves = part.leaves
     # Files are stamped by a coarser clock than the one that is read here.
     if leaves is not None and leaves.is_file() and leaves.stat().st_mtime >= stamp - 0.1:
@@ -250,7 +249,7 @@ def main() -> None:
     )  # parts inherit it; a shell's `&` would have them ignore it
     deadline = time.monotonic() + 60 * args.minutes
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "trl", "bitsandbytes"))
-    begins = [f"{torch.cuda.get_device_name()}, {versions}", ""]
+    title = [f"{torch.cuda.get_device_name()}, {versions}", ""]
     table = []
     stopped = None
     for number, (name, part) in enumerate(chosen.items()):
@@ -269,7 +268,7 @@ def main() -> None:
             table.append(f"| {name} | | no time left |")
         # The part `launches` has a header of its own, with the card that it predicts for.
         header = [] if "| predicted" in table[0] else ["| part | predicted | measured |", "|---|---|---|"]
-        summary = "\n".join([*begins, *header, *table]) + "\n"
+        summary = "\n".join([*title, *header, *table]) + "\n"
         (args.output / "summary.txt").write_text(summary)
         print(table[-1], flush=True)
     print(f"\nTo paste, from {args.output / 'summary.txt'}:\n\n{summary}", flush=True)

@@ -80,13 +80,13 @@ SERIES = [Point("7B", "qlora", True, 2048, 512, 0), Point("1.5B", "lora", True, 
 PARTS = ("grid", "groups", "ranks")
 
 
-def apart(task: str, point: Point, *arguments, seconds: float, launch: tuple[str, ...] = ()) -> dict:
+def in_own_process(task: str, point: Point, *arguments, seconds: float, launch: tuple[str, ...] = ()) -> dict:
     """Returns the result of a task of benchmarks/gpu_bytes_trainers.py for a point, run in a process of its own.
 
     If the process died or took too long, returns what it had written, with the reason as `error`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "found.json")
+        out = Path(folder, "result.json")
         message = json.dumps([task, vars(point), str(out), *arguments])
         command = [sys.executable, *launch, str(WORKER), message]
         process = subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True)
@@ -126,25 +126,32 @@ class Results:
             print(f"{part} | {name} | {summary(rows[name])}", flush=True)
 
 
-def walk(guess: int, fits: Callable[[int], bool]) -> int:
+def largest_that_fits(guess: int, fits: Callable[[int], bool]) -> int:
     """The largest group that fits: strides from `guess` that double until they pass it, then halves.
 
     Returns 0 if two completions, the smallest group, do not fit.
     """
+    low = max(guess, 2)
     stride = 1
-    if fits(low := max(guess, 2)):
+    if fits(low):
         while fits(low + stride):
-            low = low + stride
-            stride = 2 * stride
+            low += stride
+            stride *= 2
         high = low + stride
     else:
         high = low
-        while (low := max(high - stride, 1)) > 1 and not fits(low):
+        low = max(high - stride, 1)
+        while low > 1 and not fits(low):
             high = low
-            stride = 2 * stride
+            stride *= 2
+            low = max(high - stride, 1)
+    # `high` does not fit, and `low` does or is 1.
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
     return low if low > 1 else 0
 
 
@@ -157,19 +164,21 @@ def run_grid(results: Results, chosen, seconds: float) -> None:
     for point in filter(chosen, GRID):
         # A plan takes as long as a measurement.
         plan = ["plan"] if point.model == "7B" and point.checkpointing and point.prompt == SHAPES[0][0] else []
-        results.once("grid", point.name, partial(apart, "grid", point, [*CONTESTANTS, *plan], seconds=seconds))
+        run = partial(in_own_process, "grid", point, [*CONTESTANTS, *plan], seconds=seconds)
+        results.once("grid", point.name, run)
 
 
 def run_groups(results: Results, chosen, seconds: float) -> None:
     for series, contestant in product(filter(chosen, SERIES), CONTESTANTS):
         name = f"{series.name.rpartition('/')[0]} {contestant}"
-        results.once("groups", name, partial(apart, "groups", series, contestant, CARDS, seconds=5 * seconds))
+        run = partial(in_own_process, "groups", series, contestant, CARDS, seconds=5 * seconds)
+        results.once("groups", name, run)
 
 
 def run_ranks(results: Results, chosen, seconds: float) -> None:
     for point, sharing in product(filter(chosen, RANKS), ("auto", "off")):
-        launched = partial(apart, "ranks", point, sharing, seconds=3 * seconds, launch=tuple(LAUNCH.split()))
-        results.once("ranks", f"{point.name} prefix_sharing={sharing}", launched)
+        run = partial(in_own_process, "ranks", point, sharing, seconds=3 * seconds, launch=tuple(LAUNCH.split()))
+        results.once("ranks", f"{point.name} prefix_sharing={sharing}", run)
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ def axes_of(width: float, height: float, columns: int = 1):
 
 
 def cell(row: dict | None) -> str:
-    """GiB of a whole step, or the largest group, or what became of it."""
+    """GiB of a whole step, or the largest group, or a word why there is neither."""
     if row is None:
         return "not run"
     if "largest" in row:
@@ -41,7 +41,7 @@ def ratio(rows: dict) -> str:
 
 def grid_table(grid: dict[str, dict]) -> str:
     """Models and adapters by P/C/G: GiB of a step, stock TRL's and ours."""
-    names = sorted({name.rpartition(" ")[0] for name in grid}, key=[n.rpartition(" ")[0] for n in grid].index)
+    names = list(dict.fromkeys(name.rpartition(" ")[0] for name in grid))
     shapes = list(dict.fromkeys(name.rpartition(" ")[2] for name in grid))
     lines = ["| GiB: stock → ours | " + " | ".join(shapes) + " |", "|---" * (len(shapes) + 1) + "|"]
     for name in names:
@@ -89,8 +89,8 @@ def draw_grid(axes, grid: dict[str, dict]) -> None:
     grid = {name.rpartition(" ")[0]: rows for name, rows in grid.items() if name.endswith(f" {shape}")}
     for i, contestant in enumerate(("stock", "ours")):
         sizes = [rows.get(contestant, {}).get("step", 0) / GIB for rows in grid.values()]
-        places = [y + 0.4 * i for y in range(len(grid))]
-        bars = axes.barh(places, sizes, 0.4, label={"stock": "stock TRL", "ours": "this package"}[contestant])
+        heights = [y + 0.4 * i for y in range(len(grid))]
+        bars = axes.barh(heights, sizes, 0.4, label={"stock": "stock TRL", "ours": "this package"}[contestant])
         axes.bar_label(bars, [f"{size:.1f}" if size else "" for size in sizes], fontsize=7, padding=2)
     axes.set_yticks([y + 0.2 for y in range(len(grid))], list(grid), fontsize=8)
     axes.invert_yaxis()

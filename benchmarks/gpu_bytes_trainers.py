@@ -12,7 +12,7 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset
 from end_to_end import checkpoint_activations
-from gpu_bytes import GIB, Point, walk
+from gpu_bytes import GIB, Point, largest_that_fits
 from peft import LoraConfig
 from scaling import MODELS as LARGE
 from synthetic import make_batch, small_tokenizer
@@ -51,22 +51,23 @@ def empty_model(config, four_bit: bool, device: torch.device, auto=AutoModelForC
     with torch.device("meta"):
         model = auto.from_config(config, dtype=torch.bfloat16)
         if four_bit:
-            wanted = BitsAndBytesConfig(
+            four_bits = BitsAndBytesConfig(
                 load_in_4bit=True,
                 bnb_4bit_quant_type="nf4",
                 bnb_4bit_use_double_quant=True,
                 bnb_4bit_compute_dtype=torch.bfloat16,
             )
-            quantizer = AutoHfQuantizer.from_config(wanted, pre_quantized=False)
+            quantizer = AutoHfQuantizer.from_config(four_bits, pre_quantized=False)
             quantizer.preprocess_model(model=model, device_map={"": device}, dtype=torch.bfloat16)
     for module in model.modules():
         for name, old in list(module.named_parameters(recurse=False)):
             # Experts in 4 bits are bytes before anything is read.
             dtype = torch.bfloat16 if old.is_floating_point() else old.dtype
             data = torch.empty(old.shape, dtype=dtype, device=device)
-            # A quantized parameter quantizes itself when it is moved.
-            new = type(old)(data, requires_grad=False, **_settings(module, name, quantizer))
-            setattr(module, name, new.to(device) if _settings(module, name, quantizer) else new)
+            settings = _settings(module, name, quantizer)
+            new = type(old)(data, requires_grad=False, **settings)
+            # A 4-bit parameter quantizes itself when it is moved.
+            setattr(module, name, new.to(device) if settings else new)
         for name, old in list(module.named_buffers(recurse=False)):
             module.register_buffer(name, torch.empty_like(old, device=device), persistent=False)
     model.tie_weights()
@@ -155,11 +156,11 @@ def step(trainer, model, batch) -> dict[str, int]:
 def skip_the_comparison() -> None:
     """Use packed rows without the comparison: if no kernel runs, there are no numbers to compare with padded rows."""
 
-    def unjudged(model, packed, padded, scored_BC, cuts, *args) -> None:
+    def only_packed(model, packed, padded, scored_BC, cuts, *args) -> None:
         with torch.no_grad():
             packed(cuts.packed[0].rows)
 
-    door.compare = unjudged
+    door.compare = only_packed
 
 
 def measure(contestant: str, point: Point, limit: int | None = None) -> dict[str, int]:
@@ -272,7 +273,7 @@ def largest_groups(contestant: str, series: Point, cards: list[int]) -> Iterator
                 tried[group] = "step" in measured(contestant, replace(series, group=group), limit)
             return tried[group]
 
-        yield f"{card} GiB", {"largest": walk(guess, fits), "tried": tried}
+        yield f"{card} GiB", {"largest": largest_that_fits(guess, fits), "tried": tried}
 
 
 def main() -> None:

@@ -155,7 +155,7 @@ def tensor_bytes(x: torch.Tensor) -> int:
 
 # Of these tensors only what comes out is read: the first argument is a table.
 TABLES = ("embedding", "index", "index_select", "gather")
-# Allocated and never written, or written by whoever asked for it.
+# Operations that allocate without writing.
 EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "detach")
 
 
@@ -183,10 +183,10 @@ def products(function, args, kwargs, out) -> int:
         return 0
     if function.overloadpacket is torch.ops.aten._grouped_mm:
         left, right = args[:2]
-        # Rows by columns for every expert's rows; or, where both are two-dimensional, the gradients of all experts.
+        # Rows by columns for every expert's rows; or, if both are two-dimensional, the gradients of all experts.
         return 2 * left.shape[-2] * left.shape[-1] * right.shape[-1]
     formula = flop_registry.get(function.overloadpacket)
-    args = [x for x in args if not isinstance(x, torch.dtype)]  # of what comes out, which the formulas do not know
+    args = [x for x in args if not isinstance(x, torch.dtype)]  # the result's, which the formulas do not know
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
@@ -367,8 +367,9 @@ def make_trainer(name: str, contestant: str, device: torch.device, layers: int |
 
 
 def decoding(model, device: torch.device):
-    """One token for every completion of the group behind a prompt in the cache, as a function of its place; no
-    sampling.
+    """A function of a token's number that decodes it for every completion of the group, behind a prompt in the cache.
+
+    It samples nothing.
     """
     from transformers import DynamicCache
 
@@ -432,12 +433,12 @@ def measure(name: str, contestant: str, layers: int | None) -> dict:
         trainer.optimizer.step()
         model.zero_grad()
 
-    # The first step sets up the optimizer's state and what is cached.
-    for look in (run, run, *([time_it] if isinstance(counters, Profiled) else [])):
-        loss = look("loss", lambda: trainer.compute_loss(model, dict(batch)))
-        look("backward", lambda loss=loss: trainer.accelerator.backward(loss))
+    # The first step sets up the optimizer's state and what is cached; the second one replaces its counts.
+    for observe in (run, run, *([time_it] if isinstance(counters, Profiled) else [])):
+        loss = observe("loss", lambda: trainer.compute_loss(model, dict(batch)))
+        observe("backward", lambda loss=loss: trainer.accelerator.backward(loss))
         del loss
-        look("update", update)
+        observe("update", update)
     if contestant == "ours" and not trainer._metrics["train"]["prefix_sharing/policy/tokens_fraction"][-1] < 1:
         raise RuntimeError("prefix sharing was off, so this is no count of it")
     gc.collect()
@@ -492,11 +493,11 @@ def predicted_and_measured(name: str, contestant: str, measured: dict, counted: 
     rows = []
     for phase in PHASES:
         before, now = (phases[phase] for phases in both)
-        seen = [f"{now['launches']:,} launches", f"{now['waits']} waits"]
+        figures = [f"{now['launches']:,} launches", f"{now['waits']} waits"]
         if "seconds" in now:  # on an emulated device nothing takes time
-            seen.append(f"{now['seconds']:.3f} s")
+            figures.append(f"{now['seconds']:.3f} s")
         expected = f"{before['launches']:,} launches, {before['waits']} waits, at least {seconds(before, card):.3f} s"
-        rows.append(f"| {name}, {contestant}, {phase} | {expected} | {', '.join(seen)} |")
+        rows.append(f"| {name}, {contestant}, {phase} | {expected} | {', '.join(figures)} |")
     return "\n".join(rows)
 
 
@@ -505,10 +506,10 @@ def like_this_card(device: str) -> str:
     return next((card for card in CARDS if card.split()[1 if "RTX" in card else 0] in device), list(CARDS)[-1])
 
 
-def apart(name: str, contestant: str, layers: int | None, limit: float) -> dict:
-    """Count in a process of its own: whatever it takes of memory goes with it."""
+def in_own_process(name: str, contestant: str, layers: int | None, limit: float) -> dict:
+    """Count in a process of its own, with which all of its memory ends."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
+        out = Path(folder) / "result.json"
         task = json.dumps([name, contestant, layers, str(out)])
         command = [sys.executable, __file__, "--worker", task]
         try:
@@ -555,7 +556,7 @@ def main() -> None:
         if not all(word in name.split() for word in args.only):
             continue
         for contestant in CONTESTANTS:
-            measured = apart(name, contestant, args.layers, args.seconds)
+            measured = in_own_process(name, contestant, args.layers, args.seconds)
             row = on_capability(name, torch.cuda.get_device_capability())
             content["models"].setdefault(row, {})[contestant] = measured
             write_json(args.output, content)

@@ -89,18 +89,19 @@ KEPT = (
 
 
 def measure(model: torch.nn.Module, tokenizer, problems) -> dict[str, int]:
-    """Greedy completions: right ones by the verifier on the first line (strict), and with the answer among the numbers
-    (lenient).
+    """Counts of right greedy completions: by the verifier on the first line, and with the answer among the numbers.
+
+    The first count is `strict`, the second `lenient`.
     """
     prompts = [tokenizer(text)["input_ids"] for text in problems["prompt"]]
-    # The solved problems are computed once: all prompts begin with them.
+    # All prompts begin with the solved problems, which are computed once.
     shared = next(n for n, tokens in enumerate(zip(*prompts, strict=False)) if len(set(tokens)) > 1)
     texts = [""] * len(prompts)
     was_training = model.training
     model.eval()
     with torch.inference_mode():
         head = model(input_ids=torch.tensor([prompts[0][:shared]]), use_cache=True).past_key_values
-        # Those of one length at a time, as padding may not part a prompt.
+        # Prompts of one length at a time, because padding would part a prompt from its cached beginning.
         for length in sorted({len(each) for each in prompts}):
             rows = [row for row, each in enumerate(prompts) if len(each) == length]
             cache = copy.deepcopy(head)

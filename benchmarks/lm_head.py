@@ -79,8 +79,9 @@ def compare(tokens: int, hidden: int, vocabulary: int, rounds: int, device: str,
 
 
 def first_calls(scores: dict, arguments: tuple, row: dict) -> dict:
-    """Call each kernel once, which compiles it; its values are what is compared. One that cannot run leaves
-    `scores`.
+    """Call each kernel once, which compiles it, and return the values to compare.
+
+    A kernel that runs out of memory is removed from `scores` and noted in `row`.
     """
     results = {}
     for name, score in list(scores.items()):
@@ -93,7 +94,7 @@ def first_calls(scores: dict, arguments: tuple, row: dict) -> dict:
     return results
 
 
-def compare_or_say(tokens: int, vocabulary: int, args) -> dict:
+def compare_if_it_fits(tokens: int, vocabulary: int, args) -> dict:
     """[`compare`], or a row with the reason if not even the kernels' inputs fit into the GPU's memory."""
     dtype = getattr(torch, args.dtype)
     row = unless_out_of_memory(
@@ -136,7 +137,7 @@ def main() -> None:
     print("     N      V |    ours s     TRL s  speedup |  ours MB   TRL MB |    Δlogp Δgrad/max")
     for tokens in args.tokens:
         for vocabulary in args.vocabularies:
-            row = compare_or_say(tokens, vocabulary, args)
+            row = compare_if_it_fits(tokens, vocabulary, args)
             report["rows"].append(row)
             print(line(row), flush=True)
             # After every point: there may be no time for the next.

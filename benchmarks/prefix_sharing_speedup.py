@@ -108,7 +108,7 @@ def measure(point, args, contestants) -> dict:
     }
 
 
-def measure_or_say(point, args, contestants) -> dict:
+def measure_if_it_fits(point, args, contestants) -> dict:
     """[`measure`], or a row with the reason if the GPU's memory is not enough for all contestants at once."""
     row = unless_out_of_memory(point[0], lambda: measure(point, args, contestants))
     return {"point": point[0], "out_of_memory": True} if row is None else row
@@ -196,7 +196,7 @@ def main() -> None:
     for point in points:
         if args.points and not any(wanted in point[0] for wanted in args.points):
             continue
-        rows.append(measure_or_say(point, args, contestants))
+        rows.append(measure_if_it_fits(point, args, contestants))
         gc.collect()
         if args.device == "cuda":
             torch.cuda.empty_cache()

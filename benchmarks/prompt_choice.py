@@ -54,7 +54,7 @@ KEPT = ("reward", "frac_reward_zero_std", "groups/information", "prompt_selectio
 
 
 def with_carry(dataset):
-    """Adds a column: whether the ones of a sum give a carry."""
+    """`dataset` with a column `carry`: whether the ones of a sum give a carry."""
 
     def carries(row):
         a, b = row["prompt"][-1]["content"].rstrip("=").split("+")
@@ -64,7 +64,7 @@ def with_carry(dataset):
 
 
 def mostly_known(dataset, share: float, seed: int = 0):
-    """The sums with a carry, `share` of all, among sums without, as many as there are."""
+    """All sums without a carry, and so many with one that these are `share` of the result."""
     known = [i for i, carry in enumerate(dataset["carry"]) if not carry]
     wanted = [i for i, carry in enumerate(dataset["carry"]) if carry][: round(len(known) * share / (1 - share))]
     return dataset.select(known + wanted).shuffle(seed=seed)

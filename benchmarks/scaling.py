@@ -148,8 +148,8 @@ def sharded_step(units: list[Unit], replicas: int, shards: int, per_node: int, m
         chunk = sum(gradient.chunk(shards) for gradient in unit.gradients)
         scattered += (shards - 1) * chunk
         summed += ring_all_reduce(chunk, replicas) if chunk else 0
-    # A ring leaves a node once where its ranks span nodes, and never where they do not; of the rings between the
-    # replicas every rank of a node has one.
+    # A ring leaves a node once if its ranks span nodes, and never otherwise. Of the rings between the replicas every
+    # rank of a node has one.
     spans = shards > per_node
     several = replicas * shards > per_node
     return {

@@ -5,9 +5,9 @@
         --adapter runs/smollm2-svamp-grpo/checkpoint-150 --dataset SVAMP.json
 
 Measures 100 validation problems, which nothing trains on, and 100 of the training problems, spread over all of them;
-the held-out problems are not looked at. Data, prompt and lengths are the recipe's. Adds what it found to `--output`
-under `--name`, with the right completions of every problem, and prints all that is there, and each policy against the
-first one, problem by problem.
+the held-out problems are not looked at. Data, prompt and lengths are the recipe's. Adds its counts to `--output` under
+`--name`, with the right completions of every problem, and prints all policies in the file, and each policy against
+the first one, problem by problem.
 
 pass@k is the unbiased estimate from 16 samples at temperature 1 (Chen et al., arXiv 2107.03374). "equal groups" is the
 share of groups of 8 whose rewards are all equal, which GRPO learns nothing from: over all ways to take 8 of a
@@ -76,11 +76,11 @@ def measure(model: Any, tokenizer: Any, prompts: Any, answer_format: str, max_ne
         best = answers(generate(model, ids, greedy))
         drawn = answers(generate(model, [row for row in ids for _ in range(SAMPLES)], sampled, seed=start))
         for i, gold in enumerate(golds[start : start + size]):
-            mine = drawn[i * SAMPLES : (i + 1) * SAMPLES]
+            of_problem = drawn[i * SAMPLES : (i + 1) * SAMPLES]
             scores["greedy"].append(int(answers_match(best[i], gold)))
-            scores["hits"].append(sum(answers_match(one, gold) for one in mine))
-            scores["majority"].append(int(answers_match(majority(mine), gold)))
-            scores["answers"].append(len(set(mine)))
+            scores["hits"].append(sum(answers_match(answer, gold) for answer in of_problem))
+            scores["majority"].append(int(answers_match(majority(of_problem), gold)))
+            scores["answers"].append(len(set(of_problem)))
     return scores
 
 
@@ -95,20 +95,18 @@ def summary(scores: dict[str, list[int]]) -> dict[str, tuple[float, float, float
 
 
 def table(policies: dict[str, dict]) -> list[str]:
-    """Returns a Markdown table: a row per policy and set of problems, shares in percent, with intervals if they decide
-    something.
-    """
+    """Returns a Markdown table: a row for each policy and set of problems, shares in percent."""
     columns = ("greedy", "pass@1", "pass@2", "pass@4", "pass@8", "pass@16", f"majority@{SAMPLES}", "equal groups")
+    with_interval = ("greedy", "pass@1", "pass@16")
     lines = [f"| problems | policy | {' | '.join(columns)} |", "|" + "---|" * (2 + len(columns))]
     for split in ("validation", "training"):
         for name, policy in policies.items():
             figures = summary(policy[split])
-            cells = [
-                f"{100 * value:.1f} ({100 * low:.1f}–{100 * high:.1f})"
-                if column in ("greedy", "pass@1", "pass@16")
-                else f"{100 * value:.1f}"
-                for column, (value, low, high) in ((column, figures[column]) for column in columns)
-            ]
+            cells = []
+            for column in columns:
+                value, low, high = figures[column]
+                interval = f" ({100 * low:.1f}–{100 * high:.1f})" if column in with_interval else ""
+                cells.append(f"{100 * value:.1f}{interval}")
             lines.append(f"| {split} | {name} | {' | '.join(cells)} |")
     return lines
 
@@ -121,7 +119,8 @@ def paired(policies: dict[str, dict]) -> list[str]:
         for split in ("validation", "training"):
             differences = []
             for k in (1, SAMPLES):
-                before, after = ([pass_at_k(SAMPLES, hits, k) for hits in p[split]["hits"]] for p in (start, policy))
+                before = [pass_at_k(SAMPLES, hits, k) for hits in start[split]["hits"]]
+                after = [pass_at_k(SAMPLES, hits, k) for hits in policy[split]["hits"]]
                 mean, low, high = mean_interval([b - a for a, b in zip(before, after, strict=True)])
                 differences.append(f"pass@{k} {100 * mean:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})")
             lines.append(f"{name} against {first}, {split}: {', '.join(differences)}")
@@ -154,11 +153,12 @@ def main() -> None:
         split: measure(model, tokenizer, prompts_of(script, chosen), script.answer_format, length, args.batch)
         for split, chosen in sets.items()
     }
-    kept = json.loads(args.output.read_text(encoding="utf-8")) if args.output.is_file() else {"policies": {}}
+    content = json.loads(args.output.read_text(encoding="utf-8")) if args.output.is_file() else {"policies": {}}
+    policies = content["policies"]
     figures = {split: summary(lists) for split, lists in scores.items()}
-    kept["policies"][args.name] = {**scores, "summary": figures, "hardware": hardware(), "software": software()}
-    write_json(args.output, kept)
-    print("\n".join([*table(kept["policies"]), *paired(kept["policies"])]))
+    policies[args.name] = {**scores, "summary": figures, "hardware": hardware(), "software": software()}
+    write_json(args.output, content)
+    print("\n".join([*table(policies), *paired(policies)]))
 
 
 if __name__ == "__main__":

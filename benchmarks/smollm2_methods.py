@@ -29,7 +29,7 @@ PAGE = ROOT / "recipes" / "SmolLM2-135M-Instruct" / "README.md"
 RESULTS = ROOT / "benchmarks" / "results" / "smollm2_svamp_methods.json"
 BEGIN, END = "<!-- made by benchmarks/smollm2_methods.py -->\n", "<!-- end -->\n"
 METHODS = {"grpo": "GRPO", "s_grpo": "S-GRPO", "t_spmo": "T-SPMO", "a_star_po": "A*-PO"}
-# What of a step is kept, besides its seconds.
+# Metrics of a step that are kept, next to its seconds.
 KEPT = (
     "reward", "accuracy", "accuracy/strict", "accuracy/lenient", "accuracy/n", "tokens/scored_fraction", "entropy",
     "frac_reward_zero_std", "completions/mean_length", "loss", "grad_norm",
@@ -73,12 +73,9 @@ def points(run: dict[str, Any]) -> list[dict[str, Any]]:
             measured.append({"step": entry["step"], "seconds": entry["seconds"], **counts})
     last = run["steps"][-1]
     if "after" in run and (not measured or measured[-1]["step"] != last["step"]):
-        measured.append({**{key: last[key] for key in ("step", "seconds")}, **_counts(run["after"])})
+        counts = {"correct": run["after"]["correct"], "n": run["after"]["n"]}
+        measured.append({"step": last["step"], "seconds": last["seconds"], **counts})
     return measured
-
-
-def _counts(result: dict[str, Any]) -> dict[str, int]:
-    return {"correct": result["correct"], "n": result["n"]}
 
 
 def equal_seconds(runs: dict[str, dict[str, Any]]) -> float:
@@ -99,7 +96,9 @@ def row(name: str, run: dict[str, Any], seconds: float) -> str:
     steps = [step for step in run["steps"] if step["step"] <= end["step"]]
     shares = [step["tokens/scored_fraction"] for step in steps if "tokens/scored_fraction" in step]
     rewards = [step["reward"] for step in steps if "reward" in step]
-    share = f"{100 * fmean(shares):.1f}%" if shares else "all" if steps else "–"
+    share = "all" if steps else "–"
+    if shares:
+        share = f"{100 * fmean(shares):.1f}%"
     reward = f"{fmean(rewards[:_EDGE]):.2f} → {fmean(rewards[-_EDGE:]):.2f}" if rewards else "–"
     before = percent(measured[0]) if measured[0]["step"] == 0 else "not measured"
     return f"| {name} | {end['seconds']:,.0f} | {end['step']} | {share} | {before} → {percent(end)} | {reward} |"
@@ -114,10 +113,12 @@ def table(runs: dict[str, dict[str, Any]], seconds: float, stage_one: float | No
         "|---|---|---|---|---|---|",
     ]
     for key, name in METHODS.items():
-        apart = f" (and {stage_one:,.0f} s of stage 1)" if key == "a_star_po" and stage_one is not None else ""
-        lines.append(
-            row(name + apart, runs[key], seconds) if key in runs else f"| {name} | never run to an end | | | | |"
-        )
+        if key not in runs:
+            lines.append(f"| {name} | never run to an end | | | | |")
+            continue
+        if key == "a_star_po" and stage_one is not None:
+            name = f"{name} (and {stage_one:,.0f} s of stage 1)"
+        lines.append(row(name, runs[key], seconds))
     if "grpo" in runs and runs["grpo"]["steps"][-1]["seconds"] > seconds * LATE:
         lines.append(row("GRPO, as far as it ran", runs["grpo"], runs["grpo"]["steps"][-1]["seconds"]))
     return lines
@@ -138,10 +139,10 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
         steps = runs[key]["steps"]
         shares = [100 * point["correct"] / point["n"] for point in measured]
         bounds = [wilson_interval(point["correct"], point["n"]) for point in measured]
-        whiskers = [[s - 100 * low for s, (low, _) in zip(shares, bounds, strict=True)]]
-        whiskers.append([100 * high - s for s, (_, high) in zip(shares, bounds, strict=True)])
+        below = [share - 100 * low for share, (low, _) in zip(shares, bounds, strict=True)]
+        above = [100 * high - share for share, (_, high) in zip(shares, bounds, strict=True)]
         seconds = [point["seconds"] for point in measured]
-        left.errorbar(seconds, shares, whiskers, marker="o", capsize=3, color=f"C{number}", label=name)
+        left.errorbar(seconds, shares, [below, above], marker="o", capsize=3, color=f"C{number}", label=name)
         means = [steps[i : i + 10] for i in range(0, len(steps), 10)]
         right.plot(
             [part[-1]["seconds"] for part in means],

@@ -65,7 +65,8 @@ def make_model(args) -> PreTrainedModel:
     torch.manual_seed(0)
     hybrid = getattr(args, "shape", None) == "hybrid"
     config = Qwen3_5TextConfig(**shape, **RECURRENT) if hybrid else Qwen3Config(**shape)
-    config.pad_token_id, config.eos_token_id = 0, 1
+    config.pad_token_id = 0
+    config.eos_token_id = 1
     return Qwen3_5ForCausalLM(config) if hybrid else Qwen3ForCausalLM(config)
 
 
@@ -175,15 +176,15 @@ def step(trainer, batch, device, clock: Callable[[], float] = time.perf_counter)
     return clock() - start, loss.item()
 
 
-def unless_out_of_memory(what: str, run: Callable[[], T]) -> T | None:
+def unless_out_of_memory(name: str, run: Callable[[], T]) -> T | None:
     """Returns `run()`, or `None` if the GPU's memory is not enough.
 
-    In that case it prints `what` and frees the memory that `run` had taken.
+    In that case it prints `name` and the reason, and frees the memory that `run` had taken.
     """
     try:
         return run()
     except torch.OutOfMemoryError as error:
-        print(f"{what}: out of memory: {str(error).splitlines()[0][:120]}", flush=True)
+        print(f"{name}: out of memory: {str(error).splitlines()[0][:120]}", flush=True)
     # Behind the handler: inside of it the frames of what failed, and their tensors, are still held.
     gc.collect()
     if torch.cuda.is_available():

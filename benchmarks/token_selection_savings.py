@@ -39,7 +39,7 @@ from trl_fsdp_qlora.grpo.token_budget import TokenBudget
 from trl_fsdp_qlora.scoring import logprobs
 
 PROMPT, COMPLETION, GROUP = 64, 512, 8
-# name, options, what is divided by which baseline's, target
+# Options by name; the baseline of each is the first of its number of groups.
 VARIANTS = {
     "all tokens": {},
     "prefix_cut 50%": {"token_selection": "prefix_cut", "token_selection_rate": 0.5},
@@ -55,8 +55,9 @@ TARGETS = {
 
 
 class HeadClock:
-    """Seconds spent in `logprobs.score_positions`; for trainers that are made afterwards, whose models keep the
-    function.
+    """Seconds spent in `logprobs.score_positions`.
+
+    It has to be made before the trainer, whose model keeps the function that it finds.
     """
 
     def __init__(self):
@@ -132,14 +133,14 @@ def measure(trainer, clock: HeadClock, args) -> Iterator[dict[str, list[dict] | 
 
 def rows_of(measured: dict[str, list[dict] | None]) -> list[dict]:
     """Returns medians and means of each variant, and their ratios to its baseline if that was measured."""
-    totals = {
-        name: {
-            key: (statistics.median if key.endswith("seconds") else statistics.mean)(run[key] for run in runs)
-            for key in runs[0]
-        }
-        for name, runs in measured.items()
-        if runs is not None
-    }
+    totals = {}
+    for name, runs in measured.items():
+        if runs is None:
+            continue
+        totals[name] = {}
+        for key in runs[0]:
+            average = statistics.median if key.endswith("seconds") else statistics.mean
+            totals[name][key] = average(run[key] for run in runs)
     rows = []
     for name in measured:
         if name not in totals:

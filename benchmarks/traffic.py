@@ -1,7 +1,7 @@
 """Counting what FSDP2 moves between ranks, and how much of that leaves the node."""
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.distributed as dist
@@ -35,10 +35,10 @@ class Traffic:
 
     def take(self) -> "Traffic":
         """The counts so far; counting starts anew."""
-        taken = Traffic(**{field.name: getattr(self, field.name) for field in fields(self)})
+        so_far = replace(self)
         for field in fields(self):
             setattr(self, field.name, 0)
-        return taken
+        return so_far
 
     def count_gather(self, received: int, group: dist.ProcessGroup | None) -> None:
         self.gathers += 1
@@ -51,7 +51,7 @@ class Traffic:
 
 
 def ranks_per_node() -> int:
-    """Ranks of each node, as torchrun and `accelerate launch` say; they start as many on each."""
+    """Ranks of each node, by the variables of torchrun and `accelerate launch`, which start as many on each node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
 
 

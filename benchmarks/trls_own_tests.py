@@ -14,7 +14,7 @@ environments, on both sides:
     WITH=stock python -m pytest -p trls_own_tests ../trl/tests/test_grpo_trainer.py -k "tool or environment"
 
 The tests fetch their tiny models and data from the Hub (`trl-internal-testing/...`), or from a folder of that name in
-which pytest is started. The last line says how many passes ran packed and why others did not.
+which pytest is started. The last lines have the number of passes that ran packed, and the reasons of the others.
 """
 
 import collections
@@ -94,9 +94,9 @@ def _count_passes() -> None:
             counts["padded_tokens"] += self.figures.padded_tokens
         return output
 
-    def noted(self, what, reason):
+    def counted_reason(self, what, reason):
         reasons[f"{type(self.base).__name__}: {reason}"] += 1
         log(self, what, reason)
 
     Door.score = counted
-    Door.runs_padded = noted
+    Door.runs_padded = counted_reason

@@ -24,9 +24,9 @@ def test_a_measurement_that_dies_or_hangs_leaves_what_it_had(tmp_path, monkeypat
     monkeypatch.setattr(gpu_bytes, "WORKER", worker)
     point = gpu_bytes.Point("7B", "qlora", True, 4, 4, 3)
     result = {"stock": {"step": 3}}
-    assert gpu_bytes.apart("grid", point, 0, 0, seconds=60) == result
-    assert gpu_bytes.apart("grid", point, 3, 0, seconds=60) == result | {"error": "exit code 3"}
-    hung = gpu_bytes.apart("grid", point, 0, 600, seconds=1)
+    assert gpu_bytes.in_own_process("grid", point, 0, 0, seconds=60) == result
+    assert gpu_bytes.in_own_process("grid", point, 3, 0, seconds=60) == result | {"error": "exit code 3"}
+    hung = gpu_bytes.in_own_process("grid", point, 0, 600, seconds=1)
     assert hung["error"] == "out of time after 1 s"
 
 
@@ -60,6 +60,6 @@ def test_the_largest_group_is_found_from_any_guess(largest, guess):
         asked.append(group)
         return group <= largest
 
-    assert gpu_bytes.walk(guess, fits) == largest
+    assert gpu_bytes.largest_that_fits(guess, fits) == largest
     assert min(asked) >= 2, "a group of one completion has no advantage"
     assert largest + 1 in asked or largest == 0, "the next larger group was not seen to fail"
