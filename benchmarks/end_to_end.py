@@ -58,7 +58,7 @@ SETTINGS = {
 }
 # Room for 16 completions and their prompts; by default the engine's cache takes half of the machine's memory.
 BATCHING_CACHE = {"num_blocks": 32, "max_batch_tokens": 2048}
-# Seconds of this process's own work where the machine is shared (with one thread), seconds on the wall otherwise.
+# Seconds on the wall; with --cpu_seconds those of this process's own work, for a shared machine and one thread.
 CLOCK = time.perf_counter
 PHASES = ("generation", "scoring", "forward_backward", "optimizer")
 

@@ -116,7 +116,9 @@ def parts(
         return Part([*command.split(), *(TINY[name] if tiny else size).split(), "--output", target], leaves, share)
 
     by_name = {"launches": benchmark("launches"), "tests": tests(QUICK)}
-    by_name |= {name: benchmark(name) for name in BENCHMARKS if name not in by_name}
+    for name in BENCHMARKS:
+        if name not in by_name:
+            by_name[name] = benchmark(name)
     if model and data:
         for name, options in RUNS.items():
             folder = output / f"run-{name}"

@@ -61,8 +61,8 @@ class Point:
 
     @property
     def name(self) -> str:
-        kept = "checkpointing" if self.checkpointing else "no checkpointing"
-        return f"{self.model} {self.adapter} {kept} {self.prompt}/{self.completion}/{self.group}"
+        checkpointing = "checkpointing" if self.checkpointing else "no checkpointing"
+        return f"{self.model} {self.adapter} {checkpointing} {self.prompt}/{self.completion}/{self.group}"
 
 
 CONTESTANTS = ("stock", "ours")

@@ -72,7 +72,7 @@ def make_ours(model, point, **options):
 
 
 def saved_bytes(point) -> int:
-    """Of a step after the first, which compares with stock."""
+    """Bytes of a step after the first, because the first one compares with stock."""
     trainer = make_ours(make_model(SimpleNamespace(device="cpu", vocabulary=VOCABULARY, shape="tiny")), point)
     trainer.train()
     gc.collect()
@@ -112,13 +112,13 @@ def seconds(point, budgets: list[int], runs: int) -> dict[str, float]:
     model = make_model(SimpleNamespace(device="cpu", vocabulary=VOCABULARY, shape="cpu"))
     trainers = {f"cut to {budget}": make_ours(model, point, tokens_per_pass=budget) for budget in budgets}
     trainers["checkpointed"] = make_ours(model, point, gradient_checkpointing=True)
-    taken: dict[str, list[float]] = {name: [] for name in trainers}
+    seconds_by_name: dict[str, list[float]] = {name: [] for name in trainers}
     for run in range(runs + 1):  # the first one warms up
         for name, trainer in trainers.items():
-            took = seconds_of_step(trainer)
+            elapsed = seconds_of_step(trainer)
             if run:
-                taken[name].append(took)
-    return {name: statistics.median(values) for name, values in taken.items()}
+                seconds_by_name[name].append(elapsed)
+    return {name: statistics.median(values) for name, values in seconds_by_name.items()}
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.door import open_door
 
 IMAGE, VOCABULARY, TEXT, COMPLETION, GROUP, PATCH = 3, 512, 16, 64, 8, 16
-# Of the image, in patches: four patches are a token.
+# Height and width of the image in patches, by its tokens: four patches are a token.
 GRIDS = {256: (32, 32), 1024: (64, 64)}
 
 
@@ -112,9 +112,9 @@ def measure(tokens: int, frozen: bool, runs: int) -> dict:
     for _ in range(runs):
         for name in models:
             seconds[name].append(step(name))
-    kept = {name: SavedBytes(models[name]) for name in models}
+    saved_bytes = {name: SavedBytes(models[name]) for name in models}
     for name in models:
-        step(name, kept[name])
+        step(name, saved_bytes[name])
     pairs = list(zip(models["stock"].parameters(), models["ours"].parameters(), strict=True))
     largest = max(a.grad.abs().max() for a, _ in pairs if a.grad is not None)
     off = max(((a.grad - b.grad).abs().max() / largest).item() for a, b in pairs if a.grad is not None)
@@ -125,7 +125,7 @@ def measure(tokens: int, frozen: bool, runs: int) -> dict:
         "tower": "frozen" if frozen else "trained",
         "token_ratio": round(ratio, 2),
         "times_faster": round(medians["stock"] / medians["ours"], 2),
-        "times_fewer_saved_bytes": round(kept["stock"].total / kept["ours"].total, 2),
+        "times_fewer_saved_bytes": round(saved_bytes["stock"].total / saved_bytes["ours"].total, 2),
         "largest_gradient_difference": off,
         "seconds": {
             name: [round(min(v), 3), round(medians[name], 3), round(max(v), 3)] for name, v in seconds.items()

@@ -1,5 +1,4 @@
-"""What a GPU would wait for: kernel launches, waits of the host and bytes moved, stock TRL's pass next to this
-package's.
+"""Kernel launches, waits of the host and bytes moved: stock TRL's optimizer step next to this package's.
 
     python benchmarks/launches.py [--only Qwen3-4B ...] [--output benchmarks/results/launches.json]
                                   [--next_to benchmarks/results/launches.json]
@@ -153,7 +152,7 @@ def tensor_bytes(x: torch.Tensor) -> int:
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
 
-# Of these tensors only what comes out is read: the first argument is a table.
+# Operations whose first argument is a table, of which they read only the rows that they return.
 TABLES = ("embedding", "index", "index_select", "gather")
 # Operations that allocate without writing.
 EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "detach")

@@ -13,8 +13,8 @@ are what a step costs, also on a machine with other work. Wall seconds are kept,
 stage.
 
 Every `--every` seconds it measures 300 held-out problems, greedily, by Transformers' own `generate`. Nothing is
-chosen by it: the settings are the same for all, and a curve ends where its seconds end. A run that was interrupted
-goes on with the same line.
+chosen by it: the settings are the same for all, and a curve ends when its seconds are spent. The same line continues a
+run that was interrupted.
 """
 
 import argparse
@@ -62,9 +62,9 @@ METHODS = {
     "history_64": "GRPO, 8 prompts a step by history",
     "history_32": "GRPO, 4 prompts a step by history",
 }
-# What each method changes of GRPO's settings. Stock TRL gets the 128 rows of a step in four parts, as it takes 10.5 GB
-# for one of them (this package 3.4 for all at once); generation is not cut. A*-PO draws one completion per prompt, and
-# values of 512 prompts beforehand, and takes fewer prompts a step.
+# The settings of each method that differ from GRPO's. Stock TRL gets the 128 rows of a step in four parts, because one
+# part takes 10.5 GB (this package takes 3.4 for all at once); generation is not cut. A*-PO draws one completion per
+# prompt, and values of 512 prompts beforehand, and takes fewer prompts a step.
 CHANGES: dict[str, dict[str, Any]] = {
     "stock": {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 4},
     "history": {"prompt_selection": "history"},
@@ -167,9 +167,9 @@ class Curve(TrainerCallback, ExportableState):
             file.write(json.dumps(row) + "\n")
 
     def on_train_begin(self, args, state, control, **kwargs):
-        kept = state.stateful_callbacks.setdefault("Curve", self.state())
-        self.cpu = kept["attributes"]["cpu"]
-        self.wall = kept["attributes"]["wall"]
+        saved = state.stateful_callbacks.setdefault("Curve", self.state())
+        self.cpu = saved["attributes"]["cpu"]
+        self.wall = saved["attributes"]["wall"]
         if state.global_step == 0:
             if self.stage_one:
                 self.cpu, self.wall = self.spent()
@@ -353,7 +353,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--runs", type=Path, default=Path("runs/sums"))
     parser.add_argument(
-        "--results", type=Path, default=RESULTS, help="the JSON that report writes, its picture beside it"
+        "--results", type=Path, default=RESULTS, help="the JSON that report writes, its picture next to it"
     )
     parser.add_argument("--note", default="", help="what else ran on the machine, for the JSON")
     args = parser.parse_args()

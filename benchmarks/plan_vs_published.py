@@ -90,7 +90,7 @@ def main() -> None:
     print("|---" * 5 + "|")
     for name in args.models:
         plans = [planned(name, dtype, args.prompt_tokens) for dtype in ("float16", "float32")]
-        # What the allocator holds.
+        # The notebook printed what the allocator holds, without the CUDA context.
         peaks = [max(sum(parts.values()) - parts[PROCESS] for parts in plan.phases.values()) / GIB for plan in plans]
         published = PUBLISHED[name]
         off = "" if published is None else f"{100 * (peaks[0] / published - 1):+.0f}%"

@@ -66,7 +66,7 @@ def gradient_difference(trainer, reference) -> float:
 
 
 def measure(point, args, contestants) -> dict:
-    """Medians of alternating runs, summed over the batches of a point (several draws where lengths are random)."""
+    """Medians of alternating runs, summed over the batches of a point (several draws if lengths are random)."""
     name, prompt, completion, group, kind, *targets = point
     seeds = range(1, args.draws + 1) if kind == "ragged" else [1]
     batches = [make_batch(args.vocabulary, prompt, completion, group, kind, args.device, seed) for seed in seeds]

@@ -7,7 +7,7 @@
 The ways are prompt_selection, groups that grow, and dynamic sampling.
 
 Two-digit sums by a model that drops most carries: sums without a carry it has known from the start, so about half of
-the groups are equal, and a column `carry` tells which. Settings are those of
+the groups are equal, and a column `carry` marks the others. Settings are those of
 recipes/small-base/grpo/config_quickstart.yaml but for the choice, and a learning rate of 1e-4, a fifth, at which a
 step can be seen. Seconds are the training process's own on a processor (`time.process_time`), from the beginning of an
 optimizer step to its end; on a busy machine they are longer for all, so a row also has the completions drawn, which
@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--carries", type=float, help="share of training problems with a carry; about half by default")
     parser.add_argument(
-        "--results", type=Path, default=RESULTS, help="the JSON that report writes, its picture beside it"
+        "--results", type=Path, default=RESULTS, help="the JSON that report writes, its picture next to it"
     )
     parser.add_argument("--runs", type=Path, default=Path("runs/prompt_choice"))
     parser.add_argument("--note", default="", help="what else ran on the machine, for the JSON")

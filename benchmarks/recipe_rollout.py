@@ -67,7 +67,7 @@ class Drawn:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the model drew; the results of tools are not among them."""
+        """Number of tokens that the model drew, without the results of tools."""
         return sum(map(sum, self.tool_mask)) if self.tool_mask else sum(map(len, self.completion_ids))
 
 

@@ -36,7 +36,7 @@ from trl_fsdp_qlora.fsdp2_qlora.loading import load_quantized_base
 from trl_fsdp_qlora.fsdp2_qlora.prepare import shard_quantized_base
 
 SHAPE = {"hidden": 512, "layers": 7, "intermediate": 1536}
-# What `accelerate launch` makes of accelerate_configs/fsdp2_qlora.yaml.
+# The environment that `accelerate launch` makes of accelerate_configs/fsdp2_qlora.yaml.
 LAUNCH = {
     "ACCELERATE_USE_FSDP": "true",
     "ACCELERATE_USE_CPU": "true",

@@ -41,8 +41,8 @@ POINTS = {
     "GRPO 768+64/64, 8 groups of 4": ("grpo", 768, 64, 64, 8, 4),
     "GRPO 1300+100/128, 16 groups of 8": ("grpo", 1300, 100, 128, 16, 8),
 }
-# Of a larger batch stock computes one group at a time: its gradients add up to the same, and it would not fit into
-# memory.
+# Stock computes a larger batch one group at a time, because the batch would not fit into memory. Its gradients add up
+# to the same.
 STOCK_TOKENS = 50_000
 
 
@@ -117,7 +117,7 @@ def logps_of(trainer, batch: dict) -> torch.Tensor:
 
 
 def cpu_seconds(trainer, batch: dict, rows: int) -> float:
-    """Of a loss and its backward, in micro-batches of `rows`."""
+    """CPU seconds of a loss and its backward, in micro-batches of `rows`."""
     trainer.model.zero_grad(set_to_none=True)
     start = time.process_time()
     for first in range(0, len(next(iter(batch.values()))), rows):

@@ -55,8 +55,8 @@ def read_run(folder: Path) -> dict[str, Any] | None:
     for entry in history:
         if "step_time" in entry:
             seconds += entry["step_time"]
-            kept = {key: entry[key] for key in KEPT if key in entry}
-            steps.append({"step": entry["step"], "seconds": seconds, **kept})
+            metrics = {key: entry[key] for key in KEPT if key in entry}
+            steps.append({"step": entry["step"], "seconds": seconds, **metrics})
     about = ("before", "after", "hardware", "software", "seed", "limited_seconds", "stopped_by_seconds")
     return {**{key: record[key] for key in about if key in record}, "steps": steps} if steps else None
 

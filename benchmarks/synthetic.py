@@ -34,7 +34,7 @@ SHAPES = {
     "1.7B": (2048, 6144, 28, 16, 8, 128),
     "hybrid": (256, 768, 4, 4, 2, 64),
 }
-# Of Qwen3.5: three recurrent layers to one of attention; values twice as wide as keys.
+# Qwen3.5 has three recurrent layers to one of attention, and values twice as wide as keys.
 RECURRENT = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,

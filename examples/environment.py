@@ -1,7 +1,7 @@
 """An environment with a state and a reward of its own: `python examples/environment.py --model Qwen/Qwen3-0.6B`.
 
 Each completion gets an instance. `reset` returns what is added to the prompt, every public method is a tool, and
-`get_reward` is asked once when the completion is over. Here the model guesses a number and is told whether the number
+`get_reward` is called once, when the completion is over. Here the model guesses a number and learns whether the number
 is higher or lower.
 """
 

@@ -69,7 +69,10 @@ class Completed(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """What a problem adds to the sums of an [`Evaluation`]; all but `passed_at_k` and `majority` are of greedy."""
+    """Counts of one problem, which [`evaluate`] sums.
+
+    `passed_at_k` and `majority` are of the sampled completions, all others of the greedy one.
+    """
 
     correct: bool
     answered: bool

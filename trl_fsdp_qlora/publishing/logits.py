@@ -70,7 +70,8 @@ def record_logits(
         "entries": entries,
         "dtype": plain(dtype or model.get_base_model().dtype),
     }
-    if (quantization := plain(getattr(model.config, "quantization_config", None))) is not None:
+    quantization = plain(getattr(model.config, "quantization_config", None))
+    if quantization is not None:
         content["quantization"] = {name: value for name, value in quantization.items() if not name.startswith("_")}
     write_json(Path(folder) / LOGITS, content)
 

@@ -59,7 +59,7 @@ _TRL = {
 _NOT_NEEDED = "leave it out: rows are packed, and no padding is computed"
 _AXOLOTL = {
     "base_model": "model_name_or_path: {value}",
-    "rl": "leave it out: the command says it (trl-fsdp-qlora grpo, dpo, ...)",
+    "rl": "leave it out: the command names it (trl-fsdp-qlora grpo, dpo, ...)",
     "adapter": _adapter,
     "lora_target_linear": "lora_target_modules: [all-linear]",
     "peft_use_dora": "use_dora: {value}",
@@ -90,8 +90,8 @@ _AXOLOTL = {
     "train_on_inputs": "leave it out: prompts are never trained",
     "flash_attention": "attn_implementation: flash_attention_2",
     "sdp_attention": "attn_implementation: sdpa",
-    "model_type": "leave it out: the checkpoint says it",
-    "tokenizer_type": "leave it out: the checkpoint says it",
+    "model_type": "leave it out: the checkpoint has it",
+    "tokenizer_type": "leave it out: the checkpoint has it",
     "revision_of_model": "model_revision: {value}",
     "wandb_project": "report_to: [wandb], env: {{WANDB_PROJECT: {value}}}",
     "wandb_name": "run_name: {value}",

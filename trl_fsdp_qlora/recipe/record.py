@@ -30,7 +30,7 @@ FILES = ("dataset", "eval_dataset", "environment", "tool_format")
 PATHS = "_paths.json"
 
 
-@nonfatal("the record of where the data lies")
+@nonfatal("the record of the data's paths")
 def keep_paths(output_dir: str | Path, script: ScriptArguments) -> None:
     """Write the paths of files and folders with data to a file that is not published.
 

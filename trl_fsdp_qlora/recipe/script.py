@@ -31,7 +31,7 @@ def run_main(main: Callable[[], None]) -> None:
 
 @contextmanager
 def resumable(trainer: Any) -> Iterator[None]:
-    """Run training in this block: Ctrl-C prints where it stopped and the command that continues."""
+    """Run training in this block: Ctrl-C prints the step it stopped at and the command that continues."""
     try:
         yield
     except KeyboardInterrupt:

@@ -28,7 +28,7 @@ def wants_traceback() -> bool:
 
 
 def error_line(error: BaseException) -> str:
-    """`what, where; remedy; the traceback is in FILE` of an exception, without a line break and without secrets."""
+    """`message, place; remedy; the traceback is in FILE` of an exception, without a line break and without secrets."""
     message = " ".join(str(error).split())
     if len(message) > _LONGEST:
         message = f"{message[:_LONGEST]} …"
@@ -76,7 +76,8 @@ def _settings() -> Iterator[tuple[str, str, str]]:
             if name == "config" and Path(value).is_file():
                 text = Path(value).read_text(encoding="utf-8", errors="replace")
                 for number, line in enumerate(text.splitlines(), start=1):
-                    if match := re.match(r"(\w+):\s*([^#]*)", line):
+                    match = re.match(r"(\w+):\s*([^#]*)", line)
+                    if match:
                         yield match[1], match[2].strip(), f"{match[1]} in {value}, line {number}"
 
 

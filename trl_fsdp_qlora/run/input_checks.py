@@ -113,10 +113,11 @@ def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = Tr
         hint = "dataset.rename_column('question', 'prompt'); of several splits take one: dataset['train']"
         raise UserError(f"{reason}. Rename the one that holds the prompts: {hint}")
     if hasattr(dataset, "__len__") and len(dataset) < max(generation_prompts, 1):
-        takes = counted(generation_prompts, "different prompt")
-        reason = f"has {counted(len(dataset), 'row')}, but one generation batch takes {takes}"
+        rows = counted(len(dataset), "row")
+        prompts = counted(generation_prompts, "different prompt")
         raise UserError(
-            f"the training dataset {reason}. Lower generation_batch_size, raise num_generations, or add rows"
+            f"the training dataset has {rows}, but one generation batch takes {prompts}. Lower generation_batch_size, "
+            "raise num_generations, or add rows"
         )
 
 

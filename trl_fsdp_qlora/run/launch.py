@@ -55,7 +55,7 @@ def launch(words: Sequence[str]) -> int:
     except SignalException as stopped:
         return 128 + stopped.sigval
     except KeyboardInterrupt:
-        psutil.wait_procs(psutil.Process().children(), timeout=_ENDING)  # each process prints where it stopped
+        psutil.wait_procs(psutil.Process().children(), timeout=_ENDING)  # each process prints the step it stopped at
         return 128 + signal.SIGINT
     finally:
         del os.environ["TRL_FSDP_QLORA_LAUNCHER"]

@@ -72,7 +72,7 @@ def _stop(*_signal) -> None:
 
 
 def stop_at_once() -> None:
-    """Let Ctrl-C end this process where it stands, until [`stop_by_exception`].
+    """Let Ctrl-C end this process at once, until [`stop_by_exception`].
 
     It is for the seconds in which libraries are imported. There is nothing to tidy up yet, and a library may take a
     `KeyboardInterrupt` for a failure of its own. If SIGINT is ignored (a job in the background), it stays ignored.
@@ -117,8 +117,8 @@ def pop_options(words: Sequence[str], options: Collection[str]) -> tuple[dict[st
     parser = OneLineParser(prog="trl-fsdp-qlora", add_help=False, argument_default=argparse.SUPPRESS)
     for option in options:
         parser.add_argument(option)
-    taken, rest = parser.parse_known_args(list(words))
-    return {f"--{name}": value for name, value in vars(taken).items()}, rest
+    values, rest = parser.parse_known_args(list(words))
+    return {f"--{name}": value for name, value in vars(values).items()}, rest
 
 
 def check_num_processes(number: int | None) -> None:
