@@ -23,6 +23,8 @@ from tests.fsdp2_qlora.runs import WORKER, difference
 from trl_fsdp_qlora.data.datasets import hold_out, read_problems, to_prompts
 from trl_fsdp_qlora.evaluation.accuracy import evaluate
 from trl_fsdp_qlora.publishing.logits import LOGITS, few_logits
+from trl_fsdp_qlora.recipe.arguments import ScriptArguments
+from trl_fsdp_qlora.recipe.problems import load_held_out
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -67,7 +69,7 @@ def check_accuracy(problems, quantized, out, recorded):
     """
     record = json.loads((out / "metrics.json").read_text())
     assert [entry["step"] for entry in record["history"] if "accuracy" in entry] == [2]
-    held_out = to_prompts(hold_out(read_problems(problems[1][quantized], "train"), 10)[1][:9], chat=False)
+    held_out = load_held_out(ScriptArguments(problems[1][quantized], held_out=10, eval_problems=9, chat=False))
     model = tiny.load(problems[0]) if quantized else tiny.load_whole(problems[0])
     tiny.without_repacking(model)
     # What is sampled depends on the seed and the batches, not on the ranks.
@@ -102,7 +104,9 @@ def test_the_evaluation_script_measures_a_4_bit_base(problems, tmp_path, monkeyp
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *arguments.split()])
     runpy.run_path(str(REPOSITORY / "recipes" / "evaluate.py"), run_name="__main__")
     held_out = to_prompts(hold_out(read_problems(problems[1][True], "train"), 10)[1], chat=False)
-    alone = evaluate(tiny.load(problems[0]), tiny.make_tokenizer(), held_out, max_new_tokens=3, batch_size=4)
+    model = tiny.load(problems[0])
+    tiny.without_repacking(model)
+    alone = evaluate(model, tiny.make_tokenizer(), held_out, max_new_tokens=3, batch_size=4)
     measured = json.loads(out.read_text())
     assert measured["correct"] == alone.correct > 0 and measured["n"] == 10
 
