@@ -1,7 +1,12 @@
 """Worked answers in datasets, for a supervised start and as the right answers of preference pairs."""
 
+import operator
 import re
 from fractions import Fraction
+
+_OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+_NUMBER = r"(-?\d+(?:\.\d+)?(?:/\d+)?)"
+_INNERMOST = re.compile(rf"\( {_NUMBER} ([-+*/]) {_NUMBER} \)")
 
 
 def worked(row: dict) -> str | None:
@@ -11,28 +16,28 @@ def worked(row: dict) -> str | None:
     """
     if "####" in str(row.get("answer")):
         return re.sub(r"<<.*?>>", "", row["answer"]).strip()
-    text = str(row.get("Equation"))
+    equation = str(row.get("Equation"))
     lines = []
-    number = r"(-?\d+(?:\.\d+)?(?:/\d+)?)"
-
-    def as_text(x: Fraction) -> str:
-        if x.denominator == 1:
-            return str(int(x))
-        return str(float(x) if float(x) == x else x)
-
-    while match := re.search(rf"\( {number} ([-+*/]) {number} \)", text):  # the innermost, from the left
+    while match := _INNERMOST.search(equation):
         a = Fraction(match[1])
         sign = match[2]
         b = Fraction(match[3])
-        if sign == "/" and not b:
+        if sign == "/" and b == 0:
             return None
-        value = {"+": a + b, "-": a - b, "*": a * b, "/": a / (b or 1)}[sign]
-        terms = [f"({as_text(x)})" if x < 0 else as_text(x) for x in (a, b)]
-        lines.append(f"{terms[0]} {sign} {terms[1]} = {as_text(value)}")
-        text = text.replace(match[0], str(value), 1)
+        value = _OPERATIONS[sign](a, b)
+        left, right = (f"({_as_text(x)})" if x < 0 else _as_text(x) for x in (a, b))
+        lines.append(f"{left} {sign} {right} = {_as_text(value)}")
+        equation = equation.replace(match[0], str(value), 1)
     try:
-        value = Fraction(text.strip())  # every operation is done
-        right = value == Fraction(str(row["Answer"]))
+        value = Fraction(equation.strip())  # a number, because every operation is done
+        is_right = value == Fraction(str(row["Answer"]))
     except ValueError:
         return None
-    return "\n".join([*lines, f"#### {as_text(value)}"]) if right else None
+    return "\n".join([*lines, f"#### {_as_text(value)}"]) if is_right else None
+
+
+def _as_text(x: Fraction) -> str:
+    """A whole number or a finite decimal as such, any other as a fraction."""
+    if x.denominator == 1:
+        return str(int(x))
+    return str(float(x) if float(x) == x else x)

@@ -24,17 +24,17 @@ def agent_of(
             raise ConfigError(f"rewards: {OWN_REWARD} is an environment's get_reward, and no environment is set")
         return None
     environment = None if script.environment is None else load_function(script.environment)
-    owns = OWN_REWARD in script.rewards
+    owns_reward = OWN_REWARD in script.rewards
     if environment is not None and not hasattr(environment, "reset"):
         raise ConfigError(f"environment={script.environment!r} has no method reset(self, **row)")
-    if owns and not hasattr(environment, "get_reward"):
+    if owns_reward and not hasattr(environment, "get_reward"):
         raise ConfigError(
             f"rewards: {OWN_REWARD} needs a method get_reward(self) of environment={script.environment!r}"
         )
     if not script.chat:
         raise ConfigError("tools and environments are shown to the model by its chat template; leave chat: false out")
     tools = [load_function(path) for path in script.tools]
-    return Agent(tools, environment, owns, template_options or {}, tool_timeout)
+    return Agent(tools, environment, owns_reward, template_options or {}, tool_timeout)
 
 
 def with_tool_format(tokenizer: Any, script: ScriptArguments) -> Any:
