@@ -28,7 +28,7 @@ import torch
 from ..compat.triton_kernels import jit, launch, runs, tl
 from ..scoring.transfer import to_device
 from .forest import Forest
-from .layout import PackedLayout, batch_view, cumulative, gather, join, padded_batches
+from .layout import PackedLayout, PaddedSegments, Run, cumulative, join, padded_batches
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -177,35 +177,30 @@ class _Cascade(torch.autograd.Function):
 # --- CPU -------------------------------------------------------------------------------------------------------------
 
 
-def _parts(layout: PackedLayout) -> tuple[list[tuple], list[tuple]]:
-    """Returns the batches of the kernel calls, `(own, cross)`, derived once from the layout.
+def _kernel_calls(layout: PackedLayout) -> tuple[list[Run | PaddedSegments], list[tuple[Run, Run]]]:
+    """Returns the batches of the kernel's calls, derived once from the layout.
 
-    `own`: neighbouring segments, see [`layout.padded_batches`].
-    `cross`: queries that attend to an ancestor, and that ancestor, each as `(start, 1, length)`.
+    Returns:
+        Batches of neighbouring segments, each of which attends to itself; and pairs of queries and the ancestor that
+        they attend to.
     """
     if "cascade" not in layout.cache:
         forest = layout.forest
         own = []
-        cross = []
         for stretch in forest.stretches():
             own += padded_batches(forest.starts[stretch], forest.lengths[stretch], layout.tokens)
+        cross = []
         for crossing in forest.crossings():
             for start, length, ancestor in zip(*(part.tolist() for part in crossing), strict=True):
-                keys = int(forest.starts[ancestor]), 1, int(forest.lengths[ancestor])
-                cross.append(((start, 1, length), keys))
+                keys = Run(int(forest.starts[ancestor]), 1, int(forest.lengths[ancestor]))
+                cross.append((Run(start, 1, length), keys))
         layout.cache["cascade"] = own, cross
     return layout.cache["cascade"]
 
 
-def _take(x: torch.Tensor, part: tuple) -> torch.Tensor:
-    """Returns stretches of a `(1, H, T, D)` tensor as a batch `(n, H, length, D)`."""
-    return batch_view(x, *part) if len(part) == 3 else gather(x, part[0])
-
-
-def _rows(x: torch.Tensor, part: tuple) -> torch.Tensor:
-    """Returns a batch `(n, H, length, D)` as the tokens of the row `(tokens, H, D)`."""
-    rows = x.transpose(1, 2).flatten(0, 1)
-    return rows if len(part) == 3 else rows.index_select(0, part[1])
+def _tokens_of(x: torch.Tensor, batch: Run | PaddedSegments) -> torch.Tensor:
+    """Returns a batch `(n, H, length, D)` as the tokens of its segments `(tokens, H, D)`, in the order of the row."""
+    return batch.without_padding(x.transpose(1, 2).flatten(0, 1))
 
 
 class _batched:
@@ -216,54 +211,54 @@ class _batched:
 
     @staticmethod
     def forward(q, k, v, layout, scale, window):
-        own, cross = _parts(layout)
+        own, cross = _kernel_calls(layout)
         outputs = []
         log_sums = []
-        for part in own:
-            part_out, part_lse = _cpu_forward(_take(q, part), _take(k, part), _take(v, part), 0.0, True, scale=scale)
-            outputs.append(_rows(part_out, part))
-            log_sums.append(_rows(part_lse, part))
+        for segments in own:
+            part_out, part_lse = _cpu_forward(*(segments.batch_of(x) for x in (q, k, v)), 0.0, True, scale=scale)
+            outputs.append(_tokens_of(part_out, segments))
+            log_sums.append(_tokens_of(part_lse, segments))
         out = join(outputs)
         lse = join(log_sums)
         for queries, ancestor in cross:
-            part_out, part_lse = _cpu_forward(
-                batch_view(q, *queries), batch_view(k, *ancestor), batch_view(v, *ancestor), 0.0, False, scale=scale
-            )
-            part_lse = _rows(part_lse, queries)
-            start, _, length = queries
-            merged_out = out.narrow(0, start, length)
-            merged_lse = lse.narrow(0, start, length)
-            merged_out.copy_(merge(merged_out, merged_lse, _rows(part_out, queries), part_lse))
+            of_part = queries.batch_of(q), ancestor.batch_of(k), ancestor.batch_of(v)
+            part_out, part_lse = _cpu_forward(*of_part, 0.0, False, scale=scale)
+            part_lse = _tokens_of(part_lse, queries)
+            merged_out = out.narrow(0, queries.start, queries.length)
+            merged_lse = lse.narrow(0, queries.start, queries.length)
+            merged_out.copy_(merge(merged_out, merged_lse, _tokens_of(part_out, queries), part_lse))
             torch.logaddexp(merged_lse, part_lse, out=merged_lse)
         return out.unsqueeze(0), lse.unsqueeze(0), ()
 
     @staticmethod
     def backward(grad_out, q, k, v, out, lse, extra, layout, scale, window):
-        own, cross = _parts(layout)
+        own, cross = _kernel_calls(layout)
         # The kernels take (batch, H, length, D).
         grad_h = grad_out.transpose(1, 2)
         out_h = out.transpose(1, 2)
         lse_h = lse.transpose(1, 2).unsqueeze(-1)
 
-        def call(queries, keys, causal):
-            grad = _take(grad_h, queries)
-            if len(queries) == 2:  # padding gets a zero gradient, so that it does not reach the gradients of tokens
-                index, real = queries
-                is_real = torch.zeros(index.numel(), dtype=grad.dtype).index_fill_(0, real, 1)
-                grad = grad * is_real.view(len(index), 1, -1, 1)
-            inputs = (_take(q, queries), _take(k, keys), _take(v, keys), _take(out_h, queries))
-            lse = _take(lse_h, queries).squeeze(-1)
-            grads = _cpu_backward(grad, *inputs, lse, 0.0, causal, scale=scale)
-            return [_rows(g, part) for g, part in zip(grads, (queries, keys, keys), strict=True)]
+        def gradients(queries, keys, is_causal) -> list[torch.Tensor]:
+            """Returns the part's gradients of the tokens of `queries`, `keys` and, for the values, `keys` again."""
+            grad = queries.batch_of(grad_h)
+            if isinstance(queries, PaddedSegments):
+                # Padding gets a zero gradient, so that it does not reach the gradients of tokens.
+                is_real = torch.zeros(queries.index_NL.numel(), dtype=grad.dtype).index_fill_(0, queries.real, 1)
+                grad = grad * is_real.view(len(grad), 1, -1, 1)
+            of_part = queries.batch_of(q), keys.batch_of(k), keys.batch_of(v), queries.batch_of(out_h)
+            part_lse = queries.batch_of(lse_h).squeeze(-1)
+            part_grads = _cpu_backward(grad, *of_part, part_lse, 0.0, is_causal, scale=scale)
+            return [_tokens_of(x, part) for x, part in zip(part_grads, (queries, keys, keys), strict=True)]
 
-        parts = [call(part, part, True) for part in own]
-        grads = [join(part) for part in zip(*parts, strict=True)]
-        grads[1:] = [_with_kept(grad, k.shape[2]) for grad in grads[1:]]
+        dq, dk, dv = (join(x) for x in zip(*(gradients(part, part, True) for part in own), strict=True))
+        dk = _with_kept(dk, k.shape[2])
+        dv = _with_kept(dv, v.shape[2])
         for queries, ancestor in cross:
-            parts = queries, ancestor, ancestor
-            for total, grad, part in zip(grads, call(queries, ancestor, False), parts, strict=True):
-                total.narrow(0, part[0], part[2]).add_(grad)
-        return tuple(g.unsqueeze(0).transpose(1, 2) for g in grads)
+            of_queries, of_keys, of_values = gradients(queries, ancestor, False)
+            dq.narrow(0, queries.start, queries.length).add_(of_queries)
+            dk.narrow(0, ancestor.start, ancestor.length).add_(of_keys)
+            dv.narrow(0, ancestor.start, ancestor.length).add_(of_values)
+        return tuple(x.unsqueeze(0).transpose(1, 2) for x in (dq, dk, dv))
 
 
 # --- CUDA ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ columns of one of them.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -284,53 +284,77 @@ def lay_out(
     )
 
 
-def batch_view(x: torch.Tensor, start: int, count: int, length: int) -> torch.Tensor:
-    """Returns `count` neighbouring stretches of a `(1, H, T, D)` tensor as a batch `(count, H, length, D)`; a view."""
-    return x[0].narrow(1, start, count * length).unflatten(1, (count, length)).transpose(0, 1)
-
-
-def gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Returns the entries `index` `(n, length)` of a `(1, H, T, D)` tensor as `(n, H, length, D)`."""
-    return x[0].transpose(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
-
-
 def join(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
     """`torch.cat`, without a copy of a single part."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def equal_runs(starts: Iterable[int], lengths: Iterable[int]) -> list[tuple[int, int, int]]:
-    """Returns runs of neighbouring segments of equal length as `(start, count, length)`."""
-    runs = []
-    for start, length in zip(map(int, starts), map(int, lengths), strict=False):
-        if runs and runs[-1][2] == length:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1, length)
-        else:
-            runs.append((start, 1, length))
-    return runs
+class Run(NamedTuple):
+    """Neighbouring segments of equal length, as a batch: a view of the row, without padding."""
+
+    start: int
+    count: int
+    length: int
+
+    def batch_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the segments of a `(1, H, T, D)` tensor as `(count, H, length, D)`."""
+        tokens = x[0].narrow(1, self.start, self.count * self.length)
+        return tokens.unflatten(1, (self.count, self.length)).transpose(0, 1)
+
+    def without_padding(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Returns the tokens of the batch, `(count * length, ...)`, in the order of the row."""
+        return tokens
 
 
-def padded(starts: np.ndarray, lengths: np.ndarray, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns segments of unequal length as one batch.
+class PaddedSegments(NamedTuple):
+    """Segments of unequal length, as a batch: a copy, padded to the longest segment.
 
-    Returns:
-        Their `(n, longest)` indices in a row of `tokens`, and which of these, flattened, are real.
+    Attributes:
+        index_NL: index in the row of each token of N segments; behind a segment's end, that of some other token.
+        real: indices, in the flattened `index_NL`, of the segments' own tokens.
     """
-    within = np.arange(lengths.max())
-    index = np.minimum(starts[:, None] + within, tokens - 1)
-    return torch.from_numpy(index), torch.from_numpy(np.flatnonzero(within < lengths[:, None]))
+
+    index_NL: torch.Tensor
+    real: torch.Tensor
+
+    @classmethod
+    def of(cls, starts: np.ndarray, lengths: np.ndarray, tokens: int) -> "PaddedSegments":
+        """Returns the batch of segments of a row of `tokens` tokens."""
+        within = np.arange(lengths.max())
+        index_NL = np.minimum(starts[:, None] + within, tokens - 1)
+        real = np.flatnonzero(within < lengths[:, None])
+        return cls(torch.from_numpy(index_NL), torch.from_numpy(real))
+
+    def to(self, device: torch.device) -> "PaddedSegments":
+        return PaddedSegments(to_device(self.index_NL, device), to_device(self.real, device))
+
+    def batch_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the segments of a `(1, H, T, D)` tensor as `(N, H, longest, D)`."""
+        tokens = x[0].transpose(0, 1).index_select(0, self.index_NL.flatten())
+        return tokens.unflatten(0, self.index_NL.shape).transpose(1, 2)
+
+    def without_padding(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Returns the tokens of the segments in the order of the row, from all tokens `(N * longest, ...)`."""
+        return tokens.index_select(0, self.real)
+
+
+def equal_runs(starts: Iterable[int], lengths: Iterable[int]) -> list[Run]:
+    """Returns neighbouring segments in runs of equal length."""
+    runs: list[Run] = []
+    for start, length in zip(map(int, starts), map(int, lengths), strict=True):
+        if runs and runs[-1].length == length:
+            runs[-1] = runs[-1]._replace(count=runs[-1].count + 1)
+        else:
+            runs.append(Run(start, 1, length))
+    return runs
 
 
 # A further call of a kernel costs as much as this many padded tokens.
 TOKENS_PER_CALL = 128
 
 
-def padded_batches(starts: np.ndarray, lengths: np.ndarray, tokens: int) -> list[tuple]:
-    """Returns neighbouring segments in few batches with little padding, in their order.
-
-    A batch is `(start, count, length)` if its segments are equally long, and otherwise `(index, real)` as in
-    [`padded`].
-    """
+def padded_batches(starts: np.ndarray, lengths: np.ndarray, tokens: int) -> list[Run | PaddedSegments]:
+    """Returns neighbouring segments of a row of `tokens` tokens in few batches with little padding, in their order."""
     batches = []
     first = 0
     while first < len(starts):
@@ -346,9 +370,9 @@ def padded_batches(starts: np.ndarray, lengths: np.ndarray, tokens: int) -> list
             last += 1
         part = slice(first, last)
         if (lengths[part] == longest).all():
-            batches.append((int(starts[first]), last - first, longest))
+            batches.append(Run(int(starts[first]), last - first, longest))
         else:
-            batches.append(padded(starts[part], lengths[part], tokens))
+            batches.append(PaddedSegments.of(starts[part], lengths[part], tokens))
         first = last
     return batches
 

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from ..compat.transformers import is_flash
-from ..scoring.transfer import to_device
-from .layout import PackedLayout, additive, batch_view, equal_runs, gather, join, padded_batches
+from .layout import PackedLayout, PaddedSegments, Run, additive, equal_runs, join, padded_batches
 
 _MASKED_BASES = ("sdpa", "eager")
 
@@ -33,8 +32,8 @@ def attend(call) -> torch.Tensor:
         if path:
             parts.append(_below(call, path, batch))
         else:
-            q, k, v = (batch_view(x, *batch) for x in (call.query, call.key, call.value))
-            parts.append(_run(call, q, k, v, call.own_masks.get(batch[0])).flatten(0, 1))
+            q, k, v = (batch.batch_of(x) for x in (call.query, call.key, call.value))
+            parts.append(_run(call, q, k, v, call.own_masks.get(batch.start)).flatten(0, 1))
     return join(parts).unsqueeze(0)
 
 
@@ -66,35 +65,36 @@ def _mask(call, queries: int, keys: int, q: torch.Tensor) -> torch.Tensor:
     return call.layout.cache[key]
 
 
-def _below(call, path: list[tuple[int, int]], batch: tuple) -> torch.Tensor:
+def _below(call, path: list[Run], batch: Run | PaddedSegments) -> torch.Tensor:
     """Attention of segments with the same ancestors: `(their tokens, H, D_v)`."""
-    # The first token of a segment sees the most tokens of its ancestors: as many as the window has without itself.
-    remaining = None if call.window is None else call.window - 1
-    seen_path = []
-    for start, length in reversed(path):
-        seen = length
-        if remaining is not None:
-            seen = min(length, remaining)
-            remaining -= seen
-        seen_path.insert(0, (start + length - seen, seen))
+    seen_ancestors = _seen_ancestors(path, call.window)
 
-    def segments(x):
-        return batch_view(x, *batch) if len(batch) == 3 else gather(x, batch[0])
-
-    def with_ancestors(x):
-        of_segments = segments(x)
-        count = len(of_segments)
-        of_ancestors = [batch_view(x, start, 1, seen).expand(count, -1, -1, -1) for start, seen in seen_path if seen]
+    def with_ancestors(x: torch.Tensor) -> torch.Tensor:
+        of_segments = batch.batch_of(x)
+        of_ancestors = [ancestor.batch_of(x).expand(len(of_segments), -1, -1, -1) for ancestor in seen_ancestors]
         return torch.cat([*of_ancestors, of_segments], dim=2)
 
     keys = with_ancestors(call.key)
     values = with_ancestors(call.value)
-    out = _run(call, segments(call.query), keys, values).flatten(0, 1)
-    return out if len(batch) == 3 else out.index_select(0, batch[1])
+    return batch.without_padding(_run(call, batch.batch_of(call.query), keys, values).flatten(0, 1))
 
 
-def _batches(layout: PackedLayout, device: torch.device) -> list[tuple[list[tuple[int, int]], tuple]]:
-    """The calls in the order of the row: for each, `(start, length)` of the ancestors, and the batch of segments."""
+def _seen_ancestors(path: list[Run], window: int | None) -> list[Run]:
+    """The parts of a segment's ancestors that its first token sees; no other token of the segment sees more."""
+    if window is None:
+        return path
+    seen_ancestors = []
+    remaining = window - 1  # the window holds the token itself
+    for ancestor in reversed(path):
+        seen = min(ancestor.length, remaining)
+        remaining -= seen
+        if seen:
+            seen_ancestors.append(Run(ancestor.start + ancestor.length - seen, 1, seen))
+    return seen_ancestors[::-1]
+
+
+def _batches(layout: PackedLayout, device: torch.device) -> list[tuple[list[Run], Run | PaddedSegments]]:
+    """The calls in the order of the row: for each the common ancestors, outermost first, and the batch of segments."""
     key = ("two_part", device)
     if key not in layout.cache:
         forest = layout.forest
@@ -109,9 +109,8 @@ def _batches(layout: PackedLayout, device: torch.device) -> list[tuple[list[tupl
             borders = [0, *(1 + np.flatnonzero(np.diff(parents))).tolist(), len(parents)]
             for first, last in itertools.pairwise(borders):
                 ancestors = forest.path(stretch.start + first)
-                path = [(int(forest.starts[a]), int(forest.lengths[a])) for a in ancestors]
+                path = [Run(int(forest.starts[a]), 1, int(forest.lengths[a])) for a in ancestors]
                 for batch in padded_batches(starts[first:last], lengths[first:last], layout.tokens):
-                    on_device = batch if len(batch) == 3 else tuple(to_device(x, device) for x in batch)
-                    batches.append((path, on_device))
+                    batches.append((path, batch if isinstance(batch, Run) else batch.to(device)))
         layout.cache[key] = batches
     return layout.cache[key]
