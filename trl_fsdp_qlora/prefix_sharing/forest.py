@@ -112,8 +112,10 @@ class Forest:
     def ancestors_at(self, level: int) -> np.ndarray:
         """Returns each segment's ancestor at a level: a segment at the level itself; -1 for segments above it."""
         ancestors = np.arange(self.segments)
-        while (is_below := self.levels[ancestors] > level).any():
+        is_below = self.levels > level
+        while is_below.any():
             ancestors = np.where(is_below, self.parents[ancestors], ancestors)
+            is_below = self.levels[ancestors] > level
         return np.where(self.levels >= level, ancestors, -1)
 
     def crossings(self) -> list["Crossing"]:
@@ -141,8 +143,10 @@ class Forest:
     def path(self, segment: int) -> list[int]:
         """Returns a segment's ancestors, outermost first."""
         path = []
-        while (segment := int(self.parents[segment])) >= 0:
-            path.append(segment)
+        ancestor = int(self.parents[segment])
+        while ancestor >= 0:
+            path.append(ancestor)
+            ancestor = int(self.parents[ancestor])
         return path[::-1]
 
     def part(self, segments: np.ndarray, rows: np.ndarray, offset_S: np.ndarray) -> tuple["Forest", list[int]]:
@@ -161,31 +165,33 @@ class Forest:
         ancestors = {ancestor for segment in segments.tolist() for ancestor in self.path(segment)}
         kept = sorted(ancestors.difference(segments.tolist()))
         order = np.concatenate([segments, np.array(kept, dtype=int)])
-        number = np.full(self.segments, -1)
-        number[order] = np.arange(len(order))
+        # By segment of this forest: the segment of the pass, -1 for none.
+        segment_of_pass = np.full(self.segments, -1)
+        segment_of_pass[order] = np.arange(len(order))
         lengths = self.lengths[order]
         starts = np.cumsum(lengths) - lengths
-        segment_T = np.repeat(np.arange(self.segments), self.lengths)
+        parents = self.parents[order]
+
         index_BL = self.index_BL[rows]
         row, column = (index_BL >= 0).nonzero()
-        segment = segment_T[index_BL[row, column]]
-        index = starts[number[segment]] + index_BL[row, column] - self.starts[segment]
-        index_BL[row, column] = np.where(number[segment] >= 0, index, -1)
+        index = index_BL[row, column]
+        old_segment = np.repeat(np.arange(self.segments), self.lengths)[index]
+        segment = segment_of_pass[old_segment]
+        is_needed = segment >= 0
+        index_BL[row, column] = np.where(is_needed, starts[segment] + index - self.starts[old_segment], -1)
         source = np.zeros(len(order), dtype=int)
-        is_needed = number[segment] >= 0
         # Backwards, so that the first row that holds a segment is its source.
-        source[number[segment[is_needed]][::-1]] = row[is_needed][::-1]
-        parents = self.parents[order]
+        source[segment[is_needed][::-1]] = row[is_needed][::-1]
         forest = Forest(
-            starts,
-            lengths,
-            self.depths[order],
-            np.where(parents >= 0, number[parents], -1),
-            self.levels[order],
-            self.is_leaf[order],
-            source,
-            number[self.trees[order]],
-            index_BL,
+            starts=starts,
+            lengths=lengths,
+            depths=self.depths[order],
+            parents=np.where(parents >= 0, segment_of_pass[parents], -1),
+            levels=self.levels[order],
+            is_leaf=self.is_leaf[order],
+            source=source,
+            trees=segment_of_pass[self.trees[order]],
+            index_BL=index_BL,
             kept=len(kept),
             offset_S=offset_S[order],
         )
@@ -282,6 +288,48 @@ def choose_nodes(nodes: list[Node], lengths: np.ndarray, min_length: int = 1) ->
         lengths: number of tokens of each sorted row.
         min_length: length of the shortest segment that others may go on from.
     """
+    children, parents = _links(nodes)
+    chosen = set(_best_single_level(nodes, children, min_length))
+
+    def chosen_above(node: Node) -> Node | None:
+        above = parents.get(node)
+        while above is not None and above not in chosen:
+            above = parents.get(above)
+        return above
+
+    def chosen_below(node: Node) -> list[Node]:
+        """Returns the chosen nodes below `node` that have no other chosen node between."""
+        below = []
+        pending = list(children[node])
+        while pending:
+            child = pending.pop()
+            if child in chosen:
+                below.append(child)
+            else:
+                pending += children[child]
+        return below
+
+    # Top down, so that a node is compared with the chosen nodes above it.
+    for node in reversed(nodes):
+        if node in chosen:
+            continue
+        above = chosen_above(node)
+        below = chosen_below(node)
+        length = node.depth if above is None else node.depth - above.depth
+        is_too_short = any(child.depth - node.depth < min_length for child in below)
+        if length < min_length or is_too_short:
+            continue
+        # The segments that would go on from the node: one for each chosen node below it, one for each other row.
+        segments_below = node.rows - sum(child.rows - 1 for child in below)
+        saved = (segments_below - 1) * length
+        tokens_below = int((lengths[node.first : node.last + 1] - node.depth).sum())
+        if saved >= MIN_SAVED_TOKENS + MIN_SAVED_FRACTION * tokens_below:
+            chosen.add(node)
+    return [node for node in nodes if node in chosen]
+
+
+def _links(nodes: list[Node]) -> tuple[dict[Node, list[Node]], dict[Node, Node]]:
+    """Returns the children of each node, and the parent of each node that has one, from [`prefix_nodes`]."""
     children: dict[Node, list[Node]] = {node: [] for node in nodes}
     parents: dict[Node, Node] = {}
     waiting: list[Node] = []  # nodes without a parent so far, in row order
@@ -291,57 +339,23 @@ def choose_nodes(nodes: list[Node], lengths: np.ndarray, min_length: int = 1) ->
             children[node].append(child)
             parents[child] = node
         waiting.append(node)
-    # The most tokens that one level at or below a node can save, and the nodes that save them.
+    return children, parents
+
+
+def _best_single_level(nodes: list[Node], children: dict[Node, list[Node]], min_length: int) -> list[Node]:
+    """Returns the nodes, at most one for each row, that save the most tokens together."""
+    # For each subtree the most tokens that it can save, and the nodes that save them.
     best: dict[Node, tuple[int, list[Node]]] = {}
+    roots = set(nodes)
     for node in nodes:
-        alone = (node.rows - 1) * node.depth if node.depth >= min_length else 0
-        below = sum(best[child][0] for child in children[node])
-        chosen_below = [chosen for child in children[node] for chosen in best[child][1]]
-        best[node] = (alone, [node]) if alone and alone >= below else (below, chosen_below)
-    chosen = {node for root in waiting for node in best[root][1]}
-
-    def parts(node: Node) -> int:
-        """Returns the number of segments that would go on from a node."""
-        count = node.rows
-        pending = list(children[node])
-        while pending:
-            child = pending.pop()
-            if child in chosen:
-                count -= child.rows - 1
-            else:
-                pending += children[child]
-        return count
-
-    def depth_above(node: Node) -> int:
-        node = parents.get(node)
-        while node is not None and node not in chosen:
-            node = parents.get(node)
-        return 0 if node is None else node.depth
-
-    def tops_below(node: Node) -> list[int]:
-        depths = []
-        pending = list(children[node])
-        while pending:
-            child = pending.pop()
-            if child in chosen:
-                depths.append(child.depth)
-            else:
-                pending += children[child]
-        return depths
-
-    # Top down, so that a node is compared with the chosen nodes above it.
-    for node in reversed(nodes):
-        if node in chosen:
-            continue
-        length = node.depth - depth_above(node)
-        nearest_below = min(tops_below(node), default=node.depth + min_length)
-        if length < min_length or nearest_below - node.depth < min_length:
-            continue
-        saved = (parts(node) - 1) * length
-        tokens_below = int((lengths[node.first : node.last + 1] - node.depth).sum())
-        if saved >= MIN_SAVED_TOKENS + MIN_SAVED_FRACTION * tokens_below:
-            chosen.add(node)
-    return [node for node in nodes if node in chosen]
+        roots.difference_update(children[node])
+        saved = (node.rows - 1) * node.depth if node.depth >= min_length else 0
+        saved_below = sum(best[child][0] for child in children[node])
+        if saved and saved >= saved_below:
+            best[node] = saved, [node]
+        else:
+            best[node] = saved_below, [chosen for child in children[node] for chosen in best[child][1]]
+    return [chosen for root in roots for chosen in best[root][1]]
 
 
 def grow(
@@ -380,38 +394,18 @@ def grow(
 
 def segments_of(rows: np.ndarray, lengths: np.ndarray, nodes: list[Node], shape: tuple[int, int]) -> Forest:
     """Returns the forest in which `nodes` are computed once, for sorted `rows` of the batch and their `lengths`."""
-    # Outer nodes come first, so that parents are known. A piece is (parent, level, depth, length, source row, first
-    # sorted row, last sorted row).
-    inner = sorted(nodes, key=lambda node: (node.first, -node.last, node.depth))
-    pieces = []
-    path: list[int] = []  # indices of the pieces that contain the current one
-    covered_by = np.full(len(rows), -1)
-    for index, node in enumerate(inner):
-        while path and pieces[path[-1]][6] < node.first:
-            path.pop()
-        parent = path[-1] if path else -1
-        above = inner[parent].depth if path else 0
-        pieces.append((parent, len(path), above, node.depth - above, rows[node.first], node.first, node.last))
-        covered_by[node.first : node.last + 1] = index
-        path.append(index)
-    for row, length in enumerate(lengths.tolist()):
-        parent = int(covered_by[row])
-        above = inner[parent].depth if parent >= 0 else 0
-        level = pieces[parent][1] + 1 if parent >= 0 else 0
-        if length > above:
-            pieces.append((parent, level, above, length - above, rows[row], row, row))
+    pieces = _pieces(rows, lengths, nodes)
     columns = (np.array(column, dtype=int) for column in zip(*pieces, strict=True))
     parents, levels, depths, segment_lengths, source, first, last = columns
-    is_leaf = np.arange(len(pieces)) >= len(inner)
     # An inner piece without any piece below it (equal rows) is a leaf.
-    is_leaf[: len(inner)] = ~np.isin(np.arange(len(inner)), parents)
+    is_leaf = ~np.isin(np.arange(len(pieces)), parents)
     order = _row_order(parents, levels, segment_lengths, is_leaf, first)
-    new_number = np.empty(len(order), dtype=int)
-    new_number[order] = np.arange(len(order))
-    parents = np.where(parents >= 0, new_number[parents], -1)[order]
+    segment_of_piece = np.empty(len(order), dtype=int)
+    segment_of_piece[order] = np.arange(len(order))
+    parents = np.where(parents >= 0, segment_of_piece[parents], -1)[order]
     starts = np.cumsum(segment_lengths[order]) - segment_lengths[order]
     trees = np.arange(len(order))
-    for segment in np.argsort(levels[order], kind="stable"):
+    for segment in np.argsort(levels[order], kind="stable"):  # parents before their children
         if parents[segment] >= 0:
             trees[segment] = trees[parents[segment]]
     index_BL = np.full(shape, -1)
@@ -420,32 +414,75 @@ def segments_of(rows: np.ndarray, lengths: np.ndarray, nodes: list[Node], shape:
         columns = slice(depths[piece], depths[piece] + segment_lengths[piece])
         index_BL[rows[first[piece] : last[piece] + 1], columns] = tokens
     return Forest(
-        starts,
-        segment_lengths[order],
-        depths[order],
-        parents,
-        levels[order],
-        is_leaf[order],
-        source[order],
-        trees,
-        index_BL,
+        starts=starts,
+        lengths=segment_lengths[order],
+        depths=depths[order],
+        parents=parents,
+        levels=levels[order],
+        is_leaf=is_leaf[order],
+        source=source[order],
+        trees=trees,
+        index_BL=index_BL,
     )
+
+
+class _Piece(NamedTuple):
+    """A segment whose index in the packed row is not known yet; sorted rows `[first, last]` share it."""
+
+    parent: int  # another piece, -1 for none
+    level: int
+    depth: int
+    length: int
+    source: int
+    first: int
+    last: int
+
+    @property
+    def end(self) -> int:
+        """Number of tokens of its sequences up to its last token."""
+        return self.depth + self.length
+
+
+_NOTHING_ABOVE = _Piece(parent=-1, level=-1, depth=0, length=0, source=-1, first=-1, last=-1)
+
+
+def _pieces(rows: np.ndarray, lengths: np.ndarray, nodes: list[Node]) -> list[_Piece]:
+    """Returns a piece for each node, parents first, and then one for the tokens that a row shares with no other."""
+    pieces: list[_Piece] = []
+    path: list[int] = []  # the pieces that contain the current one
+    innermost_of_row = np.full(len(rows), -1)
+    for node in sorted(nodes, key=lambda node: (node.first, -node.last, node.depth)):
+        while path and pieces[path[-1]].last < node.first:
+            path.pop()
+        parent = path[-1] if path else -1
+        above = pieces[parent] if path else _NOTHING_ABOVE
+        source = rows[node.first]
+        length = node.depth - above.end
+        innermost_of_row[node.first : node.last + 1] = len(pieces)
+        path.append(len(pieces))
+        pieces.append(_Piece(parent, above.level + 1, above.end, length, source, node.first, node.last))
+    for row, length in enumerate(lengths.tolist()):
+        parent = int(innermost_of_row[row])
+        above = pieces[parent] if parent >= 0 else _NOTHING_ABOVE
+        if length > above.end:
+            pieces.append(_Piece(parent, above.level + 1, above.end, length - above.end, rows[row], row, row))
+    return pieces
 
 
 def _row_order(parents, levels, lengths, is_leaf, first) -> np.ndarray:
     """Returns the pieces in the order of the packed row, see the module docstring."""
     # Roots of equal length are neighbours, and so are siblings, so that they can be computed as one batch. At equal
     # length the order of the sorted rows decides.
-    rank: dict[int, tuple] = {}
+    path_keys: dict[int, tuple] = {}
 
-    def key(piece: int) -> tuple:
-        if piece not in rank:
-            above = key(parents[piece]) if parents[piece] >= 0 else ()
-            rank[piece] = (*above, (int(lengths[piece]), int(first[piece])))
-        return rank[piece]
+    def path_key(piece: int) -> tuple:
+        if piece not in path_keys:
+            above = path_key(parents[piece]) if parents[piece] >= 0 else ()
+            path_keys[piece] = (*above, (int(lengths[piece]), int(first[piece])))
+        return path_keys[piece]
 
     pieces = range(len(parents))
-    return np.array(sorted(pieces, key=lambda piece: (is_leaf[piece], levels[piece], key(piece))), dtype=int)
+    return np.array(sorted(pieces, key=lambda piece: (is_leaf[piece], levels[piece], path_key(piece))), dtype=int)
 
 
 def _dense_segments(rows: np.ndarray, lengths: np.ndarray, common: np.ndarray, shape: tuple[int, int]) -> Forest:
@@ -475,16 +512,16 @@ def _dense_segments(rows: np.ndarray, lengths: np.ndarray, common: np.ndarray, s
     index_BL[rows, :width] = index
     zeros = np.zeros(count, dtype=int)
     return Forest(
-        starts,
-        segment_lengths,
-        zeros,
-        zeros - 1,
-        zeros,
-        np.ones(count, dtype=bool),
-        rows[first_rows],
-        np.arange(count),
-        index_BL,
-        end_T,
+        starts=starts,
+        lengths=segment_lengths,
+        depths=zeros,
+        parents=zeros - 1,
+        levels=zeros,
+        is_leaf=np.ones(count, dtype=bool),
+        source=rows[first_rows],
+        trees=np.arange(count),
+        index_BL=index_BL,
+        end_T=end_T,
     )
 
 
