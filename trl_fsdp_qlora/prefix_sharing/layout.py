@@ -95,24 +95,25 @@ def encode(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, labels:
 
 def decode(code_BL: np.ndarray) -> Sequences:
     """Returns the sequences that [`encode`] encoded, see [`read_batch`]."""
-    host = code_BL
-    if (host == -2).any():
+    if (code_BL == -2).any():
         raise UnpackableBatch("a label stands where the attention mask has no token")
-    is_token = host >= 0
-    width = host.shape[1]
+    is_token = code_BL >= 0
+    width = code_BL.shape[1]
     lengths_B = is_token.sum(1)
     offsets_B = np.where(lengths_B > 0, is_token.argmax(1), 0)
     ends_B = width - is_token[:, ::-1].argmax(1)
     if ((ends_B - offsets_B != lengths_B) & (lengths_B > 0)).any():
         raise UnpackableBatch("the attention mask of a row has holes")
+    from_first_token_BL = code_BL
     if offsets_B.any():
         columns = np.minimum(np.arange(width) + offsets_B[:, None], width - 1)
-        host = np.take_along_axis(host, columns, axis=1)
+        from_first_token_BL = np.take_along_axis(code_BL, columns, axis=1)
     is_inside = np.arange(width) < lengths_B[:, None]
-    scored_BL = is_inside & (host % 2 == 1)
+    tokens_BL = np.where(is_inside, from_first_token_BL // 2, -1)
+    scored_BL = is_inside & (from_first_token_BL % 2 == 1)
     if scored_BL[:, 0].any():
         raise UnpackableBatch("a row begins with a label, which no token of it predicts")
-    return Sequences(np.where(is_inside, host // 2, -1), offsets_B, lengths_B, scored_BL, width, code_BL)
+    return Sequences(tokens_BL, offsets_B, lengths_B, scored_BL, width, code_BL)
 
 
 def cut_rows(sequences: Sequences, tokens_per_pass: int, tokens_of: Callable[[np.ndarray], int]) -> list[np.ndarray]:
@@ -126,11 +127,11 @@ def cut_rows(sequences: Sequences, tokens_per_pass: int, tokens_of: Callable[[np
         tokens_of: returns the number of tokens of the packed row of some rows.
     """
     needed_B = sequences.needed_B
-    kept = np.flatnonzero(needed_B)
-    if not len(kept):
+    labelled = np.flatnonzero(needed_B)
+    if not len(labelled):
         return [np.arange(len(needed_B))]
-    order, common = sort_by_prefix(sequences.tokens_BL[kept], needed_B[kept])
-    rows = kept[order]
+    order, common = sort_by_prefix(sequences.tokens_BL[labelled], needed_B[labelled])
+    rows = labelled[order]
     common = np.concatenate([[0], common])
     added = needed_B[rows] - common  # tokens of a row that the row before it does not share
     cuts = []
@@ -236,52 +237,63 @@ def lay_out(
             read. A row that does not end with a leaf, or that ends with an image, is not filled up.
     """
     rows, width = input_ids.shape
-    batch_row, token = ((forest.index_BL >= 0) & (forest.index_BL < forest.tokens)).nonzero()
+    row_T, depth_T = _sources(forest)
+    column_T = depth_T + sequences.offsets_B[row_T]
+    # All tokens of a tree count from one row's offset.
+    offset_S = sequences.offsets_B[forest.source[forest.trees]] if forest.offset_S is None else forest.offset_S
+    segment_T = np.repeat(np.arange(forest.computed), forest.lengths[: forest.computed])
+    position_T = depth_T + offset_S[segment_T]
+    filling = _filling(sequences, forest, int(row_T[-1]), int(depth_T[-1]), multiple)
+    if filling:
+        forest = forest.lengthened(filling)
+        row_T, column_T, position_T = (np.pad(x, (0, filling), "edge") for x in (row_T, column_T, position_T))
+
+    scored_row, scored_token = sequences.scored_BL.nonzero()
+    target_column = scored_token + sequences.offsets_B[scored_row]
+    result = scored_row * (width - 1) + target_column - 1
+    target = scored_row * width + target_column
+    predicting = forest.index_BL[scored_row, scored_token - 1]
+    if len(target):
+        predicting, target = (np.pad(x, (0, -len(x) % multiple), "edge") for x in (predicting, target))
+
+    parts = [row_T * width + column_T, position_T, predicting, target, result]
+    sent = to_device(torch.from_numpy(np.concatenate(parts).astype(np.int64)), input_ids.device)
+    source_T, position_ids_T, score_index_N, target_N, scatter_index_N = sent.split([len(part) for part in parts])
+    return PackedLayout(
+        forest=forest,
+        input_ids=input_ids.reshape(-1)[source_T].unsqueeze(0),
+        position_ids=position_ids_T.unsqueeze(0),
+        score_index_N=score_index_N,
+        targets_N=labels.reshape(-1)[target_N],
+        scatter_index_N=scatter_index_N,
+        shape=(rows, width),
+        row_T=row_T,
+        column_T=column_T,
+    )
+
+
+def _sources(forest: Forest) -> tuple[np.ndarray, np.ndarray]:
+    """Returns for each token of the packed row the first row of the batch that holds it, and its index in that row."""
+    is_computed_BL = (forest.index_BL >= 0) & (forest.index_BL < forest.tokens)
+    batch_row, token = is_computed_BL.nonzero()
     index_in_row = forest.index_BL[batch_row, token]
     row_T = np.empty(forest.tokens, dtype=int)
     depth_T = np.empty(forest.tokens, dtype=int)
     # Backwards, so that a token is copied from the first of the rows that share it.
     row_T[index_in_row[::-1]] = batch_row[::-1]
     depth_T[index_in_row] = token
-    column_T = depth_T + sequences.offsets_B[row_T]
-    # All tokens of a tree count from one row's offset.
-    segment_T = np.repeat(np.arange(forest.computed), forest.lengths[: forest.computed])
-    offset_S = sequences.offsets_B[forest.source[forest.trees]] if forest.offset_S is None else forest.offset_S
-    position_T = depth_T + offset_S[segment_T]
-    filling = -forest.tokens % multiple
+    return row_T, depth_T
+
+
+def _filling(sequences: Sequences, forest: Forest, last_row: int, last_depth: int, multiple: int) -> int:
+    """Returns how many tokens fill up a packed row, whose last token is token `last_depth` of `last_row`."""
+    if not forest.is_leaf[forest.computed - 1]:
+        return 0
     if sequences.spans_B2 is not None:
-        first, last = sequences.spans_B2[row_T[-1]]
-        if first <= depth_T[-1] <= last:
-            filling = 0
-    if filling and forest.is_leaf[forest.computed - 1]:
-        forest = forest.lengthened(filling)
-        row_T, column_T, position_T = (np.pad(x, (0, filling), "edge") for x in (row_T, column_T, position_T))
-    scored_row, scored_token = sequences.scored_BL.nonzero()
-    target_column = scored_token + sequences.offsets_B[scored_row]
-    predicting = forest.index_BL[scored_row, scored_token - 1]
-    target = scored_row * width + target_column
-    if len(target):
-        predicting, target = (np.pad(x, (0, -len(x) % multiple), "edge") for x in (predicting, target))
-    parts = [
-        row_T * width + column_T,
-        position_T,
-        predicting,
-        target,
-        scored_row * (width - 1) + target_column - 1,
-    ]
-    sent = to_device(torch.from_numpy(np.concatenate(parts).astype(np.int64)), input_ids.device)
-    source, position, score_index, target, scatter_index = sent.split([len(part) for part in parts])
-    return PackedLayout(
-        forest=forest,
-        input_ids=input_ids.reshape(-1)[source].unsqueeze(0),
-        position_ids=position.unsqueeze(0),
-        score_index_N=score_index,
-        targets_N=labels.reshape(-1)[target],
-        scatter_index_N=scatter_index,
-        shape=(rows, width),
-        row_T=row_T,
-        column_T=column_T,
-    )
+        first, last = sequences.spans_B2[last_row]
+        if first <= last_depth <= last:  # a copy of a placeholder would need features of its own
+            return 0
+    return -forest.tokens % multiple
 
 
 def join(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
