@@ -12,6 +12,7 @@ alike.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -150,12 +151,10 @@ def compare(
     embeddings: torch.nn.Module,
     unit: float,
 ) -> str | None:
-    """The fault of the packed pass over a few rows, the same on every rank; `None` if there is no fault. Collective.
+    """Returns the fault of the packed pass over a few rows, the same on every rank; `None` if there is no fault.
 
-    All ranks have the same number of rows. The compared gradients are those of a sum over the scored tokens with
-    random weights. Each pass adds its gradients with a sign, so there is never more than one copy of them. If one rank
-    runs out of memory, all ranks raise. If the passes themselves are collective, the other ranks wait until the
-    launcher ends them.
+    Collective: all ranks have the same number of rows. If one rank runs out of memory, all ranks raise. If the passes
+    themselves are collective, the other ranks wait until the launcher ends them.
 
     Args:
         model: the root module, wrappers included.
@@ -167,73 +166,95 @@ def compare(
         unit: the result of [`rounding_unit`].
     """
     device = scored_BC.device
-    is_collective = _is_collective(model)
-    generator = torch.Generator().manual_seed(0)
-    # Normal numbers, because the gradients of equal rows with opposite signs would cancel.
-    weight_BC = torch.where(scored_BC, torch.randn(scored_BC.shape, generator=generator).to(device), 0.0)
+    together = functools.partial(_together, _is_collective(model), device)
+    try:
+        with _separate_gradients(model) as gradients:
+            passes = _Passes(packed, padded, scored_BC, cuts, embeddings, unit, gradients)
+            packed_BC = torch.zeros_like(passes.weight_BC)
+            for cut in cuts.packed:
+                # The backward may be collective, so it begins only after the forward has ended well on all ranks.
+                values_BC = together(packed, cut.rows)
+                values_BC = together(passes.backward, values_BC, cut, 1.0)
+                packed_BC[cut.rows] = values_BC
+            sums, padded_BC = together(passes.compare_with_padded, packed_BC)
+            sums = _added_over_ranks(sums, device)
+            problem = verdict(sums, exact=not unit)
+            if problem is None or not unit:
+                return problem
+            # Beyond the fixed limits the effect of rounding decides. It takes most of the passes, and can only raise
+            # the limits, so it is not measured before.
+            rounding = together(passes.measure_rounding, packed_BC, padded_BC)
+    except _PassFailed as failure:
+        return str(failure)
+    return verdict(sums | _added_over_ranks(rounding, device), exact=False)
 
-    def backward(values_BC: torch.Tensor, cut: Cut, sign: float) -> torch.Tensor:
+
+class _Passes:
+    """The packed and the padded passes over the rows to compare; the arguments are those of [`compare`].
+
+    The compared gradients are those of a sum over the scored tokens with random weights. Each pass adds its gradients
+    with a sign to `gradients`, so there is never more than one copy of them.
+    """
+
+    def __init__(
+        self,
+        packed: Callable[[slice], torch.Tensor],
+        padded: Callable[[slice], torch.Tensor],
+        scored_BC: torch.Tensor,
+        cuts: Cuts,
+        embeddings: torch.nn.Module,
+        unit: float,
+        gradients: "_Gradients",
+    ):
+        self.packed = packed
+        self.padded = padded
+        self.scored_BC = scored_BC
+        self.cuts = cuts
+        self.embeddings = embeddings
+        self.unit = unit
+        self.gradients = gradients
+        # Normal numbers, because the gradients of equal rows with opposite signs would cancel.
+        random_BC = torch.randn(scored_BC.shape, generator=torch.Generator().manual_seed(0)).to(scored_BC.device)
+        self.weight_BC = torch.where(scored_BC, random_BC, 0.0)
+
+    def backward(self, values_BC: torch.Tensor, cut: Cut, sign: float) -> torch.Tensor:
+        """Add the gradients of one forward with this sign; return its values as constants."""
         # TRL leaves the values on the LM head's device: the last of a model that is split over several devices.
-        values_BC = values_BC.to(device)
+        values_BC = values_BC.to(self.weight_BC.device)
         if torch.is_grad_enabled():
-            (values_BC * (sign * cut.counts * weight_BC[cut.rows])).sum().backward()
+            (values_BC * (sign * cut.counts * self.weight_BC[cut.rows])).sum().backward()
         return values_BC.detach()
 
-    def whole_pass(forward: Callable[[slice], torch.Tensor], parts: list[Cut], sign: float) -> torch.Tensor:
-        values_BC = torch.zeros_like(weight_BC)
-        for cut in parts:
-            values_BC[cut.rows] = backward(forward(cut.rows), cut, sign)
+    def run(self, forward: Callable[[slice], torch.Tensor], cuts: list[Cut], sign: float) -> torch.Tensor:
+        """Run a whole pass; return its values `(R, C)`."""
+        values_BC = torch.zeros_like(self.weight_BC)
+        for cut in cuts:
+            values_BC[cut.rows] = self.backward(forward(cut.rows), cut, sign)
         return values_BC
 
-    def compare_with_padded(packed_BC: torch.Tensor, gradients: "_Gradients") -> tuple[dict[str, float], torch.Tensor]:
-        # `gradients` holds the packed gradient now, and then the sum of the gradients of all passes with their signs.
-        sums = {"gradient": gradients.squared_norm()}
-        padded_BC = whole_pass(padded, cuts.padded, -1.0)
-        sums["gradient_off"] = gradients.squared_norm()
-        if unit and torch.is_grad_enabled():
-            whole_pass(packed, cuts.packed, -1.0)  # the negative padded gradient remains
-            sums["gradient_padded"] = gradients.squared_norm()
-        return sums | statistics(packed_BC, padded_BC, [], scored_BC), padded_BC
+    def compare_with_padded(self, packed_BC: torch.Tensor) -> tuple[dict[str, float], torch.Tensor]:
+        """Run the padded pass after the packed one; return sums for [`verdict`] and the padded values."""
+        sums = {"gradient": self.gradients.squared_norm()}
+        padded_BC = self.run(self.padded, self.cuts.padded, -1.0)
+        sums["gradient_off"] = self.gradients.squared_norm()
+        if self.unit and torch.is_grad_enabled():
+            self.run(self.packed, self.cuts.packed, -1.0)  # the negative padded gradient remains
+            sums["gradient_padded"] = self.gradients.squared_norm()
+        return sums | statistics(packed_BC, padded_BC, [], self.scored_BC), padded_BC
 
-    def measure_rounding(
-        packed_BC: torch.Tensor, padded_BC: torch.Tensor, gradients: "_Gradients"
-    ) -> dict[str, float]:
+    def measure_rounding(self, packed_BC: torch.Tensor, padded_BC: torch.Tensor) -> dict[str, float]:
+        """Run perturbed padded passes after [`compare_with_padded`]; return sums for [`verdict`]."""
         sums = {}
         noise_NBC = []
-        passes = NOISE_PASSES * max(1, ROWS_HALF // len(scored_BC))
+        passes = NOISE_PASSES * max(1, ROWS_HALF // len(self.scored_BC))
         for seed in range(min(passes, MOST_NOISE_PASSES)):
             if seed:
-                gradients.clear()
-            with perturbed(embeddings, unit, seed):
-                noise_NBC.append(whole_pass(padded, cuts.padded, 1.0) - padded_BC)
+                self.gradients.clear()
+            with perturbed(self.embeddings, self.unit, seed):
+                noise_NBC.append(self.run(self.padded, self.cuts.padded, 1.0) - padded_BC)
             # The first is the norm of the change of the gradient, the others are norms of changed gradients.
-            sums[f"gradient_moved_{seed}" if seed else "gradient_noise"] = gradients.squared_norm()
-        return sums | statistics(packed_BC, padded_BC, noise_NBC, scored_BC)
-
-    with _separate_gradients(model) as gradients:
-        packed_BC = torch.zeros_like(weight_BC)
-        for cut in cuts.packed:
-            values_BC, error = _attempt(is_collective, packed, cut.rows)
-            if problem := _agree(error, device):
-                return problem
-            values_BC, error = _attempt(is_collective, backward, values_BC, cut, 1.0)
-            if problem := _agree(error, device):
-                return problem
-            packed_BC[cut.rows] = values_BC
-        result, error = _attempt(is_collective, compare_with_padded, packed_BC, gradients)
-        if problem := _agree(error, device):
-            return problem
-        sums, padded_BC = result
-        sums = _added_over_ranks(sums, device)
-        problem = verdict(sums, exact=not unit)
-        if problem is None or not unit:
-            return problem
-        # Beyond the fixed limits the effect of rounding decides. It takes most of the passes, and can only raise the
-        # limits, so it is not measured before.
-        rounding, error = _attempt(is_collective, measure_rounding, packed_BC, padded_BC, gradients)
-        if problem := _agree(error, device):
-            return problem
-    return verdict(sums | _added_over_ranks(rounding, device), exact=False)
+            sums[f"gradient_moved_{seed}" if seed else "gradient_noise"] = self.gradients.squared_norm()
+        return sums | statistics(packed_BC, padded_BC, noise_NBC, self.scored_BC)
 
 
 def _added_over_ranks(sums: dict[str, float], device: torch.device) -> dict[str, float]:
@@ -247,30 +268,44 @@ def _is_collective(model: torch.nn.Module) -> bool:
     return not is_known or any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
 
 
-def _attempt(is_collective: bool, work: Callable, *args: Any) -> tuple[Any, Exception | None]:
-    """The result of `work`, or its error for [`_agree`].
+class _PassFailed(Exception):
+    """A pass failed on some rank; raised on all ranks with the reason."""
 
-    If memory ran out in a collective pass the error is raised at once, because the other ranks wait in the pass.
+
+def _together(is_collective: bool, device: torch.device, work: Callable, *args: Any) -> Any:
+    """Returns the result of `work`, which each rank runs. Collective.
+
+    Raises:
+        _PassFailed: `work` failed on some rank; raised on all ranks.
+        torch.OutOfMemoryError: some rank ran out of memory; raised on all ranks. If `work` is a collective pass, only
+            that rank raises, and at once, because the other ranks wait in the pass.
     """
-    try:
-        return work(*args), None
-    except Exception as error:
-        if is_collective and is_out_of_memory(error):
-            raise
-        return None, error
-
-
-def _agree(error: Exception | None, device: torch.device) -> str | None:
-    """The reason why some rank failed, on all ranks. If one ran out of memory, all ranks raise. Collective."""
+    result, error = _attempt(work, *args)
     out_of_memory = error is not None and is_out_of_memory(error)
+    if out_of_memory and is_collective:
+        raise error
     failed, ended = reduced_over_ranks([float(error is not None), float(out_of_memory)], device)
     if out_of_memory:
         raise error
     if ended:
         raise torch.OutOfMemoryError("another rank ran out of memory while packed rows were compared with padded ones")
     if error is not None:
-        return reason_of(error)
-    return "another rank's packed pass failed" if failed else None
+        raise _PassFailed(reason_of(error))
+    if failed:
+        raise _PassFailed("another rank's packed pass failed")
+    return result
+
+
+def _attempt(work: Callable, *args: Any) -> tuple[Any, Exception | None]:
+    """Returns the result of `work`, or its error.
+
+    It is a function of its own so that the frame that keeps the error is not in the error's traceback: in such a
+    circle the tensors of the failed pass would stay in memory.
+    """
+    try:
+        return work(*args), None
+    except Exception as error:
+        return None, error
 
 
 def statistics(
