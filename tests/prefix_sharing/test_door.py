@@ -17,7 +17,7 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from tests.tiny import lora
 from trl_fsdp_qlora import share_prompts
-from trl_fsdp_qlora.prefix_sharing import PrefixSharingError, cascade, layout
+from trl_fsdp_qlora.prefix_sharing import PrefixSharingError, cascade, layout, two_part
 from trl_fsdp_qlora.prefix_sharing.door import open_door
 from trl_fsdp_qlora.prefix_sharing.recurrent import recurrent_layers
 
@@ -506,6 +506,34 @@ def test_the_first_pass_is_compared_and_a_wrong_one_is_not_taken(monkeypatch):
     share_prompts(model)
     assert torch.equal(call(model, batch).log_probs, expected.log_probs)
     assert "difference in log-probability" in model.prompt_sharing.describe()
+
+
+def test_a_backend_that_is_named_later_raises_like_one_that_is_named_first():
+    """Passes had run as in stock TRL since `auto` found a difference, and a named backend was not used either."""
+    model = with_stock_head(build("llama"))
+    mlp = model.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x + 0.3 * x.roll(1, dims=1))  # it mixes neighbours in the row
+    batch = make_batch(awkward, "right")
+    share_prompts(model)
+    call(model, batch)
+    assert not model.prompt_sharing.is_active
+    share_prompts(model, attention="cascade")
+    with pytest.raises(PrefixSharingError, match="difference in log-probability"):
+        call(model, batch)
+
+
+def test_each_backend_is_compared(monkeypatch):
+    """The verdict on `cascade`, which `auto` had used, served for `two_part` as well."""
+    model = share_prompts(with_stock_head(build("llama")))
+    batch = make_batch(awkward, "right")
+    call(model, batch)
+    assert model.prompt_sharing.figures.tokens
+    attend = two_part.attend
+    monkeypatch.setattr(two_part, "attend", lambda layer: 1.1 * attend(layer))
+    share_prompts(model, attention="two_part")
+    with pytest.raises(PrefixSharingError, match="differ"):
+        call(model, batch)
 
 
 def test_noise_on_the_embeddings_is_that_of_the_padded_rows():

@@ -67,7 +67,7 @@ def test_log_probs_entropy_and_gradients_on_each_backend(name):
         key.removeprefix("pass/layers_"): value for key, value in figures.items() if "/layers_" in key
     }
     for backend in ("cascade", "two_part") if name not in MASKED else ():
-        prepared(model, backend)
+        prepared(model, backend, compared=True)
         if backend == "cascade" and "two_part" in kinds:
             with pytest.raises(UnsupportedAttention):
                 one_pass(model, door)

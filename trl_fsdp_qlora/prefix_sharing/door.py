@@ -221,6 +221,10 @@ class Door:
         Raises:
             PrefixSharingError: a backend was named that cannot serve the model.
         """
+        if attention != self.attention:
+            # Another backend may compute what the last one could not, and has to be compared, too.
+            self.reason = None
+            self.comparison.checked.clear()
         self.attention = attention
         self.lm_head_kernel = lm_head_kernel
         self.entropy_gradient = entropy_gradient
@@ -228,8 +232,6 @@ class Door:
         if attention == "off":
             self.reason = "switched off"
             return
-        if self.reason == "switched off":
-            self.reason = None
         try:
             if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
                 raise UnsupportedAttention("prompt-learning adapters put virtual tokens in front of every row")
