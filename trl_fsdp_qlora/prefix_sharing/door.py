@@ -193,9 +193,12 @@ class Door:
 
     Attributes:
         base: the causal language model, without wrappers.
+        attention, lm_head_kernel, entropy_gradient, compares, expects_images: see [`open_door`].
         reason: why passes run as in stock TRL; `None` if they run packed.
         figures: figures of the last packed pass.
         comparison: compares the first pass of each kind with stock TRL's.
+        is_aside: whether passes run as in stock TRL for now, see [`closed`].
+        images_may_come: whether some rank's batch may have images, see [`look_for_images`].
     """
 
     def __init__(self, base: nn.Module):
@@ -205,6 +208,7 @@ class Door:
         self.figures = PassFigures()
         self.comparison = Comparison(self)
         self.is_aside = False
+        self.expects_images = False
         self.images_may_come = True
         self._is_prepared = False
         self._cannot_keep: str | None = None
@@ -241,8 +245,10 @@ class Door:
             self.give_up(str(error))
 
     def _prepare(self) -> None:
+        """Install layers for packed rows, and keep what passes have to know about the model."""
         base = self.base
-        if (reason := support.unsupported_reason(base)) is not None:
+        reason = support.unsupported_reason(base)
+        if reason is not None:
             raise UnsupportedAttention(reason)
         self.dense = None
         try:
@@ -303,8 +309,11 @@ class Door:
         # Accelerate's mixed precision wraps the forward, and keeps the wrapped one under the second name.
         forwards = [vars(self.base).get(name) for name in ("forward", "_original_forward")]
         forwards += [getattr(forward, "behind_the_door", None) for forward in forwards]
-        heads = (fused_head(forward) for forward in forwards)
-        return next((head for head in heads if head is not None), None)
+        for forward in forwards:
+            head = fused_head(forward)
+            if head is not None:
+                return head
+        return None
 
     # --- questions of a trainer -------------------------------------------------------------------------------------
 
@@ -320,8 +329,9 @@ class Door:
             self.look_at_wrappers()
         if not self.is_active:
             return f"prefix sharing: {self.reason}"
+        line = f"prefix sharing: {self.attention}"
         dropout = other_dropout(self.base)
-        return f"prefix sharing: {self.attention}" + (f"; {dropout}" if dropout else "")
+        return line if dropout is None else f"{line}; {dropout}"
 
     def feature(self) -> tuple[str, str]:
         """Returns heading and line for the start-up block, see `EfficientGRPOTrainer.features`."""
@@ -364,12 +374,14 @@ class Door:
 
     def look_at_wrappers(self) -> None:
         """Give up if wrappers that were added later do not allow packed rows; all ranks have the same wrappers."""
-        if self.is_active and (reason := gathered_per_call(self.base)) is not None:
+        reason = gathered_per_call(self.base) if self.is_active else None
+        if reason is not None:
             self.give_up(reason)
 
     def look_at_noise(self) -> None:
         """Give up if a trainer has begun to add noise to the embeddings; all ranks add it."""
-        if self.is_active and (reason := noise_reason(self.base)) is not None:
+        reason = noise_reason(self.base) if self.is_active else None
+        if reason is not None:
             self.give_up(reason)
 
     def give_up(self, reason: str) -> None:
@@ -377,9 +389,9 @@ class Door:
         self.reason = reason
         self.runs_padded("The model", reason)
 
-    def runs_padded(self, what: str, reason: str) -> None:
-        """Log once why something runs as in stock TRL; raise if a backend was named."""
-        line = f"{what} runs padded as in stock TRL: {reason}"
+    def runs_padded(self, subject: str, reason: str) -> None:
+        """Log once why `subject`, a batch or the model, runs as in stock TRL; raise if a backend was named."""
+        line = f"{subject} runs padded as in stock TRL: {reason}"
         if self.attention != "auto":
             raise PrefixSharingError(
                 f"prefix_sharing={self.attention!r}: {line}; use prefix_sharing='auto' to allow that"
@@ -420,25 +432,20 @@ class Door:
         def agree(numbers: list[int]) -> list[int]:
             return reduced_over_ranks(numbers, device)
 
-        try:
-            if len({batch.input_ids.shape for batch in batches}) > 1:
-                raise UnpackableBatch("batches of several shapes")
-            sequences = self._read_together(batches)
-        except UnpackableBatch:
-            sequences = None
+        sequences = None
+        if len({batch.input_ids.shape for batch in batches}) == 1:
+            with contextlib.suppress(UnpackableBatch):
+                sequences = self._read_together(batches)
         if any(agree([int(sequences is None)])):
             return None
         rows = len(batches[0].input_ids)
         limit = tokens_per_pass or batches[0].input_ids.numel()
-        candidates = [rows] if one_by_one else _rows_per_pass(len(batches), rows)
-        fitting = (count for count in candidates if self._passes(sequences, count, rows, list).fits(limit))
-        # The largest number of rows that fits on every rank, or 0.
-        chosen = -agree([-next(fitting, 0)])[0]
+        rows_per_pass = self._rows_that_fit(sequences, len(batches), rows, limit, one_by_one, agree)
         to_losses = None
         if any(batch.router_loss for batch in batches):
             to_losses = functools.partial(router_loss, top_k=self._experts_per_token())
-        if chosen >= rows:
-            return self._plan_whole_batches(batches, sequences, chosen, agree, to_losses)
+        if rows_per_pass >= rows:
+            return self._plan_whole_batches(batches, sequences, rows_per_pass, agree, to_losses)
         if tokens_per_pass is None:
             return None  # too many beginnings would be alive at once; each batch alone needs less memory
         if one_by_one:
@@ -447,10 +454,19 @@ class Door:
                 "be cut here"
             )
             return self._plan_whole_batches(batches, sequences, rows, agree, to_losses)
-        chosen = max(chosen, 1)  # a single row that is too long runs alone
-        values = self._passes(sequences, chosen, rows, agree, has_gradients=False)
-        forwards = self._passes(sequences, chosen, rows, agree)
-        return StepPlan(forwards, values, 1, rows // chosen, to_losses)
+        rows_per_pass = max(rows_per_pass, 1)  # a single row that is too long runs alone
+        values = self._passes(sequences, rows_per_pass, rows, agree, has_gradients=False)
+        forwards = self._passes(sequences, rows_per_pass, rows, agree)
+        return StepPlan(forwards, values, 1, rows // rows_per_pass, to_losses)
+
+    def _rows_that_fit(
+        self, sequences: Sequences, batches: int, rows: int, limit: int, one_by_one: bool, agree: Callable
+    ) -> int:
+        """Returns the largest number of rows in a pass of equal passes that fits into `limit` on every rank, or 0."""
+        candidates = [rows] if one_by_one else _rows_per_pass(batches, rows)
+        fitting = (count for count in candidates if self._passes(sequences, count, rows, list).fits(limit))
+        fits_here = next(fitting, 0)
+        return -agree([-fits_here])[0]  # the minimum over ranks
 
     def _may_plan(self) -> bool:
         """Whether passes of this model may use values of other passes; logs why not, once."""
@@ -497,8 +513,9 @@ class Door:
         forwards = one_per_batch if rows_per_pass == rows else self._passes(sequences, rows_per_pass, rows, agree)
         # A batch that runs alone may be a dense row, which a pass of several batches cannot be. That may save more
         # than sharing between batches does.
-        of_batches = zip(batches, sequences.split(rows), strict=True)
-        alone_tokens = sum(self.grow(batch, of_batch).tokens for batch, of_batch in of_batches)
+        alone_tokens = 0
+        for batch, sequences_of_batch in zip(batches, sequences.split(rows), strict=True):
+            alone_tokens += self.grow(batch, sequences_of_batch).tokens
         device = batches[0].input_ids.device
         shared_tokens, alone_tokens = reduced_over_ranks([forwards.tokens, alone_tokens], device, "SUM")
         if shared_tokens >= alone_tokens:
@@ -553,30 +570,39 @@ class Door:
             self.figures.seconds += time.perf_counter() - start
             return output
         self.look_at_noise()
-        batch = sequences = None
-        if self.is_active and not self.is_aside:
-            try:
-                batch = self._batch(arguments, **of_images)
-                if tokens_per_pass is not None:
-                    batch.router_loss = False  # a pass in parts returns values and no losses of the model
-                sequences = self.read(batch)
-                if rehearsal is None:
-                    self._check_pairs(batch, sequences)
-            except UnpackableBatch as error:
-                sequences = None
-                self.runs_padded("A batch", str(error))
+        batch, sequences = self._read_call(arguments, of_images, rehearsal, in_parts=tokens_per_pass is not None)
         is_unchecked = rehearsal is None and tokens_per_pass is None and not self.comparison.is_complete
         if is_unchecked and not self.comparison.from_inside(stock, batch, sequences):
             sequences = None
         self.figures = PassFigures()
-        if tokens_per_pass is None and sequences is None:
-            return stock(fused_lm_head=True, **arguments)
-        if tokens_per_pass is None:
+        if tokens_per_pass is not None:
+            output = self._score_in_passes(stock, arguments, batch, sequences, tokens_per_pass)
+        elif sequences is not None:
             output = self._score_rows(batch, sequences, rehearsal)
         else:
-            output = self._score_in_passes(stock, arguments, batch, sequences, tokens_per_pass)
+            return stock(fused_lm_head=True, **arguments)
         self.figures.seconds = time.perf_counter() - start
         return output
+
+    @_not_compiled
+    def _read_call(
+        self, arguments: dict[str, Any], of_images: dict[str, Any], rehearsal: Rehearsal | None, in_parts: bool
+    ) -> tuple[Batch | None, Sequences | None]:
+        """Returns the batch of a call, also as the host sees it; without the latter the pass runs as in stock TRL."""
+        batch = None
+        if not self.is_active or self.is_aside:
+            return batch, None
+        try:
+            batch = self._batch(arguments, **of_images)
+            if in_parts:
+                batch.router_loss = False  # a pass in parts returns values and no losses of the model
+            sequences = self.read(batch)
+            if rehearsal is None:
+                self._check_pairs(batch, sequences)
+        except UnpackableBatch as error:
+            self.runs_padded("A batch", str(error))
+            return batch, None
+        return batch, sequences
 
     @_but_for_the_model
     def _score_forward(self, batch: Batch, forward: Forward) -> FusedCausalLMOutput:
@@ -622,48 +648,52 @@ class Door:
         If one rank cannot pack, all ranks run stock passes of as many rows as fit.
         """
         device = arguments["input_ids"].device
-        rows, width = arguments["input_ids"].shape
         cuts = []
+        forwards = None
         if sequences is not None:
             cuts = cut_rows(sequences, tokens_per_pass, lambda cut: self.grow(batch, sequences.rows(cut)).tokens)
-        forwards = self._forwards_of_cuts(batch, sequences, cuts)
+            forwards = self._forwards_of_cuts(sequences, cuts)
         count = len(cuts) if forwards is None else forwards.count
         most, cannot = reduced_over_ranks([count, int(sequences is None)], device)
-        outputs = []
         if cannot:
             batch = batch or self._batch(arguments, None, None)
-            at_once = max(1, tokens_per_pass // width)
-            cuts = [np.arange(first, min(first + at_once, rows)) for first in range(0, rows, at_once)]
-            for cut in cuts:
-                outputs.append(stock(fused_lm_head=True, **batch.rows(cut).arguments()))
+            rows, width = batch.input_ids.shape
+            rows_per_pass = max(1, tokens_per_pass // width)
+            cuts = np.split(np.arange(rows), range(rows_per_pass, rows, rows_per_pass))
+            outputs = [stock(fused_lm_head=True, **batch.rows(cut).arguments()) for cut in cuts]
         else:
+            outputs = []
             for number, cut in enumerate(cuts):
-                if forwards is None:
-                    outputs.append(self._score_rows(batch.rows(cut), sequences.rows(cut)))
-                else:
-                    *_, output = (self._score_forward(batch.rows(cut), f) for f in forwards.of_pass(number))
-                    outputs.append(output)
-            first_row = np.array([0])
+                outputs.append(self._score_cut(batch.rows(cut), sequences.rows(cut), forwards, number))
             for _ in range(int(most) - count):  # other ranks have more passes, which are collective
-                unlabelled = batch.rows(first_row)
-                unlabelled.labels = torch.full_like(unlabelled.labels, IGNORED_LABEL)
-                unscored = sequences.rows(first_row)
-                unscored.scored_BL = np.zeros_like(unscored.scored_BL)
-                self._score_rows(unlabelled, unscored)
-        order = to_device(torch.from_numpy(np.argsort(np.concatenate(cuts))), device)
-        fields = {}
-        for name in ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask"):
-            parts = [getattr(output, name) for output in outputs]
-            fields[name] = None if parts[0] is None else torch.cat(parts)[order]
-        labels = fields["label_mask"].sum().clamp(min=1) if batch.num_items is None else batch.num_items
-        return FusedCausalLMOutput(loss=-fields["log_probs"].sum() / labels, **fields)
+                self._score_nothing(batch, sequences)
+        return _output_of_cuts(outputs, cuts, batch.num_items, device)
+
+    @_but_for_the_model
+    def _score_cut(
+        self, batch: Batch, sequences: Sequences, forwards: StepForwards | None, number: int
+    ) -> FusedCausalLMOutput:
+        """Score the rows of pass `number` of a batch that is cut, after the trunks that no earlier pass has needed."""
+        if forwards is None:
+            return self._score_rows(batch, sequences)
+        for forward in forwards.of_pass(number):  # the pass itself comes last
+            output = self._score_forward(batch, forward)
+        return output
+
+    @_but_for_the_model
+    def _score_nothing(self, batch: Batch, sequences: Sequences) -> None:
+        """Run a pass over the first row, without its labels."""
+        first_row = np.array([0])
+        unlabelled = batch.rows(first_row)
+        unlabelled.labels = torch.full_like(unlabelled.labels, IGNORED_LABEL)
+        unscored = sequences.rows(first_row)
+        unscored.scored_BL = np.zeros_like(unscored.scored_BL)
+        self._score_rows(unlabelled, unscored)
 
     @_not_compiled
-    def _forwards_of_cuts(self, batch: Batch | None, sequences: Sequences | None, cuts: list) -> StepForwards | None:
+    def _forwards_of_cuts(self, sequences: Sequences, cuts: list[np.ndarray]) -> StepForwards | None:
         """Plan passes without gradients so that a shared beginning is computed once; `None` if they share none."""
-        if len(cuts) < 2 or torch.is_grad_enabled() or self._cannot_keep is not None:
-            return None
-        if self._why_not_keep() is not None:
+        if len(cuts) < 2 or torch.is_grad_enabled() or not self.keeps_beginnings:
             return None
         forwards = StepForwards(sequences, cuts, self._shortest, list)
         return forwards if forwards.is_shared else None
@@ -706,43 +736,47 @@ class Door:
 
     def _read_together(self, batches: list[Batch]) -> Sequences:
         """Read batches of equal width on the host, as one."""
-        rows, width = batches[0].input_ids.shape
+        width = batches[0].input_ids.shape[1]
         if width > self.position_limit:
             raise UnpackableBatch(f"rows of {width} positions switch the rotary tables at {self.position_limit}")
         has_images = any(batch.has_images for batch in batches)
         if has_images and self.images.reason is not None:
             raise UnpackableBatch(self.images.reason)
         codes = [encode(batch.input_ids, batch.attention_mask, batch.labels) for batch in batches]
-        sent = {"code": codes[0] if len(codes) == 1 else torch.cat(codes)}
-        for i, batch in enumerate(batches):
-            if batch.has_images:
-                for name, x in self.images.to_send(batch).items():
-                    sent[i, name] = x
+        code_BL = codes[0] if len(codes) == 1 else torch.cat(codes)
+        to_send = [self.images.to_send(batch) if batch.has_images else {} for batch in batches]
         # The host waits for the device here, once for all batches.
-        sent = to_host(sent)
-        sequences = decode(sent["code"].numpy())
+        code_BL, received = _on_host(code_BL, to_send)
+        sequences = decode(code_BL.numpy())
         sequences.needs_all = any(batch.router_loss for batch in batches)
         if has_images:
-            keys = []
-            for i, batch in enumerate(batches):
-                if not batch.has_images:
-                    keys.append(np.zeros(rows, int))
-                    continue
-                received = {key[1]: x for key, x in sent.items() if key[0] == i}
-                tokens_BL = sequences.tokens_BL[i * rows : (i + 1) * rows]
-                keys.append(self.images.receive(batch, tokens_BL, received))
-            sequences.image_keys_B = np.concatenate(keys)
+            sequences.image_keys_B = self._image_keys(batches, sequences, received)
             self.images.mark(sequences)
         if not self.sees_distances:
             # Rows that begin in different columns have different positions, so they must not share tokens.
             sequences.tokens_BL[:, 0] += sequences.offsets_B << 40
         return sequences
 
+    def _image_keys(self, batches: list[Batch], sequences: Sequences, received: list[dict]) -> np.ndarray:
+        """Returns keys that are equal for rows with the same images, from the tensors received for each batch."""
+        keys = []
+        first = 0
+        for batch, tensors in zip(batches, received, strict=True):
+            last = first + len(batch.input_ids)
+            if batch.has_images:
+                keys.append(self.images.receive(batch, sequences.tokens_BL[first:last], tensors))
+            else:
+                keys.append(np.zeros(last - first, int))
+            first = last
+        return np.concatenate(keys)
+
     def count_images(self, batch: Batch) -> None:
+        """Set the number of images of each row, if the caller has not counted them."""
         if batch.has_images and batch.num_images is None:
             batch.num_images = self.images.count(batch)
 
     def grow(self, batch: Batch, sequences: Sequences, is_dense: bool = False) -> Forest:
+        """Returns the forest of a batch; with `is_dense` it has a dense mask if this saves any token."""
         lengths_B = sequences.needed_B
         # Without labels one token is computed, so that the graph contains the model and collectives are reached.
         if not lengths_B.any():
@@ -750,7 +784,13 @@ class Door:
         pairs_per_token = None
         if self.can_be_dense and not batch.has_images:
             pairs_per_token = float("inf") if is_dense else _PAIRS_PER_TOKEN * self.hidden_size
-        return grow(sequences.tokens_BL, lengths_B, sequences.spans_B2, True, self._shortest, pairs_per_token)
+        return grow(
+            sequences.tokens_BL,
+            lengths_B,
+            sequences.spans_B2,
+            min_length=self._shortest,
+            pairs_per_token=pairs_per_token,
+        )
 
     @property
     def _shortest(self) -> int:
@@ -838,6 +878,28 @@ class Door:
             coefficient = getattr(self.base.config.get_text_config(), "router_aux_loss_coef", 0.0)
             loss = loss + coefficient * aux_loss
         return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **values)
+
+
+def _on_host(
+    code_BL: torch.Tensor, tensors: list[dict[str, torch.Tensor]]
+) -> tuple[torch.Tensor, list[dict[str, torch.Tensor]]]:
+    """Returns the arguments copied to the host, in one transfer."""
+    flat = {(i, name): x for i, of_batch in enumerate(tensors) for name, x in of_batch.items()}
+    on_host = to_host({"code": code_BL, **flat})
+    return on_host["code"], [{name: on_host[i, name] for name in of_batch} for i, of_batch in enumerate(tensors)]
+
+
+def _output_of_cuts(
+    outputs: list[FusedCausalLMOutput], cuts: list[np.ndarray], num_items: Any, device: torch.device
+) -> FusedCausalLMOutput:
+    """Returns the output of a batch from the outputs of passes that scored the rows `cuts`."""
+    order = to_device(torch.from_numpy(np.argsort(np.concatenate(cuts))), device)
+    fields = {}
+    for name in ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask"):
+        parts = [getattr(output, name) for output in outputs]
+        fields[name] = None if parts[0] is None else torch.cat(parts)[order]
+    labels = fields["label_mask"].sum().clamp(min=1) if num_items is None else num_items
+    return FusedCausalLMOutput(loss=-fields["log_probs"].sum() / labels, **fields)
 
 
 def _rows_per_pass(batches: int, rows: int) -> list[int]:
