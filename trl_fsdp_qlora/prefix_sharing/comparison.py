@@ -7,6 +7,7 @@ file decides when rows are compared, chooses the rows, and acts on the verdict.
 import contextlib
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -127,7 +128,8 @@ class Comparison:
         if not self.door.is_active:
             return False
         device = next(self.door.base.parameters()).device if batch is None else batch.input_ids.device
-        with contextlib.nullcontext() if is_sharded(self.door.base) else deciding_alone():
+        decision = contextlib.nullcontext() if is_sharded(self.door.base) else deciding_alone()
+        with decision:
             has_images = sequences is not None and batch.has_images
             cannot, with_images = reduced_over_ranks([int(sequences is None), int(has_images)], device)
             if cannot:
@@ -194,68 +196,96 @@ class Comparison:
     ) -> str | None:
         """Returns the fault of packed passes over a few rows of a batch; `None` if there is none."""
         device = batch.input_ids.device
-        (count,) = reduced_over_ranks([min(ROWS_HALF if unit else ROWS_FP32, len(batch.input_ids))], device)
-        sample = replace(batch.rows(sampled_rows(batch, int(count))), router_loss=False)
-        sequences = self._try_to_read(sample)
-        is_readable = sequences is not None and bool(sequences.scored_BL.any())
-        if not any(reduced_over_ranks([int(is_readable)], device)):
+        count_here = min(ROWS_HALF if unit else ROWS_FP32, len(batch.input_ids))
+        (count,) = reduced_over_ranks([count_here], device)
+        sampled = replace(batch.rows(sampled_rows(batch, int(count))), router_loss=False)
+        sequences = self._try_to_read(sampled)
+        is_packable = sequences is not None and bool(sequences.scored_BL.any())
+        if not any(reduced_over_ranks([int(is_packable)], device)):
             return _NOTHING_TO_COMPARE
         tokens = self._tokens_of(batch)
         if tokens_per_pass is not None:
             tokens = min(tokens, tokens_per_pass)
-        rows, width = sample.input_ids.shape
-        ends = [(0, rows)]
-        if is_readable:
-            # The rows of one forward have to be neighbours.
-            sets = cut_rows(
-                sequences, max(tokens, width), lambda part: self.door.grow(sample, sequences.rows(part)).tokens
-            )
-            sample = sample.rows(np.concatenate(sets))
-            lengths = np.cumsum([0, *map(len, sets)]).tolist()
-            ends = list(itertools.pairwise(lengths))
-        cuts = cut_sample(ends, rows, width, tokens, device)
-
-        def padded(part: slice) -> torch.Tensor:
-            with self.door.closed():
-                return forward(sample.rows(np.arange(part.start, part.stop)).arguments())
-
-        def packed(is_dense: bool, part: slice) -> torch.Tensor:
-            if not is_readable:  # the other ranks' forwards may be collective, so this rank runs one, too
-                return padded(part)
-            rehearsal = Rehearsal(is_dense)
-            selected = sample.rows(np.arange(part.start, part.stop))
-            values = forward(
-                selected.arguments(),
-                rehearsal=rehearsal,
-                num_images=selected.num_images,
-                image_keys=selected.image_keys,
-            )
-            calls = len(self.door.figures.layer_calls)
-            if not calls or calls % self.door.layers:  # differential attention calls its function twice a layer
-                rehearsal.problems.append(f"prefix-aware layers ran {calls} times in a forward of {self.door.layers}")
-            if rehearsal.problems:
-                raise UnsupportedAttention(rehearsal.problems[0])
-            return values
-
-        scored = sample.labels[:, 1:] != IGNORED_LABEL
+        rows, width = sampled.input_ids.shape
+        packed_forwards = [(0, rows)]
+        if is_packable:
+            sampled, packed_forwards = self._in_forwards(sampled, sequences, max(tokens, width))
+        cuts = cut_sample(packed_forwards, rows, width, tokens, device)
+        sample = _Sample(self.door, forward, sampled, is_packable)
+        is_scored = sampled.labels[:, 1:] != IGNORED_LABEL
         embeddings = self.door.base.get_input_embeddings()
         problem = attention_reason(self.door.base)  # dropout may have been set since
         with without_dropout(model), self.door.images.in_every_forward():
             for is_dense in (False, True) if self.door.can_be_dense else (False,):
-                pass_of_rows = functools.partial(packed, is_dense)
-                problem = problem or compare(model, pass_of_rows, padded, scored, cuts, embeddings, unit)
+                if problem is None:
+                    packed = functools.partial(sample.packed, is_dense)
+                    problem = compare(model, packed, sample.padded, is_scored, cuts, embeddings, unit)
         return problem
+
+    def _in_forwards(self, batch: Batch, sequences: Sequences, tokens: int) -> tuple[Batch, list[tuple[int, int]]]:
+        """Returns the batch in the order of packed forwards of at most `tokens`, and each forward's `(first, last)`.
+
+        The rows `[first, last)` of a forward are neighbours then.
+        """
+        sets = cut_rows(sequences, tokens, lambda part: self.door.grow(batch, sequences.rows(part)).tokens)
+        borders = np.cumsum([0, *map(len, sets)]).tolist()
+        return batch.rows(np.concatenate(sets)), list(itertools.pairwise(borders))
 
     def _try_to_read(self, batch: Batch) -> Sequences | None:
         try:
             return self.door.read(batch)
         except UnpackableBatch as error:
             self.door.runs_padded("A batch", str(error))
+            return None
 
     def _tokens_of(self, batch: Batch) -> int:
         """Returns the number of tokens that a pass over a batch computes."""
         sequences = self._try_to_read(batch)
         return batch.input_ids.numel() if sequences is None else self.door.grow(batch, sequences).tokens
+
+
+@dataclass(eq=False)
+class _Sample:
+    """Rows to compare, and the two ways to compute some of them in one forward.
+
+    Attributes:
+        door: the model's.
+        forward: returns the log-probabilities `(n, L - 1)` of a call with these arguments.
+        batch: the rows.
+        is_packable: whether this rank can pack its rows, and some have labels.
+    """
+
+    door: "Door"
+    forward: Callable[..., torch.Tensor]
+    batch: Batch
+    is_packable: bool
+
+    def padded(self, part: slice) -> torch.Tensor:
+        """Returns log-probabilities `(n, L - 1)` of some of the rows as in stock TRL."""
+        with self.door.closed():
+            return self.forward(self._rows(part).arguments())
+
+    def packed(self, is_dense: bool, part: slice) -> torch.Tensor:
+        """Returns them from one packed row.
+
+        Raises:
+            UnsupportedAttention: a layer cannot be computed.
+        """
+        if not self.is_packable:  # the other ranks' forwards may be collective, so this rank runs one, too
+            return self.padded(part)
+        rehearsal = Rehearsal(is_dense)
+        rows = self._rows(part)
+        of_images = {"num_images": rows.num_images, "image_keys": rows.image_keys}
+        values = self.forward(rows.arguments(), rehearsal=rehearsal, **of_images)
+        calls = len(self.door.figures.layer_calls)
+        if not calls or calls % self.door.layers:  # differential attention calls its function twice a layer
+            rehearsal.problems.append(f"prefix-aware layers ran {calls} times in a forward of {self.door.layers}")
+        if rehearsal.problems:
+            raise UnsupportedAttention(rehearsal.problems[0])
+        return values
+
+    def _rows(self, part: slice) -> Batch:
+        return self.batch.rows(np.arange(part.start, part.stop))
 
 
 def sampled_rows(batch: Batch, count: int) -> np.ndarray:
