@@ -219,8 +219,8 @@ def _run(
     for forward in forwards.of_pass(number, is_first):
         with replaced(model, require_backward_grad_sync=True) if reduces else nullcontext():
             output = model(**batch.arguments(), **of_images, forward=forward, fused_lm_head=True)
-        if forward.kept.end_of is not None and output.log_probs.requires_grad:
-            _, *trunk = forward.kept.end_of
+        if forward.kept.trunk is not None and output.log_probs.requires_grad:
+            _, *trunk = forward.kept.trunk
             forwards.trunk_outputs[tuple(trunk)] = output.log_probs
     return output
 

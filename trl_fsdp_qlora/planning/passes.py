@@ -292,14 +292,16 @@ def _run_step(settings: Settings, config, layers, longest: Pass, on_gpu: bool, i
             values = KeptValues()
             if is_cut:
                 with torch.no_grad():
-                    forward(longest.trunk, KeptInPass(values, gives=[(0, 0, longest.trunk)], is_trunk=True))
-                    score_pass(forward(longest.tokens, KeptInPass(values, takes=[0])))
+                    forward(longest.trunk, KeptInPass(values, computed_nodes=[(0, 0, longest.trunk)], is_trunk=True))
+                    score_pass(forward(longest.tokens, KeptInPass(values, used_nodes=[0])))
             store = KeptValues()
             end = "trunk" if every_layer else None
-            forward(longest.trunk, KeptInPass(store, gives=[(0, 0, longest.trunk)], end_of=end, is_trunk=True))
+            forward(longest.trunk, KeptInPass(store, computed_nodes=[(0, 0, longest.trunk)], trunk=end, is_trunk=True))
             for ending in (frozenset(), frozenset([0])):
                 takes = [0] if any(key[-1] == 0 for key in store.values) else []
-                kept = KeptInPass(store, takes=takes, ending=ending, ends=("trunk",) if ending else ())
+                kept = KeptInPass(
+                    store, used_nodes=takes, ending_nodes=ending, ending_trunks=("trunk",) if ending else ()
+                )
                 scores = kept.handed_over(score_pass(forward(longest.tokens, kept)))
                 if ending:
                     # The trunk's backward begins with the last value that the trunk kept, after the pass's backward.

@@ -132,38 +132,56 @@ def grow_pass(sequences: Sequences, kept: list[KeptNode], rows: np.ndarray, min_
         # One token is computed, so that the graph contains the model and this rank reaches the model's collectives.
         needed_B = (np.arange(len(rows)) == 0).astype(int)
         kept = []
-    local = {row: i for i, row in enumerate(rows.tolist())}
-    of_node = {n: [local[row] for row in node.rows.tolist() if row in local] for n, node in enumerate(kept)}
+    rows_of_node = _rows_of_nodes(kept, rows)
     # Parents come first, so the longest of a row's kept beginnings is its last one.
-    path_B = np.full(len(rows), -1)
-    for n, rows_of_node in of_node.items():
-        path_B[rows_of_node] = n
-    depth_B = np.array([kept[n].depth if n >= 0 else 0 for n in path_B], dtype=int)
-    order, common = _tails_sorted(subset, needed_B, path_B, depth_B)
+    node_B = np.full(len(rows), -1)
+    depth_B = np.zeros(len(rows), dtype=int)
+    for node, rows_with_it in rows_of_node.items():
+        node_B[rows_with_it] = node
+        depth_B[rows_with_it] = kept[node].depth
+    order, common = _tails_sorted(subset, needed_B, node_B, depth_B)
     tails = needed_B[order] - depth_B[order]
-    nodes = choose_nodes(prefix_nodes(common), tails, min_length)
-    nodes = [node._replace(depth=node.depth + int(depth_B[order[node.first]])) for node in nodes]
+    nodes = [
+        tail._replace(depth=tail.depth + int(depth_B[order[tail.first]]))
+        for tail in choose_nodes(prefix_nodes(common), tails, min_length)
+    ]
     rank_in_order = np.full(len(rows), -1)
     rank_in_order[order] = np.arange(len(order))
-    for n, rows_of_node in of_node.items():
-        if rows_of_node:
-            ranks = rank_in_order[rows_of_node]
-            nodes.append(Node(kept[n].depth, int(ranks.min()), int(ranks.max())))
+    for node, rows_with_it in rows_of_node.items():
+        ranks = rank_in_order[rows_with_it]
+        nodes.append(Node(kept[node].depth, int(ranks.min()), int(ranks.max())))
     forest = segments_of(order, needed_B[order], nodes, subset.tokens_BL.shape)
+
     segment_T = np.repeat(np.arange(forest.segments), forest.lengths)
-    segment_of = {
-        n: int(segment_T[forest.index_BL[rows_of_node[0], kept[n].depth - 1]])
-        for n, rows_of_node in of_node.items()
-        if rows_of_node
-    }
     offset_S = subset.offsets_B[forest.source[forest.trees]]
-    for n, segment in segment_of.items():
-        offset_S[forest.trees == forest.trees[segment]] = kept[n].offset
+    segment_of: dict[int, int] = {}
+    for node, rows_with_it in rows_of_node.items():
+        segment = int(segment_T[forest.index_BL[rows_with_it[0], kept[node].depth - 1]])
+        segment_of[node] = segment
+        offset_S[forest.trees == forest.trees[segment]] = kept[node].offset
     return PassForest(forest, segment_of, offset_S)
 
 
-def _tails_sorted(sequences: Sequences, needed_B, path_B, depth_B) -> tuple[np.ndarray, np.ndarray]:
+def _rows_of_nodes(kept: list[KeptNode], rows: np.ndarray) -> dict[int, list[int]]:
+    """Returns for each kept node with which rows of a pass begin the indices of these rows in the pass."""
+    index_in_pass = {row: index for index, row in enumerate(rows.tolist())}
+    rows_of_node = {}
+    for number, node in enumerate(kept):
+        rows_with_it = [index_in_pass[row] for row in node.rows.tolist() if row in index_in_pass]
+        if rows_with_it:
+            rows_of_node[number] = rows_with_it
+    return rows_of_node
+
+
+def _tails_sorted(
+    sequences: Sequences, needed_B: np.ndarray, node_B: np.ndarray, depth_B: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Sort the rows that have tokens by their kept beginning and the tokens behind it.
+
+    Args:
+        sequences: the rows of a pass.
+        needed_B: number of tokens of each row that have to be computed.
+        node_B, depth_B: the longest kept beginning of each row, -1 for none, and the number of its tokens.
 
     Returns:
         The order, and the number of tokens behind the kept beginning that each row shares with the row before it.
@@ -172,7 +190,7 @@ def _tails_sorted(sequences: Sequences, needed_B, path_B, depth_B) -> tuple[np.n
     columns = np.minimum(np.arange(width) + depth_B[:, None], width - 1)
     tails_BL = np.take_along_axis(sequences.tokens_BL, columns, axis=1)
     # A number in front of the tail distinguishes the kept beginnings.
-    marked = np.concatenate([path_B[:, None].astype(sequences.tokens_BL.dtype), tails_BL], axis=1)
+    marked = np.concatenate([node_B[:, None].astype(sequences.tokens_BL.dtype), tails_BL], axis=1)
     lengths_B = np.where(needed_B > 0, needed_B - depth_B + 1, 0)
     spans_B2 = None
     if sequences.spans_B2 is not None:
@@ -181,8 +199,8 @@ def _tails_sorted(sequences: Sequences, needed_B, path_B, depth_B) -> tuple[np.n
     order, common = sorted_rows(marked, lengths_B, spans_B2)
     common = np.concatenate([[0], np.maximum(common - 1, 0)])
     # In the order of the kept beginnings, those that go on from one another are neighbours.
-    by_path = np.argsort(path_B[order], kind="stable")
-    return order[by_path], common[by_path][1:]
+    by_node = np.argsort(node_B[order], kind="stable")
+    return order[by_node], common[by_node][1:]
 
 
 # --- what layers keep ------------------------------------------------------------------------------------------------
@@ -297,16 +315,17 @@ class KeptValues:
 
 @dataclass(eq=False)
 class KeptInPass:
-    """The values that one forward keeps and takes; layers find it in [`layout.PackedLayout`].
+    """The values that one forward keeps for others, or uses; layers find it in [`layout.PackedLayout`].
 
     Attributes:
         store: the kept values of the step.
-        gives: the nodes that a trunk computes, as `(node, first token in the row, tokens)`.
-        takes: nodes whose keys lie behind those of the row, in their order.
-        ending: nodes that no later forward needs; their values are part of the graph and not constants.
-        end_of: name of a trunk's last hidden states, if each layer of the trunk has to be in the backward; else
-            `None`.
-        ends: names of such trunks, which are handed over with the output.
+        computed_nodes: the nodes that a trunk computes, as `(node, first token in the row, tokens)`.
+        used_nodes: nodes whose keys lie behind those of the row, in their order.
+        ending_nodes: nodes that no later forward needs; their values are part of the graph and not constants.
+        trunk: name of this trunk, if each layer of the trunk has to be in the backward, for which its last hidden
+            states are kept; else `None`.
+        ending_trunks: names of such trunks that no later forward needs; their last hidden states are handed over with
+            the output.
         is_trunk: whether the forward is a trunk, which scores nothing.
         has_gradients: whether a backward will follow.
         calls, recomputed_calls: number of calls of each attention layer so far, in the forward and in its
@@ -314,11 +333,11 @@ class KeptInPass:
     """
 
     store: KeptValues
-    gives: list[tuple[int, int, int]] = field(default_factory=list)
-    takes: list[int] = field(default_factory=list)
-    ending: frozenset = frozenset()
-    end_of: Any = None
-    ends: tuple = ()
+    computed_nodes: list[tuple[int, int, int]] = field(default_factory=list)
+    used_nodes: list[int] = field(default_factory=list)
+    ending_nodes: frozenset = frozenset()
+    trunk: Any = None
+    ending_trunks: tuple = ()
     is_trunk: bool = False
     has_gradients: bool = field(default_factory=torch.is_grad_enabled)
     calls: Counter = field(default_factory=Counter)
@@ -337,32 +356,34 @@ class KeptInPass:
             raise CannotKeep("its layers run without a graph")
         self.store.keep((*slot, node), value)
 
-    def take(self, slot: tuple, node: int) -> torch.Tensor:
+    def kept_value(self, slot: tuple, node: int) -> torch.Tensor:
         """Returns the value that a layer kept of a node under the name `slot`."""
         key = (*slot, node)
         value = self.store.values[key]
-        return value if node in self.ending else lend(value, self.store.accounts[key])
+        return value if node in self.ending_nodes else lend(value, self.store.accounts[key])
 
     def extended(self, slot: tuple, x: torch.Tensor, is_recomputed: bool) -> torch.Tensor:
         """Returns keys or values `(1, H, T, D)` of the row followed by the kept ones: `(1, H, T + kept, D)`."""
         if not is_recomputed:
-            for node, start, length in self.gives:
+            for node, start, length in self.computed_nodes:
                 self.keep(slot, node, x.narrow(2, start, length))
-        if not self.takes:
+        if not self.used_nodes:
             return x
-        return torch.cat([x, *(self.take(slot, node).to(x.dtype) for node in self.takes)], dim=2)
+        return torch.cat([x, *(self.kept_value(slot, node).to(x.dtype) for node in self.used_nodes)], dim=2)
 
     def keep_end(self, hidden: torch.Tensor) -> None:
-        if self.end_of is not None:
-            self.store.keep(("end", self.end_of), hidden)
+        """Keep the last hidden states of a trunk whose layers all have to be in the backward."""
+        if self.trunk is not None:
+            self.store.keep(("end", self.trunk), hidden)
 
     def handed_over(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the scores of a pass that ends nodes; their backward pays the gradients that earlier passes owe."""
-        values = [
-            (value, None if key[0] == "end" else self.store.accounts[key])
-            for key, value in self.store.values.items()
-            if key[-1] in self.ending or key[-1] in self.ends
-        ]
+        values = []
+        for key, value in self.store.values.items():
+            if key[-1] in self.ending_nodes:
+                values.append((value, self.store.accounts[key]))
+            elif key[-1] in self.ending_trunks:  # nothing is owed to a trunk's last hidden states
+                values.append((value, None))
         return hand_over(x, values)
 
 
@@ -378,7 +399,7 @@ class Forward:
     Attributes:
         sequences: the rows of the call; a trunk scores none.
         forest: see [`forest.Forest.part`].
-        kept: the values that layers keep and take.
+        kept: the values that layers keep or use.
         is_first: whether it is the first of the forwards whose tokens are counted together.
         batches: number of batches whose rows it has.
     """
@@ -480,46 +501,49 @@ class StepForwards:
             is_first: whether it is the first of the passes whose tokens are counted together.
         """
         self.store.drop(self._ended_before(number))
-        rows = self.rows_of_pass[number]
-        sequences = self.sequences.rows(rows)
-        grown = self._forest_of(number)
-        unscored = self.sequences.rows(rows)
-        unscored.scored_BL = np.zeros_like(unscored.scored_BL)
         for last in reversed(np.flatnonzero(self.trunks[number]).tolist()):
-            nodes = [n for n, node in enumerate(self.kept) if (node.first, node.last) == (number, last)]
-            gives = []
-            takes = []
-            if nodes:
-                forest, takes = grown.of_trunk(nodes)
-                # The forest has its segments in the order of the pass's forest.
-                by_segment = sorted(nodes, key=grown.segment_of.__getitem__)
-                spans = zip(forest.starts.tolist(), forest.lengths.tolist(), strict=True)
-                gives = [(node, *span) for node, span in zip(by_segment, spans, strict=False)]
-            else:  # another rank's trunk: this rank computes one token
-                nothing = replace(unscored, needs_all=False)
-                forest, _ = grow_pass(nothing, [], np.arange(len(rows)), self.min_length).of_pass()
-            kept = KeptInPass(
-                self.store,
-                gives=gives,
-                takes=takes,
-                ending=self._ending_in(last),
-                end_of=("trunk", number, last) if self.ties_ends else None,
-                is_trunk=True,
-            )
-            yield Forward(unscored, forest, kept, is_first)
+            yield self._trunk(number, last, is_first)
             is_first = False
-        forest, takes = grown.of_pass()
-        trunks = np.flatnonzero(self.trunks[:, number]).tolist()
-        for first in trunks:
+        forest, used_nodes = self._forest_of(number).of_pass()
+        first_passes = np.flatnonzero(self.trunks[:, number]).tolist()
+        for first in first_passes:
             # The backward of this pass begins the trunk's, so `finish` must not.
             self.trunk_outputs.pop((first, number), None)
         kept = KeptInPass(
             self.store,
-            takes=takes,
-            ending=self._ending_in(number),
-            ends=tuple(("trunk", first, number) for first in trunks),
+            used_nodes=used_nodes,
+            ending_nodes=self._ending_in(number),
+            ending_trunks=tuple(("trunk", first, number) for first in first_passes),
         )
+        sequences = self.sequences.rows(self.rows_of_pass[number])
         yield Forward(sequences, forest, kept, is_first, self.batches_per_pass)
+
+    def _trunk(self, first: int, last: int, is_first: bool) -> Forward:
+        """Returns the trunk of the nodes that are needed from pass `first` to pass `last`."""
+        rows = self.rows_of_pass[first]
+        unscored = self.sequences.rows(rows)
+        unscored.scored_BL = np.zeros_like(unscored.scored_BL)
+        nodes = [n for n, node in enumerate(self.kept) if (node.first, node.last) == (first, last)]
+        computed_nodes = []
+        used_nodes = []
+        if nodes:
+            pass_forest = self._forest_of(first)
+            forest, used_nodes = pass_forest.of_trunk(nodes)
+            # The trunk's own segments come first, in the order of the pass's forest.
+            for segment, node in enumerate(sorted(nodes, key=pass_forest.segment_of.__getitem__)):
+                computed_nodes.append((node, int(forest.starts[segment]), int(forest.lengths[segment])))
+        else:  # another rank's trunk: this rank computes one token
+            nothing = replace(unscored, needs_all=False)
+            forest, _ = grow_pass(nothing, [], np.arange(len(rows)), self.min_length).of_pass()
+        kept = KeptInPass(
+            self.store,
+            computed_nodes=computed_nodes,
+            used_nodes=used_nodes,
+            ending_nodes=self._ending_in(last),
+            trunk=("trunk", first, last) if self.ties_ends else None,
+            is_trunk=True,
+        )
+        return Forward(unscored, forest, kept, is_first)
 
     def finish(self) -> None:
         """End the step: run the backward of trunks whose last pass did not run, and free all kept values."""
@@ -542,8 +566,10 @@ class StepForwards:
         return frozenset(n for n, node in enumerate(self.kept) if node.last == number)
 
     def _ended_before(self, number: int) -> set:
-        ended = {n for n, node in enumerate(self.kept) if node.last < number}
-        return ended | {("trunk", first, last) for first, last in np.argwhere(self.trunks).tolist() if last < number}
+        """Returns the nodes, and the names of the trunks, that only passes before `number` need."""
+        nodes = {n for n, node in enumerate(self.kept) if node.last < number}
+        trunks = {("trunk", first, last) for first, last in np.argwhere(self.trunks).tolist() if last < number}
+        return nodes | trunks
 
 
 @dataclass(eq=False)

@@ -217,7 +217,7 @@ def _keep_states(module: nn.Module, layout: PackedLayout, batch: "_Batch", after
     if layout.kept is None or layout.is_computed or batch.run is None:
         return
     start, count, length = batch.run
-    for node, first, _ in layout.kept.gives:
+    for node, first, _ in layout.kept.computed_nodes:
         row = (first - start) // length
         if 0 <= row < count:
             for kind, state in after.items():
@@ -230,9 +230,12 @@ def _kept_states(module: nn.Module, layout: PackedLayout, level: int) -> list[di
     if layout.kept is None or not forest.kept:
         return []
     levels = forest.levels[forest.computed :].tolist()
-    nodes = [node for node, level_of_node in zip(layout.kept.takes, levels, strict=True) if level_of_node == level]
     kinds = dict.fromkeys(key[1] for key in layout.kept.store.values if key[0] == id(module))
-    return [{kind: layout.kept.take((id(module), kind), node) for kind in kinds} for node in nodes]
+    states = []
+    for node, level_of_node in zip(layout.kept.used_nodes, levels, strict=True):
+        if level_of_node == level:
+            states.append({kind: layout.kept.kept_value((id(module), kind), node) for kind in kinds})
+    return states
 
 
 def _states_of(batches: list[dict], parents: torch.Tensor) -> dict[tuple[str, int], torch.Tensor]:
