@@ -44,7 +44,7 @@ def fingerprints(vision: dict[str, Any]) -> torch.Tensor:
 
     Two rows with equal hashes share a prompt, and a frozen tower's features. A sum of the pixels would not do as a
     hash, because pictures with equal shapes in other places have equal sums. So each number is scrambled together with
-    its place before it is added. The host reads only the numbers that TRL reads to cut the pixels into rows. Pixels
+    its index before it is added. The host reads only the numbers that TRL reads to cut the pixels into rows. Pixels
     are hashed once, because the passes over one batch have the same tensors.
     """
     keys = _known_keys(vision)
@@ -173,6 +173,22 @@ def image_rows(layout: PackedLayout, sequences: Sequences) -> list[int]:
     return rows
 
 
+def _head_rows(layout: PackedLayout, sequences: Sequences) -> np.ndarray:
+    """`(B,)`: the row from which each row takes its positions up to the first token behind its images.
+
+    It is the row from which the segment with the images was taken; -1 for a row without images, or if they are not
+    computed.
+    """
+    forest = layout.forest
+    first_B, last_B = sequences.spans_B2.T
+    segment_T = np.repeat(np.arange(forest.segments), forest.lengths)
+    head_B = np.full(len(last_B), -1)
+    for row in np.flatnonzero(last_B >= 0).tolist():
+        if forest.index_BL[row, last_B[row]] >= 0:
+            head_B[row] = forest.source[segment_T[forest.index_BL[row, first_B[row]]]]
+    return head_B
+
+
 class Images:
     """Images in the prompts of one model's packed rows.
 
@@ -190,7 +206,7 @@ class Images:
     def __init__(self, model: PreTrainedModel):
         self.model = model
         self.inner = model.base_model
-        self.features: dict[tuple[int, ...], ModelOutput] = {}
+        self.features: dict[int, ModelOutput] = {}
         self.shared: dict[str, torch.Tensor] | None = None  # images on which ranks without images run the tower
         self._is_watching = False  # inside `in_every_forward`; a second block would run the tower twice
         self.token = getattr(model.config, "image_token_id", None)
@@ -359,39 +375,39 @@ class Images:
 
         Positions in front of an image count tokens. Behind the images they continue from the first token there.
         """
-        forest = layout.forest
         device = batch.input_ids.device
-        first_B, last_B = sequences.spans_B2.T
-        segment_T = np.repeat(np.arange(forest.segments), forest.lengths)
-        rows_with_images = np.flatnonzero((last_B >= 0) & (forest.index_BL[np.arange(len(last_B)), last_B] >= 0))
-        # The row from which each row takes its positions, up to the first token behind the images.
-        head_B = np.arange(len(last_B))
-        for row in rows_with_images.tolist():
-            segment = segment_T[forest.index_BL[row, first_B[row]]]
-            head_B[row] = forest.source[segment]
-        heads = np.unique(head_B[rows_with_images])
         depth_T = layout.column_T - sequences.offsets_B[layout.row_T]
-        positions = to_device(torch.from_numpy(depth_T), device).expand(3, 1, -1)
+        counted = to_device(torch.from_numpy(depth_T), device).expand(3, 1, -1)
+        head_B = _head_rows(layout, sequences)
+        heads = np.unique(head_B[head_B >= 0])
         if not len(heads):
-            return positions
-        # On the host, because the model reads types and grids one by one.
-        names = (*PER_TOKEN, "image_grid_thw")
-        vision = {name: x for name, x in rows_of_images(self._counted(batch), heads).items() if name in names}
-        code = torch.from_numpy(sequences.code_BL[heads])
-        ids = (code // 2).clamp(min=0)
-        mask = (code >= 0).long()
-        of_heads, _ = self.inner.get_rope_index(ids, attention_mask=mask, **vision)
-        of_heads = to_device(of_heads, device)
+            return counted
+        of_heads = to_device(self._positions_of_rows(batch, sequences, heads), device)
         head_T = head_B[layout.row_T]
-        last_T = last_B[layout.row_T]
-        column_T = sequences.offsets_B[head_T] + np.minimum(depth_T, last_T + 1)
-        behind_T = np.maximum(depth_T - last_T - 1, 0)
-        has_images_T = last_T >= 0
-        number_T = np.searchsorted(heads, head_T).clip(max=len(heads) - 1)  # of the row among the heads
-        arrays = (number_T, column_T, behind_T, has_images_T)
+        last_T = sequences.spans_B2[layout.row_T, 1]
+        arrays = (
+            np.searchsorted(heads, head_T),
+            # The column of a token in its head row, or of the first token behind that row's images.
+            sequences.offsets_B[head_T] + np.minimum(depth_T, last_T + 1),
+            np.maximum(depth_T - last_T - 1, 0),
+            head_T >= 0,
+        )
         number_T, column_T, behind_T, has_images_T = (to_device(torch.from_numpy(x), device) for x in arrays)
         of_images = of_heads[:, number_T, column_T].unsqueeze(1) + behind_T
-        return torch.where(has_images_T, of_images, positions)
+        return torch.where(has_images_T, of_images, counted)
+
+    def _positions_of_rows(self, batch, sequences: Sequences, rows: np.ndarray) -> torch.Tensor:
+        """The model's own positions `(axes, len(rows), L)` of some rows of a batch, on the host.
+
+        The model reads token types and grids one by one, for which the host would wait if they were on a device.
+        """
+        names = (*PER_TOKEN, "image_grid_thw")
+        vision = {name: x for name, x in rows_of_images(self._counted(batch), rows).items() if name in names}
+        code = torch.from_numpy(sequences.code_BL[rows])
+        ids = (code // 2).clamp(min=0)
+        mask = (code >= 0).long()
+        positions, _ = self.inner.get_rope_index(ids, attention_mask=mask, **vision)
+        return positions
 
     def _encoded(self, vision: dict[str, Any], rows: list[int], keys: list) -> dict[str, ModelOutput]:
         """`mm_encoder_outputs` for the images of some rows, in order; beyond `FEATURE_BYTES` the oldest are freed."""
@@ -401,7 +417,8 @@ class Images:
                     self.features[key] = self._run_tower(rows_of_images(vision, [row]))
         encoded = [self.features[key] for key in keys]
         while sum(x.nbytes for x in _tensors(self.features)) > FEATURE_BYTES and len(self.features) > 1:
-            del self.features[next(iter(self.features))]
+            oldest = next(iter(self.features))
+            del self.features[oldest]
         return {"image": _joined(encoded)}
 
     def _run_tower(self, vision: dict[str, Any]) -> ModelOutput:
@@ -485,7 +502,7 @@ def own_masks(
         per_token: the row's arguments with an entry per token.
 
     Returns:
-        By the place of the first token of each run of prompts of equal length: for each kind of layer a mask
+        By the index of the first token of each run of prompts of equal length: for each kind of layer a mask
         `(n, 1, P, P)`, or `None` if it is causal. For other models the dictionary is empty.
     """
     make_masks = getattr(model, _MASKS, None)
