@@ -255,7 +255,7 @@ def dense_backward(
 def test_the_calls_for_cuda_equal_dense_mask(name, kv_heads, window, monkeypatch):
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", dense_forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", dense_backward)
-    monkeypatch.setattr(cascade, "_batched", cascade._varlen)
+    monkeypatch.setattr(cascade, "_CpuKernels", cascade._CudaKernels)
     for most in (cascade._EXPANDED_KEYS, 1):  # all ancestors in one call, and each in one of its own
         monkeypatch.setattr(cascade, "_EXPANDED_KEYS", most)
         leaves = [x.requires_grad_() for x in draw(make_layout(name), 4, kv_heads)]
@@ -284,8 +284,8 @@ def test_layers_on_two_devices_get_tensors_of_their_own():
         derived = [
             two_part._batches(layout, device),
             two_part._mask(call, 2, 4, call.query),
-            cascade._varlen._calls(layout, device, None),
-            cascade._varlen._calls(layout, device, 3),
+            cascade._CudaKernels._calls(layout, device, None),
+            cascade._CudaKernels._calls(layout, device, 3),
             recurrent._plan(layout, device, False),
             recurrent._plan(layout, device, True),
             attention.tree_mask(SimpleNamespace(**vars(call) | {"layout": dense}), 0, 3),

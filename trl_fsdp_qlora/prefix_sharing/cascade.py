@@ -158,9 +158,9 @@ def _compute_dtype(x: torch.Tensor) -> torch.dtype:
 class _Cascade(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, layout: PackedLayout, scale: float, window: int | None):
-        kernels = _varlen if q.device.type == "cuda" else _batched
-        out, lse, extra = kernels.forward(q, k, v, layout, scale, window)
-        ctx.save_for_backward(q, k, v, out, lse, *extra)
+        kernels = _CudaKernels if q.device.type == "cuda" else _CpuKernels
+        out, lse, random_states = kernels.forward(q, k, v, layout, scale, window)
+        ctx.save_for_backward(q, k, v, out, lse, *random_states)
         ctx.layout = layout
         ctx.scale = scale
         ctx.window = window
@@ -169,8 +169,8 @@ class _Cascade(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out):
-        q, k, v, out, lse, *extra = ctx.saved_tensors
-        grads = ctx.kernels.backward(grad_out, q, k, v, out, lse, extra, ctx.layout, ctx.scale, ctx.window)
+        q, k, v, out, lse, *random_states = ctx.saved_tensors
+        grads = ctx.kernels.backward(grad_out, q, k, v, out, lse, random_states, ctx.layout, ctx.scale, ctx.window)
         return *grads, None, None, None
 
 
@@ -203,7 +203,7 @@ def _tokens_of(x: torch.Tensor, batch: Run | PaddedSegments) -> torch.Tensor:
     return batch.without_padding(x.transpose(1, 2).flatten(0, 1))
 
 
-class _batched:
+class _CpuKernels:
     """CPU flash kernels over batches of stretches of equal length.
 
     The batches are views of the row; unequal completions are padded to the longest.
@@ -231,7 +231,7 @@ class _batched:
         return out.unsqueeze(0), lse.unsqueeze(0), ()
 
     @staticmethod
-    def backward(grad_out, q, k, v, out, lse, extra, layout, scale, window):
+    def backward(grad_out, q, k, v, out, lse, random_states, layout, scale, window):
         own, cross = _kernel_calls(layout)
         # The kernels take (batch, H, length, D).
         grad_h = grad_out.transpose(1, 2)
@@ -283,7 +283,7 @@ class _Call:
     siblings: _Siblings | None = None
 
 
-class _varlen:
+class _CudaKernels:
     """CUDA flash attention with cumulative lengths.
 
     One call computes all segments over themselves, and one call per stretch and level computes them over ancestors.
@@ -310,15 +310,15 @@ class _varlen:
     def forward(q, k, v, layout, scale, window):
         q_T, k_T, v_T = (x[0].transpose(0, 1) for x in (q, k, v))
         out = lse = None
-        extra = ()
-        for call in _varlen._calls(layout, q.device, window):
+        random_states = []  # two tensors of each call, which its backward takes
+        for call in _CudaKernels._calls(layout, q.device, window):
             k_part = k_T[call.keys]
             v_part = v_T[call.keys]
             q_part = q_T[call.queries] if call.siblings is None else call.siblings.take(q_T, k.shape[1])
             flash = torch.ops.aten._flash_attention_forward
             of_part = q_part, k_part, v_part, *call.lengths, 0.0, call.is_causal
-            part, part_lse, *random, _ = flash(*of_part, False, scale=scale, **call.window)
-            extra += (*random,)
+            part, part_lse, *random_state, _ = flash(*of_part, False, scale=scale, **call.window)
+            random_states += random_state
             if out is None:
                 out, lse = part, part_lse  # (T, H, D) and, for variable lengths, (H, T)
                 continue
@@ -328,15 +328,15 @@ class _varlen:
             own_lse = lse[:, call.queries].t()
             out[call.queries] = merge(out[call.queries], own_lse, part, part_lse)
             lse[:, call.queries] = torch.logaddexp(own_lse, part_lse).t()
-        return out.unsqueeze(0), lse, extra
+        return out.unsqueeze(0), lse, random_states
 
     @staticmethod
-    def backward(grad_out, q, k, v, out, lse, extra, layout, scale, window):
+    def backward(grad_out, q, k, v, out, lse, random_states, layout, scale, window):
         q_T, k_T, v_T = (x[0].transpose(0, 1) for x in (q, k, v))
         grad_T = grad_out[0].contiguous()
         out_T = out[0]
         grads = None
-        for i, call in enumerate(_varlen._calls(layout, q.device, window)):
+        for i, call in enumerate(_CudaKernels._calls(layout, q.device, window)):
             k_part = k_T[call.keys]
             v_part = v_T[call.keys]
             if call.siblings is None:
@@ -346,9 +346,9 @@ class _varlen:
                 grad_part, q_part, out_part = (call.siblings.take(x, k.shape[1]) for x in (grad_T, q_T, out_T))
                 lse_part = call.siblings.take_lse(lse, k.shape[1])
             flash = torch.ops.aten._flash_attention_backward
-            random = extra[2 * i : 2 * i + 2]
+            random_state = random_states[2 * i : 2 * i + 2]
             of_part = grad_part, q_part, k_part, v_part, out_part, lse_part, *call.lengths, 0.0, call.is_causal
-            dq, dk, dv = flash(*of_part, *random, scale=scale, **call.window)
+            dq, dk, dv = flash(*of_part, *random_state, scale=scale, **call.window)
             if grads is None:
                 grads = dq, _with_kept(dk, len(k_T)), _with_kept(dv, len(v_T))
                 continue
