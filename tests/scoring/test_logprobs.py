@@ -169,8 +169,10 @@ def test_autocast_projects_bfloat16_operands_and_sums_in_float32():
 def test_gradients_that_the_frozen_kernel_has_none_of_are_trls():
     hidden, weight, _, targets, upstream = problem(False)
     _, entropy, *_ = score_positions(hidden, weight, None, targets)
-    with pytest.raises(RuntimeError, match="entropy_gradient=True"):
+    with pytest.raises(RuntimeError, match="lm_head_kernel='trl'"):
         entropy.sum().backward()
+    _, entropy, *_ = score_positions(hidden, weight, None, targets, kernel="trl")
+    assert torch.isfinite(gradient(entropy, hidden, torch.ones(N))).all()
     _, entropy, *_ = score_positions(hidden, weight, None, targets, entropy_gradient=True)
     of_entropy = gradient(entropy, hidden, torch.ones(N))
     want = gradient(reference(hidden, weight, None, targets)[1], hidden, torch.ones(N))

@@ -90,7 +90,7 @@ class FrozenHeadLogProbFunction(torch.autograd.Function):
     def backward(ctx, grad_log_probs_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None):
         if grad_entropy_N is not None:
             raise RuntimeError(
-                "the frozen-head kernel keeps no gradient of the entropy: add_scoring_head(entropy_gradient=True)"
+                "the frozen head's kernel keeps no gradient of the entropy; set lm_head_kernel='trl', which has one"
             )
         grad_hidden_NH = None
         if grad_log_probs_N is not None:
