@@ -167,7 +167,8 @@ def _options(module, query, layout: PackedLayout, kwargs: dict) -> dict:
         "softcap": kwargs.pop("softcap", None),
         "sinks": kwargs.pop("s_aux", getattr(module, "sinks", None)),
     }
-    if dropout := kwargs.pop("dropout", 0.0):
+    dropout = kwargs.pop("dropout", 0.0)
+    if dropout:
         raise UnsupportedAttention(f"attention dropout ({dropout}) draws differently on a packed row")
     if kwargs:
         raise UnsupportedAttention(f"its attention takes {sorted(kwargs)}, whose meaning on a packed row is not known")
@@ -322,7 +323,7 @@ class DenseMask:
         if not attention_layers(model) or model.config._attn_implementation not in _MASKED:
             return False
         modules = list(model.get_decoder().modules())
-        # BigBird attends to blocks in long rows; other models have square buffers that mask by the place in the row.
+        # BigBird attends to blocks in long rows; other models have square buffers that mask by the index in the row.
         buffers = [x for module in modules for x in module.buffers(recurse=False) if x.ndim > 1]
         masks_by_index = any(1 < x.shape[-1] == x.shape[-2] for x in buffers)
         masks_blocks = any(hasattr(module, "set_attention_type") for module in modules)

@@ -66,7 +66,7 @@ def refuses(call) -> str | None:
 
 
 def attend(call) -> torch.Tensor:
-    """Attention output `(1, T, H, D)` of an [`AttentionCall`]."""
+    """Attention output `(1, T, H, D)` of an [`attention.AttentionCall`]."""
     # Autocast has no effect on a custom function, so its cast for `scaled_dot_product_attention` is done here.
     dtype = _compute_dtype(call.query)
     q, k, v = (x.to(dtype) for x in (call.query, call.key, call.value))

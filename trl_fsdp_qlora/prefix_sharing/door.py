@@ -177,7 +177,7 @@ class PassFigures:
         levels = np.bincount(layout.forest.levels[computed], layout.forest.lengths[computed]).astype(int).tolist()
         self.levels = [a + b for a, b in itertools.zip_longest(self.levels, levels, fillvalue=0)]
         self.layer_calls += layout.layer_calls
-        self.kernels |= layout.kernels
+        self.kernels.update(layout.kernels)
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """Returns metrics by name: the fraction of tokens computed, seconds, and each backend's share of layers."""

@@ -467,22 +467,22 @@ class Images:
             yield
             return
         self._is_watching = True
-        missing = False
+        has_to_run = False
 
-        def look(module, args, kwargs):
-            nonlocal missing
-            missing = kwargs.get("pixel_values") is None
+        def look_for_images(module, args, kwargs):
+            nonlocal has_to_run
+            has_to_run = kwargs.get("pixel_values") is None
 
         def run_tower(module, args, embedded):
-            nonlocal missing
-            if not missing:
+            nonlocal has_to_run
+            if not has_to_run:
                 return embedded
-            missing = False
-            nothing = sum(0.0 * part.sum() for part in _tensors(self._run_tower(self.shared)))
-            return embedded + nothing.to(embedded.dtype)
+            has_to_run = False
+            zero = sum(0.0 * part.sum() for part in _tensors(self._run_tower(self.shared)))
+            return embedded + zero.to(embedded.dtype)
 
         hooks = [
-            self.inner.register_forward_pre_hook(look, with_kwargs=True),
+            self.inner.register_forward_pre_hook(look_for_images, with_kwargs=True),
             self.inner.get_input_embeddings().register_forward_hook(run_tower),
         ]
         try:

@@ -155,7 +155,7 @@ def cut_rows(sequences: Sequences, tokens_per_pass: int, tokens_of: Callable[[np
 
 @dataclass(eq=False)
 class PackedLayout:
-    """One packed row of T tokens: the model's inputs, the place of each result, and who attends to whom.
+    """One packed row of T tokens: the model's inputs, the index of each result, and who attends to whom.
 
     Layers find it in [`current_row.current`].
 

@@ -163,11 +163,11 @@ def gathered_per_call(model: nn.Module) -> str | None:
 def _forward(self, *args, **kwargs):
     if current.layout is None:
         return self.own_forward(*args, **kwargs)
-    return _branch(self, args, kwargs)
+    return _packed_forward(self, args, kwargs)
 
 
 @torch.compiler.disable  # every batch has another layout, so the function would be traced anew for each batch
-def _branch(module: nn.Module, args: tuple, kwargs: dict):
+def _packed_forward(module: nn.Module, args: tuple, kwargs: dict):
     layout = current.layout
     parameters = inspect.signature(type(module).forward).parameters
     named = dict(zip(list(parameters)[1:], args, strict=False)) | kwargs

@@ -33,7 +33,7 @@ def router_sums(
     """
     device = router_logits[0].device
     forest = layout.forest
-    # Places behind the row's own tokens are those of kept ones.
+    # Indices behind the row's own tokens are those of kept tokens.
     tokens = int(forest.lengths.sum())
     counts = [np.bincount(part[part >= 0], minlength=tokens) for part in np.split(forest.index_BL, batches)]
     multiplicity_MT = to_device(torch.from_numpy(np.stack(counts).astype(np.float32)), device)

@@ -29,8 +29,9 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder or text.is_encoder_decoder:
         return f"{name} is an encoder-decoder"
-    if (reason := _layers_reason(model, text)) is not None:
-        return reason
+    layers_reason = _layers_reason(model, text)
+    if layers_reason is not None:
+        return layers_reason
     if getattr(text, "alibi", False):
         return f"{name} adds ALiBi biases by distance in the row"
     if not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", None) not in _CAUSAL_TEXT:

@@ -26,7 +26,7 @@ def refuses(call) -> str | None:
 
 
 def attend(call) -> torch.Tensor:
-    """Attention output `(1, T, H, D_v)` of an [`AttentionCall`]."""
+    """Attention output `(1, T, H, D_v)` of an [`attention.AttentionCall`]."""
     parts = []
     for path, batch in _batches(call.layout, call.query.device):
         if path:

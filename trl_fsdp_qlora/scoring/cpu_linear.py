@@ -38,8 +38,8 @@ def beats_mkl() -> bool:
 
 def is_plain(weight: torch.Tensor) -> bool:
     """Whether `weight` is a float32 tensor on the CPU, and not of a subclass."""
-    plain = type(weight) in (nn.Parameter, torch.Tensor) and weight.dtype is torch.float32
-    return plain and weight.device.type == "cpu"
+    is_own_class = type(weight) in (nn.Parameter, torch.Tensor)
+    return is_own_class and weight.dtype is torch.float32 and weight.device.type == "cpu"
 
 
 def is_faster(weight: torch.Tensor) -> bool:
@@ -71,15 +71,17 @@ def fast_linears(model: nn.Module, decoding: bool = False) -> Iterator[None]:
             stack.enter_context(replaced(nn.Linear, forward=_linear))
         if decoding:
             for layer in model.modules():
-                if type(layer) is LoraLinear and (name := _only_adapter(layer)):
+                name = _only_adapter(layer) if type(layer) is LoraLinear else None
+                if name is not None:
                     stack.enter_context(replaced(layer, forward=_fused(layer, name)))
         yield
 
 
 def _needs_torch(x: torch.Tensor) -> bool:
     """Whether only torch's own product accepts `x`, or only torch's own product is compiled."""
-    compiling = torch.compiler.is_compiling()
-    return compiling or x.dtype is not torch.float32 or x.ndim < 2 or torch.is_autocast_enabled("cpu")
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return True
+    return x.dtype is not torch.float32 or x.ndim < 2
 
 
 def _linear(layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
@@ -120,11 +122,15 @@ def _only_adapter(layer: LoraLinear) -> str | None:
     if len(active) != 1 or active[0] in layer.lora_variant:
         return None
     (name,) = active
-    parts = (layer.base_layer, layer.lora_A[name], layer.lora_B[name])
-    plain = all(type(part) is nn.Linear and is_plain(part.weight) for part in parts) and parts[2].bias is None
-    hooked = any("forward" in vars(x) or x._forward_pre_hooks or x._forward_hooks for x in (layer, *parts))
-    drops = layer.training and not isinstance(layer.lora_dropout[name], nn.Identity)
-    return name if plain and not hooked and not drops else None
+    base = layer.base_layer
+    down = layer.lora_A[name]
+    up = layer.lora_B[name]
+    are_plain = all(type(part) is nn.Linear and is_plain(part.weight) for part in (base, down, up))
+    is_hooked = any("forward" in vars(x) or x._forward_pre_hooks or x._forward_hooks for x in (layer, base, down, up))
+    has_dropout = layer.training and not isinstance(layer.lora_dropout[name], nn.Identity)
+    if not are_plain or up.bias is not None or is_hooked or has_dropout:
+        return None
+    return name
 
 
 def _fused(layer: LoraLinear, name: str) -> Callable:

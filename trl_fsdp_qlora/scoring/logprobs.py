@@ -121,7 +121,8 @@ def score_with_head(
     weight = lm_head.weight
     bias = getattr(lm_head, "bias", None)
     device = targets_N.device
-    if gathered := isinstance(weight, DTensor):
+    gathered = isinstance(weight, DTensor)
+    if gathered:
         # The head is sharded by FSDP2. An offloaded shard is moved before the gathering: a head that is gathered on
         # the host would be computed there.
         weight, bias = (None if x is None else x.to(hidden_NH.device).full_tensor() for x in (weight, bias))

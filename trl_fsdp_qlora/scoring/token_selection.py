@@ -50,25 +50,32 @@ def check_selection(
         raise ValueError(f"token_selection_weighting={weighting!r} is unknown; it is one of {', '.join(WEIGHTINGS)}")
     if weighting == "auto":
         weighting = "self_normalized" if strategy == "s_grpo" else "horvitz_thompson"
-    uniform = strategy == "uniform"
-    cut = strategy == "prefix_cut"
-    unbiased = weighting == "horvitz_thompson"
-    most = float("inf") if max_tokens is None else max_tokens
-    refused = {
-        f"rate={rate}: it is the share of tokens kept, in (0, 1]; use 0.5 for half": not 0 < rate <= 1,
-        f"always_first={always_first}: it counts tokens; use 0 for none": always_first < 0,
-        f"max_tokens={most}: it is below the tokens that are always kept; raise it": most < max(always_first, 1),
-        f"always_first={always_first}: 'uniform' has none; use 's_grpo'": uniform and always_first,
-        # A cut drawn uniformly from 1..L keeps half of the tokens on average, and every token must stay possible.
-        f"rate={rate}: 'prefix_cut' cannot keep fewer than half of the tokens; use 0.5 or more": cut and rate < 0.5,
-        f"max_tokens={most}: 'prefix_cut' would never see what is behind it; lower the rate": cut
-        and most < float("inf"),
-        f"max_tokens={most}: the other tokens would have probability 0": unbiased and most <= always_first,
-    }
-    for reason, holds in refused.items():
-        if holds:
-            raise ValueError(f"token_selection_{reason}")
+    reason = _refusal(strategy, rate, always_first, max_tokens, is_unbiased=weighting == "horvitz_thompson")
+    if reason is not None:
+        raise ValueError(f"token_selection_{reason}")
     return weighting
+
+
+def _refusal(strategy: str, rate: float, always_first: int, max_tokens: int | None, is_unbiased: bool) -> str | None:
+    """The option that does not go with the others, and the reason; `None` if all do."""
+    if not 0 < rate <= 1:
+        return f"rate={rate}: it is the share of tokens kept, in (0, 1]; use 0.5 for half"
+    if always_first < 0:
+        return f"always_first={always_first}: it counts tokens; use 0 for none"
+    if strategy == "uniform" and always_first:
+        return f"always_first={always_first}: 'uniform' has none; use 's_grpo'"
+    # A cut drawn uniformly from 1..L keeps half of the tokens on average, and every token must stay possible.
+    if strategy == "prefix_cut" and rate < 0.5:
+        return f"rate={rate}: 'prefix_cut' cannot keep fewer than half of the tokens; use 0.5 or more"
+    if max_tokens is None:
+        return None
+    if max_tokens < max(always_first, 1):
+        return f"max_tokens={max_tokens}: it is below the tokens that are always kept; raise it"
+    if strategy == "prefix_cut":
+        return f"max_tokens={max_tokens}: 'prefix_cut' would never see what is behind it; lower the rate"
+    if is_unbiased and max_tokens <= always_first:
+        return f"max_tokens={max_tokens}: the other tokens would have probability 0"
+    return None
 
 
 def select_tokens(
