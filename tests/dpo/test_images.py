@@ -14,7 +14,7 @@ from trl_fsdp_qlora.prefix_sharing.layout import UnpackableBatch
 from .test_trainer import DEFAULTS, assert_same_loss
 
 
-def llava_trainer(cls, config, folder, **changes):
+def llava_trainer(cls, config, folder, without_picture=(), **changes):
     tokens = tokenizer()
     tokens.add_special_tokens({"additional_special_tokens": ["<image>"]})
     model = build(MORE["llava"])
@@ -26,8 +26,11 @@ def llava_trainer(cls, config, folder, **changes):
         "prompt": [[{"role": "user", "content": "A+B=" if i % 2 else "CD"}] for i in range(8)],
         "chosen": [[{"role": "assistant", "content": "EFGH"[: 1 + i % 4]}] for i in range(8)],
         "rejected": [[{"role": "assistant", "content": "JKLMN"[: 5 - i % 4]}] for i in range(8)],
-        "image": pictures,
     }
+    if without_picture:
+        rows["images"] = [[] if i in without_picture else [picture] for i, picture in enumerate(pictures)]
+    else:
+        rows["image"] = pictures
     return cls(
         model=model,
         args=config(output_dir=str(folder), **(DEFAULTS | {"max_length": None} | changes)),
@@ -59,3 +62,18 @@ def test_pictures_that_cannot_be_counted_run_as_in_stock(tmp_path, monkeypatch):
         each.model.train()
         losses.append(each.compute_loss(each.model, inputs).item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_pair_without_a_picture_trains_in_every_step(tmp_path):
+    """Batches were put into pairs before each pass, although only compared ones are, and their pictures counted."""
+    trainers = [llava_trainer(*kind, tmp_path / kind[0].__name__, without_picture=(1, 5)) for kind in BOTH]
+    batches = list(trainers[0].get_train_dataloader())
+    pictures = {len(inputs["pixel_values"]) for inputs in batches}
+    assert pictures == {4, 8}  # of eight rows
+    for inputs in [*batches, *reversed(batches)]:
+        losses = []
+        for trainer in trainers:
+            trainer.model.train()
+            losses.append(trainer.compute_loss(trainer.model, inputs).item())
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert trainers[1].door.is_active and trainers[1].door.images.reason is None and trainers[1].door.figures.tokens

@@ -160,7 +160,11 @@ def test_rows_that_are_compared_with_stock_share_their_prompts(tmp_path, monkeyp
     """TRL's batch is all chosen answers, then all rejected ones; the comparison takes its first and its last rows."""
     ours = trainer(EfficientDPOTrainer, EfficientDPOConfig, "qwen3", tmp_path)
     seen = []
-    monkeypatch.setattr(ours.door.comparison, "with_stock", lambda model, batch, autocast: seen.append(batch))
+
+    def with_stock(model, batch, autocast, order):
+        seen.append(batch.rows(order))
+
+    monkeypatch.setattr(ours.door.comparison, "with_stock", with_stock)
     inputs = next(iter(ours.get_train_dataloader()))
     ours.compute_loss(ours.model, inputs)
     (batch,) = seen

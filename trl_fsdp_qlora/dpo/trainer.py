@@ -101,7 +101,7 @@ class EfficientDPOTrainer(EfficientTraining, ShardedQLoRAMixin, DPOTrainer):
         # TRL's batch has all chosen answers first, then all rejected ones. The comparison needs the two of a pair
         # next to each other.
         in_pairs = np.arange(len(labels)).reshape(2, -1).T.ravel()
-        door.comparison.with_stock(model, batch.rows(in_pairs), self.accelerator.autocast)
+        door.comparison.with_stock(model, batch, self.accelerator.autocast, order=in_pairs)
 
     def _count_images(self, door: Door, batch: Batch) -> bool:
         """Set the number of images of each row of `batch`; return whether every rank could count its images."""

@@ -72,7 +72,12 @@ class Comparison:
         return {(False, False), (False, may_have_images)} <= self.checked
 
     def with_stock(
-        self, model: nn.Module, batch: Batch, autocast=contextlib.nullcontext, tokens_per_pass: int | None = None
+        self,
+        model: nn.Module,
+        batch: Batch,
+        autocast=contextlib.nullcontext,
+        tokens_per_pass: int | None = None,
+        order: np.ndarray | None = None,
     ) -> None:
         """Compute a few rows both packed and as in stock TRL, and compare, see [`self_check`].
 
@@ -85,6 +90,8 @@ class Comparison:
             autocast: factory of the context manager in which the forward runs.
             tokens_per_pass: limit of the pass, see [`door.Door.score`]. No forward of the comparison holds more tokens
                 than one of the pass.
+            order: indices of the batch's rows in an order in which rows with a common prompt are neighbours; `None` if
+                they are.
         """
         if not self.checked:
             self.door.look_at_wrappers()
@@ -112,7 +119,7 @@ class Comparison:
 
         with autocast():
             unit = rounding_unit(self.door.base, batch.input_ids.device)
-        self._compare(model, forward, batch, unit, gradients, with_images, tokens_per_pass)
+        self._compare(model, forward, batch, unit, gradients, with_images, tokens_per_pass, order)
 
     @torch.compiler.disable
     def from_inside(self, stock, batch: Batch | None, sequences: Sequences | None) -> bool:
@@ -147,7 +154,7 @@ class Comparison:
 
             with torch.no_grad():
                 unit = rounding_unit(self.door.base, device)
-                self._compare(self.door.base, forward, batch, unit, False, bool(with_images), None)
+                self._compare(self.door.base, forward, batch, unit, False, bool(with_images))
         return self.door.is_active and not (batch.has_images and self.door.images.reason)
 
     def _refuse_together(self, batch: Batch) -> None:
@@ -171,7 +178,8 @@ class Comparison:
         unit: float,
         gradients: bool,
         with_images: bool,
-        tokens_per_pass: int | None,
+        tokens_per_pass: int | None = None,
+        order: np.ndarray | None = None,
     ) -> None:
         """Compare a few rows of a batch and keep the verdict."""
         try:
@@ -179,6 +187,8 @@ class Comparison:
         except UnpackableBatch as error:
             self.door.runs_padded("A batch", str(error))
             batch = replace(batch, vision={}, num_images=None)
+        if order is not None:  # only now, because a row's images are known once they are counted
+            batch = batch.rows(order)
         if with_images:
             self.door.images.share(batch)
         problem = self._difference(model, forward, batch, unit, tokens_per_pass)
