@@ -317,26 +317,9 @@ class Images:
 
     def _count(self, batch, tokens_B: np.ndarray, patches: torch.Tensor | None) -> list[int]:
         """[`count`] from the number of placeholder tokens of each row and, for Gemma 4, the patches of each image."""
-        pixels = batch.vision["pixel_values"]
-        grids = on_host(batch.vision).get("image_grid_thw")
-        if grids is not None:
-            merge = getattr(self.model.config.vision_config, "spatial_merge_size", 1)
-            tokens_of_image = (grids.prod(-1) // merge**2).tolist()
-        elif patches is not None:
-            pooled = self.model.config.vision_config.pooling_kernel_size**2
-            tokens_of_image = (patches // pooled).tolist()
-        else:
-            images = len(pixels)
-            rows_with_images = int((tokens_B > 0).sum())
-            # Idefics and SmolVLM pad the pictures of each row to the largest number of all rows, so pixels have an
-            # entry per row.
-            is_per_row = pixels.ndim == 5 and images == len(tokens_B) and "image_sizes" not in batch.vision
-            if is_per_row or images == rows_with_images:
-                return [int(count > 0) for count in tokens_B]
-            if images and tokens_B.sum() % images == 0:
-                tokens_of_image = [int(tokens_B.sum()) // images] * images
-            else:
-                tokens_of_image = []
+        tokens_of_image = self._tokens_of_images(batch, tokens_B, patches)
+        if tokens_of_image is None:
+            return [int(tokens > 0) for tokens in tokens_B]
         counts = []
         image = 0
         for tokens_of_row in tokens_B.tolist():
@@ -349,6 +332,29 @@ class Images:
                 raise UnpackableBatch("it is not known which images are those of a row")
             counts.append(image - first)
         return counts
+
+    def _tokens_of_images(self, batch, tokens_B: np.ndarray, patches: torch.Tensor | None) -> list[int] | None:
+        """The number of placeholder tokens of each image; `None` if each row with such tokens has one entry of pixels.
+
+        The list is empty if the numbers are not known.
+        """
+        pixels = batch.vision["pixel_values"]
+        grids = on_host(batch.vision).get("image_grid_thw")
+        if grids is not None:
+            merge = getattr(self.model.config.vision_config, "spatial_merge_size", 1)
+            return (grids.prod(-1) // merge**2).tolist()
+        if patches is not None:
+            pooled = self.model.config.vision_config.pooling_kernel_size**2
+            return (patches // pooled).tolist()
+        images = len(pixels)
+        # Idefics and SmolVLM pad the pictures of each row to the largest number of all rows, so pixels have an entry
+        # per row.
+        is_per_row = pixels.ndim == 5 and images == len(tokens_B) and "image_sizes" not in batch.vision
+        if is_per_row or images == int((tokens_B > 0).sum()):
+            return None
+        if images and tokens_B.sum() % images == 0:
+            return [int(tokens_B.sum()) // images] * images
+        return []
 
     def arguments(self, batch, layout: PackedLayout, sequences: Sequences) -> dict[str, Any]:
         """The model's arguments for the images of a packed row that was made from a batch."""
