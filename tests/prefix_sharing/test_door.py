@@ -536,6 +536,17 @@ def test_each_backend_is_compared(monkeypatch):
         call(model, batch)
 
 
+def test_a_named_backend_does_not_stand_for_a_mask_of_all_pairs():
+    """Falcon attends by code of its own. After `auto` had chosen a mask, `cascade` was accepted, and the mask ran."""
+    model = share_prompts(with_stock_head(build("falcon")))
+    call(model, make_batch(awkward, "right"))
+    assert set(model.prompt_sharing.figures.layer_calls) == {"dense"}
+    with pytest.raises(PrefixSharingError, match="attends by code of its own"):
+        share_prompts(model, attention="cascade")
+    share_prompts(model)
+    assert_shares(model, make_batch(awkward, "right"))
+
+
 def test_noise_on_the_embeddings_is_that_of_the_padded_rows():
     """NEFTune's noise gets smaller as rows get longer, and a packed row is longer. A trainer adds it when it begins to
     train, perhaps after an evaluation in which the packed row was found exact.

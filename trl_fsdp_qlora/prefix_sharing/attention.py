@@ -310,9 +310,14 @@ class DenseMask:
 
     Under this mask every pair is computed and most are discarded. So it is used only for rows that have no more pairs
     than stock's padded rows.
+
+    Args:
+        model: the model.
+        reason: why no backend can compute its layers.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, reason: str):
+        self.reason = reason
         self.layers = attention_layers(model)
         self.dtype = model.dtype
 

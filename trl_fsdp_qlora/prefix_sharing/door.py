@@ -241,6 +241,8 @@ class Door:
                 raise UnsupportedAttention("prompt-learning adapters put virtual tokens in front of every row")
             if not self._is_prepared:
                 self._prepare()
+            if self.dense is not None and attention != "auto":
+                raise UnsupportedAttention(self.dense.reason)
         except (ValueError, ImportError) as error:
             self.give_up(str(error))
 
@@ -253,10 +255,10 @@ class Door:
         self.dense = None
         try:
             install(base)
-        except (ValueError, ImportError):
-            if self.attention != "auto" or not DenseMask.serves(base):
+        except (ValueError, ImportError) as error:
+            if not DenseMask.serves(base):
                 raise
-            self.dense = DenseMask(base)
+            self.dense = DenseMask(base, str(error))
         install_recurrent(base)
         self.recurrent = bool(recurrent_layers(base))
         self.layers = support.attention_layers(base) + len(recurrent_layers(base))
