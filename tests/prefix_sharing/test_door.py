@@ -519,8 +519,9 @@ def test_a_backend_that_is_named_later_raises_like_one_that_is_named_first():
     call(model, batch)
     assert not model.prompt_sharing.is_active
     share_prompts(model, attention="cascade")
-    with pytest.raises(PrefixSharingError, match="difference in log-probability"):
-        call(model, batch)
+    for _ in range(2):  # a notebook's cell that runs again
+        with pytest.raises(PrefixSharingError, match="difference in log-probability"):
+            call(model, batch)
 
 
 def test_each_backend_is_compared(monkeypatch):

@@ -244,7 +244,9 @@ class Door:
             if self.dense is not None and attention != "auto":
                 raise UnsupportedAttention(self.dense.reason)
         except (ValueError, ImportError) as error:
-            self.give_up(str(error))
+            # A named backend raises. Later passes run as in stock TRL in any case, because no layer was installed.
+            self.reason = str(error)
+            self.give_up(self.reason)
 
     def _prepare(self) -> None:
         """Install layers for packed rows, and keep what passes have to know about the model."""
@@ -387,9 +389,9 @@ class Door:
             self.give_up(reason)
 
     def give_up(self, reason: str) -> None:
-        """Let all further passes run as in stock TRL."""
-        self.reason = reason
+        """Let all further passes run as in stock TRL; raise if a backend was named, now and in further passes."""
         self.runs_padded("The model", reason)
+        self.reason = reason
 
     def runs_padded(self, subject: str, reason: str) -> None:
         """Log once why `subject`, a batch or the model, runs as in stock TRL; raise if a backend was named."""
