@@ -43,8 +43,9 @@ def test_what_a_part_started_ends_with_it(tmp_path, interruptible):
     )
     line = gpu.run_part("hangs", part(script), tmp_path, seconds=3.0)
     assert line.startswith("| hangs | | out of time") and line.endswith(": two failed |")
-    if psutil.pid_exists(worker := int(pid.read_text())):
-        alive = psutil.wait_procs([psutil.Process(worker)], timeout=10)[1]
+    worker_pid = int(pid.read_text())
+    if psutil.pid_exists(worker_pid):
+        alive = psutil.wait_procs([psutil.Process(worker_pid)], timeout=10)[1]
         assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)  # where PID 1 does not reap
 
 

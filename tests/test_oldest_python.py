@@ -81,6 +81,7 @@ def test_nothing_in_the_repository_is_newer_than_the_oldest_python():
     for folder in ("trl_fsdp_qlora", "recipes", "benchmarks", "docs", "examples", "tests", "."):
         pattern = "*.py" if folder == "." else "**/*.py"
         for path in (ROOT / folder).glob(pattern):
-            if features := newer_features(path.read_text(encoding="utf-8")):
+            features = newer_features(path.read_text(encoding="utf-8"))
+            if features:
                 newer[path.relative_to(ROOT).as_posix()] = features
     assert newer == {}

@@ -37,15 +37,15 @@ def test_packed_bytes_are_those_of_the_layers():
 def test_the_table_of_the_page_is_the_formula():
     rows = scaling.tables()
     assert rows == RESULTS["formula"]
-    of = {(row["model"], row["nodes"]): row for row in rows}
+    row_of = {(row["model"], row["nodes"]): row for row in rows}
     page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
     table = re.findall(r"^\| (\d+B) \| (.+) \| (.+) MiB \| (.+) MiB \| (.+) GiB \| (.+) GiB \|$", page, re.MULTILINE)
     assert len(table) == 3
     for model, *cells, inside in table:
-        gathered = of[model, 8]["hsdp"]
+        gathered = row_of[model, 8]["hsdp"]
         assert f"{(gathered['generation_gathered'] + gathered['training_gathered']) / 2**30:.1f}" == inside
         for nodes, *on_the_page in zip(*(cell.split(", ") for cell in cells), strict=True):
-            row = of[model, int(nodes)]
+            row = row_of[model, int(nodes)]
             mib = [row[layout]["network_reduced"] / 2**20 for layout in ("ddp", "hsdp")]
             gib = (row["fsdp2"]["network_gathered"] + row["fsdp2"]["network_reduced"]) / 2**30
             assert [f"{mib[0]:.0f}", f"{mib[1]:.0f}", f"{gib:.1f}"] == on_the_page

@@ -55,12 +55,11 @@ def test_verls_format_is_right_where_verls_scorer_is(gold):
     for text, written in itertools.product(VERL, (gold, gold.replace(",", ""))):
         completion = text.replace("{}", written)
         numbers_of_verl = re.findall(r"#### (\-?[0-9\.\,]+)", completion[-300:])
-        expected = bool(numbers_of_verl) and numbers_of_verl[-1].replace(",", "").replace("$", "") == gold.replace(
-            ",", ""
-        )
-        found_here = answers.extract_answer(completion, "verl")
+        answer_of_verl = numbers_of_verl[-1].replace(",", "").replace("$", "") if numbers_of_verl else None
+        expected = answer_of_verl == gold.replace(",", "")
+        answer = answers.extract_answer(completion, "verl")
         right = answers.parse_gold(f"... #### {gold}", 0)
-        assert answers.answers_match(found_here, right) is expected, completion
+        assert answers.answers_match(answer, right) is expected, completion
 
 
 @pytest.mark.processes  # math-verify's
@@ -103,14 +102,14 @@ def test_a_number_is_read_as_python_reads_it(value, around, whole, places, expon
     assert answers.parse_number(f"{whole}e{exponent}") == Fraction(f"{whole}e{exponent}")
 
 
-def test_latex_without_math_verify_is_said_once_with_what_to_install(monkeypatch, caplog):
+def test_latex_without_math_verify_is_one_warning_with_what_to_install(monkeypatch, caplog):
     monkeypatch.setattr(math_worker, "installed", lambda: False)
     answers.logger.warning_once.cache_clear()
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     for texts, times in (
         (("1.5", "one half"), 0),
-        ((r"\frac{1}{2}", r"2^{-1}"), 1),
-    ):  # which math-verify would be asked
+        ((r"\frac{1}{2}", r"2^{-1}"), 1),  # which math-verify would be asked
+    ):
         assert not any(answers.answers_match(text, Fraction(1, 2)) for text in texts)
         assert caplog.text.count("pip install 'trl-fsdp-qlora[math]'") == len(caplog.records) == times
     with pytest.raises(answers.UnparsableGoldAnswer, match=r"trl-fsdp-qlora\[math\]"):

@@ -252,7 +252,7 @@ def test_fsdp_registers_generate_and_it_stays_transformers_own():
         torch.distributed.destroy_process_group()
 
 
-def test_nan_is_told_as_by_the_library():
+def test_nan_raises_the_librarys_error():
     model = build()
     torch.nn.init.constant_(model.lm_head.weight, float("nan"))
     for compact in (True, False):

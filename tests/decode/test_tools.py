@@ -115,17 +115,21 @@ def test_a_tool_that_hangs_is_an_error_that_the_model_reads(tmp_path, monkeypatc
 
 @pytest.mark.parametrize(("seconds", "rings"), [({}, True), ({"tool_timeout": None}, False)], ids=["default", "None"])
 def test_a_call_may_take_300_seconds_unless_told_otherwise(tmp_path, seconds, rings):
-    left = []
-    answer = tool(lambda: left.append(signal.getitimer(signal.ITIMER_REAL)[0]) or "1")
+    seconds_left = []
+
+    def look_at_the_timer():
+        seconds_left.append(signal.getitimer(signal.ITIMER_REAL)[0])
+        return "1"
+
     of_pytest = signal.setitimer(signal.ITIMER_REAL, 10_000)
     try:
-        step = step_of(OURS, tmp_path, naming("answer"), answer, **seconds)
-        left_over = signal.getitimer(signal.ITIMER_REAL)[0]
+        step = step_of(OURS, tmp_path, naming("answer"), tool(look_at_the_timer), **seconds)
+        seconds_after = signal.getitimer(signal.ITIMER_REAL)[0]
     finally:
         signal.setitimer(signal.ITIMER_REAL, *of_pytest)
     assert step["tools/failure_frequency"] == 0
-    assert left and all((each <= 300) == rings for each in left)
-    assert 300 < left_over < 10_000  # a timer of somebody else goes on behind a call
+    assert seconds_left and all((each <= 300) == rings for each in seconds_left)
+    assert 300 < seconds_after < 10_000  # a timer of somebody else goes on behind a call
 
 
 def test_a_limit_is_of_a_call_that_is_too_long_alone(monkeypatch):
@@ -213,15 +217,15 @@ def test_environments_equal_trls(tmp_path):
     assert sum(counts) > 0
 
 
-class Told(Counter):
-    """An environment that tells each instance another thing: the prompts of a group differ in their last tokens."""
+class Numbered(Counter):
+    """Each reset appends another number to the prompt: the prompts of a group differ in their last tokens."""
 
-    told = 0
+    resets = 0
 
     def reset(self, **columns) -> str:
         super().reset(**columns)
-        Told.told += 1
-        self.number = Told.told
+        Numbered.resets += 1
+        self.number = Numbered.resets
         return " of the same question" * 3 + f" {self.number:03}"
 
     def get_reward(self) -> float:
@@ -250,10 +254,10 @@ def test_tools_and_a_common_beginning_are_computed_once_in_training(tmp_path, mo
 
     monkeypatch.setattr(Door, "score", seen)
     for classes in (STOCK, OURS):
-        Told.told = 0
+        Numbered.resets = 0
         tokenizer = calling_tokenizer()
         tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + tokenizer.chat_template
-        changes = {"environment": Told, "tokenizer": tokenizer, "max_steps": 1, "max_completion_length": 30}
+        changes = {"environment": Numbered, "tokenizer": tokenizer, "max_steps": 1, "max_completion_length": 30}
         trainer = with_environment(classes, tmp_path / classes[0].__name__, **changes)
         trainer.train()
         steps.append(next(entry for entry in trainer.state.log_history if "loss" in entry))

@@ -41,7 +41,7 @@ def assert_equal_steps(ours, stock, *keys):
             assert mine[key] == pytest.approx(theirs[key]), key
 
 
-def test_greedy_training_equals_stock_and_metrics_tell_what_ran(tmp_path):
+def test_greedy_training_equals_stock_and_metrics_count_what_ran(tmp_path):
     other = make(*STOCK, tmp_path / "stock", **GREEDY)
     stock = history(other)
     grpo = make(folder=tmp_path / "ours", **GREEDY)

@@ -44,7 +44,7 @@ class Fork(_POPEN):
 
 
 def _child(script: list[str], bound: dict) -> None:
-    """Run `script` as a process that `Popen` has started with `given`."""
+    """Run `script` as a process that `Popen` has started with the arguments `bound`."""
     _leave_parent(bound)
     sys.stdout.reconfigure(write_through=True)  # -u, and harmless without
     sys.argv = script
