@@ -13,8 +13,11 @@ WORKER = "tests/fsdp2_qlora/worker.py"
 def scenarios_of(
     model: str | Path, folder: Path, scenarios: dict[str, str], processes: int = 2, **options
 ) -> list[dict]:
-    """What each rank found, by label; `scenarios` is `label: "name:option=value,..."`, with `{run}` for `folder` and
-    `{root}` for the one around it, and `more` is for [`launch`].
+    """Launch `processes` ranks and return what each one found, by label.
+
+    Args:
+        scenarios: `label: "name:option=value,..."`, with `{run}` for `folder` and `{root}` for the folder around it.
+        options: of [`launch`].
     """
     folder.mkdir(exist_ok=True)  # a run may be launched in two parts
     specifications = [

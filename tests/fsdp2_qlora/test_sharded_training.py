@@ -276,11 +276,11 @@ def test_one_rank_per_node_reads_the_checkpoint_and_first_logits_are_those_of_on
 
 @pytest.mark.exhaustive
 def test_gathering_once_moves_less(runs):
-    of = {name: runs["two", name] for name in ("by_name", "per_layer", "kept")}
-    gathers = {name: ranks[0]["traffic"][1]["gathers"] for name, ranks in of.items()}
+    results = {name: runs["two", name] for name in ("by_name", "per_layer", "kept")}
+    gathers = {name: ranks[0]["traffic"][1]["gathers"] for name, ranks in results.items()}
     # Two micro-batches: forward and backward of two layers each gather four times a micro-batch; kept, two in all.
     assert gathers["by_name"] < gathers["per_layer"] and gathers["kept"] <= gathers["per_layer"] - 4
-    assert of["per_layer"][0]["longest"] != of["per_layer"][1]["longest"]  # one rank waits for the other
+    assert results["per_layer"][0]["longest"] != results["per_layer"][1]["longest"]  # one rank waits for the other
 
 
 @pytest.mark.exhaustive
@@ -316,8 +316,10 @@ def test_killed_and_resumed_equals_uninterrupted(root, uninterrupted, tmp_path, 
     """`kill -9` of one rank: the other ends by itself, and the resumed run equals the uninterrupted one."""
     run = tmp_path / "run"
     for code, cause in zip(train_killed(root, run, kills), kills.split("+"), strict=True):
-        # The launcher would kill a rank that hangs.
-        assert code == -signal.SIGKILL if cause else code not in (0, -signal.SIGKILL)
+        if cause:
+            assert code == -signal.SIGKILL
+        else:  # the launcher would kill a rank that hangs
+            assert code not in (0, -signal.SIGKILL)
     assert last_complete_checkpoint(run).name == f"checkpoint-{resumes_at}"
     assert train_killed(root, run, resume="auto") == [0, 0]
     assert_equal_runs(run, uninterrupted)  # two ranks' sums have one order: no tolerance

@@ -12,7 +12,8 @@ from trl import GRPOConfig
 from tests.tiny import config, lora, save_tiny_model, trainer
 from trl_fsdp_qlora import AStarPOConfig, EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig
 
-TOKEN, PASSWORD = "a-plain-token", "passw0rd"
+TOKEN = "a-plain-token"
+PASSWORD = "passw0rd"
 
 
 @pytest.mark.parametrize("cls", [EfficientGRPOConfig, TSPMOConfig, AStarPOConfig])

@@ -40,8 +40,13 @@ def damage(path) -> None:
 
 
 def callback_at(event: str, call) -> TrainerCallback:
+    """A callback that calls `call(state)` at an event such as "on_step_end"."""
+
+    def at_event(args, state, control, **_):
+        call(state)
+
     callback = TrainerCallback()
-    setattr(callback, event, lambda args, state, control, **_: (call(state), None)[1])
+    setattr(callback, event, at_event)
     return callback
 
 
@@ -73,8 +78,13 @@ def run(finished, tmp_path):
 def test_another_shape_generates_anew_and_says_so(run, caplog, changes, reason):
     resumed = make(run, max_steps=5, **changes)
     rows = []
-    loss = resumed._compute_loss
-    resumed._compute_loss = lambda model, inputs: (rows.append(len(inputs["prompt_ids"])), loss(model, inputs))[1]
+    compute_loss = resumed._compute_loss
+
+    def counted(model, inputs):
+        rows.append(len(inputs["prompt_ids"]))
+        return compute_loss(model, inputs)
+
+    resumed._compute_loss = counted
     resumed.train(resume_from_checkpoint="auto")
     assert resumed.state.global_step == 5
     assert "are generated anew" in caplog.text and reason in caplog.text
@@ -107,13 +117,14 @@ def test_a_checkpoint_is_pushed_when_whole_and_old_ones_go_but_the_best(tmp_path
     grpo = make(tmp_path, save_total_limit=2, at_step_end=lambda s: setattr(s, "best_global_step", 1))
     pushed = []
     grpo.args.push_to_hub = True
-    record = lambda self, folder: pushed.append((os.path.basename(folder), checkpoints.why_incomplete(folder)))  # noqa: E731
+
+    def record(self, folder):
+        pushed.append((os.path.basename(folder), checkpoints.why_incomplete(folder)))
+
     monkeypatch.setattr(GRPOTrainer, "_push_from_checkpoint", record)
     grpo.train()
-    assert pushed == [(f"checkpoint-{step}", None) for step in (1, 2, 3)] and kept(tmp_path) == [
-        "checkpoint-1",
-        "checkpoint-3",
-    ]
+    assert pushed == [(f"checkpoint-{step}", None) for step in (1, 2, 3)]
+    assert kept(tmp_path) == ["checkpoint-1", "checkpoint-3"]
     assert torch.load(tmp_path / "checkpoint-3" / "training_args.bin", weights_only=False).save_total_limit == 2
     state = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == str(tmp_path / "checkpoint-1")
@@ -152,7 +163,11 @@ FULL = {
 @pytest.mark.parametrize("kind", FULL)
 def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path, monkeypatch, kind):
     target, error = FULL[kind]
-    full = lambda state: state.global_step == 2 and monkeypatch.setattr(target, Mock(side_effect=error))  # noqa: E731
+
+    def fill_the_disk(state):
+        if state.global_step == 2:
+            monkeypatch.setattr(target, Mock(side_effect=error))
+
     with pytest.raises((OSError, RuntimeError, safetensors.SafetensorError)):
-        make(tmp_path, at_step_end=full).train()
+        make(tmp_path, at_step_end=fill_the_disk).train()
     assert checkpoints.last_complete_checkpoint(tmp_path).name == "checkpoint-1"
