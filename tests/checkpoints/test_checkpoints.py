@@ -87,8 +87,7 @@ def test_damage_at_equal_size_is_passed_over_once_for_an_older_whole_one(tmp_pat
         make(tmp_path, step)
     flip_a_bit(tmp_path / "checkpoint-6" / "deep" / "more.bin", position=3)
     (tmp_path / "checkpoint-4" / "weights.bin").write_bytes(bytes(100))
-    reason = checkpoints.why_incomplete(tmp_path / "checkpoint-6")
-    assert reason.startswith("its file deep/more.bin is not what was written")
+    assert "deep/more.bin" in checkpoints.why_incomplete(tmp_path / "checkpoint-6")
     # A look before a model is loaded is quick and silent; the trainer's own logs once.
     assert checkpoints.resolve_resume(tmp_path, "auto", read_contents=False).endswith("checkpoint-6")
     assert caplog.messages == []
@@ -96,7 +95,8 @@ def test_damage_at_equal_size_is_passed_over_once_for_an_older_whole_one(tmp_pat
         caplog.clear()
         assert checkpoints.resolve_resume(tmp_path, resume) == str(tmp_path / "checkpoint-2")
         (message,) = caplog.messages
-        assert "going on from" in message and "checkpoint-6 (its file deep/more.bin" in message
+        assert str(tmp_path / "checkpoint-2") in message
+        assert "checkpoint-6 (its file deep/more.bin" in message
         assert "checkpoint-4 (its file weights.bin" in message
     with pytest.raises(CheckpointError, match=r"checkpoint-4.*weights\.bin"):
         checkpoints.resolve_resume(tmp_path, str(tmp_path / "checkpoint-4"))
@@ -108,7 +108,7 @@ def test_a_fresh_start_over_an_old_run_is_logged(tmp_path, caplog):
     make(tmp_path, 3, whole=False)
     assert checkpoints.resolve_resume(tmp_path, "auto") is None
     (message,) = caplog.messages
-    assert message.startswith("training starts at step 0") and str(tmp_path) in message
+    assert "step 0" in message and str(tmp_path) in message
     assert "checkpoint-3 (it has no manifest.json" in message and "checkpoint-2 (its file weights.bin" in message
     with pytest.raises(CheckpointError, match=r"checkpoint-3 .*manifest"):
         checkpoints.resolve_resume(tmp_path, True)
@@ -227,10 +227,11 @@ def test_one_run_at_a_time_and_a_killed_one_leaves_no_lock(tmp_path):
     lock.release()
 
 
-def test_a_filesystem_without_locks_is_said(tmp_path, monkeypatch, caplog):
+def test_a_filesystem_without_locks_is_a_warning(tmp_path, monkeypatch, caplog):
     def refuse(self):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(FileLock, "_acquire", refuse)
     checkpoints.hold(FileLock(tmp_path / checkpoints.LOCK))
-    assert "cannot be locked" in caplog.text and "No locks available" in caplog.text
+    (message,) = caplog.messages
+    assert str(tmp_path) in message and "No locks available" in message

@@ -194,14 +194,14 @@ def test_rloo(compare):
 
 def make_log_probabilities_wrong(monkeypatch):
     """Make the shared pass's log-probabilities a percent too large."""
-    output_of = Door._output
+    score = Door.score
 
     def off_by_a_percent(self, *args):
-        output = output_of(self, *args)
+        output = score(self, *args)
         output.log_probs = 1.01 * output.log_probs
         return output
 
-    monkeypatch.setattr(Door, "_output", off_by_a_percent)
+    monkeypatch.setattr(Door, "score", off_by_a_percent)
 
 
 def test_dpo_follows_from_the_recipe_and_can_fail(compare, monkeypatch, folder):

@@ -49,7 +49,9 @@ def test_a_config_as_users_write_it_trains_saves_and_resumes(tmp_path, on_card, 
     resumed = build(max_steps=3)
     resumed.train(resume_from_checkpoint="auto")
     assert resumed.state.global_step == 3
-    assert "generated anew" not in caplog.text and "the run goes on" not in caplog.text
+    assert nonfatal.__name__ not in {record.name for record in caplog.records}
+    (changed,) = [record.message for record in caplog.records if record.name == checkpoints.__name__]
+    assert changed.endswith(": max_steps: 2 -> 3")
 
 
 # What fails at once; the last two would keep others from being reached.
@@ -81,7 +83,7 @@ def test_what_is_done_beside_the_maths_may_fail(tmp_path, monkeypatch, caplog, s
     assert [checkpoints.why_incomplete(tmp_path / f"checkpoint-{step}") for step in (1, 2)] == [None, None]
     assert (tmp_path / "adapter_model.safetensors").is_file()
     assert not (tmp_path / checkpoints.STAGING).exists()
-    lines = [record for record in caplog.records if "the run goes on" in record.message]
+    lines = [record for record in caplog.records if record.name == nonfatal.__name__]
     messages = [record.message for record in lines]
     assert not any("\n" in record.message or record.exc_info for record in lines)  # a line each, and no traceback
     assert raised == set(side_work) and len(set(messages)) == len(messages) > 1  # each is named once
@@ -95,5 +97,5 @@ def test_the_traceback_of_such_a_failure_is_for_who_asks(monkeypatch, caplog, as
     with nonfatal.nonfatal("a card"):
         raise OSError("no space\nleft")
     (record,) = caplog.records
-    assert record.message == "a card failed (OSError: no space left); the run goes on"
+    assert "a card" in record.message and "OSError: no space left" in record.message
     assert bool(record.exc_info) is asked

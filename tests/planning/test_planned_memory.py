@@ -35,8 +35,8 @@ def test_the_page_is_what_was_planned():
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_one_more_completion_than_the_line_gives_does_not_fit(tmp_path):
-    name, cards = "Qwen3-0.6B", "24GB"
-    planned_memory.write_config(name, tmp_path)
+    cards = "24GB"
+    planned_memory.write_config("Qwen3-0.6B", tmp_path)
     plan = planned_memory.plan_of
     few, many = (plan(str(tmp_path), "LoRA", cards, group) for group in (planned_memory.FEW, planned_memory.MANY))
     group = planned_memory.largest_group(str(tmp_path), "LoRA", cards, few, many)

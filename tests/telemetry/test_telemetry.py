@@ -83,7 +83,8 @@ class Moment:
     not past.
     """
 
-    now, waits = 0.0, 0
+    now = 0.0
+    waits = 0
 
     def __init__(self, is_past=False):
         self.at = Moment.now
