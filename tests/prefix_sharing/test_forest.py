@@ -102,7 +102,7 @@ def trie_of(words) -> set[tuple[int, ...]]:
 
 
 def seen_from(forest, index: int) -> list[int]:
-    """The places of the row that a query at `place` attends to, in order, by the documented rule."""
+    """The indices of the packed row that the query at `index` attends to, in order, by the documented rule."""
     segment = int(np.searchsorted(forest.starts, index, side="right")) - 1
     own_segment = range(forest.starts[segment], index + 1)
     if forest.end_T is not None:
@@ -182,11 +182,7 @@ def test_no_row_is_longer_than_with_shared_prompts_or_one_shared_beginning_alone
 
 
 def best_of_one_level(words) -> int:
-    """Tokens, if each row may share one beginning with others: by trying every set of beginnings, from the longest
-    on.
-    """
-    trie = trie_of(words)
-    shared = sorted(trie, key=len, reverse=True)
+    """Fewest tokens, if each row may share one beginning with others: by trying every beginning."""
 
     def least(prefix: tuple, rows: list) -> int:
         """Tokens behind `prefix` of rows that begin with it and share nothing so far."""
@@ -201,7 +197,6 @@ def best_of_one_level(words) -> int:
         apart = ended + sum(least((*prefix, token), few) for token, few in nexts.items())
         return min(together, apart) if prefix else apart
 
-    assert len(shared) == len(trie)
     return least((), words)
 
 
