@@ -41,12 +41,12 @@ OWN_SIZES = {
     name: fields
     for fields, names in (
         ({"head_dim": 8}, "hunyuan_v1_dense hunyuan_v1_moe ministral hunyuan_vl"),
-        ({"rope_parameters": helpers._MROPE}, "glm46v glm4v_moe glm_ocr qwen2_vl"),
-        ({"layer_types": helpers._LINEAR}, "bailing_hybrid qwen4_exp qwen3_5_moe minicpm_ocr minicpmv4_6 minicpmv4_7"),
+        ({"rope_parameters": helpers.MROPE}, "glm46v glm4v_moe glm_ocr qwen2_vl"),
+        ({"layer_types": helpers.LINEAR}, "bailing_hybrid qwen4_exp qwen3_5_moe minicpm_ocr minicpmv4_6 minicpmv4_7"),
         ({"layer_types": ["conv", "full_attention"]}, "lfm2_moe lfm3_vl"),
         ({"attention_types": [[["global", "local"], 1]]}, "gpt_neo"),
         ({"num_kv_shared_layers": 0}, "gemma3n_text"),
-        (helpers._GEMMA4, "gemma4_text gemma4_unified gemma4_unified_text gemma4_unified_assistant"),
+        (helpers.GEMMA4, "gemma4_text gemma4_unified gemma4_unified_text gemma4_unified_assistant"),
         ({"num_experts_per_tok": 2}, "deepseek_v2"),
         ({"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}, "dots1"),
         ({"num_experts_per_tok": 1}, "zaya"),

@@ -19,7 +19,8 @@ from trl_fsdp_qlora.prefix_sharing.door import Door, PassFigures, causal_languag
 from trl_fsdp_qlora.prefix_sharing.layout import PackedLayout, lay_out, read_batch
 
 VOCABULARY = 67
-PROMPT, COMPLETION = 14, 9
+PROMPT = 14
+COMPLETION = 9
 # A name of a config's field -> its value in a small model; what a config does not have stays out of it.
 SMALL = {"is_decoder": True, "pad_token_id": 0} | {
     name: value
@@ -87,16 +88,16 @@ SUPPORTED = {
     "phi3": small("Phi3"),
     "nemotron": small("Nemotron", head_dim=8, num_key_value_heads=2),
 }
-_LINEAR = ["linear_attention", "full_attention"]
+LINEAR = ["linear_attention", "full_attention"]
 _HYBRID = ["recurrent", "cascade"]
 _NEMOTRON = ["mamba", "attention", "mlp", "moe", "mamba"]
 _ZAMBA = {"layers_block_type": ["mamba", "hybrid"] * 2, "num_hidden_layers": 4, "num_key_value_heads": 4}
 _LFM3 = {"num_hidden_layers": 3, "sliding_window": 6, "layer_types": ["conv", "sliding_attention", "full_attention"]}
 # Layers that carry a state from token to token; what each layer of a packed row is computed by.
 RECURRENT = {
-    "qwen3_5": (small("Qwen3_5", config="TextConfig", layer_types=_LINEAR), _HYBRID),
-    "qwen3_5_moe": (small("Qwen3_5Moe", config="TextConfig", layer_types=_LINEAR), _HYBRID),
-    "qwen3_next": (small("Qwen3Next", layer_types=_LINEAR), _HYBRID),
+    "qwen3_5": (small("Qwen3_5", config="TextConfig", layer_types=LINEAR), _HYBRID),
+    "qwen3_5_moe": (small("Qwen3_5Moe", config="TextConfig", layer_types=LINEAR), _HYBRID),
+    "qwen3_next": (small("Qwen3Next", layer_types=LINEAR), _HYBRID),
     "lfm2": (small("Lfm2", layer_types=["conv", "full_attention"]), _HYBRID),
     "lfm3": (small("Lfm3", **_LFM3), ["recurrent", "two_part", "cascade"]),
     "granitemoehybrid": (small("GraniteMoeHybrid", layer_types=["mamba", "attention"]), _HYBRID),
@@ -105,14 +106,14 @@ RECURRENT = {
     "mamba2": (small("Mamba2", num_heads=8), ["recurrent"] * 2),
     "mamba": (small("Mamba"), ["recurrent"] * 2),  # Mamba-1, whose kernel goes on from no state
     "jamba": (small("Jamba", attn_layer_period=2, attn_layer_offset=1), _HYBRID),
-    "olmo_hybrid": (small("OlmoHybrid", layer_types=_LINEAR), _HYBRID),
+    "olmo_hybrid": (small("OlmoHybrid", layer_types=LINEAR), _HYBRID),
     "nemotron_h": (small("NemotronH", layers_block_type=_NEMOTRON), ["recurrent", "cascade", "recurrent"]),
-    "kimi_linear": (small("KimiLinear", layer_types=_LINEAR, num_key_value_heads=4), ["recurrent", "two_part"]),
+    "kimi_linear": (small("KimiLinear", layer_types=LINEAR, num_key_value_heads=4), ["recurrent", "two_part"]),
     "zamba2": (small("Zamba2", **_ZAMBA), ["recurrent", "cascade", "recurrent"] * 2),
 }
-_MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4, "partial_rotary_factor": 1.0}
-_QWEN_TOWER = {"patch_size": 4, "deepstack_visual_indexes": [0]}
-_GEMMA4 = _GEMMA | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "global_head_dim": 8, "head_dim": 8}
+MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+QWEN_TOWER = {"patch_size": 4, "deepstack_visual_indexes": [0]}
+GEMMA4 = _GEMMA | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "global_head_dim": 8, "head_dim": 8}
 _GEMMA4_TOWER = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 4, "head_dim": 8, "position_embedding_size": 16,
@@ -127,12 +128,12 @@ def sees(name, **of_model):
 # Classes that could take images, for text.
 MULTIMODAL = {
     "gemma3": sees("Gemma3", **_GEMMA, mm_tokens_per_image=4),
-    "gemma4": sees("Gemma4", **_GEMMA4, audio_config=None, vision_config=_GEMMA4_TOWER),
-    "qwen2_5_vl": sees("Qwen2_5_VL", rope_parameters=_MROPE, tower=_QWEN_TOWER),
-    "qwen3_vl": sees("Qwen3VL", rope_parameters=_MROPE, tower=_QWEN_TOWER),
-    "qwen3_5": sees("Qwen3_5", layer_types=_LINEAR, tower=_QWEN_TOWER),
+    "gemma4": sees("Gemma4", **GEMMA4, audio_config=None, vision_config=_GEMMA4_TOWER),
+    "qwen2_5_vl": sees("Qwen2_5_VL", rope_parameters=MROPE, tower=QWEN_TOWER),
+    "qwen3_vl": sees("Qwen3VL", rope_parameters=MROPE, tower=QWEN_TOWER),
+    "qwen3_5": sees("Qwen3_5", layer_types=LINEAR, tower=QWEN_TOWER),
     "mistral3": sees("Mistral3", tower={"image_size": 32}),
-    "glm4v": sees("Glm4v", rope_parameters=_MROPE, tower=_QWEN_TOWER),
+    "glm4v": sees("Glm4v", rope_parameters=MROPE, tower=QWEN_TOWER),
     "internvl": sees("InternVL", tower={"image_size": [16, 16], "patch_size": [8, 8]}),
     "smolvlm": sees("SmolVLM", scale_factor=2),
 }
@@ -144,7 +145,7 @@ UNSUPPORTED = {
     "falcon": small("Falcon", alibi=True),
     "bloom": small("Bloom"),
     # Its cache is a class of its own.
-    "minimax": small("MiniMax", layer_types=_LINEAR),
+    "minimax": small("MiniMax", layer_types=LINEAR),
 }
 
 

@@ -108,7 +108,7 @@ def test_cut_passes_give_the_gradients_of_padded_ones(name, count):
     # Zamba's layers add up their own outputs: one packed pass differs from padded ones by as much.
     tolerance = 2e-5 if name == "zamba2" else 5e-6
     tokens = compare(model, batch, count, tolerance=tolerance)
-    trie = len({tuple(row.tolist()[:n]) for row in _real(batch) for n in range(1, len(row))})
+    trie = len({tuple(row.tolist()[:n]) for row in without_padding(batch) for n in range(1, len(row))})
     # Every row computes the token in front of its first label again.
     assert tokens <= trie + 12 * 4
 
@@ -137,7 +137,7 @@ def test_the_calls_for_cuda_take_kept_keys(name, multiple, monkeypatch):
     assert set(model.prompt_sharing.figures.layer_calls) == {"cascade"}
 
 
-def _real(batch):
+def without_padding(batch) -> list[torch.Tensor]:
     return [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
 
 

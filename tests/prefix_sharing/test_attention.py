@@ -66,11 +66,11 @@ def make_layout(name, device="cpu"):
 def dense_mask(layout, window=None) -> torch.Tensor:
     """Who may attend to whom, pair by pair, from where the tokens of each row are: the oracle."""
     allowed = torch.zeros(layout.tokens, layout.tokens, dtype=torch.bool)
-    for places in layout.forest.index_BL:
-        places = places[places >= 0]
-        for token, query in enumerate(places.tolist()):
+    for index_L in layout.forest.index_BL:
+        index_L = index_L[index_L >= 0]
+        for token, query in enumerate(index_L.tolist()):
             first = 0 if window is None else max(token + 1 - window, 0)
-            allowed[query, places[first : token + 1]] = True
+            allowed[query, index_L[first : token + 1]] = True
     return allowed
 
 
@@ -115,9 +115,8 @@ def assert_equals_dense_mask(call, exact, tolerance, backend=cascade):
     weight = torch.randn_like(expected)
     out = backend.attend(call)
     actual = torch.autograd.grad((out * weight.to(out.dtype)).sum(), [call.query, call.key, call.value])
-    for ours, wanted in zip(
-        (out, *actual), (expected, *torch.autograd.grad((expected * weight).sum(), exact)), strict=True
-    ):
+    wanted_gradients = torch.autograd.grad((expected * weight).sum(), exact)
+    for ours, wanted in zip((out, *actual), (expected, *wanted_gradients), strict=True):
         error = float((ours.double() - wanted).abs().max())
         largest = float(wanted.abs().max())
         assert error <= tolerance * max(largest, 1.0)
@@ -266,9 +265,11 @@ def test_the_calls_for_cuda_equal_dense_mask(name, kv_heads, window, monkeypatch
 
 
 def tensors(value):
-    """All tensors in nested tuples and lists."""
-    parts = value if isinstance(value, (tuple, list)) else vars(value).values() if hasattr(value, "__dict__") else ()
-    return [value] if isinstance(value, torch.Tensor) else [x for part in parts for x in tensors(part)]
+    """All tensors in nested tuples, lists and objects."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    parts = value if isinstance(value, (tuple, list)) else getattr(value, "__dict__", {}).values()
+    return [tensor for part in parts for tensor in tensors(part)]
 
 
 def test_layers_on_two_devices_get_tensors_of_their_own():

@@ -117,7 +117,12 @@ def assert_cuts_give_stock_gradients(trainer, monkeypatch, cuts, tolerance, inpu
     inputs = inputs_of(trainer) if inputs is None else inputs
     planned = []
     plan_step = trainer.door.plan_step
-    monkeypatch.setattr(trainer.door, "plan_step", lambda *a, **k: planned.append(plan_step(*a, **k)) or planned[-1])
+
+    def recorded(*args, **kwargs):
+        planned.append(plan_step(*args, **kwargs))
+        return planned[-1]
+
+    monkeypatch.setattr(trainer.door, "plan_step", recorded)
     for count, passes in cuts:
         micro_batches = sliced(inputs, count)
         with trainer.door.closed():

@@ -42,7 +42,7 @@ def stock_gradients(trainer, inputs) -> dict[int, list[torch.Tensor]]:
 
 
 def assert_as_near_as_stock(trainer, inputs, exact_of, monkeypatch, select=lambda gradients: gradients):
-    """`take` returns the gradients of a step from what it left in `.grad`."""
+    """`select` returns the gradients of a step from what it left in `.grad`."""
     for count, passes in CUTS:
         exact = exact_of[count]
         micro_batches = sliced(inputs, count)
