@@ -143,9 +143,8 @@ def test_accuracy_by_the_environments_reward_and_by_the_answer(loaded):
     assert (by_reward.n, by_reward.correct, by_reward.pass_at_k, by_reward.majority_at_k) == (5, 2, 0.4, 0.4)
     by_answer = evaluate(model, tokenizer, data, agent=Agent(environment=Guessing), **options)
     assert by_answer.correct == 0  # it never answers, it goes on calling
-    assert (
-        by_answer.tokens_per_completion == by_reward.tokens_per_completion > 50
-    )  # of two calls, without what came back
+    # Of two calls, without what came back.
+    assert by_answer.tokens_per_completion == by_reward.tokens_per_completion > 50
 
 
 def test_a_rank_that_is_done_generates_until_all_ranks_are(loaded, monkeypatch):
@@ -267,9 +266,6 @@ def test_the_calculators_calls_are_rendered_and_read():
     again = tokenizer.apply_chat_template([*asked, message], tools=[tool], return_dict=False)
     assert again[: len(prompt) + len(written)] == prompt + written
     for harmful in ("2 ** 9999", "__import__('os').getcwd()", "1 / 0", "(" * 99, "9" * 101):
-        assert (
-            "error"
-            in run_tool(
-                {"calculate": tool}, {**call, "function": {"name": "calculate", "arguments": {"expression": harmful}}}
-            )[1]
-        )
+        function = {"name": "calculate", "arguments": {"expression": harmful}}
+        _, result = run_tool({"calculate": tool}, {**call, "function": function})
+        assert "error" in result

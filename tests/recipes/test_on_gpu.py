@@ -61,7 +61,8 @@ def test_on_one_device(folder, tmp_path, recipe):
     losses = {entry["step"]: entry["loss"] for entry in whole["history"] if "loss" in entry}
     assert sorted(losses) == [1, 2, 3, 4] and torch.tensor(list(losses.values())).isfinite().all()
     assert whole["before"]["n"] == whole["after"]["n"] == 6
-    assert [entry["step"] for entry in whole["history"] if "accuracy" in entry] == [2, 4] or recipe == "A*-PO"
+    if recipe != "A*-PO":
+        assert [entry["step"] for entry in whole["history"] if "accuracy" in entry] == [2, 4]
     assert (tmp_path / "whole" / "adapter_model.safetensors").is_file()
     # What a run that was killed after its third step leaves.
     shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "killed" / "checkpoint-2")

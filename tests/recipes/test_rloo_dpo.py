@@ -22,7 +22,7 @@ COMMON = (
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch):
     """A small model, and sums with worked answers."""
     save_tiny_model(tmp_path / "base")
     pairs = [(a, b) for a in range(10) for b in range(10)]
@@ -32,7 +32,7 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_rloo_trains_measures_and_goes_on(place, called, capsys):
+def test_rloo_trains_measures_and_goes_on(folder, called, capsys):
     words = (
         f"{COMMON} --chat false --per_device_train_batch_size 8 --num_generations 4 --save_strategy steps "
         "--save_steps 1"
@@ -40,32 +40,33 @@ def test_rloo_trains_measures_and_goes_on(place, called, capsys):
     for steps in (1, 2):
         called("rloo", f"{words} --max_steps {steps}")
     assert "whole groups in every micro-batch" in capsys.readouterr().out
-    record = json.loads((place / "out" / "metrics.json").read_text())
+    record = json.loads((folder / "out" / "metrics.json").read_text())
     assert record["before"]["n"] == record["after"]["n"] == 30
     assert [entry["step"] for entry in record["history"] if "loss" in entry] == [1, 2]
-    assert "RLOO" in (place / "out" / "README.md").read_text()
+    assert "RLOO" in (folder / "out" / "README.md").read_text()
 
 
-def test_dpo_makes_its_pairs_once_trains_and_is_measured(place, called, capsys):
+def test_dpo_makes_its_pairs_once_trains_and_is_measured(folder, called, capsys):
     words = (
         f"{COMMON} --pairs pairs.jsonl --pair_problems 24 --pair_samples 2 --pairs_per_problem 1 --answer_format hash "
         "--per_device_train_batch_size 8 --save_strategy steps --save_steps 1"
     )
-    for steps in (1, 2):
-        called("dpo", f"{words} --max_steps {steps}")
-    text = capsys.readouterr().out
-    assert text.count("pairs of 24 problems are in pairs.jsonl") == 1 and "8 preference pairs in the loss" in text
-    pairs = [json.loads(line) for line in (place / "pairs.jsonl").read_text().splitlines()]
+    called("dpo", f"{words} --max_steps 1")
+    written = (folder / "pairs.jsonl").stat().st_mtime_ns
+    called("dpo", f"{words} --max_steps 2")
+    assert (folder / "pairs.jsonl").stat().st_mtime_ns == written
+    assert "8 preference pairs in the loss" in capsys.readouterr().out
+    pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
     assert 16 <= len(pairs) <= 24
     for pair in pairs:
         total = sum(map(int, re.findall(r"\d", pair["prompt"][-1]["content"])))
         right, wrong = (extract_answer(pair[name][0]["content"], "hash") for name in ("chosen", "rejected"))
         assert answers_match(right, Fraction(total)) and not answers_match(wrong, Fraction(total))
-    record = json.loads((place / "out" / "metrics.json").read_text())
+    record = json.loads((folder / "out" / "metrics.json").read_text())
     assert [entry["step"] for entry in record["history"] if "loss" in entry] == [1, 2]
-    assert "DPO" in (place / "out" / "README.md").read_text()
-    called("evaluate", "--adapter out --output found.json")
-    assert json.loads((place / "found.json").read_text())["n"] == 30
+    assert "DPO" in (folder / "out" / "README.md").read_text()
+    called("evaluate", "--adapter out --output measured.json")
+    assert json.loads((folder / "measured.json").read_text())["n"] == 30
 
 
 def test_an_answer_is_in_one_pair_and_the_models_own_right_answer_goes_before_the_worked_one():

@@ -103,9 +103,8 @@ def test_a_short_run_is_stocks(lora, tmp_path):
     for stock, ours in zip(*histories, strict=True):
         for key in ("loss", "reward", "kl", "grad_norm", "entropy", "completions/mean_length"):
             assert ours[key] == pytest.approx(stock[key], rel=1e-3, abs=1e-5), key
-    assert {"time/generate_s", "time/old_policy_pass_s", "prefix_sharing/policy/tokens_fraction"} <= histories[1][
-        -1
-    ].keys()
+    last_step = histories[1][-1]
+    assert {"time/generate_s", "time/old_policy_pass_s", "prefix_sharing/policy/tokens_fraction"} <= last_step.keys()
     weights = [{name: p.detach() for name, p in each.model.named_parameters()} for each in trainers]
     for name, value in weights[0].items():
         torch.testing.assert_close(weights[1][name], value, atol=1e-5, rtol=1e-4)
@@ -144,7 +143,7 @@ def test_resumed_equals_uninterrupted_to_the_bit(tmp_path):
         assert value.equal(resumed[name]), name
 
 
-def test_what_cannot_be_right_is_said(tmp_path):
+def test_an_unknown_kernel_is_an_error_and_sharing_can_be_off(tmp_path):
     with pytest.raises(ValueError, match="lm_head_kernel='fast'"):
         EfficientRLOOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, lm_head_kernel="fast")
     off = trainer(EfficientRLOOTrainer, EfficientRLOOConfig, build("qwen3"), tmp_path, "qwen3", prefix_sharing=False)

@@ -57,52 +57,20 @@ def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
 INF = math.inf
 NAN = math.nan
 MISTAKES = [
-    ("learning_rate", -1e-4),
-    ("learning_rate", INF),
-    ("learning_rate", NAN),
-    ("beta", -0.1),
-    ("beta", INF),
-    ("epsilon", -0.2),
-]
-MISTAKES += [
-    ("epsilon_high", -0.2),
-    ("delta", -1.0),
-    ("temperature", 0.0),
-    ("temperature", INF),
-    ("top_p", 0.0),
-    ("top_p", 1.5),
-]
-MISTAKES += [
-    ("weight_decay", -0.1),
-    ("max_grad_norm", -1.0),
-    ("max_grad_norm", NAN),
-    ("num_train_epochs", -1),
-    ("num_iterations", 0),
-]
-MISTAKES += [
-    ("reward_weights", [1.0, NAN]),
-    ("entropy_coef", NAN),
-    ("adam_beta1", 1.5),
-    ("dynamic_sampling_max_rounds", -1),
-]
-MISTAKES += [("vllm_gpu_memory_utilization", 7.0), ("ref_model_mixup_alpha", 3.0), ("show_completions", -1)]
+    ("learning_rate", -1e-4), ("learning_rate", INF), ("learning_rate", NAN), ("beta", -0.1), ("beta", INF),
+    ("epsilon", -0.2), ("epsilon_high", -0.2), ("delta", -1.0), ("temperature", 0.0), ("temperature", INF),
+    ("top_p", 0.0), ("top_p", 1.5), ("weight_decay", -0.1), ("max_grad_norm", -1.0), ("max_grad_norm", NAN),
+    ("num_train_epochs", -1), ("num_iterations", 0), ("reward_weights", [1.0, NAN]), ("entropy_coef", NAN),
+    ("adam_beta1", 1.5), ("dynamic_sampling_max_rounds", -1), ("vllm_gpu_memory_utilization", 7.0),
+    ("ref_model_mixup_alpha", 3.0), ("show_completions", -1),
+]  # fmt: skip
 # What a user may mean: a limit switched off, a term left out, a preference for the lower reward, what is not there.
 MEANT = [
-    ("learning_rate", 0.0),
-    ("learning_rate", 10.0),
-    ("beta", 0.0),
-    ("epsilon", INF),
-    ("delta", None),
-    ("max_grad_norm", 0.0),
-]
-MEANT += [
-    ("max_grad_norm", INF),
-    ("weight_decay", 0.0),
-    ("reward_weights", [-1.0, 0.0]),
-    ("top_k", 0),
-    ("entropy_coef", -0.1),
-]
-MEANT += [("num_train_epochs", 0), ("temperature", 5.0), ("epsilon_high", 0.0), ("warmup_steps", 0.5), ("bf16", False)]
+    ("learning_rate", 0.0), ("learning_rate", 10.0), ("beta", 0.0), ("epsilon", INF), ("delta", None),
+    ("max_grad_norm", 0.0), ("max_grad_norm", INF), ("weight_decay", 0.0), ("reward_weights", [-1.0, 0.0]),
+    ("top_k", 0), ("entropy_coef", -0.1), ("num_train_epochs", 0), ("temperature", 5.0), ("epsilon_high", 0.0),
+    ("warmup_steps", 0.5), ("bf16", False),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value"), MISTAKES)
@@ -129,12 +97,8 @@ def test_every_default_is_meant_and_every_name_of_the_table_is_a_field():
     ]
     assert [line for each in every for line in checks.mistakes(each)] == []
     assert [name for name in checks._MEANT if not any(hasattr(each, name) for each in every)] == []
-    assert (
-        checks.mistakes(
-            SimpleNamespace(lora_dropout=1.0, lora_alpha=-16, lora_r=0, beta2=0, value_tolerance=-1)
-        ).__len__()
-        == 5
-    )
+    wrong = SimpleNamespace(lora_dropout=1.0, lora_alpha=-16, lora_r=0, beta2=0, value_tolerance=-1)
+    assert len(checks.mistakes(wrong)) == 5
 
 
 def test_a_script_trains_on_with_a_warning_for_each_mistake(tmp_path, caplog):

@@ -39,8 +39,6 @@ TOKENS = [
     "sk-ant-api03-" + "aB3" * 9,
     "ghp_" + "aB3" * 12,
     "glpat-" + "aB3" * 7,
-]
-TOKENS += [
     "xoxb-1234567890-" + "aB3" * 4,
     "AKIA" + "A1B2" * 4,
     "eyJ" + "aB3" * 5 + ".eyJ" + "aB3" * 5 + "." + "aB3" * 5,

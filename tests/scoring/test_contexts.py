@@ -39,12 +39,11 @@ def test_a_quantile_that_falls_on_a_tie_selects_what_stock_selects(tmp_path):
         if seed % 2:  # completions in front of their groups that were cut off are masked, as TRL masks them
             mask[[0, 4], -COMPLETION:] = 0
         with torch.no_grad():
-            entropies = [
-                trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, COMPLETION, compute_entropy=True)[
-                    1
-                ]
-                for trainer in (stock, ours)
-            ]
+            entropies = []
+            for trainer in (stock, ours):
+                score = trainer._get_per_token_logps_and_entropies
+                _, entropies_BC, _ = score(trainer.model, ids, mask, COMPLETION, compute_entropy=True)
+                entropies.append(entropies_BC)
         for quantile in torch.linspace(0.05, 0.95, 19).tolist():
             chosen = [stock.get_high_entropy_mask(entropy, mask[:, -COMPLETION:], quantile) for entropy in entropies]
             assert torch.equal(*chosen), (seed, quantile)

@@ -174,14 +174,17 @@ def test_draws_depend_on_seed_step_micro_step_and_rank_and_leave_the_global_gene
 
 
 def test_options_that_cannot_be_right_are_refused():
-    for options, message in (
-        ({"strategy": "sgrpo"}, "sgrpo"),
-        ({"strategy": "uniform", "rate": float("nan")}, r"rate=nan: .*in \(0, 1\]"),
-        ({"strategy": "uniform", "always_first": 3}, "use 's_grpo'"),
-        ({"strategy": "s_grpo", "always_first": 4, "max_tokens": 3}, "always kept"),
-        ({"strategy": "s_grpo", "always_first": 4, "max_tokens": 4, "weighting": "horvitz_thompson"}, "probability 0"),
-        ({"strategy": "prefix_cut", "rate": 0.3}, "0.5 or more"),
-        ({"strategy": "prefix_cut", "rate": 0.75, "max_tokens": 30}, "behind it"),
+    for options, named in (
+        ({"strategy": "sgrpo"}, "token_selection='sgrpo'"),
+        ({"strategy": "uniform", "rate": float("nan")}, r"token_selection_rate=nan: .*in \(0, 1\]"),
+        ({"strategy": "uniform", "always_first": 3}, "token_selection_always_first=3: 'uniform' .*'s_grpo'"),
+        ({"strategy": "s_grpo", "always_first": 4, "max_tokens": 3}, "token_selection_max_tokens=3: "),
+        (
+            {"strategy": "s_grpo", "always_first": 4, "max_tokens": 4, "weighting": "horvitz_thompson"},
+            "token_selection_max_tokens=4: .* probability 0",
+        ),
+        ({"strategy": "prefix_cut", "rate": 0.3}, r"token_selection_rate=0\.3: 'prefix_cut' .* 0\.5 or more"),
+        ({"strategy": "prefix_cut", "rate": 0.75, "max_tokens": 30}, "token_selection_max_tokens=30: 'prefix_cut'"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=named):
             select_tokens(masks(5), **options)

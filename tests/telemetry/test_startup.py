@@ -11,11 +11,11 @@ from trl_fsdp_qlora.run.plain import counted
 from trl_fsdp_qlora.telemetry.startup import packed_pass_line, startup_block
 
 
-def headings(grpo) -> dict[str, list[str]]:
-    """Heading -> lines of the block of a trainer."""
+def headings(grpo, steps: int = 3) -> dict[str, list[str]]:
+    """Heading -> lines of the block of a trainer whose run has so many steps."""
     lines_of = {}
     heading = None
-    for line in startup_block(grpo.args, grpo.model, 3, grpo.features()).splitlines()[1:]:
+    for line in startup_block(grpo.args, grpo.model, steps, grpo.features()).splitlines()[1:]:
         name, text = re.fullmatch(r"  (?:([a-zA-Z][\w ]*):)? +(.*)", line).groups()
         heading = name or heading
         lines_of.setdefault(heading, []).append(text)
@@ -35,17 +35,11 @@ def test_every_line_stands_under_what_it_is_and_fsdp_on_a_cpu_is_said_to_be_none
 def test_one_of_a_thing_is_no_plural(tmp_path):
     def rows(**changes):
         grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, **changes)
-        block = headings(grpo) | {
-            "whole run": [startup_block(grpo.args, grpo.model, changes.get("steps", 1), []).split("whole run:")[1]]
-        }
-        return [
-            " ".join(block[name][0].splitlines()[0].split())
-            for name in ("optimizer step", "generation batch", "whole run")
-        ]
+        block = headings(grpo, steps=1)
+        return [block[name][0] for name in ("optimizer step", "generation batch", "whole run")]
 
-    one = rows(per_device_train_batch_size=4)
-    assert one[0] == "4 completions in the loss = 1 prompt × 4 completions"
-    assert one[1:] == [
+    assert rows(per_device_train_batch_size=4) == [
+        "4 completions in the loss = 1 prompt × 4 completions",
         "4 completions = 1 prompt × 4, every optimizer step",
         "1 optimizer step, 1 prompt, 4 completions",
     ]
@@ -68,12 +62,12 @@ def test_the_first_packed_pass_says_how_many_tokens_were_computed_by_level(tmp_p
     batches = []
     step = grpo.training_step
 
-    def noted_step(model, inputs, *further):
+    def recorded(model, inputs, *further):
         loss = step(model, inputs, *further)
         batches.append(grpo._buffered_inputs[(grpo._step - 1) % grpo.args.steps_per_generation])
         return loss
 
-    monkeypatch.setattr(grpo, "training_step", noted_step)
+    monkeypatch.setattr(grpo, "training_step", recorded)
     grpo.train()
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("first packed pass")]
     batch = batches[0]

@@ -17,6 +17,19 @@ from trl_fsdp_qlora.telemetry import terminal
 from trl_fsdp_qlora.telemetry.terminal import TerminalCallback, completion_lines, use_terminal
 
 
+class Tracker(TrainerCallback):
+    """Evaluates after the third step, and holds the names of each log."""
+
+    def __init__(self):
+        self.logged = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_evaluate = state.global_step == 3
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        self.logged.append(set(logs))
+
+
 @pytest.mark.parametrize("disable_tqdm", [True, False])
 def test_a_users_script_prints_what_stock_trl_prints_and_at_most_six_keys_more(tmp_path, capsys, disable_tqdm):
     printed = []
@@ -24,19 +37,16 @@ def test_a_users_script_prints_what_stock_trl_prints_and_at_most_six_keys_more(t
     for cls, config_cls in ((GRPOTrainer, GRPOConfig), (EfficientGRPOTrainer, EfficientGRPOConfig)):
         grpo = trainer(cls, config_cls, tmp_path, disable_tqdm=disable_tqdm)
         grpo.eval_dataset = prompts(8)
-        tracker = TrainerCallback()
-        tracked = []
-        tracker.on_step_end = lambda args, state, control, **_: setattr(
-            control, "should_evaluate", state.global_step == 3
-        )
-        tracker.on_log = lambda args, state, control, logs, tracked=tracked, **_: tracked.append(set(logs))
+        tracker = Tracker()
         grpo.add_callback(tracker)
         grpo.train()
         out = capsys.readouterr().out
         lines = [line for line in out.splitlines() if line.startswith("{")]
         printed.append([set(re.findall(r"'([^']+)': ", line)) for line in lines])
         logged.append([set(entry) - {"step", "total_flos"} for entry in grpo.state.log_history])
-        assert [names - {"total_flos"} for names in tracked] == logged[-1]  # of what is printed, trackers lack nothing
+        assert [names - {"total_flos"} for names in tracker.logged] == logged[
+            -1
+        ]  # of what is printed, trackers lack nothing
     assert len(printed[0]) == len(printed[1]) == 5  # three steps, one evaluation, and the end of training
     assert printed[0] == logged[0]
     for stock, efficient, all_of_them in zip(*printed, logged[1], strict=True):

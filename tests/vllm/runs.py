@@ -12,7 +12,7 @@ SETTINGS = {
     "max_completion_length": 16, "max_grad_norm": 1.0, "optim": "adamw_torch",
     "model_init_kwargs": {"dtype": "float32"},
 }  # fmt: skip
-GIVEN = ("eval_dataset", "quantization_config")
+TRAINER_ARGUMENTS = ("eval_dataset", "quantization_config")
 
 
 def grpo(
@@ -26,7 +26,7 @@ def grpo(
 ):
     """A trainer on sums; colocated unless `changes` say otherwise."""
     torch.manual_seed(0)
-    arguments = {name: changes.pop(name, None) for name in GIVEN}
+    arguments = {name: changes.pop(name, None) for name in TRAINER_ARGUMENTS}
     reward = changes.pop("reward", tiny.digit_share)
     args = tiny.config(config_class, folder, **{**SETTINGS, **changes})
     arguments["processing_class"] = tokenizer or tiny.character_tokenizer()
