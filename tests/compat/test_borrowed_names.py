@@ -60,7 +60,7 @@ def test_what_is_borrowed_is_there(tmp_path):
     stock = trainer(GRPOTrainer, GRPOConfig, tmp_path, max_steps=1, peft_config=lora(), beta=0.1)
     stock.train()
     experts = Qwen3MoeExperts(Qwen3MoeConfig(hidden_size=8, moe_intermediate_size=8, num_experts=2))
-    places = (stock, stock._dist, stock.model.get_base_model(), stock.model.config, experts)
+    owners = (stock, stock._dist, stock.model.get_base_model(), stock.model.config, experts)
     files = [path for path in PACKAGE.rglob("*.py") if path.parent.name != "compat"]
     names_of_file = {path: names(ast.parse(path.read_text(encoding="utf-8"))) for path in files}
     known = set().union(*(defined for _, defined in names_of_file.values()))
@@ -69,7 +69,7 @@ def test_what_is_borrowed_is_there(tmp_path):
         f"{path.relative_to(PACKAGE)}: {name}"
         for path, (used, _) in names_of_file.items()
         for name in used - known
-        if not any(hasattr(owner, name) for owner in places)
+        if not any(hasattr(owner, name) for owner in owners)
     }
     assert gone == set()
     assert isinstance(stock._metrics["train"], dict) and stock._step == 1 and len(stock._buffered_inputs) == 1

@@ -74,9 +74,12 @@ def checkpoint(request, tmp_path_factory):
 
 
 @pytest.fixture(params=["one by one", "in groups", "in groups, Triton"])
-def way(request):
-    """How experts are computed: as on a CPU, and as on a GPU, where a product may dequantize some experts at once, but
-    not all; on most cards by a kernel, here in Triton's interpreter."""
+def group_calls(request):
+    """The mock that counts the calls for groups of experts; `None` if experts are computed one by one, as on a CPU.
+
+    On a GPU a product may dequantize some experts at once, but not all; on most cards by a kernel, here in Triton's
+    interpreter.
+    """
     if request.param == "one by one":
         yield None
         return
@@ -123,7 +126,7 @@ def of_embeddings(model, ids):
 
 
 @pytest.mark.parametrize("nested", [True, False])
-def test_loss_and_gradient_are_those_of_the_dequantized_model(checkpoint, nested, way):
+def test_loss_and_gradient_are_those_of_the_dequantized_model(checkpoint, nested, group_calls):
     """And the packed experts are the checkpoint's, rounded to nf4: normal weights are some 9% off.
 
     Rows of 48 weights: what bitsandbytes' own product on AVX-512 gets wrong.
@@ -144,14 +147,14 @@ def test_loss_and_gradient_are_those_of_the_dequantized_model(checkpoint, nested
         wanted_loss, wanted = of_embeddings(stock, ids)
         torch.testing.assert_close(loss, wanted_loss, atol=1e-5, rtol=0)
         assert (gradient - wanted).abs().max() <= 1e-5 * wanted.abs().max()
-    # 40 x 12 weights are no whole blocks: the loop on a GPU, too.
-    assert way is None or bool(way.call_count) == (model.config.hidden_size != 40)
+    if group_calls is not None:  # 40 x 12 weights are no whole blocks: the loop on a GPU, too
+        assert bool(group_calls.call_count) == (model.config.hidden_size != 40)
 
 
 @pytest.mark.parametrize("checkpoint", ["qwen3_moe", "gpt_oss"], indirect=True)
 # Not in Triton's interpreter, which cuts off where a card rounds.
-@pytest.mark.parametrize("way", ["one by one", "in groups"], indirect=True)
-def test_bf16_is_as_near_to_float32_as_transformers_own_experts_are(checkpoint, way):
+@pytest.mark.parametrize("group_calls", ["one by one", "in groups"], indirect=True)
+def test_bf16_is_as_near_to_float32_as_transformers_own_experts_are(checkpoint, group_calls):
     """Both round in another order: judged by float32 of the same dequantized weights."""
     ours = loaded(checkpoint, torch.bfloat16, compute=torch.bfloat16)
     stock = dequantized(ours, checkpoint, torch.bfloat16, compute=torch.bfloat16)
@@ -319,7 +322,7 @@ def test_dequantized_checkpoint(checkpoint, tmp_path):
     [*((family, None) for family in CONFIGS), ("qwen3_moe", "reentrant"), ("qwen3_moe", "other")],
     indirect=["checkpoint"],
 )
-def test_lora_on_experts(checkpoint, tmp_path, checkpointing, way):
+def test_lora_on_experts(checkpoint, tmp_path, checkpointing, group_calls):
     model = loaded(checkpoint)
     stock = dequantized(model, checkpoint)
     adapted = ["experts.gate_up_proj", "experts.up_proj", "experts.down_proj"]
@@ -341,7 +344,7 @@ def test_lora_on_experts(checkpoint, tmp_path, checkpointing, way):
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_packed_rows_with_packed_experts(tmp_path, beta, way):
+def test_packed_rows_with_packed_experts(tmp_path, beta, group_calls):
     """A GRPO loss with its router loss: packed rows route fewer tokens, and each expert computes those that it
     gets.
     """

@@ -1,4 +1,6 @@
-"""Known wrong combinations are told before a model is loaded, with the line to change."""
+"""Known wrong combinations are errors before a model is loaded, with the line to change."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,5 +72,8 @@ def test_another_release_of_torch_gathers_by_layer_and_shards_no_4_bit_base(monk
     monkeypatch.setattr(prepare, "misfit", generation.misfit)
     for mode in ("auto", "once"):
         assert generation.choose(nn.Linear(2, 2), torch.device("cpu"), mode) == "per_layer"
+    accelerator = SimpleNamespace(is_fsdp2=True, prepare=lambda model: pytest.fail("it was sharded all the same"))
+    prepare.shard_quantized_base(accelerator)
+    quantized_layer = type("Linear4bit", (nn.Linear,), {})  # known by the name of its class
     with pytest.raises(LaunchError, match=r"torch 9\.9 has no FSDPState\._lazy_init.*ddp\.yaml"):
-        prepare._prepare_quantized(None, None, None, None, (), {})
+        accelerator.prepare(nn.Sequential(quantized_layer(2, 2)))

@@ -5,6 +5,7 @@ Each run is compared with one that computes every micro-batch by itself (`tokens
 """
 
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -13,12 +14,13 @@ from transformers import TrainerCallback
 
 from tests.tiny import digit_share, lora, prompts, these_first, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.grpo import step
 from trl_fsdp_qlora.prefix_sharing import across_passes
+from trl_fsdp_qlora.prefix_sharing.door import Door
 
-# One micro-batch a pass with a trunk; several in one pass; a micro-batch in several passes.
-WAYS = {"kept": (1, 30), "merged": (1, 100000), "cut": (4, 20)}
-every_way = pytest.mark.parametrize("way", WAYS)
+# Rows of a micro-batch and `tokens_per_pass`: one micro-batch a pass with a trunk; several in one pass; a micro-batch
+# in several passes.
+SPLITS = {"kept": (1, 30), "merged": (1, 100000), "cut": (4, 20)}
+every_split = pytest.mark.parametrize("split", SPLITS)
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +29,9 @@ def short_beginnings(monkeypatch):
 
 
 def make(
-    tmp_path, way, cls=EfficientGRPOTrainer, alone=False, config=EfficientGRPOConfig, peft_config=None, **changes
+    tmp_path, split, cls=EfficientGRPOTrainer, alone=False, config=EfficientGRPOConfig, peft_config=None, **changes
 ):
-    rows, tokens_per_pass = WAYS[way]
+    rows, tokens_per_pass = SPLITS[split]
     settings = {
         "per_device_train_batch_size": rows,
         "gradient_accumulation_steps": 8 // rows,
@@ -46,12 +48,16 @@ def trained(grpo) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in grpo.model.named_parameters() if p.requires_grad}
 
 
-def assert_as_alone(tmp_path, way, run=lambda grpo: grpo.train(), cls=EfficientGRPOTrainer, tolerance=1e-4, **changes):
+def train(grpo) -> None:
+    grpo.train()
+
+
+def assert_as_alone(tmp_path, split, run=train, cls=EfficientGRPOTrainer, tolerance=1e-4, **changes):
     """`run(trainer)` leaves the weights that it leaves if every micro-batch is computed by itself, up to a part of how
     far they move; returns the trainer."""
     weights = []
     for alone in (True, False):
-        grpo = make(tmp_path, way, cls, alone, **changes)
+        grpo = make(tmp_path, split, cls, alone, **changes)
         start = trained(grpo)
         torch.manual_seed(0)
         run(grpo)
@@ -92,11 +98,11 @@ def stop(grpo, control):
     control.should_training_stop = True
 
 
-@every_way
+@every_split
 @pytest.mark.parametrize("event", ["loss", "callback", "stop"])
-def test_a_run_that_broke_off_between_two_micro_batches_and_goes_on(tmp_path, way, event):
+def test_a_run_that_broke_off_between_two_micro_batches_and_goes_on(tmp_path, split, event):
     def run(grpo):
-        behind = 1 if way == "cut" else 3
+        behind = 1 if split == "cut" else 3
         if event == "loss":
             compute_loss = grpo._compute_loss
             calls = []
@@ -121,16 +127,16 @@ def test_a_run_that_broke_off_between_two_micro_batches_and_goes_on(tmp_path, wa
                 weight.add_(0.01 * weight.requires_grad)
         grpo.train()
 
-    assert_as_alone(tmp_path, way, run)
+    assert_as_alone(tmp_path, split, run)
 
 
-@every_way
-def test_an_evaluation_between_two_micro_batches(tmp_path, way):
+@every_split
+def test_an_evaluation_between_two_micro_batches(tmp_path, split):
     def run(grpo):
-        At(grpo, 1 if way == "cut" else 3, lambda grpo, control: grpo.evaluate())
+        At(grpo, 1 if split == "cut" else 3, lambda grpo, control: grpo.evaluate())
         grpo.train()
 
-    assert_as_alone(tmp_path, way, run, eval_strategy="no", cls=WithEvaluation)
+    assert_as_alone(tmp_path, split, run, eval_strategy="no", cls=WithEvaluation)
 
 
 class WithEvaluation(EfficientGRPOTrainer):
@@ -138,19 +144,19 @@ class WithEvaluation(EfficientGRPOTrainer):
         super().__init__(model, reward, config, dataset, eval_dataset=prompts(4), **kwargs)
 
 
-@every_way
-def test_an_epoch_that_ends_between_two_micro_batches(tmp_path, way):
+@every_split
+def test_an_epoch_that_ends_between_two_micro_batches(tmp_path, split):
     """Transformers adds the gradients of the micro-batches before to the next step."""
 
     def end(grpo, control):
         control.should_epoch_stop = True
 
     def run(grpo):
-        At(grpo, 1 if way == "cut" else 3, end)
+        At(grpo, 1 if split == "cut" else 3, end)
         grpo.train()
 
     # An epoch is one step.
-    assert_as_alone(tmp_path, way, run, dataset=prompts(2))
+    assert_as_alone(tmp_path, split, run, dataset=prompts(2))
 
 
 class StepsEarly(EfficientGRPOTrainer):
@@ -167,9 +173,9 @@ class StepsEarly(EfficientGRPOTrainer):
         return loss
 
 
-@every_way
-def test_an_optimizer_that_steps_earlier_than_it_said(tmp_path, way):
-    assert_as_alone(tmp_path, way, cls=StepsEarly)
+@every_split
+def test_an_optimizer_that_steps_earlier_than_it_said(tmp_path, split):
+    assert_as_alone(tmp_path, split, cls=StepsEarly)
 
 
 class ChangesAdvantages(EfficientGRPOTrainer):
@@ -206,47 +212,47 @@ def half_equal(completions, prompts, **_):
     return [1.0 if groups[str(prompt)] % 2 else share for prompt, share in zip(prompts, shares, strict=True)]
 
 
-@every_way
+@every_split
 @pytest.mark.parametrize(
     "cls", these_first([ChangesAdvantages, ChangesInPlace, LooksTwice, LeavesOneOut], ChangesAdvantages, LooksTwice)
 )
-def test_a_subclass_between_the_batch_and_its_loss(tmp_path, way, cls):
+def test_a_subclass_between_the_batch_and_its_loss(tmp_path, split, cls):
     changes = {"reward": half_equal} if cls in (ChangesAdvantages, ChangesInPlace) else {}
-    assert_as_alone(tmp_path, way, cls=cls, **changes)
+    assert_as_alone(tmp_path, split, cls=cls, **changes)
 
 
-@every_way
+@every_split
 @pytest.mark.parametrize(
     "accumulation, steps_per_generation, max_steps",
     these_first([(8, 4, 2), (4, 8, 3), (4, 6, 3), (6, 4, 3)], (8, 4, 2)),
 )
-def test_generation_batches_of_another_length(tmp_path, way, accumulation, steps_per_generation, max_steps):
+def test_generation_batches_of_another_length(tmp_path, split, accumulation, steps_per_generation, max_steps):
     changes = {"gradient_accumulation_steps": accumulation, "steps_per_generation": steps_per_generation}
     changes["num_generations"] = 2
-    assert_as_alone(tmp_path, way, max_steps=max_steps, **changes)
+    assert_as_alone(tmp_path, split, max_steps=max_steps, **changes)
 
 
-@every_way
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, way):
+@every_split
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, split):
     """In the middle of a generation batch; the same arithmetic, so no tolerance."""
-    rows, _ = WAYS[way]
+    rows, _ = SPLITS[split]
     changes = {"steps_per_generation": 16 // rows, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
-    whole = make(tmp_path, way, **changes)
+    whole = make(tmp_path, split, **changes)
     whole.train()
-    resumed = make(tmp_path, way, **changes)
+    resumed = make(tmp_path, split, **changes)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     expected = trained(whole)
     for name, weight in trained(resumed).items():
         assert weight.equal(expected[name]), name
 
 
-@every_way
-def test_a_last_step_of_fewer_micro_batches(tmp_path, way):
+@every_split
+def test_a_last_step_of_fewer_micro_batches(tmp_path, split):
     """Of 3 prompts times 4 completions an epoch has 12 micro-batches of one row: a step of 8 and one of 4."""
-    steps_per_generation = 1 if way == "cut" else 4
+    steps_per_generation = 1 if split == "cut" else 4
     assert_as_alone(
         tmp_path,
-        way,
+        split,
         max_steps=-1,
         num_train_epochs=2,
         dataset=prompts(3),
@@ -256,20 +262,21 @@ def test_a_last_step_of_fewer_micro_batches(tmp_path, way):
 
 def test_a_cut_micro_batch_draws_the_same_dropout_twice(tmp_path, monkeypatch):
     """The gradient was that of other values than the loss was taken of."""
-    scores = []
-    run = step._run
+    values = []  # of the passes without a graph
+    again = []  # of those with one
+    score = Door.score
 
-    def watched(*args, **kwargs):
-        output = run(*args, **kwargs)
-        scores.append((torch.is_grad_enabled(), output.log_probs.detach()))
+    def watched(*args):
+        output = score(*args)
+        (again if torch.is_grad_enabled() else values).append(output.log_probs.detach())
         return output
 
-    monkeypatch.setattr(step, "_run", watched)
+    monkeypatch.setattr(Door, "score", watched)
     adapter = lora()
     adapter.lora_dropout = 0.5
     grpo = make(tmp_path, "cut", peft_config=adapter, max_steps=1)
+    grpo.door.comparison.checked.update(itertools.product((False, True), repeat=2))
     grpo.train()
-    values, again = ([x for has_graph, x in scores if has_graph == graph] for graph in (False, True))
     assert len(values) == len(again) > 2
     for first, second in zip(values, again, strict=True):
         torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-5)
@@ -284,8 +291,8 @@ def test_the_tokens_of_a_cut_micro_batch_are_counted_over_all_of_its_passes(tmp_
     assert figures.padded_tokens == rows * (width + last["prompt_ids"].shape[1]) > figures.tokens > 0
 
 
-@every_way
-def test_what_is_kept_is_freed_with_its_last_pass(tmp_path, way, monkeypatch):
+@every_split
+def test_what_is_kept_is_freed_with_its_last_pass(tmp_path, split, monkeypatch):
     kept = {}  # weak references to what each store keeps of a node
     alive = []  # what outlived its node
     keep = across_passes.KeptValues.keep
@@ -304,12 +311,12 @@ def test_what_is_kept_is_freed_with_its_last_pass(tmp_path, way, monkeypatch):
 
     monkeypatch.setattr(across_passes.KeptValues, "keep", watched)
     monkeypatch.setattr(across_passes.KeptValues, "drop", watched_drop)
-    grpo = make(tmp_path, way, gradient_checkpointing=False)
+    grpo = make(tmp_path, split, gradient_checkpointing=False)
     grpo.train()
     gc.collect()
     assert not alive, "kept longer than its last pass"
     assert not [ref for refs in kept.values() for ref in refs if ref() is not None], "it outlives its step"
-    assert kept or way == "merged"
+    assert kept or split == "merged"
 
 
 def test_reentrant_checkpointing_of_a_cut_micro_batch(tmp_path, caplog):

@@ -12,7 +12,7 @@ from trl_fsdp_qlora import (
     TSPMOTrainer,
 )
 
-from .test_broken_off_steps import assert_as_alone, every_way, short_beginnings  # noqa: F401 (a fixture)
+from .test_broken_off_steps import assert_as_alone, every_split, short_beginnings  # noqa: F401 (a fixture)
 
 
 def dora():
@@ -48,7 +48,7 @@ FEATURES = {
     "T-SPMO": {"cls": TSPMOTrainer, "config": TSPMOConfig, "learning_rate": 3.0},
     "A*-PO": {**A_STAR_PO, "learning_rate": 1.0},
     "A*-PO, weighted by advantages": {**A_STAR_PO, "objective": "advantage_weighted", "entropy_coef": 0.01},
-    # Products of bfloat16 are rounded to 0.4%, and each way adds them up in another order.
+    # Products of bfloat16 are rounded to 0.4%, and each split adds them up in another order.
     "bfloat16": {"bf16": True, "tolerance": 0.2},
 }
 FIRST = ("selected tokens", "groups without a signal", "T-SPMO", "A*-PO", "bfloat16")
@@ -59,8 +59,8 @@ def no_values_of_other_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("TRL_FSDP_QLORA_CACHE", str(tmp_path / "cache"))
 
 
-@every_way
+@every_split
 @pytest.mark.parametrize("feature", these_first(FEATURES, *FIRST))
-def test_a_feature_in_any_passes(tmp_path, way, feature):
-    trainer = assert_as_alone(tmp_path, way, **FEATURES[feature])
+def test_a_feature_in_any_passes(tmp_path, split, feature):
+    trainer = assert_as_alone(tmp_path, split, **FEATURES[feature])
     assert trainer.door.is_active

@@ -44,9 +44,8 @@ def test_a_users_script_prints_what_stock_trl_prints_and_at_most_six_keys_more(t
         lines = [line for line in out.splitlines() if line.startswith("{")]
         printed.append([set(re.findall(r"'([^']+)': ", line)) for line in lines])
         logged.append([set(entry) - {"step", "total_flos"} for entry in grpo.state.log_history])
-        assert [names - {"total_flos"} for names in tracker.logged] == logged[
-            -1
-        ]  # of what is printed, trackers lack nothing
+        # Trackers lack nothing of what is printed.
+        assert [names - {"total_flos"} for names in tracker.logged] == logged[-1]
     assert len(printed[0]) == len(printed[1]) == 5  # three steps, one evaluation, and the end of training
     assert printed[0] == logged[0]
     for stock, efficient, all_of_them in zip(*printed, logged[1], strict=True):
