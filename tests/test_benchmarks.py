@@ -169,11 +169,15 @@ def test_every_method_is_measured_at_the_seconds_of_the_one_that_a_limit_ended(t
     assert whole.startswith("| GRPO, as far as it ran | 3,000 | 100 |") and "24.0%" in whole
 
 
-def test_samples_are_counted_for_their_own_problem():
+def test_the_share_of_groups_with_equal_rewards_is_that_of_all_ways_to_draw_one():
     ceiling = benchmark("selection_ceiling")
-    for hits in (0, 1, 3, 5, 6):  # groups of equal rewards, over all ways to draw one
+    for hits in (0, 1, 3, 5, 6):
         groups_equal = [len(set(group)) == 1 for group in itertools.combinations([1] * hits + [0] * (6 - hits), 3)]
         assert ceiling.equal_share(6, hits, 3) == pytest.approx(sum(groups_equal) / len(groups_equal))
+
+
+def test_samples_are_counted_for_their_own_problem():
+    ceiling = benchmark("selection_ceiling")
     prompts = Dataset.from_dict({"prompt": ["2+2=", "2+3=", "9+9="], "answer": ["4", "5", "18"]})
     # Greedily 4, and with every third sample 5, whatever it is asked: one problem at a time, 6 of its 16 samples.
     model = Answering(lambda text, row, sampled: "5" if sampled and row % 3 == 0 else "4")
@@ -182,8 +186,11 @@ def test_samples_are_counted_for_their_own_problem():
     figures = ceiling.summary(scores)
     assert (figures["greedy"][0], figures["pass@1"][0], figures["pass@16"][0]) == pytest.approx((1 / 3, 1 / 3, 2 / 3))
     assert figures["pass@8"][0] == pytest.approx((1 + 1 - math.comb(10, 8) / math.comb(16, 8)) / 3)
-    both = {"start": scores, "later": {**scores, "hits": [12, 8, 1]}}
-    both = {name: {"validation": one, "training": one} for name, one in both.items()}
+    later = {**scores, "hits": [12, 8, 1]}
+    both = {
+        "start": {"validation": scores, "training": scores},
+        "later": {"validation": later, "training": later},
+    }
     table = ceiling.table(both)
     assert len(table) == 2 + 4 and table[2].startswith("| validation | start | 33.3 (6.1–79.2) | 33.3 (")
     first, second = ceiling.paired(both)

@@ -140,13 +140,13 @@ def test_rewards_outside_the_range_and_wrong_counts_are_errors_that_lose_nothing
         return [5.0 if prompt == "21+12=" else 0.0 for prompt in prompts]  # one of the longest, which come last
 
     trainer = make_trainer(rewards=too_large, value_batch_size=4)
-    with pytest.raises(ValueError, match=r"reward 5 is outside value_reward_range=\[0, 1\]"):
+    with pytest.raises(ValueError, match=r"reward 5 .*value_reward_range=\[0, 1\]"):
         trainer.estimate_values()
     kept = len(trainer.values.read())
     again = make_trainer(rewards=too_large, value_reward_range=[0.0, 5.0], value_batch_size=4)
     assert again.estimate_values().already_known == kept  # the error's own batch is drawn again, finished ones are not
     assert kept > 0 and len(again.drawn) == 24 - kept
-    with pytest.raises(ValueError, match="returned 1 rewards, but 64"):
+    with pytest.raises(ValueError, match=r" 1 rewards.* 64\b"):
         make_trainer(rewards=lambda completions, **_: [1.0]).estimate_values()
 
 

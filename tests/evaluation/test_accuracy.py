@@ -28,8 +28,14 @@ def test_accuracy_of_a_known_model():
     assert result.pass_at_k == 1.0  # two of four samples are right
     assert result.majority_at_k == 1.0  # a tie of two and two goes to the first sample, which is right
     assert result.interval[0] < even / 25 < result.interval[1]
-    assert (majority(["5.0", "7", "5", None]), majority([None, None])) == ("5.0", None)
-    # A bad gold answer is found before anything is generated.
+
+
+def test_the_majority_is_of_equal_numbers_and_there_may_be_none():
+    assert majority(["5.0", "7", "5", None]) == "5.0"
+    assert majority([None, None]) is None
+
+
+def test_a_bad_gold_answer_is_found_before_anything_is_generated():
     model = Answering(None)
     with pytest.raises(UnparsableGoldAnswer, match="row 1"):
         evaluate(model, model.tokenizer, Dataset.from_dict({"prompt": ["1+1=", "2+2="], "answer": ["2", "four"]}))

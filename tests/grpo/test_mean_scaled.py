@@ -37,7 +37,7 @@ def test_groups_without_a_success_missing_rewards_and_negative_ones(caplog):
     actual = mean_scaled_advantages(rewards, 4)
     expected = [0.0] * 4 + [3, -1, -1, -1] + [0, 1, -1, 0] + [0] * 8
     torch.testing.assert_close(actual, torch.tensor(expected), atol=2e-3, rtol=0)
-    assert "negative in some groups" in caplog.text
+    assert "scale_rewards='mean'" in caplog.text
 
 
 def test_statistics_of_groups():

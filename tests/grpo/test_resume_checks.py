@@ -116,11 +116,17 @@ def test_the_optimizer_may_change_with_a_warning_and_what_says_nothing_of_the_ma
     assert "learning_rate: 0.001 -> 0.0005" in caplog.text
 
 
-def test_a_finished_run_does_no_further_step_and_a_second_one_in_its_folder_none_at_all(run, finished, caplog):
+def test_a_second_run_in_the_folder_of_one_does_no_step(run):
     with FileLock(run / checkpoints.LOCK), pytest.raises(CheckpointError, match=f"output_dir={run} "):
         make(run).train()
-    text = (run / "checkpoint-3" / "manifest.json").read_text()
-    assert str(finished) not in text and '"processes": 1' in text  # nothing of this machine
+
+
+def test_a_manifest_has_nothing_of_this_machine(finished):
+    text = (finished / "checkpoint-3" / "manifest.json").read_text()
+    assert str(finished) not in text and '"processes": 1' in text
+
+
+def test_a_finished_run_does_no_further_step(run, caplog):
     again = make(run)
     assert again.train(resume_from_checkpoint="auto").global_step == 3 and "(3 steps)" in caplog.text
     assert kept(run) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
@@ -146,23 +152,27 @@ def test_a_checkpoint_is_pushed_when_whole_and_old_ones_go_but_the_best(tmp_path
     assert state["best_model_checkpoint"] == str(tmp_path / "checkpoint-1")
 
 
-def test_auto_goes_on_from_the_newest_that_holds_what_was_written_and_starts_afresh_behind_none(run, caplog):
-    weights = "adapter_model.safetensors"
-    damage(run / "checkpoint-3" / weights)
+WEIGHTS = "adapter_model.safetensors"
+
+
+def test_auto_goes_on_from_the_newest_that_holds_what_was_written(run, caplog):
+    damage(run / "checkpoint-3" / WEIGHTS)
     grpo = make(run, max_steps=4)
     steps = []
     grpo.add_callback(callback_at("on_step_begin", lambda state: steps.append(state.global_step)))
     grpo.train(resume_from_checkpoint="auto")
     assert steps == [2, 3] and checkpoints.why_incomplete(run / "checkpoint-3") is None  # written anew
-    assert len([message for message in caplog.messages if f"checkpoint-3 (its file {weights} " in message]) == 1
-    caplog.clear()
+    assert len([message for message in caplog.messages if f"checkpoint-3 (its file {WEIGHTS} " in message]) == 1
+
+
+def test_auto_starts_afresh_if_no_checkpoint_holds_what_was_written(run, caplog):
     for folder in checkpoints.checkpoints_in(run):
-        damage(folder / weights)
+        damage(folder / WEIGHTS)
     grpo = make(run, max_steps=1)
     assert grpo.train(resume_from_checkpoint="auto").global_step == 1
     (message,) = [message for message in caplog.messages if "checkpoint-1 (" in message]
-    for step in (1, 2, 3, 4):
-        assert f"checkpoint-{step} (its file {weights} " in message
+    for step in (1, 2, 3):
+        assert f"checkpoint-{step} (its file {WEIGHTS} " in message
 
 
 _UNSAFE = safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")

@@ -7,6 +7,7 @@ from itertools import product
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -156,12 +157,8 @@ def an_unpackable_batch_on_one_rank_in_passes(scene):
 def no_trainer_compares(scene):
     """`share_prompts` alone: the door compares from inside the forward."""
     logps = scene.run_alone()
-    assert (
-        scene.door.is_active
-        and scene.door.comparison.checked
-        and all(p.grad is None for p in scene.model.parameters())
-    )
-    assert scene.door.figures.tokens
+    assert scene.door.is_active and scene.door.comparison.checked and scene.door.figures.tokens
+    assert all(p.grad is None for p in scene.model.parameters())
     scene.assert_right(logps)
     scene.assert_right(scene.run_alone())
 
@@ -203,12 +200,8 @@ def an_unpackable_batch_on_one_rank_under_a_named_backend(scene):
         scene = Scene(scene.wrapper, "qwen3", "cascade")
         if not first:
             scene.run()
-        try:
+        with pytest.raises(PrefixSharingError, match="holes" if dist.get_rank() else "another rank"):
             scene.run((ids, mask))
-        except PrefixSharingError as error:
-            assert ("holes" if dist.get_rank() else "another rank's cannot be packed") in str(error)
-        else:
-            raise AssertionError("this rank went on")
 
 
 def a_wrong_gradient_on_one_rank(scene):
@@ -253,7 +246,7 @@ def out_of_memory_on_one_rank(scene):
 
         @staticmethod
         def backward(ctx, grad):
-            raise torch.OutOfMemoryError("out of memory: backward")
+            raise torch.OutOfMemoryError("out of memory: packed backward")
 
     def failing(original, where):
         def run(*args, **arguments):
@@ -269,12 +262,9 @@ def out_of_memory_on_one_rank(scene):
         scene = Scene("ddp", "qwen3")  # a forward that has ended early leaves DDP's ranks out of step
         owner, name = (scene.base.base_model, "forward") if where == "padded forward" else (cascade, "attend")
         with mock.patch.object(owner, name, failing(getattr(owner, name), where)):
-            try:
+            named = f"out of memory: {where}" if dist.get_rank() else "another rank"
+            with pytest.raises(torch.OutOfMemoryError, match=named):
                 scene.run()
-            except torch.OutOfMemoryError as error:
-                assert ("out of memory: " if dist.get_rank() else "another rank ran out of memory") in str(error)
-            else:
-                raise AssertionError(f"{where}: this rank went on")
         assert all(p.grad is None for p in scene.model.parameters())
 
 

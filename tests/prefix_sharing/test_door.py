@@ -491,7 +491,8 @@ def test_a_model_of_another_kind_is_left_alone(caplog):
     """Not transformers': there is no head to put on it, and nothing breaks."""
     model = torch.nn.Linear(2, 2)
     share_prompts(model)
-    assert "not a transformers model" in caplog.text and model(torch.zeros(1, 2)).shape == (1, 2)
+    (message,) = caplog.messages
+    assert "Linear" in message and model(torch.zeros(1, 2)).shape == (1, 2)
     with pytest.raises(PrefixSharingError, match="Linear"):
         share_prompts(torch.nn.Linear(2, 2), attention="cascade")
 
