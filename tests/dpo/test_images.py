@@ -52,16 +52,18 @@ def test_loss_metrics_and_gradients_are_stocks(tmp_path):
 def test_pictures_that_cannot_be_counted_run_as_in_stock(tmp_path, monkeypatch):
     trainers = [llava_trainer(*kind, tmp_path / kind[0].__name__) for kind in BOTH]
 
-    def count(batch):
+    def fails(*_):
         raise UnpackableBatch("which images are whose is not known")
 
-    monkeypatch.setattr(trainers[1].door.images, "count", count)
+    for name in ("count", "receive"):  # for the comparison, and for the pass itself
+        monkeypatch.setattr(trainers[1].door.images, name, fails)
     inputs = next(iter(trainers[0].get_train_dataloader()))
     losses = []
     for each in trainers:
         each.model.train()
         losses.append(each.compute_loss(each.model, inputs).item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert not trainers[1].door.figures.tokens
 
 
 def test_a_pair_without_a_picture_trains_in_every_step(tmp_path):
