@@ -46,16 +46,15 @@ def name_of(path: Path) -> tuple[str, ...]:
 MODULES = {name_of(path) for path in FILES}
 
 
-def imports_of(path: Path) -> set[tuple[str, ...]]:
-    """Modules of the package that a file imports, also inside functions."""
-    here = path.relative_to(PACKAGE).parent.parts
+def imports_in(source: str, room: tuple[str, ...]) -> set[tuple[str, ...]]:
+    """Modules of the package that a file in `room` imports, also inside functions."""
     imported = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.ImportFrom):
             continue
         parts = tuple(node.module.split(".")) if node.module else ()
         if node.level:
-            base = here[: len(here) - node.level + 1] + parts
+            base = room[: len(room) - node.level + 1] + parts
         elif parts[0] == PACKAGE.name:
             base = parts[1:]
         else:
@@ -64,11 +63,18 @@ def imports_of(path: Path) -> set[tuple[str, ...]]:
     return imported - {()}
 
 
+def test_imports_are_seen_however_they_are_written():
+    source = "from ..compat import trl\nfrom .training import x\nimport torch\n"
+    source += "def f():\n    from trl_fsdp_qlora.scoring.logprobs import y\n"
+    expected = {("compat", "trl"), ("grpo", "training"), ("scoring", "logprobs")}
+    assert imports_in(source, room=("grpo",)) == expected
+
+
 def test_a_room_imports_only_from_rooms_below_it():
     upwards = [
         f"{path.relative_to(PACKAGE)} imports {'.'.join(target)}"
         for path in FILES
-        for target in imports_of(path)
+        for target in imports_in(path.read_text(encoding="utf-8"), room=path.relative_to(PACKAGE).parent.parts)
         if target[0] != name_of(path)[0] and HEIGHT[target[0]] >= HEIGHT[name_of(path)[0]]
     ]
     assert not upwards
