@@ -132,9 +132,7 @@ def test_a_call_may_take_300_seconds_unless_told_otherwise(tmp_path, seconds, ri
     assert 300 < seconds_after < 10_000  # a timer of somebody else goes on behind a call
 
 
-def test_a_limit_is_of_a_call_that_is_too_long_alone(monkeypatch):
-    monkeypatch.setattr(tools_module.logger, "warning_once", lambda line: None)
-
+def test_a_limit_is_of_a_call_that_is_too_long_alone():
     async def sleeps(seconds):
         await asyncio.sleep(seconds)
         return "done"

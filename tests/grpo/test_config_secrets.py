@@ -2,7 +2,6 @@ import copy
 import io
 import json
 import pickle
-import sys
 
 import pytest
 import torch
@@ -59,10 +58,9 @@ def test_a_run_uses_the_tokens_in_dictionaries_and_writes_none_of_them(tmp_path,
 
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(recorded))
     inside = {"model_init_kwargs": {"token": TOKEN}, "vllm_engine_kwargs": {"hf_token": TOKEN}}
-    monkeypatch.setattr(sys, "argv", ["grpo.py", "--model_init_kwargs", json.dumps(inside["model_init_kwargs"])])
     saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
     grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "out", base, lora(), **saving, **inside)
-    grpo.card_info.command = ["python", *sys.argv]
+    grpo.card_info.command = ["python", "grpo.py", "--model_init_kwargs", json.dumps(inside["model_init_kwargs"])]
     grpo.train()
     grpo.create_model_card()
     assert used == [TOKEN]

@@ -134,7 +134,9 @@ def test_the_calls_for_cuda_take_kept_keys(name, multiple, monkeypatch):
     monkeypatch.setattr(layout, "row_multiple", lambda device: multiple)
     model = with_stock_head(build(FAMILIES[name]))
     compare(model, shuffled(groups(torch.Generator().manual_seed(0))), 3)
-    assert set(model.prompt_sharing.figures.layer_calls) == {"cascade"}
+    figures = model.prompt_sharing.figures
+    assert figures.tokens % multiple == 0
+    assert set(figures.layer_calls) == {"cascade"}
 
 
 def without_padding(batch) -> list[torch.Tensor]:

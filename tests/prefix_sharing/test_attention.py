@@ -1,7 +1,7 @@
 """Backends on their own: float64 gradients by finite differences, and a dense mask as oracle."""
 
 from types import MappingProxyType, SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -252,13 +252,19 @@ def dense_backward(
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("name", EVERY)
 def test_the_calls_for_cuda_equal_dense_mask(name, kv_heads, window, monkeypatch):
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", dense_forward)
+    forward = Mock(wraps=dense_forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", dense_backward)
     monkeypatch.setattr(cascade, "_CpuKernels", cascade._CudaKernels)
+    calls = []
     for most in (cascade._EXPANDED_KEYS, 1):  # all ancestors in one call, and each in one of its own
         monkeypatch.setattr(cascade, "_EXPANDED_KEYS", most)
         leaves = [x.requires_grad_() for x in draw(make_layout(name), 4, kv_heads)]
+        forward.reset_mock()
         assert_equals_dense_mask(Call(*leaves, make_layout(name), window=window), leaves, 1e-12)
+        calls.append(forward.call_count)
+    if name == "two equal groups":
+        assert (calls[0] < calls[1]) == (window is not None and window > 1)
 
 
 # --- what depends on the device a layer lies on ---
