@@ -11,6 +11,7 @@ from tests.decode.test_decoding import MODELS, build, greedy, sampled
 from tests.distributed.launch import launch
 from tests.prefix_sharing.helpers import RECURRENT
 from tests.prefix_sharing.helpers import build as build_family
+from trl_fsdp_qlora.compat.transformers import CACHE
 from trl_fsdp_qlora.decode import common_beginning
 from trl_fsdp_qlora.decode.completions import complete
 
@@ -139,7 +140,7 @@ def test_positions_and_masks_of_ones_own_are_left_alone():
         kwargs = {
             "attention_mask": mask,
             "position_ids": positions,
-            "past_key_values": DynamicCache(config=model.config),
+            CACHE: DynamicCache(config=model.config),
         }
         length = common_beginning.prefill_beginning(model, ids, kwargs | changed, greedy(), synced_gpus=False)[2]
         assert length == (0 if changed else len(BEGINNING))

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 from tests.decode.test_decoding import MODELS, PAD, PROMPTS, build, greedy, sampled
+from trl_fsdp_qlora.compat.transformers import CACHE
 from trl_fsdp_qlora.decode import decoding as decoding_module
 from trl_fsdp_qlora.decode.decoding import Decoding, distinct_rows
 from trl_fsdp_qlora.decode.shared_prompts import SharedPrompts
@@ -122,16 +123,14 @@ def test_a_layer_that_does_something_of_its_own_is_seen_in_the_prefill(part, pro
     unchanged = modeling_llama.LlamaAttention.forward
     model.set_attn_implementation("eager")
 
-    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
         if part == "keys":  # a cache that gives copies of what it caches
-            cached = past_key_values.update
-            past_key_values = SimpleNamespace(update=lambda *args: tuple(x.clone() for x in cached(*args)))
+            cached = kwargs[CACHE].update
+            kwargs[CACHE] = SimpleNamespace(update=lambda *args, **named: tuple(x.clone() for x in cached(*args)))
         elif attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[-1] > 1:
             attention_mask = attention_mask.clone()
             attention_mask[..., -2] = torch.finfo(attention_mask.dtype).min
-        return unchanged(
-            self, hidden_states, position_embeddings, attention_mask, past_key_values=past_key_values, **kwargs
-        )
+        return unchanged(self, hidden_states, position_embeddings, attention_mask, **kwargs)
 
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
     out, *inputs, decoding = run(model, greedy(), prompts)

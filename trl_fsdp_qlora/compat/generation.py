@@ -5,7 +5,6 @@ ours. If a release of transformers differs, [`MISFIT`] names the difference and 
 """
 
 import copy
-import inspect
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from .signatures import misfits
+from .transformers import CACHE, cache_name
 
 _EXPECTED = {
     "_sample": "self input_ids logits_processor stopping_criteria generation_config synced_gpus streamer model_kwargs",
@@ -73,11 +73,11 @@ def prefill(model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationC
     Prompts that continue from a cache are computed in one piece by transformers before 5.21: its chunks begin with the
     prompt's first token, also if the cache holds that token already.
     """
-    cache = model_kwargs.get("past_key_values")
-    continues = cache is not None and cache.get_seq_length() > 0
-    if continues and config.prefill_chunk_size is not None and not _CHUNKS_CONTINUE:
-        config = copy.copy(config)
-        config.prefill_chunk_size = None
+    if config.prefill_chunk_size is not None and not _CHUNKS_CONTINUE:
+        cache = model_kwargs.get(CACHE)
+        if cache is not None and cache.get_seq_length() > 0:
+            config = copy.copy(config)
+            config.prefill_chunk_size = None
     return model._prefill(input_ids, config, model_kwargs)
 
 
@@ -121,8 +121,7 @@ def takes_dynamic_cache(model: PreTrainedModel) -> bool:
 
     The oldest models have no cache, and run the whole rows for each token.
     """
-    takes_one = {"past_key_values", "cache_params"} & set(inspect.signature(type(model).forward).parameters)
-    return bool(takes_one) and model._supports_default_dynamic_cache()
+    return cache_name(type(model)) is not None and model._supports_default_dynamic_cache()
 
 
 def prepares_inputs_itself(model: PreTrainedModel) -> bool:

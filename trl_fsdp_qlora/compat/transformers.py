@@ -3,6 +3,7 @@
 `generation.py` has those of `generate`.
 """
 
+import inspect
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,12 +14,19 @@ from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    GenerationMixin,
     PretrainedConfig,
     Trainer,
 )
 from transformers.utils.generic import is_flash_attention_requested
 
 from .replaced import replaced
+
+# The argument for a model's cache, which is also the entry of its outputs. Transformers 5.24 gave it a new name.
+_prepares_inputs = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
+CACHE = "cache" if "cache" in _prepares_inputs.parameters else "past_key_values"
+# The first name is the one of Mamba's classes before 5.24.
+CACHE_NAMES = ("cache_params", CACHE)
 
 _LANGUAGE_MODELS = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -48,6 +56,12 @@ def model_class(config: PretrainedConfig, name: str | None = None) -> type:
             return auto
     remote = getattr(config, "auto_map", None) or {}
     return AutoModelForImageTextToText if "AutoModelForImageTextToText" in remote else AutoModelForCausalLM
+
+
+def cache_name(cls: type) -> str | None:
+    """The argument for the cache of `cls`, a class of models or of layers; `None` if it takes no cache."""
+    parameters = inspect.signature(cls.forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), None)
 
 
 def auto_class_of(model: nn.Module) -> str:

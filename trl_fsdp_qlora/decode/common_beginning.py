@@ -11,13 +11,14 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ..compat.generation import prefill, prepares_inputs_itself, unfinished
+from ..compat.transformers import CACHE
 from ..prefix_sharing.support import layer_types, position_limit, sees_distances, unsupported_reason
 
 # A beginning is prefilled on its own only if that saves this many tokens, because it costs one more forward.
 _MIN_SAVED_TOKENS = 256
 # Arguments of the prefill that this module can handle. With any other (images, token types) each prompt is prefilled
 # whole.
-_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+_ARGUMENTS = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep"}
 
 
 def prefill_beginning(
@@ -52,7 +53,7 @@ def prefill_beginning(
             reordered[name] = kwargs[name].gather(1, order_UP)
     of_beginning = {name: values_UP[:1, :length] for name, values_UP in reordered.items()}
     prefill(model, ids_UP[:1, :length], config, {**kwargs, **of_beginning})
-    _expand(kwargs["past_key_values"], len(ids_UP))
+    _expand(kwargs[CACHE], len(ids_UP))
     return ids_UP, {**kwargs, **reordered}, length
 
 
@@ -79,7 +80,7 @@ def _length(ids_UP: torch.Tensor, kwargs: dict) -> int:
     """
     if {name for name, value in kwargs.items() if value is not None} - _ARGUMENTS:
         return 0
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get(CACHE)
     mask_UP = _mask(ids_UP, kwargs)
     position_ids = kwargs.get("position_ids")
     if position_ids is None or not mask_UP.shape == position_ids.shape == ids_UP.shape:

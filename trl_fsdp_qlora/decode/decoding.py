@@ -34,6 +34,7 @@ from ..compat.generation import (
     tuned_for_decoding,
     unfinished,
 )
+from ..compat.transformers import CACHE, CACHE_NAMES
 from ..compat.trl import images_by_row
 from ..prefix_sharing.images import PER_IMAGE, PER_TOKEN, Images
 from ..prefix_sharing.support import keeps_states_itself, position_limit
@@ -215,13 +216,13 @@ class Decoding:
         if self._pixels:
             kwargs_U = {name: x for name, x in kwargs_U.items() if name not in _OF_IMAGES} | self._pixels
         if self.per_row is None:
-            watch = PrefillWatch(kwargs_U.get("past_key_values"), kwargs_U)
+            watch = PrefillWatch(kwargs_U.get(CACHE), kwargs_U)
             outputs = prefill(model, ids_UP, config, {**kwargs_U, "shared_prompts": watch})
             self.per_row = watch.why_not()
         else:
             outputs = prefill(model, ids_UP, config, kwargs_U)
         if self.per_row is None:
-            batch.shared = SharedPrompts(outputs.past_key_values, prompt_R, kwargs_U, batch.longest)
+            batch.shared = SharedPrompts(outputs[CACHE], prompt_R, kwargs_U, batch.longest)
         else:
             take_rows(outputs[batch.cache_name], prompt_R, batch.longest)
         self.work.prefill_tokens += ids_UP.numel() - beginning * (len(ids_UP) - 1)
@@ -339,7 +340,7 @@ class _Batch:
     def __init__(self, ids_UP, prompt_R, config: GenerationConfig, logits_processor, stopping_criteria, kwargs: dict):
         self.ids_AL = ids_UP[prompt_R]
         self.kwargs = kwargs
-        self.cache_name = "cache_params" if "cache_params" in kwargs else "past_key_values"
+        self.cache_name = next(name for name in CACHE_NAMES if name in kwargs)
         self.shared: SharedPrompts | None = None
         self.images_R: list[tuple[int, ...]] = [()] * len(prompt_R)
         self.beginning = 0

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.cache_utils import DynamicLayer
 
 from ..compat.generation import prepares_inputs_itself
+from ..compat.transformers import CACHE
 from ..prefix_sharing.attention import (
     NEUTRAL,
     PREFIX,
@@ -35,7 +36,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _ARGUMENTS = {
     "attention_mask",
     "position_ids",
-    "past_key_values",
+    CACHE,
     "use_cache",
     "logits_to_keep",
     "cache_position",
@@ -223,7 +224,7 @@ class SharedPrompts:
             "input_ids": ids_A[:, None],
             "position_ids": self.positions_A1,
             "attention_mask": no_mask(ids_A.device),
-            "past_key_values": self.cache,
+            CACHE: self.cache,
             "use_cache": True,
             "shared_prompts": self,
         }

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from ..compat.transformers import CACHE
 from ..compat.trl import is_padded_by_row, rows_of_images, split_pixel_values_by_grid
 from ..scoring.transfer import to_device, to_host
 from .layout import PackedLayout, Sequences, UnpackableBatch, equal_runs
@@ -528,10 +529,9 @@ def own_masks(
             config=model.config,
             inputs_embeds=torch.empty(count, length, 0, dtype=model.dtype, device=types.device),
             attention_mask=None,
-            past_key_values=None,
             position_ids=None,
             is_first_iteration=True,
-            **{name: types},
+            **{CACHE: None, name: types},
         )
     return masks
 

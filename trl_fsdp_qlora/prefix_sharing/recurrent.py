@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from ..compat.transformers import cache_name
 from ..scoring.transfer import to_device
 from .current_row import current, record_problem
 from .forest import Forest
@@ -32,8 +33,6 @@ from .layout import TOKENS_PER_CALL, PackedLayout, equal_runs, join
 _KEEPS_A_STATE = {"update_conv_state", "update_recurrent_state"}
 # Keywords of kernels that go on from a state.
 _FIRST_STATES = {"initial_state", "initial_states"}
-# The argument names under which layers take their cache.
-_CACHE_NAMES = ("cache_params", "past_key_values")
 # With one token and a state, a layer calls the kernels of decoding, which have no backward and overwrite the state.
 SHORTEST = 2
 
@@ -115,17 +114,8 @@ def state_bytes(module: nn.Module, width: int) -> int:
     """
     dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
     cache = StateCache()
-    module(torch.empty(1, 8, width, dtype=dtype, device="meta"), **{cache_name(module): cache})
+    module(torch.empty(1, 8, width, dtype=dtype, device="meta"), **{cache_name(type(module)): cache})
     return sum(state.nbytes for state in cache.after.values())
-
-
-def cache_name(module: nn.Module) -> str | None:
-    """Returns the name of the argument for a recurrent layer's cache.
-
-    `None` means that the name is not known, so the layer cannot be called with a cache.
-    """
-    parameters = inspect.signature(type(module).forward).parameters
-    return next((name for name in _CACHE_NAMES if name in parameters), None)
 
 
 def install(model: nn.Module) -> None:
@@ -188,7 +178,7 @@ def _packed_forward(module: nn.Module, args: tuple, kwargs: dict):
 
 def _compute(module: nn.Module, tokens: dict, layout: PackedLayout) -> torch.Tensor:
     """Returns the layer's output `(1, T, ...)`; `tokens` are its arguments with one entry per token, `(1, T, ...)`."""
-    cache_argument = cache_name(module)
+    cache_argument = cache_name(type(module))
     # `whole`: each leaf is computed behind its ancestors, without a state.
     whole = not goes_on_from_a_state(type(module))
     batches, order = _plan(layout, tokens["hidden_states"].device, whole)

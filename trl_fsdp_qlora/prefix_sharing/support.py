@@ -8,8 +8,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from ..compat.transformers import cache_name
 from .dropout import attention_reason
-from .recurrent import cache_name, recurrent_layers
+from .recurrent import recurrent_layers
 
 # Transformers' names for the layers of a decoder: with attention, with both, with a recurrent state, with neither.
 _ATTENTION = {"full_attention", "sliding_attention", "indexed_attention"}
@@ -53,7 +54,7 @@ def _layers_reason(model: PreTrainedModel, text: PreTrainedConfig) -> str | None
             f"{name} has recurrent layers that do not keep their state in transformers' cache; it would run on from "
             "one completion into the next"
         )
-    unknown = [type(module).__name__ for module in recurrent_layers(model) if cache_name(module) is None]
+    unknown = [type(module).__name__ for module in recurrent_layers(model) if cache_name(type(module)) is None]
     return f"{unknown[0]} takes its cache under a name that is not known" if unknown else None
 
 
