@@ -68,6 +68,15 @@ def test_every_key_of_axolotls_that_is_not_ours_is_named(tmp_path):
     assert names_in(refusal(tmp_path, AXOLOTL)) == (set(theirs) - OURS - {"trl", "vllm"}) | nested
 
 
+def test_what_is_empty_or_off_in_axolotl_is_left_out(tmp_path):
+    config = "base_model: x\nadapter:\nwandb_project:\nflash_attention: false\nlora_target_linear: false\n"
+    message = refusal(tmp_path, config + "val_set_size: 0\ntrl: {use_vllm: false, vllm_server_host: }\n")
+    off = ("adapter", "wandb_project", "flash_attention", "lora_target_linear", "trl.vllm_server_host")
+    for key in off:
+        assert f"\n  {key} -> leave it out: it is empty or off" in message
+    assert "trl.use_vllm -> use_vllm: false (not indented)" in message and "None" not in message
+
+
 def test_the_lines_that_it_gives_make_a_recipe(tmp_path):
     message = refusal(tmp_path, AXOLOTL)
     lines = []

@@ -134,6 +134,8 @@ _ONLY_AXOLOTL = {"base_model", "rl", "adapter", "micro_batch_size", "sequence_le
 
 
 def _line(template: str | Callable[[Any], str], value: Any) -> str:
+    if value is None or value is False:
+        return "leave it out: it is empty or off"
     return template(value) if callable(template) else template.format(value=_as_yaml(value))
 
 
@@ -154,10 +156,11 @@ def in_our_words(key: str, value: Any, known: Any, is_axolotl: bool) -> list[str
         for inner, inner_value in value.items():
             if inner in table:
                 lines.append(f"{key}.{inner} -> {_line(table[inner], inner_value)}")
-            elif key == "trl" and inner in known:
+            elif key == "trl" and inner in known and inner_value is not None:
                 lines.append(f"{key}.{inner} -> {inner}: {_as_yaml(inner_value)} (not indented)")
             else:
-                lines.append(f"{key}.{inner} -> leave it out: nothing like it here")
+                missing = "nothing like it here" if inner_value is not None else "it is empty or off"
+                lines.append(f"{key}.{inner} -> leave it out: {missing}")
         return lines
     table = _AXOLOTL if is_axolotl else _TRL
     return [f"{key} -> {_line(table[key], value)}"] if key in table else []
