@@ -1,4 +1,4 @@
-"""A config of `trl grpo` or Axolotl names, all at once, every key that is called otherwise here."""
+"""A config of `trl grpo`, Axolotl or verl names, all at once, every key that is called otherwise here."""
 
 import re
 from dataclasses import fields
@@ -50,6 +50,18 @@ output_dir: runs/x
 """
 
 
+# As in examples/grpo_trainer of verl's repository, shortened.
+VERL = """
+algorithm: {adv_estimator: grpo, use_kl_in_reward: false}
+data: {train_files: train.parquet, val_files: test.parquet, train_batch_size: 16, max_response_length: 1024}
+actor_rollout_ref:
+  model: {path: Qwen/Qwen2.5-3B-Instruct, lora_rank: 64, lora_alpha: 32}
+  actor: {optim: {lr: 3e-6}, ppo_micro_batch_size_per_gpu: 8, kl_loss_coef: 0.001}
+  rollout: {name: vllm, gpu_memory_utilization: 0.6, n: 4}
+trainer: {save_freq: 20, default_local_dir: runs/x}
+"""
+
+
 def refusal(tmp_path, text: str) -> str:
     path = tmp_path / "theirs.yaml"
     path.write_text(text)
@@ -94,6 +106,32 @@ def test_the_lines_that_it_gives_make_a_recipe(tmp_path):
     assert (config.per_device_train_batch_size, config.num_generations, config.temperature) == (8, 8, 0.7)
     assert config.use_vllm and config.vllm_gpu_memory_utilization == 0.85 and config.vllm_max_model_length == 2048
     assert config.reward_weights == [1.0, 0.5] and config.lr_scheduler_type == "cosine"
+
+
+def test_the_lines_for_verls_sections_make_a_recipe(tmp_path):
+    message = refusal(tmp_path, VERL)
+    assert message.startswith(f"{tmp_path / 'theirs.yaml'}: keys of verl, in our words")
+    assert "unknown key" not in message and "data.train_batch_size -> gradient_accumulation_steps: 16 x" in message
+    lines = []
+    for line in re.findall(r" -> (\w+: .*)$", message, re.MULTILINE):
+        lines += re.split(r", (?=\w+: )", re.sub(r" \(whole groups.*\)$", "", line))
+    lines = [line for line in lines if not line.startswith(("gradient_accumulation_steps", "leave it out"))]
+    path = tmp_path / "ours.yaml"
+    path.write_text("\n".join([*lines, "use_cpu: true", "bf16: false"]))
+    script, config, model = parse_recipe(TYPES, ["--config", str(path)])
+    assert (script.dataset, script.eval_dataset) == ("train.parquet", "test.parquet")
+    assert (model.model_name_or_path, model.use_peft, model.lora_r) == ("Qwen/Qwen2.5-3B-Instruct", True, 64)
+    assert (config.learning_rate, config.beta, config.num_generations) == (3e-6, 0.001, 4)
+    assert (config.max_completion_length, config.save_steps, config.output_dir) == (1024, 20, "runs/x")
+    assert config.use_vllm and config.vllm_gpu_memory_utilization == 0.6
+
+
+def test_verls_words_are_translated_like_its_file():
+    with pytest.raises(UnknownKeys, match="keys of verl") as caught:
+        parse_recipe(TYPES, ["data.train_files=train.parquet", "+trainer.nothing=1", "--output_dir", "x"])
+    assert "data.train_files -> dataset: train.parquet\n" in str(caught.value)
+    assert "trainer.nothing -> leave it out: nothing like it here" in str(caught.value)
+    assert "unknown" not in str(caught.value)
 
 
 def test_every_field_of_trl_grpo_that_is_not_ours_is_named(tmp_path):

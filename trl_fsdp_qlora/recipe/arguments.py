@@ -16,7 +16,7 @@ from trl import TrlParser
 from ..errors import UserError, did_you_mean, mistyped_path
 from ..run.config_fields import option
 from ..run.one_line import DEBUG_ERRORS, NEGATIVE_NUMBER, pop_options
-from .other_tools import in_our_words, is_axolotl
+from .other_tools import TRL, VERL, in_our_words, tool_of, verl_words
 
 
 class ConfigError(UserError):
@@ -183,8 +183,10 @@ def _words_of_file(path: str, parser: _Parser) -> list[str]:
 def check_options(words: Sequence[str], known: Collection[str]) -> None:
     """Refuse options that are not in `known`.
 
-    A [`ConfigError`] names the nearest option, or this package's option for one of `trl grpo`'s.
+    A [`ConfigError`] names the nearest option, or this package's option for one of `trl grpo`'s or verl's.
     """
+    settings = verl_words(words)
+    _refuse({name: in_our_words(name, value, known, VERL) for name, value in settings.items()}, known, tool=VERL)
     translations = {}
     for i, word in enumerate(words):
         option, _, value = word.partition("=")
@@ -192,24 +194,24 @@ def check_options(words: Sequence[str], known: Collection[str]) -> None:
             following = words[i + 1] if i + 1 < len(words) else ""
             value = value or ("" if following.startswith("--") else following)
             key = option.removeprefix("--").replace("-", "_")
-            translations[option] = in_our_words(key, value, known, is_axolotl=False)
+            translations[option] = in_our_words(key, value, known, TRL)
     _refuse(translations, known)
 
 
 def check_keys(config: Mapping[str, Any], known: Collection[str], path: str | Path) -> None:
     """Refuse keys of the file at `path` that are not in `known`, all at once.
 
-    A [`ConfigError`] names the nearest keys, or this package's keys for those of a config of `trl grpo` or Axolotl.
+    A [`ConfigError`] names the nearest keys, or this package's keys for those of a config of another tool.
     """
-    of_axolotl = is_axolotl(config)
+    tool = tool_of(config)
     translations = {
-        key: in_our_words(str(key), value, known, of_axolotl) for key, value in config.items() if key not in known
+        key: in_our_words(str(key), value, known, tool) for key, value in config.items() if key not in known
     }
-    _refuse(translations, known, f"{path}: ", "Axolotl" if of_axolotl else "trl grpo")
+    _refuse(translations, known, f"{path}: ", tool)
 
 
 def _refuse(
-    translations: Mapping[Any, list[str]], known: Collection[str], lead: str = "", tool: str = "trl grpo"
+    translations: Mapping[Any, list[str]], known: Collection[str], lead: str = "", tool: str = TRL
 ) -> None:
     """Raise an error with the lines of `translations`, by key, and one for each key that has none."""
     if not translations:

@@ -1,10 +1,14 @@
-"""This package's names for the keys of `trl grpo`'s and Axolotl's configs.
+"""This package's names for the keys of `trl grpo`'s, Axolotl's and verl's configs.
 
 A config of one of these tools is answered with all its differing keys at once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+AXOLOTL = "Axolotl"
+TRL = "trl grpo"
+VERL = "verl"
 
 _TRL_REWARDS = {
     "accuracy_reward": "exact_answer",
@@ -133,6 +137,66 @@ _AXOLOTL_VLLM = {
 _ONLY_AXOLOTL = {"base_model", "rl", "adapter", "micro_batch_size", "sequence_len", "trl", "vllm"}
 
 
+def _lora_rank(value: Any) -> str:
+    return f"use_peft: true, lora_r: {value}" if value else "leave it out: without use_peft every weight is trained"
+
+
+def _engine(value: Any) -> str:
+    return "use_vllm: true, vllm_mode: colocate" if value == "vllm" else "leave it out: transformers generates"
+
+
+def _reward_file(value: Any) -> str:
+    return f"rewards: [{value}:the function's name]"
+
+
+# Keys inside verl's sections, which its users also write as words: `data.train_files=train.parquet`.
+_VERL = {
+    "algorithm.adv_estimator": "leave it out: the command names it (trl-fsdp-qlora grpo, rloo)",
+    "data.train_files": "dataset: {value}",
+    "data.val_files": "eval_dataset: {value}",
+    "data.train_batch_size": "gradient_accumulation_steps: {value} x num_generations / per_device_train_batch_size / "
+    "number of processes",
+    "data.max_prompt_length": "leave it out: prompts are not cut",
+    "data.max_response_length": "max_completion_length: {value}",
+    "data.shuffle": "shuffle_dataset: {value}",
+    "actor_rollout_ref.model.path": "model_name_or_path: {value}",
+    "actor_rollout_ref.model.lora_rank": _lora_rank,
+    "actor_rollout_ref.model.lora_alpha": "lora_alpha: {value}",
+    "actor_rollout_ref.model.target_modules": "lora_target_modules: [{value}]",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "gradient_checkpointing: {value}",
+    "actor_rollout_ref.actor.optim.lr": "learning_rate: {value}",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "per_device_train_batch_size: {value} (whole groups if it "
+    "is a multiple of num_generations)",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "leave it out: an optimizer step takes the generation batch "
+    "(steps_per_generation divides it)",
+    "actor_rollout_ref.actor.use_kl_loss": "leave it out: beta above 0 switches it on",
+    "actor_rollout_ref.actor.kl_loss_coef": "beta: {value}",
+    "actor_rollout_ref.actor.entropy_coeff": "entropy_coef: {value}",
+    "actor_rollout_ref.actor.clip_ratio": "epsilon: {value}",
+    "actor_rollout_ref.rollout.name": _engine,
+    "actor_rollout_ref.rollout.n": "num_generations: {value}",
+    "actor_rollout_ref.rollout.temperature": "temperature: {value}",
+    "actor_rollout_ref.rollout.top_p": "top_p: {value}",
+    "actor_rollout_ref.rollout.gpu_memory_utilization": "vllm_gpu_memory_utilization: {value}",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "vllm_tensor_parallel_size: {value}",
+    "custom_reward_function.path": _reward_file,
+    "trainer.total_epochs": "num_train_epochs: {value}",
+    "trainer.total_training_steps": "max_steps: {value}",
+    "trainer.n_gpus_per_node": "--num_processes {value} of the command",
+    "trainer.save_freq": "save_steps: {value}",
+    "trainer.test_freq": "accuracy_steps: {value}",
+    "trainer.logger": "report_to: [wandb] or another tracker",
+    "trainer.project_name": "env: {{WANDB_PROJECT: {value}}}",
+    "trainer.experiment_name": "run_name: {value}",
+    "trainer.default_local_dir": "output_dir: {value}",
+    "trainer.resume_mode": "--resume_from_checkpoint auto of the command",
+}
+_VERL_SECTIONS = {
+    "actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "data", "ray_kwargs", "reward_model",
+    "trainer",
+}  # fmt: skip
+
+
 def _line(template: str | Callable[[Any], str], value: Any) -> str:
     if value is None or value is False:
         return "leave it out: it is empty or off"
@@ -143,14 +207,36 @@ def _as_yaml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def in_our_words(key: str, value: Any, known: Any, is_axolotl: bool) -> list[str]:
+def _of_verl(key: str, value: Any) -> list[str]:
+    """A line for each setting inside the section `key`."""
+    if isinstance(value, dict):
+        return [line for inner, inner_value in value.items() for line in _of_verl(f"{key}.{inner}", inner_value)]
+    if key in _VERL:
+        return [f"{key} -> {_line(_VERL[key], value)}"]
+    return [f"{key} -> leave it out: nothing like it here"]
+
+
+def verl_words(words: Sequence[str]) -> dict[str, str]:
+    """Value by setting of the words that are written as verl's: `trainer.save_freq=20`, `+data.seed=1`."""
+    settings = {}
+    for word in words:
+        name, _, value = word.lstrip("+").partition("=")
+        section, is_inside, _ = name.partition(".")
+        if value and is_inside and section in _VERL_SECTIONS:
+            settings[name] = value
+    return settings
+
+
+def in_our_words(key: str, value: Any, known: Any, tool: str) -> list[str]:
     """Lines with the replacement of a key of another tool's config; none if the key is no key of such a config.
 
     Args:
         known: names of this package's fields.
-        is_axolotl: whether the config is one of Axolotl's; otherwise it is one of `trl grpo`.
+        tool: the tool whose config it is, see [`tool_of`].
     """
-    if is_axolotl and key in ("trl", "vllm") and isinstance(value, dict):
+    if tool == VERL:
+        return _of_verl(key, value) if key.partition(".")[0] in _VERL_SECTIONS else []
+    if tool == AXOLOTL and key in ("trl", "vllm") and isinstance(value, dict):
         table = _AXOLOTL_TRL if key == "trl" else _AXOLOTL_VLLM
         lines = []
         for inner, inner_value in value.items():
@@ -162,9 +248,12 @@ def in_our_words(key: str, value: Any, known: Any, is_axolotl: bool) -> list[str
                 missing = "nothing like it here" if inner_value is not None else "it is empty or off"
                 lines.append(f"{key}.{inner} -> leave it out: {missing}")
         return lines
-    table = _AXOLOTL if is_axolotl else _TRL
+    table = _AXOLOTL if tool == AXOLOTL else _TRL
     return [f"{key} -> {_line(table[key], value)}"] if key in table else []
 
 
-def is_axolotl(config: dict[str, Any]) -> bool:
-    return not _ONLY_AXOLOTL.isdisjoint(config)
+def tool_of(config: Mapping[str, Any]) -> str:
+    """The tool whose keys a config has: [`AXOLOTL`], [`VERL`], or [`TRL`] for any other."""
+    if not _ONLY_AXOLOTL.isdisjoint(config):
+        return AXOLOTL
+    return VERL if "actor_rollout_ref" in config else TRL
