@@ -49,6 +49,7 @@ GRPO = [
     ("--eval_problems 0", "eval_problems=0 must be at least 1"),
     ("--max_train_seconds nan", "max_train_seconds=nan must be positive"),
     ("--model_name_or_path ./bse", "model_name_or_path='./bse' cannot be loaded: "),
+    ("--model_name_or_path runs/small-base", "model_name_or_path='runs/small-base' is not there yet; the"),
     ("--model_name_or_path adapter", "model_name_or_path='adapter' is an adapter, not a model"),
     ("--model_name_or_path no_tokenizer", "model_name_or_path='no_tokenizer' has no tokenizer"),
     ("--model_name_or_path no_template", "model_name_or_path='no_template' has no chat template; set chat: false"),

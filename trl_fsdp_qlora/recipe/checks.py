@@ -94,6 +94,12 @@ def _loaded(auto_class: type, name: str | None, revision: str | None, field: str
     try:
         return auto_class.from_pretrained(name, revision=revision)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        path = Path(name)
+        if path.parts[0] == "runs" and not path.exists():  # recipes start from the result of another command
+            raise ConfigError(
+                f"{field}={name!r} is not there yet; the quickstart's is made by `trl-fsdp-qlora small-base {name}`, "
+                "and the head of each recipe has its command"
+            ) from error
         raise ConfigError(f"{field}={name!r} cannot be loaded: {_first_line(error)}{mistyped_path(name)}") from error
 
 
