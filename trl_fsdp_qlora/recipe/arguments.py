@@ -210,9 +210,7 @@ def check_keys(config: Mapping[str, Any], known: Collection[str], path: str | Pa
     _refuse(translations, known, f"{path}: ", tool)
 
 
-def _refuse(
-    translations: Mapping[Any, list[str]], known: Collection[str], lead: str = "", tool: str = TRL
-) -> None:
+def _refuse(translations: Mapping[Any, list[str]], known: Collection[str], lead: str = "", tool: str = TRL) -> None:
     """Raise an error with the lines of `translations`, by key, and one for each key that has none."""
     if not translations:
         return
