@@ -340,7 +340,7 @@ class _Batch:
     def __init__(self, ids_UP, prompt_R, config: GenerationConfig, logits_processor, stopping_criteria, kwargs: dict):
         self.ids_AL = ids_UP[prompt_R]
         self.kwargs = kwargs
-        self.cache_name = next(name for name in CACHE_NAMES if name in kwargs)
+        self.cache_name = next((name for name in CACHE_NAMES if name in kwargs), CACHE)
         self.shared: SharedPrompts | None = None
         self.images_R: list[tuple[int, ...]] = [()] * len(prompt_R)
         self.beginning = 0
