@@ -22,6 +22,7 @@ from tests.fsdp2_qlora import tiny
 from tests.fsdp2_qlora.runs import WORKER, difference
 from trl_fsdp_qlora.data.datasets import hold_out, read_problems, to_prompts
 from trl_fsdp_qlora.evaluation.accuracy import evaluate
+from trl_fsdp_qlora.fsdp2_qlora.loading import keep_plain_kernel
 from trl_fsdp_qlora.publishing.logits import LOGITS, few_logits
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.recipe.problems import load_held_out
@@ -71,7 +72,7 @@ def check_accuracy(problems, quantized, out, recorded):
     assert [entry["step"] for entry in record["history"] if "accuracy" in entry] == [2]
     held_out = load_held_out(ScriptArguments(problems[1][quantized], held_out=10, eval_problems=9, chat=False))
     model = tiny.load(problems[0]) if quantized else tiny.load_whole(problems[0])
-    tiny.without_repacking(model)
+    keep_plain_kernel(model)
     # What is sampled depends on the seed and the batches, not on the ranks.
     settings = {"max_new_tokens": 3, "batch_size": 2, "seed": 42, "progress": False}
     before = evaluate(model, tiny.make_tokenizer(), held_out, **settings)
@@ -105,7 +106,7 @@ def test_the_evaluation_script_measures_a_4_bit_base(problems, tmp_path, monkeyp
     runpy.run_path(str(REPOSITORY / "recipes" / "evaluate.py"), run_name="__main__")
     held_out = to_prompts(hold_out(read_problems(problems[1][True], "train"), 10)[1], chat=False)
     model = tiny.load(problems[0])
-    tiny.without_repacking(model)
+    keep_plain_kernel(model)
     alone = evaluate(model, tiny.make_tokenizer(), held_out, max_new_tokens=3, batch_size=4)
     measured = json.loads(out.read_text())
     assert measured["correct"] == alone.correct > 0 and measured["n"] == 10

@@ -22,7 +22,7 @@ from trl_fsdp_qlora.compat import triton_kernels
 from trl_fsdp_qlora.compat.triton_kernels import interpreted
 from trl_fsdp_qlora.fsdp2_qlora import experts, grouped_product
 from trl_fsdp_qlora.fsdp2_qlora.experts import PackedExperts, dense_experts, packed_experts
-from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit, experts_in_16_bit
+from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit, experts_in_16_bit, keep_plain_kernel
 from trl_fsdp_qlora.small_base.text import character_tokenizer
 from trl_fsdp_qlora.vllm.dequantized_base import dequantized_base
 
@@ -167,7 +167,7 @@ def test_bf16_is_as_near_to_float32_as_transformers_own_experts_are(checkpoint, 
 
 def test_an_expert_without_tokens_is_not_read(tmp_path):
     model = loaded(save(tmp_path))
-    tiny.without_repacking(model)
+    keep_plain_kernel(model)
     views = PackedExperts._views
     with patch.object(PackedExperts, "_views", autospec=True, side_effect=views) as read, torch.no_grad():
         model(torch.tensor([[5]]))
@@ -302,7 +302,7 @@ def test_a_gpu_without_grouped_products_gets_a_line(capability, hip, reason, mon
 def test_dequantized_checkpoint(checkpoint, tmp_path):
     """In the checkpoint's own layout, read by plain transformers with nothing missing."""
     model = loaded(checkpoint)
-    tiny.without_repacking(model)
+    keep_plain_kernel(model)
     ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = model(ids).logits

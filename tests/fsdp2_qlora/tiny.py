@@ -18,6 +18,7 @@ from transformers import (
 
 from trl_fsdp_qlora.data.answers import extract_answer
 from trl_fsdp_qlora.decode.completions import generate
+from trl_fsdp_qlora.fsdp2_qlora.loading import keep_plain_kernel
 
 CHARACTERS = "0123456789+-*/= abcdefghijklmnopqrstuvwxyz?.,:"
 
@@ -83,7 +84,7 @@ def make_problems(folder: str | Path, base: str, quantized: bool, rows: int = 24
     """
     model = load(base) if quantized else load_whole(base)
     tokenizer = make_tokenizer()
-    without_repacking(model)
+    keep_plain_kernel(model)
     settings = {"max_new_tokens": 3, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": [tokenizer.eos_token_id]}
     greedy = GenerationConfig(do_sample=False, **settings)
     lines = []
@@ -98,15 +99,6 @@ def make_problems(folder: str | Path, base: str, quantized: bool, rows: int = 24
     return str(Path(folder) / "data.jsonl")
 
 
-def without_repacking(model: PreTrainedModel) -> None:
-    """On CPUs with AVX512-BF16, bitsandbytes repacks the base in evaluation mode and its forward then has no
-    backward.
-    """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-
-
 def as_reference(model: PreTrainedModel) -> None:
     """Undo two things that would make an unsharded reference another computation: repacking, and adapters in
     bfloat16.
@@ -114,7 +106,7 @@ def as_reference(model: PreTrainedModel) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:  # TRL casts the adapters of quantized models
             parameter.data = parameter.data.float()
-    without_repacking(model)
+    keep_plain_kernel(model)
 
 
 def quantization(double: bool = True, storage="uint8", compute="float32", **options) -> BitsAndBytesConfig:

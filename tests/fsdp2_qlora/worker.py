@@ -71,7 +71,7 @@ from trl_fsdp_qlora.compat.replaced import replaced
 from trl_fsdp_qlora.fsdp2_qlora import generation
 from trl_fsdp_qlora.fsdp2_qlora.adapters import gather_adapter
 from trl_fsdp_qlora.fsdp2_qlora.distribute import ReplicasDiffer
-from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit, load_quantized_base
+from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit, keep_plain_kernel, load_quantized_base
 from trl_fsdp_qlora.fsdp2_qlora.prepare import shard_quantized_base
 from trl_fsdp_qlora.fsdp2_qlora.trainer import ShardedQLoRAMixin
 from trl_fsdp_qlora.prefix_sharing import across_passes
@@ -444,7 +444,7 @@ def publish(path, out):
             (out / "sent" / name).parent.mkdir(exist_ok=True)
             (out / "sent" / name).write_bytes(content)
         alone = tiny.load(path)
-        tiny.without_repacking(alone)
+        keep_plain_kernel(alone)
         loaded = PeftModel.from_pretrained(alone, out / "sent").eval()
         assert (loaded(input_ids=ids).logits - logits).abs().max() <= 1e-5
     return {"dtensors": is_sharded(trainer.model)}
@@ -489,7 +489,7 @@ def synced_gpus(path, out, reason, quantized=0):
     unset_hf_deepspeed_config()  # a scenario before may have left ZeRO-3's, under which a model is cut as it is loaded
     # An adapter of rank 3 is cut unevenly.
     policy = get_peft_model(load(path), tiny.lora(r=3))
-    tiny.without_repacking(policy)  # whose products are bfloat16's
+    keep_plain_kernel(policy)  # whose products are bfloat16's
     engines.start_engine = whole_engine.start_whole(policy)
     settings = {"max_completion_length": 12, "learning_rate": 1e-2, "use_vllm": True, "vllm_mode": "colocate"}
     settings["peft_config"] = tiny.lora(r=3)

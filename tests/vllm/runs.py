@@ -6,6 +6,7 @@ from peft import LoraConfig
 from tests import tiny
 from tests.fsdp2_qlora import tiny as qlora
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.fsdp2_qlora.loading import keep_plain_kernel
 
 SETTINGS = {
     "use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 128, "vllm_gpu_memory_utilization": 0.3,
@@ -47,7 +48,7 @@ def on_quantized(checkpoint: str, folder, quantized: bool = True, **changes):
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:  # TRL makes the adapter of a 4-bit base bfloat16
             parameter.data = parameter.data.float()
-    qlora.without_repacking(trainer.model)
+    keep_plain_kernel(trainer.model)
     return trainer
 
 

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.distributed.launch import run_script
 from tests.fsdp2_qlora import tiny
+from trl_fsdp_qlora.fsdp2_qlora.loading import keep_plain_kernel
 from trl_fsdp_qlora.vllm import dequantized_base as module
 from trl_fsdp_qlora.vllm.adapter_sync import RolloutError
 from trl_fsdp_qlora.vllm.dequantized_base import dequantized_base, has_packed_base
@@ -23,7 +24,7 @@ def write(model, folder, **options):
 def test_logits_are_the_4_bit_models(tmp_path, tied, double, adapted):
     checkpoint = tiny.make_checkpoint(tmp_path / "model", tie_word_embeddings=tied)
     model = tiny.load(checkpoint, double=double)
-    tiny.without_repacking(model)
+    keep_plain_kernel(model)
     assert has_packed_base(model)
     ids = torch.randint(3, 40, (2, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
