@@ -141,6 +141,27 @@ def test_two_part_equals_dense_mask(name, window):
     assert max(call.keys_given) <= (deepest + longest if window is None else longest + window - 1)
 
 
+# Factor of the queries, and tolerance: a logit of 1,000 is off by 6e-5 in float32 before any weight is computed.
+FAR_APART = {torch.float64: (3000, 1e-11), torch.float32: (300, 1e-3)}
+
+
+@pytest.mark.parametrize("dtype", FAR_APART)
+@pytest.mark.parametrize("backend", [cascade, two_part], ids=["cascade", "two_part"])
+@pytest.mark.parametrize("name", EVERY)
+def test_logits_that_are_far_apart(name, backend, dtype):
+    """Logits may differ by more than exp() holds: by 88 in float32 and by 709 in float64.
+
+    A batch of unequal segments is padded with queries of other segments. No log-sum-exp of theirs bounds their logits
+    over these keys, so their weights must not be computed from it.
+    """
+    layout = make_layout(name)
+    factor, tolerance = FAR_APART[dtype]
+    query, *others = (x.to(dtype) for x in draw(layout, 4, 2))
+    leaves = [x.requires_grad_() for x in (factor * query, *others)]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    assert_equals_dense_mask(Call(*leaves, layout), exact, tolerance, backend)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: flash kernels")
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 6])

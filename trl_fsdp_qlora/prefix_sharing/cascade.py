@@ -240,14 +240,14 @@ class _CpuKernels:
 
         def gradients(queries, keys, is_causal) -> list[torch.Tensor]:
             """Returns the part's gradients of the tokens of `queries`, `keys` and, for the values, `keys` again."""
-            grad = queries.batch_of(grad_h)
-            if isinstance(queries, PaddedSegments):
-                # Padding gets a zero gradient, so that it does not reach the gradients of tokens.
-                is_real = torch.zeros(queries.index_NL.numel(), dtype=grad.dtype).index_fill_(0, queries.real, 1)
-                grad = grad * is_real.view(len(grad), 1, -1, 1)
             of_part = queries.batch_of(q), keys.batch_of(k), keys.batch_of(v), queries.batch_of(out_h)
             part_lse = queries.batch_of(lse_h).squeeze(-1)
-            part_grads = _cpu_backward(grad, *of_part, part_lse, 0.0, is_causal, scale=scale)
+            if isinstance(queries, PaddedSegments):
+                # The kernel computes weights as exp(logit - lse). Padding is a query of another segment, so its logit
+                # over these keys may exceed its lse without limit. An infinite lse makes its weights and gradients 0.
+                is_padding = torch.ones(queries.index_NL.numel(), dtype=torch.bool).index_fill_(0, queries.real, False)
+                part_lse = part_lse.masked_fill(is_padding.view(len(part_lse), 1, -1), torch.inf)
+            part_grads = _cpu_backward(queries.batch_of(grad_h), *of_part, part_lse, 0.0, is_causal, scale=scale)
             return [_tokens_of(x, part) for x, part in zip(part_grads, (queries, keys, keys), strict=True)]
 
         dq, dk, dv = (join(x) for x in zip(*(gradients(part, part, True) for part in own), strict=True))
