@@ -56,22 +56,16 @@ METHODS = {
     "s_grpo": "S-GRPO",
     "t_spmo": "T-SPMO",
     "a_star_po": "A*-PO",
-    "history": "GRPO, prompts by history",
     "grpo_64": "GRPO, 8 prompts a step",
     "mean_64": "GRPO, 8 prompts a step, scaled by the mean",
-    "history_64": "GRPO, 8 prompts a step by history",
-    "history_32": "GRPO, 4 prompts a step by history",
 }
 # The settings of each method that differ from GRPO's. Stock TRL gets the 128 rows of a step in four parts, because one
 # part takes 10.5 GB (this package takes 3.4 for all at once); generation is not cut. A*-PO draws one completion per
 # prompt, and values of 512 prompts beforehand, and takes fewer prompts a step.
 CHANGES: dict[str, dict[str, Any]] = {
     "stock": {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 4},
-    "history": {"prompt_selection": "history"},
     "grpo_64": {"per_device_train_batch_size": 64},
     "mean_64": {"per_device_train_batch_size": 64, "scale_rewards": "mean"},
-    "history_64": {"per_device_train_batch_size": 64, "prompt_selection": "history"},
-    "history_32": {"per_device_train_batch_size": 32, "prompt_selection": "history"},
     "s_grpo": {"token_selection": "s_grpo", "token_selection_rate": 0.5, "loss_type": "grpo"},
 }
 KEPT = (
@@ -79,7 +73,6 @@ KEPT = (
     "entropy",
     "frac_reward_zero_std",
     "groups/information",
-    "prompt_selection/new_fraction",
     "loss",
     "grad_norm",
     "num_tokens",
@@ -295,9 +288,7 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
         last = each["points"][-1]
         shares = [step["tokens/scored_fraction"] for step in each["steps"] if "tokens/scored_fraction" in step]
         share = f"{100 * sum(shares) / len(shares):.0f}%" if shares else "all"
-        rows = {"a_star_po": 64, "grpo_64": 64, "mean_64": 64, "history_64": 64, "history_32": 32}.get(
-            each["method"], 128
-        )
+        rows = {"a_star_po": 64, "grpo_64": 64, "mean_64": 64}.get(each["method"], 128)
         drawn = rows * last["step"] + (8 * 512 if each["method"] == "a_star_po" else 0)
         lines.append(
             f"| {METHODS[each['method']]} | {each['seed']} | {last['step']} | {last['cpu']:.0f} | {drawn:,} | "

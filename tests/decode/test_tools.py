@@ -273,20 +273,11 @@ def test_tools_and_a_common_beginning_are_computed_once_in_training(tmp_path, mo
 
 
 @pytest.mark.filterwarnings("ignore:.*environment_factory")
-def test_prompt_selection_takes_agents_and_dynamic_sampling_names_them(tmp_path):
-    trainer = with_environment(OURS, tmp_path / "selection", prompt_selection="history")
-    trainer.train()
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert all(entry["tools/call_frequency"] > 0 for entry in steps)
-    assert any(name.startswith("prompt_selection/") for name in steps[-1])
-    with_tools = make_trainer(*OURS, tmp_path / "tools", prompt_selection="history", max_steps=1)
-    with_tools.train()
-    assert with_tools.state.log_history[0]["tools/call_frequency"] > 0
-    for changes in ({"dynamic_sampling": True}, {"num_generations_first": 2}):
-        with pytest.raises(ValueError, match=f"{next(iter(changes))} .*environment_factory: set"):
-            with_environment(OURS, tmp_path / "refused", **changes)
-        with pytest.raises(ValueError, match=f"{next(iter(changes))} .*tools: set"):
-            make_trainer(*OURS, tmp_path / "refused", **changes)
+def test_dynamic_sampling_names_agents(tmp_path):
+    with pytest.raises(ValueError, match=r"dynamic_sampling .*environment_factory: set"):
+        with_environment(OURS, tmp_path / "refused", dynamic_sampling=True)
+    with pytest.raises(ValueError, match=r"dynamic_sampling .*tools: set"):
+        make_trainer(*OURS, tmp_path / "refused", dynamic_sampling=True)
 
 
 @pytest.mark.processes

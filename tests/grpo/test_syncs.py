@@ -143,7 +143,6 @@ FEATURES = {
     "prefix cut": ({"token_selection": "prefix_cut", "token_selection_rate": 0.6}, {}, "cascade"),
     "S-GRPO, padded": ({"token_selection": "s_grpo", "prefix_sharing": "off"}, {}, None),
     "gradient checkpointing": ({}, {"gradient_checkpointing": True}, "cascade"),
-    "prompt selection": ({"prompt_selection": "history"}, {}, "cascade"),
     "several passes per micro-batch": ({"tokens_per_pass": 40}, {}, "cascade"),
     "both micro-batches in a pass": ({"tokens_per_pass": 100_000}, {}, "cascade"),
     "two rows per micro-batch": ({"tokens_per_pass": 30}, TWO_ROWS, "cascade"),

@@ -34,10 +34,8 @@ def test_variance_is_different_rewards():
         assert has_variance.tolist() == [group == varied_group for group in range(4)]
 
 
-def sampling(size=10, max_rounds=3, seed=0, group=2, accelerator=None, first=None):
+def sampling(size=10, max_rounds=3, seed=0, group=2, accelerator=None):
     args = SimpleNamespace(num_generations=group, dynamic_sampling_max_rounds=max_rounds, seed=seed)
-    args.dynamic_sampling = max_rounds > 0
-    args.num_generations_first = first
     args.multi_objective_aggregation = "sum_then_normalize"
     dataset = [{"n": i} for i in range(size)]
     return DynamicSampling(args, dataset, accelerator or Accelerator(cpu=True), torch.ones(1))
@@ -55,8 +53,7 @@ def fill(dynamic_sampling, rewards_of, batch):
     """
     rounds = []
 
-    def draw(rows, count):
-        assert count == 2
+    def draw(rows):
         rounds.append([row["n"] for row in rows[::2]])
         rewards = torch.tensor([[float(r)] for row in rows[::2] for r in rewards_of(row["n"])])
         return ScoredRows(rows, [f"c{row['n']}" for row in rows], rewards)
@@ -84,42 +81,6 @@ def test_groups_left_after_the_last_round_stay_and_are_counted():
     assert len(further_rounds) == 2
     assert [row["n"] for row in filled] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert metrics["frac_zero_variance"] == 0.75
-
-
-def test_groups_grow_if_their_first_completions_differ():
-    drawn_of = Counter()  # completions of each prompt
-    dynamic_sampling = sampling(8, max_rounds=0, group=6, first=2)
-
-    def draw(rows, count):
-        numbers = [row["n"] for row in rows]
-        assert numbers == [n for n in numbers[::count] for _ in range(count)]  # vLLM draws a group in one request
-        completions = []
-        for n in numbers:
-            drawn_of[n] += 1
-            completions.append(f"{n}:{drawn_of[n]}")
-        # Odd prompts differ, in every other completion; of prompt 2 only later ones would.
-        rewards = [[float((n % 2 and drawn_of[n] + i) % 2 or (n == 2 and i > 1))] for i, n in enumerate(numbers)]
-        return ScoredRows(rows, completions, torch.tensor(rewards))
-
-    inputs = [dynamic_sampling.dataset[i] for i in (0, 1, 2, 3) for _ in range(6)]
-    filled, metrics = dynamic_sampling.fill(inputs, draw)
-    assert drawn_of == {0: 2, 1: 6, 2: 2, 3: 6}
-    assert [row["n"] for row in filled][::6] == [0, 1, 2, 3]
-    assert filled.drawn[:6] == ["0:1", "0:2"] * 3
-    assert filled.drawn[6:12] == [f"1:{i}" for i in range(1, 7)]
-    assert filled.drawn[12:18] == ["2:1", "2:2"] * 3
-    assert metrics["dynamic_sampling/frac_zero_variance"] == 0.5
-    assert metrics["dynamic_sampling/rounds"] == 0
-    # With dynamic sampling another prompt replaces a group that does not grow; its group starts with two completions.
-    drawn_of.clear()
-    dynamic_sampling = sampling(8, max_rounds=9, group=6, first=2)
-    inputs = [dynamic_sampling.dataset[i] for i in (0, 1, 4, 3) for _ in range(6)]
-    filled, metrics = dynamic_sampling.fill(inputs, draw)
-    assert all(row["n"] % 2 for row in filled)
-    assert metrics["dynamic_sampling/frac_zero_variance"] == 0
-    assert all(count in (2, 4) for n, count in drawn_of.items() if n % 2 == 0)
-    assert [row["n"] for row in filled][6:12] == [1] * 6
-    assert filled.drawn[6:8] == ["1:1", "1:2"]
 
 
 def test_groups_left_out_by_their_rewards_keep_the_direction_of_the_gradient():
@@ -169,29 +130,6 @@ def history(trainer):
 
 
 BOTH = [(EfficientGRPOTrainer, EfficientGRPOConfig), (TSPMOTrainer, TSPMOConfig)]
-
-
-@pytest.mark.parametrize("both", BOTH, ids=["grpo", "t_spmo"])
-def test_training_with_groups_that_grow_draws_less_and_resumes_bit_for_bit(tmp_path, both):
-    settings = {
-        "max_steps": 6,
-        "save_strategy": "steps",
-        "save_steps": 3,
-        "num_generations_first": 2,
-        "dynamic_sampling": False,
-    }
-    trainer = make(tmp_path, *both, **settings)
-    trainer.train()
-    logs = history(trainer)
-    for entry in logs:
-        live = 1 - entry["groups/zero_variance_fraction"]
-        # Two groups: two completions each, and two more of each that grew.
-        drawn = 4 + 2 * 2 * live if live else 0
-        assert entry.get("groups/drawn_per_trained", 0) * 8 * live == pytest.approx(drawn)
-    assert any(entry["groups/zero_variance_fraction"] for entry in logs)
-    resumed = make(tmp_path, *both, **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert [entry["loss"] for entry in history(resumed)] == [entry["loss"] for entry in logs]
 
 
 @pytest.mark.parametrize("both", BOTH, ids=["grpo", "t_spmo"])
@@ -246,9 +184,6 @@ def test_bad_input(tmp_path):
         make(tmp_path, dataset=IterableDataset.from_generator(lambda: iter(prompts(8).to_list())))
     with pytest.raises(ValueError, match=r"image: .*dynamic_sampling=False"):
         make(tmp_path, dataset=prompts(8).add_column("image", [None] * 8))
-    for first in (1, 5):
-        with pytest.raises(ValueError, match=f"num_generations_first={first}"):
-            make(tmp_path, num_generations_first=first)
 
 
 @pytest.mark.processes
@@ -260,9 +195,6 @@ def test_two_ranks_fill_as_one_and_train_in_step(tmp_path):
         assert together[0][key] + together[1][key] == alone[key]
     for key in ("rewards", "metrics", "state"):
         assert together[0][key] == together[1][key] == alone[key]
-    grown = filled_of(Accelerator(cpu=True), grows=True)
-    assert together[0]["grown"]["inputs"] + together[1]["grown"]["inputs"] == grown["inputs"]
-    assert together[0]["grown"]["rewards"] == together[1]["grown"]["rewards"] == grown["rewards"]
     assert together[0]["trained_state"] == together[1]["trained_state"] > 0
     # The ranks decode different numbers of rows and tokens, so a collective in decoding would hang.
     for results, steps in zip(together, (4 * 15, 7 * 23), strict=True):
@@ -272,17 +204,17 @@ def test_two_ranks_fill_as_one_and_train_in_step(tmp_path):
         assert results["steps"] == [steps, steps]
 
 
-def filled_of(accelerator: Accelerator, grows: bool = False) -> dict:
+def filled_of(accelerator: Accelerator) -> dict:
     """A batch of three groups of four, so that the second lies on two ranks; every third prompt has equal rewards."""
 
-    def draw(rows, count):
+    def draw(rows):
         first_row = accelerator.process_index * len(rows)
         own_numbers = [row["n"] for row in rows]
         all_numbers = gather_object(own_numbers) if accelerator.num_processes > 1 else own_numbers
         rewards = torch.tensor([[float(n % 3 and i % 2)] for i, n in enumerate(all_numbers)])
         return ScoredRows(rows, [f"{row['n']}/{first_row + i}" for i, row in enumerate(rows)], rewards)
 
-    dynamic_sampling = sampling(20, group=4, accelerator=accelerator, first=3 if grows else None)
+    dynamic_sampling = sampling(20, group=4, accelerator=accelerator)
     rows = [dynamic_sampling.dataset[i] for i in (0, 3, 4) for _ in range(4)]
     share = len(rows) // accelerator.num_processes
     filled, metrics = dynamic_sampling.fill(rows[accelerator.process_index * share :][:share], draw)
@@ -302,7 +234,6 @@ def fill_train_and_decode(folder: Path) -> None:
     trainer.train()
     rank = trainer.accelerator.process_index
     results = filled_of(trainer.accelerator)
-    results["grown"] = filled_of(trainer.accelerator, grows=True)
     results["trained_state"] = trainer.dynamic_sampling.taken
     results["wrapped"] = type(trainer.model_wrapped).__name__
     # Rank 1 has three more prompts than rank 0. Both decode them by our loop and by transformers'.

@@ -51,12 +51,10 @@ def test_a_run_moves_the_adapter_alone(start, method):
 
 
 @pytest.mark.parametrize("method", ["grpo", "t_spmo"])
-def test_prompts_that_taught_and_groups_that_grow(start, method, monkeypatch):
-    """What is trained on is what the engine drew for the chosen prompts, in several requests of an optimizer step."""
+def test_groups_that_are_replaced(start, method, monkeypatch):
+    """What is trained on is what the engine drew, in several requests of an optimizer step."""
     classes = {"trainer_class": TSPMOTrainer, "config_class": TSPMOConfig} if method == "t_spmo" else {}
     changes = {
-        "prompt_selection": "history",
-        "num_generations_first": 2,
         "dynamic_sampling": True,
         "scale_rewards": "mean",
         "max_completion_length": 3,
@@ -74,14 +72,12 @@ def test_prompts_that_taught_and_groups_that_grow(start, method, monkeypatch):
 
     monkeypatch.setattr(trainer.vllm_generation.llm._llm, "generate", recorded)
     trainer.train()
-    # Two of four completions each first; then others in the place of groups that are equal, and the rest of those that
-    # are not.
-    assert asked[0] == 4 and len(asked) > 4
+    # Four completions of two prompts first; then those of others in the place of groups that are equal.
+    assert asked[0] == 8 and len(asked) > 4
     assert [name.rpartition("-")[2] for name in dict.fromkeys(versions)] == ["v1", "v2", "v3", "v4"]
-    assert asked == [2 * sum(row[1:9]) for row in trainer.prompt_selection.history]
     # Each completion has its own log-probabilities behind it, whichever request it came from.
     assert max(figures(trainer, DIFFERENCE)) < 1e-5
-    # The last batch: groups of four of the prompts that were chosen, with their own rewards.
+    # The last batch: groups of four, with their own rewards.
     prompts = list(trainer._logs["prompt"])[-8:]
     completions = list(trainer._logs["completion"])[-8:]
     assert prompts == [prompt for prompt in prompts[::4] for _ in range(4)]

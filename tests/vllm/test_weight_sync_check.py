@@ -113,9 +113,8 @@ def test_a_good_run_has_the_metric_in_every_step(trainer_with, warned, changes):
     assert not warned and trainer.weight_sync_check.first < 1e-5
 
 
-def test_groups_of_chosen_prompts_that_grow_are_asked_for_whole_and_keep_their_log_probabilities(trainer_with):
-    changes = {"prompt_selection": "history", "num_generations_first": 2, "dynamic_sampling": True}
-    trainer = trainer_with(reward=tiny.even_start, scale_rewards="mean", **changes)
+def test_groups_of_further_prompts_are_asked_for_whole_and_keep_their_log_probabilities(trainer_with):
+    trainer = trainer_with(reward=tiny.even_start, scale_rewards="mean", dynamic_sampling=True)
     ask = trainer.vllm_generation.generate
     asked = []
 
@@ -128,10 +127,8 @@ def test_groups_of_chosen_prompts_that_grow_are_asked_for_whole_and_keep_their_l
     trainer.vllm_generation.generate = recorded
     logged = differences(trainer)
     assert len(logged) == 4 and max(logged) < 1e-5
-    # Two of four completions of four prompts first; later others in the place of equal groups, and the rest of the
-    # others.
-    assert asked[0] == (8, 2) and {count for _, count in asked} == {2} and len(asked) > 8
-    assert [2 * sum(row[1:9]) for row in trainer.prompt_selection.history] == [rows for rows, _ in asked]
+    # Four completions of four prompts first; later those of others in the place of equal groups.
+    assert asked[0] == (16, 4) and {count for _, count in asked} == {4} and len(asked) > 4
 
 
 def test_a_stale_adapter_is_named(trainer_with, warned):

@@ -15,8 +15,8 @@ logger = get_logger(__name__)
 # Fields that only GRPO's ratio, clip, group statistics and choice of tokens read.
 _UNUSED = (
     "delta", "epsilon", "epsilon_high", "importance_sampling_level", "loss_type", "off_policy_mask_threshold",
-    "scale_rewards", "top_entropy_quantile", "use_bias_correction_kl", "dynamic_sampling", "prompt_selection",
-    "num_generations_first", "token_selection", "use_adaptive_entropy", "multi_objective_aggregation",
+    "scale_rewards", "top_entropy_quantile", "use_bias_correction_kl", "dynamic_sampling",
+    "token_selection", "use_adaptive_entropy", "multi_objective_aggregation",
     "vllm_importance_sampling_correction",
 )  # fmt: skip
 

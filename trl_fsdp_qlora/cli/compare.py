@@ -108,8 +108,6 @@ _QUIET = {
 _LEVELLED = (
     ("token_selection", "all", "a subset of tokens is another objective, which stock TRL does not have"),
     ("dynamic_sampling", False, "it changes which prompts are trained on, which stock TRL cannot"),
-    ("prompt_selection", "off", "it changes which prompts are trained on, which stock TRL cannot"),
-    ("num_generations_first", None, "groups grow in two parts, which stock TRL's do not"),
     ("use_vllm", False, "completions come from transformers, and what is compared is the loss"),
     ("precompute_ref_log_probs", False, "both compute the reference in their steps, so that it is compared, too"),
     ("lora_dropout", 0.0, "each trainer would draw masks of its own"),

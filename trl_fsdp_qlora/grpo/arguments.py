@@ -115,11 +115,6 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
     not_single_turn_text = [name for name in ("tools", "environment_factory", "rollout_func") if call.get(name)]
     columns = getattr(dataset, "column_names", None) or ()
     not_single_turn_text += [name for name in ("image", "images") if name in columns]
-    if args.num_generations_first is not None and not_single_turn_text:
-        raise ValueError(
-            "num_generations_first draws single-turn completions of text prompts in two parts, and there is "
-            f"{', '.join(not_single_turn_text)}: set num_generations_first=None"
-        )
     not_indexed = ["a streaming dataset"] if dataset is not None and not hasattr(dataset, "__len__") else []
     if args.dynamic_sampling and (not_single_turn_text or not_indexed):
         raise ValueError(

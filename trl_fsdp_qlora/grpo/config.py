@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from trl import GRPOConfig
 
 from ..run.config_fields import documented, option
-from ..selection.prompt_selection import CHOICES as SELECTIONS
 from ..vllm.sync_choice import CHOICES as SYNCS
 from . import options
 from .options import EfficientConfig
@@ -66,33 +65,6 @@ class EfficientGRPOConfig(EfficientConfig, GRPOConfig):
         "With dynamic_sampling: further generations per generation batch, at most; groups that are still equal "
         "then stay in it.",
     )
-    prompt_selection: str = option(
-        "off",
-        "Which prompts completions are drawn for: 'off', in the sampler's order; 'history', those whose completions "
-        "had rewards that differ, and a share of prompts never drawn. Changes which prompts are trained on.",
-        choices=SELECTIONS,
-    )
-    prompt_selection_column: str | None = option(
-        None,
-        "With prompt_selection: a column of the dataset, such as a difficulty. Its values divide the prompts that "
-        "were never drawn into classes. Numbers may have any number of values, other types at most 64.",
-    )
-    prompt_selection_explore: float = option(
-        0.25,
-        "With prompt_selection: share of the groups, in [0, 1], that always goes over the dataset evenly, to prompts "
-        "never drawn, or drawn longest ago.",
-    )
-    prompt_selection_half_life: float = option(
-        10.0,
-        "With prompt_selection: optimizer steps after which the rewards of a prompt count half. Use fewer for a "
-        "policy that changes fast.",
-    )
-    num_generations_first: int | None = option(
-        None,
-        "Draw that many completions of a prompt first, and the rest of num_generations only if their rewards "
-        "differ; a group that does not grow is not trained on. With dynamic_sampling, further prompts are tried in "
-        "the same way.",
-    )
     scale_rewards: str = option(
         "group",
         "The divisor of the advantages, as in TRL ('group', 'batch' or 'none'), or 'mean': the mean reward of the "
@@ -135,20 +107,4 @@ class EfficientGRPOConfig(EfficientConfig, GRPOConfig):
             raise ValueError(f"num_generations={self.num_generations} must be at least 1; try 8")
         super().__post_init__()
         check_config(self)
-        self._check_selection_of_prompts()
         self.check_choices()
-
-    def _check_selection_of_prompts(self) -> None:
-        """Raise `ValueError` for numbers of prompt selection and `num_generations_first` outside their range."""
-        first = self.num_generations_first
-        explore = self.prompt_selection_explore
-        half_life = self.prompt_selection_half_life
-        if first is not None and not 2 <= first <= self.num_generations:
-            raise ValueError(
-                f"num_generations_first={first}: two completions or more can differ, and there are num_generations="
-                f"{self.num_generations} in all; use a number from 2 to {self.num_generations}"
-            )
-        if not 0 <= explore <= 1:
-            raise ValueError(f"prompt_selection_explore={explore} is a share of the groups; use a number from 0 to 1")
-        if not half_life > 0:
-            raise ValueError(f"prompt_selection_half_life={half_life} is a number of optimizer steps; use one above 0")

@@ -4,7 +4,6 @@ import inspect
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import wraps
-from pathlib import Path
 
 from accelerate.logging import get_logger
 from trl import GRPOTrainer
@@ -15,9 +14,8 @@ from ..decode.completions import EngineModel
 from ..decode.tools import fitted, limited
 from ..fsdp2_qlora.loading import experts_in_4bit
 from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
-from ..selection.dynamic_sampling import ChosenRows, DynamicSampling, ScoredRows, to_rows
+from ..selection.dynamic_sampling import DynamicSampling, ScoredRows, to_rows
 from ..selection.group_statistics import GroupStatistics
-from ..selection.prompt_selection import PromptSelection
 from ..vllm.correction import (
     WeightSyncCheck,
     draws_from_policy,
@@ -66,11 +64,7 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         self.begin("GRPO")
         normalizes_each_reward = self.args.multi_objective_aggregation == "normalize_then_sum"
         self.groups = GroupStatistics(self.reward_weights, normalizes_each_reward)
-        self.prompt_selection = PromptSelection.of(self.args, self.train_dataset, self.reward_weights)
-        choose_further = None if self.prompt_selection is None else self._choose_further
-        self.dynamic_sampling = DynamicSampling(
-            self.args, self.train_dataset, self.accelerator, self.reward_weights, choose_further
-        )
+        self.dynamic_sampling = DynamicSampling(self.args, self.train_dataset, self.accelerator, self.reward_weights)
         engine_draws_from_policy = self.use_vllm and self.rollout_func is None and draws_from_policy(self.args)
         self.weight_sync_check = WeightSyncCheck(engine_draws_from_policy)
         for warning in warnings_for(self.args, self.sync):
@@ -98,9 +92,7 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         # computes the same log-probabilities, the weights are computed there.
         weighs_here = self.vllm_importance_sampling_correction and not self._weighs_in_loss
         overrides = {"vllm_importance_sampling_correction": weighs_here}
-        if self.model.training and self.prompt_selection is not None:
-            inputs = self._choose_rows(inputs)
-        if self.model.training and self.dynamic_sampling.is_on:
+        if self.model.training and self.args.dynamic_sampling:
             rows, metrics = self.dynamic_sampling.fill(inputs, self._draw_rows)
             self._add_metrics(metrics)
             self._pending_extra_logs.update(rows.extras())
@@ -118,17 +110,6 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
             self._add_metrics(self.groups.metrics(self.num_generations))
         return batch
 
-    def _choose_rows(self, inputs: list[dict]) -> ChosenRows:
-        """Rows of the prompts chosen for a generation batch; they replace the sampler's `inputs`."""
-        size = self.num_generations
-        rank = self.accelerator.process_index
-        ranks = self.accelerator.num_processes
-        chosen = self.prompt_selection.choose(len(inputs) * ranks // size, self.state.global_step)
-        return self.prompt_selection.rows(chosen, size, rank, ranks)
-
-    def _choose_further(self, count: int) -> list[int]:
-        return self.prompt_selection.choose(count, self.state.global_step, further=True)
-
     def _scale_by_mean(self, batch: dict) -> None:
         size = self.num_generations if self.model.training else self.num_generations_eval
         advantages_N = mean_scaled_advantages(self.groups.rewards_N(), size)
@@ -139,11 +120,10 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
             logged.pop()
         logged.extend(advantages_N.tolist())
 
-    def _draw_rows(self, rows: list[dict], count: int) -> ScoredRows:
-        """Completions and rewards for these rows of this rank; all ranks together draw `count` for each prompt."""
+    def _draw_rows(self, rows: list[dict]) -> ScoredRows:
+        """Completions and rewards for these rows of this rank, `num_generations` neighbouring rows of each prompt."""
         prompts = [row["prompt"] for row in rows]
-        with replaced(self, num_generations=count):
-            generated = self._generate(prompts)
+        generated = self._generate(prompts)
         rewards_NK = self._calculate_rewards(rows, prompts, generated[3], generated[1])
         drawn = to_rows(generated, self._pending_extra_logs)
         self._pending_extra_logs.clear()
@@ -199,9 +179,6 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         if isinstance(inputs, ScoredRows):
             return self.groups.add(inputs.rewards_NK, drawn=0)
         rewards_NK = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        if isinstance(inputs, ChosenRows):
-            self.prompt_selection.observe(inputs.indices, rewards_NK, self.state.global_step)
-            self._add_metrics(self.prompt_selection.metrics())
         return self.groups.add(rewards_NK, drawn=len(rewards_NK) if self.model.training else 0)
 
     # --- the loss, and the passes behind TRL's own signature ---------------------------------------------------------
@@ -284,25 +261,15 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    def train(self, *args, **kwargs):
-        result = super().train(*args, **kwargs)
-        if self.prompt_selection is not None and self.is_world_process_zero():
-            self.prompt_selection.draw(Path(self.args.output_dir) / "prompt_selection.png")
-        return result
-
     def _rollouts_to_keep(self):
         rollouts = super()._rollouts_to_keep()
         rollouts["further"] = {"taken": self.dynamic_sampling.taken}
-        if self.prompt_selection is not None:
-            rollouts["prompt_selection"] = self.prompt_selection.state()
         return rollouts
 
     def _take_rollouts(self, rollouts):
         super()._take_rollouts(rollouts)
         if rollouts is not None:
             self.dynamic_sampling.taken = rollouts["further"]["taken"]
-        if self.prompt_selection is not None:
-            self.prompt_selection.load((rollouts or {}).get("prompt_selection"))
 
     # --- logs and the start-up block ---------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from .plain import plain
 Config = TypeVar("Config", bound=type)
 
 # Fields of this package's configs that hold a word, with `on` or `off` among the choices.
-SWITCHES = ("prefix_sharing", "phase_metrics", "prompt_selection")
+SWITCHES = ("prefix_sharing", "phase_metrics")
 
 
 def spelled(value: Any, known: Collection[Any] = ("on", "off")) -> Any:

@@ -1,8 +1,8 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476) and groups that grow: completions go to groups whose rewards differ.
+"""Dynamic sampling (DAPO, arXiv 2503.14476): completions go to groups whose rewards differ.
 
 A group whose rewards are all equal has zero advantage. Its place in the generation batch goes to another prompt's
 group, for a few rounds at most. The further prompts come from a stream of their own, which goes through the whole
-dataset in a random order before any prompt comes a second time, or from `prompt_selection`.
+dataset in a random order before any prompt comes a second time.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,17 +41,6 @@ def to_rows(generated: tuple, extras: dict[str, list]) -> list[DrawnRow]:
     columns = {name: values for name, values in extras.items() if len(values) == len(prompt_ids)}
     logged = [{name: values[i] for name, values in columns.items()} for i in range(len(prompt_ids))]
     return [DrawnRow(*row) for row in zip(prompt_ids, completion_ids, completions, logprobs, logged, strict=True)]
-
-
-class ChosenRows(list):
-    """Dataset rows of this rank, one for each completion to be drawn.
-
-    `indices`: the prompts of all ranks' groups, in order.
-    """
-
-    def __init__(self, rows: Sequence[dict], indices: Sequence[int]):
-        super().__init__(rows)
-        self.indices = list(indices)
 
 
 class ScoredRows(list):
@@ -102,14 +91,12 @@ class _Groups:
 
     Attributes:
         prompts: dataset row of each group.
-        indices: dataset index of each group's prompt; `None` if TRL's sampler chose the prompts.
         completions: completions of each group.
         rewards: their rewards `(G, K)`.
         varied: whether the rewards differ.
     """
 
     prompts: list[dict]
-    indices: list[int] | None
     completions: list[list]
     rewards: list[torch.Tensor]
     varied: list[bool]
@@ -118,41 +105,28 @@ class _Groups:
 class DynamicSampling:
     """Builds the groups of a generation batch in rounds, on all ranks together.
 
-    - `num_generations_first`: a group first has that many completions, and grows to `num_generations` only if their
-      rewards differ. One that does not grow keeps its place with its completions repeated, whose advantages are zero.
-    - `dynamic_sampling`: a zero-variance group is replaced by another prompt's group, which is drawn in the same way.
-
-    Which prompts are trained on depends on their first completions; the statistics of a group are those of all its
-    completions. With rewards of 0 and 1 the expected gradient of a prompt stays a multiple of ∇p, whatever groups are
-    left out because of their rewards, since E[∇ log π | reward] is a multiple of ∇p. Only the weight of the prompt
-    changes: if groups are kept whose first F rewards differ, prompts with a middling p weigh more.
+    A zero-variance group is replaced by another prompt's group. Which prompts are trained on depends on their
+    completions. With rewards of 0 and 1 the expected gradient of a prompt stays a multiple of ∇p, because
+    E[∇ log π | reward] is a multiple of ∇p; only the weight of the prompt changes.
 
     Attributes:
         taken: number of further prompts drawn since the start of the run. It is the same on every rank, and a
             checkpoint keeps it.
     """
 
-    def __init__(
-        self,
-        args: Any,
-        dataset: Sequence[dict],
-        accelerator: Accelerator,
-        weights_K: torch.Tensor,
-        choose: Callable[[int], list[int]] | None = None,
-    ):
+    def __init__(self, args: Any, dataset: Sequence[dict], accelerator: Accelerator, weights_K: torch.Tensor):
         self.args = args
         self.dataset = dataset
         self.accelerator = accelerator
         self.taken = 0
-        self.next_prompts = choose or self.in_random_order
-        normalizes_each = args.multi_objective_aggregation == "normalize_then_sum"
-        self._varied = partial(groups_with_variance, weights_K=weights_K, normalizes_each=normalizes_each)
+        self._varied = partial(
+            groups_with_variance,
+            weights_K=weights_K,
+            group_size=args.num_generations,
+            normalizes_each=args.multi_objective_aggregation == "normalize_then_sum",
+        )
 
-    @property
-    def is_on(self) -> bool:
-        return self.args.dynamic_sampling or self.args.num_generations_first is not None
-
-    def in_random_order(self, count: int) -> list[int]:
+    def next_prompts(self, count: int) -> list[int]:
         """Indices of the next `count` further prompts."""
         indices = []
         while len(indices) < count:
@@ -164,29 +138,25 @@ class DynamicSampling:
             self.taken += len(part)
         return indices
 
-    def _draw(
-        self, prompts: list[dict], indices: list[int] | None, count: int, draw: Callable
-    ) -> tuple[list, torch.Tensor]:
-        """Draw `count` completions of each of `prompts` on all ranks; return them and their rewards in order.
+    def _draw(self, prompts: list[dict], draw: Callable) -> tuple[list, torch.Tensor]:
+        """Draw a group for each of `prompts` on all ranks; return the completions and their rewards in order.
 
         Collective.
         """
+        size = self.args.num_generations
         rank = self.accelerator.process_index
         ranks = self.accelerator.num_processes
-        wanted = len(prompts) * count
         groups = list(range(len(prompts)))
-        while len(groups) * count % ranks:  # every rank draws the same number of rows
+        while len(groups) * size % ranks:  # every rank draws the same number of rows
             groups.append(groups[-1])
-        per_rank = len(groups) * count // ranks
-        rows = [prompts[groups[i // count]] for i in range(rank * per_rank, (rank + 1) * per_rank)]
-        if indices is not None:
-            rows = ChosenRows(rows, [indices[group] for group in groups])
-        scored = draw(rows, count)
+        per_rank = len(groups) * size // ranks
+        scored = draw([prompts[groups[i // size]] for i in range(rank * per_rank, (rank + 1) * per_rank)])
         drawn = gather_object(scored.drawn) if ranks > 1 else scored.drawn
-        return drawn[:wanted], scored.rewards_NK[:wanted]
+        needed = len(prompts) * size
+        return drawn[:needed], scored.rewards_NK[:needed]
 
     def fill(
-        self, inputs: list[dict], draw: Callable[[list[dict], int], ScoredRows]
+        self, inputs: list[dict], draw: Callable[[list[dict]], ScoredRows]
     ) -> tuple[ScoredRows, dict[str, float]]:
         """Draw the groups to train on, replace those without variance by other prompts' groups, and return metrics.
 
@@ -194,28 +164,23 @@ class DynamicSampling:
 
         Args:
             inputs: dataset rows of this rank; a group may lie on two ranks.
-            draw: `draw(rows, count)` returns completions and rewards for these rows of this rank, which hold `count`
-                rows of each prompt; collective.
+            draw: returns completions and rewards for rows of this rank, in which each prompt's `num_generations` rows
+                are neighbours; collective.
         """
         size = self.args.num_generations
         rank = self.accelerator.process_index
         ranks = self.accelerator.num_processes
-        first = self.args.num_generations_first or size
-        indices = getattr(inputs, "indices", None)
         prompts = (gather_object(list(inputs)) if ranks > 1 else list(inputs))[::size]
-        drawn, rewards_NK = self._draw(prompts, indices, first, draw)
-        completions = [drawn[i : i + first] for i in range(0, len(drawn), first)]
-        varied = self._varied(rewards_NK, group_size=first).tolist()
-        groups = _Groups(prompts, indices, completions, list(rewards_NK.split(first)), varied)
+        drawn, rewards_NK = self._draw(prompts, draw)
+        completions = [drawn[i : i + size] for i in range(0, len(drawn), size)]
+        groups = _Groups(prompts, completions, list(rewards_NK.split(size)), self._varied(rewards_NK).tolist())
         metrics = {"rounds": 0.0, "further_prompts": 0.0, "surplus_groups": 0.0}
-        max_rounds = self.args.dynamic_sampling_max_rounds if self.args.dynamic_sampling else 0
+        max_rounds = self.args.dynamic_sampling_max_rounds
         while not all(groups.varied) and metrics["rounds"] < max_rounds:
             further, surplus = self._replace(groups, draw)
             metrics["rounds"] += 1
             metrics["further_prompts"] += further
             metrics["surplus_groups"] += surplus
-        if first < size:
-            self._grow(groups, draw)
         metrics["frac_zero_variance"] = groups.varied.count(False) / len(groups.varied)
         if metrics["frac_zero_variance"] and max_rounds:
             logger.warning_once(
@@ -237,45 +202,20 @@ class DynamicSampling:
         Returns:
             The number of further prompts, and of their groups that differ but found no group to replace.
         """
-        first = self.args.num_generations_first or self.args.num_generations
+        size = self.args.num_generations
         count = groups.varied.count(False)
-        while count * first % self.accelerator.num_processes:  # every rank draws the same number of rows
+        while count * size % self.accelerator.num_processes:  # every rank draws the same number of rows
             count += 1
-        chosen = self.next_prompts(count)
         columns = list(groups.prompts[0])
-        further_rows = [self.dataset[index] for index in chosen]
+        further_rows = [self.dataset[index] for index in self.next_prompts(count)]
         further = [{name: row[name] for name in columns} for row in further_rows]
-        drawn, rewards_NK = self._draw(further, None if groups.indices is None else chosen, first, draw)
-        sources = self._varied(rewards_NK, group_size=first).nonzero()[:, 0].tolist()
+        drawn, rewards_NK = self._draw(further, draw)
+        sources = self._varied(rewards_NK).nonzero()[:, 0].tolist()
         slots = [slot for slot, is_varied in enumerate(groups.varied) if not is_varied]
         for slot, source in zip(slots, sources, strict=False):
-            rows = slice(source * first, (source + 1) * first)
+            rows = slice(source * size, (source + 1) * size)
             groups.prompts[slot] = further[source]
             groups.completions[slot] = drawn[rows]
             groups.rewards[slot] = rewards_NK[rows]
             groups.varied[slot] = True
-            if groups.indices is not None:
-                groups.indices[slot] = chosen[source]
         return count, max(0, len(sources) - len(slots))
-
-    def _grow(self, groups: _Groups, draw: Callable) -> None:
-        """Fill `groups` up to `num_generations`: with new completions if the rewards vary, otherwise by repeating.
-
-        Collective.
-        """
-        size = self.args.num_generations
-        first = self.args.num_generations_first
-        slots = [slot for slot, is_varied in enumerate(groups.varied) if is_varied]
-        if slots:
-            prompts = [groups.prompts[slot] for slot in slots]
-            chosen = None if groups.indices is None else [groups.indices[slot] for slot in slots]
-            drawn, rewards_NK = self._draw(prompts, chosen, size - first, draw)
-            for k, slot in enumerate(slots):
-                added = slice(k * (size - first), (k + 1) * (size - first))
-                groups.completions[slot] = groups.completions[slot] + drawn[added]
-                groups.rewards[slot] = torch.cat([groups.rewards[slot], rewards_NK[added]])
-        for slot, is_varied in enumerate(groups.varied):
-            if not is_varied:
-                repeated = torch.arange(size, device=groups.rewards[slot].device) % first
-                groups.completions[slot] = [groups.completions[slot][i] for i in repeated.tolist()]
-                groups.rewards[slot] = groups.rewards[slot][repeated]
