@@ -41,6 +41,7 @@ import traceback
 import zlib
 from dataclasses import asdict
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -67,7 +68,6 @@ from tests.publishing.hub_server import TOKEN, hub
 from tests.vllm import whole_engine
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.fsdp import reshard_settings
-from trl_fsdp_qlora.compat.replaced import replaced
 from trl_fsdp_qlora.fsdp2_qlora import generation
 from trl_fsdp_qlora.fsdp2_qlora.adapters import gather_adapter
 from trl_fsdp_qlora.fsdp2_qlora.distribute import ReplicasDiffer
@@ -107,7 +107,7 @@ class FixedCompletions(EfficientGRPOTrainer):
             return super().training_step(model, inputs, num_items_in_batch)
         self.accelerator.gradient_state._set_sync_gradients(True)
         is_sharded = isinstance(model, FSDPModule)
-        with contextlib.nullcontext() if is_sharded else replaced(model, require_backward_grad_sync=True):
+        with contextlib.nullcontext() if is_sharded else patch.multiple(model, require_backward_grad_sync=True):
             if is_sharded:
                 model.set_requires_gradient_sync(True)
             loss = super().training_step(model, inputs, num_items_in_batch)

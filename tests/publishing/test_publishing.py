@@ -9,7 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -26,7 +26,6 @@ from tests.publishing.hub_server import TOKEN, hub
 from tests.tiny import character_tokenizer, lora, prompts, save_tiny_model, trainer
 from trl_fsdp_qlora import AStarPOConfig, EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.checkpoints import checkpoints
-from trl_fsdp_qlora.compat.replaced import replaced
 from trl_fsdp_qlora.decode.completions import generate
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.publishing import card, merge, publish
@@ -99,7 +98,7 @@ def test_a_card_has_the_accuracy_of_these_weights_alone(trained):
     grpo_trainer, _ = trained
     info = replace(grpo_trainer.card_info, data_license="mit", picture="training.png", accuracy_step=2)
     info.accuracy = {"n": 300, "pass_at_1": 0.19, "interval": (0.1498, 0.2381)}
-    with replaced(grpo_trainer, card_info=info):
+    with patch.multiple(grpo_trainer, card_info=info):
         measured = card.card_of(grpo_trainer)
     (result,) = measured.data.eval_results
     assert (result.metric_type, result.metric_value, result.dataset_type) == ("accuracy", 19.0, "someone/sums")
@@ -109,7 +108,7 @@ def test_a_card_has_the_accuracy_of_these_weights_alone(trained):
     for text in ("](training.png)", "`someone/sums`, licence mit", "on 300 held-out problems"):
         assert text in measured.text
     info = replace(info, accuracy_step=1, settings=())  # the accuracy of other weights than those of step 2
-    with replaced(grpo_trainer, card_info=info), replaced(grpo_trainer.args, token_selection="s_grpo"):
+    with patch.multiple(grpo_trainer, card_info=info), patch.multiple(grpo_trainer.args, token_selection="s_grpo"):
         unmeasured = card.card_of(grpo_trainer)
     assert unmeasured.data.eval_results is None
     assert "trained with S-GRPO ([arXiv" in unmeasured.text

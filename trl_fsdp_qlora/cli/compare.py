@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import TrainerCallback
@@ -44,7 +45,6 @@ from .. import (
     EfficientRLOOConfig,
     EfficientRLOOTrainer,
 )
-from ..compat.replaced import replaced
 from ..compat.trl import joined_images
 from ..errors import UserError
 from ..grpo.groups import micro_batches
@@ -373,7 +373,10 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
             trainer = trainers[who]
             torch.manual_seed(args.seed)
             trainer.optimizer.zero_grad()
-            with replaced(trainer, _prepare_inputs=lambda part: part), _timed(trainer, step, who, "loss and backward"):
+            with (
+                patch.multiple(trainer, _prepare_inputs=lambda part: part),
+                _timed(trainer, step, who, "loss and backward"),
+            ):
                 losses = [trainer.training_step(trainer.model_wrapped, part, None) for part in parts[who]]
             step.losses[who] = sum(losses).item()
             fractions = trainer._metrics["train"].get("prefix_sharing/policy/tokens_fraction")
@@ -395,10 +398,10 @@ def _completions(trainers: dict[str, Any], rows: list, step: Step, order: list[s
     scored = {}
     parts = {}
     drawn = {name: _once(getattr(ours, name)) for name in ("_generate", "_calculate_rewards")}
-    with replaced(ours, **drawn):
+    with patch.multiple(ours, **drawn):
         ours._generate_and_score_completions(copy.deepcopy(rows))
     for who in order:
-        with replaced(trainers[who], **drawn), _timed(trainers[who], step, who, "scoring"):
+        with patch.multiple(trainers[who], **drawn), _timed(trainers[who], step, who, "scoring"):
             scored[who] = trainers[who]._generate_and_score_completions(copy.deepcopy(rows))
     advantages = {who: batch["advantages"] for who, batch in scored.items()}
     step.advantages_apart = (advantages[OURS] - advantages[STOCK]).abs().max().item()

@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from unittest.mock import patch
 
 from torch import nn
 from transformers import (
@@ -19,8 +20,6 @@ from transformers import (
     Trainer,
 )
 from transformers.utils.generic import is_flash_attention_requested
-
-from .replaced import replaced
 
 # The argument for a model's cache, which is also the entry of its outputs. Transformers 5.24 gave it a new name.
 _prepares_inputs = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
@@ -72,7 +71,7 @@ def auto_class_of(model: nn.Module) -> str:
 
 def no_optimizer_read() -> AbstractContextManager:
     """Keep transformers from reading an optimizer inside the block; a trainer still reads its own further states."""
-    return replaced(Trainer, _load_optimizer_and_scheduler=lambda self, checkpoint: None)
+    return patch.multiple(Trainer, _load_optimizer_and_scheduler=lambda self, checkpoint: None)
 
 
 # If the config's attention implementation has "flash" in its name, transformers looks up the kernel by that name each

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import trl
@@ -38,8 +39,6 @@ from trl.trainer.utils import (
     unsplit_pixel_values_by_grid,
     use_adapter,
 )
-
-from .replaced import replaced
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +79,8 @@ def rewards_of_rank(trainer: GRPOTrainer, rows: list, prompts: list, completions
 
     TRL itself gathers the rewards at the end.
     """
-    unlogged = replaced(trainer, _log_completion_extra=lambda *_: None, _log_metric=lambda *_: None)
-    with replaced(grpo_trainer, gather=lambda rewards: rewards), unlogged:
+    unlogged = patch.multiple(trainer, _log_completion_extra=lambda *_: None, _log_metric=lambda *_: None)
+    with patch.multiple(grpo_trainer, gather=lambda rewards: rewards), unlogged:
         return GRPOTrainer._calculate_rewards(trainer, rows, prompts, completions, ids)
 
 

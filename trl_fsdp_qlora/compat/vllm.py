@@ -4,11 +4,11 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from trl.trainer import grpo_trainer
 
-from .replaced import replaced
 from .signatures import misfits
 
 _EXPECTED = {
@@ -49,9 +49,9 @@ def trl_starts(make_engine: Callable[..., Any] | None, engine_kwargs: dict[str, 
 
     llm = getattr(vllm_generation, "LLM", None)  # exists only if vLLM is installed
     if make_engine is not None:
-        return replaced(grpo_trainer, VLLMGeneration=make_engine)
+        return patch.multiple(grpo_trainer, VLLMGeneration=make_engine)
     if engine_kwargs and llm is not None:
-        return replaced(vllm_generation, LLM=lambda **trl_kwargs: llm(**(trl_kwargs | engine_kwargs)))
+        return patch.multiple(vllm_generation, LLM=lambda **trl_kwargs: llm(**(trl_kwargs | engine_kwargs)))
     return nullcontext()
 
 

@@ -6,11 +6,11 @@ imports this module.
 """
 
 from contextlib import nullcontext
+from unittest.mock import patch
 
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU as Stock
 from vllm.platforms import current_platform
 
-from .replaced import replaced
 from .signatures import misfits
 
 _LINEAR = "self y x lora_a_stacked lora_b_stacked scale output_slices buffer kwargs"
@@ -56,4 +56,4 @@ def one_adapter():
     """Make an engine that is started inside the block use [`OneAdapterOnCPU`], if the installed vLLM fits it."""
     if misfits(Stock, _EXPECTED) or not current_platform.get_punica_wrapper().endswith(".PunicaWrapperCPU"):
         return nullcontext()
-    return replaced(current_platform, get_punica_wrapper=lambda: f"{__name__}.{OneAdapterOnCPU.__name__}")
+    return patch.multiple(current_platform, get_punica_wrapper=lambda: f"{__name__}.{OneAdapterOnCPU.__name__}")

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, fields
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
@@ -12,7 +13,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
-from ..compat.replaced import replaced
 from ..compat.trl import unwrap_model_for_generation
 from ..fsdp2_qlora.generation import FREE_SHARE, free_bytes, gathered_as, is_gathered
 from ..prefix_sharing.images import PER_TOKEN
@@ -145,7 +145,7 @@ class Rollout:
         while self._any_rank_goes_on(False):
             # This rank's token is not used; the decoding loop goes on as long as any rank's loop does.
             turn = ([prompt[-1:]], None, {}, 1, False)
-            with replaced(settings.config, max_new_tokens=1):
+            with patch.multiple(settings.config, max_new_tokens=1):
                 self._turn(stock, turn, wrapped, settings, self._turns)
             self._turns.clear()
             self._turns.number += 1

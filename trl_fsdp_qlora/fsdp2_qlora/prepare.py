@@ -7,6 +7,7 @@ quantized model under FSDP2 packs the 4-bit layers before `fully_shard` sees the
 import functools
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from transformers.utils import is_bitsandbytes_available
 
 from ..compat.fsdp import finds_final_norm, integer_shards, misfit
-from ..compat.replaced import replaced
 from .launch_checks import LaunchError
 
 logger = get_logger(__name__)
@@ -78,7 +78,7 @@ def _trained_head_in_root(model: nn.Module) -> AbstractContextManager:
     is_tied = getattr(embedding, "weight", None) is getattr(head, "weight", head)
     if not is_trained or is_tied or finds_final_norm(model):
         return nullcontext()
-    return replaced(model, get_output_embeddings=lambda: None)
+    return patch.multiple(model, get_output_embeddings=lambda: None)
 
 
 def _plugin_settings(plugin, reduce_dtype: torch.dtype | None = None) -> AbstractContextManager:
@@ -98,7 +98,7 @@ def _plugin_settings(plugin, reduce_dtype: torch.dtype | None = None) -> Abstrac
     if reduce_dtype is not None:
         # With True, accelerate broadcasts every weight whole; distribute.py sends shards.
         settings["cpu_ram_efficient_loading"] = False
-    return replaced(plugin, **settings)
+    return patch.multiple(plugin, **settings) if settings else nullcontext()
 
 
 def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, kwargs):

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from peft import PeftModel
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from ..compat.replaced import replaced
 from ..compat.transformers import no_optimizer_read
 from .adapters import gather_adapter, gather_optimizer, has_sharded_adapter, load_adapter, load_optimizer
 from .generation import gathered_as, keep_gathered
@@ -71,7 +71,7 @@ class ShardedQLoRAMixin:
             bias = getattr(head, "bias", None)
             return SimpleNamespace(weight=head.weight.to(device), bias=None if bias is None else bias.to(device))
 
-        with replaced(language_model, get_output_embeddings=head_on_device):
+        with patch.multiple(language_model, get_output_embeddings=head_on_device):
             yield
 
     def _generate_and_score_completions(self, inputs):  # of trainers that generate

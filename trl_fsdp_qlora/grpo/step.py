@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..compat.replaced import replaced
 from ..compat.trl import FusedCausalLMOutput
 from ..prefix_sharing.across_passes import Account, StepForwards, StepPlan, hand_over, lend, pay
 from ..prefix_sharing.batch import Batch
@@ -217,7 +217,7 @@ def _run(
     # with a later micro-batch.
     reduces = reduces and isinstance(model, DistributedDataParallel)
     for forward in forwards.of_pass(number, is_first):
-        with replaced(model, require_backward_grad_sync=True) if reduces else nullcontext():
+        with patch.multiple(model, require_backward_grad_sync=True) if reduces else nullcontext():
             output = model(**batch.arguments(), **of_images, forward=forward, fused_lm_head=True)
         if forward.kept.trunk is not None and output.log_probs.requires_grad:
             _, *trunk = forward.kept.trunk

@@ -4,11 +4,11 @@ import inspect
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import wraps
+from unittest.mock import patch
 
 from accelerate.logging import get_logger
 from trl import GRPOTrainer
 
-from ..compat.replaced import replaced
 from ..compat.trl import IMPORTANCE_RATIO, OLD_LOGPS, SAMPLED_LOGPS, SCALES_BY_MEAN, token_types_of_images
 from ..decode.completions import EngineModel
 from ..decode.tools import fitted, limited
@@ -102,7 +102,7 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         scales_by_mean = self.scale_rewards == "mean" and not SCALES_BY_MEAN
         if scales_by_mean:
             overrides["scale_rewards"] = "none"
-        with replaced(self, **overrides):
+        with patch.multiple(self, **overrides):
             batch = super()._make_batch(inputs)
         if scales_by_mean:
             self._scale_by_mean(batch)
@@ -142,7 +142,7 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
 
         sync_tools = [with_timeout(tools) for tools in self._sync_tool_dicts]
         async_tools = [with_timeout(tools) for tools in self._async_tool_dicts]
-        with replaced(self, _sync_tool_dicts=sync_tools, _async_tool_dicts=async_tools):
+        with patch.multiple(self, _sync_tool_dicts=sync_tools, _async_tool_dicts=async_tools):
             result = super()._tool_call_loop(prompts, prompt_ids, *args)
         # In TRL a rank leaves the loop when its own episodes are over; other ranks may still generate.
         turn = super()._generate_single_turn

@@ -6,6 +6,7 @@ They are phase timing, whole checkpoints, model cards and the start-up block.
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate.logging import get_logger
@@ -14,7 +15,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..checkpoints.checkpoints import WholeCheckpoints, describe_rollouts, describe_training
 from ..compat.older_gpus import casting_wide_sums
 from ..compat.peft import adapted_parts
-from ..compat.replaced import replaced
 from ..compat.trl import counts_experts
 from ..fsdp2_qlora.loading import experts_in_16_bit, keep_plain_kernel
 from ..publishing.card import CardInfo, write_card, write_first_card
@@ -123,7 +123,7 @@ class EfficientTraining:
     def _save(self, output_dir=None, state_dict=None):
         model = self.accelerator.unwrap_model(self.model)
         # PEFT's own card contains nothing about the run.
-        with replaced(model, create_or_update_model_card=partial(write_first_card, self)):
+        with patch.multiple(model, create_or_update_model_card=partial(write_first_card, self)):
             super()._save(output_dir, state_dict)
 
     def _describe_run(self):

@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import MethodType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate.utils import DistributedType, is_peft_model
@@ -10,7 +11,6 @@ from peft import PeftModel
 from transformers import BitsAndBytesConfig
 
 from ..checkpoints.disk import read_json, write_json
-from ..compat.replaced import replaced
 from ..errors import UserError
 from ..fsdp2_qlora.adapters import has_sharded_adapter
 from ..fsdp2_qlora.generation import gathered_as, is_gathered
@@ -38,7 +38,7 @@ def few_logits(
     """Logits of `entries` of the vocabulary after each of the tokens `ids`, `(len(ids), len(entries))`."""
     input_ids = torch.tensor([ids], device=device or next(model.parameters()).device)
     # The class's own forward, because accelerate's computes in the precision of training.
-    with replaced(model, forward=MethodType(type(model).forward, model)):
+    with patch.multiple(model, forward=MethodType(type(model).forward, model)):
         return model(input_ids=input_ids).logits[0][:, entries].float().tolist()
 
 

@@ -12,13 +12,12 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
 from torch.autograd.function import once_differentiable
-
-from ..compat.replaced import replaced
 
 # With fewer weights the call itself costs as much as the product.
 MANY_WEIGHTS = 2**16
@@ -68,12 +67,12 @@ def fast_linears(model: nn.Module, decoding: bool = False) -> Iterator[None]:
         return
     with ExitStack() as stack:
         if nn.Linear.forward is _LINEAR:
-            stack.enter_context(replaced(nn.Linear, forward=_linear))
+            stack.enter_context(patch.multiple(nn.Linear, forward=_linear))
         if decoding:
             for layer in model.modules():
                 name = _only_adapter(layer) if type(layer) is LoraLinear else None
                 if name is not None:
-                    stack.enter_context(replaced(layer, forward=_fused(layer, name)))
+                    stack.enter_context(patch.multiple(layer, forward=_fused(layer, name)))
         yield
 
 

@@ -12,6 +12,7 @@ import uuid
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -19,7 +20,6 @@ from requests.adapters import HTTPAdapter, Retry
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
-from ..compat.replaced import replaced
 from ..compat.trl import ensure_master_addr_port
 from ..compat.vllm import skip_destroyed_groups
 from ..run.ranks import on_main
@@ -260,8 +260,8 @@ class AdapterEngine(VLLMGeneration):
     def without_adapter(self) -> AbstractContextManager:
         """Context in which the engine answers with the base model: the reference policy of a LoRA run."""
         if self.mode == "colocate":
-            return replaced(self.llm, adapter=None)
-        return replaced(self.vllm_client, model=self.vllm_client.base)
+            return patch.multiple(self.llm, adapter=None)
+        return patch.multiple(self.vllm_client, model=self.vllm_client.base)
 
 
 def start_engine(args: Any, *, model, accelerator, processing_class, mode: str, **options: Any):
