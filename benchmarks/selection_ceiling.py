@@ -32,7 +32,8 @@ from trl_fsdp_qlora.decode.completions import generate
 from trl_fsdp_qlora.evaluation.accuracy import encode, generation_configs, majority
 from trl_fsdp_qlora.evaluation.stats import pass_at_k, wilson_interval
 from trl_fsdp_qlora.publishing.card import hardware, software
-from trl_fsdp_qlora.recipe.arguments import ScriptArguments, read_yaml
+from trl_fsdp_qlora.recipe.arguments import ScriptArguments
+from trl_fsdp_qlora.recipe.keys import read_yaml
 from trl_fsdp_qlora.recipe.problems import load_problems, prompts_of
 
 ROOT = Path(__file__).resolve().parent.parent

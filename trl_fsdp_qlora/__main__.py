@@ -3,7 +3,7 @@
 trl-fsdp-qlora grpo --config small-base/grpo/quickstart
 trl-fsdp-qlora launch --config_file ddp_cpu my_script.py
 
-Only a table stands here, so that `--help` imports nothing: a command is imported when it is called.
+Only a table stands here, so that `--help` and a typo are answered at once: a command is imported when it is called.
 """
 
 import logging
@@ -69,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         if command is None:
             hint = did_you_mean(name.replace("_", "-"), COMMANDS, 0.5) or f"; there are {', '.join(COMMANDS)}"
             raise UserError(f"trl-fsdp-qlora has no command {name!r}{hint}")
+        import_module(".cli.typos", __package__).refuse_typos(name, command.module, words)
         # bitsandbytes warns about 4-bit products on a CPU whenever it is imported without another package. The warning
         # has nothing to do with the command.
         logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

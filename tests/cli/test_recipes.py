@@ -99,16 +99,16 @@ def test_what_accelerate_launch_gets_and_the_users_own_config_comes_first(monkey
     monkeypatch.setattr(scripts, "launch", launch)
     command = f"grpo --config {QUICK} --num_processes 2 --seed 3 --accelerate_config=ddp_cpu"
     assert main(command.split()) == 0
-    assert main(["evaluate", "--model", "m"]) == 0
+    assert main(["evaluate", "--model_name_or_path", "m"]) == 0
     assert "accelerate config: cpu, 1 process (" in capsys.readouterr().out
     users_config.write_text("num_processes: 1")
-    assert main(["evaluate", "--model", "m"]) == 0
+    assert main(["evaluate", "--model_name_or_path", "m"]) == 0
     grpo = str(ROOT / "recipes" / "grpo.py")
     evaluate = str(ROOT / "recipes" / "evaluate.py")
     two_processes = ["--config_file", str(accelerate_config("ddp_cpu")), "--num_processes", "2"]
     one_process = ["--config_file", str(accelerate_config("cpu")), "--num_processes", "1"]
     assert launches == [
         [*two_processes, grpo, "--config", str(QUICK_FILE), "--seed", "3"],
-        [*one_process, evaluate, "--model", "m"],
-        [evaluate, "--model", "m"],
+        [*one_process, evaluate, "--model_name_or_path", "m"],
+        [evaluate, "--model_name_or_path", "m"],
     ]

@@ -10,7 +10,8 @@ from trl.scripts.grpo import GRPOScriptArguments
 
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.__main__ import main
-from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, UnknownKeys, parse_recipe
+from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, parse_recipe
+from trl_fsdp_qlora.recipe.keys import UnknownKeys
 
 TYPES = (ScriptArguments, EfficientGRPOConfig, ModelConfig)
 OURS = {item.name for kind in TYPES for item in fields(kind)}

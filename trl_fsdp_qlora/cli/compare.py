@@ -53,9 +53,10 @@ from ..planning.plan_vs_actual import longest_prompt
 from ..planning.settings import from_config
 from ..prefix_sharing.door import open_door
 from ..prefix_sharing.dropout import draws
-from ..recipe.arguments import ScriptArguments, parse_recipe, read_yaml
+from ..recipe.arguments import ScriptArguments, parse_recipe
 from ..recipe.checks import check_recipe
 from ..recipe.episodes import agent_of
+from ..recipe.keys import read_yaml
 from ..recipe.pairs import DPOScriptArguments, read_pairs
 from ..recipe.problems import load_data
 from ..recipe.runner import agent_arguments, build_trainer, model_arguments, reward_functions

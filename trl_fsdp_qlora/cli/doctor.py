@@ -143,7 +143,7 @@ def allocator(setting: str) -> Finding:
 
 def launch_of(path: Path, processes: int | None) -> dict[str, str]:
     """The environment that accelerate makes of its config at `path` for each process, limited to the checked keys."""
-    from ..recipe.arguments import read_yaml
+    from ..recipe.keys import read_yaml
 
     config = read_yaml(path, "--accelerate_config")
     environment = {"WORLD_SIZE": str(processes or int(config.get("num_processes") or 1))}
@@ -195,7 +195,8 @@ def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any, list[Fi
     """(script, config, model, findings) as a launch in `processes` processes would parse them."""
     from trl import ModelConfig
 
-    from ..recipe.arguments import ConfigError, ScriptArguments, parse_recipe, read_yaml
+    from ..recipe.arguments import ConfigError, ScriptArguments, parse_recipe
+    from ..recipe.keys import read_yaml
 
     path = pop_options(rest, ("--config",))[0].get("--config")
     types = (ScriptArguments, method_of(rest), ModelConfig)

@@ -68,7 +68,8 @@ def method_of(words: Sequence[str], further: Mapping[type, type] | None = None) 
     from trl import ModelConfig
 
     from .. import AStarPOConfig, EfficientGRPOConfig, TSPMOConfig
-    from ..recipe.arguments import ScriptArguments, read_yaml
+    from ..recipe.arguments import ScriptArguments
+    from ..recipe.keys import read_yaml
 
     options, rest = pop_options(words, ("--config",))
     used = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in rest if word.startswith("--")}

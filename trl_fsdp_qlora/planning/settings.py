@@ -12,7 +12,8 @@ from typing import Any
 from trl import ModelConfig
 
 from ..fsdp2_qlora.launch_checks import is_fsdp2_launch
-from ..recipe.arguments import ScriptArguments, read_yaml, recipe_fields
+from ..recipe.arguments import ScriptArguments, recipe_fields
+from ..recipe.keys import read_yaml
 from ..run.resources import accelerate_config
 from .drawn import Data, Drawn, read_data
 

@@ -4,7 +4,7 @@ import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -13,20 +13,9 @@ import yaml
 from transformers.hf_argparser import string_to_bool
 from trl import TrlParser
 
-from ..errors import UserError, did_you_mean, mistyped_path
 from ..run.config_fields import option
 from ..run.one_line import DEBUG_ERRORS, NEGATIVE_NUMBER, pop_options
-from .other_tools import TRL, VERL, in_our_words, tool_of, verl_words
-
-
-class ConfigError(UserError):
-    """A recipe file or command line that cannot be used; the message has the key, the reason and the line to write."""
-
-
-class UnknownKeys(ConfigError):
-    """Several keys that no field has; the message has a line for each."""
-
-    keeps_lines = True
+from .keys import ConfigError, check_keys, check_options, read_yaml
 
 
 @dataclass
@@ -178,69 +167,3 @@ def _words_of_file(path: str, parser: _Parser) -> list[str]:
             words.append(f"--{key}={texts[key]}")
     parser.set_defaults_with_config(**inexpressible)
     return words
-
-
-def check_options(words: Sequence[str], known: Collection[str]) -> None:
-    """Refuse options that are not in `known`.
-
-    A [`ConfigError`] names the nearest option, or this package's option for one of `trl grpo`'s or verl's.
-    """
-    settings = verl_words(words)
-    _refuse({name: in_our_words(name, value, known, VERL) for name, value in settings.items()}, known, tool=VERL)
-    translations = {}
-    for i, word in enumerate(words):
-        option, _, value = word.partition("=")
-        if word.startswith("--") and option not in known:
-            following = words[i + 1] if i + 1 < len(words) else ""
-            value = value or ("" if following.startswith("--") else following)
-            key = option.removeprefix("--").replace("-", "_")
-            translations[option] = in_our_words(key, value, known, TRL)
-    _refuse(translations, known)
-
-
-def check_keys(config: Mapping[str, Any], known: Collection[str], path: str | Path) -> None:
-    """Refuse keys of the file at `path` that are not in `known`, all at once.
-
-    A [`ConfigError`] names the nearest keys, or this package's keys for those of a config of another tool.
-    """
-    tool = tool_of(config)
-    translations = {
-        key: in_our_words(str(key), value, known, tool) for key, value in config.items() if key not in known
-    }
-    _refuse(translations, known, f"{path}: ", tool)
-
-
-def _refuse(translations: Mapping[Any, list[str]], known: Collection[str], lead: str = "", tool: str = TRL) -> None:
-    """Raise an error with the lines of `translations`, by key, and one for each key that has none."""
-    if not translations:
-        return
-    nearest = {*known} - {"help", "--help"}
-    translated = [line for lines in translations.values() for line in lines]
-    unknown = [
-        f"unknown key {key!r}{did_you_mean(str(key), nearest, 0.5)}"
-        for key, lines in translations.items()
-        if not lines
-    ]
-    if translated:
-        head = f"{lead}keys of {tool}, in our words (docs/coming_from.md):"
-        raise UnknownKeys("\n  ".join([head, *translated, *unknown]))
-    if len(unknown) > 1:
-        raise UnknownKeys("\n  ".join([f"{lead}{len(unknown)} keys that no field has", *unknown]))
-    raise ConfigError(f"{lead}{unknown[0]}")
-
-
-def read_yaml(path: str | Path, option: str = "--config") -> dict[str, Any]:
-    """The mapping in a YAML file, which `option` names on the command line.
-
-    Raises:
-        ConfigError: there is no such file, it is no YAML (with the line), or it is no mapping.
-    """
-    try:
-        config = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: {error.strerror}{mistyped_path(path)}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{option} {path}: no YAML: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{option} {path} must hold `key: value` lines")
-    return config

@@ -1,0 +1,75 @@
+"""A mistyped option or key is answered before torch is imported, from the source of the command and of its script.
+
+What is not found here is refused by the parser of the script, with the same text.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..recipe.keys import check_keys, check_options, read_yaml
+from ..run.one_line import DEBUG_ERRORS, pop_options
+from ..run.resources import resource_folder
+from ..run.source_fields import option_fields, written_options
+from .scripts import LAUNCHER, with_recipe
+
+_PACKAGE = Path(__file__).parents[1]
+_TRAINING = ("grpo", "t_spmo", "a_star_po", "rloo", "dpo")
+# By command, the scripts in recipes/ whose options it takes. `doctor` is not here: it lists a typo among its findings.
+SCRIPTS = {
+    "grpo": ("grpo",),
+    "t-spmo": ("t_spmo",),
+    "a-star-po": ("a_star_po",),
+    "rloo": ("rloo",),
+    "dpo": ("dpo",),
+    "sft": ("sft",),
+    "evaluate": ("evaluate",),
+    "merge": ("merge",),
+    "dequantize": ("dequantize",),
+    "small-base": ("small_base",),
+    "publish": (),
+    "plan": _TRAINING,
+    "compare": _TRAINING,
+}
+
+
+def script_paths(command: str) -> list[Path]:
+    return [resource_folder("recipes") / f"{name}.py" for name in SCRIPTS[command]]
+
+
+def known_names(module: str, scripts: Sequence[Path]) -> tuple[set[str], set[str]] | None:
+    """(keys of a YAML file, options) that a command in this package's `module` takes, with those of its `scripts`.
+
+    The options contain all that the parser takes, and `--no_<field>` of every switch, of which it takes some. Returns
+    `None` if the names cannot be read.
+    """
+    keys = {"env", "config", "debug_errors"}
+    options = {DEBUG_ERRORS, "--config", "--help", *LAUNCHER}
+    options |= written_options(_PACKAGE.joinpath(*module.split(".")).with_suffix(".py"))
+    for script in scripts:
+        fields = option_fields(script)
+        if fields is None:
+            return None
+        keys |= fields.keys()
+        options |= written_options(script)
+        for name, type_text in fields.items():
+            for spelling in (name, f"no_{name}") if "bool" in type_text else (name,):
+                options |= {f"--{spelling}", f"--{spelling.replace('_', '-')}"}
+    return keys, options
+
+
+def refuse_typos(command: str, module: str, words: list[str]) -> None:
+    """Refuse options of the command line, and keys of its `--config` file, that `command` does not take.
+
+    Raises:
+        ConfigError: the message has the nearest name.
+    """
+    if command not in SCRIPTS:
+        return
+    names = known_names(module, script_paths(command))
+    if names is None:
+        return
+    keys, options = names
+    check_options(words, options)
+    config = pop_options(with_recipe(words), ("--config",))[0].get("--config")
+    if config is not None:
+        check_keys(read_yaml(config), keys, config)
