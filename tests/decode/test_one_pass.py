@@ -11,6 +11,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tests import tiny
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.grpo import trainer as grpo_trainer
 from trl_fsdp_qlora.vllm import engine as engines
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -129,3 +130,15 @@ def test_off_policy_batches_keep_their_pass(ours_with, changes):
     batch = drawn(ours)
     assert ours.kinds.count("old_policy") == 1
     assert "importance_sampling_ratio" in batch
+
+
+def test_a_trl_with_other_weights_than_those_of_1_16_computes_them_itself(ours_with, monkeypatch):
+    """TRL 1.17 corrects the weights of truncated sampling; the loss's own pass has the formula of 1.16."""
+    monkeypatch.setattr(grpo_trainer, "WEIGHS_AS_1_16", False)
+    ours = ours_with()
+    batch = drawn(ours)
+    assert ours.kinds.count("old_policy") == 1 and "importance_sampling_ratio" in batch
+    expected = batch["importance_sampling_ratio"].clone()
+    ours.current_gradient_accumulation_steps = 1
+    ours.compute_loss(ours.model, batch)
+    assert torch.equal(batch["importance_sampling_ratio"], expected)

@@ -12,6 +12,7 @@ from tests.decode.helpers import calling_tokenizer
 from tests.prefix_sharing.helpers import MULTIMODAL, build, make_trainer, processor
 from tests.tiny import config, digit_share, lora, prompts, tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.compat.trl import Turn
 from trl_fsdp_qlora.small_base.text import character_tokenizer
 
 STOCK = (GRPOTrainer, GRPOConfig)
@@ -79,8 +80,8 @@ def test_a_run_is_reproducible_from_its_seed(tmp_path):
 
 
 def goes_to_stock(grpo, multimodal_fields=None) -> bool:
-    turn = ([[20, 21]] * 4, None, multimodal_fields or {}, 4, False)
-    return grpo.rollout.training_turn(lambda *_: "stock", turn, grpo.model, grpo._generate_settings()) == "stock"
+    turn = Turn([[20, 21]] * 4, None, multimodal_fields or {}, num_generations=4)
+    return grpo.rollout.training_turn(lambda **_: "stock", turn, grpo.model, grpo._generate_settings()) == "stock"
 
 
 @pytest.mark.parametrize(

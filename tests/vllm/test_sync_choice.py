@@ -17,7 +17,7 @@ from tests.decode.test_decoding import SIZES
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.decode.completions import sampling
 from trl_fsdp_qlora.grpo.arguments import adapter_and_base
-from trl_fsdp_qlora.vllm import adapter_sync
+from trl_fsdp_qlora.vllm import adapter_sync, sync_choice
 from trl_fsdp_qlora.vllm.adapter_sync import AdapterVersions, RolloutError, adapter_weights, served_rank
 from trl_fsdp_qlora.vllm.engine import _Serving
 from trl_fsdp_qlora.vllm.sync_choice import Sync, choose_sync, warnings_for
@@ -68,10 +68,10 @@ def test_choices_by_the_launch_that_cannot_be_and_with_a_trl_that_differs(on_a_g
     with monkeypatch.context() as patch:
         patch.setenv("ACCELERATE_USE_FSDP", "true")
         assert choose_sync(args(), LORA, False).mode == "adapter"
-    monkeypatch.setattr(VLLMGeneration, "generate", lambda self, prompts, other: None)
+    monkeypatch.setattr(VLLMGeneration, "sync_weights", lambda self, version: None)
     sync = choose_sync(args(vllm_mode="server"), LORA, False)
-    assert sync.mode == "merge" and "VLLMGeneration.generate: expected (self prompts images" in sync.reason
-    with pytest.raises(RolloutError, match=r"VLLMGeneration\.generate"):
+    assert sync.mode == "merge" and "VLLMGeneration.sync_weights: expected (self), found (self version)" in sync.reason
+    with pytest.raises(RolloutError, match=r"VLLMGeneration\.sync_weights"):
         choose_sync(args(), LORA, True)  # nothing else works there
 
 
@@ -132,7 +132,7 @@ def test_trl_refuses_the_same_adapters():
             asynchronous.validate_lora_for_vllm_sync(SimpleNamespace(active_adapters=["x"], peft_config={"x": config}))
 
 
-def test_warnings():
+def test_warnings(monkeypatch):
     assert warnings_for(args(), Sync("adapter", "")) == []
     for changes, named in (
         ({"max_completion_length": 4096}, "token_truncate"),
@@ -143,6 +143,8 @@ def test_warnings():
     ):
         (warning,) = warnings_for(args(**changes), Sync("adapter", ""))
         assert re.search(named, warning)
+    monkeypatch.setattr(sync_choice, "WEIGHS_AS_1_16", False)  # TRL corrects them itself
+    assert warnings_for(args(top_p=0.9), Sync("adapter", "")) == []
 
 
 def test_a_version_loads_as_the_policy_and_old_ones_go(tmp_path):

@@ -5,15 +5,30 @@ from operator import attrgetter
 from typing import Any
 
 
-def misfits(owner: Any, expected: dict[str, str]) -> list[str]:
-    """The differences of `owner` (a module, a class) from `expected`: dotted name -> its parameters in order."""
+def misfits(owner: Any, expected: dict[str, str], by_name: bool = False) -> list[str]:
+    """The differences of `owner` (a module, a class) from `expected`: dotted name -> its parameters in order.
+
+    `by_name`: the parameters are what this package passes, each by its name. Then they have to exist, in any order,
+    and a further parameter with a default is no difference.
+    """
     problems = []
     for name, parameters in expected.items():
         try:
             function = inspect.unwrap(attrgetter(name)(owner))
-            actual = f"({' '.join(inspect.signature(function).parameters)})"
+            signature = inspect.signature(function)
         except AttributeError:
-            actual = "nothing"
-        if actual != f"({parameters})":
-            problems.append(f"{name}: expected ({parameters}), found {actual}")
+            problems.append(f"{name}: expected ({parameters}), found nothing")
+            continue
+        actual = " ".join(signature.parameters)
+        fits = _takes(signature, parameters.split()) if by_name else actual == parameters
+        if not fits:
+            problems.append(f"{name}: expected ({parameters}), found ({actual})")
     return problems
+
+
+def _takes(signature: inspect.Signature, names: list[str]) -> bool:
+    try:
+        signature.bind(**dict.fromkeys(names))
+    except TypeError:
+        return False
+    return True

@@ -60,6 +60,9 @@ SCORED_MEANS = ("entropy",)
 LEARNING_MEANS = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
 PHI_MEAN = "vespo/phi_seq_mean"  # over completions
 GROUP_SPREAD = "frac_reward_zero_std"
+# TRL 1.17 corrects the importance weights of vLLM's samples for `top_p`, `top_k` and `min_p` (trl#6789). The formula
+# in `vllm/correction.py` is that of 1.16, so a newer TRL computes its own.
+WEIGHS_AS_1_16 = Version(trl.__version__).release[:2] <= (1, 16)
 _SCALE_REWARDS_HELP = str(GRPOConfig.__dataclass_fields__["scale_rewards"].metadata.get("help"))
 # Whether this TRL has MaxRL's `scale_rewards="mean"` itself, as it will after 1.16 (trl#5026).
 SCALES_BY_MEAN = "'mean'" in _SCALE_REWARDS_HELP or '"mean"' in _SCALE_REWARDS_HELP
@@ -176,6 +179,29 @@ def counts_experts(text_config: PretrainedConfig) -> bool:
         routed = getattr(text_config, "n_routed_experts", None)
         text_config.num_experts = local or routed or 0
     return bool(text_config.num_experts)
+
+
+class Turn(NamedTuple):
+    """The arguments of `GRPOTrainer._generate_single_turn`, which gets them by name; RLOO's takes the first three."""
+
+    prompt_ids: list[list[int]]
+    images: list[list | None] | None
+    multimodal_fields: dict[str, Any]
+    num_generations: int
+    has_tool_images: bool = False
+
+
+class Generated(NamedTuple):
+    """What `GRPOTrainer._generate` returns, in TRL's order; lists have an entry for each completion of this rank."""
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    tool_mask: list[list[int]] | None
+    completions: list
+    logprobs: list[list[float]] | None
+    extra_fields: dict[str, list]
+    images: list[list | None] | None
+    tool_images: list[list]
 
 
 class FusedHead(NamedTuple):

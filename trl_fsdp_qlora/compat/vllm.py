@@ -11,26 +11,26 @@ from trl.trainer import grpo_trainer
 
 from .signatures import misfits
 
-_EXPECTED = {
-    "VLLMGeneration.__init__": "self model accelerator processing_class mode structured_outputs_regex server_base_url "
-    "server_host server_port server_timeout group_port tensor_parallel_size gpu_memory_utilization max_model_length "
-    "max_num_seqs enable_sleep_mode model_impl trust_remote_code repetition_penalty temperature top_p top_k min_p "
-    "max_completion_length logprobs generation_kwargs",
+# What `vllm/engine.py` and `decode/completions.py` pass, and what they read of an engine under the same name. TRL's
+# trainer passes the rest, and `AdapterEngine` hands it on.
+_PASSED = {
+    "VLLMGeneration.__init__": "self model accelerator processing_class mode server_base_url server_host server_port "
+    "server_timeout tensor_parallel_size gpu_memory_utilization max_model_length max_num_seqs enable_sleep_mode "
+    "model_impl trust_remote_code temperature generation_kwargs",
     "VLLMGeneration._init_vllm": "self",
     "VLLMGeneration.sync_weights": "self",
-    "VLLMGeneration.generate": "self prompts images num_generations profiler",
+    "VLLMClient.__init__": "self base_url connection_timeout",
     "VLLMClient.get_server_info": "self",
-    "VLLMClient.generate": "self prompts features n repetition_penalty temperature top_p top_k min_p max_tokens "
-    "logprobs structured_outputs_regex generation_kwargs",
+    "VLLMClient.generate": "self prompts max_tokens generation_kwargs",
 }
 
 
 def adapter_misfits() -> list[str]:
-    """Differences of the installed TRL from the one that the engine for adapters is written for; empty if it fits."""
+    """What the engine for adapters needs and the installed TRL does not have; empty if it has all."""
     try:
         from trl.generation import vllm_generation
 
-        return misfits(vllm_generation, _EXPECTED)
+        return misfits(vllm_generation, _PASSED, by_name=True)
     except ImportError as error:
         return [str(error)]
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
-from ..compat.trl import unwrap_model_for_generation
+from ..compat.trl import Turn, unwrap_model_for_generation
 from ..fsdp2_qlora.generation import FREE_SHARE, free_bytes, gathered_as, is_gathered
 from ..prefix_sharing.images import PER_TOKEN
 from ..scoring.cpu_linear import beats_mkl
@@ -73,7 +73,7 @@ class Rollout:
             )
 
     def training_turn(
-        self, stock: Callable, turn: tuple, wrapped: nn.Module, settings: GenerateSettings | None
+        self, stock: Callable, turn: Turn, wrapped: nn.Module, settings: GenerateSettings | None
     ) -> tuple[list[list[int]], list[list[float]] | None]:
         """Completions of a generation batch, one per prompt row, and their log-probabilities if vLLM drew them.
 
@@ -84,7 +84,7 @@ class Rollout:
         """
         if self.args.use_transformers_continuous_batching and not self.args.use_vllm:
             with restore_weights(self.accelerator.unwrap_model(wrapped)):
-                return stock(*turn)
+                return stock(**turn._asdict())
         turns = None if settings is None else self._turns
         if turns is not None and turns.number > 0:
             self._any_rank_goes_on(True)
@@ -94,31 +94,31 @@ class Rollout:
             if turns is not None:
                 turns.number += 1
 
-    def _turn(self, stock, turn: tuple, wrapped, settings: GenerateSettings | None, turns: KeptTurns | None):
-        prompt_ids, images, multimodal_fields, _, of_tools = turn
+    def _turn(self, stock, turn: Turn, wrapped, settings: GenerateSettings | None, turns: KeptTurns | None):
         if settings is None or self.why_stock(wrapped, settings) is not None:
-            return stock(*turn)
-        if of_tools and not any(name in PER_TOKEN for name in multimodal_fields):
+            return stock(**turn._asdict())
+        of_images = turn.multimodal_fields
+        if turn.has_tool_images and not any(name in PER_TOKEN for name in of_images):
             if turns is not None:
                 turns.clear()
                 logger.warning_once(
                     "rollouts: turns behind a tool's image are prefilled whole, as in stock TRL, which knows no "
                     "placeholder token of this model's images"
                 )
-            return stock(*turn)
+            return stock(**turn._asdict())
         vision = {}
-        if images or any(name.startswith("pixel_values") for name in multimodal_fields):
-            counts = [len(each or ()) for each in images or ()]
-            vision = vision_tensors(multimodal_fields | {"num_images": counts}, max(map(len, prompt_ids)))
+        if turn.images or any(name.startswith("pixel_values") for name in of_images):
+            counts = [len(each or ()) for each in turn.images or ()]
+            vision = vision_tensors(of_images | {"num_images": counts}, max(map(len, turn.prompt_ids)))
             reason = self.why_stock(wrapped, settings, vision)
             if reason is not None:
                 logger.warning_once(f"decoding: a batch with images generates as in stock TRL ({reason})")
-                return stock(*turn)
+                return stock(**turn._asdict())
         with self.generating(wrapped, settings.overrides) as (model, synced_gpus):
             decoding = Decoding(synced_gpus, turns if why_not_kept(model) is None else None)
             completions, work = complete(
                 model,
-                prompt_ids,
+                turn.prompt_ids,
                 settings.config,
                 ends=settings.eos_token_ids,
                 synced_gpus=synced_gpus,
@@ -144,7 +144,7 @@ class Rollout:
             return
         while self._any_rank_goes_on(False):
             # This rank's token is not used; the decoding loop goes on as long as any rank's loop does.
-            turn = ([prompt[-1:]], None, {}, 1, False)
+            turn = Turn([prompt[-1:]], None, {}, num_generations=1)
             with patch.multiple(settings.config, max_new_tokens=1):
                 self._turn(stock, turn, wrapped, settings, self._turns)
             self._turns.clear()

@@ -9,7 +9,16 @@ from unittest.mock import patch
 from accelerate.logging import get_logger
 from trl import GRPOTrainer
 
-from ..compat.trl import IMPORTANCE_RATIO, OLD_LOGPS, SAMPLED_LOGPS, SCALES_BY_MEAN, token_types_of_images
+from ..compat.trl import (
+    IMPORTANCE_RATIO,
+    OLD_LOGPS,
+    SAMPLED_LOGPS,
+    SCALES_BY_MEAN,
+    WEIGHS_AS_1_16,
+    Generated,
+    Turn,
+    token_types_of_images,
+)
 from ..decode.completions import EngineModel
 from ..decode.tools import fitted, limited
 from ..fsdp2_qlora.loading import experts_in_4bit
@@ -123,8 +132,8 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
     def _draw_rows(self, rows: list[dict]) -> ScoredRows:
         """Completions and rewards for these rows of this rank, `num_generations` neighbouring rows of each prompt."""
         prompts = [row["prompt"] for row in rows]
-        generated = self._generate(prompts)
-        rewards_NK = self._calculate_rewards(rows, prompts, generated[3], generated[1])
+        generated = Generated(*self._generate(prompts))
+        rewards_NK = self._calculate_rewards(rows, prompts, generated.completions, generated.completion_ids)
         drawn = to_rows(generated, self._pending_extra_logs)
         self._pending_extra_logs.clear()
         return ScoredRows(rows, drawn, rewards_NK)
@@ -132,7 +141,7 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         if has_tool_images:
             multimodal_fields = multimodal_fields | token_types_of_images(self, prompt_ids, multimodal_fields)
-        turn = (prompt_ids, images, multimodal_fields, num_generations, has_tool_images)
+        turn = Turn(prompt_ids, images, multimodal_fields, num_generations, has_tool_images)
         settings = self._generate_settings()
         return self.rollout.training_turn(super()._generate_single_turn, turn, self.model_wrapped, settings)
 
@@ -204,12 +213,14 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
     def _weighs_in_loss(self) -> bool:
         """Whether the loss's own pass computes the log-probabilities for the engine's importance weights.
 
-        It does if a generation batch serves one optimizer step and the loss scores every token that a weight needs.
+        It does if a generation batch serves one optimizer step, the loss scores every token that a weight needs, and
+        TRL's weights are those of 1.16.
         """
         weighs_sequences = self.args.vllm_importance_sampling_mode.startswith("sequence")
         scores_enough = self.budget.strategy == "all" or not weighs_sequences
         generate_every = self.args.steps_per_generation * self.num_iterations
-        return self.use_vllm and self.args.gradient_accumulation_steps % generate_every == 0 and scores_enough
+        serves_one_step = self.args.gradient_accumulation_steps % generate_every == 0
+        return self.use_vllm and serves_one_step and scores_enough and WEIGHS_AS_1_16
 
     def _weighed(self, loss_pass: LossPass, inputs):
         """The loss's arguments, with the engine's importance weights if the loss's own pass computes them.

@@ -5,6 +5,7 @@ from functools import wraps
 
 from trl import RLOOTrainer
 
+from ..compat.trl import Turn
 from ..fsdp2_qlora.loading import experts_in_4bit
 from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
 from ..grpo.arguments import check_prompts, completed, with_base_loaded
@@ -41,10 +42,10 @@ class EfficientRLOOTrainer(OnlineTraining, ShardedQLoRAMixin, RLOOTrainer):
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields):
         stock = super()._generate_single_turn
 
-        def single_turn(prompt_ids, images, multimodal_fields, *_):
+        def single_turn(*, prompt_ids, images, multimodal_fields, **_of_grpo):
             return stock(prompt_ids, images, multimodal_fields), None  # TRL's RLOO needs no log-probabilities
 
-        turn = (prompt_ids, images, multimodal_fields, self.num_generations, False)
+        turn = Turn(prompt_ids, images, multimodal_fields, self.num_generations)
         return self.rollout.training_turn(single_turn, turn, self.model_wrapped, self._generate_settings())[0]
 
     def _compute_loss(self, model, inputs):

@@ -15,6 +15,8 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
+from ..compat.trl import Generated
+
 logger = get_logger(__name__)
 
 
@@ -34,13 +36,14 @@ class DrawnRow(NamedTuple):
     extras: dict[str, Any]
 
 
-def to_rows(generated: tuple, extras: dict[str, list]) -> list[DrawnRow]:
+def to_rows(generated: Generated, extras: dict[str, list]) -> list[DrawnRow]:
     """Split a result of `GRPOTrainer._generate` for text prompts, and the columns of `extras`, into rows."""
-    prompt_ids, completion_ids, _, completions, logprobs, *_ = generated
-    logprobs = [None] * len(prompt_ids) if logprobs is None else logprobs
-    columns = {name: values for name, values in extras.items() if len(values) == len(prompt_ids)}
-    logged = [{name: values[i] for name, values in columns.items()} for i in range(len(prompt_ids))]
-    return [DrawnRow(*row) for row in zip(prompt_ids, completion_ids, completions, logprobs, logged, strict=True)]
+    count = len(generated.prompt_ids)
+    logprobs = [None] * count if generated.logprobs is None else generated.logprobs
+    columns = {name: values for name, values in extras.items() if len(values) == count}
+    logged = [{name: values[i] for name, values in columns.items()} for i in range(count)]
+    parts = (generated.prompt_ids, generated.completion_ids, generated.completions, logprobs, logged)
+    return [DrawnRow(*row) for row in zip(*parts, strict=True)]
 
 
 class ScoredRows(list):
@@ -55,14 +58,19 @@ class ScoredRows(list):
         self.drawn = drawn
         self.rewards_NK = rewards_NK
 
-    def generated(self) -> tuple:
+    def generated(self) -> Generated:
         """The rows as `GRPOTrainer._generate` would return them."""
         rows = self.drawn
-        prompt_ids = [row.prompt_ids for row in rows]
-        completion_ids = [row.completion_ids for row in rows]
-        completions = [row.completion for row in rows]
-        logprobs = None if rows[0].logprobs is None else [row.logprobs for row in rows]
-        return prompt_ids, completion_ids, None, completions, logprobs, {}, None, []
+        return Generated(
+            prompt_ids=[row.prompt_ids for row in rows],
+            completion_ids=[row.completion_ids for row in rows],
+            tool_mask=None,
+            completions=[row.completion for row in rows],
+            logprobs=None if rows[0].logprobs is None else [row.logprobs for row in rows],
+            extra_fields={},
+            images=None,
+            tool_images=[],
+        )
 
     def extras(self) -> dict[str, list]:
         """Columns that reward functions logged, with `None` for rows without."""

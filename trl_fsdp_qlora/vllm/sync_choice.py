@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..compat.trl import WEIGHS_AS_1_16
 from ..compat.vllm import adapter_misfits, trl_starts
 from ..fsdp2_qlora.launch_checks import is_fsdp_launch
 from ..run.ranks import on_main
@@ -130,7 +131,7 @@ def warnings_for(args: Any, sync: Sync) -> list[str]:
             "exp(sum of all differences), which long completions push out of any clip; consider token_truncate"
         )
     cuts = ", ".join(f"{name}={value}" for name, value in truncations(args).items())
-    if corrects and cuts:
+    if corrects and cuts and WEIGHS_AS_1_16:
         warnings.append(
             f"under {cuts} vLLM's log-probabilities are of the tokens that are left, and the trainer's of all tokens: "
             "importance weights are too small by the probability of what was left (trl#6789). Leave them out, or set "
