@@ -4,7 +4,8 @@
 
 From the folder of a run it takes everything that the run measured with: base, data, prompt, length, dtype. Any option
 overrides that, and without such a folder `--model_name_or_path` and `--dataset` give it all. Options are called as in
-recipes/grpo.py.
+recipes/grpo.py. A function of yours (data, an environment, tools) is named on the command line or in `--config`: code
+that a folder names is never run.
 
 Prints n and the 95% Wilson interval, and writes a JSON file if `--output` names one.
 """
@@ -13,6 +14,7 @@ import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-
 
 # isort: split
 
+import shlex
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -23,7 +25,7 @@ import torch
 from accelerate import PartialState
 from transformers import BitsAndBytesConfig
 
-from trl_fsdp_qlora.checkpoints.disk import read_json, write_json
+from trl_fsdp_qlora.checkpoints.disk import write_json
 from trl_fsdp_qlora.evaluation.accuracy import evaluate
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit, keep_plain_kernel
 from trl_fsdp_qlora.publishing.card import hardware, software
@@ -32,8 +34,8 @@ from trl_fsdp_qlora.recipe import checks
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
 from trl_fsdp_qlora.recipe.episodes import agent_of, check_tool_template, with_tool_format
 from trl_fsdp_qlora.recipe.problems import load_held_out
-from trl_fsdp_qlora.recipe.record import kept_paths
-from trl_fsdp_qlora.recipe.runner import load_processing
+from trl_fsdp_qlora.recipe.record import as_words, code_in
+from trl_fsdp_qlora.recipe.runner import load_processing, settings_in
 from trl_fsdp_qlora.recipe.script import run_main, say
 from trl_fsdp_qlora.run.one_line import pop_options
 from trl_fsdp_qlora.run.redaction import portable
@@ -86,20 +88,33 @@ class EvaluateArguments:
     output: str | None = option(None, "JSON file to write.")
 
 
-def settings_of_run() -> dict[str, Any]:
-    """The settings with which the run in the named folder measured; nothing if there is no such folder."""
+def settings_of_run() -> tuple[str, dict[str, Any]]:
+    """The named folder of a run, and the settings with which it measured; nothing if there is no such folder."""
     options, _ = pop_options(sys.argv[1:], ("--adapter", "--model_name_or_path", "--dataset"))
     adapter = options.get("--adapter")
     dataset = options.get("--dataset")
     if adapter is not None:  # a mistyped folder gives no settings, and the error would be about the missing dataset
         checks.check_adapter(adapter)
     for folder in filter(None, (adapter, options.get("--model_name_or_path"))):
-        if Path(folder, "metrics.json").is_file():
-            settings = read_json(Path(folder, "metrics.json")).get("settings", {})
-            if dataset is not None and portable(dataset) != settings.get("dataset"):
-                return {name: value for name, value in settings.items() if name not in OF_THE_DATA}
-            return settings | kept_paths(folder)
-    return {}
+        settings = settings_in(folder)
+        if dataset is not None and portable(dataset) != portable(settings.get("dataset")):
+            settings = {name: value for name, value in settings.items() if name not in OF_THE_DATA}
+        if settings:
+            return folder, settings
+    return "", {}
+
+
+def check_code(folder: str, code: dict[str, Any], given: dict[str, Any]) -> None:
+    """Refuse the `code` that the settings in `folder` name, by field, if the user has `given` no value to a field.
+
+    Anyone may have written the folder.
+    """
+    unnamed = {name: value for name, value in code.items() if given[name] is None}
+    if unnamed:
+        raise ConfigError(
+            f"{folder} names code ({', '.join(unnamed)}), and code is run only if you name it yourself; if it is "
+            f"yours, add {shlex.join(as_words(unnamed))}"
+        )
 
 
 def load_measured_model(args: EvaluateArguments, device: torch.device) -> torch.nn.Module:
@@ -126,7 +141,11 @@ def load_measured_model(args: EvaluateArguments, device: torch.device) -> torch.
 
 
 def main() -> None:
-    script, args = parse_recipe((ScriptArguments, EvaluateArguments), defaults=settings_of_run())
+    folder, settings = settings_of_run()
+    code = code_in(settings)
+    defaults = settings | dict.fromkeys(code)
+    script, args = parse_recipe((ScriptArguments, EvaluateArguments), defaults=defaults)
+    check_code(folder, code, vars(script) | vars(args))
     state = PartialState(cpu=args.use_cpu)
     checks.check_script(script)
     if args.load_in_4bit:

@@ -110,24 +110,23 @@ def test_a_run_without_any_reward_names_the_function_and_is_no_success(tmp_path,
 
 def test_where_the_data_lies_is_kept_for_this_machine_alone(tmp_path, monkeypatch):
     data = tmp_path / "data.jsonl"
-    loader = tmp_path / "my_data.py"
     data.touch()
-    loader.touch()
+    (tmp_path / "my_data.py").touch()
     monkeypatch.chdir(tmp_path)
     for source, kept in (
         ({"dataset": "addition", "eval_dataset": "owner/name"}, {}),
-        (
-            {"dataset": str(data), "eval_dataset": "my_data.py:load"},
-            {"dataset": str(data), "eval_dataset": f"{loader}:load"},
-        ),
+        ({"dataset": str(data), "tools": [f"{tmp_path}/my_data.py:load"]}, {"dataset": str(data)}),
+        ({"dataset": str(data), "eval_dataset": "my_data.py:load"}, {"dataset": str(data)}),  # code is not data
     ):
         script = ScriptArguments(**source)
         keep_paths("out", script)
         assert kept_paths("out") == kept
         settings = runner.measured_settings(script, config(EfficientGRPOConfig, "out"), ModelConfig())
         assert str(tmp_path) not in str(settings)
+    line = runner.evaluate_line("out", script)
+    assert line == "trl-fsdp-qlora evaluate --adapter out --eval_dataset my_data.py:load"
     data.unlink()
-    assert kept_paths("out").keys() == {"eval_dataset"}  # of another machine
+    assert kept_paths("out") == {}  # of another machine
 
 
 def test_phases_are_stacked_and_what_is_measured_beside_a_step_is_none():

@@ -1,8 +1,11 @@
 """The calculator's recipe from training to evaluation, with a model that calls the tool in each turn."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.tiny import save_tool_calling_model
@@ -41,6 +44,10 @@ def test_the_calculators_recipe_trains_and_measures_episodes(tmp_path, called, m
     assert abs(after["tokens_per_completion"] - mean_length) < 0.1 * mean_length
 
     measured_path = tmp_path / "measured.json"
-    called("evaluate", ["--adapter", str(tmp_path / "run"), "--output", str(measured_path), "--use_cpu", "true"])
+    words = ["--adapter", str(tmp_path / "run"), "--output", str(measured_path), "--use_cpu", "true"]
+    with pytest.raises(SystemExit):  # a folder names code, which the user has to name
+        called("evaluate", words)
+    needed = re.search(r"names code \(dataset, environment\), .*, add (.*)\n", capfd.readouterr().err)[1]
+    called("evaluate", [*words, *shlex.split(needed)])
     measured = json.loads(measured_path.read_text())
     assert {**after, "seconds": measured["seconds"]}.items() <= measured.items()

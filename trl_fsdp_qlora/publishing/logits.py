@@ -108,6 +108,10 @@ def prove(adapter: str | Path, base: str) -> str:
         UserError: the adapter cannot be loaded, or its logits differ from the recorded ones.
     """
     content = read_json(Path(adapter) / LOGITS)
+    if content["dtype"] not in _UNITS:
+        raise UserError(
+            f"{Path(adapter) / LOGITS} has dtype={content['dtype']!r}, which is none of {', '.join(_UNITS)}"
+        )
     options: dict[str, Any] = {"dtype": getattr(torch, content["dtype"])}
     if "quantization" in content:
         options["quantization_config"] = BitsAndBytesConfig(**content["quantization"])
@@ -121,7 +125,7 @@ def prove(adapter: str | Path, base: str) -> str:
     effect = float((recorded - of_base).abs().max())
     # The kernel for 4-bit weights differs from device to device, and some compute in bfloat16.
     dtype = torch.bfloat16 if "quantization" in content else options["dtype"]
-    eps = torch.finfo(dtype).eps * _UNITS.get(plain(dtype), 4)
+    eps = torch.finfo(dtype).eps * _UNITS[plain(dtype)]
     tolerance = eps * max(1.0, float(recorded.abs().max()))
     if not difference <= tolerance or difference > effect / 2 > 0:
         raise UserError(

@@ -1,6 +1,7 @@
 """Load a base with an adapter on it; merge the two into an ordinary folder, for servers that take no adapters."""
 
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def load_model(base: str, adapter: str | Path | None = None, **options: Any) -> 
         model = model_class(config).from_pretrained(base, **options)
         name = f"{adapter} on {base}"
         return model if adapter is None else PeftModel.from_pretrained(model, adapter)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError, UnpicklingError) as error:
         raise UserError(f"{name} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
     except RuntimeError as error:
         if "size mismatch" not in str(error):

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from ..checkpoints import disk
+from ..data.reasoning_gym import is_generated
 from ..evaluation.accuracy import Evaluation, evaluate
 from ..run.import_path import is_import_path
 from ..run.nonfatal import nonfatal
@@ -24,8 +25,10 @@ from .arguments import ScriptArguments
 from .episodes import agent_of
 from .script import say
 
-# Fields that name data, or code by its file.
-FILES = ("dataset", "eval_dataset", "environment", "tool_format")
+# Fields that name data: a file, a folder, a name on the Hub, or a function of the user's.
+DATA = ("dataset", "eval_dataset")
+# Fields that name nothing but code of the user's.
+CODE = ("environment", "tools", "tool_format")
 # The file with the data's paths on this machine. Transformers uploads nothing that begins with an underscore.
 PATHS = "_paths.json"
 
@@ -37,11 +40,10 @@ def keep_paths(output_dir: str | Path, script: ScriptArguments) -> None:
     `metrics.json`, which may be published, has their names alone.
     """
     paths = {}
-    for name in FILES:
+    for name in DATA:
         path = getattr(script, name, None) or ""
-        file, colon, function = path.rpartition(":") if is_import_path(path) else (path, "", "")
-        if os.path.exists(file):
-            paths[name] = f"{os.path.abspath(file)}{colon}{function}"
+        if os.path.exists(path):
+            paths[name] = os.path.abspath(path)
     if paths and PartialState().is_main_process:
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         disk.write_json(Path(output_dir) / PATHS, paths)
@@ -52,9 +54,27 @@ def kept_paths(output_dir: str | Path) -> dict[str, str]:
     if not Path(output_dir, PATHS).is_file():
         return {}
     paths = disk.read_json(Path(output_dir, PATHS))
-    return {
-        name: path for name, path in paths.items() if os.path.exists(path) or os.path.exists(path.rpartition(":")[0])
-    }
+    return {name: paths[name] for name in DATA if name in paths and os.path.exists(str(paths[name]))}
+
+
+def code_in(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings that name code, by field. A generator of reasoning-gym is data, although it is spelled alike."""
+    code = {}
+    for name, value in settings.items():
+        texts = value if isinstance(value, list) else [value]
+        is_generator = name in DATA and isinstance(value, str) and is_generated(value)
+        is_code = name in CODE or any(is_import_path(str(text)) for text in texts)
+        if value and is_code and not is_generator:
+            code[name] = value
+    return code
+
+
+def as_words(settings: dict[str, Any]) -> list[str]:
+    """`settings` as words of a command line."""
+    words = []
+    for name, value in settings.items():
+        words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return words
 
 
 class RunRecord:

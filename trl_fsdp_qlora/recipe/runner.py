@@ -4,7 +4,7 @@ import inspect
 import shlex
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from datasets import Dataset
 from transformers import AutoProcessor, AutoTokenizer, ProcessorMixin, TrainingArguments
 from trl import ModelConfig, get_quantization_config
 
+from ..checkpoints import disk
 from ..checkpoints.checkpoints import last_step, step_of
 from ..compat.transformers import model_name
 from ..data.rewards import get_reward
@@ -27,7 +28,18 @@ from ..telemetry.terminal import use_terminal
 from .arguments import ConfigError, ScriptArguments
 from .checks import lora_config
 from .episodes import OWN_REWARD, agent_of, with_tool_format
-from .record import FILES, AccuracyCallback, RunRecord, TimeLimit, format_result, keep_paths
+from .record import (
+    CODE,
+    DATA,
+    AccuracyCallback,
+    RunRecord,
+    TimeLimit,
+    as_words,
+    code_in,
+    format_result,
+    keep_paths,
+    kept_paths,
+)
 from .script import resumable, say
 
 
@@ -104,7 +116,7 @@ def measured_settings(script: ScriptArguments, config: Any, model: ModelConfig) 
     """
     settings = {name: getattr(model, name, getattr(config, name, None)) for name in _MEASURED}
     settings.update(asdict(script))
-    for name in FILES:
+    for name in (*DATA, *CODE):
         if settings.get(name):
             settings[name] = redaction.portable(settings[name])
     # The environment's own reward measures, too; other rewards may be in files that no longer exist then.
@@ -114,10 +126,26 @@ def measured_settings(script: ScriptArguments, config: Any, model: ModelConfig) 
     return redaction.without_secrets(written)
 
 
-def evaluate_line(output_dir: str, adapter: bool = True) -> str:
-    """The command that measures a finished run again, as a line for a shell."""
+def settings_in(folder: str | Path) -> dict[str, Any]:
+    """The fields that [`measured_settings`] wrote into a run's folder, with the paths of its data on this machine.
+
+    No other field is read: a folder may come from anyone, and cannot say where a result is written, for example.
+    """
+    if not Path(folder, "metrics.json").is_file():
+        return {}
+    settings = disk.read_json(Path(folder, "metrics.json")).get("settings", {})
+    names = (*_MEASURED, *(each.name for each in fields(ScriptArguments)))
+    return {name: settings[name] for name in names if name in settings} | kept_paths(folder)
+
+
+def evaluate_line(output_dir: str, script: ScriptArguments, adapter: bool = True) -> str:
+    """The command that measures a finished run again, as a line for a shell.
+
+    It names the code that the run measures with, which `evaluate` takes from no folder.
+    """
     option = "--adapter" if adapter else "--model_name_or_path"
-    return shlex.join(["trl-fsdp-qlora", "evaluate", option, str(output_dir)])
+    code = code_in({name: getattr(script, name) for name in (*DATA, *CODE)})
+    return shlex.join(["trl-fsdp-qlora", "evaluate", option, str(output_dir), *as_words(code)])
 
 
 def is_finished(record: RunRecord, trainer: Any, script: ScriptArguments, resume: str | None) -> bool:
@@ -130,14 +158,14 @@ def is_finished(record: RunRecord, trainer: Any, script: ScriptArguments, resume
     return step is not None and record.content.get("finished_step") == step
 
 
-def _finished_text(trainer: Any) -> str:
+def _finished_text(trainer: Any, script: ScriptArguments) -> str:
     args = trainer.args
     is_adapter = is_peft_model(trainer.accelerator.unwrap_model(trainer.model))
     goal = "num_train_epochs" if args.max_steps <= 0 else "max_steps"
     return (
         f"the run in {args.output_dir} is finished ({goal}={getattr(args, goal):g}): nothing is trained, and "
         f"what it left stays as it is\n  train further:  the same command with a larger --{goal}\n"
-        f"  measure it:     {evaluate_line(args.output_dir, is_adapter)}"
+        f"  measure it:     {evaluate_line(args.output_dir, script, is_adapter)}"
     )
 
 
@@ -193,7 +221,7 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
         record = RunRecord(args.output_dir)
         resume = trainer.checkpointing.resume_from(resume)
         if is_finished(record, trainer, script, resume):
-            say(_finished_text(trainer))
+            say(_finished_text(trainer, script))
             return record.content
         _begin_record(record, trainer, script, resume)
         _begin_card(trainer, script, test)
