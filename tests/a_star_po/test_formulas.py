@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trl import GRPOConfig
 
 from trl_fsdp_qlora import AStarPOConfig
-from trl_fsdp_qlora.a_star_po.estimators import SamplePlan, check_reward_range, optimal_value, value_interval
+from trl_fsdp_qlora.a_star_po.estimators import check_reward_range, optimal_value
 from trl_fsdp_qlora.a_star_po.objectives import advantage_weighted_loss, normalised_advantage, regression_loss
 
 
@@ -39,50 +39,21 @@ def test_large_rewards_do_not_overflow_and_unscorable_samples_are_left_out():
     assert optimal_value([1000.0, 0.0], "log_mean_exp", 0.5) == pytest.approx(1000 - 0.5 * math.log(2))
     assert optimal_value([math.nan, 1.0, 0.0], "mean") == 0.5
     assert math.isnan(optimal_value([math.nan, math.nan]))
-    assert value_interval([math.nan], "mean", reward_range=(-1.0, 2.0)) == (-1.0, 2.0)
-    assert value_interval([0.2, 0.5], "max") == (0.5, 1.0)  # sure once the best possible reward was seen
-
-
-@given(st.integers(0, 8), st.sampled_from(["mean", "log_mean_exp"]))
-def test_interval_contains_the_value_and_its_ends_are_values_of_wilson_ends(solved, estimator):
-    rewards = [1.0] * solved + [0.0] * (8 - solved)
-    low, high = value_interval(rewards, estimator, 0.5)
-    assert 0 <= low <= optimal_value(rewards, estimator, 0.5) + 1e-12 <= high + 1e-11 <= 1 + 1e-11
-    # z = 1: p solves (p − p̂)² = p(1 − p)/n; mapped through V(p) for the soft estimator.
-    p_hat = solved / 8
-    root = math.sqrt((2 * p_hat + 1 / 8) ** 2 - 4 * (1 + 1 / 8) * p_hat**2)
-    ends = [(2 * p_hat + 1 / 8 + sign * root) / (2 * (1 + 1 / 8)) for sign in (-1, 1)]
-    if estimator == "log_mean_exp":
-        ends = [0.5 * math.log(1 + p * (math.e**2 - 1)) for p in ends]
-    assert (low, high) == pytest.approx(ends, abs=1e-9)
-
-
-def test_plan_draws_more_only_where_the_value_is_not_sure_and_uses_what_it_would_have_drawn():
-    plan = SamplePlan(maximum=8, minimum=2, tolerance=0.2)
-    assert plan.counts == [2, 4, 8] and SamplePlan(maximum=5, minimum=2).counts == [2, 4, 5]
-    assert plan.use([1.0]) is None and plan.target([1.0]) == 2
-    assert plan.use([1.0, 1.0]) == 2  # one standard error: V* in [0.83, 1]
-    assert plan.use([0.0, 0.0]) is None and plan.target([0.0, 0.0]) == 4  # V* in [0, 0.57]: chance, not certainty
-    assert plan.use([1.0, 0.0, 1.0, 1.0]) is None
-    assert plan.use([1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]) == 8
-    plan = SamplePlan(maximum=8, minimum=2, tolerance=0.2, estimator="mean")
-    assert plan.use([1.0] * 4 + [0.0] * 4) == 4 and plan.value([1.0] * 4 + [0.0] * 4) == 1.0
-    assert SamplePlan(maximum=2, estimator="max").value([0.0, 0.5, 1.0]) == 0.5
 
 
 @pytest.mark.parametrize(
-    ("plan", "good", "bad"),
+    ("estimator", "reward_range", "good", "bad"),
     [
-        (SamplePlan(), math.nan, 2.0),
-        (SamplePlan(reward_range=(0, 2)), 2.0, 2.1),
-        (SamplePlan(estimator="mean"), 2.0, -math.inf),
-        (SamplePlan(estimator="mean", minimum=2), 0.5, -0.5),
+        ("log_mean_exp", (0, 1), math.nan, 2.0),
+        ("log_mean_exp", (0, 2), 2.0, 2.1),
+        ("log_mean_exp", None, 2.0, math.inf),
+        ("mean", (0, 1), 2.0, -math.inf),
     ],
 )
-def test_rewards_outside_the_range_an_estimator_assumes(plan, good, bad):
-    check_reward_range(torch.tensor([0.0, good]), plan)
+def test_rewards_outside_the_range_an_estimator_assumes(estimator, reward_range, good, bad):
+    check_reward_range(torch.tensor([0.0, good]), estimator, reward_range)
     with pytest.raises(ValueError, match=r"value_reward_range|infinite"):
-        check_reward_range(torch.tensor([0.0, bad]), plan)
+        check_reward_range(torch.tensor([0.0, bad]), estimator, reward_range)
 
 
 @pytest.fixture
@@ -156,9 +127,7 @@ def test_one_completion_is_the_default_any_batch_size_fits_and_the_rest_is_as_tr
         {"vllm_importance_sampling_clip_min": 3.0, "vllm_importance_sampling_clip_max": 2.0},
         {"objective": "dpo"},
         {"beta": 0.0},
-        {"value_samples_min": 9},
         {"value_reward_range": [1.0, 0.0]},
-        {"value_reward_range": None, "value_samples_min": 2},
         {"num_generations": 0},
     ],
 )

@@ -50,24 +50,17 @@ def test_the_table_depends_on_the_seed_and_not_on_the_order_of_the_rows(make_tra
     assert tables[0].keys() == tables[2].keys()
 
 
-def test_adaptive_counts_draw_less_where_the_value_is_sure_and_more_extend_them(make_trainer):
-    def sure_for_even(completions, answer, **kwargs):
-        return [1.0 if int(a) % 2 == 0 else float(a in c) for c, a in zip(completions, answer, strict=True)]
-
-    adaptive = make_trainer(rewards=sure_for_even, value_samples_min=2)
-    adaptive.estimate_values()
-    counts = {row["prompt"]: [n for prompt, n in adaptive.drawn if prompt == row["prompt"]] for row in problems(24)}
-    assert all(counts[row["prompt"]] == [2] for row in problems(24) if int(row["answer"]) % 2 == 0)
-    assert [2, 2, 4] in counts.values()
-    old = adaptive.values.read()
-    drawn = sum(map(sum, counts.values()))
-    eight = make_trainer(rewards=sure_for_even, value_estimator="mean")
-    assert eight.estimate_values().samples == 24 * 8 - drawn
+def test_more_samples_extend_those_that_are_stored(make_trainer):
+    four = make_trainer(value_samples=4)
+    assert four.estimate_values().samples == 24 * 4
+    old = four.values.read()
+    eight = make_trainer(value_estimator="mean")
+    assert eight.estimate_values().samples == 24 * 4
     new = eight.values.read()
-    highest = make_trainer(rewards=sure_for_even, value_samples=4, value_estimator="max")
+    highest = make_trainer(value_samples=4, value_estimator="max")
     assert highest.estimate_values().samples == 0
     for key, rewards in new.items():
-        assert rewards[: len(old[key])].tolist() == old[key].tolist()
+        assert rewards[:4].tolist() == old[key].tolist()
         assert eight.values.known[key] == pytest.approx(rewards.mean())
         assert highest.values.known[key] == rewards[:4].max()
 

@@ -9,7 +9,6 @@ import os
 import random
 import re
 import runpy
-import shutil
 import signal
 import sqlite3
 import subprocess
@@ -17,7 +16,6 @@ import sys
 import time
 from fractions import Fraction
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -30,10 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import tiny_model
 from trl_fsdp_qlora import AStarPOConfig
-from trl_fsdp_qlora.a_star_po import reward_code
-from trl_fsdp_qlora.a_star_po.reward_code import describe_reward
-from trl_fsdp_qlora.a_star_po.values import Item, ReferenceValues, describe_model
-from trl_fsdp_qlora.data import rewards as rewards_module
+from trl_fsdp_qlora.a_star_po.values import Item, ReferenceValues, describe_model, describe_reward
 from trl_fsdp_qlora.data.rewards import get_reward
 from trl_fsdp_qlora.telemetry.phases import PhaseTimer
 
@@ -47,8 +42,8 @@ def true_rewards(prompt_ids: list[int]) -> np.ndarray:
 
 
 def open_values(folder: str, draw=None, context: dict = CONTEXT, **config) -> ReferenceValues:
-    """Stage 1 on `folder` without a model, with an adaptive plan of 2 to 8 samples."""
-    settings = {"value_samples_min": 2, "value_tolerance": 0.2, "disable_tqdm": True, **config}
+    """Stage 1 on `folder` without a model, with 8 samples of each prompt."""
+    settings = {"disable_tqdm": True, **config}
     args = AStarPOConfig("unused", value_cache=folder, use_cpu=True, bf16=False, report_to="none", **settings)
     clock = PhaseTimer(torch.device("cpu"))
     values = ReferenceValues(args, Accelerator(cpu=True), clock, torch.ones(1), ["r"], None, draw, synced_gpus=False)
@@ -104,7 +99,7 @@ def test_a_damaged_file_costs_the_damaged_lines_only(tmp_path):
     foreign = b'\nnot ours\n[1]\n\xff\xfe\n{"key": "x", "start": 0, "rewards": [[1, 2], [3]]}\n{"key": 1}\n'
     foreign += b'{"key": "x", "start": Infinity, "rewards": [[1]]}\n{"key": "x", "start": NaN, "rewards": [[1]]}\n'
     for expected in (20, 1):
-        values = open_values(str(tmp_path / "v"), draw, value_samples_min=None)
+        values = open_values(str(tmp_path / "v"), draw)
         drawn = []
         everything = items(values, 20)
         values.fill(everything)
@@ -170,7 +165,7 @@ def test_kill_nine_ten_times_at_random_moments_beside_another_run(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    values = open_values(str(tmp_path / "file" / "v"), lambda asked, counts, seed: [rewards(1, 1)] * len(asked))
+    values = open_values(str(tmp_path / "file" / "v"), lambda asked, counts, seed: [rewards(*[1] * 8)] * len(asked))
     values.fill(items(values, 20))
     assert set(values.known.values()) == {1.0}
     (message,) = caplog.messages
@@ -299,14 +294,11 @@ def test_a_reward_is_known_by_the_value_of_whatever_it_was_built_with(kind, capl
     assert not caplog.text
 
 
-def test_what_cannot_be_read_is_named_and_what_contains_itself_has_an_end(caplog):
+def test_what_cannot_be_read_is_named(caplog):
     describe_reward(closure_over(sqlite3.connect(":memory:")), "judge", None)
     (message,) = caplog.messages
-    for text in ("judge", "(Connection)", "value_reward_version"):
+    for text in ("judge", "Connection", "value_reward_version"):
         assert text in message
-    circle = Scaler(1)
-    circle.scale = [circle]
-    assert describe_reward(closure_over(circle), "r", None) == describe_reward(closure_over(circle), "r", None)
 
 
 @pytest.mark.processes
@@ -314,50 +306,21 @@ def test_a_reward_has_the_same_key_in_another_process(tmp_path):
     """Whatever order sets, and addresses objects, have there."""
     code = """
 from tests.a_star_po.test_value_cache import BUILT_WITH, closure_over, describe_reward
-print({kind: describe_reward(closure_over(make(1)), "r", None)["source"] for kind, make in BUILT_WITH.items()})
+print({kind: describe_reward(closure_over(make(1)), "r", None)["built_with"] for kind, make in BUILT_WITH.items()})
 """
-    here = {kind: describe_reward(closure_over(make(1)), "r", None)["source"] for kind, make in BUILT_WITH.items()}
+    here = {kind: describe_reward(closure_over(make(1)), "r", None)["built_with"] for kind, make in BUILT_WITH.items()}
     environment = os.environ | {"PYTHONHASHSEED": "1"}
     there = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert there.returncode == 0, there.stderr
     assert ast.literal_eval(there.stdout) == here
 
 
-def test_a_reward_of_this_package_counts_by_all_code_beside_it_and_by_versions(tmp_path, monkeypatch):
-    folder = Path(rewards_module.__file__).parent
+def test_a_reward_of_this_package_counts_by_its_options_and_the_version(monkeypatch):
     before = describe_reward(get_reward("exact_answer"), "r", None)
     assert before == describe_reward(get_reward("exact_answer"), "r", None)
     assert before != describe_reward(get_reward("exact_answer", "hash"), "r", None)
-    shutil.copytree(folder, tmp_path / "recipe")
-    monkeypatch.setattr(reward_code.inspect, "getfile", lambda thing: str(tmp_path / "recipe" / "rewards.py"))
-    assert describe_reward(get_reward("exact_answer"), "r", None) == before
-    with (tmp_path / "recipe" / "answers.py").open("a") as file:  # where the reward's own file has nothing of it
-        file.write("# another grading\n")
+    monkeypatch.setattr("trl_fsdp_qlora.a_star_po.values.__version__", "0.0.0")
     assert describe_reward(get_reward("exact_answer"), "r", None) != before
-    monkeypatch.undo()
-    for name, value in (("__version__", "0.0.0"), ("_version", lambda name: "0.0.0")):
-        monkeypatch.setattr(reward_code, name, value)
-        assert describe_reward(get_reward("exact_answer"), "r", None) != before
-        monkeypatch.undo()
-
-
-def test_a_helper_that_a_reward_was_built_with_counts_by_the_text_of_its_own_file(tmp_path):
-    def described(factor):
-        text = (
-            f"class Helper:\n    def __call__(self, text):\n        return {factor} * len(text)\n\ndef "
-            "helper(text): ..."
-        )
-        (tmp_path / "user_helper.py").write_text(text)
-        sys.modules["user_helper"] = module = ModuleType("user_helper")
-        module.__file__ = str(tmp_path / "user_helper.py")
-        exec(compile(text, module.__file__, "exec"), vars(module))
-        return [describe_reward(closure_over(value), "r", None) for value in (module.Helper(), module.helper)]
-
-    first = described(1)
-    same = described(1)
-    other = described(2)
-    assert first == same and first[0] != other[0] and first[1] != other[1]
-    del sys.modules["user_helper"]
 
 
 def test_the_text_of_the_file_that_defines_a_reward_counts_and_one_without_is_named(tmp_path, caplog):

@@ -7,7 +7,7 @@ from accelerate.logging import get_logger
 from ..grpo.config import EfficientGRPOConfig
 from ..run.config_fields import documented, note_derived, option
 from ..run.resources import cache_folder
-from .estimators import ESTIMATORS, SamplePlan
+from .estimators import ESTIMATORS
 from .objectives import OBJECTIVES
 
 logger = get_logger(__name__)
@@ -68,17 +68,7 @@ class AStarPOConfig(EfficientGRPOConfig):
     )
     beta1: float = option(0.5, "Temperature of log_mean_exp, in units of reward; 0 means the mean.")
     beta2: float = option(1e-3, "KL strength of objective=regression, in units of reward per nat.")
-    value_samples: int = option(8, "Reference samples per prompt, at most.")
-    value_samples_min: int | None = option(
-        None,
-        "With a number below value_samples: draw that many first and double until the value is sure (see "
-        "value_tolerance). None: always value_samples.",
-    )
-    value_tolerance: float = option(
-        0.2,
-        "With value_samples_min: width of the interval of V* (one standard error, Wilson) from which it "
-        "counts as sure, in units of reward.",
-    )
+    value_samples: int = option(8, "Reference samples per prompt.")
     value_reward_range: list[float] | None = field(
         default_factory=lambda: [0.0, 1.0],
         metadata={
@@ -98,7 +88,7 @@ class AStarPOConfig(EfficientGRPOConfig):
     )
     value_reward_version: str | None = option(
         None,
-        "Replaces the source of the reward functions in the cache's keys. Change it with every change of the rewards "
+        "Replaces the code of the reward functions in the cache's keys. Change it with every change of the rewards "
         "that their own file does not show.",
     )
     unseen_prompts: str = option(
@@ -129,29 +119,13 @@ class AStarPOConfig(EfficientGRPOConfig):
         if self.value_cache is None:
             self.value_cache = str(cache_folder() / "values")
         low, high = self.value_reward_range or (0.0, 1.0)
-        adapts = self.value_samples_min not in (None, self.value_samples)
-        fewest = self.value_samples_min or 1
         for name, wrong, reason in (
             ("beta", self.beta <= 0, "TRL keeps no reference policy without it; for a weak term use 1e-6"),
             ("beta1", self.beta1 < 0, "it is a temperature; use 0.5, or 0 for the mean"),
             ("value_samples", self.value_samples < 1, "it must be at least 1"),
             ("value_batch_size", self.value_batch_size < 1, "it must be at least 1"),
-            ("value_samples_min", not 1 <= fewest <= self.value_samples, "use 1 to value_samples"),
             ("value_reward_range", not low < high, "it must be [low, high] with low < high"),
-            ("value_reward_range", adapts and not self.value_reward_range, "value_samples_min has no interval then"),
         ):
             if wrong:
                 raise ValueError(f"{name}={getattr(self, name)!r} has no place in A*-PO: {reason}")
         note_derived(self, self._left_at_default)
-
-    @property
-    def sample_plan(self) -> SamplePlan:
-        """The number of reference samples of a prompt, and the computation of the value from them."""
-        return SamplePlan(
-            maximum=self.value_samples,
-            minimum=self.value_samples_min,
-            tolerance=self.value_tolerance,
-            estimator=self.value_estimator,
-            beta1=self.beta1,
-            reward_range=None if self.value_reward_range is None else tuple(self.value_reward_range),
-        )

@@ -21,8 +21,7 @@ from ..selection.dynamic_sampling import combine
 from .config import AStarPOConfig
 from .estimators import ROUNDING, check_reward_range
 from .objectives import advantage_weighted_loss, normalised_advantage, regression_loss
-from .reward_code import describe_reward
-from .values import Item, ReferenceValues, Report, describe_model, describe_sampling
+from .values import Item, ReferenceValues, Report, describe_model, describe_reward, describe_sampling
 
 logger = get_logger(__name__)
 
@@ -65,11 +64,9 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         )
 
     def features(self) -> list[tuple[str, str]]:
-        plan = self.args.sample_plan
-        values = (
-            f"{plan.estimator} of {' → '.join(map(str, plan.counts))} reference samples, from {self.args.value_cache}"
-        )
-        features = [("on", f"A*-PO, {self.args.objective}: V* = {values}"), *super().features()]
+        args = self.args
+        values = f"{args.value_estimator} of {args.value_samples} reference samples, from {args.value_cache}"
+        features = [("on", f"A*-PO, {args.objective}: V* = {values}"), *super().features()]
         if self.engine_draws and self._starts_from_adapter:
             features.append(
                 ("off", "vLLM for stage 1: the reference is an adapter of its own, and vLLM holds the base")
@@ -216,7 +213,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         values_B = self.values.of(inputs, [ids[mask].tolist() for ids, mask in prompts])
         # Rewards, r − V* and advantages of all ranks, this rank's rows among them.
         rewards = combine(self._rewards_of_batch, self.reward_weights)
-        check_reward_range(rewards.cpu(), self.args.sample_plan)
+        check_reward_range(rewards.cpu(), self.args.value_estimator, self.args.value_reward_range)
         first = self.accelerator.process_index * len(inputs)
         of_rank = slice(first, first + len(inputs))
         target = self.accelerator.gather(rewards[of_rank] - values_B.to(self.accelerator.device))

@@ -14,7 +14,9 @@ reference policy, the sampling settings and the reward functions. So every chang
 key.
 """
 
+import functools
 import hashlib
+import inspect
 import json
 import math
 import secrets
@@ -34,13 +36,14 @@ from datasets.fingerprint import Hasher
 from torch import nn
 from transformers import GenerationConfig
 
+from .. import __version__
 from ..run.plain import counted
 from ..run.ranks import on_main
 from ..selection.dynamic_sampling import combine
 from ..telemetry.phases import PhaseTimer
 from ..telemetry.terminal import progress
 from .config import AStarPOConfig
-from .estimators import ROUNDING, check_reward_range
+from .estimators import ROUNDING, check_reward_range, optimal_value
 
 logger = get_logger(__name__)
 
@@ -177,26 +180,20 @@ class ReferenceValues:
             ValueError: rewards are outside the range that the estimator assumes, or no sample of any prompt got a
                 reward.
         """
-        plan = self.args.sample_plan
         ranks = self.accelerator.num_processes
-        check_reward_range(torch.tensor([r for key in items for r in self.rewards.get(key, [])]), plan)
+        self._check_range([reward for key in items for reward in self.rewards.get(key, [])])
         missing = set(self._missing(items))
         report = Report(len(items), len(items) - len(missing))
         chunks = [chunk for chunk in self._chunks(items) if missing.intersection(chunk)]
         hidden = self.accelerator.process_index > 0 or self.args.disable_tqdm
         bar = progress("V*", len(items), "prompts", initial=report.already_known, hidden=hidden, leave=True)
         with self.clock.phase("value_sampling"), bar:
-            while chunks:
-                turn = chunks[:ranks]
+            for first in range(0, len(chunks), ranks):
+                turn = chunks[first : first + ranks]
                 report.samples += self._draw_turn(turn, items)
-                # An adaptive plan may need further samples of a chunk.
-                unfinished = [chunk for chunk in turn if self._missing(chunk)]
-                for chunk in turn:
-                    if chunk not in unfinished:
-                        bar.update(len(missing.intersection(chunk)))
-                chunks = unfinished + chunks[ranks:]
+                bar.update(sum(len(missing.intersection(chunk)) for chunk in turn))
         for key in items:
-            self.known[key] = plan.value(self.rewards[key])
+            self.known[key] = optimal_value(self._used(key), self.args.value_estimator, self.args.beta1)
         self._check_scored(items)
         return report
 
@@ -220,7 +217,7 @@ class ReferenceValues:
         drawn = {key: raw for part in gather_object([drawn_here]) for key, raw in part.items()}
         weighted = {key: self._weighted(raw) for key, raw in drawn.items()}
         all_rewards = [reward for rewards in weighted.values() for reward in rewards]
-        check_reward_range(torch.tensor(all_rewards), self.args.sample_plan)
+        self._check_range(all_rewards)
         entries = {}
         for key, raw in drawn.items():
             # A sample without any reward (a service that was down) is not stored: the next run draws it anew.
@@ -237,10 +234,7 @@ class ReferenceValues:
     def _draw_chunk(self, chunk: list[str], items: dict[str, Item]) -> dict[str, np.ndarray]:
         """Draw the next samples of the prompts of a chunk; return the rewards of the samples by key."""
         # Of each prompt: its key, the number of its samples so far, and the number to reach. The seed depends on them.
-        job = []
-        for key in self._missing(chunk):
-            rewards = self.rewards.get(key, [])
-            job.append((key, len(rewards), self.args.sample_plan.target(rewards)))
+        job = [(key, len(self.rewards.get(key, [])), self.args.value_samples) for key in self._missing(chunk)]
         seed = int(digest([self.args.seed, job])[:14], 16)
         counts = [target - before for _, before, target in job]
         raw = self.draw([items[key] for key, *_ in job], counts, seed)
@@ -266,7 +260,14 @@ class ReferenceValues:
 
     def _missing(self, keys) -> list[str]:
         """Keys that need more samples."""
-        return [key for key in keys if self.args.sample_plan.use(self.rewards.get(key, [])) is None]
+        return [key for key in keys if len(self.rewards.get(key, [])) < self.args.value_samples]
+
+    def _used(self, key: str) -> list[float]:
+        """The rewards from which the value of a prompt is computed, however many the cache holds."""
+        return self.rewards[key][: self.args.value_samples]
+
+    def _check_range(self, rewards: list[float]) -> None:
+        check_reward_range(torch.tensor(rewards), self.args.value_estimator, self.args.value_reward_range)
 
     def _weighted(self, raw: np.ndarray) -> list[float]:
         return combine(torch.from_numpy(raw), self.reward_weights).tolist()
@@ -286,12 +287,7 @@ class ReferenceValues:
             )
         low, high = self.args.value_reward_range or (0.0, 1.0)
         lowest = low + ROUNDING * (high - low)
-        plan = self.args.sample_plan
-        kept = []
-        for i, key in enumerate(keys):
-            rewards = self.rewards[key]
-            if any(reward > lowest for reward in rewards[: plan.use(rewards)]):
-                kept.append(i)
+        kept = [i for i, key in enumerate(keys) if any(reward > lowest for reward in self._used(key))]
         if len(kept) * self.args.num_generations < self.args.generation_batch_size:
             raise ValueError(
                 f"filter_all_failed leaves {len(kept)} of {len(keys)} prompts, fewer than one generation batch "
@@ -369,3 +365,31 @@ def describe_model(model: nn.Module, adapter: str | None = None) -> dict:
             weights[bare_name] = hashed.hexdigest()
     description["weights"] = digest(weights)
     return description
+
+
+def describe_reward(function: Callable, name: str, version: str | None) -> dict:
+    """A description that changes whenever the reward function called `name` changes.
+
+    It is the user's `version` if there is one, the weights if the function is a model, and otherwise the text of the
+    file that defines the function, this package's version, and [`datasets.fingerprint.Hasher`]'s hash of the function
+    and of what it was built with (a partial's arguments, a closure's values, an object's attributes). Code that the
+    function calls in other files does not count.
+    """
+    if isinstance(function, nn.Module):
+        return describe_model(function)
+    if version is not None:
+        return {"version": version}
+    defined = function
+    while isinstance(defined, functools.partial):
+        defined = defined.func
+    defined = inspect.unwrap(getattr(defined, "__func__", defined))
+    try:
+        source = digest(Path(inspect.getfile(defined if inspect.isroutine(defined) else type(defined))).read_text())
+        built_with = Hasher.hash(function)
+    except Exception as error:  # compiled code, text of no file, a lock or a connection: they have no common class
+        logger.warning(
+            f"the reward function {name} cannot be read ({error}), so V* from before a change of the function would "
+            "be used after it: set value_reward_version, and change it with every change of the function"
+        )
+        return {"name": name}
+    return {"source": source, "built_with": built_with, "package": __version__}

@@ -50,7 +50,6 @@ _MEANT: dict[str, tuple[Callable[[float], bool], str]] = {
     "dynamic_sampling_max_rounds": (lambda x: x >= 0, "it is a number of generations; 0 draws nothing again"),
     "show_completions": (lambda x: x >= 0, "it is a number of completions; 0 shows none"),
     "beta2": (lambda x: 0 < x < inf, "it is the strength of A*-PO's KL term; the paper's is 1e-3"),
-    "value_tolerance": (lambda x: x >= 0, "it is the width of an interval; 0.2 is the default"),
     "lora_r": (lambda x: x >= 1, "it is the rank of the adapter; 16 is usual"),
     "lora_alpha": (lambda x: x > 0, "the adapter is scaled by lora_alpha / lora_r; 32 is usual"),
     "lora_dropout": (lambda x: 0 <= x < 1, "it is a probability, below 1; 0 is none"),
