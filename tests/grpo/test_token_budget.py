@@ -7,7 +7,7 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
-from tests.tiny import LOSS_TYPES, lora, tiny_model, trainer
+from tests.tiny import LOSS_TYPES, lora, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.grpo import token_budget
 from trl_fsdp_qlora.grpo.scoring import padded_batch
@@ -77,49 +77,6 @@ def test_skipping_equals_stock(tmp_path, loss_type, sharing):
         loss_and_gradients(ours, kept, stock=True)
         mine, _, theirs = metrics["vespo/phi_seq_mean"]
         assert mine == pytest.approx(theirs, rel=1e-4)
-
-
-def shapes_of_forwards(model) -> list[tuple[int, int]]:
-    """A list to which each forward of `model` adds the shape of its ids."""
-    shapes = []
-
-    def record(_module, _args, kwargs):
-        shapes.append(tuple(kwargs["input_ids"].shape))
-
-    model.register_forward_pre_hook(record, with_kwargs=True)
-    return shapes
-
-
-@pytest.mark.parametrize("objective", [{}, {"token_selection": "prefix_cut"}])
-def test_what_is_not_scored_leaves_the_padded_batch(tmp_path, objective, monkeypatch):
-    """Rows without and columns behind the last scored token; the rest as in a pass over everything."""
-    ours = make_trainer(tmp_path, prefix_sharing="off", **objective)
-    batch = batch_of(ours)
-    batch["advantages"][[0, 1, 2, 3, 5, 7]] = 0.0
-    batch["completion_mask"][:, 4:] = 0
-    shapes = shapes_of_forwards(ours.model)
-    got = loss_and_gradients(ours, batch)
-    ((rows, columns),) = shapes
-    prompt = batch["prompt_ids"].shape[1]
-    assert rows == 2 and prompt < columns <= prompt + 4
-    monkeypatch.setattr(
-        "trl_fsdp_qlora.grpo.scoring.call_on_scored_rows", lambda model, arguments, keeps: model(**arguments)
-    )
-    assert_close(got, loss_and_gradients(ours, batch))
-    whole = batch["completion_mask"].shape[1]
-    assert shapes[1] == (8, prompt + whole)
-
-
-def test_rotary_tables_that_depend_on_the_longest_row_keep_its_columns(tmp_path):
-    model = tiny_model()
-    model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "dynamic", "factor": 2.0}
-    ours = make_trainer(tmp_path, model=model, prefix_sharing="off")
-    batch = batch_of(ours)
-    batch["advantages"][[0, 1, 2, 3, 5, 7]] = 0.0
-    batch["completion_mask"][:, 4:] = 0
-    shapes = shapes_of_forwards(ours.model)
-    loss_and_gradients(ours, batch)
-    assert shapes == [(2, batch["prompt_ids"].shape[1] + batch["completion_ids"].shape[1])]
 
 
 # A part of the start-up block's line, the heading that the line stands under, and the settings.

@@ -1,11 +1,62 @@
 """The state of a model under PEFT, and LoRA on parameters of packed bytes."""
 
 from contextlib import contextmanager
+from functools import partial
 
 from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+
+# Kinds of adapters that change what a layer computes from one token, and look at no other token and at no row. Each
+# was compared (tests/compat/test_peft.py). A kind that is not here may average over a batch (Lily), choose by a whole
+# row (X-LoRA) or put tokens in front of it (prompt tuning).
+BY_TOKEN = {
+    "ADALORA", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA", "GRALORA", "HIRA", "HRA", "IA3",
+    "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "RANDLORA", "ROAD", "SHIRA",
+    "SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT",
+}  # fmt: skip
+
+
+def looks_beyond_tokens(model: nn.Module) -> str | None:
+    """Why a forward of `model` needs the rows of its batch as they are: an adapter looks at more than single tokens.
+
+    All adapters count, whether active or not, because any of them may become active.
+
+    Args:
+        model: a model without other wrappers than PEFT's; PEFT keeps the adapters' configs on the base model, too.
+
+    Returns:
+        The reason; `None` if all adapters, if any, compute each token by itself.
+    """
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        kind = config.peft_type.value
+        if config.is_prompt_learning:
+            return f"the adapter {name!r} ({kind}) puts tokens or states of its own in front of every row"
+        if getattr(config, "alora_invocation_tokens", None):
+            return f"the adapter {name!r} (aLoRA) begins behind its invocation tokens, which it looks for in every row"
+        if kind not in BY_TOKEN:
+            return f"the adapter {name!r} ({kind}) is not known to compute each token by itself"
+    return None
+
+
+def rows_have_adapters(model: nn.Module) -> bool:
+    """Whether PEFT gives the layers of `model` something of each row in this forward (`adapter_names=[...]`).
+
+    PEFT then hooks each of its layers but those of trainable tokens, so the first one is enough to look at.
+    """
+    if not getattr(model, "peft_config", None):
+        return False
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer) and not isinstance(module, TrainableTokensLayer):
+            return any(_is_of_peft(hook) for hook in module._forward_pre_hooks.values())
+    return False
+
+
+def _is_of_peft(hook) -> bool:
+    function = hook.func if isinstance(hook, partial) else hook
+    return getattr(function, "__module__", "").startswith("peft.")
 
 
 def is_reference(model: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode
@@ -34,6 +35,7 @@ from ..compat.generation import (
     tuned_for_decoding,
     unfinished,
 )
+from ..compat.peft import looks_beyond_tokens
 from ..compat.transformers import CACHE, CACHE_NAMES
 from ..compat.trl import images_by_row
 from ..prefix_sharing.images import PER_IMAGE, PER_TOKEN, Images
@@ -69,11 +71,11 @@ def why_stock(model: nn.Module, config: GenerationConfig, vision: dict[str, Any]
     """
     if MISFIT is not None:
         return MISFIT
-    peft_config = getattr(model, "active_peft_config", None)
-    if getattr(peft_config, "is_prompt_learning", False):
-        return f"{peft_config.peft_type.value} puts its own states in front of each row's cache"
+    reason = looks_beyond_tokens(model)
+    if reason is not None:
+        return reason
     unwrapped = model
-    model = model.get_base_model() if peft_config is not None else model
+    model = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(model, PreTrainedModel):
         return f"{type(model).__name__} is not a PreTrainedModel"
     method = foreign_generation(unwrapped) or foreign_generation(model)

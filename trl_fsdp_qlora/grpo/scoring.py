@@ -16,8 +16,6 @@ from ..prefix_sharing.batch import Batch
 from ..prefix_sharing.door import Door, open_door
 from ..prefix_sharing.images import fingerprints
 from ..prefix_sharing.layout import IGNORED_LABEL
-from ..prefix_sharing.narrow import call_on_scored_rows
-from ..prefix_sharing.support import position_limit
 from ..scoring.contexts import fill_masked_rows, share_values
 from ..scoring.token_selection import weight_gradient
 from .step import StepScores
@@ -60,8 +58,7 @@ class LossPass:
 class ScoringThroughTheDoor:
     """Part of a trainer: `_get_per_token_logps_and_entropies` of TRL's GRPO and RLOO trainers on packed rows.
 
-    If a pass runs padded, rows and trailing columns without a label are left out. Old and reference passes are cut
-    by the tokens they compute instead of by rows.
+    Old and reference passes are cut by the tokens they compute instead of by rows.
     """
 
     # Defaults for a trainer that was built without `__init__`, as in some tests of TRL.
@@ -89,7 +86,6 @@ class ScoringThroughTheDoor:
         self.door = open_door(policy, **options)
         if self.ref_model is not None:
             self.reference_door = open_door(self.accelerator.unwrap_model(self.ref_model), **options)
-        self._keeps_columns = position_limit(policy) != float("inf")
 
     def own_attention(self):
         """Context in which the policy has its own attention implementation, as generation expects."""
@@ -163,8 +159,6 @@ class ScoringThroughTheDoor:
             if wanted.scored_BC is not None:
                 of_completions = model_arguments["labels"][:, -wanted.scored_BC.shape[1] :]
                 of_completions.masked_fill_(~wanted.scored_BC, IGNORED_LABEL)
-                if not door.is_active:
-                    return call_on_scored_rows(wanted.model, model_arguments, self._keeps_columns)
             if step_scores is not None:
                 try:
                     return step_scores.score(number, wanted.model)

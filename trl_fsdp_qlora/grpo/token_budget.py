@@ -93,14 +93,16 @@ class TokenBudget:
     def features(self, packed: bool = True) -> list[tuple[str, str]]:
         """Headings and lines of the start-up block; `packed`: whether the policy's passes run on packed rows."""
         line = "completions with zero advantage skipped"
-        if self.why_all_are_kept is None:
+        if self.why_all_are_kept is None and packed:
             lines = [("on", line)]
+        elif self.why_all_are_kept is None:
+            lines = [("as stock TRL", f"{line}: passes run padded, and only the LM head leaves them out")]
         elif self.args.skip_zero_advantage:
             lines = [("as stock TRL", f"{line}: {self.why_all_are_kept}")]
         else:
             lines = [("off", f"{line}: {self.why_all_are_kept}")]
         if self.strategy != "all":
-            saving = "" if packed else " (padded: whole rows and columns only)"
+            saving = "" if packed else " (passes run padded: only the LM head leaves the others out)"
             lines.append(("on", f"token selection: {self.strategy}, rate {self.args.token_selection_rate}{saving}"))
         return lines
 

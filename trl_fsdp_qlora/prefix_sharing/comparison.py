@@ -96,6 +96,7 @@ class Comparison:
         if not self.checked:
             self.door.look_at_wrappers()
         self.door.look_at_noise()
+        self.door.look_at_adapters()
         if not self.door.is_active:
             return
         if self.door.attention != "auto":

@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
+from ..compat.peft import looks_beyond_tokens, rows_have_adapters
 from ..compat.trl import FusedCausalLMOutput, FusedHead, add_fused_lm_head, fused_head
 from ..errors import UserError
 from ..scoring.logprobs import score_with_head
@@ -237,8 +238,9 @@ class Door:
             self.reason = "switched off"
             return
         try:
-            if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-                raise UnsupportedAttention("prompt-learning adapters put virtual tokens in front of every row")
+            reason = looks_beyond_tokens(model)
+            if reason is not None:
+                raise UnsupportedAttention(reason)
             if not self._is_prepared:
                 self._prepare()
             if self.dense is not None and attention != "auto":
@@ -385,6 +387,12 @@ class Door:
     def look_at_noise(self) -> None:
         """Give up if a trainer has begun to add noise to the embeddings; all ranks add it."""
         reason = noise_reason(self.base) if self.is_active else None
+        if reason is not None:
+            self.give_up(reason)
+
+    def look_at_adapters(self) -> None:
+        """Give up if an adapter was added that looks at more than single tokens; all ranks have the same adapters."""
+        reason = looks_beyond_tokens(self.base) if self.is_active else None
         if reason is not None:
             self.give_up(reason)
 
@@ -574,6 +582,7 @@ class Door:
             self.figures.seconds += time.perf_counter() - start
             return output
         self.look_at_noise()
+        self.look_at_adapters()
         batch, sequences = self._read_call(arguments, of_images, rehearsal, in_parts=tokens_per_pass is not None)
         is_unchecked = rehearsal is None and tokens_per_pass is None and not self.comparison.is_complete
         if is_unchecked and not self.comparison.from_inside(stock, batch, sequences):
@@ -597,6 +606,8 @@ class Door:
         if not self.is_active or self.is_aside:
             return batch, None
         try:
+            if rows_have_adapters(self.base):
+                raise UnpackableBatch("its rows have adapters of their own (adapter_names)")
             batch = self._batch(arguments, **of_images)
             if in_parts:
                 batch.router_loss = False  # a pass in parts returns values and no losses of the model
