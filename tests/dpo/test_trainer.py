@@ -10,7 +10,7 @@ from trl import DPOConfig, DPOTrainer
 
 from tests.prefix_sharing.helpers import assert_equal_gradients, build, gradients, tokenizer
 from trl_fsdp_qlora import EfficientDPOConfig, EfficientDPOTrainer
-from trl_fsdp_qlora.checkpoints.checkpoints import why_incomplete
+from trl_fsdp_qlora.checkpoints.condition import why_incomplete
 
 FAMILIES = ("qwen3", "gemma3", "qwen3_5")
 # PEFT refuses adapters on projections out of the state.

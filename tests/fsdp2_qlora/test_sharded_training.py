@@ -18,7 +18,8 @@ from tests.fsdp2_qlora.runs import WORKER, difference, mesh_environment, scenari
 from tests.grpo.test_resume import assert_equal_runs
 from tests.tiny import save_tiny_model, these_first
 from trl_fsdp_qlora import EfficientGRPOConfig
-from trl_fsdp_qlora.checkpoints.checkpoints import last_complete_checkpoint, why_incomplete
+from trl_fsdp_qlora.checkpoints.checkpoints import last_complete_checkpoint
+from trl_fsdp_qlora.checkpoints.condition import why_incomplete
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 

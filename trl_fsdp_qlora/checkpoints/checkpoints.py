@@ -1,9 +1,9 @@
 """The checkpoints of a run: written whole, found again, and next to Transformers' files those of each rank.
 
 A checkpoint is written into a staging folder and renamed when every rank has written its files, so a folder called
-`checkpoint-N` is whole. Its `manifest.json` has the sizes and digests of its files and the settings of the run. In
-addition to Transformers' files, each rank keeps the completions that it has generated and not yet used. A run resumed
-in the middle of a generation cycle therefore goes on like the uninterrupted run.
+`checkpoint-N` is whole. Its `manifest.json` has the sizes and digests of its files, which condition.py compares, and
+the settings of the run. In addition to Transformers' files, each rank keeps the completions that it has generated and
+not yet used. A run resumed in the middle of a generation cycle therefore goes on like the uninterrupted run.
 """
 
 import errno
@@ -12,14 +12,12 @@ import logging
 import os
 import re
 import shutil
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import safetensors
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, is_peft_model, send_to_device
@@ -27,24 +25,22 @@ from datasets import Dataset
 from filelock import FileLock, Timeout
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import rotate_checkpoints
 
 from ..compat.transformers import model_name
 from ..run.nonfatal import nonfatal
 from ..run.plain import plain
 from ..run.ranks import on_main
+from .condition import FORMAT, MANIFEST, Condition, condition_of
 from .disk import CheckpointError, digest, read_json, write_json
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
 # Transformers uploads nothing that begins with an underscore.
 LOCK = "_run.lock"
 STAGING = "_staging"
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _FRESH = (None, False, "", "false", "False")  # spellings of `resume_from_checkpoint`
-_FORMAT = 3
 
 # Fields of `TrainingArguments` that a resumed run compares.
 _TRAINING = [
@@ -70,82 +66,32 @@ def checkpoints_in(output_dir: str | Path) -> list[Path]:
     return sorted((path for path in folders if path.is_dir() and _CHECKPOINT.fullmatch(path.name)), key=step_of)
 
 
-def why_incomplete(checkpoint: str | Path, read_contents: bool = True) -> str | None:
-    """Why `checkpoint` is not whole, or `None` if its files have the sizes and digests of its manifest.
+class _Choice(NamedTuple):
+    """The checkpoint that a run goes on from, if any; and `name (reason)` of each newer one."""
 
-    A folder that stock TRL wrote has no manifest. It is whole if its trainer state is there, which is written last. In
-    such a folder, and in one of an earlier release without digests, weights and states must have headers that can be
-    read.
-
-    Args:
-        read_contents: compare digests; without, only headers are read, which takes no time whatever the size.
-    """
-    checkpoint = Path(checkpoint)
-    if not checkpoint.is_dir():
-        return "there is no such folder"
-    try:
-        if not (checkpoint / MANIFEST).exists():
-            if any(checkpoint.glob("rollouts_*")) or not (checkpoint / TRAINER_STATE_NAME).exists():
-                return f"it has no {MANIFEST}: the run ended while it was being written or removed"
-            read_json(checkpoint / TRAINER_STATE_NAME)
-            return _unreadable_file(checkpoint)
-        manifest = read_json(checkpoint / MANIFEST)
-    except CheckpointError as error:
-        return str(error)
-    if manifest.get("format") != _FORMAT:
-        return f"its {MANIFEST} is of another version of this package"
-    sizes = manifest.get("files")
-    digests = manifest.get("digests")
-    if not isinstance(sizes, dict):
-        return f"its {MANIFEST} lists no files"
-    for name, size in sizes.items():
-        if not (checkpoint / name).is_file() or (checkpoint / name).stat().st_size != size:
-            return f"its file {name} has not {size} bytes"
-    if not read_contents or digests is None:
-        return _unreadable_file(checkpoint)
-    for name, written in digests.items():
-        try:
-            if digest(checkpoint / name) != written:
-                return f"its file {name} is not what was written: another digest than in {MANIFEST}"
-        except OSError as error:
-            return f"its file {name} cannot be read: {error.strerror}"
-    return None
+    checkpoint: Path | None
+    condition: Condition
+    passed_over: list[str]
 
 
-def _unreadable_file(checkpoint: Path) -> str | None:
-    """The weights or states in `checkpoint` that cannot be loaded, judged by their headers.
-
-    `torch.save` writes ZIP archives, formerly pickles.
-    """
-    for path in sorted(checkpoint.iterdir()):
-        try:
-            if path.suffix == ".safetensors":
-                with safetensors.safe_open(path, "pt"):
-                    pass
-            elif path.suffix in (".pt", ".pth"):
-                with path.open("rb") as file:
-                    is_pickle = file.read(1) == b"\x80"
-                if not is_pickle:
-                    zipfile.ZipFile(path).close()
-        except (OSError, safetensors.SafetensorError, zipfile.BadZipFile) as error:
-            return f"its file {path.name} cannot be read: {error}"
-    return None
-
-
-def _find_complete(output_dir: str | Path, read_contents: bool) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint of a run, and `name (reason)` of each newer one."""
+def _choose(output_dir: str | Path, read_contents: bool) -> _Choice:
+    """The newest whole checkpoint of a run. If none is whole, the newest one from which it can go on at all."""
     passed_over = []
+    last_resort = _Choice(None, Condition(), passed_over)
     for checkpoint in reversed(checkpoints_in(output_dir)):
-        reason = why_incomplete(checkpoint, read_contents)
+        condition = condition_of(checkpoint, read_contents)
+        reason = condition.why_not_whole
         if reason is None:
-            return checkpoint, passed_over
+            return _Choice(checkpoint, condition, passed_over)
+        if condition.broken is None and last_resort.checkpoint is None:
+            last_resort = _Choice(checkpoint, condition, list(passed_over))
         passed_over.append(f"{checkpoint.name} ({reason})")
-    return None, passed_over
+    return last_resort
 
 
 def last_complete_checkpoint(output_dir: str | Path) -> Path | None:
-    """The newest checkpoint of a run that is whole by sizes and headers; this is fast whatever its size."""
-    return _find_complete(output_dir, read_contents=False)[0]
+    """The newest checkpoint of a run, whole by sizes and headers if there is one; fast whatever its size."""
+    return _choose(output_dir, read_contents=False).checkpoint
 
 
 def last_step(checkpoint: str | Path, args: TrainingArguments) -> int | None:
@@ -160,12 +106,12 @@ def last_step(checkpoint: str | Path, args: TrainingArguments) -> int | None:
 def resolve_resume(output_dir: str | Path, resume: str | bool | None, read_contents: bool = True) -> str | None:
     """Turn `resume_from_checkpoint` into the folder to resume from, or `None` for a fresh start.
 
-    `True` is the newest whole checkpoint in `output_dir`, which must exist. `"auto"` is the same, or a fresh start if
-    there is none. A folder must be whole.
+    `True` is the newest whole checkpoint in `output_dir`, which must exist; if none is whole, the newest one that can
+    be loaded. `"auto"` is the same, or a fresh start if there is none. A folder must be whole.
 
     Args:
-        read_contents: compare the digests of files, and log which checkpoints are passed over; without, the check is
-            quick and silent.
+        read_contents: compare the digests of files, and log what is passed over or differs from what was written;
+            without, the check is quick and silent.
 
     Raises:
         CheckpointError: there is nothing to resume from, or the named folder is not whole.
@@ -173,28 +119,59 @@ def resolve_resume(output_dir: str | Path, resume: str | bool | None, read_conte
     if resume in _FRESH:
         return None
     if resume in (True, "auto", "true", "True"):
-        checkpoint, passed_over = _find_complete(output_dir, read_contents)
-        reasons = ", ".join(passed_over)
-        if checkpoint is None and resume != "auto":
-            because = f": {reasons}" if reasons else ""
+        choice = _choose(output_dir, read_contents)
+        if choice.checkpoint is None and resume != "auto":
+            because = f": {', '.join(choice.passed_over)}" if choice.passed_over else ""
             raise CheckpointError(
                 f"resume_from_checkpoint={resume}: {output_dir} holds no complete checkpoint{because}; "
                 "use resume_from_checkpoint=auto to start afresh if there is none"
             )
-        if passed_over and read_contents:
-            if checkpoint is None:
-                logger.warning(
-                    "training starts at step 0 in %s, which holds an older run, since none of its checkpoints can "
-                    "be resumed from: %s", output_dir, reasons,
-                )  # fmt: skip
-            else:
-                logger.warning("going on from %s; passing over the newer %s", checkpoint, reasons)
-        return None if checkpoint is None else str(checkpoint)
-    reason = why_incomplete(resume, read_contents)
-    if reason is not None:
-        last = last_complete_checkpoint(Path(resume).parent)
-        raise CheckpointError(f"checkpoint {resume} is not whole: {reason}; the last complete one there is {last}")
-    return str(resume)
+    else:
+        choice = _Choice(Path(resume), condition_of(resume, read_contents), [])
+        reason = choice.condition.why_not_whole
+        if reason is not None:
+            last = last_complete_checkpoint(Path(resume).parent)
+            remedy = "" if choice.condition.broken else f"; to use it all the same, {_remedy(choice.condition)}"
+            raise CheckpointError(
+                f"checkpoint {resume} is not whole: {reason}; the last complete one there is {last}{remedy}"
+            )
+    if read_contents:
+        _log_choice(output_dir, choice)
+        _set_unreadable_states_aside(choice)
+    return None if choice.checkpoint is None else str(choice.checkpoint)
+
+
+def _remedy(condition: Condition) -> str:
+    """What lets a run go on from a damaged checkpoint."""
+    return f"remove from it {', '.join(condition.unreadable) or MANIFEST}"
+
+
+def _log_choice(output_dir: str | Path, choice: _Choice) -> None:
+    """Warn of what is not as a user expects it: checkpoints passed over, and files that differ in the chosen one."""
+    checkpoint, condition, passed_over = choice
+    reasons = ", ".join(passed_over)
+    if checkpoint is None and passed_over:
+        logger.warning(
+            "training starts at step 0 in %s, which holds an older run, since none of its checkpoints can be resumed "
+            "from: %s", output_dir, reasons,
+        )  # fmt: skip
+    elif passed_over:
+        logger.warning("going on from %s; passing over the newer %s", checkpoint, reasons)
+    if condition.damaged:
+        logger.warning(
+            "no checkpoint is whole; going on from %s, although %s", checkpoint, "; ".join(condition.damaged)
+        )
+    if condition.changed:
+        logger.warning(
+            "going on from %s with what was changed in it since the run wrote it: %s", checkpoint,
+            ", ".join(condition.changed),
+        )  # fmt: skip
+
+
+def _set_unreadable_states_aside(choice: _Choice) -> None:
+    """Rename states that cannot be opened, so that they start anew."""
+    for name in choice.condition.unreadable:
+        os.replace(choice.checkpoint / name, choice.checkpoint / f"{name}.unreadable")
 
 
 def hold(lock: FileLock) -> None:
@@ -295,13 +272,32 @@ def commit(staging: Path, checkpoint: Path, run: dict[str, Any]) -> None:
             sizes[name] = path.stat().st_size
             with path.open("rb+") as file:
                 os.fsync(file.fileno())
-    write_json(staging / MANIFEST, {"format": _FORMAT, "files": sizes, "digests": digests, "run": run})
+    write_json(staging / MANIFEST, {"format": FORMAT, "files": sizes, "digests": digests, "run": run})
     if checkpoint.exists():
         # First rename an old folder: a run killed in the middle leaves nothing that looks like a checkpoint.
         removed = staging.with_name(f"removed-{checkpoint.name}")
         os.replace(checkpoint, removed)
         shutil.rmtree(removed, ignore_errors=True)
     os.replace(staging, checkpoint)
+
+
+def remove_old(newest: Path, limit: int | None, best: str | None) -> None:
+    """Remove checkpoints until `limit` are left, those of the first steps first; never `newest` nor `best`.
+
+    Times say nothing: a copied folder has the time of the copy, and clocks differ. A later step than that of `newest`,
+    which was just written, is of a run that this one has left by going on from an earlier checkpoint: it goes first.
+    """
+    checkpoints = checkpoints_in(newest.parent)
+    removable = [path for path in checkpoints if path != newest and (best is None or path != Path(best))]
+    left_behind = [path for path in removable if step_of(path) > step_of(newest)]
+    earlier = [path for path in removable if step_of(path) < step_of(newest)]
+    surplus = len(checkpoints) - limit if limit is not None and limit > 0 else 0
+    for path in (left_behind + earlier)[: max(0, surplus)]:
+        # First rename it: a run killed in the middle leaves nothing that looks like a checkpoint.
+        removed = newest.parent / STAGING / f"removed-{path.name}"
+        removed.parent.mkdir(exist_ok=True)
+        os.replace(path, removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 class WholeCheckpoints:
@@ -356,9 +352,8 @@ class WholeCheckpoints:
 
         def resolve() -> str | None:
             checkpoint = resolve_resume(self.args.output_dir, resume)
-            if checkpoint is not None and (Path(checkpoint) / MANIFEST).exists():
-                before = (read_json(Path(checkpoint) / MANIFEST).get("run") or {}).get("settings", {})
-                changed = differences(before, self.run[0] | self.run[1])
+            if checkpoint is not None:
+                changed = differences(_settings_in(Path(checkpoint)), self.run[0] | self.run[1])
                 if changed:
                     logger.warning("going on from %s with other settings: %s", checkpoint, "; ".join(changed))
             return checkpoint
@@ -399,9 +394,8 @@ class WholeCheckpoints:
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             commit(staging, checkpoint, {"settings": self.run[0] | self.run[1]})
+            remove_old(checkpoint, self.args.save_total_limit, state.best_model_checkpoint)
             shutil.rmtree(staging.parent, ignore_errors=True)  # empty by now
-            best = state.best_model_checkpoint
-            rotate_checkpoints(str(checkpoint.parent), self.args.save_total_limit, best, use_mtime=True)
         self.accelerator.wait_for_everyone()
 
     def load_rollouts(self, checkpoint: str | None) -> dict[str, Any] | None:
@@ -418,6 +412,8 @@ class WholeCheckpoints:
                 state = torch.load(file, map_location="cpu", weights_only=True)
             except Exception as error:  # a damaged file raises many kinds of error in torch and pickle
                 reason = f"{file.name} cannot be read: {type(error).__name__}"
+        if reason is None and not {"step", "buffer"} <= state.keys():
+            reason = f"{file.name} is of another version of this package"
         if state.get("buffer") is not None:
             changed = differences(state.get("shape") or {}, self.run[0])
             if changed:
@@ -429,6 +425,14 @@ class WholeCheckpoints:
         if self.accelerator.is_main_process:
             logger.warning("completions that %s kept are generated anew: %s", checkpoint, reason)
         return None
+
+
+def _settings_in(checkpoint: Path) -> dict[str, Any]:
+    """The settings of the run that wrote a checkpoint; none if its manifest has none."""
+    try:
+        return dict(read_json(checkpoint / MANIFEST)["run"]["settings"])
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        return {}
 
 
 def _rollout_file(checkpoint: Path, rank: int, ranks: int) -> Path:
