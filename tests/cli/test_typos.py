@@ -99,3 +99,4 @@ def test_the_text_is_that_of_the_parser_and_what_cannot_be_read_is_left_to_it(tm
         monkeypatch.setattr(typos, "script_paths", lambda command, path=path: [path])
         assert typos.refuse_typos("merge", "cli.scripts", words) is None
         source_fields._tree.cache_clear()
+        source_fields._fields.cache_clear()

@@ -7,7 +7,6 @@ files of TRL and transformers that are installed here.
 import ast
 import importlib.util
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -62,18 +61,21 @@ def _find_class(name: str, module: str, path: Path) -> tuple[ast.ClassDef, str, 
     return _find_class(original_name, source, _file_of(source))
 
 
-def _fields(name: str, module: str, path: Path) -> Iterator[tuple[str, str]]:
-    """(name, type as it is written) of the fields of a dataclass, those of its bases first."""
+@cache
+def _fields(name: str, module: str, path: Path) -> dict[str, str]:
+    """Types, as they are written, of the fields of a dataclass by name, those of its bases first."""
     node, module, path = _find_class(name, module, path)
+    types = {}
     for base in node.bases:
         if not isinstance(base, ast.Name):
             raise _NotFound(ast.unparse(base))
-        yield from _fields(base.id, module, path)
+        types |= _fields(base.id, module, path)
     for statement in node.body:
         if isinstance(statement, ast.AnnAssign):
             type_text = ast.unparse(statement.annotation)
             if not type_text.startswith("ClassVar"):
-                yield statement.target.id, type_text
+                types[statement.target.id] = type_text
+    return types
 
 
 def option_fields(script: Path) -> dict[str, str] | None:
@@ -86,7 +88,7 @@ def option_fields(script: Path) -> dict[str, str] | None:
         for node in ast.walk(_tree(script)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == PARSE:
                 for item in node.args[0].elts:
-                    types.update(_fields(item.id, "__main__", script))
+                    types |= _fields(item.id, "__main__", script)
     except (_NotFound, RecursionError):
         return None
     return types
