@@ -13,7 +13,7 @@ from filelock import FileLock
 from transformers import TrainerCallback, TrainerState
 from trl import GRPOTrainer
 
-from tests.tiny import lora, prompts, trainer
+from tests.tiny import lora, prompts, save_tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.checkpoints import checkpoints
 from trl_fsdp_qlora.checkpoints.condition import why_incomplete
@@ -107,6 +107,26 @@ def test_another_shape_generates_anew_and_says_so(run, caplog, changes, reason):
     assert reason in caplog.text
     assert len(drawn) == 2  # for the rest of the interrupted cycle, and for the next cycle
     assert rows == [changes.get("per_device_train_batch_size", 4)] * 2
+
+
+def test_a_base_is_known_by_its_files_and_not_by_its_name(tmp_path, caplog):
+    """Moved, it is the same; other weights under its name are another base, with other completions."""
+    base = save_tiny_model(tmp_path / "base")
+
+    def train(model, steps, resume=None) -> int:
+        caplog.clear()
+        grpo = make(tmp_path / "run", model=model, max_steps=steps)
+        drawn = drawn_batches(grpo)
+        grpo.train(resume_from_checkpoint=resume)
+        return len(drawn)
+
+    train(base, steps=1)
+    shutil.move(base, tmp_path / "moved")
+    assert train(str(tmp_path / "moved"), steps=2, resume="auto") == 0
+    assert "fingerprint of the base" not in caplog.text
+    save_tiny_model(tmp_path / "moved", seed=1)
+    assert train(str(tmp_path / "moved"), steps=3, resume="auto") == 1
+    assert "completions that" in caplog.text and "fingerprint of the base: " in caplog.text
 
 
 def test_the_optimizer_may_change_with_a_warning_and_what_says_nothing_of_the_maths_without(run, caplog):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from datasets import Dataset
 from peft import get_peft_model
 from trl import ModelConfig
 
-from tests.tiny import config, lora, save_tiny_model, tiny_model, trainer
+from tests.tiny import config, lora, save_tiny_model, these_first, tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.recipe import checks, runner
@@ -74,6 +75,79 @@ def test_a_run_stops_by_its_seconds_also_over_several_parts(tmp_path, monkeypatc
     run(None, steps=2, output="free")
     limited, record = run(1, "auto", output="free")  # its checkpoint has no seconds
     assert (limited.state.global_step, record["limited_seconds"]) == (3, 1.0)
+
+
+class MeasuredRun:
+    """A recipe's run in one folder, of which each part measures on the problems that it is given."""
+
+    def __init__(self, folder, capsys):
+        self.folder = folder
+        self.capsys = capsys
+        self.base = save_tiny_model(folder / "base")
+
+    def train(self, steps, test=None, resume="auto", **changes) -> dict:
+        """The record after `steps` steps in all."""
+        script = ScriptArguments("addition", answer_format=changes.pop("answer_format", "auto"))
+        settings = {"peft_config": lora(), "max_steps": steps, "save_strategy": "steps", "save_steps": 1, **changes}
+        grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, self.folder / "out", model=self.base, **settings)
+        runner.run_recipe(grpo, script, answered(6) if test is None else test, resume)
+        self.printed = self.capsys.readouterr().out
+        self.card = (self.folder / "out" / "README.md").read_text()
+        return json.loads((self.folder / "out" / "metrics.json").read_text())
+
+
+@pytest.fixture
+def measured_run(tmp_path, capsys):
+    run = MeasuredRun(tmp_path, capsys)
+    run.before = run.train(1, resume=None)["before"]
+    assert "  ->  " in run.printed.splitlines()[-1]
+    return run
+
+
+def other_weights(run):
+    save_tiny_model(run.base, seed=1)
+    return {}
+
+
+MEASURED_ON_ANOTHER_THING = {
+    "fewer problems": lambda run: {"test": answered(4)},
+    "other problems": lambda run: {"test": answered(8).select(range(2, 8))},
+    "other answers": lambda run: {"test": answered(6).map(lambda row: {"answer": "7"})},
+    "another base": other_weights,
+    "another length": lambda run: {"max_completion_length": 5},
+    "another place of the answer": lambda run: {"answer_format": "boxed"},
+    "another type": lambda run: {"model_init_kwargs": {"dtype": "bfloat16"}},
+}
+
+
+@pytest.mark.parametrize("name", these_first(MEASURED_ON_ANOTHER_THING, "fewer problems", "another base"))
+def test_figures_make_a_pair_only_if_they_were_measured_on_the_same(measured_run, name):
+    """Data, base, length, format, precision: with the same again, the figure from before training is there again."""
+    record = measured_run.train(2, **MEASURED_ON_ANOTHER_THING[name](measured_run))
+    assert "before" not in record and record["before_left_out"]["before"] == measured_run.before
+    assert record["accuracy_since"] == 1
+    assert "the accuracy before training is left out: it was measured on something else (" in measured_run.printed
+    assert "->" not in measured_run.printed.splitlines()[-1]
+    assert "| held-out accuracy, before | left out, measured on something else (" in measured_run.card
+    save_tiny_model(measured_run.base)
+    record = measured_run.train(3)
+    assert record["before"] == measured_run.before and "before_left_out" not in record
+    assert "  ->  " in measured_run.printed.splitlines()[-1]
+
+
+def test_what_a_figure_does_not_depend_on_leaves_the_pair(measured_run):
+    shutil.move(measured_run.base, measured_run.folder / "moved")
+    measured_run.base = str(measured_run.folder / "moved")
+    record = measured_run.train(2, learning_rate=1e-3, seed=5, num_generations=8, use_vllm=False)
+    assert record["before"] == measured_run.before and "  ->  " in measured_run.printed.splitlines()[-1]
+
+
+def test_a_resumed_run_that_measures_nothing_keeps_no_figure_of_other_weights(measured_run):
+    script = ScriptArguments("addition", skip_accuracy=True)
+    settings = {"peft_config": lora(), "max_steps": 2, "model": measured_run.base}
+    grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, measured_run.folder / "out", **settings)
+    record = runner.run_recipe(grpo, script, None, "auto")
+    assert record["before"] == measured_run.before and "after" not in record
 
 
 @pytest.mark.parametrize("nothing", [None, float("nan")])

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from trl import ModelConfig
 
 from tests.distributed.launch import Rank, accelerate_launch, end_all, rank_environment, run_script
-from tests.tiny import save_recipe_files
+from tests.tiny import save_recipe_files, save_tiny_model
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
 
@@ -236,6 +236,21 @@ def test_the_printed_evaluate_command_reproduces_the_runs_accuracy(ended_run, pl
     (folder / "other.jsonl").write_text("\n".join((folder / "data.jsonl").read_text().splitlines()[:9]))
     call("evaluate", [*arguments, "--dataset", "other.jsonl"])
     assert json.loads((folder / "measured.json").read_text())["n"] == 9
+
+
+def test_evaluate_knows_the_base_by_its_files(ended_run, tmp_path, folder, call, monkeypatch):
+    """Its path was relative to the run's working directory. Moved it is the same; another in its place is not."""
+    monkeypatch.chdir(tmp_path)
+    line = "is not the base that"
+    checkpoint = str(ended_run.out / "checkpoint-2")
+    data = ["--dataset", str(folder / "data.jsonl"), "--held_out", "20", "--eval_problems", "6", "--use_cpu", "true"]
+    printed = call("evaluate", ["--adapter", str(ended_run.out), "--output", "found.json"])
+    assert line not in printed and f"{round(100 * ended_run.record['after']['pass_at_1'], 1)}" in printed
+    save_tiny_model(tmp_path / "copy")
+    assert line not in call("evaluate", ["--adapter", checkpoint, "--model_name_or_path", "copy", *data])
+    save_tiny_model(tmp_path / "base", seed=1)  # by this name, and in the working directory
+    assert line in call("evaluate", ["--adapter", str(ended_run.out)])
+    assert line in call("evaluate", ["--adapter", checkpoint, *data])
 
 
 def test_a_run_killed_after_its_last_step_is_saved_and_goes_on(copied_run, planted, folder, call):

@@ -30,6 +30,7 @@ from ..compat.transformers import model_name
 from ..run.nonfatal import nonfatal
 from ..run.plain import plain
 from ..run.ranks import on_main
+from .base import fingerprint
 from .condition import FORMAT, MANIFEST, Condition, condition_of
 from .disk import CheckpointError, digest, read_json, write_json
 
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 # Transformers uploads nothing that begins with an underscore.
 LOCK = "_run.lock"
 STAGING = "_staging"
+
+FINGERPRINT = "fingerprint of the base"  # a setting of a run
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _FRESH = (None, False, "", "false", "False")  # spellings of `resume_from_checkpoint`
@@ -226,8 +229,8 @@ def describe_rollouts(
         **{name: getattr(args, name, None) for name in names},
         "processes": args.world_size,
         "seed": args.seed,
-        "base": Path(model_name(model)).name,
-        "data": _data(dataset),
+        **describe_base(model),
+        "data": describe_data(dataset),
         "rewards": rewards,
         "trainer": trainer,
     }
@@ -245,11 +248,18 @@ def describe_training(args: TrainingArguments, model: Any) -> dict[str, Any]:
     return plain(settings)
 
 
-def _data(dataset: Any) -> str:
-    """Number of rows, columns, and a digest of 64 evenly spaced rows."""
+def describe_base(model: Any) -> dict[str, str]:
+    """The base of `model` (unwrapped) by its files, which say more than a name; by its name if they are not here."""
+    name = model_name(model)
+    known = fingerprint(name, getattr(model.config, "_commit_hash", None))
+    return {"base": Path(name).name} if known is None else {FINGERPRINT: known}
+
+
+def describe_data(dataset: Any, rows: int = 64) -> str:
+    """Number of rows, columns, and a digest of so many evenly spaced `rows`."""
     if not isinstance(dataset, Dataset):
         return type(dataset).__name__
-    every = range(0, len(dataset), max(1, len(dataset) // 64))
+    every = range(0, len(dataset), max(1, len(dataset) // rows))
     rows = dataset.with_format("arrow").select(every)  # no image is decoded
     sampled = hashlib.sha256(repr([batch.to_pylist() for batch in rows.iter(64)]).encode()).hexdigest()[:12]
     return f"{len(dataset)} rows of {', '.join(sorted(dataset.column_names))}, digest {sampled}"
@@ -353,7 +363,7 @@ class WholeCheckpoints:
         def resolve() -> str | None:
             checkpoint = resolve_resume(self.args.output_dir, resume)
             if checkpoint is not None:
-                changed = differences(_settings_in(Path(checkpoint)), self.run[0] | self.run[1])
+                changed = differences(settings_in(Path(checkpoint)), self.run[0] | self.run[1])
                 if changed:
                     logger.warning("going on from %s with other settings: %s", checkpoint, "; ".join(changed))
             return checkpoint
@@ -427,7 +437,7 @@ class WholeCheckpoints:
         return None
 
 
-def _settings_in(checkpoint: Path) -> dict[str, Any]:
+def settings_in(checkpoint: Path) -> dict[str, Any]:
     """The settings of the run that wrote a checkpoint; none if its manifest has none."""
     try:
         return dict(read_json(checkpoint / MANIFEST)["run"]["settings"])

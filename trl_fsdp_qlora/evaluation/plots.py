@@ -39,7 +39,9 @@ def draw_run(record: dict[str, Any], path: Path) -> Path:
     steps, values = _curve(history, "reward")
     reward.plot(steps, values, color="C0")
     reward.set_title("mean reward of the sampled completions")
-    steps, values = _curve(history, "accuracy")
+    # Before this step the run measured on something else.
+    since = record.get("accuracy_since", 0)
+    steps, values = _curve([entry for entry in history if entry.get("step", 0) > since], "accuracy")
     last = max((entry.get("step", 0) for entry in history), default=0)
     for when, step in (("before", 0), ("after", last)):
         if when in record:

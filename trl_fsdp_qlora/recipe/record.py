@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from accelerate import PartialState
 from accelerate.utils import broadcast
 from datasets import Dataset
@@ -16,11 +17,13 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from ..checkpoints import disk
+from ..checkpoints.checkpoints import FINGERPRINT, describe_base, describe_data, differences, settings_in
 from ..data.reasoning_gym import is_generated
 from ..evaluation.accuracy import Evaluation, evaluate
 from ..run.import_path import is_import_path
 from ..run.nonfatal import nonfatal
 from ..run.plain import plain
+from ..run.redaction import portable
 from .arguments import ScriptArguments
 from .episodes import agent_of
 from .script import say
@@ -110,6 +113,40 @@ class RunRecord:
         return draw_run(self.content, self.path.with_name("training.png"))
 
 
+def base_in(folder: str | Path) -> str | None:
+    """The fingerprint of the base that was trained on, from the folder of a run or of a checkpoint; `None` if unknown.
+
+    Raises:
+        CheckpointError: the run's record cannot be read.
+    """
+    file = Path(folder, "metrics.json")
+    recorded = disk.read_json(file).get("base") if file.is_file() else settings_in(Path(folder))
+    return recorded.get(FINGERPRINT) if isinstance(recorded, dict) else None
+
+
+def measured_on(trainer: Any, script: ScriptArguments, test: Dataset, has_agent: bool) -> dict[str, Any]:
+    """What an accuracy depends on apart from the trained weights: only figures for which it is equal make a pair."""
+    args = trainer.args
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)  # a processor has one
+    quantization = plain(getattr(model.config, "quantization_config", None)) or {}
+    depends_on = {
+        **describe_base(model),
+        "problems": describe_data(test, rows=len(test)),
+        "chat template": xxhash.xxh3_64(str(tokenizer.chat_template).encode()).hexdigest(),
+        "answer_format": script.answer_format,
+        "max_completion_length": args.max_completion_length,
+        "dtype": model.dtype,
+        "mixed precision": trainer.accelerator.mixed_precision,
+        "quantization": {name: value for name, value in quantization.items() if not name.startswith("_")},
+    }
+    for name in CODE:
+        depends_on[name] = portable(getattr(script, name))
+    for name in ("max_tool_calling_iterations", "chat_template_kwargs"):
+        depends_on[name] = getattr(args, name, None) if has_agent else None
+    return plain(depends_on)
+
+
 def format_result(result: dict[str, Any]) -> str:
     """One line for an [`Evaluation`] that is stored as a dict."""
     return str(Evaluation(**{**result, "interval": tuple(result["interval"])}))
@@ -119,7 +156,8 @@ class AccuracyCallback(TrainerCallback):
     """Measures accuracy on the prompts `test` when training begins and every `accuracy_steps` optimizer steps.
 
     Every rank measures. When training begins the model is prepared, so a sharded one can generate. A resumed run keeps
-    its first measurement. Measurements between steps are logged with their step's metrics, and are on the card.
+    its first measurement, unless it measures on something else now, see [`begin`]. Measurements between steps are
+    logged with their step's metrics, and are on the card.
     """
 
     def __init__(self, trainer: Any, script: ScriptArguments, test: Dataset, record: RunRecord):
@@ -131,6 +169,26 @@ class AccuracyCallback(TrainerCallback):
         args = trainer.args
         options = getattr(args, "chat_template_kwargs", None)
         self.agent = agent_of(script, options, getattr(args, "tool_timeout", None))
+
+    def begin(self, step: int) -> None:
+        """Pair what is measured from `step` on with nothing that was measured on something else.
+
+        The record keeps the figure from before training for a run that measures on the same again.
+        """
+        content = self.record.content
+        now = measured_on(self.trainer, self.script, self.test, self.agent is not None)
+        left_out = content.pop("before_left_out", None)
+        if "before" not in content and left_out is not None:
+            content["before"] = left_out["before"]
+            content["measured_on"] = left_out["measured_on"]
+        changed = differences(content.get("measured_on") or now, now)
+        if changed and "before" in content:
+            because = "; ".join(changed)
+            left_out = {"before": content.pop("before"), "measured_on": content["measured_on"], "because": because}
+            content["before_left_out"] = left_out
+            content["accuracy_since"] = step
+            say(f"the accuracy before training is left out: it was measured on something else ({because})")
+        self.record.put(measured_on=now)
 
     def measure(self, description: str = "accuracy", samples: int = 0) -> Evaluation:
         """Measure the held-out accuracy of the current model, on every rank."""
@@ -160,7 +218,11 @@ class AccuracyCallback(TrainerCallback):
         card = self.trainer.card_info
         kind = "held-out" if self.script.accuracy_on == "test" else "validation"
         measured = {"before": self.record.content.get("before"), when or f"after {step} steps": last.as_dict()}
-        card.results = {f"{kind} accuracy, {name}": format_result(each) for name, each in measured.items() if each}
+        results = {name: format_result(each) for name, each in measured.items() if each}
+        left_out = self.record.content.get("before_left_out")
+        if left_out is not None:
+            results = {"before": f"left out, measured on something else ({left_out['because']})", **results}
+        card.results = {f"{kind} accuracy, {name}": result for name, result in results.items()}
         card.accuracy = last.as_dict()
         card.accuracy_on = self.script.accuracy_on
         card.accuracy_step = step

@@ -15,7 +15,7 @@ from transformers import AutoProcessor, AutoTokenizer, ProcessorMixin, TrainingA
 from trl import ModelConfig, get_quantization_config
 
 from ..checkpoints import disk
-from ..checkpoints.checkpoints import last_step, step_of
+from ..checkpoints.checkpoints import describe_base, last_step, step_of
 from ..compat.transformers import model_name
 from ..data.rewards import get_reward
 from ..errors import UserError
@@ -172,9 +172,10 @@ def _finished_text(trainer: Any, script: ScriptArguments) -> str:
 def _begin_record(record: RunRecord, trainer: Any, script: ScriptArguments, resume: str | None) -> None:
     """Write the settings of a run; a run that does not resume begins with an empty record."""
     args = trainer.args
+    record.content.pop("after", None)  # of weights that are about to change
     if resume is None:
         record.content = {}  # the record of a run that left no checkpoint
-    elif not script.skip_accuracy and "before" not in record.content:
+    elif not script.skip_accuracy and record.content.keys().isdisjoint({"before", "before_left_out"}):
         say(f"{record.path} does not hold the accuracy from before training, which a resumed run cannot measure")
     card = trainer.card_info
     model = card.settings[1] if card.settings else ModelConfig()
@@ -183,6 +184,7 @@ def _begin_record(record: RunRecord, trainer: Any, script: ScriptArguments, resu
         hardware=hardware(),
         software=software(),
         **redaction.portable(about),
+        base=describe_base(trainer.accelerator.unwrap_model(trainer.model)),
         processes=args.world_size,
         settings=measured_settings(script, args, model),
     )
@@ -227,6 +229,8 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
         _begin_card(trainer, script, test)
         limit = None if script.max_train_seconds is None else TimeLimit(script.max_train_seconds)
         accuracy = None if script.skip_accuracy else AccuracyCallback(trainer, script, test, record)
+        if accuracy is not None:
+            accuracy.begin(0 if resume is None else step_of(resume))
         for callback in filter(None, (limit, accuracy)):
             trainer.add_callback(callback)
         use_terminal(trainer)
