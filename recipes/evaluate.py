@@ -33,7 +33,7 @@ from trl_fsdp_qlora.publishing.card import hardware, software
 from trl_fsdp_qlora.publishing.merge import load_model
 from trl_fsdp_qlora.recipe import checks
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
-from trl_fsdp_qlora.recipe.episodes import agent_of, check_tool_template, with_tool_format
+from trl_fsdp_qlora.recipe.episodes import agent_of, check_tool_template, judge_of, with_tool_format
 from trl_fsdp_qlora.recipe.problems import load_held_out
 from trl_fsdp_qlora.recipe.record import as_words, base_in, code_in
 from trl_fsdp_qlora.recipe.runner import load_processing, settings_in
@@ -193,6 +193,7 @@ def main() -> None:
             seed=args.seed,
             agent=agent,
             max_tool_turns=args.max_tool_calling_iterations,
+            judge=judge_of(script),
         )
     say(str(result))
     if args.output and state.is_main_process:

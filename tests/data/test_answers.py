@@ -21,10 +21,44 @@ from trl_fsdp_qlora.data.rewards import tag_format_reward
         ("2.5E-1", Fraction(1, 4)), ("1e999999999", None), ("1e-999999999", None), ("9" * 5000, None),
         ("1/" + "9" * 5000, None), ("-" + " " * 4096 + "7", 7), ("\n" * 4096, None), (" / ".join(["1"] * 5000), None),
         (float("nan"), None), (float("inf"), None), (51.0, 51), (7, 7),
+        ("1_000", 1000), ("-1_000_000.5", Fraction(-2000001, 2)), ("1'000", 1000), ("1\u202f000", 1000),
+        ("0x10", None), ("0b101", None), ("0o17", None), ("0xeff", None), ("1_0", None), ("5'11", None), ("0", 0),
+        ("0 x", 0), ("5m2", 5),
     ],
 )  # fmt: skip
 def test_parse_number(text, value):
+    """A number in another notation is read whole or not at all: a part of it would be graded as an answer."""
     assert answers.parse_number(text) == value
+    if isinstance(text, str) and value is None:
+        last = answers.extract_answer(text, "last_number")
+        assert last is None or text.endswith(last)
+
+
+@pytest.mark.parametrize("number", ["1_000", "0x10", "1'000", "1_0", "0b1"])
+def test_the_last_number_of_a_text_is_whole(number):
+    assert answers.extract_answer(f"So it is {number}.", "last_number") == number
+
+
+@pytest.mark.parametrize(
+    ("gold", "right", "wrong"),
+    [
+        ("B", ["B", "b)", "(B)", "**B**", "B) 17", "B. Paris", "'B'"], ["A", "B or A", "Bob", "AB", "17"]),
+        ("(C)", ["C", "The answer is C.", "A is wrong, I choose C", "C, I think"], ["C or D", "the C's are D"]),
+        ("Paris", ["paris.", ' "Paris" ', "So:\nParis"], ["London", "Paris, Texas", "Paris\nor not", "It is Paris"]),
+        ("yes", ["Yes", "YES!", "think\n\nyes\n"], ["no", "yes and no"]),
+        ("no answer", ["no answer"], ["", "no", "answer"]),
+        (True, ["true"], ["1", "false"]),
+        ("two  words", ["Two words"], ["twowords"]),
+    ],
+)  # fmt: skip
+def test_letters_and_texts_are_compared_where_they_stand(gold, right, wrong):
+    gold = answers.parse_gold(gold, 0)
+    for texts, expected in ((right, True), (wrong, False)):
+        for text in texts:
+            assert answers.answers_match(answers.extract_answer(text, "auto", gold), gold) is expected, text
+    marked = f"A or Z.\n#### {right[0]}"
+    assert answers.answers_match(answers.extract_answer(marked, "auto", gold), gold)
+    assert answers.extract_answer(marked, "last_number") is None
 
 
 @pytest.mark.parametrize(
@@ -75,7 +109,21 @@ def test_gsm8k_gold_and_latex_gold():
 
 
 PIECES = [*"09,.-\u2212+/eE$% \n\t\\{}^x)٣", "- ", " / ", "\\boxed{", "\\frac"]
-PIECES += ["123", "1,234", "1e9", "####", "<reasoning>", "</reasoning>", "<answer>", "</answer>"]
+PIECES += [
+    "123",
+    "1,234",
+    "1e9",
+    "1_0",
+    "0x1",
+    "'",
+    "B",
+    "(B",
+    "####",
+    "<reasoning>",
+    "</reasoning>",
+    "<answer>",
+    "</answer>",
+]
 
 
 @settings(deadline=None, max_examples=150)
@@ -88,6 +136,8 @@ def test_whatever_a_model_writes_is_read(pieces, length, end):
         answer = answers.extract_answer(text, answer_format)
         assert answer is None or answer == answer.strip() != ""
         answers.parse_number(answer or text)
+        for gold in (answers.TextAnswer("B"), answers.TextAnswer("two words")):
+            answers.answers_match(answers.extract_answer(text, answer_format, gold), gold)
     tag_format_reward([f"<reasoning>{text}", text])
 
 

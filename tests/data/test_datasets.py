@@ -1,5 +1,7 @@
+import contextlib
 import json
 import statistics
+from dataclasses import replace
 
 import pytest
 from datasets import Dataset, DatasetDict
@@ -51,6 +53,91 @@ def test_rewards_get_the_other_columns_of_a_source(tmp_path):
     }
     for row in train:
         assert row["prompt"][0]["content"] == row["question"] and row["answer"] == str(row["level"] + 1)
+
+
+OWN = ["my_rewards.py:mine"]
+TALK = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}]
+# A row of a data set that `GRPOTrainer` takes, its prompt in a recipe, and whether its answer can be graded.
+FORMATS = {
+    "multiple choice": ({"question": "Which? A) 1 B) 2", "answer": "B"}, "Which? A) 1 B) 2", True),
+    "yes or no": ({"problem": "Is 2 even?", "answer": True}, "Is 2 even?", True),
+    "free text": ({"question": "Capital?", "answer": "Paris"}, "Capital?", True),
+    "a long text": ({"question": "Why?", "answer": "x" * 1000}, "Why?", False),
+    "tests": ({"question": "f(x) = x + 1", "answer": ["assert f(1) == 2"]}, "f(x) = x + 1", False),
+    "a table": ({"question": "Which?", "answer": {"a": 1}, "level": 3}, "Which?", False),
+    "prompt only": ({"prompt": "A haiku."}, "A haiku.", False),
+    "TRL's own columns": ({"prompt": "1+1?", "solution": "2", "tools": "[]"}, "1+1?", False),
+    "a prompt before a question": ({"prompt": "A haiku.", "question": "?"}, "A haiku.", False),
+    "no answer in this row": ({"problem": "1+1?", "answer": None, "tests": ["a"]}, "1+1?", False),
+    "conversation": ({"prompt": TALK, "answer": 2}, TALK, True),
+    "conversation alone": ({"prompt": TALK[1:]}, TALK[1:], False),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_trls_trainer_takes_is_taken_with_a_reward_of_ones_own(name, tmp_path, capsys):
+    row, prompt, is_gradable = FORMATS[name]
+    path = write(tmp_path / "mine.jsonl", [row] * 4)
+    with pytest.raises(datasets.DatasetError) if not is_gradable else contextlib.nullcontext():
+        load_data(ScriptArguments(path, skip_accuracy=True))  # exact_answer compares with the answer
+    train, measured = load_data(ScriptArguments(path, rewards=OWN, skip_accuracy=is_gradable))
+    assert measured is None
+    assert ("accuracy is not measured" in capsys.readouterr().out) == (not is_gradable)
+    expected = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    for read in train:
+        assert read["prompt"] == expected
+        for column in row.keys() - {"prompt"}:  # as stock TRL hands them to a reward
+            graded = is_gradable and column == "answer"
+            assert read[column] == (str(row[column]) if graded else row[column])
+
+
+def test_a_conversation_gets_the_template_and_keeps_its_own_system_prompt():
+    parts = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
+    problems = [{"row": 0, "question": question, "answer": "2"} for question in (TALK, TALK[1:], parts)]
+    prompts = [datasets.to_prompts([each], "Be short.", "{question} Now.")[0]["prompt"] for each in problems]
+    assert prompts[0] == [TALK[0], {"role": "user", "content": "1+1? Now."}]
+    assert prompts[1] == [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1+1? Now."}]
+    assert prompts[2][0]["content"][0]["text"] == "Be short."
+    assert prompts[2][1]["content"][1]["text"] == "What? Now." and parts[0]["content"][1]["text"] == "What?"
+    assert datasets.to_prompts(problems[:1], chat=False)[0]["prompt"] == TALK
+
+
+def test_accuracy_is_measured_on_what_can_be_graded_or_by_a_function(tmp_path, capsys):
+    rows = [{"question": f"{i}?", "answer": [None, str(i), "Paris", "x" * 999][i % 4]} for i in range(20)]
+    path = write(tmp_path / "mixed.jsonl", rows)
+    script = ScriptArguments(path, rewards=OWN, held_out=8)
+    train, measured = load_data(script)
+    assert len(train) == 12 and set(measured["answer"]) <= {row["answer"] for row in rows[1::4] + rows[2::4]}
+    printed = capsys.readouterr().out
+    texts = sum(answer == "Paris" for answer in measured["answer"])
+    assert f"measured on the {len(measured)} of 8 problems whose answer can be graded" in printed
+    assert f"{texts} of {len(measured)} right answers are compared as text" in printed
+    assert load_held_out(script)["row"][:] == measured["row"][:]
+    assert len(load_data(replace(script, accuracy_function="my_rewards.py:passes"))[1]) == 8
+    path = write(tmp_path / "prompts.jsonl", [{"prompt": "A haiku."}] * 4)
+    with pytest.raises(datasets.DatasetError, match="accuracy_function names a function of yours"):
+        load_held_out(ScriptArguments(path))
+
+
+def test_no_split_to_measure_on_is_needed_for_what_cannot_be_graded(tmp_path):
+    (tmp_path / "hub").mkdir()
+    write(tmp_path / "hub" / "train.jsonl", [{"prompt": "A haiku."}] * 4)
+    train, measured = load_data(ScriptArguments(str(tmp_path / "hub"), rewards=OWN))
+    assert len(train) == 4 and measured is None
+    with pytest.raises(datasets.DatasetError, match="'test'"):
+        load_data(ScriptArguments(str(tmp_path / "hub"), rewards=OWN, accuracy_function="my_rewards.py:passes"))
+
+
+def test_an_error_names_few_of_many_columns(tmp_path):
+    columns = {f"column {i}" * (1 + i % 2 * 50): i for i in range(20_000)}
+    for rows in ([columns], [{name: 1} for name in columns]):
+        with pytest.raises(datasets.DatasetError, match="and 19,992 more; looked for Body") as refused:
+            datasets._known_columns(rows, "mine.jsonl", None, None, graded=True)
+        assert len(str(refused.value)) < 1000
+    path = write(tmp_path / "mine.jsonl", [{"problem": {"a": ["x" * 10_000]}, "answer": 1}])
+    with pytest.raises(datasets.DatasetError, match="row 0: the field 'problem' must be text or a list") as refused:
+        datasets.read_problems(path)
+    assert len(str(refused.value)) < 400
 
 
 def test_a_column_of_mixed_types_is_left_out_with_a_warning(caplog):

@@ -28,8 +28,18 @@ def test_a_row_without_an_answer_is_not_judged_and_content_parts_are_read():
     assert rewards.tag_format_reward(completions) == [0, 0]
 
 
-GOLDS = ["9" * 5000, 10**5000, float("nan"), "1/0", "1/0/0", "\\frac{1}{" * 5000, "x" * 100_000, ""]
-GOLDS += ["no answer", "about five", "1 or 2", ["7"], {"value": 7}]
+GOLDS = [
+    "9" * 5000,
+    10**5000,
+    float("nan"),
+    "\\frac{1}{" * 5000,
+    "x" * 100_000,
+    "",
+    "one\ntwo",
+    " .",
+    ["7"],
+    {"value": 7},
+]
 
 
 @pytest.mark.parametrize("gold", GOLDS, ids=range(len(GOLDS)))
@@ -38,6 +48,15 @@ def test_a_gold_answer_without_a_value_names_its_row_in_few_words(gold):
         with pytest.raises(UnparsableGoldAnswer, match="row 17 ") as caught:
             reward(completions=["1", "2"], answer=["1", gold], row=[3, 17])
         assert len(str(caught.value)) < 400
+
+
+def test_a_gold_answer_that_is_no_number_rewards_its_own_words_alone():
+    """open-r1#293: whatever could not be parsed was rewarded with 1."""
+    texts = ["no answer", "about five", "1 or 2", "1/0", "1/0/0"]
+    for gold in texts:
+        completions = [f"#### {text}" for text in (*texts, "1", "5", "0", "")]
+        rewarded = rewards.exact_answer_reward()(completions=completions, answer=[gold] * len(completions))
+        assert rewarded == [float(text == gold) for text in texts] + [0.0] * 4
 
 
 def test_tags_and_grades_follow_the_blog():

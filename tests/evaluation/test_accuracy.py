@@ -8,7 +8,7 @@ from datasets import Dataset
 from tests.tiny import Answering, prompts, tiny_model
 from trl_fsdp_qlora.data.answers import UnparsableGoldAnswer
 from trl_fsdp_qlora.evaluation import accuracy as evaluation
-from trl_fsdp_qlora.evaluation.accuracy import Evaluation, evaluate, majority
+from trl_fsdp_qlora.evaluation.accuracy import Evaluation, Judge, evaluate, majority
 from trl_fsdp_qlora.evaluation.stats import format_accuracy, pass_at_k, wilson_interval
 from trl_fsdp_qlora.small_base.text import character_tokenizer
 
@@ -38,7 +38,49 @@ def test_the_majority_is_of_equal_numbers_and_there_may_be_none():
 def test_a_bad_gold_answer_is_found_before_anything_is_generated():
     model = Answering(None)
     with pytest.raises(UnparsableGoldAnswer, match="row 1"):
-        evaluate(model, model.tokenizer, Dataset.from_dict({"prompt": ["1+1=", "2+2="], "answer": ["2", "four"]}))
+        evaluate(model, model.tokenizer, Dataset.from_dict({"prompt": ["1+1=", "2+2="], "answer": ["2", "4" * 5000]}))
+
+
+async def passes(prompts, completions, tests, **columns):
+    """Right is the completion that the row's tests name; `None` and values below 1 are not right."""
+    assert prompts[0] == "1+1=" and not columns
+    values = {"2": 1.0, "3": 0.9, "4": None}
+    return [values[text] if text in names else 0 for text, names in zip(completions, tests, strict=True)]
+
+
+def fails(completions, **columns):
+    raise KeyError("oh")
+
+
+def returns_one_value(completions, **columns):
+    return [1.0]
+
+
+def test_a_function_of_ones_own_decides_in_place_of_answers(caplog):
+    dataset = Dataset.from_dict({"prompt": ["1+1="] * 4, "tests": [["2"], ["3"], ["4"], ["5"]]})
+    tokenizer = character_tokenizer()
+    texts = []
+    tokenizer.decode = lambda tokens, skip_special_tokens: texts.pop(0)
+    for function, right in ((passes, 1), (fails, 0), (returns_one_value, 0)):
+        texts += ["2", "3", "4", "2", *["2"] * 8]
+        result = evaluate(
+            Answering(lambda *_: "7"), tokenizer, dataset, judge=Judge(function), samples=2, progress=False
+        )
+        assert (result.n, result.correct, result.strict, result.lenient) == (4, right, None, None)
+        assert (result.pass_at_k, result.majority_at_k) == (right / 4, right / 4)
+        assert "strict" not in str(result)
+    assert "accuracy_function fails failed (KeyError: 'oh'); the run goes on" in caplog.text
+    assert "1 values for 4 completions" in caplog.text
+
+
+def test_letters_and_texts_are_voted_on_by_their_words():
+    assert majority(["Paris", "London", "paris.", None]) == "Paris"
+    dataset = Dataset.from_dict({"prompt": ["1+1="] * 2, "answer": ["B", "Paris"]})
+    tokenizer = character_tokenizer()
+    texts = ["So B", "It is\nParis", *["A", "(B)", "B) 1"], *["paris", "London", "Paris!"]]
+    tokenizer.decode = lambda tokens, skip_special_tokens: texts.pop(0)
+    result = evaluate(Answering(lambda *_: "7"), tokenizer, dataset, samples=3, batch_size=6, progress=False)
+    assert (result.correct, result.strict, result.lenient, result.majority_at_k) == (2, 0, 2, 1.0)
 
 
 def test_the_result_does_not_depend_on_training_mode_and_leaves_the_generator_alone():

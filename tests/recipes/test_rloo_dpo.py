@@ -11,7 +11,9 @@ from datasets import Dataset
 
 from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.data.answers import DatasetError, answers_match, extract_answer
+from trl_fsdp_qlora.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.recipe.pairs import pairs_of_problem, read_pairs, write_pairs
+from trl_fsdp_qlora.recipe.problems import load_held_out
 
 COMMON = (
     "--model_name_or_path base --dtype float32 --dataset sums.json --held_out 30 --output_dir out "
@@ -44,6 +46,32 @@ def test_rloo_trains_measures_and_goes_on(folder, called, capsys):
     assert record["before"]["n"] == record["after"]["n"] == 30
     assert [entry["step"] for entry in record["history"] if "loss" in entry] == [1, 2]
     assert "RLOO" in (folder / "out" / "README.md").read_text()
+
+
+def test_a_recipe_trains_on_tests_as_answers_with_functions_of_ones_own(folder, called, capsys):
+    rows = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "answer": [i, i + 1]} for i in range(40)]
+    (folder / "tests.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "own_of_tests.py").write_text(
+        "def near(completions, answer, **columns):\n"
+        "    assert all(b == a + 1 for a, b in answer)\n"
+        "    return [-len(each[-1]['content']) for each in completions]\n"
+        "def even(prompts, completions, answer, **columns):\n"
+        "    return [1 - low % 2 for low, high in answer]\n"
+    )
+    words = f"{COMMON} --dataset tests.jsonl --rewards own_of_tests.py:near --accuracy_function own_of_tests.py:even"
+    called("rloo", f"{words} --max_steps 1 --per_device_train_batch_size 8 --num_generations 4 --save_strategy no")
+    record = json.loads((folder / "out" / "metrics.json").read_text())
+    held_out = load_held_out(ScriptArguments("tests.jsonl", held_out=30, accuracy_function="own_of_tests.py:even"))
+    even = sum(low % 2 == 0 for low, _ in held_out["answer"])
+    assert record["before"]["correct"] == record["after"]["correct"] == even
+    assert record["settings"]["accuracy_function"] == "own_of_tests.py:even"
+    called(
+        "rloo",
+        f"{words.partition(' --accuracy_f')[0]} --max_steps 1 --per_device_train_batch_size 8 "
+        "--num_generations 4 --save_strategy no --output_dir unmeasured",
+    )
+    assert "accuracy is not measured: no answer is a number" in capsys.readouterr().out
+    assert "before" not in json.loads((folder / "unmeasured" / "metrics.json").read_text())
 
 
 def test_dpo_makes_its_pairs_once_trains_and_is_measured(folder, called, capsys):

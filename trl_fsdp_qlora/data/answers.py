@@ -10,6 +10,7 @@ import numbers
 import re
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -25,21 +26,27 @@ Completion = str | list[dict[str, Any]]
 ANSWER_FORMATS = ("auto", "hash", "tags", "boxed", "last_number", "first_line", "verl")
 MAX_TEXT = 100_000  # characters at the end of a completion that are searched for its answer
 MAX_LATEX = 2_000  # characters of an expression that math-verify is given
+MAX_EXACT_TEXT = 200  # characters of a right answer that is compared as text
 MAX_DIGITS = 1_000  # of a number; a number with more digits, or a larger exponent, is no answer
 INSTALL_MATH = "pip install 'trl-fsdp-qlora[math]'"
 
 # A number is matched as far as it goes, and never given up for a shorter one ((?>…)), with few blanks within it. A
 # pattern that can divide a run of blanks or digits in every way takes minutes for one completion. The match may still
-# be no number (`1.2.3`, `3,14,1` or 05/06/2024); `_value` decides.
-_DIGITS = r"(?>\.?\d+(?:[.,]\d+)*(?:[eE][-+]?\d+)?)"
+# be no number (`1.2.3`, `3,14,1`, 05/06/2024, or a literal of code like `0x10` and `1_0`); `_value` decides.
+_BETWEEN_GROUPS = "_'\u2019\u00a0\u2009\u202f"  # of three digits, besides the comma: 1_000 and 1'000
+_DIGITS = rf"(?>0[xXbBoO][\da-fA-F]\w*|\.?\d+(?:[.,{_BETWEEN_GROUPS}]\d+)*(?:[eE][-+]?\d+)?(?:_\w*)?)"
 NUMBER = re.compile(
     rf"(?<![\w.])(?:(?P<sign>[-+\u2212])\s{{0,4}})?(?:[$€£]\s{{0,4}})?(?P<digits>{_DIGITS})"
     rf"(?P<below>(?>\s{{0,4}}/\s{{0,4}}{_DIGITS})*)(?:\s{{0,4}}%)?"
 )
-_PLAIN = re.compile(r"(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")
+_GROUPS = "|".join(rf"\d{{1,3}}(?:{separator}\d{{3}})+" for separator in f",{_BETWEEN_GROUPS}")
+_PLAIN = re.compile(rf"(?:{_GROUPS}|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{{1,4}})?")
+_NO_DIGITS = str.maketrans("", "", f",{_BETWEEN_GROUPS}")
 _VERLS = re.compile(r"#### (-?[0-9.,]+)")
 _WHOLE = re.compile(r"0|-?[1-9][0-9]*")
 _LATEX = re.compile(r"[\\^]")
+_LETTER = re.compile(r"(?<!\w)(?<!\w')[A-Z](?!\w|'\w)")  # a capital that stands alone, as in "(B)" and "B. Paris"
+_AROUND_TEXT = " \t\n\"'`*_.,;:!?()[]{}$"  # what is left out at both ends of an answer that is compared as text
 
 
 class DatasetError(UserError):
@@ -47,7 +54,36 @@ class DatasetError(UserError):
 
 
 class UnparsableGoldAnswer(DatasetError):
-    """A gold answer of the dataset from which no value can be read."""
+    """A gold answer of the dataset that no answer of a model can be compared with."""
+
+
+@dataclass(frozen=True)
+class TextAnswer:
+    """A right answer that is neither a number nor LaTeX. It is compared as text: `"Paris"`, `"yes"`, `"B"`.
+
+    Case, blanks, and punctuation at both ends are left out. A single capital is the letter of a choice. An answer that
+    begins with it, as in `"B) 17"`, is right, too.
+    """
+
+    text: str
+
+    @property
+    def is_letter(self) -> bool:
+        return _LETTER.fullmatch(self.text.strip(_AROUND_TEXT)) is not None
+
+    def is_equal(self, answer: str) -> bool:
+        if comparable_text(answer) == comparable_text(self.text):
+            return True
+        letter = self.text.strip(_AROUND_TEXT)
+        return self.is_letter and re.match(rf"[\s*(\[]*{letter}[\s*]*[).:\]]", answer) is not None
+
+
+Gold = Fraction | str | TextAnswer | Callable[[str | None], bool]
+
+
+def comparable_text(text: str) -> str:
+    """`text` without case, without blanks that say nothing, and without punctuation at both ends."""
+    return " ".join(text.strip(_AROUND_TEXT).casefold().split())
 
 
 def completion_text(completion: Completion) -> str:
@@ -69,12 +105,14 @@ def _value(match: re.Match) -> Fraction | None:
     """
     values = []
     for digits in [match["digits"], *match["below"].split("/")[1:]][:3]:
-        mantissa, _, exponent = digits.strip().lower().partition("e")
-        # The exponent is checked before it is used: 1e999999999 is ten characters, and a gigabyte as a fraction.
-        too_long = len(digits) > MAX_DIGITS or (exponent and (len(exponent) > 5 or abs(int(exponent)) > MAX_DIGITS))
-        if too_long or not _PLAIN.fullmatch(mantissa):
+        digits = digits.strip()
+        if len(digits) > MAX_DIGITS or not _PLAIN.fullmatch(digits):
             return None
-        values.append(Fraction(mantissa.replace(",", "")) * Fraction(10) ** int(exponent or 0))
+        mantissa, _, exponent = digits.lower().partition("e")
+        # The exponent is checked before it is used: 1e999999999 is ten characters, and a gigabyte as a fraction.
+        if abs(int(exponent or 0)) > MAX_DIGITS:
+            return None
+        values.append(Fraction(mantissa.translate(_NO_DIGITS)) * Fraction(10) ** int(exponent or 0))
     if len(values) > 2 or (len(values) == 2 and values[1] == 0):
         return None
     value = values[0] if len(values) == 1 else values[0] / values[1]
@@ -103,7 +141,7 @@ def parse_number(text: str | int | float) -> Fraction | None:
     return None if first is None or next(matches, None) is not None else _value(first)
 
 
-def extract_answer(text: str, answer_format: str = "auto") -> str | None:
+def extract_answer(text: str, answer_format: str = "auto", gold: Gold | None = None) -> str | None:
     """The final answer of a completion, as text; `None` if it has none.
 
     Args:
@@ -114,6 +152,8 @@ def extract_answer(text: str, answer_format: str = "auto") -> str | None:
             among the last 300 characters, which verl's scorer of GSM8K takes for the answer. verl compares texts
             without commas, and [`answers_match`] compares values. A number that is not written as a whole number
             (`18.`, `18.0`) is therefore no answer under `"verl"`.
+        gold: the right answer, of [`parse_gold`], if it is known. It decides what `"auto"` takes as its last resort,
+            see [`last_resort`].
 
     Raises:
         UserError: unknown `answer_format`.
@@ -138,9 +178,25 @@ def extract_answer(text: str, answer_format: str = "auto") -> str | None:
         inside = _last_boxed(text)
     if inside is not None:
         return inside.strip() or None
-    if answer_format in ("auto", "last_number"):
+    if answer_format == "auto":
+        return last_resort(text, gold)
+    return _last_number(text) if answer_format == "last_number" else None
+
+
+def last_resort(text: str, gold: Gold | None = None) -> str | None:
+    """The final answer of a text that marks none.
+
+    It is the last number. If the right answer is the letter of a choice, it is the last capital that stands alone. If
+    there is none, or the right answer is another text, it is the last line.
+    """
+    text = text[-MAX_TEXT:]
+    if not isinstance(gold, TextAnswer):
         return _last_number(text)
-    return None
+    if gold.is_letter:
+        letters = [letter for letter in _LETTER.findall(text) if letter != "I" or comparable_text(gold.text) == "i"]
+        if letters:
+            return letters[-1]
+    return text.strip().rsplit("\n", 1)[-1].strip() or None
 
 
 def _last_number(text: str) -> str | None:
@@ -176,33 +232,47 @@ def required_answer(text: str, answer_format: str = "auto") -> str | None:
     return next((answer for answer in answers if answer is not None), None)
 
 
-def parse_gold(answer: str | int | float, row: int | str) -> Fraction | str:
-    """A gold answer as an exact number, or as LaTeX if `math-verify` can read it.
+def parse_gold(answer: str | int | float, row: int | str) -> Fraction | str | TextAnswer:
+    """A gold answer as an exact number, as LaTeX if `math-verify` can read it, or as a text of one line.
 
     GSM8K's own `... #### 42` is understood.
 
     Raises:
-        UnparsableGoldAnswer: it is neither; the message names the row.
+        UnparsableGoldAnswer: it is none of them; the message names the row.
     """
-    value = answer
-    if isinstance(answer, str) and "####" in answer:
-        value = extract_answer(answer, "hash") or ""
+    value = str(answer) if isinstance(answer, bool) else answer
+    if isinstance(value, str) and "####" in value:
+        value = extract_answer(value, "hash") or ""
     is_text = isinstance(value, str)
     number = parse_number(value) if isinstance(value, (str, numbers.Real)) else None
     if number is not None and not (is_text and "\\" in value):
         return number
-    if is_text and _is_latex(value) and math_worker.installed() and _parses(value):
-        return value
+    needs_math = is_text and _is_latex(value) and not math_worker.installed()
+    if is_text and not needs_math:
+        if _is_latex(value) and _parses(value):
+            return value
+        value = value.strip()
+        if comparable_text(value) and len(value) <= MAX_EXACT_TEXT and "\n" not in value:
+            return TextAnswer(value)
     # Python refuses to print an integer that is too long.
     printed = f"{answer:#x}" if isinstance(answer, int) else repr(answer)
-    latex = "" if math_worker.installed() else f" (LaTeX answers need: {INSTALL_MATH})"
+    latex = f" without math-verify ({INSTALL_MATH})" if needs_math else ""
     raise UnparsableGoldAnswer(
-        f"the gold answer of row {row} cannot be read as a number{latex}: {printed[:120]}. Correct the row or leave "
-        "it out of the dataset."
+        f"the gold answer of row {row} is no number and no text of one line{latex}: {printed[:120]}. Correct the row, "
+        "leave it out of the dataset, or give rewards a function of your own"
     )
 
 
-def answers_match(answer: str | None, gold: Fraction | str | Callable[[str | None], bool]) -> bool:
+def can_be_graded(answer: Any) -> bool:
+    """Whether [`parse_gold`] takes `answer`."""
+    try:
+        parse_gold(answer, 0)
+    except UnparsableGoldAnswer:
+        return False
+    return True
+
+
+def answers_match(answer: str | None, gold: Gold) -> bool:
     """Whether the text `answer` has the value `gold` (see [`parse_gold`]); numbers are compared exactly.
 
     LaTeX is compared by math-verify; an answer that it cannot decide within its deadline does not match. A function as
@@ -212,6 +282,8 @@ def answers_match(answer: str | None, gold: Fraction | str | Callable[[str | Non
         return gold(answer)
     if answer is None:
         return False
+    if isinstance(gold, TextAnswer):
+        return gold.is_equal(answer)
     number = parse_number(answer)
     if isinstance(gold, Fraction) and number is not None and "\\" not in answer:
         return number == gold

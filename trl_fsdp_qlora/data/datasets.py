@@ -1,4 +1,4 @@
-"""Problems with one exact answer in TRL's format, and the problems of a recipe.
+"""Problems in TRL's format: a question or a conversation, its right answer if there is one, and further columns.
 
 They come from a file, the Hub or a user's own function.
 """
@@ -6,6 +6,7 @@ They come from a file, the Hub or a user's own function.
 import hashlib
 import inspect
 import io
+import json
 import logging
 import random
 import re
@@ -22,8 +23,16 @@ from ..small_base.text import TASKS, two_digit_pairs
 from . import reasoning_gym
 from .answers import DatasetError, UnparsableGoldAnswer, parse_gold
 
-# (columns of the question, column of the right answer): SVAMP, GSM8K, and a user's own plain files.
-COLUMNS = ((("Body", "Question"), "Answer"), (("question",), "answer"), (("problem",), "answer"))
+# (columns of the question, column of the right answer): SVAMP, GSM8K, a user's own plain files, and TRL's own name.
+COLUMNS = (
+    (("Body", "Question"), "Answer"),
+    (("question",), "answer"),
+    (("problem",), "answer"),
+    (("prompt",), "answer"),
+)
+# Columns of a question without an answer: TRL's own name comes first.
+QUESTIONS = (("prompt",), ("Body", "Question"), ("question",), ("problem",))
+SHOWN = 8  # columns of a source that an error names
 # Suffix of a file -> the builder that `datasets` reads it with, and its options.
 _READERS = {
     ".jsonl": ("json", {}),
@@ -33,10 +42,10 @@ _READERS = {
     ".parquet": ("parquet", {}),
 }
 # Columns of a source that do not become columns of its prompts. TRL hands columns to reward functions as keyword
-# arguments, next to arguments of its own, and reads some of them itself.
+# arguments, next to arguments of its own. Pictures are read on the way.
 _NOT_HANDED_ON = {
     "prompt", "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
-    "image", "images", "environment", "environments", "tools", "chat_template_kwargs",
+    "image", "images", "environments",
 }  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -124,8 +133,9 @@ def read_problems(
     question_column: str | None = None,
     answer_column: str | None = None,
     whole_rows: bool = False,
+    graded: bool = True,
 ) -> list[dict[str, Any]]:
-    """Read questions and gold answers of a dataset, and check that each can be parsed.
+    """Read questions and right answers of a dataset.
 
     Args:
         source: as the field `dataset` of a recipe; a folder may be one that `load_dataset` or `load_from_disk` reads,
@@ -134,13 +144,16 @@ def read_problems(
         split, config: of a folder or the Hub; several splits are `train+test`.
         question_column, answer_column: needed if they are not in [`COLUMNS`].
         whole_rows: also return `columns`, the unchanged row.
+        graded: every row needs an answer that [`trl_fsdp_qlora.data.answers.parse_gold`] takes. Otherwise rows may
+            have any answer or none, because rewards are the user's own.
 
     Returns:
-        One dict per problem: `row` (index in the source), `question`, `answer` (as text).
+        One dict per problem: `row` (index in the source), `question` (a text, or a conversation as a list of
+        messages), `answer` (as text; if it cannot be graded, as it is in the row, or `None`).
 
     Raises:
         DatasetError: it cannot be read, has other columns or no rows, or a row lacks a question or an answer.
-        trl_fsdp_qlora.data.answers.UnparsableGoldAnswer: a gold answer cannot be parsed; the message names its row.
+        trl_fsdp_qlora.data.answers.UnparsableGoldAnswer: an answer cannot be graded; the message names its row.
     """
     if reasoning_gym.is_generated(source):
         problems = reasoning_gym.read_problems(source, split)
@@ -156,10 +169,10 @@ def read_problems(
     if not rows:
         raise DatasetError(f"dataset {source!r} (split {split!r}) has no rows")
 
-    question_names, gold_name = _known_columns(rows, source, question_column, answer_column)
+    question_names, gold_name = _known_columns(rows, source, question_column, answer_column, graded)
     problems = []
     for index, row in enumerate(rows):
-        problem = _read_problem(row, index, question_names, gold_name, source)
+        problem = _read_problem(row, index, question_names, gold_name, source, graded)
         if whole_rows:
             problem["columns"] = row
         problems.append(problem)
@@ -167,53 +180,96 @@ def read_problems(
 
 
 def _known_columns(
-    rows: Sequence[dict], source: str, question_column: str | None, answer_column: str | None
-) -> tuple[tuple[str, ...], str]:
-    """The columns that make up a question, and the column of the right answer."""
+    rows: Sequence[dict], source: str, question_column: str | None, answer_column: str | None, graded: bool
+) -> tuple[tuple[str, ...], str | None]:
+    """The columns that make up a question, and the column of the right answer, if there is one."""
     columns = {str(name) for row in rows for name in row}
-    candidates = COLUMNS
-    if question_column or answer_column:
-        candidates = [((question_column or "question",), answer_column or "answer")]
+    candidates: list[tuple[tuple[str, ...], str | None]] = list(COLUMNS)
+    if question_column:
+        candidates = [((question_column,), answer_column or "answer")]
+    elif answer_column:
+        candidates = [(names, answer_column) for names, _ in COLUMNS]
+    if not graded and answer_column is None:
+        candidates += [(names, None) for names in ([(question_column,)] if question_column else QUESTIONS)]
     for question_names, gold_name in candidates:
-        if {*question_names, gold_name} <= columns:
+        if {*question_names, *filter(None, [gold_name])} <= columns:
             return question_names, gold_name
-    expected = " | ".join(", ".join((*question_names, gold_name)) for question_names, gold_name in candidates)
+    expected = " | ".join(", ".join(filter(None, (*names, gold))) for names, gold in candidates)
     raise DatasetError(
-        f"{source!r} has columns {', '.join(sorted(columns)) or 'none'}; looked for {expected}: name yours with "
-        "question_column and answer_column"
+        f"{source!r} has columns {_few_of(columns)}; looked for {expected}: name yours with question_column and "
+        f"answer_column{'' if not graded else '; with a reward of your own no answer is needed'}"
     )
 
 
-def _read_problem(row: dict, index: int, question_names: Sequence[str], gold_name: str, source: str) -> dict[str, Any]:
+def _few_of(columns: set[str]) -> str:
+    """The first of a source's columns, in words that fit into a line."""
+    shown = [_shortened(name) for name in sorted(columns)[:SHOWN]]
+    more = f" and {len(columns) - SHOWN:,} more" if len(columns) > SHOWN else ""
+    return f"{', '.join(shown) or 'none'}{more}"
+
+
+def _shortened(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _read_problem(
+    row: dict, index: int, question_names: Sequence[str], gold_name: str | None, source: str, graded: bool
+) -> dict[str, Any]:
     """The problem in a row, checked; the texts of `question_names` become one question."""
     row_name = f"{source}, row {index}"
-    for name in (*question_names, gold_name):
-        if row.get(name) in (None, ""):
+    needed = [*question_names, gold_name] if graded else question_names
+    for name in needed:
+        if row.get(name) in (None, "", []):
             raise DatasetError(f"{row_name}: the field {name!r} is empty; complete the row or leave it out")
-        if name != gold_name and not isinstance(row[name], str):
-            raise DatasetError(f"{row_name}: the field {name!r} must be text, not {row[name]!r}")
-    *bodies, question = (row[name].strip() for name in question_names)
-    for body in bodies:
-        full_stop = "" if body.endswith((".", "?", ",")) else "."
-        question = f"{body}{full_stop} {question}"
-    answer = row[gold_name]
-    if isinstance(answer, str):
-        answer = answer.rsplit("####", 1)[-1].strip()
-    try:
-        parse_gold(answer, index)
-    except UnparsableGoldAnswer as error:
-        raise UnparsableGoldAnswer(f"{row_name}: {error}") from None
-    problem = {"row": index, "question": question, "answer": str(answer)}
+    problem = {"row": index, "question": _question(row, question_names, row_name)}
+    problem["answer"] = None if gold_name is None else _answer(row.get(gold_name), index, row_name, graded)
     if "image" in row or "images" in row:
         problem["images"] = read_images(row, source, row_name)
     return problem
 
 
+def is_conversation(question: Any) -> bool:
+    """Whether `question` is a list of messages, as a conversational prompt of TRL's."""
+    return isinstance(question, list) and all(isinstance(each, dict) and "role" in each for each in question)
+
+
+def _question(row: dict, names: Sequence[str], row_name: str) -> str | list[dict]:
+    """The question in the columns `names`: one text of them all, or a conversation as it is."""
+    if len(names) == 1 and is_conversation(row[names[0]]):
+        return row[names[0]]
+    for name in names:
+        if not isinstance(row[name], str):
+            raise DatasetError(
+                f"{row_name}: the field {name!r} must be text or a list of messages with `role` and `content`, not "
+                f"{_shortened(repr(row[name]))}"
+            )
+    *bodies, question = (row[name].strip() for name in names)
+    for body in bodies:
+        full_stop = "" if body.endswith((".", "?", ",")) else "."
+        question = f"{body}{full_stop} {question}"
+    return question
+
+
+def _answer(value: Any, index: int, row_name: str, graded: bool) -> Any:
+    """The answer in a row as text if it can be graded, and otherwise as it is, unless `graded` rows are needed."""
+    answer = value.rsplit("####", 1)[-1].strip() if isinstance(value, str) else value
+    try:
+        parse_gold(answer, index)
+    except UnparsableGoldAnswer as error:
+        if graded:
+            raise UnparsableGoldAnswer(f"{row_name}: {error}") from None
+        return value
+    return str(answer)
+
+
 def _question_key(problem: dict) -> str:
     """A key that is equal for equal questions about equal pictures."""
+    question = problem["question"]
+    text = question if isinstance(question, str) else json.dumps(question, sort_keys=True, default=str)
     pictures = b"".join(one["bytes"] for one in problem.get("images", ()))
     picture_hash = f" {hashlib.sha256(pictures).hexdigest()}" if pictures else ""
-    return " ".join(problem["question"].lower().split()) + picture_hash
+    return " ".join(text.lower().split()) + picture_hash
 
 
 def hold_out(problems: Sequence[dict], count: int, field: str = "held_out") -> tuple[list[dict], list[dict]]:
@@ -261,12 +317,13 @@ def check_template(template: str) -> None:
 def to_prompts(
     problems: Sequence[dict], system_prompt: str | None = None, template: str = "{question}", chat: bool = True
 ) -> Dataset:
-    """Turn problems of [`read_problems`] into a dataset with TRL's `prompt` column, `answer` and `row`.
+    """Turn problems of [`read_problems`] into TRL's format: `prompt`, `row`, and `answer` if there is one.
 
-    `prompt` is conversational, or plain text with `chat=False`. Problems of reasoning-gym keep their `difficulty` and
-    `entry`, and problems that were read with `whole_rows` the other columns of their source, which reward functions
-    get. `system_prompt` is put before the user's turn, or before the text. `template` turns a question into the
-    user's turn.
+    `prompt` is conversational, or plain text with `chat=False`; a question that is a conversation stays one. Problems
+    of reasoning-gym keep their `difficulty` and `entry`, and problems that were read with `whole_rows` the other
+    columns of their source, which reward functions get. `system_prompt` is put before the user's turn, or before the
+    text; a conversation keeps a system prompt of its own. `template` turns a question, or the last text of a
+    conversation, into the user's turn.
 
     Raises:
         DatasetError: `template` has no `{question}`, or an unknown `{name}`; `problems` is empty.
@@ -275,20 +332,50 @@ def to_prompts(
     if not problems:
         raise DatasetError("no problems to make prompts of")
     rows = []
+    further_columns = []
     for problem in problems:
-        text = template.replace("{question}", problem["question"])
-        prompt: Any = f"{system_prompt}\n{text}" if system_prompt else text
-        if chat:
-            system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-            prompt = [*system, {"role": "user", "content": text}]
-        kept_columns = {name: problem[name] for name in ("difficulty", "entry", "images") if name in problem}
-        rows.append({"prompt": prompt, "answer": problem["answer"], "row": problem["row"], **kept_columns})
-    dataset = _with_columns_of_source(Dataset.from_list(rows), [problem.get("columns", {}) for problem in problems])
+        rows.append({"prompt": _prompt(problem["question"], system_prompt, template, chat), "row": problem["row"]})
+        if "images" in problem:
+            rows[-1]["images"] = problem["images"]
+        answer = {} if problem.get("answer") is None else {"answer": problem["answer"]}
+        of_generator = {name: problem[name] for name in ("difficulty", "entry") if name in problem}
+        further_columns.append({**problem.get("columns", {}), **answer, **of_generator})
+    dataset = _with_columns(Dataset.from_list(rows), further_columns)
     return dataset.cast_column("images", List(Image())) if "images" in dataset.column_names else dataset
 
 
-def _with_columns_of_source(dataset: Dataset, rows: Sequence[dict]) -> Dataset:
-    """`dataset` with the columns of its source that it does not have: reward functions get them, as in TRL."""
+def _prompt(question: str | list[dict], system_prompt: str | None, template: str, chat: bool) -> str | list[dict]:
+    """The prompt of a question, see [`to_prompts`]."""
+    if isinstance(question, str):
+        text = template.replace("{question}", question)
+        if not chat:
+            return f"{system_prompt}\n{text}" if system_prompt else text
+        messages = [{"role": "user", "content": text}]
+    else:
+        *before, last = question
+        messages = [*before, {**last, "content": _in_template(last.get("content"), template)}]
+    if system_prompt and messages[0]["role"] != "system":
+        # Arrow takes either texts or lists of parts as the contents of a conversation.
+        in_parts = isinstance(messages[0].get("content"), list)
+        content = [{"type": "text", "text": system_prompt}] if in_parts else system_prompt
+        messages = [{"role": "system", "content": content}, *messages]
+    return messages
+
+
+def _in_template(content: Any, template: str) -> Any:
+    """The content of a message with its text, or the last of its texts, in `template`."""
+    if isinstance(content, str):
+        return template.replace("{question}", content)
+    if not isinstance(content, list) or not content:
+        return content
+    *before, last = content
+    if last.get("type") == "text":
+        last = {**last, "text": template.replace("{question}", last["text"])}
+    return [*before, last]
+
+
+def _with_columns(dataset: Dataset, rows: Sequence[dict]) -> Dataset:
+    """`dataset` with the columns of `rows` that it does not have: reward functions get them, as in TRL."""
     for name in dict.fromkeys(name for row in rows for name in row):
         if name in _NOT_HANDED_ON or name in dataset.column_names:
             continue

@@ -2,23 +2,22 @@
 
 Every reward takes TRL's arguments (`completions`, plus the dataset's columns as keyword lists) and returns one float
 per completion. It returns `None` if the row has no answer because the row belongs to another of the dataset's tasks. A
-gold answer that cannot be parsed is an error that names its row, never a reward.
+gold answer that no answer can be compared with is an error that names its row, never a reward.
 """
 
 import re
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 
 from ..errors import UserError, did_you_mean
 from ..run.import_path import is_import_path, load_function
 from . import reasoning_gym
-from .answers import NUMBER, Completion, answers_match, completion_text, extract_answer, parse_gold
+from .answers import NUMBER, Completion, Gold, TextAnswer, answers_match, completion_text, extract_answer, parse_gold
 
 _TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 _BETWEEN = re.compile(r"</reasoning>\s*<answer>")
 
 
-def _gold_rows(answer: Sequence, columns: dict) -> list[Fraction | str | None]:
+def _gold_rows(answer: Sequence, columns: dict) -> list[Gold | None]:
     rows = columns.get("row", range(len(answer)))
     return [None if gold is None else parse_gold(gold, row) for gold, row in zip(answer, rows, strict=True)]
 
@@ -31,9 +30,11 @@ def exact_answer_reward(answer_format: str = "auto") -> Callable[..., list[float
     extract_answer("", answer_format)  # so that an unknown format is an error now, not in the first step
 
     def exact_answer(completions: Sequence[Completion], answer: Sequence, **columns) -> list[float | None]:
-        model_answers = [extract_answer(completion_text(completion), answer_format) for completion in completions]
-        pairs = zip(model_answers, _gold_rows(answer, columns), strict=True)
-        return [None if gold is None else float(answers_match(each, gold)) for each, gold in pairs]
+        rewards = []
+        for completion, gold in zip(completions, _gold_rows(answer, columns), strict=True):
+            model_answer = extract_answer(completion_text(completion), answer_format, gold)
+            rewards.append(None if gold is None else float(answers_match(model_answer, gold)))
+        return rewards
 
     return exact_answer
 
@@ -68,7 +69,7 @@ def graded_reward(completions: Sequence[Completion], answer: Sequence, **columns
         reward = sum(0.2 for tag in _TAGS if text.count(tag) == 1)
         model_answer = extract_answer(text, "tags")
         if answers_match(model_answer, gold):
-            bare = NUMBER.fullmatch(model_answer.strip()) is not None or isinstance(gold, str)
+            bare = NUMBER.fullmatch(model_answer.strip()) is not None or isinstance(gold, (str, TextAnswer))
             reward += 2.0 if bare else 1.5
         rewards.append(reward)
     return rewards
@@ -81,6 +82,8 @@ REWARDS = {
     reasoning_gym.REWARD: reasoning_gym.verifier_reward,
 }
 _WITH_FORMAT = ("exact_answer", reasoning_gym.REWARD)
+# Rewards that compare with the column `answer`, so that every row needs one.
+COMPARING_REWARDS = ("exact_answer", "graded")
 
 
 def get_reward(name: str, answer_format: str = "auto") -> Callable[..., list[float | None]]:

@@ -1,7 +1,13 @@
-"""Accuracy of a model on problems with exact answers: greedy pass@1, sampled pass@k, majority@k; on every rank."""
+"""Accuracy of a model on problems with a right answer: greedy pass@1, sampled pass@k, majority@k; on every rank.
 
+An answer is compared with the right one, or a user's own function decides.
+"""
+
+import asyncio
+import inspect
 import math
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -11,10 +17,20 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMix
 from trl.data_utils import is_conversational, prepare_multimodal_messages
 
 from ..data import reasoning_gym
-from ..data.answers import answers_match, completion_text, extract_answer, parse_gold, parse_number, required_answer
+from ..data.answers import (
+    answers_match,
+    comparable_text,
+    completion_text,
+    extract_answer,
+    last_resort,
+    parse_gold,
+    parse_number,
+    required_answer,
+)
 from ..decode.completions import generate, over_ranks
 from ..decode.turns import KeptTurns
 from ..fsdp2_qlora.generation import FREE_SHARE, free_bytes
+from ..run.nonfatal import nonfatal
 from .episodes import Agent, run_episodes
 from .stats import format_accuracy, pass_at_k, wilson_interval
 
@@ -29,8 +45,8 @@ class Evaluation:
     Accuracies are fractions of `n` problems, `None` if nothing was sampled; `interval` is Wilson's 95%.
 
     Two more counts of right greedy completions separate format from arithmetic. `strict` accepts an answer only in the
-    places that [`required_answer`] reads, `lenient` takes the last number anywhere. Records of older versions have
-    neither.
+    places that [`required_answer`] reads, `lenient` what [`last_resort`] finds anywhere. They are `None` if a function
+    or an environment decides, and in records of older versions.
     """
 
     n: int
@@ -60,8 +76,30 @@ class Evaluation:
         return text
 
 
+@dataclass
+class Judge:
+    """A user's own function that decides what is right.
+
+    It gets what a reward gets in TRL: `prompts`, `completions` and the dataset's columns, each as a list. An answer is
+    right if its value is at least 1. If the function fails, a warning has the reason, and its completions are wrong.
+    """
+
+    function: Callable[..., Sequence[float | None]]
+
+    def verdicts(self, rows: Sequence[dict], completions: Sequence[Any]) -> list[bool]:
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        with nonfatal(f"accuracy_function {name}"):
+            columns = {column: [row[column] for row in rows] for column in rows[0] if column != "prompt"}
+            values = self.function(prompts=[row["prompt"] for row in rows], completions=completions, **columns)
+            values = list(asyncio.run(values) if inspect.iscoroutine(values) else values)
+            if len(values) != len(rows):
+                raise ValueError(f"{len(values)} values for {len(rows)} completions; it must return one each")
+            return [value is not None and bool(value >= 1) for value in values]
+        return [False] * len(rows)
+
+
 class Completed(NamedTuple):
-    """A model's answer: its text, the tokens that it wrote, and the environment's verdict if that decides."""
+    """A model's answer: its text, the tokens that it wrote, and the verdict of a function or an environment."""
 
     text: str
     tokens: int
@@ -84,32 +122,32 @@ class Scored(NamedTuple):
 
 
 def score_problem(
-    greedy: Completed, drawn: list[Completed], gold: Any, answer_format: str, owns_reward: bool
+    greedy: Completed, drawn: list[Completed], gold: Any, answer_format: str, is_decided: bool
 ) -> Scored:
-    """Compare a problem's completions with its answer, or take the environment's verdicts.
+    """Compare a problem's completions with its answer, or take the verdicts.
 
     Args:
         greedy, drawn: the greedy completion and the sampled ones, which may be none.
         gold: the right answer, or a function that accepts answers, see [`answers_match`].
-        owns_reward: whether environments decide. Their verdicts have no answers to vote on.
+        is_decided: whether a function or environments decide. Their verdicts have no answers to vote on.
     """
 
     def is_right(completion: Completed, answer: str | None) -> bool:
         return answers_match(answer, gold=gold) if completion.is_right is None else completion.is_right
 
-    answer = extract_answer(greedy.text, answer_format)
+    answer = extract_answer(greedy.text, answer_format, gold)
     passed_at_k = 0.0
     wins_majority = False
     if drawn:
-        answers = [extract_answer(completion.text, answer_format) for completion in drawn]
+        answers = [extract_answer(completion.text, answer_format, gold) for completion in drawn]
         passed = sum(map(is_right, drawn, answers))
         passed_at_k = pass_at_k(len(drawn), passed, len(drawn))
-        wins_majority = 2 * passed > len(drawn) if owns_reward else answers_match(majority(answers), gold=gold)
+        wins_majority = 2 * passed > len(drawn) if is_decided else answers_match(majority(answers), gold=gold)
     return Scored(
         correct=is_right(greedy, answer),
         answered=answer is not None,
         strict=is_right(greedy, required_answer(greedy.text, answer_format)),
-        lenient=is_right(greedy, extract_answer(greedy.text, "last_number")),
+        lenient=is_right(greedy, last_resort(greedy.text, gold)),
         tokens=greedy.tokens,
         passed_at_k=passed_at_k,
         majority=wins_majority,
@@ -117,12 +155,15 @@ def score_problem(
 
 
 def majority(answers: list[str | None]) -> str | None:
-    """The most frequent answer, by value if it is a number. Ties go to the earliest; `None` if there is no answer."""
+    """The most frequent answer, by value if it is a number, else by its words. Ties go to the earliest.
+
+    It is `None` if there is no answer.
+    """
     texts = [answer for answer in answers if answer is not None]
     if not texts:
         return None
     numbers = [parse_number(text) for text in texts]
-    values = [text if number is None else number for text, number in zip(texts, numbers, strict=True)]
+    values = [comparable_text(text) if number is None else number for text, number in zip(texts, numbers, strict=True)]
     most_frequent = max(values, key=values.count)  # `max` takes the earliest of equals
     return texts[values.index(most_frequent)]
 
@@ -133,6 +174,13 @@ def encode_images(rows: list[dict], processor: ProcessorMixin) -> tuple[list[lis
     encoded = processor.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)
     vision = {name: encoded[name] for name in encoded if name not in ("input_ids", "attention_mask")}
     return encoded["input_ids"], {**vision, "num_images": [len(row["images"]) for row in rows]}
+
+
+def as_completions(prompt: Any, texts: Sequence[str]) -> list[Any]:
+    """Completions as reward functions get them: messages if the prompt is a conversation, else the texts."""
+    if not is_conversational({"prompt": prompt}):
+        return list(texts)
+    return [[{"role": "assistant", "content": text}] for text in texts]
 
 
 def encode(prompts: list, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -160,6 +208,7 @@ def evaluate(
     synced_gpus: bool = False,
     agent: Agent | None = None,
     max_tool_turns: int | None = None,
+    judge: Judge | None = None,
 ) -> Evaluation:
     """Measure `model` on every problem of `dataset` exactly once, whatever the number of ranks.
 
@@ -170,7 +219,8 @@ def evaluate(
         model: an unwrapped causal language model (not a DDP wrapper); its training mode is restored.
         tokenizer: a tokenizer with a pad token, or a processor if `dataset` has a column `images`.
         dataset: `prompt` and `answer`, and `entry` if a generator verifies, see
-            [`trl_fsdp_qlora.data.datasets.to_prompts`].
+            [`trl_fsdp_qlora.data.datasets.to_prompts`]. With a `judge`, or an environment that owns its reward, no
+            answer is needed.
         max_new_tokens: length limit of a completion, in tokens.
         batch_size: completions per batch, per rank; sampled completions of a problem are batched together.
         samples: k of pass@k and majority@k; 0 measures greedy decoding only.
@@ -183,6 +233,7 @@ def evaluate(
             environment owns its reward, the reward decides instead. `max_new_tokens` is then the length of an episode
             after its prompt, results of tools included, and a completion's tokens are those that the model wrote.
         max_tool_turns: largest number of an episode's tool turns; any number if `None`.
+        judge: decides in place of the answer, and of the environment.
 
     Returns:
         [`Evaluation`], the same on every rank.
@@ -193,10 +244,13 @@ def evaluate(
     started = time.perf_counter()
     with_images = "images" in dataset.column_names
     rows = (dataset.remove_columns("images") if with_images else dataset).to_list()
-    golds = [
-        reasoning_gym.accepts(row["entry"]) if "entry" in row else parse_gold(row["answer"], index)
-        for index, row in enumerate(rows)
-    ]
+    is_decided = judge is not None or (agent is not None and agent.owns_reward)
+    golds: list[Any] = [None] * len(rows)
+    if not is_decided:
+        golds = [
+            reasoning_gym.accepts(row["entry"]) if row.get("entry") else parse_gold(row["answer"], index)
+            for index, row in enumerate(rows)
+        ]
     text_tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
     greedy, sampled = generation_configs(model, text_tokenizer, max_new_tokens, temperature, top_p)
 
@@ -218,9 +272,13 @@ def evaluate(
             max_tool_turns=max_tool_turns,
             synced_gpus=synced_gpus,
         )
+        if judge is None:
+            verdicts = [agent.is_right(episode.environment) for episode in episodes]
+        else:
+            verdicts = judge.verdicts(batch_rows, [episode.messages for episode in episodes])
         return [
-            Completed(completion_text(episode.messages), episode.drawn, agent.is_right(episode.environment))
-            for episode in episodes
+            Completed(completion_text(episode.messages), episode.drawn, verdict)
+            for episode, verdict in zip(episodes, verdicts, strict=True)
         ]
 
     def complete(batch: range, config: GenerationConfig, repeats: int, seed: int | None = None) -> list[Completed]:
@@ -234,7 +292,14 @@ def evaluate(
             ids = encode([rows[i]["prompt"] for i in repeated], tokenizer)
             vision = {}
         completions = generate(model, ids, config, seed, synced_gpus=synced_gpus, vision=vision)
-        return [Completed(tokenizer.decode(each, skip_special_tokens=True), len(each)) for each in completions]
+        texts = [tokenizer.decode(each, skip_special_tokens=True) for each in completions]
+        verdicts: list[bool | None] = [None] * len(texts)
+        if judge is not None:
+            verdicts = judge.verdicts([rows[i] for i in repeated], as_completions(rows[0]["prompt"], texts))
+        return [
+            Completed(text, len(each), verdict)
+            for text, each, verdict in zip(texts, completions, verdicts, strict=True)
+        ]
 
     def draw(batch: range) -> tuple[list[Completed], list[Completed]]:
         best = complete(batch, greedy, 1)
@@ -243,11 +308,10 @@ def evaluate(
 
     def score(batch: range, completions: tuple[list[Completed], list[Completed]]) -> list[Scored]:
         best, drawn = completions
-        owns_reward = agent is not None and agent.owns_reward
         scored = []
         for j, i in enumerate(batch):
             of_problem = drawn[j * samples : (j + 1) * samples]
-            scored.append(score_problem(best[j], of_problem, golds[i], answer_format, owns_reward))
+            scored.append(score_problem(best[j], of_problem, golds[i], answer_format, is_decided))
         return scored
 
     n = len(rows)
@@ -265,8 +329,8 @@ def evaluate(
         answered=sums.answered / n,
         seconds=time.perf_counter() - started,
         tokens_per_completion=sums.tokens / n,
-        strict=sums.strict,
-        lenient=sums.lenient,
+        strict=None if is_decided else sums.strict,
+        lenient=None if is_decided else sums.lenient,
     )
 
 

@@ -34,7 +34,9 @@ class ScriptArguments:
     dataset_config: str | None = option(None, "Configuration name of a Hub dataset.")
     dataset_split: str = option("train", "Split to train on, or several as one: `train+test`.")
     question_column: str | None = option(None, "Column of the questions, if it has none of the known names.")
-    answer_column: str | None = option(None, "Column of the right answers; see `question_column`.")
+    answer_column: str | None = option(
+        None, "Column of the right answers; see `question_column`. With rewards of your own there may be none."
+    )
     eval_dataset: str | None = option(None, "Source of the held-out problems; by default `dataset`.")
     eval_split: str = option("test", "Split of the held-out problems.")
     held_out: int = option(0, "Take this many problems out of `dataset_split` instead of reading `eval_split`.")
@@ -70,6 +72,11 @@ class ScriptArguments:
     accuracy_steps: int = option(0, "Measure accuracy every so many optimizer steps; 0 for before and after only.")
     accuracy_samples: int = option(0, "k of pass@k and majority@k after training; 0 for greedy decoding only.")
     accuracy_batch_size: int = option(64, "Completions per batch of the accuracy measurement, per rank.")
+    accuracy_function: str | None = option(
+        None,
+        "A function that decides what is right in place of the answer, by import path: my_rewards.py:passes. It gets "
+        "a reward's `prompts`, `completions` and columns, and an answer is right if its value is at least 1.",
+    )
     skip_accuracy: bool = option(False, "Train only; measure nothing.")
     max_train_seconds: float | None = option(
         None, "Stop after the optimizer step in which training has taken so many seconds, without what is measured."

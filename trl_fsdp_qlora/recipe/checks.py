@@ -27,7 +27,7 @@ from ..errors import mistyped_path
 from ..prefix_sharing.door import CHOICES
 from ..run.input_checks import language_model_only, mistakes
 from .arguments import ConfigError, ScriptArguments
-from .episodes import OWN_REWARD, agent_of, check_tool_template, with_tool_format
+from .episodes import OWN_REWARD, agent_of, check_tool_template, judge_of, with_tool_format
 
 # Smallest values of this package's own counts; the libraries check the others themselves.
 _AT_LEAST = {
@@ -54,6 +54,7 @@ def check_script(script: ScriptArguments) -> None:
         if name != OWN_REWARD:
             get_reward(name, script.answer_format)
     agent_of(script)
+    judge_of(script)
     check_template(script.prompt_template)
 
 

@@ -1,8 +1,9 @@
-"""The tools and the environment that a recipe's arguments name, and whether its chat template can show them."""
+"""What of a user's own code a recipe's arguments name: tools, the environment, and who decides what is right."""
 
 from typing import Any
 
 from ..compat import trl as compat
+from ..evaluation.accuracy import Judge
 from ..evaluation.episodes import Agent
 from ..run.import_path import load_function
 from .arguments import ConfigError, ScriptArguments
@@ -35,6 +36,11 @@ def agent_of(
         raise ConfigError("tools and environments are shown to the model by its chat template; leave chat: false out")
     tools = [load_function(path) for path in script.tools]
     return Agent(tools, environment, owns_reward, template_options or {}, tool_timeout)
+
+
+def judge_of(script: ScriptArguments) -> Judge | None:
+    """The function that `accuracy_function` names; `None` if it names none, and answers are compared."""
+    return None if script.accuracy_function is None else Judge(load_function(script.accuracy_function))
 
 
 def with_tool_format(tokenizer: Any, script: ScriptArguments) -> Any:

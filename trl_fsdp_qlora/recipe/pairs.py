@@ -87,7 +87,7 @@ def pairs_of_problem(
     """Pairs of one problem, from the `texts` of its samples; `work` is its worked answer, if there is one."""
     gold = parse_gold(row["answer"], row["row"])
     texts = [text for text in dict.fromkeys(texts) if text]
-    right = [text for text in texts if answers_match(extract_answer(text, answer_format), gold)]
+    right = [text for text in texts if answers_match(extract_answer(text, answer_format, gold), gold)]
     wrong = [text for text in texts if text not in right]
     if not right and work is not None:
         right = [work]

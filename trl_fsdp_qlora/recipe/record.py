@@ -25,13 +25,13 @@ from ..run.nonfatal import nonfatal
 from ..run.plain import plain
 from ..run.redaction import portable
 from .arguments import ScriptArguments
-from .episodes import agent_of
+from .episodes import agent_of, judge_of
 from .script import say
 
 # Fields that name data: a file, a folder, a name on the Hub, or a function of the user's.
 DATA = ("dataset", "eval_dataset")
 # Fields that name nothing but code of the user's.
-CODE = ("environment", "tools", "tool_format")
+CODE = ("environment", "tools", "tool_format", "accuracy_function")
 # The file with the data's paths on this machine. Transformers uploads nothing that begins with an underscore.
 PATHS = "_paths.json"
 
@@ -169,6 +169,7 @@ class AccuracyCallback(TrainerCallback):
         args = trainer.args
         options = getattr(args, "chat_template_kwargs", None)
         self.agent = agent_of(script, options, getattr(args, "tool_timeout", None))
+        self.judge = judge_of(script)
 
     def begin(self, step: int) -> None:
         """Pair what is measured from `step` on with nothing that was measured on something else.
@@ -209,6 +210,7 @@ class AccuracyCallback(TrainerCallback):
                 description=description,
                 synced_gpus=synced_gpus,
                 agent=self.agent,
+                judge=self.judge,
                 max_tool_turns=None if self.agent is None else args.max_tool_calling_iterations,
             )
 
@@ -241,7 +243,8 @@ class AccuracyCallback(TrainerCallback):
         metrics = self.trainer._metrics["train"]
         counts = {"accuracy": result.correct, "accuracy/strict": result.strict, "accuracy/lenient": result.lenient}
         for name, count in counts.items():
-            metrics[name].append(count / result.n)
+            if count is not None:
+                metrics[name].append(count / result.n)
         metrics["accuracy/n"].append(result.n)
         self.fill_card(result, state.global_step)
         control.should_log = True

@@ -169,13 +169,15 @@ def _finished_text(trainer: Any, script: ScriptArguments) -> str:
     )
 
 
-def _begin_record(record: RunRecord, trainer: Any, script: ScriptArguments, resume: str | None) -> None:
+def _begin_record(
+    record: RunRecord, trainer: Any, script: ScriptArguments, resume: str | None, is_measured: bool
+) -> None:
     """Write the settings of a run; a run that does not resume begins with an empty record."""
     args = trainer.args
     record.content.pop("after", None)  # of weights that are about to change
     if resume is None:
         record.content = {}  # the record of a run that left no checkpoint
-    elif not script.skip_accuracy and record.content.keys().isdisjoint({"before", "before_left_out"}):
+    elif is_measured and record.content.keys().isdisjoint({"before", "before_left_out"}):
         say(f"{record.path} does not hold the accuracy from before training, which a resumed run cannot measure")
     card = trainer.card_info
     model = card.settings[1] if card.settings else ModelConfig()
@@ -212,7 +214,7 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
     Args:
         trainer: a trainer that has not trained yet.
         script: the recipe's script arguments.
-        test: held-out prompts; `None` if `skip_accuracy` is set and nothing is held out.
+        test: held-out prompts; `None` if there are none to measure on.
         resume: `resume_from_checkpoint`.
 
     Raises:
@@ -225,10 +227,11 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
         if is_finished(record, trainer, script, resume):
             say(_finished_text(trainer, script))
             return record.content
-        _begin_record(record, trainer, script, resume)
+        is_measured = not script.skip_accuracy and test is not None
+        _begin_record(record, trainer, script, resume, is_measured)
         _begin_card(trainer, script, test)
         limit = None if script.max_train_seconds is None else TimeLimit(script.max_train_seconds)
-        accuracy = None if script.skip_accuracy else AccuracyCallback(trainer, script, test, record)
+        accuracy = AccuracyCallback(trainer, script, test, record) if is_measured else None
         if accuracy is not None:
             accuracy.begin(0 if resume is None else step_of(resume))
         for callback in filter(None, (limit, accuracy)):
