@@ -20,6 +20,8 @@ from trl_fsdp_qlora.cli.doctor import doctor
 from trl_fsdp_qlora.publishing import publish
 from trl_fsdp_qlora.publishing.logits import prove, record_logits
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments
+from trl_fsdp_qlora.recipe.record import CODE as CODE_FIELDS
+from trl_fsdp_qlora.recipe.record import DATA
 
 CODE = """
 open('RAN', 'w').write(__name__)
@@ -127,7 +129,7 @@ def test_evaluate_takes_no_code_from_any_field_of_a_folder(cwd, called, monkeypa
                 called("evaluate", "--adapter of_a_run --use_cpu true")
             printed = capfd.readouterr()
             assert nothing_ran(cwd), (name, value)
-            if name in ("dataset", "eval_dataset", "environment", "tools", "tool_format", "rewards"):
+            if name in (*DATA, *CODE_FIELDS, "rewards"):
                 assert isinstance(ended.value, SystemExit)
                 assert f"error: of_a_run names code ({name})" in printed.err
                 assert f"add --{name} " in printed.err
