@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.generation import WatermarkingConfig
 
-from tests.prefix_sharing.helpers import MULTIMODAL, RECURRENT
+from tests.prefix_sharing.helpers import FROM_NO_STATE, MULTIMODAL, RECURRENT
 from tests.prefix_sharing.helpers import build as build_family
 from tests.prefix_sharing.test_images import COMPLETION, FAMILIES, IMAGE, ROWS, llava_trainer, with_images
 from tests.tiny import these_first
@@ -82,13 +82,18 @@ def sampled(**changes):
     return greedy(**{"do_sample": True, "top_k": 0, **changes})
 
 
-TEXT = [*(x for x in MODELS if x not in LENGTH_DEPENDENT), *RECURRENT, *(f"{name} (text)" for name in MULTIMODAL)]
+TEXT = [
+    *(name for name in MODELS if name not in LENGTH_DEPENDENT),
+    *RECURRENT,
+    *FROM_NO_STATE,
+    *(f"{name} (text)" for name in MULTIMODAL),
+]
 
 
 @pytest.mark.parametrize("name", these_first(TEXT, *TEXT[::3]))
 def test_greedy_is_token_identical(name):
     """States of recurrent layers are repeated and dropped with keys and values; positions may have several axes."""
-    family = MULTIMODAL.get(name.removesuffix(" (text)")) or RECURRENT.get(name, [None])[0]
+    family = MULTIMODAL.get(name.removesuffix(" (text)")) or FROM_NO_STATE.get(name) or RECURRENT.get(name, [None])[0]
     try:
         model = build(name) if name in MODELS else build_family(family)
     except AttributeError as missing:  # a class that transformers 5.17 does not have

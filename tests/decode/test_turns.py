@@ -8,7 +8,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tests.decode.helpers import calling_tokenizer
 from tests.decode.test_decoding import EOS, LENGTH_DEPENDENT, MODELS, build, greedy
-from tests.prefix_sharing.helpers import MULTIMODAL, RECURRENT, SUPPORTED
+from tests.prefix_sharing.helpers import FROM_NO_STATE, MULTIMODAL, RECURRENT, SUPPORTED
 from tests.prefix_sharing.helpers import build as build_family
 from tests.tiny import config, digit_share, lora, prompts, these_first, tiny_model
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
@@ -21,9 +21,8 @@ from trl_fsdp_qlora.decode.turns import KeptTurns, why_not_kept
 # Whose next tokens, run one by one behind a cache, are not those of the whole text: transformers' own cache is 0.5%
 # off there.
 INEXACT_CACHE = ("zamba2",)
-GOES_ON_FROM_NO_STATE = ("mamba", "jamba")
 FULL = [name for name in MODELS if name not in LENGTH_DEPENDENT]
-HYBRID = [name for name in RECURRENT if name not in (*INEXACT_CACHE, *GOES_ON_FROM_NO_STATE)]
+HYBRID = [name for name in RECURRENT if name not in INEXACT_CACHE]
 # Which of these keep more than keys and values of every token, so a row is used whole or not at all.
 EXACT = (
     *HYBRID,
@@ -43,7 +42,7 @@ EPISODES = [*FULL, *HYBRID, *(f"{name} (text)" for name in MULTIMODAL)]
 
 
 def any_model(name: str):
-    family = MULTIMODAL.get(name.removesuffix(" (text)")) or RECURRENT.get(name, [None])[0]
+    family = MULTIMODAL.get(name.removesuffix(" (text)")) or FROM_NO_STATE.get(name) or RECURRENT.get(name, [None])[0]
     try:
         return build(name) if name in MODELS else build_family(family)
     except AttributeError as missing:  # a class that transformers 5.17 does not have
@@ -130,7 +129,7 @@ def test_prompts_of_different_lengths_behind_a_common_beginning(name, is_shared,
     assert actual == expected
 
 
-@pytest.mark.parametrize("name", [*GOES_ON_FROM_NO_STATE, *LENGTH_DEPENDENT])
+@pytest.mark.parametrize("name", [*FROM_NO_STATE, *LENGTH_DEPENDENT])
 def test_models_whose_turns_are_prefilled_whole(name):
     assert why_not_kept(any_model(name)) is not None
 

@@ -71,6 +71,7 @@ def models_of_the_helpers() -> dict:
     makes = [
         *helpers.SUPPORTED.values(),
         *(make for make, _ in helpers.RECURRENT.values()),
+        *helpers.FROM_NO_STATE.values(),
         *helpers.MULTIMODAL.values(),
     ]
     with torch.device("meta"):

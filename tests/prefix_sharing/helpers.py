@@ -104,8 +104,6 @@ RECURRENT = {
     "falcon_h1": (small("FalconH1"), _HYBRID * 2),
     "bamba": (small("Bamba", attn_layer_indices=[1]), _HYBRID),
     "mamba2": (small("Mamba2", num_heads=8), ["recurrent"] * 2),
-    "mamba": (small("Mamba"), ["recurrent"] * 2),  # Mamba-1, whose kernel goes on from no state
-    "jamba": (small("Jamba", attn_layer_period=2, attn_layer_offset=1), _HYBRID),
     "olmo_hybrid": (small("OlmoHybrid", layer_types=LINEAR), _HYBRID),
     "nemotron_h": (small("NemotronH", layers_block_type=_NEMOTRON), ["recurrent", "cascade", "recurrent"]),
     "kimi_linear": (small("KimiLinear", layer_types=LINEAR, num_key_value_heads=4), ["recurrent", "two_part"]),
@@ -141,11 +139,14 @@ MULTIMODAL = {
 COUNTING = {"opt": small("OPT"), "xlm_roberta": small("XLMRoberta", pad_token_id=1), "bart": small("Bart")}
 # Attention of their own, which takes a mask of all pairs.
 MASKED = {"falcon": small("Falcon"), "gptj": small("GPTJ"), "git": small("Git")}
+# Mamba-1, whose scan begins at zero.
+FROM_NO_STATE = {"mamba": small("Mamba"), "jamba": small("Jamba", attn_layer_period=2, attn_layer_offset=1)}
 UNSUPPORTED = {
     "falcon": small("Falcon", alibi=True),
     "bloom": small("Bloom"),
     # Its cache is a class of its own.
     "minimax": small("MiniMax", layer_types=LINEAR),
+    **FROM_NO_STATE,
 }
 
 
@@ -156,7 +157,7 @@ MAKE = SUPPORTED | COUNTING | MASKED | {name: make for name, (make, _) in RECURR
 def build(make, seed: int = 0):
     """The model, of this name or made so, with weights large enough that attending to the wrong token shows."""
     torch.manual_seed(seed)
-    model = MAKE.get(make, make)()
+    model = (MAKE | FROM_NO_STATE).get(make, make)()
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.2)

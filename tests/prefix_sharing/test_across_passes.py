@@ -13,7 +13,6 @@ from .test_door import random_tokens
 
 FAST = ("llama", "gemma2", "gpt_oss", "qwen3_5", "mamba2", "lfm2")
 FAMILIES = SUPPORTED | {name: make for name, (make, _) in RECURRENT.items()}
-WITHOUT_STATES = {"mamba", "jamba"}
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +96,7 @@ def compare(model, batch, count, tokens_per_pass=None, tolerance=5e-6):
     return tokens
 
 
-SLOW = [name for name in FAMILIES if name not in FAST and name not in WITHOUT_STATES]
+SLOW = [name for name in FAMILIES if name not in FAST]
 
 
 @pytest.mark.parametrize("count", [2, 3, 12])

@@ -36,7 +36,7 @@ from .helpers import (
 )
 
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-FAST = ("llama", "gemma2", "gpt_oss", "qwen3_5", "mamba", "opt", "falcon", "gemma3 (images)")
+FAST = ("llama", "gemma2", "gpt_oss", "qwen3_5", "mamba2", "opt", "falcon", "gemma3 (images)")
 FAMILIES = MAKE | {f"{name} (images)": make for name, make in MULTIMODAL.items()}
 
 

@@ -36,8 +36,8 @@ from .helpers import (
 )
 
 BOTH = GRPOTrainer, EfficientGRPOTrainer
-# One recurrent model of each kind: gated delta rule, short convolution, state space models of both generations.
-KINDS = ("qwen3_5", "lfm2", "falcon_h1", "jamba")
+# One recurrent model of each kind: gated delta rule, short convolution, state space model.
+KINDS = ("qwen3_5", "lfm2", "falcon_h1")
 # What "auto" computes each layer by.
 LAYERS = {name: ["cascade"] * 2 for name in SUPPORTED} | {
     "qwen3_sliding": ["cascade", "two_part"],

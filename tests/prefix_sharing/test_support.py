@@ -18,6 +18,7 @@ from trl_fsdp_qlora.prefix_sharing.support import position_limit
 
 from .helpers import (
     COMPLETION,
+    FROM_NO_STATE,
     MASKED,
     MULTIMODAL,
     SUPPORTED,
@@ -41,6 +42,7 @@ REASONS = {
     "falcon": "adds ALiBi biases",
     "bloom": "takes no position_ids",
     "minimax": "do not keep their state in transformers' cache",
+    **dict.fromkeys(FROM_NO_STATE, "goes on from no state"),
     "gpt2": "attention dropout",
 }
 

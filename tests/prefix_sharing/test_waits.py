@@ -20,7 +20,7 @@ from .test_images import freeze_tower, with_images
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
-OF_TEXT = ("qwen3", "gemma3", "qwen3_moe", "qwen3_5", "lfm2", "mamba")
+OF_TEXT = ("qwen3", "gemma3", "qwen3_moe", "qwen3_5", "lfm2", "mamba2")
 OF_IMAGES = ("qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "idefics3", "gemma4")
 
 

@@ -43,7 +43,7 @@ from .dropout import noise_reason, other_dropout
 from .forest import Forest, grow
 from .images import Images
 from .layout import IGNORED_LABEL, PackedLayout, Sequences, UnpackableBatch, cut_rows, decode, encode, lay_out
-from .recurrent import SHORTEST, gathered_per_call, goes_on_from_a_state, recurrent_layers
+from .recurrent import SHORTEST, gathered_per_call, recurrent_layers
 from .recurrent import install as install_recurrent
 from .router_loss import router_loss, router_sums
 from .self_check import is_sharded, reduced_over_ranks
@@ -548,8 +548,6 @@ class Door:
         """Returns why passes of this model cannot use values of other passes; `None` if they can."""
         if self.dense:
             return "its attention is code of its own"
-        if not all(goes_on_from_a_state(type(layer)) for layer in recurrent_layers(self.base)):
-            return "its recurrent layers go on from no state"
         if any(hasattr(parameter, "ds_id") for parameter in self.base.parameters()):
             return "DeepSpeed's ZeRO-3 gathers weights in the order of one forward and its backward"
         if any(isinstance(module, FullyShardedDataParallel) for module in self.base.modules()):

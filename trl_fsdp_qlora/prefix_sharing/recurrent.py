@@ -6,8 +6,8 @@ their final states. Then it is called on the segments of each further level as a
 states of their parents. Autograd adds up the gradients that segments send back into their parents.
 
 No kernel is changed, and no model family has code of its own: a layer is served if it uses the cache protocol of
-transformers (`cache_utils.LinearAttentionCacheLayerMixin`). Mamba-1 cannot go on from a state in transformers' code.
-Such a layer computes each leaf behind all of its ancestors, and the ancestors' output is kept once.
+transformers (`cache_utils.LinearAttentionCacheLayerMixin`) and goes on from a state. Mamba-1 does not in transformers'
+code, so a model with such layers runs as in stock TRL.
 
 Leaves are padded behind their last token. Segments that others go on from are not padded: that would need a mask that
 differs from layer to layer.
@@ -179,20 +179,16 @@ def _packed_forward(module: nn.Module, args: tuple, kwargs: dict):
 def _compute(module: nn.Module, tokens: dict, layout: PackedLayout) -> torch.Tensor:
     """Returns the layer's output `(1, T, ...)`; `tokens` are its arguments with one entry per token, `(1, T, ...)`."""
     cache_argument = cache_name(type(module))
-    # `whole`: each leaf is computed behind its ancestors, without a state.
-    whole = not goes_on_from_a_state(type(module))
-    batches, order = _plan(layout, tokens["hidden_states"].device, whole)
+    batches, order = _plan(layout, tokens["hidden_states"].device)
     parts = []
     states: dict[int, list[dict]] = {}  # of inner segments, by level
     for batch in batches:
         inputs = {name: batch.rows_of(x) for name, x in tokens.items()}
-        cache = None
-        if not whole:
-            parent_states = None
-            if batch.parents is not None:
-                of_level = [*states.get(batch.level - 1, ()), *_kept_states(module, layout, batch.level - 1)]
-                parent_states = _states_of(of_level, batch.parents)
-            cache = StateCache(parent_states)
+        parent_states = None
+        if batch.parents is not None:
+            of_level = [*states.get(batch.level - 1, ()), *_kept_states(module, layout, batch.level - 1)]
+            parent_states = _states_of(of_level, batch.parents)
+        cache = StateCache(parent_states)
         out = module.own_forward(**inputs, **{cache_argument: cache}).flatten(0, 1)
         parts.append(out if batch.real is None else out.index_select(0, batch.real))
         if batch.is_inner:
@@ -259,15 +255,15 @@ class _Batch(NamedTuple):
         return x[0].index_select(0, self.index.flatten()).unflatten(0, self.index.shape)
 
 
-def _plan(layout: PackedLayout, device: torch.device, whole: bool) -> tuple[list[_Batch], torch.Tensor | None]:
+def _plan(layout: PackedLayout, device: torch.device) -> tuple[list[_Batch], torch.Tensor | None]:
     """Returns the batches of a layer's calls, and the index of each token of the row among their outputs.
 
     The indices are `None` if the outputs come in the order of the row. Both are derived once from the layout.
     """
-    key = ("recurrent", device, whole)
+    key = ("recurrent", device)
     if key in layout.cache:
         return layout.cache[key]
-    batches, indices = _whole_batches(layout.forest) if whole else _batches_by_level(layout.forest)
+    batches, indices = _batches_by_level(layout.forest)
 
     def on_device(array: np.ndarray | None) -> torch.Tensor | None:
         return None if array is None else to_device(torch.from_numpy(array), device)
@@ -326,37 +322,6 @@ def _batches_by_level(forest: Forest) -> tuple[list[_Batch], list[np.ndarray]]:
             real = None if is_real.all() else np.flatnonzero(is_real)
             batches.append(_Batch(None, index, real, parents[leaves], level, is_inner))
             indices.append(index[is_real])
-    return batches, indices
-
-
-def _whole_batches(forest: Forest) -> tuple[list[_Batch], list[np.ndarray]]:
-    """Returns calls on each leaf behind all of its ancestors, and the indices of their outputs.
-
-    A segment's outputs come from the first leaf below it.
-    """
-    leaves = np.flatnonzero(forest.is_leaf)
-    length_S = _lengths(forest)
-    paths = []
-    seen = set()
-    for leaf in leaves.tolist():
-        segments = [*forest.path(leaf), leaf]
-        path = [np.arange(forest.starts[s], forest.starts[s] + length_S[s]) for s in segments]
-        is_first = [np.full(length_S[s], s not in seen) for s in segments]
-        seen.update(segments)
-        paths.append((np.concatenate(path), np.concatenate(is_first)))
-    batches = []
-    indices = []
-    for batch in _similar(np.array([len(path) for path, _ in paths])):
-        longest = max(SHORTEST, *(len(paths[i][0]) for i in batch))
-        index = np.zeros((len(batch), longest), dtype=int)
-        is_real = np.zeros((len(batch), longest), dtype=bool)
-        for row, i in enumerate(batch):
-            path, is_first = paths[i]
-            index[row, : len(path)] = path
-            is_real[row, : len(path)] = is_first
-        real = None if is_real.all() else np.flatnonzero(is_real)
-        batches.append(_Batch(None, index, real, None, 0, False))
-        indices.append(index[is_real])
     return batches, indices
 
 

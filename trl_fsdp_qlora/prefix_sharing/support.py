@@ -10,7 +10,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from ..compat.transformers import cache_name
 from .dropout import attention_reason
-from .recurrent import recurrent_layers
+from .recurrent import goes_on_from_a_state, recurrent_layers
 
 # Transformers' names for the layers of a decoder: with attention, with both, with a recurrent state, with neither.
 _ATTENTION = {"full_attention", "sliding_attention", "indexed_attention"}
@@ -54,6 +54,10 @@ def _layers_reason(model: PreTrainedModel, text: PreTrainedConfig) -> str | None
             f"{name} has recurrent layers that do not keep their state in transformers' cache; it would run on from "
             "one completion into the next"
         )
+    for module in recurrent_layers(model):
+        # Transformers' Mamba-1 begins its scan at zero.
+        if not goes_on_from_a_state(type(module)):
+            return f"{type(module).__name__} goes on from no state"
     unknown = [type(module).__name__ for module in recurrent_layers(model) if cache_name(type(module)) is None]
     return f"{unknown[0]} takes its cache under a name that is not known" if unknown else None
 
