@@ -114,7 +114,12 @@ def skip_sync(engine):
 
 
 def scale_twice(engine):
-    engine.peft_config = LoraConfig(**{**engine.peft_config.to_dict(), "lora_alpha": 16})
+    publish = engine.versions.publish
+
+    def with_another_alpha(version, weights, config):
+        return publish(version, weights, LoraConfig(**{**config.to_dict(), "lora_alpha": 16}))
+
+    engine.versions.publish = with_another_alpha
 
 
 def old_name(engine):
@@ -156,17 +161,17 @@ def test_another_base_is_caught_at_the_first_sync(start, another_base, monkeypat
     assert trainer.state.global_step == 0
 
 
-def served(checkpoint, folder, scale):
+def served(checkpoint, folder, scale, **changes):
     """A tokenizer, a policy with a random adapter, and an engine that was sent it."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     whole = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    policy = get_peft_model(whole, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")).eval()
+    lora = LoraConfig(**{"r": 8, "lora_alpha": 16, "target_modules": "all-linear", **changes})
+    policy = get_peft_model(whole, lora).eval()
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
             parameter.data = scale * torch.randn_like(parameter)
     arguments = {
-        "peft_config": policy.peft_config["default"],
         "max_lora_rank": 8,
         "versions": AdapterVersions("greedy", folder),
         "max_model_length": 128,
@@ -228,6 +233,47 @@ def test_greedy_is_pefts_token_for_token(shared_engine, model, request, tmp_path
         policy_logps = scores_of(policy, prompt, mine).log_softmax(-1).gather(1, torch.tensor(mine)[:, None])[:, 0]
         differences += (torch.tensor([row[0] for row in sampled]) - policy_logps).abs().tolist()
     assert sum(differences) / len(differences) <= 1e-4
+
+
+RANKS = {"q_proj": 4, "down_proj": 2, "layers.0.self_attn.v_proj": 1}
+SERVED = {
+    "ranks": {"rank_pattern": RANKS},
+    "alphas": {"alpha_pattern": {"k_proj": 3, "layers.1.mlp.up_proj": 40}},
+    "both, rank-stabilized": {"rank_pattern": RANKS, "alpha_pattern": {"q_proj": 5, "o_proj": 1}, "use_rslora": True},
+    "some layers": {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1], "rank_pattern": RANKS},
+    "some of a fused layer": {"target_modules": ["q_proj", "v_proj", "up_proj"], "rank_pattern": RANKS},
+    "some left out": {"exclude_modules": ["k_proj"], "init_lora_weights": "gaussian"},
+    "another name": {},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", SERVED)
+def test_log_probabilities_are_pefts_whatever_differs_by_module(shared_engine, base, tmp_path, kind):
+    """Sampled tokens' log-probabilities, of adapters whose ranks, scalings and layers differ by module."""
+    tokenizer, policy, engine = served(base, tmp_path, 0.1, **SERVED[kind])
+    if kind == "another name":  # and a scaling that was set by hand
+        policy.add_adapter("policy", LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+        policy.set_adapter("policy")
+        for name, parameter in policy.named_parameters():
+            if "lora_B.policy" in name:
+                parameter.data = torch.randn_like(parameter)
+        policy.get_submodule("base_model.model.model.layers.0.self_attn.q_proj").set_scale("policy", 0.7)
+        engine.sync_weights()
+    engine.temperature = 1.0
+    prompts = [tokenizer(f"{i}+{7 * i}=")["input_ids"] for i in range(1, 9)]
+    _, drawn, logps, _ = engine.generate(prompts, None, 1)
+    differences = []
+    of_adapter = []
+    for prompt, mine, sampled in zip(prompts, drawn, logps, strict=True):
+        chosen = torch.tensor(mine)[:, None]
+        mine_logps = scores_of(policy, prompt, mine).log_softmax(-1).gather(1, chosen)[:, 0]
+        with policy.disable_adapter():
+            of_base = scores_of(policy, prompt, mine).log_softmax(-1).gather(1, chosen)[:, 0]
+        differences += (torch.tensor([row[0] for row in sampled]) - mine_logps).abs().tolist()
+        of_adapter += (of_base - mine_logps).abs().tolist()
+    assert max(differences) < 1e-4  # float32, sums in another order
+    assert sum(of_adapter) / len(of_adapter) > 1e-2
 
 
 def test_equal_prompts_are_drawn_apart_and_again_the_same_and_prefilled_once(shared_engine, base, tmp_path):

@@ -19,7 +19,7 @@ class WholeEngine(AdapterEngine):
 
     def __init__(self, policy: PeftModel, **options):
         self.policy = policy.eval()
-        ours = {"base": "whole", "peft_config": policy.peft_config["default"], "max_lora_rank": 8}
+        ours = {"base": "whole", "max_lora_rank": 8}
         super().__init__(**ours, processing_class=None, mode="server", **options)
 
     def _init_vllm(self) -> None:

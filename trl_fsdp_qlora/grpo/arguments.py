@@ -122,5 +122,5 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
             f"dataset, and there is {', '.join(not_single_turn_text + not_indexed)}: set dynamic_sampling=False"
         )
     # `choose_sync` raises, before anything is loaded, if vLLM cannot serve the model.
-    sync = choose_sync(args, *adapter_and_base(call), ask=True)
+    sync = choose_sync(args, *adapter_and_base(call), ask=True, model=call["model"])
     return with_base_loaded(call, needs_reference=args.beta != 0.0), sync

@@ -4,23 +4,49 @@ vLLM loads a LoRA adapter from a folder. Every version gets a name and a folder 
 cache by the adapter's name, so a name that is used twice may answer from the previous policy.
 """
 
+import copy
+import math
 import os
 import shutil
 import tempfile
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.save_and_load import get_peft_model_state_dict
 from safetensors.torch import save_file
 
 from ..checkpoints.disk import written_whole
+from ..compat.fsdp import plain_name
 from ..errors import UserError
 from ..fsdp2_qlora.adapters import gather_adapter
 
-# Initialisations that move part of the base's weights into the adapter: an engine that serves the untouched base with
-# such an adapter counts that part twice.
-_CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
+# What vLLM's reader of adapters takes from a `LoraConfig`; ranks and scalings by module go through [`as_one_rank`].
+_READ = {"r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern"}
+# What says which layers are adapted, how they are trained, or where files come from. The products of `lora_A` and
+# `lora_B` are the same with it.
+_CHANGES_NO_PRODUCT = {
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "megatron_core", "runtime_config",
+    "eva_config",
+}  # fmt: skip
+# Others move part of the base's weights into the adapter: an engine that serves the untouched base with such an
+# adapter counts that part twice.
+_LEAVES_BASE = (True, False, "gaussian", "orthogonal", "eva", "mica")
+_WHY = {
+    "use_dora": "adds a magnitude; use use_dora=False",
+    "modules_to_save": "are trained whole",
+    "bias": "trains biases; use bias='none'",
+    "target_parameters": "are adapters of whole parameters, as PEFT makes of `all-linear` on a mixture of experts; "
+    "name linear layers: target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']",
+    "init_lora_weights": "moves part of the base into the adapter, and vLLM serves the whole base next to it; use "
+    "init_lora_weights=True",
+}
+_DOWN = ".lora_A.weight"
+_UP = ".lora_B.weight"
 _MEMORY = Path("/dev/shm")
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's `max_lora_rank` can be
 
@@ -32,44 +58,59 @@ class RolloutError(UserError):
 def served_rank(config: LoraConfig) -> int:
     """The `max_lora_rank` under which vLLM serves an adapter. Needs no model, so it can be asked before one is loaded.
 
-    vLLM holds lora_A and lora_B next to linear layers, and silently ignores everything else in a folder.
+    vLLM holds lora_A and lora_B next to linear layers, and silently ignores everything else in a folder. So a field
+    that is not known to be read, or to change no product, has to be at its default.
 
     Raises:
         RolloutError: vLLM cannot serve such an adapter; the message names the line to change.
     """
-    if not isinstance(config, LoraConfig):
+    if type(config) is not LoraConfig:
         raise RolloutError(f"vLLM cannot serve this adapter by itself: a {type(config).__name__} is no LoraConfig")
+    for field in fields(config):
+        value = getattr(config, field.name)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if field.name in _READ | _CHANGES_NO_PRODUCT or value == default or not (value or default):
+            continue
+        if field.name == "init_lora_weights" and value in _LEAVES_BASE:
+            continue
+        value = sorted(value) if isinstance(value, set) else value
+        unknown = f"is not read by vLLM, which would ignore it; leave it at {default!r}"
+        why = _WHY.get(field.name, unknown)
+        raise RolloutError(f"vLLM cannot serve this adapter by itself: {field.name}={value!r} {why}")
     targets = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules or ()
-    experts = sorted(config.target_parameters or ())
+    if any(name in target for target in targets for name in ("lm_head", "embed_tokens")):
+        raise RolloutError(
+            f"vLLM cannot serve this adapter by itself: target_modules={config.target_modules} has the LM head or the "
+            "embeddings, for which vLLM's LoRA differs from PEFT's"
+        )
     rank = max([config.r, *(config.rank_pattern or {}).values()])
-
-    adapts_head = any(name in target for target in targets for name in ("lm_head", "embed_tokens"))
-    changes_base = str(config.init_lora_weights).lower().startswith(_CHANGES_BASE)
-    reasons = (
-        (config.use_dora, "use_dora=True adds a magnitude; use use_dora=False"),
-        (config.modules_to_save, f"modules_to_save={config.modules_to_save} are trained whole"),
-        (config.bias != "none", f"bias={config.bias!r} trains biases; use bias='none'"),
-        (
-            experts,
-            f"target_parameters={experts} are adapters of whole parameters, as PEFT makes of `all-linear` on a "
-            "mixture of experts; name linear layers: target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']",
-        ),
-        (
-            adapts_head,
-            f"target_modules={config.target_modules} has the LM head or the embeddings, for which vLLM's LoRA differs "
-            "from PEFT's",
-        ),
-        (
-            changes_base,
-            f"init_lora_weights={config.init_lora_weights!r} moves part of the base into the adapter, and vLLM serves "
-            "the whole base next to it; use init_lora_weights=True",
-        ),
-        (rank > _RANKS[-1], f"its rank {rank} is above {_RANKS[-1]}"),
-    )
-    for holds, reason in reasons:
-        if holds:
-            raise RolloutError(f"vLLM cannot serve this adapter by itself: {reason}")
+    if rank > _RANKS[-1]:
+        raise RolloutError(f"vLLM cannot serve this adapter by itself: its rank {rank} is above {_RANKS[-1]}")
     return next(served for served in _RANKS if served >= rank)
+
+
+def check_trained(model: PeftModel) -> None:
+    """Refuse a model of which more is trained than vLLM is sent: lora_A and lora_B of one adapter, on linear layers.
+
+    Raises:
+        RolloutError: naming what is trained and not sent.
+    """
+    if len(model.active_adapters) != 1:
+        raise RolloutError(
+            f"vLLM cannot serve the adapters {model.active_adapters} together: activate one of them, or set "
+            "rollout_sync: merge"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and ".lora_A." not in name and ".lora_B." not in name:
+            raise RolloutError(
+                f"vLLM is sent the adapter alone, and {name} is trained too: freeze it, or set rollout_sync: merge"
+            )
+    for layer in (model.get_output_embeddings(), model.get_input_embeddings()):
+        if isinstance(layer, BaseTunerLayer):
+            raise RolloutError(
+                "vLLM cannot serve this adapter by itself: it adapts the LM head or the embeddings, for which vLLM's "
+                "LoRA differs from PEFT's. Leave them out of target_modules, or set rollout_sync: merge"
+            )
 
 
 def adapter_weights(model: PeftModel) -> dict[str, torch.Tensor]:
@@ -80,8 +121,47 @@ def adapter_weights(model: PeftModel) -> dict[str, torch.Tensor]:
     gathered = gather_adapter(model)
     if not gathered:
         return {}
-    weights = get_peft_model_state_dict(model, state_dict=gathered, save_embedding_layers=False)
+    weights = get_peft_model_state_dict(
+        model, state_dict=gathered, adapter_name=model.active_adapters[0], save_embedding_layers=False
+    )
     return {name: tensor.contiguous() for name, tensor in weights.items()}
+
+
+def as_one_rank(model: PeftModel, weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], LoraConfig]:
+    """An adapter as vLLM reads one, with one rank and one scaling for all modules: its weights, and its config.
+
+    If every module has the config's rank and scaling, both are returned as they are. Otherwise lora_A and lora_B get
+    zeros up to the largest rank, and lora_B its module's own scaling, so their products stay what they are.
+
+    Args:
+        model: the policy, whose layers say with which scaling they multiply.
+        weights: [`adapter_weights`] of it.
+    """
+    adapter = model.active_adapters[0]
+    config = model.peft_config[adapter]
+    scalings = {
+        plain_name(name): layer.scaling[adapter]
+        for name, layer in model.named_modules()
+        if isinstance(layer, LoraLayer) and adapter in layer.scaling
+    }
+    ranks = {name.removesuffix(_DOWN): len(tensor) for name, tensor in weights.items() if name.endswith(_DOWN)}
+    read = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
+    if all(rank == config.r and scalings[name] == read for name, rank in ranks.items()):
+        return weights, config
+    largest = max(ranks.values())
+    even = {}
+    for name, rank in ranks.items():
+        down = weights[name + _DOWN]
+        up = weights[name + _UP]
+        scaled = (up.float() * scalings[name]).to(up.dtype)
+        even[name + _DOWN] = torch.nn.functional.pad(down, (0, 0, 0, largest - rank))
+        even[name + _UP] = torch.nn.functional.pad(scaled, (0, largest - rank))
+    config = copy.copy(config)
+    config.r = config.lora_alpha = largest
+    config.use_rslora = False
+    config.rank_pattern = {}
+    config.alpha_pattern = {}
+    return even, config
 
 
 class AdapterVersions:

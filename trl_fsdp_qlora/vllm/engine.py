@@ -24,7 +24,14 @@ from ..compat.trl import ensure_master_addr_port
 from ..compat.vllm import skip_destroyed_groups
 from ..run.ranks import on_main
 from ..run.resources import cache_folder
-from .adapter_sync import AdapterVersions, RolloutError, adapter_weights, served_rank
+from .adapter_sync import (
+    AdapterVersions,
+    RolloutError,
+    adapter_weights,
+    as_one_rank,
+    check_trained,
+    served_rank,
+)
 from .dequantized_base import DONE, dequantized_base, has_packed_base
 
 logger = logging.getLogger(__name__)
@@ -136,7 +143,7 @@ class AdapterEngine(VLLMGeneration):
     Args:
         base: folder or Hub id of what a colocated engine loads: the checkpoint, or the dequantized copy of a 4-bit
             one.
-        peft_config, max_lora_rank: of the adapter, see [`trl_fsdp_qlora.vllm.adapter_sync.served_rank`].
+        max_lora_rank: of the adapter, see [`trl_fsdp_qlora.vllm.adapter_sync.served_rank`].
         versions: where versions of the adapter are written; used by rank 0.
         engine_kwargs: further arguments of `vllm.LLM`, which take precedence (colocated).
         **options: of `VLLMGeneration`.
@@ -146,11 +153,8 @@ class AdapterEngine(VLLMGeneration):
     # the engine keeps its weights, see `_Serving`.
     _llm_weights_sleeping = property(lambda self: False, lambda self, value: None)
 
-    def __init__(
-        self, *, base: str, peft_config, max_lora_rank: int, versions: AdapterVersions, engine_kwargs=None, **options
-    ):
+    def __init__(self, *, base: str, max_lora_rank: int, versions: AdapterVersions, engine_kwargs=None, **options):
         self.base = base
-        self.peft_config = peft_config
         self.max_lora_rank = max_lora_rank
         self.versions = versions
         self.version = 0
@@ -229,7 +233,7 @@ class AdapterEngine(VLLMGeneration):
         version = self.version + 1
         folder = None
         if self.accelerator.is_main_process:
-            folder = str(self.versions.publish(version, weights, self.peft_config))
+            folder = str(self.versions.publish(version, *as_one_rank(self.model, weights)))
         folder = broadcast_object_list([folder], from_process=0)[0]
         self._load(version, folder)
         self.version = version
@@ -269,8 +273,9 @@ def start_engine(args: Any, *, model, accelerator, processing_class, mode: str, 
 
     The model's weights may be on rank 0 alone (FSDP2), but are not sharded yet.
     """
-    peft_config = model.peft_config[model.active_adapters[0]]
-    rank = served_rank(peft_config)  # of the targets that PEFT resolved; raises before anything is written
+    # Of the targets that PEFT resolved; both raise before anything is written.
+    check_trained(model)
+    rank = served_rank(model.peft_config[model.active_adapters[0]])
     base = model.name_or_path
     packed = has_packed_base(model)
     if packed and mode == "colocate":
@@ -285,7 +290,6 @@ def start_engine(args: Any, *, model, accelerator, processing_class, mode: str, 
     engine = AdapterEngine(
         base=base,
         versions=versions,
-        peft_config=peft_config,
         max_lora_rank=rank,
         engine_kwargs=args.vllm_engine_kwargs,
         model=model,

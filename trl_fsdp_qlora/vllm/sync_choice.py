@@ -5,12 +5,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from peft import PeftModel
 
 from ..compat.trl import WEIGHS_AS_1_16
 from ..compat.vllm import adapter_misfits, trl_starts
 from ..fsdp2_qlora.launch_checks import is_fsdp_launch
 from ..run.ranks import on_main
-from .adapter_sync import RolloutError, served_rank
+from .adapter_sync import RolloutError, check_trained, served_rank
 
 CHOICES = ("auto", "adapter", "merge")
 # If a completion is longer than this, a factor exp(Σ of the tokens' differences) leaves every clip.
@@ -31,7 +32,7 @@ class Sync(NamedTuple):
         return f"vLLM gets {sent}: {self.reason}"
 
 
-def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: bool = False) -> Sync:
+def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: bool = False, model: Any = None) -> Sync:
     """Resolve `rollout_sync` for a run.
 
     Args:
@@ -39,6 +40,7 @@ def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: bool = False)
         peft_config: config of the adapter that is trained, or `None`.
         quantized: whether the base is quantized.
         ask: ask the server how it was started, once for all ranks, instead of assuming that it takes adapters.
+        model: the model or its name; of one that has its adapter already, more may be trained.
 
     Raises:
         RolloutError: the choice cannot work; the message names the line to change.
@@ -56,6 +58,8 @@ def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: bool = False)
         return Sync("merge", "asked for" if args.rollout_sync == "merge" else "there is no adapter to send alone")
     try:
         served_rank(peft_config)
+        if isinstance(model, PeftModel):
+            check_trained(model)
         problems = adapter_misfits()
         if problems:
             raise RolloutError("the installed TRL differs from 1.16 in " + "; ".join(problems))
