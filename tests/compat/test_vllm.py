@@ -52,13 +52,20 @@ def test_further_arguments_reach_trls_own_engine(monkeypatch):
     from trl.trainer import grpo_trainer
 
     arguments = []
-    stock = grpo_trainer.VLLMGeneration
     monkeypatch.setattr(vllm_generation, "LLM", lambda **options: arguments.append(options), raising=False)
-    with trl_starts(None, {"quantization": "fp8"}):
-        assert grpo_trainer.VLLMGeneration is stock
-        vllm_generation.LLM(model="base", quantization=None)
+
+    class Own:
+        """TRL's engine, which starts vLLM with its own arguments."""
+
+        def __init__(self, model, accelerator, mode):
+            vllm_generation.LLM(model=model, quantization=None)
+
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Own)
+    with trl_starts(None, lambda model, accelerator: {"quantization": f"{model} on {accelerator}"}):
+        assert isinstance(grpo_trainer.VLLMGeneration(model="base", accelerator="gpu", mode="colocate"), Own)
     with trl_starts(dict, None):
         assert grpo_trainer.VLLMGeneration(mode="colocate") == {"mode": "colocate"}
-    assert grpo_trainer.VLLMGeneration is stock
-    vllm_generation.LLM(model="base")
-    assert arguments == [{"model": "base", "quantization": "fp8"}, {"model": "base"}]
+    assert grpo_trainer.VLLMGeneration is Own
+    Own("base", "gpu", "colocate")
+    expected = [{"model": "base", "quantization": "base on gpu"}, {"model": "base", "quantization": None}]
+    assert arguments == expected

@@ -76,9 +76,10 @@ def shared_engine(monkeypatch):
     start = vllm.LLM
 
     def reuse(model, **options):
-        if model not in ENGINES:
-            ENGINES[model] = start(model=model, **{**options, "max_num_seqs": 16, "max_model_len": 128})
-        llm = ENGINES[model]
+        key = (model, options["dtype"])
+        if key not in ENGINES:
+            ENGINES[key] = start(model=model, **{**options, "max_num_seqs": 16, "max_model_len": 128})
+        llm = ENGINES[key]
         for adapter in llm.llm_engine.list_loras():
             llm.llm_engine.remove_lora(adapter)
         llm.reset_prefix_cache()

@@ -182,7 +182,8 @@ def served(checkpoint, folder, scale, **changes):
         "accelerator": Accelerator(cpu=True),
         "processing_class": tokenizer,
     }
-    engine = AdapterEngine(base=str(checkpoint), mode="colocate", temperature=0.0, **arguments)
+    dtype = {"dtype": "float32"}
+    engine = AdapterEngine(base=str(checkpoint), mode="colocate", temperature=0.0, engine_kwargs=dtype, **arguments)
     engine.sync_weights()
     return tokenizer, policy, engine
 
@@ -313,6 +314,15 @@ def test_a_star_po_draws_both_stages_with_vllm(start, tmp_path, monkeypatch):
     adapters.clear()
     assert trainer.evaluate()["eval_n"] == 6
     assert {name.rpartition("-")[2] for name in adapters} == {"v4"}  # after the last step
+
+
+def test_the_engine_draws_in_the_dtype_of_mixed_precision(start):
+    """The checkpoint is float32, and its products are bfloat16's in training."""
+    trainer = start(max_steps=2, bf16=True)
+    engine = trainer.vllm_generation.llm.llm_engine
+    assert engine.model_config.dtype == torch.bfloat16
+    trainer.train()
+    assert 0 < max(figures(trainer, DIFFERENCE)) < 0.05  # sums in another order, rounded to 8 bits
 
 
 def test_a_quantized_base_is_served_as_it_is_trained(shared_engine, quantized_base, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """What goes to the engine, what is refused before a model is loaded, and the adapter's versions on their way."""
 
+import copy
 import json
 import math
 import re
@@ -10,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.nn import Linear4bit, Params4bit
 from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
@@ -18,11 +21,13 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from tests import tiny
 from tests.decode.test_decoding import SIZES
+from tests.fsdp2_qlora import tiny as qlora
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.decode.completions import sampling
 from trl_fsdp_qlora.grpo.arguments import adapter_and_base
-from trl_fsdp_qlora.vllm import adapter_sync, sync_choice
+from trl_fsdp_qlora.vllm import adapter_sync, engine, sync_choice
 from trl_fsdp_qlora.vllm.adapter_sync import AdapterVersions, RolloutError, adapter_weights, as_one_rank, served_rank
+from trl_fsdp_qlora.vllm.drawn_dtype import trainer_dtype
 from trl_fsdp_qlora.vllm.engine import _Serving
 from trl_fsdp_qlora.vllm.sync_choice import Sync, choose_sync, warnings_for
 
@@ -257,6 +262,67 @@ def test_the_products_that_vllm_reads_are_pefts(tmp_path, changes, by_hand):
     is_even = not by_hand and not changes.keys() & {"rank_pattern", "alpha_pattern"}
     assert (config is policy.peft_config["mine"]) == is_even
     assert lora.r == 4 and lora.lora_alpha == 8  # the policy's own config is not touched
+
+
+@pytest.mark.parametrize(
+    "compute, autocast, expected",
+    [
+        (torch.float32, "no", torch.float32),
+        (torch.bfloat16, "no", torch.bfloat16),
+        (torch.float16, "no", torch.float16),
+        (torch.float32, "bf16", torch.bfloat16),  # `BitsAndBytesConfig`'s default under TRL's
+        (torch.float32, "fp16", torch.float16),
+        (torch.bfloat16, "bf16", torch.bfloat16),
+    ],
+)
+def test_the_dtype_of_a_4_bit_layer_is_that_of_its_product(compute, autocast, expected):
+    """Against the product of what was rounded to that dtype, whose result is rounded to it."""
+    torch.manual_seed(0)
+    layer = Linear4bit(64, 64, bias=False, compute_dtype=compute, quant_type="nf4")
+    layer.weight = Params4bit(torch.randn(64, 64), requires_grad=False, quant_type="nf4")
+    layer = layer.to("cpu")
+    x = torch.randn(32, 64, requires_grad=True)
+    layer(x)  # the weights are packed
+    accelerator = SimpleNamespace(mixed_precision=autocast)
+    assert trainer_dtype(layer, accelerator) == expected
+    with torch.autocast("cpu", dtype=expected, enabled=autocast != "no"):
+        out = layer(x).double()
+    weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    product = x.detach().to(expected).double() @ weight.to(expected).double().T
+    apart = (out - product.to(expected).double()).norm() / product.norm()
+    assert apart < (1e-4 if expected == torch.float16 else 1e-6)  # fp16 products are summed in fp16 blocks
+
+
+def test_an_engine_in_this_process_draws_in_the_trainers_dtype(tmp_path, monkeypatch):
+    """Of a dense base, of a 4-bit one, whose copy has that dtype, too, and as the user says."""
+    monkeypatch.setenv("TRL_FSDP_QLORA_CACHE", str(tmp_path))
+    monkeypatch.setattr(engine, "AdapterEngine", lambda **options: SimpleNamespace(**options))
+    packed = qlora.load(qlora.make_checkpoint(tmp_path / "packed"))
+
+    def started(model, mixed_precision, **changes):
+        accelerator = SimpleNamespace(
+            mixed_precision=mixed_precision, num_processes=1, is_main_process=True, device=torch.device("cuda")
+        )
+        settings = {"vllm_adapter_dir": None, "vllm_engine_kwargs": None, "output_dir": tmp_path, **changes}
+        policy = (
+            model if isinstance(model, PeftModel) else get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+        )
+        arguments = {"model": policy, "accelerator": accelerator, "processing_class": qlora.make_tokenizer()}
+        return engine.start_engine(SimpleNamespace(**settings), mode="colocate", **arguments)
+
+    for model, mixed_precision, dtype in (
+        (tiny.tiny_model().to(torch.bfloat16), "fp16", "float16"),
+        (tiny.tiny_model().to(torch.float16), "no", "float16"),
+        (tiny.tiny_model(), "bf16", "bfloat16"),
+        (packed, "no", "float32"),
+        (packed, "fp16", "float16"),
+    ):
+        begun = started(copy.deepcopy(model), mixed_precision)
+        assert begun.engine_kwargs == {"dtype": dtype}
+        if model is packed:
+            assert json.loads((Path(begun.base) / "config.json").read_text())["dtype"] == dtype
+    options = {"dtype": "float32", "quantization": "fp8"}
+    assert started(tiny.tiny_model(), "bf16", vllm_engine_kwargs=options).engine_kwargs == options
 
 
 def test_sampling_parameters():

@@ -95,6 +95,13 @@ def trainer_with(tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.parametrize(
+    "options, line", [(None, "as the trainer computes"), ('{"dtype": "float32"}', "vllm_engine_kwargs")]
+)
+def test_the_start_up_block_has_the_dtype_in_which_the_engine_draws(trainer_with, options, line):
+    assert ("on", f"vLLM draws in float32 ({line})") in trainer_with(vllm_engine_kwargs=options).features()
+
+
 def differences(trainer) -> list[float]:
     trainer.train()
     name = "sampling/sampling_logp_difference/mean"

@@ -2,7 +2,8 @@
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -35,7 +36,9 @@ def adapter_misfits() -> list[str]:
         return [str(error)]
 
 
-def trl_starts(make_engine: Callable[..., Any] | None, engine_kwargs: dict[str, Any] | None) -> AbstractContextManager:
+def trl_starts(
+    make_engine: Callable[..., Any] | None, engine_kwargs: Callable[[Any, Any], dict[str, Any]]
+) -> AbstractContextManager:
     """Make TRL's trainer start another engine inside the block, or its own engine with further options.
 
     TRL has no argument for either. Its trainer and its engine look the classes up by name in their modules, so these
@@ -43,16 +46,23 @@ def trl_starts(make_engine: Callable[..., Any] | None, engine_kwargs: dict[str, 
 
     Args:
         make_engine: takes the arguments of `VLLMGeneration`; `None` for TRL's own engine.
-        engine_kwargs: further arguments of `vllm.LLM`, for TRL's own engine in this process.
+        engine_kwargs: gets the model and the accelerator, and returns further arguments of `vllm.LLM` for TRL's own
+            engine in this process.
     """
+    if make_engine is None:
+        make_engine = partial(_start_trls_own, grpo_trainer.VLLMGeneration, engine_kwargs)
+    return patch.multiple(grpo_trainer, VLLMGeneration=make_engine)
+
+
+def _start_trls_own(stock: Callable[..., Any], engine_kwargs: Callable[[Any, Any], dict[str, Any]], **options) -> Any:
     from trl.generation import vllm_generation
 
-    llm = getattr(vllm_generation, "LLM", None)  # exists only if vLLM is installed
-    if make_engine is not None:
-        return patch.multiple(grpo_trainer, VLLMGeneration=make_engine)
-    if engine_kwargs and llm is not None:
-        return patch.multiple(vllm_generation, LLM=lambda **trl_kwargs: llm(**(trl_kwargs | engine_kwargs)))
-    return nullcontext()
+    start = getattr(vllm_generation, "LLM", None)  # exists only if vLLM is installed
+    if start is None:
+        return stock(**options)
+    further = engine_kwargs(options["model"], options["accelerator"])
+    with patch.multiple(vllm_generation, LLM=lambda **trls: start(**(trls | further))):
+        return stock(**options)
 
 
 def skip_destroyed_groups(llm: Any) -> None:

@@ -33,6 +33,7 @@ from ..vllm.correction import (
     sampling_figures,
     sampling_metrics,
 )
+from ..vllm.drawn_dtype import describe_dtype
 from ..vllm.sync_choice import trl_starts_engine, warnings_for
 from .arguments import checked_arguments
 from .mean_scaled import mean_scaled_advantages
@@ -294,5 +295,9 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         return [door, *self.budget.features(self.door.is_active), *features]
 
     def _engine_features(self):
-        heading = "on" if self.sync.mode == "adapter" else "as stock TRL"
-        return [(heading, self.sync.describe())] if self.use_vllm else []
+        if not self.use_vllm:
+            return []
+        lines = [("on" if self.sync.mode == "adapter" else "as stock TRL", self.sync.describe())]
+        if self.args.vllm_mode == "colocate":
+            lines.append(("on", describe_dtype(self.args, self.model, self.accelerator)))
+        return lines

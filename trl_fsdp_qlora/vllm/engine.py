@@ -33,6 +33,7 @@ from .adapter_sync import (
     served_rank,
 )
 from .dequantized_base import DONE, dequantized_base, has_packed_base
+from .drawn_dtype import engine_options, trainer_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -191,8 +192,6 @@ class AdapterEngine(VLLMGeneration):
         on_cpu = accelerator.device.type == "cpu"
         options = {
             "model": self.base,
-            # The policy's own dtype if there is no GPU: bfloat16 without AMX is hundreds of times slower.
-            "dtype": str(self.model.dtype).removeprefix("torch.") if on_cpu else "auto",
             "enforce_eager": on_cpu,
             "tensor_parallel_size": size,
             "gpu_memory_utilization": self.gpu_memory_utilization,
@@ -279,8 +278,7 @@ def start_engine(args: Any, *, model, accelerator, processing_class, mode: str, 
     base = model.name_or_path
     packed = has_packed_base(model)
     if packed and mode == "colocate":
-        # What the base computes with: bfloat16 on GPUs; on a CPU the engine runs in float32 (see AdapterEngine).
-        dtype = torch.float32 if accelerator.device.type == "cpu" else torch.bfloat16
+        dtype = trainer_dtype(model, accelerator)
         cache = cache_folder() / "dequantized"
         base = str(on_main(lambda: dequantized_base(model, processing_class, cache, dtype)))
     one_node = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)) == accelerator.num_processes
@@ -291,7 +289,7 @@ def start_engine(args: Any, *, model, accelerator, processing_class, mode: str, 
         base=base,
         versions=versions,
         max_lora_rank=rank,
-        engine_kwargs=args.vllm_engine_kwargs,
+        engine_kwargs=engine_options(args, model, accelerator),
         model=model,
         accelerator=accelerator,
         processing_class=processing_class,

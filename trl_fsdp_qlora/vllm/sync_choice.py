@@ -12,6 +12,7 @@ from ..compat.vllm import adapter_misfits, trl_starts
 from ..fsdp2_qlora.launch_checks import is_fsdp_launch
 from ..run.ranks import on_main
 from .adapter_sync import RolloutError, check_trained, served_rank
+from .drawn_dtype import engine_options
 
 CHOICES = ("auto", "adapter", "merge")
 # If a completion is longer than this, a factor exp(Σ of the tokens' differences) leaves every clip.
@@ -99,7 +100,7 @@ def trl_starts_engine(args: Any, sync: Sync) -> AbstractContextManager:
     from .engine import start_engine
 
     make_engine = partial(start_engine, args) if sync.mode == "adapter" else None
-    return trl_starts(make_engine, args.vllm_engine_kwargs)
+    return trl_starts(make_engine, partial(engine_options, args))
 
 
 def truncations(args: Any) -> dict[str, Any]:
