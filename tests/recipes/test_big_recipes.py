@@ -19,7 +19,6 @@ from .conftest import RECIPES
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 DENSE = ATTENTION | {"gate_proj", "up_proj", "down_proj"}
 DELTA_RULE = {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"}
-CONVOLUTION = {"q_proj", "k_proj", "v_proj", "in_proj", "out_proj", "w1", "w2", "w3"}
 QWEN3_5 = (sees, "Qwen3_5", {"layer_types": ["linear_attention", "full_attention"]}, DENSE | DELTA_RULE)
 # The class, what it has of its own, and what LoRA adapts.
 ARCHITECTURES = {
@@ -27,15 +26,6 @@ ARCHITECTURES = {
     "Llama-3.1-70B-Instruct": (small, "Llama", {}, DENSE),
     "Qwen3-30B-A3B-Instruct": (small, "Qwen3Moe", {}, ATTENTION),
     "Qwen3.5-4B": QWEN3_5,
-    "Qwen3.5-9B": QWEN3_5,
-    "gemma-3-4b-it": (sees, "Gemma3", {}, DENSE),
-    "LFM2-1.2B": (small, "Lfm2", {"layer_types": ["conv", "full_attention"]}, CONVOLUTION),
-    "granite-4.0-h-micro": (
-        small,
-        "GraniteMoeHybrid",
-        {"layer_types": ["mamba", "attention"], "num_local_experts": 0},
-        ATTENTION | {"in_proj", "input_linear", "output_linear"},
-    ),
 }
 PATHS = sorted(path for name in ARCHITECTURES for path in (RECIPES / name).glob("*/*.yaml"))
 
