@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from trl_fsdp_qlora.prefix_sharing import attention
 from trl_fsdp_qlora.prefix_sharing import door as doors
+from trl_fsdp_qlora.prefix_sharing.cascade import _whole_ancestors
 from trl_fsdp_qlora.prefix_sharing.forest import grow
 from trl_fsdp_qlora.prefix_sharing.layout import UnpackableBatch, cut_rows, read_batch
 
@@ -223,22 +224,21 @@ def test_whole_rows_count_every_real_token_as_often_as_the_padded_batch(kind, ro
 @pytest.mark.parametrize("kind", KINDS[:2])
 @settings(max_examples=50, deadline=None)
 @given(batches().map(not_empty))
-def test_what_attends_to_an_ancestor_is_one_run_in_each_stretch(kind, rows):
-    """And every segment attends to each of its ancestors once; so backends may take neighbours for one batch."""
+def test_every_segment_attends_to_each_of_its_ancestors_once(kind, rows):
+    """There is one crossing for each ancestor, whose queries are as few runs of the row as there can be."""
     forest = packed_as(kind, rows).forest
     wanted = {(s, a) for s in range(forest.segments) for a in forest.path(s)}
     pairs = []
     ends = forest.starts + forest.lengths
-    for stretch, crossings in itertools.groupby(forest.crossings(), key=lambda crossing: crossing.starts[0]):
-        first = int(np.searchsorted(forest.starts, stretch))
+    for level, crossings in enumerate(forest.crossings()):
+        ancestors = [crossing.ancestor for crossing in crossings]
+        assert (forest.levels[ancestors] == level).all() and (np.diff(ancestors) > 0).all()
         for crossing in crossings:
-            index = forest.starts[first]  # the runs are neighbours and cover the stretch
-            for start, length, ancestor in zip(*(part.tolist() for part in crossing), strict=True):
-                assert start == index and length > 0
-                index += length
-                inside = np.flatnonzero((forest.starts >= start) & (ends <= start + length))
-                pairs += [(int(segment), ancestor) for segment in inside]
-            assert (np.diff(crossing.ancestors) > 0).all()
+            assert (crossing.starts[1:] > crossing.starts[:-1] + crossing.lengths[:-1]).all()
+            inside = np.flatnonzero(np.isin(forest.starts, crossing.tokens))
+            assert np.isin(ends[inside] - 1, crossing.tokens).all()
+            assert forest.lengths[inside].sum() == len(crossing.tokens)
+            pairs += [(int(segment), crossing.ancestor) for segment in inside]
     assert sorted(pairs) == sorted(wanted)
     for segment, parent in enumerate(forest.parents.tolist()):
         assert forest.is_leaf[segment] == (segment not in forest.parents)
@@ -246,6 +246,20 @@ def test_what_attends_to_an_ancestor_is_one_run_in_each_stretch(kind, rows):
         assert forest.depths[segment] == (
             ends[parent] - forest.starts[parent] + forest.depths[parent] if parent >= 0 else 0
         )
+
+
+def test_calls_of_attention_grow_with_the_number_of_levels():
+    """Turns of a conversation: each sample begins with the one before it, and ends with an answer of its own."""
+    turns, turn, answer = 27, 30, 12
+    history = np.arange(turns * turn)
+    tokens_BL = np.full((turns, turns * turn + answer), -1)
+    lengths_B = (np.arange(turns) + 1) * turn + answer
+    for row, length in enumerate(lengths_B.tolist()):
+        tokens_BL[row, : length - answer] = history[: length - answer]
+        tokens_BL[row, length - answer : length] = 10_000 + row
+    forest = grow(tokens_BL, lengths_B)
+    assert forest.levels.max() > 20  # the last turns save too little for levels of their own
+    assert len(_whole_ancestors(forest, torch.device("cpu"))) == forest.levels.max()
 
 
 @pytest.mark.parametrize("shortest", [2, 4])

@@ -20,7 +20,9 @@ log-sum-exp of its own forward (docs/LOG.md).
 # The annotations of kernels must stay text: `tl` exists only if Triton is installed.
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -177,7 +179,20 @@ class _Cascade(torch.autograd.Function):
 # --- CPU -------------------------------------------------------------------------------------------------------------
 
 
-def _kernel_calls(layout: PackedLayout) -> tuple[list[Run | PaddedSegments], list[tuple[Run, Run]]]:
+class _Tokens(NamedTuple):
+    """Tokens of the row as one sequence: a view if they are neighbours, and otherwise a copy."""
+
+    index: slice | torch.Tensor
+
+    def batch_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the tokens `(1, H, tokens, D)` of a `(1, H, T, D)` tensor."""
+        return x[:, :, self.index]
+
+    def without_padding(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens
+
+
+def _kernel_calls(layout: PackedLayout) -> tuple[list[Run | PaddedSegments], list[tuple[_Tokens, _Tokens]]]:
     """Returns the batches of the kernel's calls, derived once from the layout.
 
     Returns:
@@ -189,16 +204,17 @@ def _kernel_calls(layout: PackedLayout) -> tuple[list[Run | PaddedSegments], lis
         own = []
         for stretch in forest.stretches():
             own += padded_batches(forest.starts[stretch], forest.lengths[stretch], layout.tokens)
+        device = torch.device("cpu")
         cross = []
-        for crossing in forest.crossings():
-            for start, length, ancestor in zip(*(part.tolist() for part in crossing), strict=True):
-                keys = Run(int(forest.starts[ancestor]), 1, int(forest.lengths[ancestor]))
-                cross.append((Run(start, 1, length), keys))
+        for crossing in itertools.chain.from_iterable(forest.crossings()):
+            start = int(forest.starts[crossing.ancestor])
+            keys = slice(start, start + int(forest.lengths[crossing.ancestor]))
+            cross.append((_Tokens(_neighbours(crossing.tokens, device)), _Tokens(keys)))
         layout.cache["cascade"] = own, cross
     return layout.cache["cascade"]
 
 
-def _tokens_of(x: torch.Tensor, batch: Run | PaddedSegments) -> torch.Tensor:
+def _tokens_of(x: torch.Tensor, batch: Run | PaddedSegments | _Tokens) -> torch.Tensor:
     """Returns a batch `(n, H, length, D)` as the tokens of its segments `(tokens, H, D)`, in the order of the row."""
     return batch.without_padding(x.transpose(1, 2).flatten(0, 1))
 
@@ -224,10 +240,10 @@ class _CpuKernels:
             of_part = queries.batch_of(q), ancestor.batch_of(k), ancestor.batch_of(v)
             part_out, part_lse = _cpu_forward(*of_part, 0.0, False, scale=scale)
             part_lse = _tokens_of(part_lse, queries)
-            merged_out = out.narrow(0, queries.start, queries.length)
-            merged_lse = lse.narrow(0, queries.start, queries.length)
-            merged_out.copy_(merge(merged_out, merged_lse, _tokens_of(part_out, queries), part_lse))
-            torch.logaddexp(merged_lse, part_lse, out=merged_lse)
+            own_lse = lse[queries.index]
+            merged = merge(out[queries.index], own_lse, _tokens_of(part_out, queries), part_lse)
+            out[queries.index] = merged.to(out.dtype)
+            lse[queries.index] = torch.logaddexp(own_lse, part_lse)
         return out.unsqueeze(0), lse.unsqueeze(0), ()
 
     @staticmethod
@@ -255,9 +271,9 @@ class _CpuKernels:
         dv = _with_kept(dv, v.shape[2])
         for queries, ancestor in cross:
             of_queries, of_keys, of_values = gradients(queries, ancestor, False)
-            dq.narrow(0, queries.start, queries.length).add_(of_queries)
-            dk.narrow(0, ancestor.start, ancestor.length).add_(of_keys)
-            dv.narrow(0, ancestor.start, ancestor.length).add_(of_values)
+            dq[queries.index] += of_queries
+            dk[ancestor.index] += of_keys
+            dv[ancestor.index] += of_values
         return tuple(x.unsqueeze(0).transpose(1, 2) for x in (dq, dk, dv))
 
 
@@ -286,7 +302,7 @@ class _Call:
 class _CudaKernels:
     """CUDA flash attention with cumulative lengths.
 
-    One call computes all segments over themselves, and one call per stretch and level computes them over ancestors.
+    One call computes all segments over themselves, and one call per level computes them over ancestors.
     """
 
     @staticmethod
@@ -326,7 +342,7 @@ class _CudaKernels:
             if call.siblings is not None:
                 part, part_lse = (call.siblings.rows(x, k.shape[1]) for x in (part, part_lse))
             own_lse = lse[:, call.queries].t()
-            out[call.queries] = merge(out[call.queries], own_lse, part, part_lse)
+            out[call.queries] = merge(out[call.queries], own_lse, part, part_lse).to(out.dtype)
             lse[:, call.queries] = torch.logaddexp(own_lse, part_lse).t()
         return out.unsqueeze(0), lse, random_states
 
@@ -362,23 +378,21 @@ class _CudaKernels:
 
 
 def _whole_ancestors(forest: Forest, device: torch.device) -> list[_Call]:
-    """Returns the calls of segments over all of their ancestors.
+    """Returns the calls of segments over all of their ancestors, one for each level of ancestors.
 
     An ancestor and all queries that attend to it are one sequence.
     """
     calls = []
-    for crossing in forest.crossings():
-        # The kernel takes neighbours in the row. An ancestor among them to which none of these queries attends gets
-        # no queries.
-        ancestors = np.arange(crossing.ancestors[0], crossing.ancestors[-1] + 1)
-        query_lengths = np.zeros(len(ancestors), dtype=int)
-        query_lengths[crossing.ancestors - ancestors[0]] = crossing.lengths
-        cu_q, max_q = cumulative(query_lengths, device)
-        cu_k, max_k = cumulative(forest.lengths[ancestors], device)
-        queries = slice(int(crossing.starts[0]), int(crossing.starts[0] + crossing.lengths.sum()))
-        keys_start = int(forest.starts[ancestors[0]])
-        keys = slice(keys_start, keys_start + int(forest.lengths[ancestors].sum()))
-        calls.append(_Call(queries, keys, (cu_q, cu_k, max_q, max_k), False, {}))
+    for crossings in forest.crossings():
+        ancestors = np.array([crossing.ancestor for crossing in crossings])
+        starts = forest.starts[ancestors].tolist()
+        key_lengths = forest.lengths[ancestors].tolist()
+        keys = [np.arange(start, start + length) for start, length in zip(starts, key_lengths, strict=True)]
+        cu_k, max_k = cumulative(key_lengths, device)
+        cu_q, max_q = cumulative([int(crossing.lengths.sum()) for crossing in crossings], device)
+        query_tokens = _neighbours(np.concatenate([crossing.tokens for crossing in crossings]), device)
+        key_tokens = _neighbours(np.concatenate(keys), device)
+        calls.append(_Call(query_tokens, key_tokens, (cu_q, cu_k, max_q, max_k), False, {}))
     return calls
 
 
@@ -439,16 +453,16 @@ def _ends_of_ancestors(forest: Forest, window: int, device: torch.device) -> lis
     seen = window - 1  # tokens before a query
     ends = forest.depths + forest.lengths
     calls = []
-    for stretch in forest.stretches():
-        for level in range(int(forest.levels[stretch.start])):
-            ancestors = forest.ancestors_at(level)[stretch]
-            # Number of tokens between a segment and the end of its ancestor.
-            gaps = forest.depths[stretch] - ends[ancestors]
-            children: dict[int, list[tuple[int, int]]] = {}
-            for i in np.flatnonzero(gaps < seen).tolist():
-                children.setdefault(int(ancestors[i]), []).append((stretch.start + i, int(gaps[i])))
-            for subset in _limited_sets(forest, sorted(children.items()), seen):
-                calls.append(_siblings_call(forest, subset, seen, device))
+    for level in forest.descendants():
+        children = []
+        for ancestor, segments in level.items():
+            gaps = forest.depths[segments] - ends[ancestor]  # tokens between a segment and the end of its ancestor
+            is_near = gaps < seen
+            if is_near.any():
+                pairs = zip(segments[is_near].tolist(), gaps[is_near].tolist(), strict=True)
+                children.append((ancestor, list(pairs)))
+        for subset in _limited_sets(forest, children, seen):
+            calls.append(_siblings_call(forest, subset, seen, device))
     return calls
 
 
@@ -499,7 +513,7 @@ def _siblings_call(forest: Forest, children: list[tuple], seen: int, device: tor
 
 
 def _neighbours(tokens: np.ndarray, device: torch.device) -> slice | torch.Tensor:
-    """Returns indices of the row, in rising order, as a slice if no token is missing between them."""
-    if tokens[-1] - tokens[0] + 1 == len(tokens):
+    """Returns indices of the row as a slice if they are neighbours, in rising order."""
+    if (np.diff(tokens) == 1).all():
         return slice(int(tokens[0]), int(tokens[-1]) + 1)
     return to_device(torch.from_numpy(tokens), device)

@@ -13,7 +13,8 @@ kind and level:
 
 A segment's level is the number of its ancestors. An inner segment has descendants, a leaf has none. Inside a stretch,
 segments with a common ancestor are neighbours, in the order in which the ancestors lie in the row. So in each stretch
-at most one run of tokens attends to an ancestor.
+at most one run of tokens attends to an ancestor, and the tokens that attend to it are a few such runs
+([`Forest.crossings`]).
 """
 
 import itertools
@@ -43,11 +44,17 @@ class Node(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """Neighbouring runs of queries `[starts, starts + lengths)` in the row, and the segment that each attends to."""
+    """An ancestor, and the tokens of the row that attend to it: the runs `[starts, starts + lengths)`, in order."""
 
+    ancestor: int
     starts: np.ndarray
     lengths: np.ndarray
-    ancestors: np.ndarray
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """The indices in the row of the tokens that attend to the ancestor, in order."""
+        runs = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
+        return np.concatenate([np.arange(start, start + length) for start, length in runs])
 
 
 @dataclass
@@ -109,36 +116,31 @@ class Forest:
         edges = [0, *borders.tolist(), self.computed]
         return [slice(first, last) for first, last in itertools.pairwise(edges)]
 
-    def ancestors_at(self, level: int) -> np.ndarray:
-        """Returns each segment's ancestor at a level: a segment at the level itself; -1 for segments above it."""
-        ancestors = np.arange(self.segments)
-        is_below = self.levels > level
-        while is_below.any():
-            ancestors = np.where(is_below, self.parents[ancestors], ancestors)
-            is_below = self.levels[ancestors] > level
-        return np.where(self.levels >= level, ancestors, -1)
+    def descendants(self) -> list[dict[int, np.ndarray]]:
+        """Returns for each level the computed segments below each of its segments, by that segment, both in order."""
+        ancestor_S = np.arange(self.segments)  # each segment's ancestor at the level, or itself if it is not below it
+        by_level = []
+        for level in reversed(range(int(self.levels.max(initial=0)))):
+            ancestor_S = np.where(self.levels[ancestor_S] > level, self.parents[ancestor_S], ancestor_S)
+            below = np.flatnonzero(self.levels[: self.computed] > level)
+            below = below[np.argsort(ancestor_S[below], kind="stable")]
+            ancestors, firsts = np.unique(ancestor_S[below], return_index=True)
+            by_level.append(dict(zip(ancestors.tolist(), np.split(below, firsts[1:]), strict=True)))
+        return by_level[::-1]
 
-    def crossings(self) -> list["Crossing"]:
-        """Returns the queries that attend to ancestors: one entry for each stretch below the roots and level above it.
-
-        Ancestors of one entry lie side by side. If only some segments of a level are kept, the level has several
-        entries.
-        """
-        ends = self.starts + self.lengths
-        crossings = []
-        for stretch in self.stretches():
-            for level in range(int(self.levels[stretch.start])):
-                ancestors = self.ancestors_at(level)[stretch]
-                first = np.flatnonzero(np.diff(ancestors, prepend=-1)) + stretch.start
-                last = np.append(first[1:], stretch.stop) - 1
-                keys = ancestors[first - stretch.start]
-                is_kept = keys >= self.computed
-                borders = 1 + np.flatnonzero(is_kept[1:] != is_kept[:-1])
-                for run in np.split(np.arange(len(first)), borders):
-                    starts = self.starts[first[run]]
-                    run_ends = ends[last[run]]
-                    crossings.append(Crossing(starts, run_ends - starts, keys[run]))
-        return crossings
+    def crossings(self) -> list[list[Crossing]]:
+        """Returns the queries that attend to ancestors: for each level of ancestors that has any, one for each."""
+        levels = []
+        for level in self.descendants():
+            crossings = []
+            for ancestor, segments in level.items():
+                firsts = np.flatnonzero(np.diff(segments, prepend=-2) > 1)  # of runs of neighbouring segments
+                starts = self.starts[segments[firsts]]
+                lasts = segments[np.append(firsts[1:], len(segments)) - 1]
+                crossings.append(Crossing(ancestor, starts, self.starts[lasts] + self.lengths[lasts] - starts))
+            if crossings:
+                levels.append(crossings)
+        return levels
 
     def path(self, segment: int) -> list[int]:
         """Returns a segment's ancestors, outermost first."""
