@@ -22,7 +22,7 @@ from trl import ModelConfig
 from trl_fsdp_qlora import EfficientDPOConfig, EfficientDPOTrainer
 from trl_fsdp_qlora.checkpoints.checkpoints import check_output_dir
 from trl_fsdp_qlora.data.worked import worked
-from trl_fsdp_qlora.publishing.merge import load_model
+from trl_fsdp_qlora.publishing.loading import load_model
 from trl_fsdp_qlora.recipe.arguments import ConfigError, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_recipe
 from trl_fsdp_qlora.recipe.pairs import DPOScriptArguments, read_pairs, sample_pairs, write_pairs

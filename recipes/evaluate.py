@@ -30,7 +30,7 @@ from trl_fsdp_qlora.checkpoints.disk import write_json
 from trl_fsdp_qlora.evaluation.accuracy import evaluate
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit, keep_plain_kernel
 from trl_fsdp_qlora.publishing.card import hardware, software
-from trl_fsdp_qlora.publishing.merge import load_model
+from trl_fsdp_qlora.publishing.loading import load_model, processor_source
 from trl_fsdp_qlora.recipe import checks
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
 from trl_fsdp_qlora.recipe.episodes import agent_of, check_tool_template, judge_of, with_tool_format
@@ -170,10 +170,11 @@ def main() -> None:
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)
         if Path(args.output).is_dir():
             raise ConfigError(f"output={args.output!r} is a folder; name a JSON file")
-    tokenizer = checks.load_tokenizer(args.model_name_or_path, args.model_revision, script.chat)
+    tokenizer = checks.load_tokenizer(args.model_name_or_path, args.model_revision, script.chat, adapter=args.adapter)
     test = load_held_out(script)
     if "images" in test.column_names:
-        tokenizer = load_processing(args.model_name_or_path, args.model_revision, images=True)
+        source = processor_source(args.adapter, args.model_name_or_path, args.model_revision)
+        tokenizer = load_processing(*source, images=True)
     agent = agent_of(script, args.chat_template_kwargs, args.tool_timeout)
     if agent is not None:
         tokenizer = with_tool_format(tokenizer, script)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from trl_fsdp_qlora.checkpoints.base import find_base
 from trl_fsdp_qlora.publishing.merge import merge_adapter
 from trl_fsdp_qlora.recipe.arguments import parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_adapter, load_tokenizer
@@ -34,10 +35,10 @@ class MergeArguments:
 
 def main() -> None:
     (args,) = parse_recipe((MergeArguments,))
-    base = args.base or check_adapter(args.adapter).base_model_name_or_path
-    load_tokenizer(base, args.revision, chat=False, field="base")
-    folder = merge_adapter(args.adapter, args.output, base, args.revision, getattr(torch, args.dtype))
-    say(f"merged model, tokenizer and card are in {folder}")
+    base = args.base or find_base(check_adapter(args.adapter).base_model_name_or_path, args.adapter)
+    load_tokenizer(base, args.revision, chat=False, field="base", adapter=args.adapter)
+    merged = merge_adapter(args.adapter, args.output, base, args.revision, getattr(torch, args.dtype))
+    say(f"merged model, tokenizer and card are in {merged.folder}; {merged.proof}")
 
 
 if __name__ == "__main__":

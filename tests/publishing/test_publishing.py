@@ -1,9 +1,11 @@
 """An adapter's card, the merge of an adapter into its base, and publishing with the real `huggingface_hub` client."""
 
+import ast
 import functools
 import json
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -29,13 +31,17 @@ from trl_fsdp_qlora.checkpoints.condition import why_incomplete
 from trl_fsdp_qlora.decode.completions import generate
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.publishing import card, merge, publish
+from trl_fsdp_qlora.publishing.loading import load_model
 from trl_fsdp_qlora.publishing.logits import LOGITS, prove, record_logits
-from trl_fsdp_qlora.publishing.merge import load_model, merge_adapter
+from trl_fsdp_qlora.publishing.merge import merge_adapter
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments
 
 BASE = "owner/tiny-base"
 REPO = "me/sums"
-SENT = {".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors", LOGITS}
+SENT = {
+    ".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors", LOGITS, "tokenizer.json",
+    "tokenizer_config.json", "chat_template.jinja",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +177,49 @@ def test_what_is_on_the_hub_is_listed_and_no_secret_enters_a_card(tmp_path, data
     assert "fill in" not in model_card.text
 
 
+STRANGE = 'it\'s "the" <b>ba`se<hr>'
+PROMPT = "Answer in\n```\na box\n```\n<img src=x onerror=alert(1)>\n````\nIt's {question}"
+
+
+def test_no_name_and_no_setting_leaves_its_place_on_the_card(tmp_path, monkeypatch):
+    """Names have quotes, backticks and HTML, a system prompt has code fences. An independent parser reads the card."""
+    parser = pytest.importorskip("markdown_it").MarkdownIt()
+    monkeypatch.chdir(tmp_path)
+    base = save_tiny_model(tmp_path / STRANGE)
+    grpo_trainer = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, f"out of {STRANGE}", base, lora())
+    script = ScriptArguments(f"{STRANGE}.jsonl", system_prompt=PROMPT)
+    grpo_trainer.card_info = card.CardInfo(
+        dataset=f"{STRANGE}.jsonl",
+        data_license=STRANGE,
+        recipe_file=f"{STRANGE}.yaml",
+        settings=(script, ModelConfig(model_name_or_path=base)),
+        command=["trl-fsdp-qlora", "grpo", "--model_name_or_path", STRANGE, "--system_prompt", PROMPT],
+        quickstart_prompt=[{"role": "system", "content": PROMPT}, {"role": "user", "content": "1+1="}],
+    )
+    grpo_trainer.save_model()
+    for renamed in (False, True):
+        written = ModelCard.load(f"out of {STRANGE}/README.md")
+        if renamed:
+            publish._rename_on_card(written, STRANGE, BASE, REPO)
+        names = (BASE, REPO) if renamed else (STRANGE, f"out of {STRANGE}")
+        tokens = parser.parse(written.text)
+        blocks = {token.info: token.content for token in tokens if token.type == "fence"}
+        assert list(blocks) == ["python", "bash", "yaml"]
+        assignments = {}
+        for line in ast.parse(blocks["python"]).body:
+            if isinstance(line, ast.Assign) and line.targets[0].id in ("base", "adapter", "messages"):
+                assignments[line.targets[0].id] = ast.literal_eval(line.value)
+        assert (assignments["base"], assignments["adapter"]) == names
+        assert assignments["messages"] == grpo_trainer.card_info.quickstart_prompt
+        assert shlex.split(blocks["bash"])[2:] == ["--model_name_or_path", names[0], "--system_prompt", PROMPT]
+        recipe = yaml.safe_load(blocks["yaml"])
+        assert (recipe["model_name_or_path"], recipe["system_prompt"]) == (names[0], PROMPT)
+        parts = [part for token in tokens for part in token.children or []]
+        assert not [part for part in [*tokens, *parts] if part.type.startswith("html")]
+        in_line = {part.content for part in parts if part.type == "code_inline"}
+        assert {names[0], f"{STRANGE}.jsonl", f"{STRANGE}.yaml"} <= in_line
+
+
 CPU_ARGUMENTS = {"use_cpu": True, "bf16": False}  # TRL's default is bf16, which needs a GPU
 
 
@@ -231,7 +280,7 @@ def test_the_merged_model_has_pefts_logits_and_a_folder_that_is_there_stays(trai
     script = Path(__file__).parents[2] / "recipes" / "merge.py"
     monkeypatch.setattr(sys, "argv", ["merge.py", "--adapter", adapter, "--output", str(out), "--dtype", "float32"])
     runpy.run_path(str(script), run_name="__main__")
-    assert str(out) in capsys.readouterr().out
+    assert f"{out}; it answers like the adapter on its base: largest difference" in capsys.readouterr().out
     base_logits = logits_of(load_model(base))
     unmerged_logits = logits_of(load_model(base, adapter))
     merged = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
@@ -240,13 +289,17 @@ def test_the_merged_model_has_pefts_logits_and_a_folder_that_is_there_stays(trai
     # A merged weight is rounded once more, to half a step of float32 (6e-8 of it), in each of some twenty products.
     assert (logits_of(merged) - unmerged_logits).abs().max() <= 4e-6
     assert (base_logits - unmerged_logits).abs().max() > 0.1
-    rounded = AutoModelForCausalLM.from_pretrained(merge_adapter(adapter, tmp_path / "m"), dtype="auto").state_dict()
+    in_half, proof = merge_adapter(adapter, tmp_path / "m")
+    assert re.search(r"like the adapter on its base: .* \(bfloat16\), adapter against base", proof)
+    rounded = AutoModelForCausalLM.from_pretrained(in_half, dtype="auto").state_dict()
     # The base, the adapter's share and the sum are rounded, each to 2^-8.
     for name, exact in merged.state_dict().items():
         assert rounded[name].dtype == torch.bfloat16
         torch.testing.assert_close(rounded[name].float(), exact, rtol=2**-7, atol=2**-8 * exact.abs().max().item())
     assert AutoTokenizer.from_pretrained(out)("1+2=")["input_ids"]
-    assert ModelCard.load(out / "README.md").data.base_model == "base"
+    merged_card = ModelCard.load(out / "README.md")
+    assert merged_card.data.base_model == "base"
+    assert "The adapter `out` merged into `base` in float32" in merged_card.text
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(script), run_name="__main__")
     assert ended.value.code == 2

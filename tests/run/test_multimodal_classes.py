@@ -10,8 +10,9 @@ from peft import LoraConfig, get_peft_model
 from tests.prefix_sharing.helpers import MULTIMODAL, awkward_batch, build, make_trainer, tokenizer
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.transformers import model_class
+from trl_fsdp_qlora.publishing.loading import load_model
 from trl_fsdp_qlora.publishing.logits import prove, record_logits
-from trl_fsdp_qlora.publishing.merge import load_model, merge_adapter
+from trl_fsdp_qlora.publishing.merge import merge_adapter
 from trl_fsdp_qlora.run.input_checks import language_model_only
 
 EVERYTHING = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
@@ -62,7 +63,7 @@ def test_an_adapter_is_merged_and_proven_on_its_class(tmp_path):
     ids, _ = awkward_batch()
     with torch.no_grad():
         expected = model(input_ids=ids).logits
-        merged = load_model(str(merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype=torch.float32)))
+        merged = load_model(str(merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype=torch.float32).folder))
         torch.testing.assert_close(merged(input_ids=ids).logits, expected, atol=1e-3, rtol=1e-3)
 
 

@@ -77,7 +77,7 @@ def find_base(base: str, adapter: str | Path) -> str:
     Returns:
         The path of the folder; `base` as it is if it names no folder.
     """
-    if Path(base).is_absolute() or Path(base).exists():
+    if not base or Path(base).is_absolute() or Path(base).exists():
         return base
     folder = Path(adapter).resolve()
     for above in (folder, *folder.parents) if folder.is_dir() else ():

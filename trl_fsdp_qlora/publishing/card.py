@@ -1,8 +1,10 @@
 """The model card of a trained model: what it is, how it was made, and a quick start that runs as printed."""
 
 import functools
+import html
 import os
 import platform
+import re
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from importlib.metadata import version
@@ -13,7 +15,7 @@ import torch
 import yaml
 from accelerate.utils import is_peft_model
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, constants
-from transformers import ProcessorMixin
+from transformers import AutoConfig, ProcessorMixin
 
 from ..compat.transformers import auto_class_of, model_name
 from ..run.config_fields import DERIVED
@@ -84,6 +86,36 @@ def base_model_license(base_model: str) -> str | None:
     return None
 
 
+@functools.cache
+def vocabulary_of(base: str) -> int | None:
+    """The vocabulary's size in the config of a model that was loaded; `None` if it came from no folder or cache."""
+    try:
+        return AutoConfig.from_pretrained(base, local_files_only=True).get_text_config().vocab_size
+    except (OSError, ValueError):
+        return None
+
+
+def fence(text: str) -> str:
+    """Backticks around a block of Markdown code: more than `text` has in a row, and at least three."""
+    return "`" * max(3, 1 + _longest_run(text))
+
+
+def code(text: str) -> str:
+    """`text` as code within a line of Markdown."""
+    marks = "`" * (1 + _longest_run(text))
+    margin = " " if "`" in text else ""
+    return f"{marks}{margin}{text}{margin}{marks}"
+
+
+def escape(text: str) -> str:
+    """`text` for a line of Markdown, without HTML."""
+    return html.escape(text, quote=False)
+
+
+def _longest_run(text: str) -> int:
+    return max(map(len, re.findall("`+", text)), default=0)
+
+
 def changed_arguments(args: Any) -> dict[str, Any]:
     """Fields of a config dataclass that differ from their defaults, plain, without paths and secrets.
 
@@ -148,6 +180,8 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
     base = model_name(model)
     data = portable(info.dataset)
     licence = info.license or base_model_license(base) or "other"
+    vocabulary = model.config.get_text_config().vocab_size
+    is_resized = adapter and vocabulary_of(base) not in (None, vocabulary)
     base_is_local = Path(base).is_absolute() or Path(base).exists()
     base = Path(base).name if base_is_local else base
     task = "text-generation"
@@ -178,6 +212,9 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
     recipe = _recipe(args, info.settings, model.peft_config["default"] if adapter else None)
     s_grpo = info.method == "GRPO" and args.token_selection == "s_grpo"
     values = {
+        "code": code,
+        "fence": fence,
+        "escape": escape,
         "method": "S-GRPO ([arXiv 2504.20834](https://arxiv.org/abs/2504.20834))" if s_grpo else info.method,
         "auto_class": auto_class_of(model),
         "processing": "AutoProcessor" if pictures else "AutoTokenizer",
@@ -190,6 +227,7 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
         "recipe": yaml.safe_dump(recipe, sort_keys=True, allow_unicode=True),
         "name": name,
         "adapter": adapter,
+        "vocabulary": vocabulary if is_resized else None,
         "base": base,
         "base_is_local": base_is_local,
         "data": data,

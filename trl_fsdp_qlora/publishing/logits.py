@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -17,7 +17,7 @@ from ..fsdp2_qlora.generation import gathered_as, is_gathered
 from ..fsdp2_qlora.loading import keep_plain_kernel
 from ..run.nonfatal import nonfatal
 from ..run.plain import plain
-from .merge import load_model
+from .loading import load_model
 
 LOGITS = "logits.json"
 _TOKENS, _ENTRIES = 8, 32
@@ -26,9 +26,41 @@ _TOKENS, _ENTRIES = 8, 32
 _UNITS = {"float32": 64, "bfloat16": 4, "float16": 4}
 
 
+class Comparison(NamedTuple):
+    """How far logits are from the expected ones, how far those are from the base's, and what rounding explains."""
+
+    difference: float
+    effect: float
+    tolerance: float
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether rounding explains the difference. A value that is not a number is none."""
+        return self.difference <= self.tolerance
+
+
+def compare_logits(
+    logits: list[list[float]], expected: list[list[float]], of_base: list[list[float]], dtype: torch.dtype
+) -> Comparison:
+    """Compare what [`few_logits`] returned for a model, for what it should equal, and for the base of both.
+
+    `dtype` is the least precise that any of the three was computed in.
+    """
+    computed, right, base = (torch.tensor(each, dtype=torch.float64) for each in (logits, expected, of_base))
+    unit = torch.finfo(dtype).eps * max(1.0, float(right.abs().max()))
+    difference = float((computed - right).abs().max())
+    return Comparison(difference, float((right - base).abs().max()), _UNITS[plain(dtype)] * unit)
+
+
 def _spread(count: int, size: int) -> list[int]:
-    """`count` numbers below `size`, at equal distances."""
-    return [(2 * i + 1) * size // (2 * count) for i in range(count)]
+    """At most `count` numbers below `size`, at equal distances, the first and the last among them."""
+    return sorted({i * (size - 1) // (count - 1) for i in range(count)})
+
+
+def probes(model: torch.nn.Module) -> tuple[list[int], list[int]]:
+    """(tokens, entries of the vocabulary) at which models like `model` are compared."""
+    size = model.config.get_text_config().vocab_size
+    return _spread(_TOKENS, size), _spread(_ENTRIES, size)
 
 
 @torch.no_grad()
@@ -51,9 +83,7 @@ def record_logits(
     It computes on `device` in `dtype`, by default those of the weights. The weights must be whole. The model's
     training mode is restored.
     """
-    size = model.config.get_text_config().vocab_size
-    ids = _spread(_TOKENS, size)
-    entries = _spread(min(_ENTRIES, size), size)
+    ids, entries = probes(model)
     keep_plain_kernel(model)
     training = model.training
     model.eval()
@@ -118,16 +148,12 @@ def prove(adapter: str | Path, base: str) -> str:
         options["device_map"] = {"": "cpu"}
     model = load_model(base, adapter, **options).eval()
     keep_plain_kernel(model)
-    computed = torch.tensor(few_logits(model, content["input_ids"], content["entries"]), dtype=torch.float64)
-    recorded = torch.tensor(content["logits"], dtype=torch.float64)
-    of_base = torch.tensor(content["logits_of_the_base"], dtype=torch.float64)
-    difference = float((computed - recorded).abs().max())
-    effect = float((recorded - of_base).abs().max())
     # The kernel for 4-bit weights differs from device to device, and some compute in bfloat16.
     dtype = torch.bfloat16 if "quantization" in content else options["dtype"]
-    eps = torch.finfo(dtype).eps * _UNITS[plain(dtype)]
-    tolerance = eps * max(1.0, float(recorded.abs().max()))
-    if not difference <= tolerance or difference > effect / 2 > 0:
+    computed = few_logits(model, content["input_ids"], content["entries"])
+    comparison = compare_logits(computed, content["logits"], content["logits_of_the_base"], dtype)
+    difference, effect, tolerance = comparison
+    if not comparison.is_rounding or difference > effect / 2 > 0:
         raise UserError(
             f"plain PEFT's logits differ from the recorded ones by up to {difference:.2g}, more than {tolerance:.2g} "
             f"or than half of the adapter's own effect, {effect:.2g}"

@@ -3,6 +3,7 @@
 import filecmp
 import json
 import re
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -15,22 +16,33 @@ from safetensors.torch import load_file
 
 from ..errors import UserError
 from ..run.one_line import OneLineParser
+from .card import code
+from .loading import TOKENIZER
 from .logits import LOGITS, prove
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 CARD = "README.md"
-FILES = (CONFIG, WEIGHTS, CARD, "training.png", LOGITS)  # all that is sent: no optimizer states, no pickles, no logs
+# What a reader's tokenizer or processor is made of, by the names that transformers' classes give their files.
+PROCESSING = (
+    TOKENIZER, "tokenizer.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "processor_config.json",
+    "preprocessor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
+# All that is sent: no optimizer states, no pickles, no logs.
+FILES = (CONFIG, WEIGHTS, CARD, "training.png", LOGITS, *PROCESSING)
 
 
 def _rename_on_card(card: ModelCard, old_base: str, base: str, repo: str) -> None:
     """Put `base` in place of `old_base` in metadata, text and recipe, and fill in the quick start's two names."""
     card.data.base_model = base
     card.data.tags = [tag.replace(f":{old_base}", f":{base}") for tag in card.data.tags or []]
-    card.text = card.text.replace(f"`{old_base}`", f"`{base}`")
-    card.text = re.sub(rf"(?m)(model_name_or_path:? ){re.escape(old_base)}(?=\s)", rf"\g<1>{base}", card.text)
+    card.text = card.text.replace(code(old_base), code(base))
+    in_yaml = yaml.safe_dump(old_base, allow_unicode=True).splitlines()[0]
+    for written in (old_base, shlex.quote(old_base), in_yaml):
+        card.text = re.sub(rf"(?m)(model_name_or_path:? ){re.escape(written)}(?=\s)", rf"\g<1>{base}", card.text)
     for variable, name in (("base", base), ("adapter", repo)):
-        card.text = re.sub(rf"(?m)^{variable} = '[^'\n]*'  # fill in: .*$", f"{variable} = {name!r}", card.text)
+        card.text = re.sub(rf"(?m)^{variable} = .*  # fill in: .*$", f"{variable} = {name!r}", card.text)
 
 
 def stage(folder: Path, scratch: Path, repo: str, base: str | None = None) -> str:
@@ -63,6 +75,8 @@ def stage(folder: Path, scratch: Path, repo: str, base: str | None = None) -> st
         raise UserError(f"{folder / CARD} has base_model: {base_on_card}, but the adapter was trained on {trained_on}")
     config["base_model_name_or_path"] = base
     _rename_on_card(card, base_on_card, base, repo)
+    if not (folder / TOKENIZER).is_file():  # the quick start finds none next to the adapter
+        card.text = re.sub(r"(?m)^(processor = \w+\.from_pretrained)\(adapter\)$", r"\1(base)", card.text)
     for name in FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, scratch / name)

@@ -25,6 +25,7 @@ from ..data.datasets import check_template
 from ..data.rewards import get_reward
 from ..errors import mistyped_path
 from ..prefix_sharing.door import CHOICES
+from ..publishing.loading import TOKENIZER, has_own
 from ..run.input_checks import language_model_only, mistakes
 from .arguments import ConfigError, ScriptArguments
 from .episodes import OWN_REWARD, agent_of, check_tool_template, judge_of, with_tool_format
@@ -112,8 +113,14 @@ def read_config(name: str | None, revision: str | None = None) -> PretrainedConf
     return _loaded(AutoConfig, name, revision, "model_name_or_path")
 
 
-def load_tokenizer(name: str | None, revision: str | None, chat: bool, field: str = "model_name_or_path") -> Any:
-    """The tokenizer of the model `name`; the model's weights are not read.
+def load_tokenizer(
+    name: str | None,
+    revision: str | None,
+    chat: bool,
+    field: str = "model_name_or_path",
+    adapter: str | None = None,
+) -> Any:
+    """The tokenizer of the model `name`, or of the `adapter` on it if that has its own; no weights are read.
 
     Raises:
         ConfigError: there is no such model, it has no tokenizer, or `chat` needs a chat template and there is none.
@@ -121,6 +128,8 @@ def load_tokenizer(name: str | None, revision: str | None, chat: bool, field: st
     if name and Path(name, "adapter_config.json").is_file() and not Path(name, "config.json").is_file():
         raise ConfigError(f"{field}={name!r} is an adapter, not a model; name the base that it was trained on")
     _loaded(AutoConfig, name, revision, field)
+    if has_own(adapter, TOKENIZER):
+        name, revision, field = adapter, None, "adapter"
     tokenizer = _loaded(AutoTokenizer, name, revision, field)
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # Transformers makes these up if the folder has no tokenizer
         raise ConfigError(f"{field}={name!r} has no tokenizer; save it there: tokenizer.save_pretrained({name!r})")
