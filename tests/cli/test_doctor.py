@@ -18,6 +18,12 @@ import sys
 def few(completions, **columns): return [1.0]
 def breaks(completions, **columns): return [completions["no"]]
 def texts(completions, **columns): return ["good" for text in completions]
+def curriculum(completions, trainer_state, **_): return [trainer_state.global_step + len(str(c)) for c in completions]
+def short(completion_ids, **_): return [-float(len(ids)) for ids in completion_ids]
+def noted(completions, log_metric, log_extra, **_):
+    log_metric("mine", 1.0)
+    log_extra("text", [str(text) for text in completions])
+    return [float(len(str(text))) for text in completions]
 async def later(completions, **columns): return [float(len(str(text))) for text in completions]
 """
 
@@ -49,7 +55,8 @@ def files_of(folder) -> list:
 
 def test_a_recipe_that_is_right_and_no_folder_is_left(findings, user_folder):
     before = files_of(user_folder)
-    for words in ("", "--rewards rewards.py:later", "--per_device_train_batch_size 4 --num_processes 2"):
+    of_trl = "--rewards rewards.py:curriculum rewards.py:short rewards.py:noted"  # which name TRL's own arguments
+    for words in ("", "--rewards rewards.py:later", of_trl, "--per_device_train_batch_size 4 --num_processes 2"):
         status, items = findings(f"--output_dir runs/new/one {words}")
         assert status == 0
         assert {item["level"] for item in items} == {"ok"}, items
@@ -170,7 +177,10 @@ def test_a_reward_that_is_constant():
     def never(completions, **columns):
         return [0.0] * len(completions)
 
-    (finding,) = doctor.constant_rewards([exact_answer_reward("boxed"), never], rows)
+    def of_episodes(completions, environments, **columns):
+        return [environment.reward for environment in environments]
+
+    (finding,) = doctor.constant_rewards([exact_answer_reward("boxed"), never, of_episodes], rows)
     assert finding.level == "warning"
     assert re.match(r"never \w+ 0\.0 ", finding.text)
 

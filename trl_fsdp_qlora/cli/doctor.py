@@ -184,7 +184,7 @@ def run(launcher: dict[str, str], rest: list[str]) -> Iterator[Finding]:
     with patch_environment(**launch):
         yield from _of_launch(config, model, launch)
     findings = list(_of_recipe(script, config, model))
-    train, of_data = _of_data(script, config)
+    train, of_data = _of_data(script, config, model)
     findings += of_data
     yield from findings
     if not {finding.check for finding in findings if finding.level == "error"} - {"output_dir"}:
@@ -291,13 +291,17 @@ def _of_recipe(script: Any, config: Any, model: Any) -> Iterator[Finding]:
         yield Finding("warning", "tokenizer", f"{reason}: give the tokenizer one of its own")
 
 
-def _of_data(script: Any, config: Any) -> tuple[Any, list[Finding]]:
+def _of_data(script: Any, config: Any, model: Any) -> tuple[Any, list[Finding]]:
     """The training data (`None` if it cannot be loaded), and the findings on the data and the rewards."""
+    from ..recipe.checks import load_tokenizer
     from ..recipe.problems import load_data
     from ..recipe.runner import reward_functions
     from ..run.input_checks import check_dataset
 
     train = None
+    tokenizer = None
+    with contextlib.suppress(UserError):  # a model that is not there is a finding already
+        tokenizer = load_tokenizer(model.model_name_or_path, model.model_revision, chat=False)
     findings = []
     try:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -307,7 +311,7 @@ def _of_data(script: Any, config: Any) -> tuple[Any, list[Finding]]:
         rewards: list[Callable] = []
         with contextlib.suppress(UserError):  # an unknown reward is a finding already
             rewards = reward_functions(script)
-        findings += constant_rewards(rewards, train.select(range(min(8, len(train)))))
+        findings += constant_rewards(rewards, train.select(range(min(8, len(train)))), tokenizer)
     except UserError as error:
         findings.append(Finding("error", "data", str(error)))
     except Exception as error:  # a user's own function raised it, and training would end in it
@@ -329,11 +333,25 @@ def _rehearsed(script: Any, config: Any, model: Any, train: Any) -> Finding:
         return Finding("error", "rehearsal", f"a step of training ends in {reason[:600]}")
 
 
-def constant_rewards(rewards: Sequence[Callable], rows: Any) -> Iterator[Finding]:
-    """Rewards that score all texts alike on `rows` of the data, the right answer in each known format among them."""
+def _nothing(*_arguments: Any) -> None:
+    """Takes what a reward logs."""
+
+
+def constant_rewards(rewards: Sequence[Callable], rows: Any, tokenizer: Any = None) -> Iterator[Finding]:
+    """Rewards that score all texts alike on `rows` of the data, the right answer in each known format among them.
+
+    They get the arguments that TRL's trainer hands over. One that names `environments` judges episodes, not texts, and
+    is left out. Without a `tokenizer` the bytes of a text are its ids.
+    """
+    from transformers import TrainerState
+
+    of_trainer = {"trainer_state": TrainerState(), "log_extra": _nothing, "log_metric": _nothing}
+    encode = str.encode if tokenizer is None else tokenizer.encode
     with_answer = ("so #### {}", "<reasoning>so</reasoning><answer>{}</answer>", "\\boxed{{{}}}", "{}")
     frames = (*with_answer, "", "I do not know.", "#### 123456789")
     for reward in rewards:
+        if "environments" in inspect.signature(reward).parameters:
+            continue
         name = getattr(reward, "__name__", type(reward).__name__)
         distinct = set()
         for row in rows:
@@ -341,7 +359,13 @@ def constant_rewards(rewards: Sequence[Callable], rows: Any) -> Iterator[Finding
             chat = not isinstance(row["prompt"], str)
             completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
             columns = {key: [value] * len(texts) for key, value in row.items() if key != "prompt"}
-            values = reward(prompts=[row["prompt"]] * len(texts), completions=completions, **columns)
+            ids = [list(encode(text or " ")) for text in texts]  # a completion has a token at least
+            values = reward(
+                prompts=[row["prompt"]] * len(texts),
+                completions=completions,
+                completion_ids=ids,
+                **{**columns, **of_trainer},
+            )
             values = list(asyncio.run(values) if inspect.iscoroutine(values) else values)
             if len(values) != len(texts):
                 reason = f"{name} returned {len(values)} values for {len(texts)} completions; it must return one each"
