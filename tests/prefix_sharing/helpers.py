@@ -246,7 +246,7 @@ def one_pass(model, door, batch=None, scored_BC=None, completion=COMPLETION, **a
     """
     ids, mask = batch or awkward_batch()
     labels = completion_labels(ids, mask, completion)
-    of_images = {name: arguments.pop(name, None) for name in ("num_images", "image_keys")}
+    of_images = {"num_images": arguments.pop("num_images", None)}
     tokens_per_pass = {name: arguments.pop(name) for name in ("tokens_per_pass",) if name in arguments}
     whole = Batch(ids, mask, labels.clone(), arguments, **of_images)
     if scored_BC is not None:

@@ -16,7 +16,7 @@ from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.trl import split_pixel_values_by_grid
 from trl_fsdp_qlora.fsdp2_qlora.experts import packed_experts
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
-from trl_fsdp_qlora.prefix_sharing import across_passes, images
+from trl_fsdp_qlora.prefix_sharing import across_passes
 
 from .helpers import assert_equal_gradients, build, gradients, loss_inputs, make_batch, make_trainer, small
 from .test_equals_stock import lora
@@ -83,7 +83,6 @@ def inputs_of(trainer) -> dict[str, torch.Tensor]:
     noise = torch.randn(logps.shape, generator=torch.Generator().manual_seed(4))
     inputs["old_per_token_logps"] = logps + 0.1 * noise
     if vision:  # as a generation batch is cut into micro-batches
-        inputs["image_keys"] = images.fingerprints(vision)
         inputs.update(split_pixel_values_by_grid(vision))
     return inputs
 

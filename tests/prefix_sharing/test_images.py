@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, inject_adapter_in_model
 from PIL import Image
 from trl import GRPOTrainer
 
@@ -163,7 +163,6 @@ def packed(model, door: Door, batch: Batch, **options):
     door.comparison.with_stock(model, batch)
     if door.is_active:
         options["num_images"] = batch.num_images
-        options["image_keys"] = batch.image_keys
     return model(**batch.arguments(), **options, fused_lm_head=True)
 
 
@@ -228,8 +227,7 @@ def test_images_are_seen_once_per_optimizer_step(name, monkeypatch):
     for number, row in enumerate(rows):
         for forward in plan.forwards.of_pass(number):
             tokens += forward.forest.tokens
-            of_images = {"num_images": row.num_images, "image_keys": row.image_keys}
-            output = model(**row.arguments(), **of_images, forward=forward, fused_lm_head=True)
+            output = model(**row.arguments(), num_images=row.num_images, forward=forward, fused_lm_head=True)
         assert (output.log_probs - expected[number]).abs().max() <= 1e-4
         (output.log_probs * weight[number]).sum().backward()
     assert_equal_gradients(gradients(model), wanted, tolerance=2e-5)
@@ -237,36 +235,107 @@ def test_images_are_seen_once_per_optimizer_step(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "llava"])
-def test_a_frozen_tower_sees_each_image_once_in_all_passes_of_a_generation_batch(name, monkeypatch):
+def test_a_frozen_tower_runs_once_in_a_pass_and_without_a_graph(name, monkeypatch):
     model, door, batch = pictured(name, frozen=True)
     if "mm_encoder_outputs" not in inspect.signature(type(model).forward).parameters:
         pytest.skip("this transformers takes no features of images")
     packed(model, door, batch)  # with the comparison of the first pass
-    door.forget_images()
-    seen = []
+    runs = []
     inner = model.base_model
     run = inner.get_image_features
 
     @functools.wraps(run)  # whose parameters are looked at
     def counted(*args, **kwargs):
-        seen.append(kwargs["pixel_values"])
+        pixels = kwargs["pixel_values"]
+        runs.append((len(pixels), torch.is_grad_enabled()))
         return run(*args, **kwargs)
 
     monkeypatch.setattr(inner, "get_image_features", counted)
+    packed(model, door, batch).log_probs.sum().backward()
+    chosen = rows_of_images({**batch.vision, "num_images": batch.num_images}, [0, 3, 7, 10])
+    assert runs == [(len(chosen["pixel_values"]), False)]  # one row of each group that has images
+
+
+def noisy(model, batch):
     with torch.no_grad():
-        whole = packed(model, door, batch).log_probs
-        cut = packed(model, door, batch, tokens_per_pass=4 * batch.input_ids.shape[1]).log_probs
-    for rows in ([0, 1, 2], [3, 4, 5, 6], [7, 8, 9, 10]):
-        values = packed(model, door, batch.rows(np.array(rows))).log_probs
-        assert door.figures.tokens and (values - whole[rows]).abs().max() <= 1e-5
-        values.sum().backward()
-    assert (cut - whole).abs().max() <= 1e-5
-    kept = door.images.features
-    assert len(seen) == len(kept) == 4  # prompts with images; of five groups one has none
-    monkeypatch.setattr(images, "FEATURE_BYTES", 1)
-    assert torch.equal(packed(model, door, batch).log_probs, whole) and len(kept) == 1
-    door.forget_images()
-    assert not kept
+        for name, parameter in model.named_parameters():
+            if "vis" in name:
+                parameter += 0.1 * torch.randn_like(parameter)
+
+
+def noisy_without_a_trace(model, batch):
+    for name, parameter in model.named_parameters():
+        if "vis" in name:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+
+
+def loaded(model, batch):
+    state = {name: x + 0.1 * torch.randn_like(x) if "vis" in name else x for name, x in model.state_dict().items()}
+    model.load_state_dict(state)
+
+
+def adapted(model, batch):
+    towers = r".*vis.*(fc1|qkv|q_proj|linear_fc1)"
+    inject_adapter_in_model(LoraConfig(r=4, target_modules=towers, init_lora_weights=False), model)
+    freeze_tower(model)
+
+
+def other_pixels(model, batch):
+    batch.vision["pixel_values"].normal_()
+
+
+def other_pixels_without_a_trace(model, batch):
+    batch.vision["pixel_values"].data.normal_()
+
+
+def other_pixels_by_numpy(model, batch):
+    batch.vision["pixel_values"].numpy()[:] += 1
+
+
+CHANGES = (
+    noisy, noisy_without_a_trace, loaded, adapted, other_pixels, other_pixels_without_a_trace, other_pixels_by_numpy,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava"])
+def test_nothing_of_a_tower_or_of_pixels_outlives_its_pass(name, change):
+    """The features that an image had, and which rows have equal images, are known of one pass alone."""
+    model, door, batch = pictured(name, frozen=True)
+    before = packed(model, door, batch).log_probs
+    torch.manual_seed(1)
+    change(model, batch)
+    for counted in (True, False):
+        if not counted:
+            batch.num_images = None
+        with door.closed():
+            expected = stock(model, batch).log_probs
+        actual = packed(model, door, batch).log_probs
+        assert (expected - before).abs().max() > 1e-2 and (actual - expected).abs().max() <= 1e-4
+        assert 0 < door.figures.tokens < 0.6 * batch.input_ids.numel()
+
+
+def test_equal_words_about_other_images_have_entropies_of_their_own(tmp_path):
+    """Of a trainer that selects tokens by their entropy, in which equal contexts tie."""
+    _, batch = with_images("qwen3_vl")
+    ids, mask = batch.input_ids, batch.attention_mask
+    for rows in ((0, 3), (1, 4)):  # of groups that ask the same of other pictures
+        ids[rows[1], -COMPLETION:] = ids[rows[0], -COMPLETION:]
+    mask[[0, 1, 3, 4], -COMPLETION:] = 1
+    entropies = []
+    for cls in (GRPOTrainer, EfficientGRPOTrainer):
+        model = build(MULTIMODAL["qwen3_vl"])
+        model.config.image_token_id = IMAGE
+        trainer = make_trainer(cls, model, tmp_path, top_entropy_quantile=0.5)
+        vision = {**batch.vision, "num_images": batch.num_images}
+        with torch.no_grad():
+            _, entropies_BC, _ = trainer._get_per_token_logps_and_entropies(
+                trainer.model, ids, mask, COMPLETION, compute_entropy=True, **vision
+            )
+        entropies.append(entropies_BC * mask[:, -COMPLETION:])
+    assert trainer.door.figures.tokens
+    assert (entropies[0][0] - entropies[0][3]).abs().max() > 1e-2
+    assert (entropies[0] - entropies[1]).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize(

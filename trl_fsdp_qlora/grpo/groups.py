@@ -38,15 +38,12 @@ def micro_batches(batch: dict[str, torch.Tensor | Sequence | None], group_size: 
     """`count` slices of this rank's part of a generation batch, with shuffled groups; otherwise sliced as in TRL.
 
     Pixels are lists with an entry per row; `joined_images` joins them when a slice is used. TRL's batch holds the
-    pixels once per completion, and this batch holds them once per prompt. Keys that identify the images of each row
-    are added as `image_keys`.
+    pixels once per completion, and this batch holds them once per prompt.
     """
     by_row = dict(images_by_row(batch))
     rows = len(batch["prompt_ids"])
-    if "pixel_values" in batch:
-        by_row["image_keys"] = fingerprints(batch)
     if isinstance(by_row.get("pixel_values"), list):
-        keys = [tuple(key) for key in by_row["image_keys"].tolist()]
+        keys = fingerprints(batch)[:, 0].tolist()
         for name in PER_IMAGE:
             if isinstance(by_row.get(name), list):
                 by_row[name] = _one_copy_per_key(by_row[name], keys)
@@ -60,9 +57,9 @@ def micro_batches(batch: dict[str, torch.Tensor | Sequence | None], group_size: 
     return split_tensor_dict({key: permute(value) for key, value in by_row.items()}, count)
 
 
-def _one_copy_per_key(pixels_of_rows: list[torch.Tensor], keys: list[tuple]) -> list[torch.Tensor]:
+def _one_copy_per_key(pixels_of_rows: list[torch.Tensor], keys: list[int]) -> list[torch.Tensor]:
     """The pixels of each row; rows with equal keys have the same tensor, a copy, so that the batch can be freed."""
-    copies: dict[tuple, torch.Tensor] = {}
+    copies: dict[int, torch.Tensor] = {}
     for key, pixels in zip(keys, pixels_of_rows, strict=True):
         if key not in copies:
             copies[key] = pixels.clone()

@@ -191,7 +191,7 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
         batches = []
         for ahead, inputs in enumerate(planned):
             arguments = {**padded_batch(inputs), "compute_aux_loss": self.aux_loss_enabled}
-            batch = batch_of(arguments, inputs.get("image_keys"))
+            batch = batch_of(arguments)
             scored_BC = self._scored_tokens(inputs, ahead)
             if scored_BC is not None:
                 batch.labels[:, -scored_BC.shape[1] :].masked_fill_(~scored_BC, IGNORED_LABEL)

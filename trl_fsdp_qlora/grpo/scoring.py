@@ -49,11 +49,6 @@ class LossPass:
     inputs: dict[str, Any] | None = None
     values: LogProbs | None = None
 
-    @property
-    def image_keys(self) -> torch.Tensor | None:
-        """Keys that are equal for rows with the same images, if the batch was made with them."""
-        return None if self.inputs is None else self.inputs.get("image_keys")
-
 
 class ScoringThroughTheDoor:
     """Part of a trainer: `_get_per_token_logps_and_entropies` of TRL's GRPO and RLOO trainers on packed rows.
@@ -92,7 +87,7 @@ class ScoringThroughTheDoor:
         return nullcontext() if self.door is None else self.door.original_attention()
 
     def forget_images(self) -> None:
-        """Free the image features that were kept for the passes over one generation batch."""
+        """Let the ranks ask each other again whether images have come, see [`look_for_images`]."""
         for door in (self.door, self.reference_door):
             if door is not None:
                 door.forget_images()
@@ -135,7 +130,7 @@ class ScoringThroughTheDoor:
         self, stock: Callable[..., LogProbs], wanted: LossPass, kind: str, arguments: dict[str, Any]
     ) -> LogProbs:
         door = self.reference_door if wanted.model is self.ref_model and self.ref_model is not None else self.door
-        batch = batch_of(arguments, wanted.image_keys)
+        batch = batch_of(arguments)
         rows, width = batch.input_ids.shape
         batch_size = arguments.get("batch_size") or rows
         tokens_per_pass = batch_size * width if batch_size < rows else None
@@ -150,7 +145,6 @@ class ScoringThroughTheDoor:
         # TRL's router loss is the mean over TRL's own slices of the batch, so a batch with it is sliced by TRL.
         if door.is_active and not (arguments.get("compute_aux_loss") and tokens_per_pass):
             for_the_door["num_images"] = batch.num_images
-            for_the_door["image_keys"] = batch.image_keys
             if tokens_per_pass:
                 arguments["batch_size"] = None
                 for_the_door["tokens_per_pass"] = tokens_per_pass
@@ -179,8 +173,12 @@ class ScoringThroughTheDoor:
                 self._add_metrics(door.figures.metrics(f"prefix_sharing/{name}"))
             # Equal tokens need equal entropies: the quantile may fall on a tie.
             if getattr(self, "top_entropy_quantile", 1.0) < 1.0 and entropies_BC is not None:
+                keys_B1 = None
+                if batch.has_images:
+                    door.count_images(batch)
+                    keys_B1 = fingerprints({**batch.vision, "num_images": batch.num_images})
                 entropies_BC = share_values(
-                    entropies_BC, batch.input_ids, batch.attention_mask, arguments["logits_to_keep"]
+                    entropies_BC, batch.input_ids, batch.attention_mask, arguments["logits_to_keep"], keys_B1
                 )
             if wanted.scored_BC is None and entropies_BC is not None and arguments["logits_to_keep"] == 1:
                 entropies_BC = fill_masked_rows(entropies_BC, batch.attention_mask[:, -1:])
@@ -207,17 +205,13 @@ def padded_batch(inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def batch_of(arguments: dict[str, Any], image_keys: torch.Tensor | None) -> Batch:
+def batch_of(arguments: dict[str, Any]) -> Batch:
     """The batch of a pass, with every completion token labelled, from the arguments of TRL's method."""
     input_ids = arguments["input_ids"]
     attention_mask = arguments["attention_mask"]
     labels = input_ids.masked_fill(attention_mask == 0, IGNORED_LABEL)
     labels[:, : -arguments["logits_to_keep"]] = IGNORED_LABEL
     vision = {name: arguments[name] for name in OF_IMAGES if arguments.get(name) is not None}
-    if image_keys is None and "pixel_values" in vision and vision.get("num_images") is not None:
-        # The keys are made here, because TRL passes slices of the pixels to the model, and each pass gets another
-        # slice.
-        image_keys = fingerprints(vision)
     num_images = vision.pop("num_images", None)
     router_loss = bool(arguments.get("compute_aux_loss"))
-    return Batch(input_ids, attention_mask, labels, vision, num_images, image_keys, router_loss)
+    return Batch(input_ids, attention_mask, labels, vision, num_images, router_loss)

@@ -212,13 +212,12 @@ def _run(
         reduces: the backward of this pass is the last one of the optimizer step.
         is_first: this pass is the first of those whose tokens are counted together.
     """
-    of_images = {"num_images": batch.num_images, "image_keys": batch.image_keys}
     # DDP decides in the forward whether the backward will reduce gradients, but the backward of this pass may only run
     # with a later micro-batch.
     reduces = reduces and isinstance(model, DistributedDataParallel)
     for forward in forwards.of_pass(number, is_first):
         with patch.multiple(model, require_backward_grad_sync=True) if reduces else nullcontext():
-            output = model(**batch.arguments(), **of_images, forward=forward, fused_lm_head=True)
+            output = model(**batch.arguments(), num_images=batch.num_images, forward=forward, fused_lm_head=True)
         if forward.kept.trunk is not None and output.log_probs.requires_grad:
             _, *trunk = forward.kept.trunk
             forwards.trunk_outputs[tuple(trunk)] = output.log_probs

@@ -19,7 +19,6 @@ class Batch:
         input_ids, attention_mask, labels: `(B, L)`; the mask may be absent.
         vision: the model's further arguments, those for images and those with one entry per token.
         num_images: number of images of each row, if the caller counted them.
-        image_keys: `(B, 1)` numbers, equal for rows with the same images, if the caller hashed them.
         router_loss: whether the router loss of a mixture of experts is needed.
         num_items: divisor of the loss; the number of labels if absent.
     """
@@ -29,7 +28,6 @@ class Batch:
     labels: torch.Tensor
     vision: dict[str, Any] = field(default_factory=dict)
     num_images: list[int] | None = None
-    image_keys: torch.Tensor | None = None
     router_loss: bool = False
     num_items: Any = None
 
@@ -53,7 +51,7 @@ class Batch:
         if len(batches) == 1:
             return batches[0]
         joined = {}
-        for name in ("input_ids", "attention_mask", "labels", "image_keys"):
+        for name in ("input_ids", "attention_mask", "labels"):
             parts = [getattr(batch, name) for batch in batches]
             joined[name] = None if any(part is None for part in parts) else torch.cat(parts)
         parts_of_vision: dict[str, list[torch.Tensor]] = {}
@@ -72,7 +70,7 @@ class Batch:
     def rows(self, rows: np.ndarray) -> "Batch":
         """Returns a batch of the rows with these indices."""
         tensors = {}
-        for name in ("input_ids", "attention_mask", "labels", "image_keys"):
+        for name in ("input_ids", "attention_mask", "labels"):
             x = getattr(self, name)
             tensors[name] = None if x is None else x[to_device(torch.from_numpy(rows), x.device)]
         vision = self.vision

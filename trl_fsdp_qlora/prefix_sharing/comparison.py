@@ -286,8 +286,7 @@ class _Sample:
             return self.padded(part)
         rehearsal = Rehearsal(is_dense)
         rows = self._rows(part)
-        of_images = {"num_images": rows.num_images, "image_keys": rows.image_keys}
-        values = self.forward(rows.arguments(), rehearsal=rehearsal, **of_images)
+        values = self.forward(rows.arguments(), rehearsal=rehearsal, num_images=rows.num_images)
         calls = len(self.door.figures.layer_calls)
         if not calls or calls % self.door.layers:  # differential attention calls its function twice a layer
             rehearsal.problems.append(f"prefix-aware layers ran {calls} times in a forward of {self.door.layers}")

@@ -347,10 +347,8 @@ class Door:
         return "off" if self.attention == "off" else "as stock TRL", line
 
     def forget_images(self) -> None:
-        """Free the memory of kept image features."""
-        self.images_may_come = True  # tools may return images on any rank
-        if self._is_prepared:
-            self.images.features.clear()
+        """Let the ranks ask each other in each pass again whether images have come; tools may return some."""
+        self.images_may_come = True
 
     def look_for_images(self, here: bool, device: torch.device) -> None:
         """Find out whether a generation batch has images on any rank. Every rank has to call this method.
@@ -562,8 +560,7 @@ class Door:
 
         `stock` is the fused forward behind the door. Next to the model's own arguments the door takes
 
-        - `num_images`, `image_keys`: number of images of each row, and numbers that are equal for rows with the same
-          images, if known;
+        - `num_images`: number of images of each row, if known;
         - `tokens_per_pass`: run in passes of no more tokens than this. All ranks run the same number of passes;
         - `rehearsal`: the [`comparison.Rehearsal`] of a pass that is compared;
         - `forward`: one of several forwards that together compute a step, see [`across_passes.StepForwards`].
@@ -572,16 +569,16 @@ class Door:
         tokens_per_pass = arguments.pop("tokens_per_pass", None)
         rehearsal = arguments.pop("rehearsal", None)
         forward = arguments.pop("forward", None)
-        of_images = {name: arguments.pop(name, None) for name in ("num_images", "image_keys")}
+        num_images = arguments.pop("num_images", None)
         if forward is not None:
             if forward.is_first:
                 self.figures = PassFigures()
-            output = self._score_forward(self._batch(arguments, **of_images), forward)
+            output = self._score_forward(self._batch(arguments, num_images), forward)
             self.figures.seconds += time.perf_counter() - start
             return output
         self.look_at_noise()
         self.look_at_adapters()
-        batch, sequences = self._read_call(arguments, of_images, rehearsal, in_parts=tokens_per_pass is not None)
+        batch, sequences = self._read_call(arguments, num_images, rehearsal, in_parts=tokens_per_pass is not None)
         is_unchecked = rehearsal is None and tokens_per_pass is None and not self.comparison.is_complete
         if is_unchecked and not self.comparison.from_inside(stock, batch, sequences):
             sequences = None
@@ -597,7 +594,7 @@ class Door:
 
     @_not_compiled
     def _read_call(
-        self, arguments: dict[str, Any], of_images: dict[str, Any], rehearsal: Rehearsal | None, in_parts: bool
+        self, arguments: dict[str, Any], num_images: list[int] | None, rehearsal: Rehearsal | None, in_parts: bool
     ) -> tuple[Batch | None, Sequences | None]:
         """Returns the batch of a call, also as the host sees it; without the latter the pass runs as in stock TRL."""
         batch = None
@@ -606,7 +603,7 @@ class Door:
         try:
             if rows_have_adapters(self.base):
                 raise UnpackableBatch("its rows have adapters of their own (adapter_names)")
-            batch = self._batch(arguments, **of_images)
+            batch = self._batch(arguments, num_images)
             if in_parts:
                 batch.router_loss = False  # a pass in parts returns values and no losses of the model
             sequences = self.read(batch)
@@ -669,7 +666,7 @@ class Door:
         count = len(cuts) if forwards is None else forwards.count
         most, cannot = reduced_over_ranks([count, int(sequences is None)], device)
         if cannot:
-            batch = batch or self._batch(arguments, None, None)
+            batch = batch or self._batch(arguments, None)
             rows, width = batch.input_ids.shape
             rows_per_pass = max(1, tokens_per_pass // width)
             cuts = np.split(np.arange(rows), range(rows_per_pass, rows, rows_per_pass))
@@ -722,7 +719,7 @@ class Door:
             raise UnpackableBatch("a mask of all pairs of the packed row would be larger than stock's")
 
     @_not_compiled
-    def _batch(self, arguments: dict[str, Any], num_images, image_keys) -> Batch:
+    def _batch(self, arguments: dict[str, Any], num_images: list[int] | None) -> Batch:
         """Returns a call's arguments as a [`Batch`]; raises `UnpackableBatch` if the meaning of one is not known."""
         arguments = {name: x for name, x in arguments.items() if x is not None and x is not False}
         for name in _NEUTRAL:
@@ -740,7 +737,7 @@ class Door:
             raise UnpackableBatch("it takes input_ids and labels of one shape (rows, tokens)")
         if mask is not None and mask.shape != input_ids.shape:
             raise UnpackableBatch(f"its attention mask has the shape {tuple(mask.shape)}")
-        return Batch(input_ids, mask, labels, vision, num_images, image_keys, bool(router_loss), num_items)
+        return Batch(input_ids, mask, labels, vision, num_images, bool(router_loss), num_items)
 
     @_not_compiled
     def read(self, batch: Batch) -> Sequences:

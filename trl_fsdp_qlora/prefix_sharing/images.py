@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -36,23 +35,17 @@ PER_IMAGE = (
 PER_TOKEN = ("mm_token_type_ids", "token_type_ids")
 # The function of classes whose images are seen in both directions.
 _MASKS = "create_masks_for_generate"
-# Largest size of a frozen tower's features that are kept on a device for the images of a generation batch.
-FEATURE_BYTES = 2**30
 
 
 def fingerprints(vision: dict[str, Any]) -> torch.Tensor:
     """`(B, 1)` hashes of each row's images: of their pixels, of their order, and of their shapes.
 
-    Two rows with equal hashes share a prompt, and a frozen tower's features. A sum of the pixels would not do as a
-    hash, because pictures with equal shapes in other places have equal sums. So each number is scrambled together with
-    its index before it is added. The host reads only the numbers that TRL reads to cut the pixels into rows. Pixels
-    are hashed once, because the passes over one batch have the same tensors.
+    Two rows with equal hashes have the same images. A sum of the pixels would not do as a hash, because pictures with
+    equal shapes in other places have equal sums. So each number is scrambled together with its index before it is
+    added. The host reads only the numbers that TRL reads to cut the pixels into rows. A hash is not kept, because
+    tensors can be written without a trace (`.data`, NumPy).
     """
-    keys = _known_keys(vision)
-    if keys is None:
-        keys = _row_keys({name: _line_hashes(vision[name]) for name in _hashed(vision)}, vision)
-        _remember(vision, keys)
-    return keys.to(vision["pixel_values"].device)
+    return _row_keys({name: _line_hashes(vision[name]) for name in _hashed(vision)}, on_host(vision))
 
 
 def _hashed(vision: dict[str, Any]) -> list[str]:
@@ -79,57 +72,14 @@ def _row_keys(lines: dict[str, torch.Tensor], vision: dict[str, Any]) -> torch.T
     return keys_B.unsqueeze(1)
 
 
-# For pixels that exist: the tensors that were hashed, the number of images of each row, and the rows' keys.
-_KEYS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def _versions(vision: dict[str, Any]) -> list[tuple]:
-    """Identity and version of the tensors that hold the images, without the grid, which may be a copy on the host."""
-    tensors = [(name, vision[name]) for name in _hashed(vision) if name != "image_grid_thw"]
-    return [(name, id(x), _version(x)) for name, x in tensors]
-
-
-def _known_keys(vision: dict[str, Any]) -> torch.Tensor | None:
-    """The keys of pixels that were hashed before, for rows with the same `num_images` if `vision` has that."""
-    versions, num_images, keys = _KEYS.get(vision["pixel_values"], (None, None, None))
-    is_same = vision.get("num_images") is None or list(vision["num_images"]) == num_images
-    return keys if versions == _versions(vision) and is_same else None
-
-
-def _remember(vision: dict[str, Any], keys: torch.Tensor) -> None:
-    _KEYS[vision["pixel_values"]] = _versions(vision), list(vision["num_images"]), keys
-
-
-# Vision arguments that the host reads, and their copies on the host, with the version that was copied.
+# Vision arguments that the host reads.
 _READ = ("image_grid_thw", *PER_TOKEN)
-_COPIES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def _version(x: torch.Tensor) -> int:
-    return 0 if x.is_inference() else x._version
-
-
-def on_host(vision: dict[str, Any], waits: bool = False) -> dict[str, Any]:
-    """Replace vision arguments that the host reads by their copies on the host.
-
-    Without `waits` only arguments that were copied before are replaced; with it the others are copied now.
-    """
-    read = {}
-    for name in _READ:
-        x = vision.get(name)
-        if isinstance(x, torch.Tensor):
-            version, copy = _COPIES.get(x, (None, None))
-            read[name] = copy if version == _version(x) else x
-    if waits:
-        read = to_host(read)
-        for name, copy in read.items():
-            _keep_copy(vision[name], copy)
-    return {**vision, **read}
-
-
-def _keep_copy(x: torch.Tensor, copy: torch.Tensor) -> None:
-    if copy is not x:
-        _COPIES[x] = _version(x), copy
+def on_host(vision: dict[str, Any]) -> dict[str, Any]:
+    """Vision arguments, with those that the host reads copied there in one transfer."""
+    read = {name: vision[name] for name in _READ if isinstance(vision.get(name), torch.Tensor)}
+    return {**vision, **to_host(read)}
 
 
 # Constants of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), as signed numbers. Products of int64 wrap around.
@@ -193,13 +143,11 @@ def _head_rows(layout: PackedLayout, sequences: Sequences) -> np.ndarray:
 class Images:
     """Images in the prompts of one model's packed rows.
 
-    A frozen tower runs apart from the model, without a graph, and once for each prompt's images, whose features are
-    kept. Under FSDP or ZeRO-3 it runs inside the model, because the root module's forward gathers its weights, on all
-    ranks at once.
+    A frozen tower runs apart from the model, without a graph. Under FSDP or ZeRO-3 it runs inside the model, because
+    the root module's forward gathers its weights, on all ranks at once.
 
     Attributes:
         reason: why batches with images run padded, or `None`.
-        features: features of a frozen tower, by the key of a prompt's images.
     """
 
     ARGUMENTS = (*PER_IMAGE, *PER_TOKEN)
@@ -207,7 +155,6 @@ class Images:
     def __init__(self, model: PreTrainedModel):
         self.model = model
         self.inner = model.base_model
-        self.features: dict[int, ModelOutput] = {}
         self.shared: dict[str, torch.Tensor] | None = None  # images on which ranks without images run the tower
         self._is_watching = False  # inside `in_every_forward`; a second block would run the tower twice
         self.token = getattr(model.config, "image_token_id", None)
@@ -264,18 +211,14 @@ class Images:
         """The tensors on a batch's images that the host needs, to be copied there together with the batch's tokens.
 
         They are the tensors that TRL and transformers read, one by one, to split pixels and to count positions, and
-        the hashes of pixels that were not hashed before.
+        the hashes of the pixels.
         """
-        vision = on_host(batch.vision)
+        vision = batch.vision
         sent = {name: vision[name] for name in _READ if name in vision}
         if batch.num_images is None and "image_position_ids" in vision:
             sent["patches"] = (vision["image_position_ids"] != -1).all(-1).sum(-1)
-        keys = _known_keys(self._counted(batch)) if batch.image_keys is None else batch.image_keys
-        if keys is not None:
-            sent["keys"] = keys
-        else:
-            for name in _hashed(vision):
-                sent[f"hashes of {name}"] = _line_hashes(vision[name])
+        for name in _hashed(vision):
+            sent[f"hashes of {name}"] = _line_hashes(vision[name])
         return sent
 
     def receive(self, batch, tokens_BL: np.ndarray, sent: dict[str, torch.Tensor]) -> np.ndarray:
@@ -287,20 +230,11 @@ class Images:
         Raises:
             UnpackableBatch: it is not known which images belong to a row.
         """
-        for name in _READ:
-            if name in sent:
-                _keep_copy(batch.vision[name], sent[name])
-        keys = sent.get("keys")
+        batch.vision = {**batch.vision, **{name: sent[name] for name in _READ if name in sent}}
         if batch.num_images is None:
             batch.num_images = self._count(batch, (tokens_BL == self.token).sum(1), sent.get("patches"))
-            if keys is not None and batch.image_keys is None and _known_keys(self._counted(batch)) is None:
-                keys = fingerprints(self._counted(batch)).cpu()  # the pixels were hashed for other rows
-        if keys is None:
-            hashes = {name: sent[f"hashes of {name}"] for name in _hashed(batch.vision)}
-            keys = _row_keys(hashes, self._counted(batch))
-            _remember(self._counted(batch), keys)
-        batch.image_keys = keys
-        return keys[:, 0].numpy()
+        hashes = {name: sent[f"hashes of {name}"] for name in _hashed(batch.vision)}
+        return _row_keys(hashes, self._counted(batch))[:, 0].numpy()
 
     @staticmethod
     def _counted(batch) -> dict[str, Any]:
@@ -359,7 +293,7 @@ class Images:
 
     def arguments(self, batch, layout: PackedLayout, sequences: Sequences) -> dict[str, Any]:
         """The model's arguments for the images of a packed row that was made from a batch."""
-        vision = {**on_host(batch.vision, waits=True), "num_images": batch.num_images}
+        vision = self._counted(batch)
         device = batch.input_ids.device
         per_token = {name: layout.take(vision[name]) for name in PER_TOKEN if name in vision}
         layout.own_masks = own_masks(self.model, layout, per_token, device)
@@ -368,8 +302,8 @@ class Images:
         rows = [row for row in image_rows(layout, sequences) if batch.num_images[row]]
         if "mm_encoder_outputs" in _parameters(type(self.model).forward) and not self.is_collective:
             if rows:
-                keys = sequences.image_keys_B[rows].tolist()
-                arguments["mm_encoder_outputs"] = self._encoded(vision, rows, keys)
+                with torch.no_grad():
+                    arguments["mm_encoder_outputs"] = {"image": self._run_tower(rows_of_images(vision, rows))}
         elif rows:
             chosen = rows_of_images(vision, rows)
             arguments.update({name: to_device(chosen[name], device) for name in PER_IMAGE if name in chosen})
@@ -415,18 +349,6 @@ class Images:
         mask = (code >= 0).long()
         positions, _ = self.inner.get_rope_index(ids, attention_mask=mask, **vision)
         return positions
-
-    def _encoded(self, vision: dict[str, Any], rows: list[int], keys: list) -> dict[str, ModelOutput]:
-        """`mm_encoder_outputs` for the images of some rows, in order; beyond `FEATURE_BYTES` the oldest are freed."""
-        for row, key in zip(rows, keys, strict=True):
-            if key not in self.features:
-                with torch.no_grad():
-                    self.features[key] = self._run_tower(rows_of_images(vision, [row]))
-        encoded = [self.features[key] for key in keys]
-        while sum(x.nbytes for x in _tensors(self.features)) > FEATURE_BYTES and len(self.features) > 1:
-            oldest = next(iter(self.features))
-            del self.features[oldest]
-        return {"image": _joined(encoded)}
 
     def _run_tower(self, vision: dict[str, Any]) -> ModelOutput:
         """The tower's features of the images in a batch's vision arguments."""
@@ -548,18 +470,3 @@ def _tensors(value) -> list[torch.Tensor]:
     if not isinstance(value, (list, tuple)):
         return []
     return [tensor for part in value for tensor in _tensors(part)]
-
-
-def _joined(outputs: list[ModelOutput]) -> ModelOutput:
-    """The output of one call of the tower for the images of all prompts."""
-
-    def cat(parts):
-        if isinstance(parts[0], torch.Tensor):
-            return torch.cat(list(parts))
-        return tuple(x for part in parts for x in part)
-
-    joined = {"pooler_output": cat([output.pooler_output for output in outputs])}
-    if getattr(outputs[0], "deepstack_features", None) is not None:
-        layers = zip(*(output.deepstack_features for output in outputs), strict=True)
-        joined["deepstack_features"] = [cat(parts) for parts in layers]
-    return type(outputs[0])(**joined)

@@ -4,7 +4,11 @@ import torch
 
 
 def share_values(
-    values_BC: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
+    values_BC: torch.Tensor,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    logits_to_keep: int,
+    image_keys_B1: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Give all tokens with equal contexts the value of the first of them; only completion tokens in the mask count.
 
@@ -17,15 +21,20 @@ def share_values(
         values_BC: a number for each completion token, such as the entropy of the distribution that predicted it.
         input_ids, attention_mask: `(B, P + C)`.
         logits_to_keep: C.
+        image_keys_B1: equal for rows with the same images; `None` for a batch without images. Equal words about
+            different images are different contexts.
     """
     columns = input_ids.shape[1] - logits_to_keep
     # Token ids under the padding do not matter. Token t is predicted from the tokens in front of it.
     tokens = input_ids.masked_fill(attention_mask == 0, -1)
+    prompts = tokens[:, :columns]
+    if image_keys_B1 is not None:
+        prompts = torch.cat([image_keys_B1.to(prompts.device), prompts], dim=1)
     contexts = tokens[:, columns : columns + logits_to_keep - 1]
     computed_BC = attention_mask[:, columns:].bool()
     first_BC = torch.zeros(values_BC.shape, dtype=torch.long, device=values_BC.device)
     for row in range(len(tokens)):
-        same_prompt = (tokens[: row + 1, :columns] == tokens[row, :columns]).all(1, keepdim=True)
+        same_prompt = (prompts[: row + 1] == prompts[row]).all(1, keepdim=True)
         same = torch.cat([same_prompt, contexts[: row + 1] == contexts[row]], dim=1).int().cumprod(1).bool()
         first_BC[row] = (same & computed_BC[: row + 1]).int().argmax(0)  # a computed token is equal to itself
     return torch.where(computed_BC, values_BC.gather(0, first_BC), values_BC)
