@@ -1,12 +1,12 @@
-"""DPO on pairs of right and wrong answers to problems with exact answers.
+"""DPO on preference pairs, for example of right and wrong answers to problems with exact answers.
 
     trl-fsdp-qlora dpo --config SmolLM2-135M-Instruct/dpo/svamp_pairs --accelerate_config cpu
 
-The pairs are read from the file that `pairs` names: a JSON object with `prompt`, `chosen` and `rejected` a line. If
-there is no such file, it is written: the model answers each training problem `pair_samples` times, and right answers
-are preferred to wrong ones. Every field of `DPOScriptArguments`, `EfficientDPOConfig` and `trl.ModelConfig` can stand
-in the YAML file and be overridden on the command line. `trl-fsdp-qlora evaluate` measures the result with `--adapter
-FOLDER`, and the model before with `--model_name_or_path`.
+The pairs are read from what `pairs` names, in any of TRL's formats. If it is a .jsonl file that does not exist, it is
+written: the model answers each training problem `pair_samples` times, and right answers are preferred to wrong ones.
+Every field of `DPOScriptArguments`, `EfficientDPOConfig` and `trl.ModelConfig` can stand in the YAML file and be
+overridden on the command line. `trl-fsdp-qlora evaluate` measures the result with `--adapter FOLDER`, and the model
+before with `--model_name_or_path`.
 """
 
 import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
@@ -25,7 +25,7 @@ from trl_fsdp_qlora.data.worked import worked
 from trl_fsdp_qlora.publishing.loading import load_model
 from trl_fsdp_qlora.recipe.arguments import ConfigError, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_recipe
-from trl_fsdp_qlora.recipe.pairs import DPOScriptArguments, read_pairs, sample_pairs, write_pairs
+from trl_fsdp_qlora.recipe.pairs import DPOScriptArguments, must_be_made, read_pairs, sample_pairs, write_pairs
 from trl_fsdp_qlora.recipe.problems import load_problems, prompts_of
 from trl_fsdp_qlora.recipe.record import RunRecord, keep_paths
 from trl_fsdp_qlora.recipe.runner import measured_settings, model_arguments
@@ -35,6 +35,8 @@ from trl_fsdp_qlora.run.ranks import on_main
 
 def make_pairs(script: DPOScriptArguments, config: EfficientDPOConfig, model: ModelConfig, tokenizer) -> None:
     """Write `script.pairs`; the ranks share the work."""
+    if script.dataset is None:
+        raise ConfigError(f"pairs={script.pairs}: no such file; set dataset to problems that it can be made of")
     problems = load_problems(script).train[: script.pair_problems]
     taught = [worked(problem["columns"]) if script.pair_worked else None for problem in problems]
     dtype = "auto" if model.dtype in (None, "auto") else getattr(torch, model.dtype)
@@ -62,17 +64,17 @@ def main() -> None:
     script, config, model = parse_recipe((DPOScriptArguments, EfficientDPOConfig, ModelConfig))
     tokenizer = check_recipe(script, config, model)
     check_output_dir(config.output_dir, config.resume_from_checkpoint)
-    if not on_main(Path(script.pairs).is_file):
+    if on_main(lambda: must_be_made(script.pairs)):
         make_pairs(script, config, model, tokenizer)
     PartialState().wait_for_everyone()
     trainer = EfficientDPOTrainer(
         model.model_name_or_path,
         args=config,
-        train_dataset=read_pairs(script.pairs),
+        train_dataset=read_pairs(script.pairs, script.dataset_split),
         **model_arguments(config, model),
     )
     trainer.card_info.settings = (script, model)
-    trainer.card_info.dataset = script.dataset
+    trainer.card_info.dataset = script.dataset or script.pairs
     trainer.card_info.license = script.license
     trainer.card_info.data_license = script.data_license
     with resumable(trainer):

@@ -8,11 +8,13 @@ from fractions import Fraction
 
 import pytest
 from datasets import Dataset
+from trl import extract_prompt
 
 from tests.tiny import save_tiny_model
+from trl_fsdp_qlora.data import datasets
 from trl_fsdp_qlora.data.answers import DatasetError, answers_match, extract_answer
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments
-from trl_fsdp_qlora.recipe.pairs import pairs_of_problem, read_pairs, write_pairs
+from trl_fsdp_qlora.recipe.pairs import must_be_made, pairs_of_problem, read_pairs, write_pairs
 from trl_fsdp_qlora.recipe.problems import load_held_out
 
 COMMON = (
@@ -109,13 +111,80 @@ def test_an_answer_is_in_one_pair_and_the_models_own_right_answer_goes_before_th
     assert pairs_of_problem(row, "#### 2", ["#### 2"], 3, "hash", "0") == []
 
 
-def test_a_file_of_pairs_that_cannot_be_read_names_the_line(tmp_path):
+def talk(question: str, answer: str) -> list[dict]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+SAID = {name: [{"role": "assistant", "content": text}] for name, text in (("chosen", "2"), ("rejected", "3"))}
+ASKED = [{"role": "user", "content": "1+1="}]
+EXPLICIT_TALK = {"prompt": ASKED, **SAID}
+IMPLICIT_TALK = {"chosen": talk("1+1=", "2"), "rejected": talk("1+1=", "3")}
+SPACED = {"chosen": " 2", "rejected": " 3"}
+TEXTS = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+# By name, a row in one of TRL's formats and the pair that it is.
+PAIRS = {
+    "texts": (TEXTS, TEXTS),
+    "texts without a prompt": ({"chosen": "1+1= 2", "rejected": "1+1= 3"}, {"prompt": "1+1=", **SPACED}),
+    "conversations": (EXPLICIT_TALK, EXPLICIT_TALK),
+    "conversations without a prompt": (IMPLICIT_TALK, EXPLICIT_TALK),
+    "conversations and a text": ({"prompt": "1+1=", **IMPLICIT_TALK}, EXPLICIT_TALK),
+    "a conversation and texts": ({"prompt": ASKED, "chosen": "2", "rejected": "3"}, EXPLICIT_TALK),
+    "further columns": ({**TEXTS, "score_chosen": 3.5}, {**TEXTS, "score_chosen": 3.5}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("kind", ["pairs.jsonl", "pairs.parquet", "folder", "own_pairs_of_tests.py:load"])
+def test_pairs_in_every_format_of_trls(name, kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    row, pair = PAIRS[name]
+    rows = [row] * 3
+    if kind == "pairs.jsonl":
+        (tmp_path / kind).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    elif kind == "pairs.parquet":
+        Dataset.from_list(rows).to_parquet(kind)
+    elif kind == "folder":
+        Dataset.from_list(rows).save_to_disk(kind)
+    else:
+        monkeypatch.setattr(datasets, "load_function", lambda path: lambda: rows)
+    assert not must_be_made(kind)
+    assert read_pairs(kind).to_list() == [pair] * 3
+
+
+def test_dpo_on_conversations_without_a_prompt_is_dpo_on_explicit_ones(folder, called, monkeypatch):
+    """Stock TRL extracts the prompt itself; the losses are equal, and no `dataset` is needed."""
+    asked = [(f"{i}+{i}=", str(2 * i), str(i)) for i in range(1, 17)]
+    implicit = [
+        {"chosen": talk(question, right), "rejected": talk(question, wrong)} for question, right, wrong in asked
+    ]
+    explicit = [extract_prompt(row) for row in implicit]
+    words = COMMON.replace("--dataset sums.json --held_out 30 ", "").replace(" --resume_from_checkpoint auto", "")
+    losses = []
+    for name, rows in (("implicit", implicit), ("explicit", explicit)):
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        settings = f"--pairs {name}.jsonl --output_dir {name} --max_steps 2 --per_device_train_batch_size 4"
+        called("dpo", f"{words} {settings} --save_strategy no --learning_rate 1e-2")
+        record = json.loads((folder / name / "metrics.json").read_text())
+        losses.append([entry["loss"] for entry in record["history"] if "loss" in entry])
+    assert len(losses[0]) == 2 and losses[0] == losses[1]
+
+
+def test_a_file_of_pairs_that_cannot_be_read_names_the_row(tmp_path):
     path = tmp_path / "pairs.jsonl"
     write_pairs(path, [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 2)
     assert isinstance(read_pairs(path), Dataset) and len(read_pairs(path)) == 2
-    path.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a"}\n')
-    with pytest.raises(DatasetError, match=r"line 2.*prompt, chosen, rejected"):
-        read_pairs(path)
+    wrong = [
+        {"prompt": "a"},
+        {"chosen": "b"},
+        {"chosen": "b", "rejected": talk("a", "b")},
+        {"chosen": 1, "rejected": 2},
+        {"chosen": "b", "rejected": "b"},
+        {"prompt": 5, "chosen": "b", "rejected": "c"},
+    ]
+    for row in wrong:
+        path.write_text(json.dumps(row))
+        with pytest.raises(DatasetError, match=r"pairs.jsonl, row 0: .*chosen"):
+            read_pairs(path)
     path.write_text("")
     with pytest.raises(DatasetError, match=path.name):
         read_pairs(path)

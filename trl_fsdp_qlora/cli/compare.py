@@ -57,7 +57,7 @@ from ..recipe.arguments import ScriptArguments, parse_recipe
 from ..recipe.checks import check_recipe
 from ..recipe.episodes import agent_of
 from ..recipe.keys import read_yaml
-from ..recipe.pairs import DPOScriptArguments, read_pairs
+from ..recipe.pairs import DPOScriptArguments, must_be_made, read_pairs
 from ..recipe.problems import load_data
 from ..recipe.runner import agent_arguments, build_trainer, model_arguments, reward_functions
 from ..run.input_checks import language_model_only
@@ -216,9 +216,9 @@ def trainer_of_recipe(words: list[str], trainer: str | None) -> str:
 
 
 def _pairs(script: DPOScriptArguments) -> Any:
-    if not Path(script.pairs).is_file():
+    if must_be_made(script.pairs):
         raise UserError(f"pairs={script.pairs}: no such file; `trl-fsdp-qlora dpo` with this recipe writes it")
-    return read_pairs(script.pairs)
+    return read_pairs(script.pairs, script.dataset_split)
 
 
 @dataclass

@@ -62,8 +62,8 @@ def has_splits(source: str) -> bool:
     return not path.exists() or (path.is_dir() and not (path / "state.json").is_file())
 
 
-def _rows(source: str, split: str, config: str | None) -> Iterable[dict]:
-    """The unchanged rows of [`read_problems`]'s `source`."""
+def read_rows(source: str, split: str = "train", config: str | None = None) -> Iterable[dict]:
+    """The unchanged rows of a source as [`read_problems`] takes it."""
     if source in TASKS:
         task = TASKS[source]
         pairs, held_out = two_digit_pairs()
@@ -89,6 +89,8 @@ def _rows(source: str, split: str, config: str | None) -> Iterable[dict]:
             splits = [saved] if isinstance(saved, Dataset) else [saved[part] for part in split.split("+")]
             return concatenate_datasets(splits)
         return load_dataset(source, config, split=split)
+    except StopIteration:  # of the JSON reader
+        raise DatasetError(f"{source} is empty: it has no rows") from None
     except (OSError, ValueError, KeyError, DatasetsError) as error:
         reason = str(error.__cause__ or error).strip().split("\n")[0]
         raise DatasetError(
@@ -158,7 +160,7 @@ def read_problems(
     if reasoning_gym.is_generated(source):
         problems = reasoning_gym.read_problems(source, split)
         return [{**problem, "columns": problem} for problem in problems] if whole_rows else problems
-    rows = _rows(source, split, config)
+    rows = read_rows(source, split, config)
     # Images stay files, so that a broken image is found when its row is known.
     for name, feature in (getattr(rows, "features", None) or {}).items():
         if isinstance(feature, Image):

@@ -17,7 +17,7 @@ from ..evaluation.accuracy import encode
 from ..prefix_sharing.forest import grow
 from ..recipe.arguments import ScriptArguments
 from ..recipe.checks import load_tokenizer
-from ..recipe.pairs import DPOScriptArguments, read_pairs
+from ..recipe.pairs import FIELDS, DPOScriptArguments, read_pairs
 from ..recipe.problems import load_data
 from ..recipe.script import say
 
@@ -138,7 +138,7 @@ def read_data(script: ScriptArguments, model: ModelConfig) -> Data | None:
                     "rejected": pair["rejected"].removesuffix(end) + end,
                 }
             else:
-                texts = apply_chat_template(pair, tokenizer)
+                texts = apply_chat_template({name: pair[name] for name in FIELDS}, tokenizer)
             prompt = tokenizer(texts["prompt"])["input_ids"]
             chosen = tokenizer(texts["prompt"] + texts["chosen"])["input_ids"]
             rejected = tokenizer(texts["prompt"] + texts["rejected"])["input_ids"]

@@ -9,9 +9,11 @@ from typing import Any
 
 from datasets import Dataset
 from torch import nn
+from trl.data_utils import maybe_extract_prompt
 
 from ..checkpoints.disk import written_whole
 from ..data.answers import DatasetError, answers_match, extract_answer, parse_gold
+from ..data.datasets import is_conversation, read_rows
 from ..decode.completions import generate, over_ranks
 from ..evaluation.accuracy import encode, generation_configs
 from .arguments import ScriptArguments, option
@@ -23,7 +25,14 @@ FIELDS = ("prompt", "chosen", "rejected")
 class DPOScriptArguments(ScriptArguments):
     """[`ScriptArguments`], and the source of the preference pairs."""
 
-    pairs: str = option("pairs.jsonl", "File of preference pairs, one a line; written first if it does not exist.")
+    dataset: str | None = option(
+        None, "Problems to make pairs of if the file `pairs` does not exist, and to evaluate on."
+    )
+    pairs: str = option(
+        "pairs.jsonl",
+        "Preference pairs in any of TRL's formats: a file, folder, Hub id or function, as for `dataset`. A .jsonl "
+        "file that does not exist is written first, from `dataset`.",
+    )
     pair_problems: int | None = option(None, "Make pairs of this many training problems; of all by default.")
     pair_samples: int = option(8, "Answers that the model gives to each of them, at temperature 1.")
     pairs_per_problem: int = option(2, "Pairs of one problem, at most.")
@@ -110,23 +119,52 @@ def write_pairs(path: str | Path, pairs: list[dict]) -> None:
         scratch.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs), encoding="utf-8")
 
 
-def read_pairs(path: str | Path) -> Dataset:
-    """Read the pairs in a file of JSON lines.
+def must_be_made(source: str) -> bool:
+    """Whether `pairs` names a file of JSON lines that does not exist yet."""
+    return source.endswith(".jsonl") and not Path(source).is_file()
+
+
+def read_pairs(source: str | Path, split: str = "train") -> Dataset:
+    """Read preference pairs in any of TRL's formats: texts or conversations, with a prompt or without one.
+
+    Each pair then has a `prompt`, and the other columns of its source. Without a prompt it is what both answers begin
+    with. A text as a prompt of two conversations that begin with it (as in `ultrafeedback_binarized`) is left out.
+
+    Args:
+        source: a file, a folder or a name on the Hub, or a function by import path, as the field `dataset` of a
+            recipe.
+        split: of a folder or the Hub.
 
     Raises:
-        DatasetError: the file cannot be read, a line is no pair, or there is no pair.
+        DatasetError: it cannot be read, or a row is no pair.
     """
-    pairs = []
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DatasetError(f"pairs={path!s} cannot be read: {error}") from None
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            pairs.append({name: row[name] for name in FIELDS})
-        except (ValueError, KeyError, TypeError):
-            raise DatasetError(f"{path}, line {number}: no JSON object with {', '.join(FIELDS)}") from None
-    if not pairs:
-        raise DatasetError(f"{path} holds no pairs")
-    return Dataset.from_list(pairs)
+    rows = read_rows(str(source), split)
+    dataset = rows if isinstance(rows, Dataset) else Dataset.from_list(list(rows))
+    if not len(dataset):
+        raise DatasetError(f"{source} holds no pairs")
+    return dataset.map(_with_prompt, with_indices=True, fn_kwargs={"source": source}, keep_in_memory=True)
+
+
+def _with_prompt(row: dict, index: int, source: str | Path) -> dict:
+    """A pair of TRL's explicit format, from a row in any format."""
+    kinds = [_kind(row.get(name)) for name in FIELDS]
+    prompt, chosen, rejected = kinds
+    if chosen is None or chosen != rejected or (prompt is None and row.get("prompt") is not None):
+        raise DatasetError(
+            f"{source}, row {index}: a pair is `chosen` and `rejected`, two texts or two conversations, and may have "
+            "a `prompt`, which is one of them, too"
+        )
+    pair = {name: row[name] for name in FIELDS if row.get(name) is not None}
+    if prompt is list and chosen is str:
+        answers = {name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")}
+        return pair | answers
+    if row["chosen"] == row["rejected"] and prompt != chosen:
+        raise DatasetError(f"{source}, row {index}: chosen and rejected are equal, so it is unknown where they begin")
+    return maybe_extract_prompt(pair)
+
+
+def _kind(value: Any) -> type | None:
+    """`str` for a text, `list` for a conversation, `None` for anything else."""
+    if isinstance(value, str):
+        return str
+    return list if value and is_conversation(value) else None
