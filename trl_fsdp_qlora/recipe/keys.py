@@ -4,13 +4,16 @@ Nothing here imports torch, TRL or transformers, so a command can answer a typo 
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ..errors import UserError, did_you_mean, mistyped_path
-from .other_tools import TRL, VERL, in_our_words, tool_of, verl_words
+from .trl_keys import in_our_words
+
+_NEAR = 0.75  # similarity of a name that is worth a guess
 
 
 class ConfigError(UserError):
@@ -26,46 +29,46 @@ class UnknownKeys(ConfigError):
 def check_options(words: Sequence[str], known: Collection[str]) -> None:
     """Refuse options that are not in `known`.
 
-    A [`ConfigError`] names the nearest option, or this package's option for one of `trl grpo`'s or verl's.
+    A [`ConfigError`] names the nearest option, or this package's option for one of TRL's.
     """
-    settings = verl_words(words)
-    _refuse({name: in_our_words(name, value, known, VERL) for name, value in settings.items()}, known, tool=VERL)
-    translations = {}
+    unknown = {}
     for i, word in enumerate(words):
-        option, _, value = word.partition("=")
-        if word.startswith("--") and option not in known:
-            following = words[i + 1] if i + 1 < len(words) else ""
-            value = value or ("" if following.startswith("--") else following)
-            key = option.removeprefix("--").replace("-", "_")
-            translations[option] = in_our_words(key, value, known, TRL)
-    _refuse(translations, known)
+        option, is_assigned, value = word.partition("=")
+        if not word.startswith("--") or option in known:
+            continue
+        values = [value] if is_assigned else list(takewhile(_is_value, words[i + 1 :]))
+        unknown[option] = in_our_words(_key(option), values[0] if len(values) == 1 else values)
+    _refuse(unknown, known)
+
+
+def _is_value(word: str) -> bool:
+    return not word.startswith("--")
+
+
+def _key(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_")
 
 
 def check_keys(config: Mapping[str, Any], known: Collection[str], path: str | Path) -> None:
     """Refuse keys of the file at `path` that are not in `known`, all at once.
 
-    A [`ConfigError`] names the nearest keys, or this package's keys for those of a config of another tool.
+    A [`ConfigError`] names the nearest keys, or this package's keys for those of TRL's configs.
     """
-    tool = tool_of(config)
-    translations = {
-        key: in_our_words(str(key), value, known, tool) for key, value in config.items() if key not in known
-    }
-    _refuse(translations, known, f"{path}: ", tool)
+    unknown = {key: in_our_words(str(key), value) for key, value in config.items() if key not in known}
+    _refuse(unknown, known, f"{path}: ")
 
 
-def _refuse(translations: Mapping[Any, list[str]], known: Collection[str], lead: str = "", tool: str = TRL) -> None:
-    """Raise an error with the lines of `translations`, by key, and one for each key that has none."""
-    if not translations:
+def _refuse(lines: Mapping[Any, str | None], known: Collection[str], lead: str = "") -> None:
+    """Raise an error with a line for each unknown key: that of the table in `lines`, or the nearest known key."""
+    if not lines:
         return
     nearest = {*known} - {"help", "--help"}
-    translated = [line for lines in translations.values() for line in lines]
+    translated = [line for line in lines.values() if line is not None]
     unknown = [
-        f"unknown key {key!r}{did_you_mean(str(key), nearest, 0.5)}"
-        for key, lines in translations.items()
-        if not lines
+        f"unknown key {key!r}{did_you_mean(str(key), nearest, _NEAR)}" for key, line in lines.items() if line is None
     ]
     if translated:
-        head = f"{lead}keys of {tool}, in our words (docs/coming_from.md):"
+        head = f"{lead}keys of TRL that have another name here, or none (docs/coming_from.md):"
         raise UnknownKeys("\n  ".join([head, *translated, *unknown]))
     if len(unknown) > 1:
         raise UnknownKeys("\n  ".join([f"{lead}{len(unknown)} keys that no field has", *unknown]))
