@@ -165,6 +165,9 @@ def test_ten_megabytes_are_not_tokenized(monkeypatch):
     assert cut[0] == messages[0] and cut[2] == messages[2]
     assert len(cut[1]["content"]) == 101 * longest and len(tokenizer(cut[1]["content"])["input_ids"]) > 100
     assert "reads answered 10,000,000 characters" in lines[0]
+    blanks = " \n" * 500_000
+    for content in (f"{blanks}12", f"12{blanks}", blanks, "x" * (101 * longest - 1)):
+        assert fitted([{**messages[0], "content": content}], tokenizer, 100)[0]["content"] == content
 
 
 class Counter:
