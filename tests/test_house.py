@@ -26,6 +26,7 @@ FLOORS = [
     {"small_base"},
     {"data"},
     {"evaluation"},
+    {"report"},
     {"recipe"},
     {"planning"},
     {"grpo"},

@@ -36,6 +36,7 @@ COMMANDS = {
     "small-base": _Command("cli.scripts", "small_base", "build the quickstart's small model"),
     "plan": _Command("cli.plan", "plan", "bytes of each phase of a run, and whether it fits"),
     "compare": _Command("cli.compare", "compare", "a few steps next to stock TRL's, on the same completions"),
+    "report": _Command("cli.report", "report", "a page with the curves and the completions of runs"),
     "doctor": _Command("cli.doctor", "doctor", "list what would fail or go wrong, before it does"),
     "recipes": _Command("cli.recipes", "recipes", "list the recipes; print one, or copy it here"),
     "launch": _Command("run.launch", "launch", "accelerate launch for a script of your own"),

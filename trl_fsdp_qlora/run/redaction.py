@@ -28,6 +28,10 @@ _TOKEN = re.compile(
     r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,})"  # JSON web tokens
     r"|(?<=[Bb]earer )\S{8,}"
 )
+# An absolute path of two or more parts inside a text; the parts of a URL or of a relative path are none.
+_PATH = re.compile(
+    r"(?<![\w./\\:~-])(?:~|(?:/|[A-Za-z]:\\)[^\s/\\:'\"<>|()\[\],;]+)(?:[/\\][^\s/\\:'\"<>|()\[\],;]+)+"
+)
 HIDDEN = "***"  # replaces a token within a text
 
 
@@ -61,7 +65,8 @@ def _walk(value: Any, of_text: Callable[[str], str]) -> Any:
     return of_text(value)
 
 
-def _text_without_secrets(text: str) -> str:
+def without_tokens(text: str) -> str:
+    """`text` with `***` in the place of services' tokens, and without logins in URLs."""
     return _TOKEN.sub(HIDDEN, _CREDENTIALS.sub("", text))
 
 
@@ -70,7 +75,7 @@ def without_secrets(fields: dict[str, Any]) -> dict[str, Any]:
 
     A token becomes `None`, so the reader's own login is used.
     """
-    return _walk(fields, _text_without_secrets)
+    return _walk(fields, without_tokens)
 
 
 def portable(value: Any) -> Any:
@@ -82,11 +87,16 @@ def portable(value: Any) -> Any:
 
 
 def _portable_text(text: str) -> str:
-    text = _text_without_secrets(text)
+    text = without_tokens(text)
     if not os.path.isabs(text) and not text.startswith("~"):
         return text
     inside = Path(text).is_relative_to(Path.cwd()) and Path(text) != Path.cwd()
     return str(Path(text).relative_to(Path.cwd())) if inside else Path(text).name
+
+
+def text_for_others(text: str) -> str:
+    """`text` without the forms of secrets; of each absolute path in it the last part is left."""
+    return _PATH.sub(lambda path: re.split(r"[/\\\\]", path[0])[-1], without_tokens(text))
 
 
 def command_line(words: Sequence[str]) -> str:

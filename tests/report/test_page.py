@@ -1,0 +1,229 @@
+"""The page as a file: what it holds, what it leaves out, and what a folder may lack."""
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from tests.report.folders import group, logged, trl_run, write_completions, write_state
+from trl_fsdp_qlora.cli.report import report
+from trl_fsdp_qlora.report.page import embedded, write_report
+
+
+def data_of(page: Path) -> dict:
+    text = page.read_text(encoding="utf-8")
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def page_of(*folders: Path, **options) -> tuple[dict, list[str], str]:
+    """(its data, the notes, its text) of a report."""
+    target = folders[0] / "report.html"
+    notes = write_report(list(folders), target, **options)
+    return data_of(target), notes, target.read_text(encoding="utf-8")
+
+
+def charts(data: dict) -> dict[str, dict]:
+    return {chart["title"]: chart for chart in data["charts"]}
+
+
+def test_a_folder_of_trl_has_its_curves_and_every_completion(tmp_path, capsys):
+    folder = trl_run(tmp_path / "run")
+    assert report([str(folder)]) == 0
+    assert "report.html" in capsys.readouterr().out
+    data = data_of(folder / "report.html")
+    reward = charts(data)["Reward"]["series"][0]
+    expected = [entry["reward"] for entry in logged(100) if "reward" in entry]
+    assert reward["steps"] == list(range(10, 101, 10))
+    assert all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(reward["values"], expected, strict=True))
+    completions = data["completions"][0]
+    written = pd.concat(map(pd.read_parquet, sorted((folder / "completions").iterdir())))
+    assert completions["rewards"] == ["correct"]
+    assert completions["rows"]["text"] == list(written["completion"])
+    assert completions["rows"]["total"] == list(written["correct"])
+    assert completions["rows"]["advantage"] == pytest.approx(list(written["advantage"]))
+    prompts = [
+        completions["prompts"][prompt] for _, prompt, _, count, _ in completions["groups"] for _ in range(count)
+    ]
+    assert prompts == list(written["prompt"])
+    assert len(completions["prompts"]) == 4  # each once
+
+
+def test_the_page_asks_no_server_and_runs_only_its_own_scripts(tmp_path):
+    _, _, text = page_of(trl_run(tmp_path / "run"))
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)[1]
+    assert "default-src 'none'" in policy and "unsafe-inline" not in policy.split("style-src")[0]
+    assert not re.search(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=[\"']?https?:", text)
+
+
+@pytest.mark.parametrize("content", ["</script><script>", "<!--<script>", "a\u2028b\u2029c", "&lt;", "\x00", "\ud800"])
+def test_embedded_data_never_ends_its_element(content):
+    text = embedded({"key": content})
+    assert not set("<>&\u2028\u2029\x00") & set(text)
+    assert json.loads(text) == {"key": content}
+
+
+def test_runs_of_different_lengths_are_in_one_picture(tmp_path):
+    folders = [trl_run(tmp_path / "a"), trl_run(tmp_path / "b", 50)]
+    data, notes, _ = page_of(*folders)
+    series = charts(data)["Reward"]["series"]
+    assert [each["steps"][-1] for each in series] == [100, 50]
+    assert len({each["color"] for each in series}) == 2
+    assert notes == []
+    assert [len(each["groups"]) for each in data["completions"]] == [40, 20]
+
+
+# --- bad input: a page with what there is, and a line for what is missing --------------------------------------------
+
+
+def test_an_empty_folder(tmp_path):
+    data, notes, _ = page_of(tmp_path)
+    assert data["charts"] == []
+    assert [note.split(":")[0] for note in notes] == ["There are no curves", "There are no completions"]
+
+
+def test_a_run_without_completions(tmp_path):
+    write_state(tmp_path, logged(100))
+    data, notes, _ = page_of(tmp_path)
+    assert "Reward" in charts(data)
+    assert len(notes) == 1 and "log_completions" in notes[0]
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1\0\0\0\0garbage", b"\x80\x04pickle."])
+def test_a_file_that_is_no_whole_parquet(tmp_path, content):
+    folder = trl_run(tmp_path / "run")
+    (folder / "completions" / "completions_00050.parquet").write_bytes(content)
+    data, notes, _ = page_of(folder)
+    assert len(data["completions"][0]["groups"]) == 36
+    assert len(notes) == 1 and notes[0].startswith("completions_00050.parquet cannot be read")
+
+
+def test_a_half_written_parquet(tmp_path):
+    folder = trl_run(tmp_path / "run")
+    path = folder / "completions" / "completions_00100.parquet"
+    path.write_bytes(path.read_bytes()[:-20])
+    data, notes, _ = page_of(folder)
+    assert len(data["completions"][0]["groups"]) == 36
+    assert len(notes) == 1 and str(tmp_path) not in notes[0]
+
+
+@pytest.mark.parametrize(
+    "rows, expected",
+    [
+        ([{"completion": "a"}], [[7, 0, 0, 1, []]]),  # no prompt, rewards, advantage
+        ([{"prompt": None, "completion": None, "correct": float("nan")}], [[7, 0, 0, 1, []]]),
+        ([{"prompt": ["a", "b"], "completion": {"x": 1}, "reward": "high"}], [[7, 0, 0, 1, []]]),
+    ],
+)
+def test_the_columns_of_another_version(tmp_path, rows, expected):
+    write_state(tmp_path, logged(100))
+    write_completions(tmp_path, 7, rows)
+    data, _, _ = page_of(tmp_path)
+    assert data["completions"][0]["groups"] == expected
+
+
+def test_parquet_without_a_column_of_completions(tmp_path):
+    write_state(tmp_path, logged(100))
+    write_completions(tmp_path, 7, [{"query": "a", "response": "b"}])
+    data, notes, _ = page_of(tmp_path)
+    assert data["completions"][0]["groups"] == []
+    assert "no column 'completion'" in notes[0] and "response" in notes[0]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "null", '{"log_history": 3}', '{"log_history": [1, {"step": "x"}, {}]}', "[" * 100_000, "\ud800"],
+)
+def test_a_state_that_is_no_state(tmp_path, content):
+    (tmp_path / "trainer_state.json").write_text(content, errors="surrogatepass")
+    (tmp_path / "metrics.json").write_text(content, errors="surrogatepass")
+    (tmp_path / "README.md").write_text(f"---\n{content}\n---\n", errors="surrogatepass")
+    (tmp_path / "adapter_config.json").write_text(content, errors="surrogatepass")
+    (tmp_path / "logits.json").write_text(content, errors="surrogatepass")
+    data, notes, _ = page_of(tmp_path)
+    assert data["charts"] == []
+    assert any(note.startswith("There are no curves") for note in notes)
+
+
+def test_numbers_that_are_not_finite(tmp_path):
+    history = logged(100)
+    history[2]["grad_norm"] = math.nan
+    history[3]["reward"] = math.inf
+    history[4]["loss"] = None
+    write_state(tmp_path, history)
+    data, _, text = page_of(tmp_path)
+    assert 30 not in charts(data)["Gradient norm"]["series"][0]["steps"]
+    assert "grad_norm was not finite in 1 logged step" in text
+
+
+def test_the_newest_checkpoint_of_a_run_that_is_going_on(tmp_path):
+    write_state(tmp_path / "checkpoint-50", logged(50))
+    write_state(tmp_path / "checkpoint-100", logged(90))
+    (tmp_path / "checkpoint-150").mkdir()  # being written
+    (tmp_path / "checkpoint-150" / "trainer_state.json").write_text('{"log_hist')
+    data, notes, _ = page_of(tmp_path)
+    assert charts(data)["Reward"]["series"][0]["steps"][-1] == 90
+    assert notes[0].startswith("trainer_state.json cannot be read")
+
+
+# --- what must hold -------------------------------------------------------------------------------------------------
+
+
+def test_no_secret_and_no_absolute_path(tmp_path):
+    token = "hf_" + "a1B2" * 8
+    folder = trl_run(tmp_path / "run")
+    record = {
+        "model": "/home/someone/models/base",
+        "dataset": "/home/someone/data/sums.jsonl",
+        "command": f"trl-fsdp-qlora grpo --dataset /home/someone/data/sums.jsonl --hub_token {token}",
+        "startup": f"hardware: a CPU\nfirst file: /home/someone/first.txt, {token}",
+        "warnings": [f"/home/someone/x/y.py:3 warns of {token}", "https://name:word@example.org/a/b"],
+        "hardware": "CPU",
+    }
+    (folder / "metrics.json").write_text(json.dumps(record))
+    config = {"base_model_name_or_path": "/home/someone/models/base", "r": 8, "peft_type": "LORA"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    write_completions(folder, 110, group(f"my token is {token}", [f"{token}!", "x"], [0.0, 1.0]))
+    (folder / "completions" / "completions_00120.parquet").write_bytes(b"broken")
+    data, _, text = page_of(folder)
+    own_text = text.replace(Path(sys.modules["bokeh"].__file__).read_text(), "")
+    assert token not in own_text and "name:word@" not in own_text
+    assert "/home/someone" not in own_text and str(tmp_path) not in own_text
+    assert "sums.jsonl" in own_text and "first.txt" in own_text
+    assert data["completions"][0]["rows"]["text"][-2:] == ["***!", "x"]
+
+
+def test_without_completions_no_prompt_is_in_the_page(tmp_path):
+    folder = trl_run(tmp_path / "run")
+    data, _, text = page_of(folder, with_completions=False)
+    assert data["completions"] == []
+    assert "the answer is" not in text and "What is" not in text.replace("What is not here", "")
+    assert "Reward" in charts(data)
+
+
+def test_it_samples_whole_groups_and_says_so(tmp_path):
+    write_state(tmp_path, logged(100))
+    for step in (10, 20):
+        rows = []
+        for i in range(50):
+            rewards = [0.5, 0.5] if i not in (20, 30) else [0.5, {20: 0.0, 30: 1.0}[i]]
+            rows += group(f"prompt {i}", [f"{i} " + "x" * 1000, f"{i} " + "y" * 1000], rewards)
+        write_completions(tmp_path, step, rows)
+    data, notes, text = page_of(tmp_path, megabytes=0.05)
+    completions = data["completions"][0]
+    assert 20 <= len(completions["rows"]["text"]) < 60
+    assert all(count == 2 for _, _, _, count, _ in completions["groups"])
+    assert {0.0, 1.0} < set(completions["rows"]["total"])  # the best and the worst of each step
+    assert any("of 200 completions" in note for note in notes)
+    assert "of 200 completions" in text
+
+
+def test_long_lines_lose_their_middle(tmp_path):
+    write_state(tmp_path, logged(100))
+    write_completions(tmp_path, 10, group("p", ["a" * 100_000 + "end", "b"], [0.0, 1.0]))
+    data, _, _ = page_of(tmp_path)
+    text = data["completions"][0]["rows"]["text"][0]
+    assert len(text) < 21_000 and text.endswith("end") and "80,003 characters left out" in text
