@@ -32,6 +32,10 @@ async def later(completions, **columns): return [float(len(str(text))) for text 
 def user_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("doctor")
     save_tiny_model(folder / "base")
+    save_tiny_model(folder / "stored")  # a config says that its weights are in 4 bits
+    config = json.loads((folder / "stored" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "stored" / "config.json").write_text(json.dumps(config))
     (folder / "rewards.py").write_text(REWARDS)
     return folder
 
@@ -73,6 +77,7 @@ def test_a_recipe_that_is_right_and_no_folder_is_left(findings, user_folder):
     ("words", "level", "text"),
     [
         ("--load_in_4bit true --accelerate_config zero3", "error", "zero_stage: 3 with a quantized base"),
+        ("--model_name_or_path stored --accelerate_config zero3", "error", "zero_stage: 3 with a quantized base"),
         ("--use_vllm true --rollout_sync merge --load_in_4bit true", "error", "rollout_sync='merge' with a quantized"),
         ("--use_vllm true --use_dora true --rollout_sync adapter", "error", "use_dora=True adds a magnitude"),
         ("--use_vllm true --top_p 0.9", "warning", "under top_p=0.9 vLLM's log-probabilities are of the tokens that"),

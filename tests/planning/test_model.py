@@ -98,6 +98,68 @@ def test_4_bit_bytes_are_those_of_a_quantized_model(tmp_path, nested):
     assert whole[model.BASE] == nbytes([*others, *built.buffers()])
 
 
+def linear_shapes() -> list[tuple[int, int]]:
+    """(out, in) of the linear layers of the test's model, without its head."""
+    built = AutoModelForCausalLM.from_config(config())
+    head = built.get_output_embeddings()
+    return [tuple(m.weight.shape) for m in built.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+
+
+def gptq_tensors(out: int, columns: int, bits: int, group: int) -> int:
+    """Bytes of what a GPTQ layer's file holds: qweight, qzeros, scales and g_idx, by their shapes and dtypes."""
+    groups = columns // group
+    return 4 * (columns * bits // 32) * out + 4 * groups * (out * bits // 32) + 2 * groups * out + 4 * columns
+
+
+STORED = {
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128}, lambda o, i: gptq_tensors(o, i, 4, 128)),
+    "gptq in 8 bits": ({"quant_method": "gptq", "bits": 8, "group_size": 32}, lambda o, i: gptq_tensors(o, i, 8, 32)),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True},
+        lambda o, i: gptq_tensors(o, i, 4, 64) - 4 * i,  # AWQ has no g_idx
+    ),
+    "fp8": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        lambda o, i: o * i + 4 * -(-o // 128) * -(-i // 128),
+    ),
+    "8 bits": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, lambda o, i: o * i + 4 * o),
+    "mxfp4": ({"quant_method": "mxfp4"}, lambda o, i: 4 * o * i),  # of experts alone, and there are none
+}
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_a_checkpoint_that_is_stored_quantized_takes_what_its_tensors_take(kind, tmp_path):
+    quantization, bytes_of = STORED[kind]
+    folder(tmp_path / "dense")
+    folder(tmp_path / "stored", quantization_config=quantization)
+    dense = planned(settings(tmp_path / "dense", dtype="float32"))
+    stored = planned(settings(tmp_path / "stored", dtype="float32"))
+    in_dense = sum(4 * out * columns for out, columns in linear_shapes())
+    weights = (model.BASE, model.BASE_4BIT, model.BASE_8BIT, model.STATE)
+    saved = sum(dense[name] - stored[name] for name in weights)
+    assert saved == in_dense - sum(bytes_of(*shape) for shape in linear_shapes())
+    assert (stored[model.TRAINED] > 0) == (dense[model.TRAINED] > 0)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_checkpoint_that_bitsandbytes_wrote_is_planned_like_load_in_4bit(tmp_path, nested):
+    pytest.importorskip("bitsandbytes")
+    AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path / "dense")
+    in_4_bits(tmp_path / "dense", nested).save_pretrained(tmp_path / "stored")
+    wanted = planned(settings(tmp_path / "dense", load_in_4bit=True, use_bnb_nested_quant=nested, dtype="float32"))
+    assert planned(settings(tmp_path / "stored", dtype="float32")) == wanted
+    assert wanted[model.BASE_4BIT]
+
+
+def test_layers_that_a_checkpoint_leaves_dense_are_counted_dense(tmp_path):
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    part = {**quantization, "modules_to_not_convert": ["lm_head", "model.layers.0.mlp", "q_proj"]}
+    folder(tmp_path / "whole", quantization_config=quantization)
+    folder(tmp_path / "part", quantization_config=part)
+    whole, left = (planned(settings(tmp_path / name, dtype="float32"))[model.BASE_8BIT] for name in ("whole", "part"))
+    assert whole - left == 3 * 128 * 384 + 5 * 128 * 128  # of the first layer's MLP, and of every layer's q_proj
+
+
 def test_what_is_spread_over_the_ranks(tmp_path):
     folder(tmp_path)
     one = planned(settings(tmp_path))

@@ -233,10 +233,14 @@ def _of_launch(config: Any, model: Any, launch: dict[str, str]) -> Iterator[Find
     from trl import get_quantization_config
 
     from ..fsdp2_qlora.launch_checks import check_launch, check_reference, is_fsdp_launch
-    from ..recipe.checks import lora_config
+    from ..recipe.checks import lora_config, read_config
     from ..vllm.sync_choice import choose_sync, warnings_for
 
     quantization = get_quantization_config(model)
+    if quantization is None:  # the checkpoint may be stored quantized
+        with contextlib.suppress(UserError):  # a model that is not there is a finding of its own
+            config_of_model = read_config(model.model_name_or_path, model.model_revision)
+            quantization = getattr(config_of_model, "quantization_config", None)
     adapter = lora_config(model)
     zero_stage = int(launch.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 0)) or None
     yield from _refused("launch", check_launch, quantization, zero_stage)

@@ -5,6 +5,7 @@ They are reported before a model is loaded.
 
 import os
 from importlib.metadata import version
+from typing import Any
 
 import torch
 from packaging.version import Version
@@ -31,17 +32,23 @@ def accelerate_shards_on(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def _asks_for(quantization: Any, name: str) -> bool:
+    value = quantization.get(name) if isinstance(quantization, dict) else getattr(quantization, name, False)
+    return bool(value)
+
+
 def check_launch(quantization_config=None, zero_stage: int | None = None) -> None:
     """Refuse combinations that are known not to work.
 
     The check reads the environment variables that `accelerate launch` sets from its config, the run's
-    `BitsAndBytesConfig` and DeepSpeed's stage. An argument is `None` if the run has no such thing.
+    `BitsAndBytesConfig` (or the checkpoint's own entry, a mapping) and DeepSpeed's stage. An argument is `None` if the
+    run has no such thing.
 
     Raises:
         LaunchError: the combination does not work; the message has the line to change.
     """
-    eight_bit = getattr(quantization_config, "load_in_8bit", False)
-    if not (eight_bit or getattr(quantization_config, "load_in_4bit", False)):
+    eight_bit = _asks_for(quantization_config, "load_in_8bit")
+    if not (eight_bit or _asks_for(quantization_config, "load_in_4bit")):
         return
     if zero_stage == 3:
         raise LaunchError(

@@ -4,7 +4,6 @@ The model is the base, with 4-bit layers and experts, and the adapter.
 """
 
 import copy
-import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -16,8 +15,10 @@ from ..compat.peft import let_lora_adapt_packed_experts
 from ..recipe.checks import build_bare, with_adapter
 from . import fake_ops
 from .settings import Settings, optimizer_name
+from .stored import Stored, bitsandbytes_format, is_dense, packed_bytes, stored_format
 
 BASE_4BIT = "base, 4-bit weights"
+BASE_8BIT = "base, 8-bit weights"
 STATE = "base, quantization state"
 BASE = "base, other weights"
 TRAINED = "trained weights"
@@ -25,9 +26,6 @@ GRADIENTS = "gradients"
 BUCKETS = "gradient buckets"
 OPTIMIZER = "optimizer"
 REFERENCE = "reference model"
-# bitsandbytes' defaults: weights with one maximum, and maxima with one maximum of their own.
-_BLOCK = 64
-_NESTED_BLOCK = 256
 # Numbers that an optimizer keeps per trained weight, by a part of its name; every other optimizer keeps two, as Adam.
 _NUMBERS = {"ademamix": 3, "lion": 1, "rmsprop": 1, "sgd": 0}
 # Bytes of such a number, by a part of the name; every other optimizer keeps numbers of the weight's own dtype.
@@ -45,26 +43,21 @@ def compute_dtype(settings: Settings, config: PretrainedConfig) -> torch.dtype:
     return getattr(torch, settings.mixed) if settings.mixed else dtype_of(settings, config)
 
 
-def _pack(shape: torch.Size, nested: bool) -> tuple[nn.Parameter, int]:
-    """A weight in 4 bits, and the bytes of its quantization state.
-
-    The state is a float32 maximum per block of 64. With `nested` it is a byte per block, a float32 per 256 blocks, and
-    a float32 offset.
-    """
-    weights = math.prod(shape)
-    blocks = -(-weights // _BLOCK)
-    nested_maxima = -(-blocks // _NESTED_BLOCK)
-    state = blocks + 4 * nested_maxima + 4 if nested else 4 * blocks
-    packed = torch.empty(-(-weights // 2), 1, dtype=torch.uint8, device="meta")
-    return nn.Parameter(packed, requires_grad=False), state
+def _pack(shape: torch.Size, stored: Stored) -> tuple[nn.Parameter, int]:
+    """A weight as `stored` packs it, and the bytes of its quantization state. Four bits and fewer are `uint8`."""
+    dtype = torch.uint8 if stored.bits <= 4 else torch.int8
+    packed = torch.empty(packed_bytes(tuple(shape), stored.bits), 1, dtype=dtype, device="meta")
+    return nn.Parameter(packed, requires_grad=False), stored.state(tuple(shape))
 
 
-def _quantize(model: nn.Module, dtype: torch.dtype, nested: bool) -> None:
+def _quantize(model: nn.Module, dtype: torch.dtype, stored: Stored) -> None:
     head = model.get_output_embeddings()
-    for module in model.modules():
-        if type(module) is nn.Linear and module is not head:
+    for name, module in model.named_modules():
+        if is_dense(name, stored.dense):
+            continue
+        if type(module) is nn.Linear and module is not head and not stored.only_experts:
             module.__class__ = fake_ops.FourBitLinear
-            module.weight, module.state_bytes = _pack(module.weight.shape, nested)
+            module.weight, module.state_bytes = _pack(module.weight.shape, stored)
             module.compute_dtype = dtype
         elif fake_ops.is_experts(module):
             let_lora_adapt_packed_experts()
@@ -73,7 +66,7 @@ def _quantize(model: nn.Module, dtype: torch.dtype, nested: bool) -> None:
             module.lora = {}
             for name, dense in list(module.named_parameters(recurse=False)):
                 if dense.ndim == 3:
-                    packed, state = _pack(dense.shape, nested)
+                    packed, state = _pack(dense.shape, stored)
                     setattr(module, name, packed)
                     of_expert = dense.shape[:0:-1] if module.is_transposed else dense.shape[1:]  # (out, in)
                     module.layouts[name] = SimpleNamespace(shape=of_expert)
@@ -111,10 +104,14 @@ def build(settings: Settings, config: PretrainedConfig, layers: Sequence[int] | 
             bare = build_bare(name, config, dtype=dtype, attn_implementation="eager")
         for module in filter(fake_ops.is_experts, bare.modules()):
             fake_ops.replace_experts(module)
-        if settings.model.load_in_4bit:
-            _quantize(bare, dtype, settings.model.use_bnb_nested_quant)
+        stored = stored_format(config)
+        if stored is None and settings.model.load_in_4bit:
+            stored = bitsandbytes_format(settings.model.use_bnb_nested_quant)
+        if stored is not None:
+            _quantize(bare, dtype, stored)
         model = with_adapter(bare, settings.model)
-        if model is not bare and (settings.model.load_in_4bit or settings.model.load_in_8bit):
+        by_bitsandbytes = settings.model.load_in_8bit if stored is None else stored.by_bitsandbytes
+        if model is not bare and by_bitsandbytes:
             # TRL casts the adapter of a quantized base to bfloat16; our sharding under FSDP2 keeps it in float32.
             adapter_dtype = torch.float32 if settings.launch.kind == "fsdp2" else torch.bfloat16
             for parameter in model.parameters():
@@ -135,10 +132,10 @@ def static_bytes(model: nn.Module, settings: Settings) -> dict[str, int]:
     """
     kind = settings.launch.kind
     ranks = settings.launch.processes
-    sizes = dict.fromkeys((BASE_4BIT, STATE, BASE, TRAINED, GRADIENTS, BUCKETS, OPTIMIZER, REFERENCE), 0)
+    sizes = dict.fromkeys((BASE_4BIT, BASE_8BIT, STATE, BASE, TRAINED, GRADIENTS, BUCKETS, OPTIMIZER, REFERENCE), 0)
     parameters = list(model.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    quantized = any(parameter.dtype == torch.uint8 for parameter in parameters)
+    quantized = any(parameter.dtype in (torch.uint8, torch.int8) for parameter in parameters)
     # Under mixed precision accelerate keeps the trained weights of an FSDP2 model in float32. For a quantized model
     # this package does it.
     upcast = kind == "fsdp2" and settings.mixed is not None and not quantized
@@ -147,6 +144,8 @@ def static_bytes(model: nn.Module, settings: Settings) -> dict[str, int]:
             sizes[TRAINED] += parameter.numel() * 4 if upcast else parameter.nbytes
         elif parameter.dtype == torch.uint8:
             sizes[BASE_4BIT] += parameter.nbytes
+        elif parameter.dtype == torch.int8:
+            sizes[BASE_8BIT] += parameter.nbytes
         else:
             sizes[BASE] += parameter.nbytes
     sizes[STATE] = sum(getattr(module, "state_bytes", 0) for module in model.modules())

@@ -21,6 +21,7 @@ from . import model, passes
 from .hardware import CONTEXT, GIB, SLACK, Hardware, read_hardware
 from .settings import Settings, from_words, optimizer_name, read_launch
 from .steps import Step, plan_step
+from .stored import stored_format
 
 ACTIVATIONS = "activations, head's tiles"
 CACHE = "cache of generation"
@@ -461,7 +462,7 @@ def changes_that_fit(plan: Plan, most: int = 3) -> list[str]:
     length = getattr(settings, settings.length_field) or 0
     batches = 1 if settings.is_paired else settings.rollout_batches
     sharded = settings.launch.kind == "fsdp2" and not settings.is_paired
-    dense = settings.model.use_peft and not settings.model.load_in_4bit
+    dense = settings.model.use_peft and not settings.model.load_in_4bit and stored_format(plan.config) is None
     changes = [
         (not settings.gradient_checkpointing, {"gradient_checkpointing": True}),
         (sharded and settings.fsdp_gather != "per_layer", {"fsdp_gather": "per_layer"}),
