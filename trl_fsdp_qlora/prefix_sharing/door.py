@@ -57,6 +57,8 @@ _ATTRIBUTE = "prompt_sharing"
 _NEUTRAL = {"use_cache", "return_dict"}
 # A layer spends about 24 h² operations on a token (projections and MLP) and 4 h on a query-key pair.
 _PAIRS_PER_TOKEN = 6.0
+# As many passes with gradients in another way than TRL's fused head show that a trainer does not call it.
+_OTHER_PASSES = 3
 
 
 # torch.compile compiles the model's own forward and no code of the door, because every batch has another layout and
@@ -215,6 +217,9 @@ class Door:
         self._cannot_keep: str | None = None
         self._logged: set[str] = set()
         self._own_forward = None
+        # Until the first fused call: the hook that counts other passes with gradients, and their number.
+        self._watch = None
+        self._other_passes = 0
 
     # --- once -------------------------------------------------------------------------------------------------------
 
@@ -290,6 +295,8 @@ class Door:
         wrapped = vars(self.base).get("_original_forward")
         if self._own_forward is not None and self._own_forward in (forward, wrapped):
             return
+        if self._watch is None:
+            self._watch = self.base.base_model.register_forward_pre_hook(self._count_other_passes)
         inner = forward if wrapped is None else wrapped
         self._own_forward = types.MethodType(_through_the_door(self.base, inner), self.base)
         if wrapped is None:
@@ -308,6 +315,19 @@ class Door:
         """
         if self.attention != "off":
             self.hang(1.0, ())
+
+    @_not_compiled
+    def _count_other_passes(self, backbone: nn.Module, _) -> None:
+        """Log a line if several passes with gradients have come without TRL's fused head, and none with it."""
+        if self.attention == "off" or not (torch.is_grad_enabled() and backbone.training):
+            return
+        self._other_passes += 1
+        if self._other_passes == _OTHER_PASSES:
+            self._log_once(
+                f"share_prompts has no effect so far: {_OTHER_PASSES} passes with gradients came, and none with "
+                "fused_lm_head=True. Trainers that do not call the model with it run as in stock TRL "
+                "(docs/share_prompts.md names them)"
+            )
 
     @_not_compiled
     def _head(self) -> FusedHead | None:
@@ -566,6 +586,8 @@ class Door:
         - `forward`: one of several forwards that together compute a step, see [`across_passes.StepForwards`].
         """
         start = time.perf_counter()
+        if self._watch is not None:
+            self._watch.remove()
         tokens_per_pass = arguments.pop("tokens_per_pass", None)
         rehearsal = arguments.pop("rehearsal", None)
         forward = arguments.pop("forward", None)
