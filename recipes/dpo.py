@@ -29,7 +29,7 @@ from trl_fsdp_qlora.recipe.pairs import DPOScriptArguments, must_be_made, read_p
 from trl_fsdp_qlora.recipe.problems import load_problems, prompts_of
 from trl_fsdp_qlora.recipe.record import RunRecord, keep_paths
 from trl_fsdp_qlora.recipe.runner import measured_settings, model_arguments
-from trl_fsdp_qlora.recipe.script import resumable, run_main, say
+from trl_fsdp_qlora.recipe.script import command_that_goes_on, run_main, say
 from trl_fsdp_qlora.run.ranks import on_main
 
 
@@ -77,8 +77,8 @@ def main() -> None:
     trainer.card_info.dataset = script.dataset or script.pairs
     trainer.card_info.license = script.license
     trainer.card_info.data_license = script.data_license
-    with resumable(trainer):
-        trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    trainer.go_on = command_that_goes_on()
+    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     trainer.save_model()
     trainer.create_model_card(Path(config.output_dir).name)
     settings = measured_settings(script, config, model)

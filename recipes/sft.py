@@ -18,13 +18,14 @@ from datasets import Dataset
 from trl import ModelConfig, SFTConfig, SFTTrainer
 
 from trl_fsdp_qlora.checkpoints.checkpoints import check_output_dir, resolve_resume
+from trl_fsdp_qlora.checkpoints.stopping import stopping_after_step
 from trl_fsdp_qlora.data.worked import worked
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_script, load_tokenizer
 from trl_fsdp_qlora.recipe.problems import load_problems, prompts_of
 from trl_fsdp_qlora.recipe.record import RunRecord, keep_paths
 from trl_fsdp_qlora.recipe.runner import measured_settings, model_arguments
-from trl_fsdp_qlora.recipe.script import run_main, say
+from trl_fsdp_qlora.recipe.script import command_that_goes_on, run_main, say
 from trl_fsdp_qlora.run.ranks import on_main
 
 
@@ -54,7 +55,8 @@ def main() -> None:
     data = Dataset.from_dict({"prompt": prompts, "completion": answers})
     trainer = SFTTrainer(model.model_name_or_path, config, train_dataset=data, **model_arguments(config, model))
     resume = on_main(lambda: resolve_resume(config.output_dir, config.resume_from_checkpoint))
-    trainer.train(resume_from_checkpoint=resume)
+    with stopping_after_step(trainer, command_that_goes_on()):
+        trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     RunRecord(config.output_dir).put(
         settings=measured_settings(script, config, model), history=trainer.state.log_history

@@ -12,6 +12,10 @@ if "TRL_FSDP_QLORA_LAUNCHER" in os.environ:  # the process id of `trl-fsdp-qlora
     from .run.one_line import end_with
 
     end_with(os.environ["TRL_FSDP_QLORA_LAUNCHER"])
+elif "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by `accelerate launch`
+    from .run.launch import stop_with_launcher
+
+    stop_with_launcher()
 
 __version__ = "0.1.0"
 

@@ -4,6 +4,9 @@ import errno
 import json
 import os
 import shutil
+import signal
+import sys
+import time
 from unittest.mock import Mock
 
 import pytest
@@ -15,7 +18,7 @@ from trl import GRPOTrainer
 
 from tests.tiny import lora, prompts, save_tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.checkpoints import checkpoints
+from trl_fsdp_qlora.checkpoints import checkpoints, stopping
 from trl_fsdp_qlora.checkpoints.condition import why_incomplete
 from trl_fsdp_qlora.checkpoints.disk import CheckpointError
 
@@ -173,6 +176,67 @@ def test_a_checkpoint_is_pushed_when_whole_and_old_ones_go_but_the_best(tmp_path
     assert torch.load(tmp_path / "checkpoint-3" / "training_args.bin", weights_only=False).save_total_limit == 2
     state = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == str(tmp_path / "checkpoint-1")
+
+
+@pytest.fixture
+def default_handlers():
+    """As a process of a terminal has them: in a shell's background SIGINT is ignored."""
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def kill_in_step(grpo, *numbers, step=2, seconds=0.0) -> None:
+    """Let this process get signals at the beginning of a step, with seconds between them."""
+
+    def send(state):
+        for number in numbers if state.global_step == step - 1 else ():
+            os.kill(os.getpid(), number)
+            time.sleep(seconds)
+
+    grpo.add_callback(callback_at("on_step_begin", send))
+
+
+@pytest.mark.parametrize("save_strategy", ["steps", "no"])
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGINT, signal.SIGINT]])
+def test_a_signal_ends_the_step_with_a_checkpoint(tmp_path, default_handlers, signals, save_strategy, capfd):
+    """A launcher and a terminal send the same Ctrl-C twice. Who wants no checkpoint gets none."""
+    grpo = make(tmp_path, save_steps=500, save_strategy=save_strategy)
+    kill_in_step(grpo, *signals)
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
+        grpo.train()
+    line = str(ended.value) if signals[0] == signal.SIGINT else capfd.readouterr().err
+    then = "go on from checkpoint-2" if save_strategy == "steps" else "no checkpoint was saved yet, start again"
+    assert f'stopped at step 2 of 3; {then}: trainer.train(resume_from_checkpoint="auto")' in line
+    assert isinstance(ended.value, KeyboardInterrupt) or ended.value.code == 143
+    assert kept(tmp_path) == (["checkpoint-2"] if save_strategy == "steps" else [])
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if save_strategy == "steps":
+        again = make(tmp_path)
+        assert again.train(resume_from_checkpoint="auto").global_step == 3
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path, default_handlers, monkeypatch):
+    monkeypatch.setattr(stopping, "_ONE_CTRL_C", 0.01)
+    grpo = make(tmp_path, save_steps=1)
+    kill_in_step(grpo, signal.SIGINT, signal.SIGINT, seconds=0.02)
+    with pytest.raises(KeyboardInterrupt, match="stopped at step 1 of 3; go on from checkpoint-1"):
+        grpo.train()
+
+
+def test_a_users_own_handlers_and_a_prompts_ctrl_c_stay(tmp_path, default_handlers, monkeypatch):
+    got = []
+    signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+    grpo = make(tmp_path)
+    kill_in_step(grpo, signal.SIGTERM)
+    assert grpo.train().global_step == 3 and got == [signal.SIGTERM]
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    grpo = make(tmp_path / "prompt")
+    kill_in_step(grpo, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        grpo.train()
 
 
 WEIGHTS = "adapter_model.safetensors"

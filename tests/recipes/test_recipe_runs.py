@@ -19,8 +19,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 from trl import ModelConfig
 
-from tests.distributed.launch import Rank, accelerate_launch, end_all, rank_environment, run_script
-from tests.tiny import save_recipe_files, save_tiny_model
+from tests.distributed.launch import AGENT, Rank, accelerate_launch, end_all, rank_environment, run_script
+from tests.tiny import save_recipe_files, save_tiny_model, these_first
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
 
@@ -355,30 +355,78 @@ def test_a_4_bit_base_under_an_fsdp_config_that_accelerate_makes_ddp_of(folder):
     assert (folder / "four_bits" / "adapter_model.safetensors").is_file()
 
 
-def test_ctrl_c_is_one_line_with_the_command_that_goes_on(folder, tmp_path):
-    words = ["--config", "recipe.yaml", "--output_dir", str(tmp_path / "out"), "--max_steps", "1000"]
-    words += ["--accuracy_steps", "0"]
-    stdout = tmp_path / "stdout"
-    stderr = tmp_path / "stderr"
-    stdout.touch()
-    run = Rank(str(ROOT / "recipes" / "grpo.py"), words, rank_environment(None), stdout, stderr, folder)
+def wait_for(text: str, files: list[Path]) -> None:
+    """Wait until one of the files has a match of the pattern `text`."""
+    deadline = time.monotonic() + 240
+    while not any(re.search(text, file.read_text()) for file in files):
+        assert time.monotonic() < deadline, "".join(file.read_text() for file in files)
+        time.sleep(0.05)
+
+
+CPU = str(ROOT / "accelerate_configs" / "cpu.yaml")
+# The script (or "-m") and the words before the recipe's own. A launcher of the first kind has imported everything.
+STARTS = {
+    "python": (str(ROOT / "recipes" / "grpo.py"), []),
+    "ours, one process": (AGENT, ["trl-fsdp-qlora", "grpo", "--accelerate_config", "cpu"]),
+    "ours, two processes": (
+        AGENT,
+        ["trl-fsdp-qlora", "grpo", "--accelerate_config", "ddp_cpu", "--num_processes", "2"],
+    ),
+    "accelerate, one process": (
+        "-m",
+        ["accelerate.commands.launch", "--config_file", CPU, str(ROOT / "recipes" / "grpo.py")],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("start", "sent", "status"),
+    these_first(
+        [
+            ("python", signal.SIGINT, 130),
+            ("python", signal.SIGTERM, 143),
+            ("ours, one process", signal.SIGINT, 130),
+            ("ours, one process", signal.SIGTERM, 143),
+            ("ours, two processes", signal.SIGINT, 130),
+            ("ours, two processes", signal.SIGTERM, 143),
+            ("accelerate, one process", signal.SIGTERM, -signal.SIGTERM),
+        ],
+        ("python", signal.SIGINT, 130),
+        ("ours, one process", signal.SIGINT, 130),
+        ("ours, two processes", signal.SIGTERM, 143),
+        ("accelerate, one process", signal.SIGTERM, -signal.SIGTERM),
+    ),
+)
+def test_a_stopped_run_ends_its_step_and_names_the_command_that_goes_on(folder, tmp_path, start, sent, status):
+    """`kill` of the process that the user started, whether that trains or launches what trains.
+
+    `accelerate launch` ends at once with its own status, and the run after its step.
+    """
+    script, words = STARTS[start]
+    words = [*words, "--config", "recipe.yaml", "--output_dir", str(tmp_path / "out"), "--max_steps", "1000"]
+    words += ["--accuracy_steps", "0", "--save_steps", "500", "--eval_problems", "2"]
+    files = [tmp_path / "stdout", tmp_path / "stderr"]
+    for file in files:
+        file.touch()
+    run = Rank(script, words, rank_environment(None), *files, folder)
     try:
-        deadline = time.monotonic() + 240
-        while not re.search(r"(?m)^step +4/1000", stdout.read_text()):
-            assert run.poll() is None and time.monotonic() < deadline, stdout.read_text() + stderr.read_text()
-            time.sleep(0.05)
-        os.kill(run.pid, signal.SIGINT)
-        run.process.join(60)
+        wait_for(r"(?m)^step +2/1000", files)
+        os.kill(run.pid, sent)
+        run.process.join(120)
+        wait_for(r"(?m)^stopped at step .*\n", files[1:])
     finally:
         end_all([run])
-    errors = stderr.read_text()
-    assert run.returncode == 130, errors
-    assert "Traceback" not in errors
+    errors = files[1].read_text()
+    assert run.returncode == status, errors
+    assert "Traceback" not in errors and "death signal" not in errors
     line = errors.splitlines()[-1]
-    goes_on = r"go on from checkpoint-\d+: python .* --resume_from_checkpoint auto"
-    assert re.fullmatch(rf"stopped at step \d+ of 1000; {goes_on}", line)
-    script, *words = shlex.split(line.split(": python ")[1])
-    next_step = int(re.search(r"checkpoint-(\d+)", line)[1]) + 1
-    words[words.index("--max_steps") + 1] = str(next_step)
-    resumed = successful_output(run_script(script, *words, cwd=folder))
-    assert f"step {next_step}/{next_step}" in resumed
+    found = re.fullmatch(r"stopped at step (\d+) of 1000; go on from checkpoint-(\d+): (.*)", line)
+    assert found and found[1] == found[2], errors  # the step that was under way is not lost
+    assert found[3].endswith(f"--output_dir {tmp_path / 'out'} --max_steps 1000 --accuracy_steps 0 --save_steps 500 "
+        "--eval_problems 2 --resume_from_checkpoint auto")  # fmt: skip
+    if start == "python":
+        interpreter, script, *words = shlex.split(found[3])
+        next_step = int(found[1]) + 1
+        words[words.index("--max_steps") + 1] = str(next_step)
+        resumed = successful_output(run_script(script, *words, cwd=folder))
+        assert interpreter == "python" and f"step {next_step}/{next_step}" in resumed

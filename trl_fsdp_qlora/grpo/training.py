@@ -13,6 +13,7 @@ from accelerate.logging import get_logger
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpoints.checkpoints import WholeCheckpoints, describe_rollouts, describe_training
+from ..checkpoints.stopping import stopping_after_step
 from ..compat.older_gpus import casting_wide_sums
 from ..compat.peft import adapted_parts
 from ..compat.trl import counts_experts
@@ -40,6 +41,8 @@ class EfficientTraining:
 
     # Default for a trainer that was built without `__init__`, as in some tests of TRL.
     clock = PhaseTimer(torch.device("cpu"), "off")
+    # What continues a run that was stopped; a recipe has a command.
+    go_on = 'trainer.train(resume_from_checkpoint="auto")'
 
     def begin(self, method: str) -> None:
         """Set up clock, checkpoints and card after TRL's constructor. `method` is the method's name on the card."""
@@ -78,11 +81,13 @@ class EfficientTraining:
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         """Train as [`transformers.Trainer.train`]; `"auto"` resumes from the newest whole checkpoint, if any.
 
+        SIGINT and SIGTERM end it between two steps, see [`trl_fsdp_qlora.checkpoints.stopping.stopping_after_step`].
+
         Raises:
             trl_fsdp_qlora.checkpoints.disk.CheckpointError: see
             [`trl_fsdp_qlora.checkpoints.checkpoints.WholeCheckpoints`].
         """
-        with self.checkpointing.alone():
+        with self.checkpointing.alone(), stopping_after_step(self, self.go_on):
             return super().train(self.checkpointing.resume_from(resume_from_checkpoint), *args, **kwargs)
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *further):

@@ -40,7 +40,7 @@ from .record import (
     keep_paths,
     kept_paths,
 )
-from .script import resumable, say
+from .script import command_that_goes_on, say
 
 
 def reward_functions(args: ScriptArguments) -> list:
@@ -237,10 +237,10 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
         for callback in filter(None, (limit, accuracy)):
             trainer.add_callback(callback)
         use_terminal(trainer)
+        trainer.go_on = command_that_goes_on()
 
         started = time.perf_counter()
-        with resumable(trainer):
-            trainer.train(resume_from_checkpoint=resume)
+        trainer.train(resume_from_checkpoint=resume)
         trainer.save_model(_internal_call=True)  # before a measurement or a picture can fail
         seconds = time.perf_counter() - started - (0 if accuracy is None else accuracy.seconds_before)
         record.put(train_seconds=seconds, history=trainer.state.log_history)

@@ -1,16 +1,12 @@
 """The frame of every script in `recipes/`: one rank prints, and a user's error is one line."""
 
 import shlex
-import signal
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from accelerate import PartialState
 
-from ..checkpoints import checkpoints
 from ..run import launch
 from ..run.one_line import in_one_line, stop_by_exception
 from ..telemetry import terminal
@@ -29,19 +25,9 @@ def run_main(main: Callable[[], None]) -> None:
             torch.distributed.destroy_process_group()
 
 
-@contextmanager
-def resumable(trainer: Any) -> Iterator[None]:
-    """Run training in this block: Ctrl-C prints the step it stopped at and the command that continues."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher sends SIGINT to its processes a second time
-        last = checkpoints.last_complete_checkpoint(trainer.args.output_dir)
-        progress = f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}"
-        then = "no checkpoint was saved yet, start again" if last is None else f"go on from {last.name}"
-        # The last value of an option counts.
-        line = shlex.join([*launch.launch_words(), "--resume_from_checkpoint", "auto"])
-        raise KeyboardInterrupt(f"{progress}; {then}: {line}") from None
+def command_that_goes_on() -> str:
+    """The command that continues this run, as a line for a shell. Ask while the launcher is there."""
+    return shlex.join([*launch.launch_words(), "--resume_from_checkpoint", "auto"])  # an option's last value counts
 
 
 def say(text: str) -> None:

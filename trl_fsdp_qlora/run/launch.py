@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from subprocess import CalledProcessError
 from types import MethodType
+from typing import Any, NoReturn
 
 import psutil
 
-from .one_line import USER_ERROR, OneLineParser, check_num_processes
+from .one_line import USER_ERROR, OneLineParser, check_num_processes, end_with
 from .resources import accelerate_config
 
-_ENDING = 60.0  # seconds that processes have to end after Ctrl-C
 _LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "trl-fsdp-qlora")
 _MODULES = ("accelerate.commands.launch", "torch.distributed.run", "trl_fsdp_qlora")  # names for `python -m`
 
@@ -34,9 +34,10 @@ def launch(words: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # These loggers report each rank that ended, with a number instead of the reason, and the number of threads in
-    # three lines.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    # These loggers report each rank that ended without the reason, then the signal, and the number of threads in three
+    # lines.
+    for name in ("agent.server.api", "multiprocessing.api"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
     parser = launch_command_parser()
     parser.prog = "trl-fsdp-qlora launch"
@@ -45,7 +46,12 @@ def launch(words: Sequence[str]) -> int:
     check_num_processes(options.num_processes)
     if options.config_file and not Path(options.config_file).exists():
         options.config_file = str(accelerate_config(options.config_file))
+    options.signals_to_handle = "SIGHUP,SIGQUIT"  # torchrun's own handlers kill a rank after 30 seconds
     os.environ["TRL_FSDP_QLORA_LAUNCHER"] = str(os.getpid())
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in before.items():
+        if handler in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, _pass_on)
     try:
         launch_command(options)
     except CalledProcessError as ended:
@@ -54,12 +60,33 @@ def launch(words: Sequence[str]) -> int:
         return exit_status({rank: failure.exitcode for rank, failure in ended.failures.items()})
     except SignalException as stopped:
         return 128 + stopped.sigval
-    except KeyboardInterrupt:
-        psutil.wait_procs(psutil.Process().children(), timeout=_ENDING)  # each process prints the step it stopped at
-        return 128 + signal.SIGINT
     finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
         del os.environ["TRL_FSDP_QLORA_LAUNCHER"]
     return 0
+
+
+def _pass_on(number: int, _frame: Any) -> NoReturn:
+    """Hand a signal to the run's processes, wait until they have ended, however long their step is, and end."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    ranks = psutil.Process().children()
+    for rank in ranks:
+        with contextlib.suppress(psutil.Error):
+            rank.send_signal(number)
+    psutil.wait_procs(ranks)
+    raise SignalException(f"stopped by {signal.Signals(number).name}", signal.Signals(number))
+
+
+def stop_with_launcher() -> None:
+    """On Linux, get SIGTERM when the launcher ends that is this process's parent.
+
+    `accelerate launch` passes no signal on to a single process.
+    """
+    with contextlib.suppress(psutil.Error):
+        if _launcher_in(psutil.Process().parent().cmdline()):
+            end_with(str(os.getppid()), signal.SIGTERM)
 
 
 def exit_status(exit_codes: dict[int, int]) -> int:
@@ -82,10 +109,17 @@ def launch_words() -> list[str]:
     """
     with contextlib.suppress(psutil.Error):  # another user's process, or a process that has just ended
         for process in psutil.Process().parents():
-            words = process.cmdline()
-            for index, word in enumerate(words[:3]):  # the interpreter and `-m` may come first
-                if Path(word).name in _LAUNCHERS:
-                    return [Path(word).name, *words[index + 1 :]]
-                if word in _MODULES:
-                    return ["python", "-m", *words[index:]]
+            words = _launcher_in(process.cmdline())
+            if words:
+                return words
     return ["python", *sys.argv]
+
+
+def _launcher_in(words: list[str]) -> list[str]:
+    """The command line `words` as a user types it if it is a launcher's; else nothing."""
+    for index, word in enumerate(words[:3]):  # the interpreter and `-m` may come first
+        if Path(word).name in _LAUNCHERS:
+            return [Path(word).name, *words[index + 1 :]]
+        if word in _MODULES:
+            return ["python", "-m", *words[index:]]
+    return []

@@ -87,10 +87,10 @@ def stop_by_exception() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def end_with(launcher: str) -> None:
-    """On Linux, end this process when the process `launcher` that started it is killed; a GPU would stay taken."""
+def end_with(launcher: str, number: int = signal.SIGKILL) -> None:
+    """On Linux, get a signal when the process `launcher` that started this one ends; a GPU would stay taken."""
     if sys.platform == "linux" and str(os.getppid()) == launcher:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which child processes do not inherit
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG, which child processes do not inherit
 
 
 # Values that argparse accepts for an option although they begin with a minus; its own pattern knows no exponent.
