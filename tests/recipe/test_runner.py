@@ -1,9 +1,13 @@
 """What a recipe's run is made of: LoRA's targets, its limit of seconds, its picture."""
 
+import importlib
 import itertools
 import json
+import pickle
 import re
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -140,6 +144,72 @@ def test_what_a_figure_does_not_depend_on_leaves_the_pair(measured_run):
     measured_run.base = str(measured_run.folder / "moved")
     record = measured_run.train(2, learning_rate=1e-3, seed=5, num_generations=8, use_vllm=False)
     assert record["before"] == measured_run.before and "  ->  " in measured_run.printed.splitlines()[-1]
+
+
+EVIL = "from pathlib import Path\nPath('RAN').touch()\ndef load(*_, **__):\n    Path('RAN').touch()\n"
+NAMED = dict.fromkeys(("dataset", "eval_dataset", "environment", "tool_format", "evil.py:load"), "evil.py:load")
+NAMED |= {"rewards": ["evil.py:load"], "tools": ["evil:load"], "auto_map": {"AutoConfig": "evil.load"}}
+
+
+class Evil:
+    def __reduce__(self):
+        import evil
+
+        return evil.load, ()
+
+
+def text_that_names_code(path) -> None:
+    """JSON that names code wherever a reader might look for it, and keeps the entries that there were."""
+    before = json.loads(path.read_text()) if path.is_file() else {}
+    stateful = before.get("stateful_callbacks", {}) | {"evil.load": {"args": {}, "attributes": NAMED}}
+    mapping = {"base_model_class": "load", "parent_library": "evil"}
+    content = {"auto_mapping": mapping, "megatron_core": "evil", "megatron_config": {"a": 1}, "run": NAMED, **NAMED}
+    content |= {"settings": NAMED, "stateful_callbacks": stateful, "tokenizer_class": "evil.load"}
+    if path.name == "trainer_state.json":  # of which Transformers takes known entries alone
+        content = {name: value for name, value in content.items() if name in before}
+    path.write_text(json.dumps(before | content))
+
+
+def pickle_that_runs_code(path) -> None:
+    torch.save(Evil(), path)
+
+
+NAMING_CODE = (
+    "metrics.json", "_paths.json", "adapter_config.json", "checkpoint-1/trainer_state.json",
+    "checkpoint-1/adapter_config.json", "checkpoint-1/config.json", "checkpoint-1/tokenizer_config.json",
+    "checkpoint-1/manifest.json", "training_args.bin", "checkpoint-1/training_args.bin",
+    "checkpoint-1/rollouts_0_of_1.pt", "checkpoint-1/adapter_model.bin",
+)  # fmt: skip
+ENDING_THE_RUN = ("optimizer.pt", "scheduler.pt", "rng_state.pth")  # in torch's error
+
+
+def plant(folder, name) -> None:
+    """Put a file that names `evil.load` into the folder of a run; only afterwards does that module do anything."""
+    Path("evil.py").write_text("def load():\n    pass\n")
+    (text_that_names_code if name.endswith(".json") else pickle_that_runs_code)(folder / name)
+    sys.modules.pop("evil", None)
+    Path("evil.py").write_text(EVIL)
+    importlib.invalidate_caches()
+
+
+def test_a_folder_that_is_resumed_runs_no_code(measured_run, monkeypatch):
+    """A run's folder is data, whoever wrote it: nothing in it names what is imported or called."""
+    monkeypatch.chdir(measured_run.folder)
+    monkeypatch.syspath_prepend(str(measured_run.folder))
+    for name in ENDING_THE_RUN:
+        shutil.copytree("out", "kept")
+        plant(measured_run.folder / "out" / "checkpoint-1", name)
+        with pytest.raises(pickle.UnpicklingError):
+            measured_run.train(2)
+        shutil.rmtree("out")
+        shutil.move("kept", "out")
+    for name in NAMING_CODE:
+        plant(measured_run.folder / "out", name)
+    assert measured_run.train(2)["finished_step"] == 2
+    assert not Path("RAN").exists() and "evil" not in sys.modules
+    importlib.import_module("evil")  # this is what was not done
+    assert Path("RAN").exists()
+    del sys.modules["evil"]
 
 
 def test_a_resumed_run_that_measures_nothing_keeps_no_figure_of_other_weights(measured_run):
