@@ -130,6 +130,8 @@ def merge_adapter(
                 tags=["trl-fsdp-qlora"],
             )
             ModelCard.from_template(data, template_str=_CARD, **values).save(scratch / "README.md")
+    except UserError:
+        raise
     except NotImplementedError as error:
         raise UserError(f"{adapter} cannot be merged: {error}") from error
     except (OSError, ValueError) as error:
@@ -179,7 +181,8 @@ def _proof(folder: Path, before: tuple[list[list[float]], list[list[float]]] | N
     comparison = compare_logits(few_logits(model, *probes(model)), *before, dtype)
     difference, effect, tolerance = comparison
     figures = f"largest difference of logits {difference:.2g} ({plain(dtype)}), adapter against base {effect:.2g}"
-    if not comparison.is_rounding or difference > effect / 2 > tolerance / 2:
+    # In half precision a deep model rounds by some hundredths of an effect; what is lost or added twice is a large part.
+    if not difference <= max(tolerance, effect / 4):
         raise UserError(
             f"the merged model does not answer like the adapter on its base: {figures}; nothing is written"
         )
