@@ -181,7 +181,7 @@ def _proof(folder: Path, before: tuple[list[list[float]], list[list[float]]] | N
     comparison = compare_logits(few_logits(model, *probes(model)), *before, dtype)
     difference, effect, tolerance = comparison
     figures = f"largest difference of logits {difference:.2g} ({plain(dtype)}), adapter against base {effect:.2g}"
-    # In half precision a deep model rounds by some hundredths of an effect; what is lost or added twice is a large part.
+    # In half precision a deep model rounds by hundredths of an effect; what is lost or added twice is a large part.
     if not difference <= max(tolerance, effect / 4):
         raise UserError(
             f"the merged model does not answer like the adapter on its base: {figures}; nothing is written"
