@@ -119,6 +119,7 @@ SAID = {name: [{"role": "assistant", "content": text}] for name, text in (("chos
 ASKED = [{"role": "user", "content": "1+1="}]
 EXPLICIT_TALK = {"prompt": ASKED, **SAID}
 IMPLICIT_TALK = {"chosen": talk("1+1=", "2"), "rejected": talk("1+1=", "3")}
+EQUAL_TALK = {**EXPLICIT_TALK, "rejected": SAID["chosen"]}  # as TRL's `extract_prompt` splits it
 SPACED = {"chosen": " 2", "rejected": " 3"}
 TEXTS = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
 # By name, a row in one of TRL's formats and the pair that it is.
@@ -127,6 +128,7 @@ PAIRS = {
     "texts without a prompt": ({"chosen": "1+1= 2", "rejected": "1+1= 3"}, {"prompt": "1+1=", **SPACED}),
     "conversations": (EXPLICIT_TALK, EXPLICIT_TALK),
     "conversations without a prompt": (IMPLICIT_TALK, EXPLICIT_TALK),
+    "equal answers": ({"chosen": talk("1+1=", "2"), "rejected": talk("1+1=", "2")}, EQUAL_TALK),
     "conversations and a text": ({"prompt": "1+1=", **IMPLICIT_TALK}, EXPLICIT_TALK),
     "a conversation and texts": ({"prompt": ASKED, "chosen": "2", "rejected": "3"}, EXPLICIT_TALK),
     "further columns": ({**TEXTS, "score_chosen": 3.5}, {**TEXTS, "score_chosen": 3.5}),
@@ -178,7 +180,7 @@ def test_a_file_of_pairs_that_cannot_be_read_names_the_row(tmp_path):
         {"chosen": "b"},
         {"chosen": "b", "rejected": talk("a", "b")},
         {"chosen": 1, "rejected": 2},
-        {"chosen": "b", "rejected": "b"},
+        {"chosen": "b", "rejected": ""},
         {"prompt": 5, "chosen": "b", "rejected": "c"},
     ]
     for row in wrong:

@@ -158,8 +158,8 @@ def _with_prompt(row: dict, index: int, source: str | Path) -> dict:
     if prompt is list and chosen is str:
         answers = {name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")}
         return pair | answers
-    if row["chosen"] == row["rejected"] and prompt != chosen:
-        raise DatasetError(f"{source}, row {index}: chosen and rejected are equal, so it is unknown where they begin")
+    if not (row["chosen"] and row["rejected"]) and prompt != chosen:
+        raise DatasetError(f"{source}, row {index}: chosen or rejected is empty, and there is no prompt")
     return maybe_extract_prompt(pair)
 
 
