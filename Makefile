@@ -59,7 +59,7 @@ lint: $(VENV)/.dev
 $(VENV)/.quickstart: pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (a minute or two)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -c constraints.txt -e '.[math,plots]'
+	$(BIN)/pip install -c constraints.txt -e '.[math]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from trl import ModelConfig
 
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
-from trl_fsdp_qlora.checkpoints.checkpoints import check_output_dir
 from trl_fsdp_qlora.planning.plan_vs_actual import plan_first, watch
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_recipe
 from trl_fsdp_qlora.recipe.problems import load_data
 from trl_fsdp_qlora.recipe.runner import build_trainer, run_recipe
+from trl_fsdp_qlora.recipe.same_command import check_output_dir
 from trl_fsdp_qlora.recipe.script import run_main, say
 from trl_fsdp_qlora.run.plain import counted
 
@@ -42,7 +42,7 @@ def main() -> None:
     script, config, model = parse_recipe((AStarPOScriptArguments, AStarPOConfig, ModelConfig))
     tokenizer = check_recipe(script, config, model)
     if script.stage == "train":
-        check_output_dir(config.output_dir, config.resume_from_checkpoint)
+        check_output_dir(script, config, model)
     train, test = load_data(script)
     plan = plan_first(script, config, model, train, tokenizer)
     trainer = build_trainer(AStarPOTrainer, script, config, model, train, eval_dataset=test)

@@ -20,7 +20,6 @@ from accelerate import PartialState
 from trl import ModelConfig
 
 from trl_fsdp_qlora import EfficientDPOConfig, EfficientDPOTrainer
-from trl_fsdp_qlora.checkpoints.checkpoints import check_output_dir
 from trl_fsdp_qlora.data.worked import worked
 from trl_fsdp_qlora.publishing.loading import load_model
 from trl_fsdp_qlora.recipe.arguments import ConfigError, parse_recipe
@@ -28,9 +27,11 @@ from trl_fsdp_qlora.recipe.checks import check_recipe
 from trl_fsdp_qlora.recipe.pairs import DPOScriptArguments, must_be_made, read_pairs, sample_pairs, write_pairs
 from trl_fsdp_qlora.recipe.problems import load_problems, prompts_of
 from trl_fsdp_qlora.recipe.record import RunRecord, keep_paths
-from trl_fsdp_qlora.recipe.runner import measured_settings, model_arguments
-from trl_fsdp_qlora.recipe.script import command_that_goes_on, run_main, say
+from trl_fsdp_qlora.recipe.runner import measured_settings, model_arguments, next_commands
+from trl_fsdp_qlora.recipe.same_command import check_output_dir
+from trl_fsdp_qlora.recipe.script import command_that_goes_on, run_main, say, say_where_from
 from trl_fsdp_qlora.run.ranks import on_main
+from trl_fsdp_qlora.telemetry.terminal import TimeLeft
 
 
 def make_pairs(script: DPOScriptArguments, config: EfficientDPOConfig, model: ModelConfig, tokenizer) -> None:
@@ -63,7 +64,7 @@ def make_pairs(script: DPOScriptArguments, config: EfficientDPOConfig, model: Mo
 def main() -> None:
     script, config, model = parse_recipe((DPOScriptArguments, EfficientDPOConfig, ModelConfig))
     tokenizer = check_recipe(script, config, model)
-    check_output_dir(config.output_dir, config.resume_from_checkpoint)
+    check_output_dir(script, config, model)
     if on_main(lambda: must_be_made(script.pairs)):
         make_pairs(script, config, model, tokenizer)
     PartialState().wait_for_everyone()
@@ -78,13 +79,18 @@ def main() -> None:
     trainer.card_info.license = script.license
     trainer.card_info.data_license = script.data_license
     trainer.go_on = command_that_goes_on()
-    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    trainer.add_callback(TimeLeft("training"))
+    resume = trainer.checkpointing.resume_from(config.resume_from_checkpoint)
+    say_where_from(resume)
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     trainer.create_model_card(Path(config.output_dir).name)
     settings = measured_settings(script, config, model)
     RunRecord(config.output_dir).put(settings=settings, history=trainer.state.log_history)
     keep_paths(config.output_dir, script)
-    say(f"adapter and card are in {config.output_dir}")
+    is_adapter = Path(config.output_dir, "adapter_config.json").is_file()
+    say(f"{'adapter' if is_adapter else 'model'} and card are in {config.output_dir}")
+    say(next_commands(config.output_dir, script, is_adapter))
 
 
 if __name__ == "__main__":

@@ -208,6 +208,7 @@ def main() -> None:
             "software": software(),
         }
         write_json(Path(args.output), content)
+        say(f"the figures are in {args.output}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-
 
 # isort: split
 
+import shlex
 from dataclasses import dataclass, field
 
 import torch
@@ -39,6 +40,8 @@ def main() -> None:
     load_tokenizer(base, args.revision, chat=False, field="base", adapter=args.adapter)
     merged = merge_adapter(args.adapter, args.output, base, args.revision, getattr(torch, args.dtype))
     say(f"merged model, tokenizer and card are in {merged.folder}; {merged.proof}")
+    evaluate = shlex.join(["trl-fsdp-qlora", "evaluate", "--model_name_or_path", str(merged.folder), "--dataset"])
+    say(f"  measure it: {evaluate} DATA, with the recipe's other settings of the data")
 
 
 if __name__ == "__main__":

@@ -16,18 +16,18 @@ import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-
 from trl import ModelConfig
 
 from trl_fsdp_qlora import EfficientRLOOConfig, EfficientRLOOTrainer
-from trl_fsdp_qlora.checkpoints.checkpoints import check_output_dir
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_recipe
 from trl_fsdp_qlora.recipe.problems import load_data
 from trl_fsdp_qlora.recipe.runner import build_trainer, run_recipe
+from trl_fsdp_qlora.recipe.same_command import check_output_dir
 from trl_fsdp_qlora.recipe.script import run_main
 
 
 def main() -> None:
     script, config, model = parse_recipe((ScriptArguments, EfficientRLOOConfig, ModelConfig))
     check_recipe(script, config, model)
-    check_output_dir(config.output_dir, config.resume_from_checkpoint)
+    check_output_dir(script, config, model)
     train, test = load_data(script)
     trainer = build_trainer(EfficientRLOOTrainer, script, config, model, train)
     run_recipe(trainer, script, test, config.resume_from_checkpoint)

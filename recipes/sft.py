@@ -13,20 +13,23 @@ import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-
 # isort: split
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from datasets import Dataset
 from trl import ModelConfig, SFTConfig, SFTTrainer
 
-from trl_fsdp_qlora.checkpoints.checkpoints import check_output_dir, resolve_resume
+from trl_fsdp_qlora.checkpoints.checkpoints import resolve_resume
 from trl_fsdp_qlora.checkpoints.stopping import stopping_after_step
 from trl_fsdp_qlora.data.worked import worked
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_script, load_tokenizer
 from trl_fsdp_qlora.recipe.problems import load_problems, prompts_of
 from trl_fsdp_qlora.recipe.record import RunRecord, keep_paths
-from trl_fsdp_qlora.recipe.runner import measured_settings, model_arguments
-from trl_fsdp_qlora.recipe.script import command_that_goes_on, run_main, say
+from trl_fsdp_qlora.recipe.runner import measured_settings, model_arguments, next_commands
+from trl_fsdp_qlora.recipe.same_command import check_output_dir
+from trl_fsdp_qlora.recipe.script import command_that_goes_on, run_main, say, say_where_from
 from trl_fsdp_qlora.run.ranks import on_main
+from trl_fsdp_qlora.telemetry.terminal import TimeLeft
 
 
 @dataclass
@@ -42,7 +45,7 @@ class SFTScriptArguments(ScriptArguments):
 def main() -> None:
     script, config, model = parse_recipe((SFTScriptArguments, SFTConfig, ModelConfig))
     check_script(script)
-    check_output_dir(config.output_dir, config.resume_from_checkpoint)
+    check_output_dir(script, config, model)
     load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
     problems = load_problems(script).train
     with_answers = [(problem, worked(problem["columns"])) for problem in problems]
@@ -54,7 +57,9 @@ def main() -> None:
     answers = [[{"role": "assistant", "content": answer}] if script.chat else answer for _, answer in taught]
     data = Dataset.from_dict({"prompt": prompts, "completion": answers})
     trainer = SFTTrainer(model.model_name_or_path, config, train_dataset=data, **model_arguments(config, model))
+    trainer.add_callback(TimeLeft("teaching"))
     resume = on_main(lambda: resolve_resume(config.output_dir, config.resume_from_checkpoint))
+    say_where_from(resume)
     with stopping_after_step(trainer, command_that_goes_on()):
         trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
@@ -62,7 +67,8 @@ def main() -> None:
         settings=measured_settings(script, config, model), history=trainer.state.log_history
     )
     keep_paths(config.output_dir, script)
-    say(f"model and tokenizer are in {config.output_dir}")
+    is_adapter = Path(config.output_dir, "adapter_config.json").is_file()
+    say(f"model and tokenizer are in {config.output_dir}\n{next_commands(config.output_dir, script, is_adapter)}")
 
 
 if __name__ == "__main__":

@@ -11,11 +11,19 @@ import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-
 # isort: split
 
 import argparse
+import shlex
 from pathlib import Path
 
 from trl_fsdp_qlora.recipe.script import run_main
 from trl_fsdp_qlora.run.one_line import OneLineParser
 from trl_fsdp_qlora.small_base.text import TAUGHT, build_small_base
+
+# The words of `trl-fsdp-qlora grpo` that train the base of each task.
+TRAIN = {
+    "addition": "--config small-base/grpo/quickstart",
+    "multiplication": "--config small-base/grpo/quickstart --dataset multiplication --max_completion_length 32",
+    "shapes": "--config small-base/grpo_vision/shapes",
+}
 
 
 def main() -> None:
@@ -26,14 +34,18 @@ def main() -> None:
     args = parser.parse_args()
     if not 0 <= args.seed < 2**32:
         parser.error(f"--seed {args.seed} is outside 0 to 2**32 - 1")
-    if args.output_dir.exists():
-        print(f"{args.output_dir} is there already; remove it to build it again")
+    folder = args.output_dir
+    model = shlex.quote(str(folder))
+    train = f"train it: trl-fsdp-qlora grpo {TRAIN[args.task]} --model_name_or_path {model}"
+    if folder.exists():
+        print(f"{folder} is there already; remove it to build it again\n{train}")
         return
-    print(f"building the small base model for {args.task} in {args.output_dir} (a minute or a few)", flush=True)
+    print(f"building the small base model for {args.task} in {folder} (a minute or a few)", flush=True)
     try:
-        build_small_base(args.output_dir, args.seed, args.task)
+        build_small_base(folder, args.seed, args.task)
     except OSError as error:
-        parser.error(f"{args.output_dir} cannot be made: {error.strerror}: {error.filename}")
+        parser.error(f"{folder} cannot be made: {error.strerror}: {error.filename}")
+    print(f"the small base model for {args.task} is in {folder}\n{train}")
 
 
 if __name__ == "__main__":

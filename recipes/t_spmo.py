@@ -16,19 +16,19 @@ import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-
 from trl import ModelConfig
 
 from trl_fsdp_qlora import TSPMOConfig, TSPMOTrainer
-from trl_fsdp_qlora.checkpoints.checkpoints import check_output_dir
 from trl_fsdp_qlora.planning.plan_vs_actual import plan_first, watch
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_recipe
 from trl_fsdp_qlora.recipe.problems import load_data
 from trl_fsdp_qlora.recipe.runner import build_trainer, run_recipe
+from trl_fsdp_qlora.recipe.same_command import check_output_dir
 from trl_fsdp_qlora.recipe.script import run_main
 
 
 def main() -> None:
     script, config, model = parse_recipe((ScriptArguments, TSPMOConfig, ModelConfig))
     tokenizer = check_recipe(script, config, model)
-    check_output_dir(config.output_dir, config.resume_from_checkpoint)
+    check_output_dir(script, config, model)
     train, test = load_data(script)
     plan = plan_first(script, config, model, train, tokenizer)
     trainer = build_trainer(TSPMOTrainer, script, config, model, train)

@@ -1,10 +1,13 @@
 """The README is a screen, and its lines run; so does the smallest script of docs/from_trl.md."""
 
 import re
+import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 from datasets import Dataset
+from packaging.requirements import Requirement
 from peft import LoraConfig
 from trl import DPOConfig
 
@@ -56,7 +59,9 @@ def test_it_is_a_screen_and_says_first_what_a_user_asks_first():
     first_screen = "\n".join(lines[:25])
     for text in ("TRL", "Nothing here has run on a GPU yet", "pip install -e .", "activate", "finds nothing"):
         assert text in first_screen
-    for extra in ("bitsandbytes", "deepspeed", "vllm", "math", "plots"):
+    for command in ("make quickstart", "make test"):  # all set-up, and the main job; all set-up, and the tests
+        assert re.search(rf"^{command} +#", first_screen, re.MULTILINE)
+    for extra in ("bitsandbytes", "deepspeed", "vllm", "math"):
         assert f"`{extra}`" in first_screen
     table = README.partition("## What it gains")[2].partition("\n## ")[0]
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
@@ -70,3 +75,22 @@ def test_a_figure_of_the_table_stands_on_its_page():
         text = (ROOT / page).read_text(encoding="utf-8")
         for figure in re.findall(r"[\d.]+", re.sub(r"\(.*?\)", "", stock + here)):
             assert figure in text, (page, figure)
+
+
+def test_both_ways_of_installing_draw_the_picture():
+    """What README's block installs is the package with its dependencies; make installs more, never less."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert any(Requirement(line).name == "matplotlib" for line in project["dependencies"])
+    assert "pip install -e . -c constraints.txt" in README
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    installs = re.findall(r"pip install .*-c constraints.txt -e '(.*)'", makefile)
+    assert len(installs) == 2 and all(target.startswith(".[") for target in installs)
+
+
+def test_make_does_what_the_readme_promises(tmp_path):
+    """Both targets make an environment first, then run the main job and the tests."""
+    make = ["make", "--dry-run", f"VENV={tmp_path / 'venv'}"]
+    quickstart = subprocess.run([*make, "quickstart"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert quickstart.index("-m venv") < quickstart.index("small_base.py") < quickstart.index("recipes/grpo.py")
+    tests = subprocess.run([*make, "test"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert tests.index("-m venv") < tests.index("-m pytest")

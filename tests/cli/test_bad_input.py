@@ -58,6 +58,8 @@ def user_folder(tmp_path_factory):
         ),
         ("grpo --config small-base/grpo/quikstart", "did you mean 'small-base/grpo/quickstart'?"),
         ("grpo --config", "--config: expected one argument"),
+        ("grpo --config nowhere.yaml", "--config nowhere.yaml: there is no such file, and there is no recipe"),
+        ("plan --config goood.yaml", "--config goood.yaml: there is no such file; did you mean 'good.yaml'?"),
         (
             f"grpo {QUICK} --accelerate_config ddp_cpu --num_processes -1",
             "--num_processes -1 is not a number of processes",

@@ -87,7 +87,7 @@ def test_a_recipe_that_is_right_and_no_folder_is_left(findings, user_folder):
         ("--rewards rewards.py:few", "error", "few returned 1 values for"),
         ("--rewards rewards.py:breaks", "error", "a reward failed on the first prompts: TypeError"),
         ("--learning_rat 1", "error", "unknown key '--learning_rat'; did you mean '--learning_rate'?"),
-        ("--per_device_train_batch_size 4", "error", "must be divisible by num_generations (8)"),
+        ("--per_device_train_batch_size 4", "error", "groups of 8 do not fill a generation of 4 completions"),
         ("--use_cpu false --accelerate_config ddp_cpu", "error", "2 processes on this machine's CPU would each take"),
     ],
 )

@@ -33,6 +33,7 @@ TYPOS = {
     "dequantize --dens_dtype bfloat16": "--dense_dtype",
     "small-base b --sead 1": "--seed",
     "publish a --repos me/sums": "--repo",
+    "report runs/mine --no_completion": "--no_completions",
     "plan --config small-base/grpo/quickstart --solv": "--solve",
     "compare --config small-base/grpo/quickstart --stepps 3": "--steps",
 }

@@ -82,6 +82,57 @@ def test_plans_for_other_numbers_of_ranks_measure_nothing_again(tmp_path):
         assert changed(first, **{name: True}).phases != first.phases, name
 
 
+def found(bytes_of, capacity: int, most: int, start: int) -> tuple[int, int]:
+    """What `_most_that_fits` finds if a count takes `bytes_of(count)`, and the number of plans that it makes."""
+    tried = []
+
+    def plan_of(count):
+        tried.append(count)
+        peak = bytes_of(count)
+        return SimpleNamespace(peak=peak, capacity=capacity, fits=peak <= capacity)
+
+    return module._most_that_fits(plan_of, most, start), len(tried)
+
+
+@pytest.mark.parametrize(
+    "bytes_of",
+    [
+        lambda count: 1000 + 7 * count,
+        lambda count: 1000 + max(7 * count, 20 * count - 900),  # a kink: another phase needs most
+        lambda count: 1000 + 7 * count + count**2 // 50,  # a mask
+        lambda count: 1000 + 64 * (-(-count // 8)),  # steps
+    ],
+    ids=["line", "kink", "mask", "steps"],
+)
+def test_the_search_finds_what_counting_up_finds_in_few_plans(bytes_of):
+    for capacity in (500, 1007, 1100, 2000, 9000, 10**9):
+        for most in (1, 40, 4000):
+            brute_force = max([count for count in range(1, most + 1) if bytes_of(count) <= capacity], default=0)
+            for start in (0, 1, 25, 5000):
+                largest_count, plans = found(bytes_of, capacity, most, start)
+                assert largest_count == brute_force
+                assert plans <= 16
+    assert (
+        found(lambda count: 1000 + 7 * count, 9000, 4000, 25)[1] <= 4
+    )  # its own plan, one beyond, the answer, the next
+
+
+@pytest.mark.parametrize(("positions", "longest"), [(400, 144), (271, 0), (2**20, 2**17), (None, 2**17)])
+def test_no_length_is_found_beyond_the_models_positions(positions, longest, monkeypatch):
+    text = SimpleNamespace(max_position_embeddings=positions)
+    run = SimpleNamespace(length_field="max_completion_length", max_completion_length=400, is_paired=False)
+    run.prompt_tokens = 256
+    plan = SimpleNamespace(settings=run, config=SimpleNamespace(get_text_config=lambda: text))
+    fits = SimpleNamespace(peak=0, capacity=1, fits=True)
+    monkeypatch.setattr(module, "changed", lambda plan, **values: fits)
+    assert largest(plan, "max_completion_length", 16) == longest
+    run.is_paired = True
+    run.length_field = "max_length"
+    run.max_length = None
+    paired = {400: 400, 271: 256}
+    assert largest(plan, "max_length", 16) == paired.get(positions, longest)  # it contains the prompt
+
+
 @pytest.mark.slow  # some thirty plans
 @pytest.mark.exhaustive
 def test_what_is_found_to_fit_fits_and_the_next_larger_does_not(tmp_path, monkeypatch):
@@ -207,7 +258,7 @@ def tiny(tmp_path_factory):
 def test_the_exit_status_says_whether_it_fits_and_what_would_make_it(tiny, monkeypatch, capsys):
     line = words(tiny, per_device_train_batch_size=16, max_completion_length=64)
     needed = plan_recipe(line, EfficientGRPOConfig, hardware="24GB").peak
-    monkeypatch.setattr(module, "_most_that_fits", lambda plan_of, most: 1)
+    monkeypatch.setattr(module, "_most_that_fits", lambda plan_of, most, start: 1)
     monkeypatch.setattr(module, "fewest_cards", lambda plan: 0)
     assert command([*line, "--hardware", "24GB", "--solve"]) == 0
     fits = capsys.readouterr().out

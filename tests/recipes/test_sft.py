@@ -61,7 +61,7 @@ def test_validation_comes_out_of_training_and_nothing_is_in_two_places(script):
     assert [len(part) for part in parts] == [60, 10, 30] and len(set.union(*parts)) == 100
     _, measured = load_data(script)
     assert load_held_out(script).to_list() == measured.to_list()
-    for validation, named in ((0, "accuracy_on='validation'"), (70, "validation=70 of 70 ")):
+    for validation, named in ((0, "accuracy_on='validation'"), (70, "validation=70, but the data has 70 ")):
         script.validation = validation
         with pytest.raises(DatasetError, match=named):
             load_data(script)

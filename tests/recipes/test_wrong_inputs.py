@@ -1,16 +1,21 @@
 """A user's mistake ends with one line and exit status 2, before weights are loaded; a defect keeps its traceback."""
 
 import importlib.util
+import inspect
+import re
 import shutil
 from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
 import transformers
+from transformers import BertConfig, T5Config
+from trl import DPOTrainer, GRPOTrainer
 
 from tests.distributed.launch import run_launcher
 from tests.tiny import lora, save_recipe_files, save_tiny_model, tiny_model
 from trl_fsdp_qlora.errors import UserError
+from trl_fsdp_qlora.recipe.checks import DPO_LOSSES, GRPO_LOSSES
 from trl_fsdp_qlora.run import one_line
 from trl_fsdp_qlora.small_base.text import character_tokenizer
 
@@ -36,10 +41,24 @@ GRPO = [
     ("--config bad.yaml", "--config bad.yaml: no YAML: mapping values are not allowed here"),
     ("--eval_problems 1.5", "--eval_problems: invalid int value: '1.5'"),
     ("--max_steps 1 2", "'2' belongs to no option"),
-    ("--per_device_train_batch_size 3", "generation_batch_size (3) must be divisible by num_generations (8)."),
+    (
+        "--per_device_train_batch_size 3",
+        "num_generations=8: groups of 8 do not fill a generation of 3 completions (per_device_train_batch_size=3, "
+        "gradient_accumulation_steps=1); make it a multiple of 8",
+    ),
+    ("--generation_batch_size 8 --per_device_train_batch_size 16", "generation_batch_size=8 is no multiple of the"),
+    ("--per_device_train_batch_size 0", "per_device_train_batch_size=0 can only be a mistake: "),
+    ("--gradient_accumulation_steps 0", "gradient_accumulation_steps=0 can only be a mistake: "),
+    ("--max_completion_length 0", "max_completion_length=0 can only be a mistake: "),
+    ("--max_steps -5", "max_steps=-5 can only be a mistake: whole epochs would be trained"),
+    ("--loss_type grp", "loss_type='grp' is not known; did you mean 'grpo'?; use one of grpo, bnpo, "),
     ("--use_vllm true", "use_vllm: true needs vllm, which is not installed: pip install"),
     ("--bf16 true --use_cpu false", "Your setup doesn't support bf16/gpu."),
-    ("--lora_target_modules q_prj", "lora_target_modules: Target modules {'q_prj'} not found in the base model."),
+    (
+        "--lora_target_modules q_prj",
+        "lora_target_modules: Target modules {'q_prj'} not found in the base model. Please "
+        "check the target modules and try again. This model has down_proj, gate_proj, k_proj, ",
+    ),
     ("--attn_implementation flash", "model_name_or_path='base' cannot be built"),
     ("--resume_from_checkpoint true", "resume_from_checkpoint=true: out holds no complete checkpoint"),
     ("--output_dir taken", "output_dir=taken holds another run (checkpoint-5)"),
@@ -48,17 +67,30 @@ GRPO = [
     ("--lora_dropout 1.0", "lora_dropout=1.0 can only be a mistake: "),
     ("--eval_problems 0", "eval_problems=0 must be at least 1"),
     ("--max_train_seconds nan", "max_train_seconds=nan must be positive"),
-    ("--model_name_or_path ./bse", "model_name_or_path='./bse' cannot be loaded: "),
-    ("--model_name_or_path runs/small-base", "model_name_or_path='runs/small-base' is not there yet; the"),
+    ("--model_name_or_path ./bse", "model_name_or_path='./bse': there is no such folder; did you mean 'base'?"),
+    (
+        "--model_name_or_path runs/small-base",
+        "model_name_or_path='runs/small-base': there is no such folder; `trl-fsdp-",
+    ),
+    ("--model_name_or_path runs/sft", "model_name_or_path='runs/sft': there is no such folder; the head of a recipe"),
+    ("--model_name_or_path /no/such/model", "model_name_or_path='/no/such/model': there is no such folder"),
+    ("--model_name_or_path t5", "model_name_or_path='t5' is a T5ForConditionalGeneration, which continues no text"),
+    ("--model_name_or_path bert", "model_name_or_path='bert' is a BertForMaskedLM, which continues no text"),
     ("--model_name_or_path adapter", "model_name_or_path='adapter' is an adapter, not a model"),
     ("--model_name_or_path no_tokenizer", "model_name_or_path='no_tokenizer' has no tokenizer"),
     ("--model_name_or_path no_template", "model_name_or_path='no_template' has no chat template; set chat: false"),
     ("--dataset dta.jsonl", "dataset 'dta.jsonl' (split 'train') cannot be loaded: "),
+    ("--dataset empty.jsonl", "empty.jsonl is empty: write a row into it"),
+    ("--dataset blank.csv", "blank.csv is empty: write a row into it"),
     ("--dataset data.txt", "data.txt is not a file of a known kind: .jsonl, .json, .csv, .tsv, .parquet"),
     ("--dataset missing.jsonl", "missing.jsonl, row 1: the field 'answer' is empty"),
     ("--dataset number.jsonl", "number.jsonl, row 0: the field 'problem' must be text or a list of messages"),
     ("--dataset tests.jsonl", "tests.jsonl, row 0: the gold answer of row 0 is no number and no text of one line"),
     ("--dataset columns.jsonl", "'columns.jsonl' has columns a, b; looked for Body, Question, Answer | "),
+    (
+        "--held_out 75",
+        "held_out=75, but the data has 55 different questions, and one has to be left to train on; set ",
+    ),
     ("--held_out 0", "training and held-out problems are both 'data.jsonl', which has no splits; set held_out"),
     ("--held_out 0 --eval_dataset copy.jsonl", "all 55 problems of 'data.jsonl' are among the held-out ones"),
     ("--held_out 54 --per_device_train_batch_size 16", "the training dataset has 1 row, but one generation batch"),
@@ -77,6 +109,8 @@ FILES = {
     "unknown_key.yaml": "num_generation: 4\n",
     "bad.yaml": "max_steps: 1\ndataset: a: b\n",
     "data.txt": ONE,
+    "empty.jsonl": "",
+    "blank.csv": "\n\n",
     "missing.jsonl": f'{ONE}{{"problem": "1+2="}}\n',
     "tests.jsonl": '{"problem": "1+1=", "answer": ["2"]}\n{"problem": "1+2=", "answer": ["3"]}\n',
     "number.jsonl": '{"problem": 5, "answer": 1}\n',
@@ -100,6 +134,12 @@ def folder(tmp_path_factory):
     tiny_model().save_pretrained(folder / "no_tokenizer")
     save_tiny_model(folder / "no_template")
     (folder / "no_template" / "chat_template.jinja").unlink()
+    for config in (
+        T5Config(architectures=["T5ForConditionalGeneration"]),
+        BertConfig(architectures=["BertForMaskedLM"]),
+    ):
+        config.save_pretrained(folder / config.model_type)
+        character_tokenizer().save_pretrained(folder / config.model_type)
     for name, base in (("adapter", "base"), ("no_base", None)):
         config = lora()
         config.base_model_name_or_path = base
@@ -208,3 +248,12 @@ def test_our_launcher_adds_nothing_and_keeps_the_exit_status(folder):
     assert "Traceback" not in ended.stdout + ended.stderr
     assert ended.stderr.count("error: lora_target_modules: ") == 1
     assert ended.stderr.count("error") == 1
+
+
+def test_the_losses_are_those_of_trls_trainers():
+    """TRL has no list of them: they stand in the comparisons of its loss."""
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    compared = re.findall(r"self\.loss_type (?:==|in) (\[.*?\]|\".*?\")", source)
+    assert {name for text in compared for name in re.findall(r"\w+", text)} == {*GRPO_LOSSES}
+    (named,) = re.findall(r"Should be one of \[(.*?)\]", inspect.getsource(DPOTrainer._compute_loss), re.DOTALL)
+    assert re.findall(r"'(\w+)'", named) == [*DPO_LOSSES]

@@ -10,9 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
+from tests.test_docs import script
 from trl_fsdp_qlora.__main__ import main
+from trl_fsdp_qlora.cli.typos import refuse_typos
 from trl_fsdp_qlora.data.answers import answers_match, extract_answer, parse_gold
 from trl_fsdp_qlora.data.datasets import read_problems, without_overlap
+from trl_fsdp_qlora.run.resources import resource_folder
 from trl_fsdp_qlora.run.threads import fit_threads
 from trl_fsdp_qlora.small_base import text as small_base
 from trl_fsdp_qlora.small_base import vision as small_vision
@@ -138,3 +141,14 @@ def test_its_words_are_those_of_every_question_and_most_answers_are_one_too_smal
         answer = small_vision.shapes_row(random.Random(f"5, {i}"))["answer"]
         off += [answer - int(row["completion"][0]["content"])] if answer else []
     assert set(off) == {0, 1} and 0.5 < sum(off) / len(off) < 0.7
+
+
+def test_the_command_that_trains_each_base_names_a_recipe_and_its_options(tmp_path, monkeypatch, capsys):
+    page = script(resource_folder("recipes") / "small_base.py")
+    assert page.TRAIN.keys() == {*small_base.TAUGHT}
+    for task, words in page.TRAIN.items():
+        refuse_typos("grpo", "cli.scripts", words.split())
+        monkeypatch.setattr("sys.argv", ["small_base.py", str(tmp_path), "--task", task])
+        page.main()
+        printed = capsys.readouterr().out
+        assert printed.endswith(f"train it: trl-fsdp-qlora grpo {words} --model_name_or_path {tmp_path}\n")

@@ -147,10 +147,39 @@ def test_a_recipe_in_a_log_file(tmp_path, capsys):
         assert "reward" in lines[i] and "s/step" in lines[i] and len(lines[i]) < 100
         assert lines[i + 1].startswith("    reward ") and "→" in lines[i + 1]
     assert not any("{" in line for line in lines)
-    assert lines[-1].startswith("trained to step 3 in ")
+    assert lines[-2].startswith("trained to step 3 in ")
+    assert re.fullmatch(r"seconds of a step: (\w+ [\d.e-]+(, |$))+", lines[-1]) and "generate " in lines[-1]
     # What the line leaves out is where TRL puts it.
     history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
     assert {"loss", "grad_norm", "completions/mean_length", "time/generate_s"} <= set(history[1])
+
+
+def test_the_phases_of_a_step_are_means_over_all_steps_the_largest_first():
+    history = [
+        {"step": 1, "time/generate_s": 4.0, "time/optimizer_s": 1.0, "loss": 0.0},
+        {"step": 2, "eval_reward": 0.5},
+        {"step": 10, "time/generate_s": 1.0, "time/optimizer_s": 2.0, "time/accuracy_s": 0.0},  # of nine steps
+        {"step": 10, "train_runtime": 30.0},
+    ]
+    assert terminal.phase_line(history) == ["seconds of a step: optimizer 1.900, generate 1.300"]
+    assert terminal.phase_line([{"step": 3, "loss": 0.0}]) == []
+
+
+@pytest.mark.parametrize("has_terminal", [True, False])
+def test_the_time_left_stands_in_a_log_and_not_next_to_transformers_own_bar(has_terminal, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: has_terminal)
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.0)
+    state = SimpleNamespace(is_world_process_zero=True, max_steps=4, global_step=2)  # resumed
+    callback = terminal.TimeLeft("teaching")
+    callback.on_train_begin(None, state, None)
+    for _ in range(2):
+        callback.on_step_end(None, state, None)
+    callback.on_train_end(None, state, None)
+    lines = [line.strip() for line in capsys.readouterr().err.splitlines() if line.strip()]
+    if has_terminal:
+        assert lines == []
+    else:
+        assert lines[-1].startswith("teaching: 4/4 steps, ") and all(line.endswith(" left") for line in lines)
 
 
 def test_the_time_left_begins_with_the_first_step(monkeypatch, capsys):

@@ -198,8 +198,10 @@ def hold(lock: FileLock) -> None:
         logger.warning("%s cannot be locked (%s): see to it that one run at a time uses it", output_dir, error)
 
 
-def check_output_dir(output_dir: str | Path, resume: str | bool | None) -> None:
+def check_output_dir(output_dir: str | Path, resume: str | bool | None, changed: Sequence[str] = ()) -> None:
     """Refuse a folder that cannot be written, or that holds another run which would be overwritten.
+
+    `changed` has the arguments in which that run differs, if they are known.
 
     Raises:
         CheckpointError: the message names the folder's content and the remedy.
@@ -209,8 +211,9 @@ def check_output_dir(output_dir: str | Path, resume: str | bool | None) -> None:
         hold(lock)
         lock.release()
     if resume in _FRESH and checkpoints_in(output_dir):
+        run = ", ".join([checkpoints_in(output_dir)[-1].name, *changed[:3]])
         raise CheckpointError(
-            f"output_dir={output_dir} holds another run ({checkpoints_in(output_dir)[-1].name}). Go on with it: "
+            f"output_dir={output_dir} holds another run ({run}). Go on with it: "
             "--resume_from_checkpoint auto. Start another: --output_dir with another folder, or remove this one."
         )
 

@@ -269,12 +269,15 @@ def _of_launch(config: Any, model: Any, launch: dict[str, str]) -> Iterator[Find
 def _of_recipe(script: Any, config: Any, model: Any) -> Iterator[Finding]:
     from ..checkpoints.checkpoints import check_output_dir
     from ..recipe import checks
+    from ..recipe.same_command import changed_arguments
     from ..vllm.sync_choice import low_adapter_rate
 
     yield from _refused("training", checks.check_training, config, model)
     yield from _refused("rewards", checks.check_script, script)
     if config.output_dir and Path(config.output_dir).exists():  # the check would create a missing folder
-        yield from _refused("output_dir", check_output_dir, config.output_dir, config.resume_from_checkpoint)
+        changed = changed_arguments(script, config, model)
+        resume = "auto" if changed == [] else config.resume_from_checkpoint
+        yield from _refused("output_dir", check_output_dir, config.output_dir, resume, changed or ())
     low = low_adapter_rate(config.learning_rate) if config.learning_rate > 0 else None
     if model.use_peft and not config.use_vllm and low is not None:  # with vLLM the line is among vLLM's warnings
         yield Finding("warning", "learning rate", low)

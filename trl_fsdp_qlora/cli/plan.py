@@ -80,20 +80,21 @@ def plan(words: Sequence[str]) -> int:
 def _solve(planned) -> dict:
     """The most that fits, for this run and for the ways to compute groups."""
     from ..planning import plan as planning
+    from ..telemetry.terminal import progress
 
     settings = planned.settings
     length = settings.length_field
     # Micro-batches of a rank and of all have to be whole groups together.
     together = settings.gradient_accumulation_steps * settings.launch.processes
     rows = 1 if settings.is_paired else settings.num_generations // math.gcd(settings.num_generations, together)
-    at_most = {} if settings.is_paired else planning.most_that_fits(planned)
-    solved = {
-        "largest": {
-            "per_device_train_batch_size": planning.largest(planned, "per_device_train_batch_size", rows),
-            length: at_most[planning.HERE][length] if at_most else planning.largest(planned, length, 16),
-            "cards": planning.fewest_cards(planned) if planned.hardware.gpu else None,
-        }
-    }
+    with progress("solving", 3 if settings.is_paired else 8, "searches") as bar:
+        at_most = {} if settings.is_paired else planning.most_that_fits(planned, bar.update)
+        batch = planning.largest(planned, "per_device_train_batch_size", rows)
+        bar.update()
+        longest = at_most[planning.HERE][length] if at_most else planning.largest(planned, length, 16)
+        cards = planning.fewest_cards(planned) if planned.hardware.gpu else None
+        bar.update(bar.total - bar.n)
+    solved = {"largest": {"per_device_train_batch_size": batch, length: longest, "cards": cards}}
     if at_most:
         solved["at_most"] = at_most
     return solved

@@ -53,10 +53,14 @@ def with_recipe(words: list[str]) -> list[str]:
         return rest
     if Path(config).exists():
         return ["--config", config, *rest]
-    hint = mistyped_path(config)
-    if Path(config).suffix in (".yaml", ".yml") and hint:
-        raise UserError(f"--config {config}: no such file{hint}")
-    return ["--config", str(find(config).path), *rest]
+    is_file_name = Path(config).suffix in (".yaml", ".yml")
+    try:
+        return ["--config", str(find(config).path), *rest]
+    except UserError as error:
+        if not is_file_name:
+            raise
+        hint = mistyped_path(config) or f", and {error}"
+        raise UserError(f"--config {config}: there is no such file{hint}") from None
 
 
 def method_of(words: Sequence[str], further: Mapping[type, type] | None = None) -> type:

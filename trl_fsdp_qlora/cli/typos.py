@@ -27,6 +27,7 @@ SCRIPTS = {
     "dequantize": ("dequantize",),
     "small-base": ("small_base",),
     "publish": (),
+    "report": (),
     "plan": _TRAINING,
     "compare": _TRAINING,
 }

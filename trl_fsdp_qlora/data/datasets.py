@@ -80,6 +80,8 @@ def read_rows(source: str, split: str = "train", config: str | None = None) -> I
     path = Path(source)
     if path.is_file() and path.suffix not in _READERS:
         raise DatasetError(f"{source} is not a file of a known kind: {', '.join(_READERS)}")
+    if path.is_file() and path.stat().st_size < 100 and not path.read_bytes().strip():
+        raise DatasetError(f"{source} is empty: write a row into it, or name another file")
     try:
         if path.is_file():
             kind, options = _READERS[path.suffix]
@@ -284,7 +286,10 @@ def hold_out(problems: Sequence[dict], count: int, field: str = "held_out") -> t
     """
     keys = sorted({_question_key(problem) for problem in problems})
     if not 0 < count < len(keys):
-        raise DatasetError(f"{field}={count} of {len(keys)} different questions leaves nothing on one side")
+        raise DatasetError(
+            f"{field}={count}, but the data has {len(keys)} different questions, and one has to be left to train on; "
+            f"set {field} to at most {max(len(keys) - 1, 0)}"
+        )
     random.Random(0).shuffle(keys)
     chosen = set(keys[:count])
     train = []

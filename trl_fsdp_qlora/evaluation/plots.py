@@ -1,4 +1,4 @@
-"""Pictures of runs. Needs matplotlib (`pip install 'trl-fsdp-qlora[plots]'`)."""
+"""Pictures of runs."""
 
 from pathlib import Path
 from typing import Any

@@ -305,37 +305,58 @@ def changed(plan: Plan, **values: Any) -> Plan:
 def largest(plan: Plan, name: str, step: int = 1) -> int:
     """The largest value of the field `name`, in multiples of `step`, with which the run fits.
 
-    It is 0 if not even the smallest one fits.
+    It is 0 if not even the smallest one fits. A length is never more than the model's positions leave.
     """
-    return step * _most_that_fits(lambda count: changed(plan, **{name: count * step}), _MOST // step)
+    most = _MOST
+    if name == plan.settings.length_field:
+        most = _longest(plan)
+    now = getattr(plan.settings, name) or 0
+    return step * _most_that_fits(lambda count: changed(plan, **{name: count * step}), most // step, now // step)
 
 
-def _most_that_fits(plan_of: Callable[[int], Plan], most: int) -> int:
+def _longest(plan: Plan) -> int:
+    """The most tokens that the length field may allow: prompt and completion have positions in the model."""
+    settings = plan.settings
+    positions = getattr(plan.config.get_text_config(), "max_position_embeddings", None)
+    if not positions:
+        return _MOST
+    prompt = 0 if settings.is_paired else settings.prompt_tokens  # `max_length` of pairs contains it
+    return min(_MOST, max(0, positions - prompt))
+
+
+def _most_that_fits(plan_of: Callable[[int], Plan], most: int, start: int = 1) -> int:
     """The largest count up to `most` whose plan fits; 0 if a count of 1 does not fit.
 
-    Bytes grow nearly linearly. The next count is therefore the one at which the line through the last two counts
-    reaches the capacity.
+    Bytes grow nearly linearly. The next count is therefore the one at which the line through the two counts next to
+    the capacity reaches it.
+
+    Args:
+        start: the first count that is tried, for example the run's own, whose plan is made already.
     """
     fitting = 0
     too_many = most + 1
-    tried = []  # counts and the peaks of their plans
-    count = 1
+    free = {}  # by count, the bytes that its plan leaves
+    count = min(max(start, 1), most)
     while too_many - fitting > 1:
         plan = plan_of(count)
-        tried.append((count, plan.peak))
+        free[count] = plan.capacity - plan.peak
         if plan.fits:
             fitting = count
         else:
             too_many = count
-        guess = 8 * count if too_many > most else (fitting + too_many) // 2
-        # Every fourth guess halves the interval, because at a kink the line's guesses may hardly advance.
-        if len(tried) > 1 and len(tried) % 4:
-            earlier_count, earlier_peak = tried[-2]
-            if plan.peak != earlier_peak:
-                free = plan.capacity - plan.peak
-                guess = math.floor(count + free * (count - earlier_count) / (plan.peak - earlier_peak))
-        count = min(max(guess, fitting + 1), too_many - 1)
+        count = _next_count(free, fitting, too_many, most)
     return fitting
+
+
+def _next_count(free: dict[int, int], fitting: int, too_many: int, most: int) -> int:
+    """A count between `fitting` and `too_many`, see [`_most_that_fits`]."""
+    guess = 8 * fitting if too_many > most else (fitting + too_many) // 2
+    # Every fourth guess halves the interval, because at a kink the line's guesses may hardly advance.
+    if len(free) > 1 and len(free) % 4:
+        first, second = sorted(free, key=lambda count: abs(free[count]))[:2]
+        if free[first] != free[second]:
+            guess = math.floor(first + free[first] * (second - first) / (free[first] - free[second]))
+    return min(max(guess, fitting + 1), too_many - 1)
 
 
 # The runs that `most_that_fits` plans: stock TRL, a group in a micro-batch (which prefix sharing needs without
@@ -365,11 +386,12 @@ def with_group(plan: Plan, group: int, **values: Any) -> Plan:
     return changed(plan, **values, num_generations=group, generation_batch_size=completions, **numbers)
 
 
-def most_that_fits(plan: Plan) -> dict[str, dict[str, int]]:
+def most_that_fits(plan: Plan, found: Callable[[], Any] = int) -> dict[str, dict[str, int]]:
     """The largest group and the longest completion that fit, each with everything else as planned.
 
     They are planned for stock TRL, for whole groups in micro-batches, and for this package. Each entry also has the
-    tokens that one rank computes with gradients per optimizer step, with the run's own group and lengths.
+    tokens that one rank computes with gradients per optimizer step, with the run's own group and lengths. `found` is
+    called after each of the six searches.
     """
     settings = plan.settings
     # The number of prompts per step stays the same.
@@ -388,11 +410,12 @@ def most_that_fits(plan: Plan) -> dict[str, dict[str, int]]:
     most = {}
     for name in changes:
         base = planned(name, settings.num_generations)
-        most[name] = {
-            "num_generations": step * _most_that_fits(lambda n, name=name: planned(name, n * step), _MOST // step),
-            "max_completion_length": largest(base, "max_completion_length", 16),
-            "tokens": base.step.computed,
-        }
+        now = settings.num_generations // step
+        group = step * _most_that_fits(lambda n, name=name: planned(name, n * step), _MOST // step, now)
+        found()
+        length = largest(base, "max_completion_length", 16)
+        found()
+        most[name] = {"num_generations": group, "max_completion_length": length, "tokens": base.step.computed}
     return most
 
 

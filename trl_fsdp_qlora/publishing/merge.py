@@ -17,6 +17,7 @@ from ..errors import UserError
 from ..run.nonfatal import nonfatal
 from ..run.plain import plain
 from ..run.redaction import portable
+from ..telemetry.terminal import progress
 from .card import code, escape
 from .loading import TOKENIZER, has_own, load_model, processor_source
 from .logits import compare_logits, few_logits, probes
@@ -96,7 +97,9 @@ def merge_adapter(
     base = base or find_base(PeftConfig.from_pretrained(adapter).base_model_name_or_path, adapter)
     if getattr(AutoConfig.from_pretrained(base, revision=revision), "quantization_config", None) is not None:
         raise UserError(f"{base} is quantized, which would round the adapter away; name the base it was made from")
+    bar = progress("merging", 4, "parts")  # loaded, merged, saved, compared
     model = load_model(base, adapter, revision=revision, dtype=dtype).eval()
+    bar.update()
     if not hasattr(model.base_model, "merge_and_unload"):
         kind = model.peft_config["default"].peft_type.value
         raise UserError(
@@ -111,11 +114,15 @@ def merge_adapter(
             merged = model.merge_and_unload(safe_merge=True)
         if is_tied:
             tie_if_equal(merged)
+        bar.update()
         with written_whole(output) as scratch:
             _save_processing(scratch, merged, adapter, base, revision)
             merged.save_pretrained(scratch)
+            bar.update()
             del model, merged  # so that there is one model in memory
             proof = _proof(scratch, before, dtype)
+            bar.update()
+            bar.close()
             values = {
                 "name": escape(output.name),
                 "base": code(portable(base)),

@@ -1,5 +1,6 @@
 """A recipe's arguments, from a YAML file and the command line."""
 
+import math
 import os
 import re
 import sys
@@ -14,6 +15,7 @@ from transformers.hf_argparser import string_to_bool
 from trl import TrlParser
 
 from ..run.config_fields import option
+from ..run.input_checks import mistakes
 from ..run.one_line import DEBUG_ERRORS, NEGATIVE_NUMBER, pop_options
 from .keys import ConfigError, check_keys, check_options, read_yaml
 
@@ -110,12 +112,54 @@ def parse_recipe(types: Sequence[type], argv: Words = None, defaults: Defaults =
     Raises:
         ConfigError: as in [`recipe_fields`], or one of the types refuses a value.
     """
-    values = vars(recipe_fields(types, argv, defaults))
+    namespace = recipe_fields(types, argv, defaults)
+    check_values(namespace)
+    values = vars(namespace)
     try:
         return tuple(kind(**{each.name: values[each.name] for each in fields(kind) if each.init}) for kind in types)
     except (ValueError, ImportError) as error:  # raised by the types' own checks
         hint = " In the recipe: use_cpu: true and bf16: false." if "bf16/gpu" in str(error) else ""
         raise ConfigError(f"{error}{hint}") from error
+
+
+# The lengths of a generation batch, of which a config has the product alone in its own error.
+_SIZES = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "generation_batch_size",
+)
+
+
+def check_values(values: Namespace) -> None:
+    """Refuse numbers that can only be a mistake, and sizes without whole groups, before a config computes with them.
+
+    Raises:
+        ConfigError: the message has the fields that the user set.
+    """
+    lines = mistakes(values)
+    if lines:
+        raise ConfigError(lines[0])
+    group = getattr(values, "num_generations", None)
+    if not group or group < 1:
+        return
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    micro_batches = processes * values.per_device_train_batch_size  # of all processes
+    batches = values.steps_per_generation or values.gradient_accumulation_steps
+    completions = values.generation_batch_size or micro_batches * batches
+    sizes = ", ".join(f"{name}={getattr(values, name)}" for name in _SIZES if getattr(values, name) is not None)
+    if processes > 1:
+        sizes += f", {processes} processes"
+    if completions % group:
+        raise ConfigError(
+            f"num_generations={group}: groups of {group} do not fill a generation of {completions} completions "
+            f"({sizes}); make it a multiple of {group}, for example by per_device_train_batch_size={group}"
+        )
+    if completions % micro_batches:
+        raise ConfigError(
+            f"generation_batch_size={completions} is no multiple of the micro-batches of {micro_batches} completions "
+            f"({sizes}); set generation_batch_size={math.lcm(micro_batches, group)}"
+        )
 
 
 def recipe_fields(types: Sequence[type], argv: Words = None, defaults: Defaults = None) -> Namespace:

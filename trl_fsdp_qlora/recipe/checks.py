@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from peft import PeftConfig, get_peft_model
 from torch import nn
 from transformers import (
@@ -16,20 +17,26 @@ from transformers import (
     PretrainedConfig,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
-from trl import ModelConfig, get_peft_config
+from trl import DPOConfig, GRPOConfig, ModelConfig, get_peft_config
 
 from ..checkpoints.checkpoints import resolve_resume
 from ..compat.transformers import model_class
 from ..data.answers import extract_answer
 from ..data.datasets import check_template
 from ..data.rewards import get_reward
-from ..errors import mistyped_path
+from ..errors import did_you_mean, mistyped_path
 from ..prefix_sharing.door import CHOICES
 from ..publishing.loading import TOKENIZER, has_own
 from ..run.input_checks import language_model_only, mistakes
 from .arguments import ConfigError, ScriptArguments
 from .episodes import OWN_REWARD, agent_of, check_tool_template, judge_of, with_tool_format
 
+# Losses of TRL's trainers, which refuse another one only in the first step.
+GRPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
+DPO_LOSSES = (
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+)  # fmt: skip
 # Smallest values of this package's own counts; the libraries check the others themselves.
 _AT_LEAST = {
     "held_out": 0,
@@ -67,6 +74,12 @@ def check_training(config: Any, model: ModelConfig) -> None:
     lines = [*mistakes(config), *mistakes(model)]
     if lines:
         raise ConfigError(lines[0])
+    loss_types = getattr(config, "loss_type", [])  # RLOO has none
+    known = DPO_LOSSES if isinstance(config, DPOConfig) else GRPO_LOSSES
+    for loss_type in loss_types if isinstance(loss_types, list) else [loss_types]:
+        if isinstance(config, DPOConfig | GRPOConfig) and loss_type not in known:
+            hint = did_you_mean(loss_type, known)
+            raise ConfigError(f"loss_type={loss_type!r} is not known{hint}; use one of {', '.join(known)}")
     prefix_sharing = getattr(config, "prefix_sharing", "auto")  # TRL's own configs have no such field
     if prefix_sharing not in CHOICES:
         raise ConfigError(f"prefix_sharing={prefix_sharing!r} is not known; use one of {', '.join(CHOICES)}")
@@ -96,13 +109,28 @@ def _loaded(auto_class: type, name: str | None, revision: str | None, field: str
     try:
         return auto_class.from_pretrained(name, revision=revision)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-        path = Path(name)
-        if path.parts[0] == "runs" and not path.exists():  # recipes start from the result of another command
-            raise ConfigError(
-                f"{field}={name!r} is not there yet; the quickstart's is made by `trl-fsdp-qlora small-base {name}`, "
-                "and the head of each recipe has its command"
-            ) from error
+        if is_missing_folder(name):
+            raise ConfigError(f"{field}={name!r}: there is no such folder{_how_it_is_made(name)}") from error
         raise ConfigError(f"{field}={name!r} cannot be loaded: {_first_line(error)}{mistyped_path(name)}") from error
+
+
+def is_missing_folder(name: str) -> bool:
+    """Whether `name` can only be meant as a folder of this machine, and there is none.
+
+    A model on the Hub is called `name` or `owner/name`; recipes call the folders of their own results `runs/name`.
+    """
+    is_hub_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) and not name.startswith("runs/")
+    return not is_hub_id and not Path(name).exists()
+
+
+def _how_it_is_made(name: str) -> str:
+    """A hint for a folder that is not there: the nearest name, or the command that makes the quickstart's base."""
+    near = mistyped_path(name)
+    if near:
+        return near
+    if Path(name).name.startswith("small-"):  # the folders of the recipes of the small base
+        return f"; `trl-fsdp-qlora small-base {name}` makes the quickstart's, and the head of a recipe has its command"
+    return "; the head of a recipe has the command that makes its base"
 
 
 def read_config(name: str | None, revision: str | None = None) -> PretrainedConfig:
@@ -179,7 +207,24 @@ def with_adapter(bare: nn.Module, model: ModelConfig) -> nn.Module:
         with torch.device("meta"):
             return bare if adapter is None else get_peft_model(bare, language_model_only(adapter, bare))
     except ValueError as error:
-        raise ConfigError(f"lora_target_modules: {error}") from None
+        layers = {name.rpartition(".")[2] for name, layer in bare.named_modules() if isinstance(layer, nn.Linear)}
+        raise ConfigError(
+            f"lora_target_modules: {_first_line(error)}. This model has {', '.join(sorted(layers))}; all-linear takes "
+            "all but the head"
+        ) from None
+
+
+def check_generates(config: PretrainedConfig, name: str) -> None:
+    """Raises [`ConfigError`] if a model of transformers is no causal language model: T5 reads with an encoder, BERT
+    fills gaps.
+    """
+    architecture = (config.architectures or [""])[0]
+    cls = getattr(transformers, architecture, None)
+    if config.is_encoder_decoder or (cls is not None and not cls.can_generate()):
+        raise ConfigError(
+            f"model_name_or_path={name!r} is a {architecture or config.model_type}, which continues no text from left "
+            "to right; name a causal language model (...ForCausalLM)"
+        )
 
 
 def check_model(model: ModelConfig) -> None:
@@ -193,6 +238,7 @@ def check_model(model: ModelConfig) -> None:
     if is_deepspeed_zero3_enabled():
         return
     config = read_config(model.model_name_or_path, model.model_revision)
+    check_generates(config, model.model_name_or_path)
     # `in` imports only the class of this config.
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         bare = build_bare(model.model_name_or_path, config, attn_implementation=model.attn_implementation)

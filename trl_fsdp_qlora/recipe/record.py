@@ -108,7 +108,7 @@ class RunRecord:
         try:
             from ..evaluation.plots import draw_run
         except ImportError:
-            say("no picture: matplotlib is not installed (pip install 'trl-fsdp-qlora[plots]')")
+            say("no picture: matplotlib is not installed (pip install matplotlib)")
             return None
         return draw_run(self.content, self.path.with_name("training.png"))
 

@@ -17,7 +17,7 @@ from trl import ModelConfig, get_quantization_config
 from ..checkpoints import disk
 from ..checkpoints.checkpoints import describe_base, last_step, step_of
 from ..compat.transformers import model_name
-from ..data.rewards import get_reward
+from ..data.rewards import checked, get_reward
 from ..errors import UserError
 from ..publishing.card import hardware, software
 from ..run import launch, redaction
@@ -40,7 +40,7 @@ from .record import (
     keep_paths,
     kept_paths,
 )
-from .script import command_that_goes_on, say
+from .script import command_that_goes_on, say, say_where_from
 
 
 def reward_functions(args: ScriptArguments) -> list:
@@ -88,7 +88,8 @@ def build_trainer(
     of_model = model_arguments(config, model, "images" in train.column_names)
     # With tools the tokenizer has another template: the agent's arguments replace the model's.
     arguments = {**of_model, **agent_arguments(cls, script, of_model["processing_class"])}
-    trainer = cls(model.model_name_or_path, reward_functions(script), config, train, **arguments, **further_arguments)
+    rewards = [checked(reward) for reward in reward_functions(script)]
+    trainer = cls(model.model_name_or_path, rewards, config, train, **arguments, **further_arguments)
     trainer.card_info.settings = (script, model)
     fit_threads(trainer.model)
     return trainer
@@ -148,6 +149,15 @@ def evaluate_line(output_dir: str, script: ScriptArguments, adapter: bool = True
     return shlex.join(["trl-fsdp-qlora", "evaluate", option, str(output_dir), *as_words(code)])
 
 
+def next_commands(output_dir: str, script: ScriptArguments, is_adapter: bool) -> str:
+    """Lines with what to type when a run is finished."""
+    lines = [f"  measure it: {evaluate_line(output_dir, script, is_adapter)}"]
+    if is_adapter:
+        merge = ["trl-fsdp-qlora", "merge", "--adapter", output_dir, "--output", f"{output_dir.rstrip('/')}-merged"]
+        lines.append(f"  merge it:   {shlex.join(merge)}")
+    return "\n".join(lines)
+
+
 def is_finished(record: RunRecord, trainer: Any, script: ScriptArguments, resume: str | None) -> bool:
     """Whether the run of `record` has no step left, by its steps or its seconds, and measured and saved everything."""
     if resume is None:
@@ -164,8 +174,8 @@ def _finished_text(trainer: Any, script: ScriptArguments) -> str:
     goal = "num_train_epochs" if args.max_steps <= 0 else "max_steps"
     return (
         f"the run in {args.output_dir} is finished ({goal}={getattr(args, goal):g}): nothing is trained, and "
-        f"what it left stays as it is\n  train further:  the same command with a larger --{goal}\n"
-        f"  measure it:     {evaluate_line(args.output_dir, script, is_adapter)}"
+        f"what it left stays as it is\n  train on:   the same command with a larger --{goal}\n"
+        f"{next_commands(args.output_dir, script, is_adapter)}"
     )
 
 
@@ -227,6 +237,7 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
         if is_finished(record, trainer, script, resume):
             say(_finished_text(trainer, script))
             return record.content
+        say_where_from(resume)
         is_measured = not script.skip_accuracy and test is not None
         _begin_record(record, trainer, script, resume, is_measured)
         _begin_card(trainer, script, test)
@@ -261,7 +272,9 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
         if args.push_to_hub:
             trainer.push_to_hub(commit_message="Model save", revision=args.hub_revision)
         and_picture = "" if picture is None else f" and {picture.name}"
-        say(f"adapter, card, metrics.json{and_picture} are in {args.output_dir}")
+        is_adapter = is_peft_model(trainer.accelerator.unwrap_model(trainer.model))
+        say(f"{'adapter' if is_adapter else 'model'}, card, metrics.json{and_picture} are in {args.output_dir}")
+        say(next_commands(args.output_dir, script, is_adapter))
         if results:
             say(results)
         if trainer.scored_completions.nothing_scored:

@@ -30,6 +30,12 @@ def command_that_goes_on() -> str:
     return shlex.join([*launch.launch_words(), "--resume_from_checkpoint", "auto"])  # an option's last value counts
 
 
+def say_where_from(checkpoint: str | None) -> None:
+    """Print the checkpoint from which a run goes on; nothing for a fresh start."""
+    if checkpoint is not None:
+        say(f"going on from {checkpoint}")
+
+
 def say(text: str) -> None:
     """Print on the main rank."""
     if PartialState().is_main_process:

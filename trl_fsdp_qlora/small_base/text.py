@@ -163,6 +163,7 @@ def build_small_base(output_dir: str | Path, seed: int = 0, task: str = "additio
     from trl import SFTConfig, SFTTrainer
 
     from ..run.threads import fit_threads
+    from ..telemetry.terminal import TimeLeft
 
     if task not in TAUGHT:
         raise ValueError(f"task={task!r} is unknown; the small base model can be taught: {', '.join(TAUGHT)}")
@@ -193,7 +194,8 @@ def build_small_base(output_dir: str | Path, seed: int = 0, task: str = "additio
     output_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}.") as scratch:
         config = SFTConfig(scratch, **settings, **options)
-        trainer = SFTTrainer(model, config, train_dataset=dataset, processing_class=processing)
+        callbacks = [TimeLeft("teaching")]
+        trainer = SFTTrainer(model, config, train_dataset=dataset, processing_class=processing, callbacks=callbacks)
         trainer.train()
         whole = Path(scratch) / "whole"
         model.generation_config.eos_token_id = tokenizer.eos_token_id

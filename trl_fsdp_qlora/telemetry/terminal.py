@@ -6,8 +6,10 @@ go where TRL sends them: to the trackers (`report_to`) and into `trainer_state.j
 
 import json
 import math
+import re
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -68,6 +70,24 @@ def progress(task: str, total: int, unit: str, *, initial: int = 0, hidden: bool
         delay=LINE_SECONDS,
         bar_format="{desc}: {n:,}/{total:,}{unit}, {remaining} left\n",
     )
+
+
+class TimeLeft(TrainerCallback):
+    """Prints the time left of a training with [`progress`]; in a terminal transformers' own bar shows it."""
+
+    def __init__(self, task: str):
+        self.task = task
+        self._bar = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        hidden = not state.is_world_process_zero or sys.stderr.isatty()
+        self._bar = progress(self.task, state.max_steps, "steps", initial=state.global_step, hidden=hidden)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._bar.update()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._bar.close()
 
 
 def _quoted(text: Any, width: int, end: bool = False) -> str:
@@ -176,6 +196,7 @@ class TerminalCallback(TrainerCallback):
         lines = []
         if "train_runtime" in logs:
             lines.append(f"trained to step {step} in {_duration(logs['train_runtime'])}")
+            lines += phase_line(state.log_history)
         elif "eval_reward" in logs:
             lines.append(f"step {step}: eval_reward {number(logs['eval_reward'])}")
         elif "loss" in logs and self._steps:
@@ -192,6 +213,27 @@ class TerminalCallback(TrainerCallback):
                 lines += self._completions()
         for line in lines:
             print(line, flush=True)
+
+
+def phase_line(history: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line with the mean seconds of each phase of an optimizer step, the largest first; none without such metrics.
+
+    Every entry of the log has means over the steps since the last one.
+    """
+    totals: dict[str, float] = defaultdict(float)
+    steps = 0
+    for entry in history:
+        phases = {name: value for name, value in entry.items() if re.fullmatch(r"time/\w+_s", name)}
+        if not phases:
+            continue
+        for name, value in phases.items():
+            totals[name.removeprefix("time/").removesuffix("_s")] += value * (entry["step"] - steps)
+        steps = entry["step"]
+    if not steps:
+        return []
+    means = {name: total / steps for name, total in totals.items() if total}
+    ordered = sorted(means, key=means.get, reverse=True)
+    return [f"seconds of a step: {', '.join(f'{name} {number(means[name])}' for name in ordered)}"]
 
 
 def _is_last(state, control) -> bool:
