@@ -165,7 +165,8 @@ def test_dpo_on_conversations_without_a_prompt_is_dpo_on_explicit_ones(folder, c
     for name, rows in (("implicit", implicit), ("explicit", explicit)):
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         settings = f"--pairs {name}.jsonl --output_dir {name} --max_steps 2 --per_device_train_batch_size 4"
-        called("dpo", f"{words} {settings} --save_strategy no --learning_rate 1e-2")
+        called("dpo", f"{words} {settings} --use_peft false --save_strategy no --learning_rate 1e-2")
+        assert (folder / name / "model.safetensors").is_file()
         record = json.loads((folder / name / "metrics.json").read_text())
         losses.append([entry["loss"] for entry in record["history"] if "loss" in entry])
     assert len(losses[0]) == 2 and losses[0] == losses[1]

@@ -128,7 +128,8 @@ class EfficientTraining:
     def _save(self, output_dir=None, state_dict=None):
         model = self.accelerator.unwrap_model(self.model)
         # PEFT's own card contains nothing about the run.
-        with patch.multiple(model, create_or_update_model_card=partial(write_first_card, self)):
+        # Only PEFT's models have this method; `create` is for the others.
+        with patch.multiple(model, create=True, create_or_update_model_card=partial(write_first_card, self)):
             super()._save(output_dir, state_dict)
 
     def _describe_run(self):
