@@ -136,7 +136,7 @@ MULTIMODAL = {
     "smolvlm": sees("SmolVLM", scale_factor=2),
 }
 # Positions of the model's own counting.
-COUNTING = {"opt": small("OPT"), "xlm_roberta": small("XLMRoberta", pad_token_id=1), "bart": small("Bart")}
+COUNTING = {"opt": small("OPT"), "xlm_roberta": small("XLMRoberta", pad_token_id=1)}
 # Attention of their own, which takes a mask of all pairs.
 MASKED = {"falcon": small("Falcon"), "gptj": small("GPTJ"), "git": small("Git")}
 # Mamba-1, whose scan begins at zero.
@@ -144,6 +144,7 @@ FROM_NO_STATE = {"mamba": small("Mamba"), "jamba": small("Jamba", attn_layer_per
 UNSUPPORTED = {
     "falcon": small("Falcon", alibi=True),
     "bloom": small("Bloom"),
+    "bart": small("Bart"),
     # Its cache is a class of its own.
     "minimax": small("MiniMax", layer_types=LINEAR),
     **FROM_NO_STATE,
@@ -266,7 +267,8 @@ def counting_padded_forwards(base):
     calls = []
 
     def look(_module, _args, arguments):
-        if arguments["attention_mask"].ndim == 2:
+        mask = arguments["attention_mask"]
+        if type(mask) is torch.Tensor and mask.ndim == 2:  # a packed row has a mask of its own kind
             calls.append(tuple(arguments["input_ids"].shape))
 
     handle = base.base_model.register_forward_pre_hook(look, with_kwargs=True)

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from trl import GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOTrainer
-from trl_fsdp_qlora.prefix_sharing import PrefixSharingError, current_row
+from trl_fsdp_qlora.prefix_sharing import PrefixSharingError
 from trl_fsdp_qlora.prefix_sharing import door as doors
 from trl_fsdp_qlora.prefix_sharing.dropout import attention_reason, draws, other_dropout, without_dropout
 from trl_fsdp_qlora.prefix_sharing.support import position_limit
@@ -41,6 +41,7 @@ from .helpers import (
 REASONS = {
     "falcon": "adds ALiBi biases",
     "bloom": "takes no position_ids",
+    "bart": "takes no position_ids",
     "minimax": "do not keep their state in transformers' cache",
     **dict.fromkeys(FROM_NO_STATE, "goes on from no state"),
     "gpt2": "attention dropout",
@@ -89,9 +90,8 @@ def assert_gives_up(model, reason):
 def test_layers_that_do_not_run_are_counted():
     model = build("llama")
 
-    def without_the_row(forward, *args, **kwargs):
-        with current_row.computing(None):
-            return forward(*args, **kwargs)
+    def without_the_row(forward, *args, attention_mask, **kwargs):
+        return forward(*args, attention_mask=None, **kwargs)
 
     for layer in model.model.layers:
         layer.self_attn.forward = functools.partial(without_the_row, layer.self_attn.forward)

@@ -12,7 +12,6 @@ from torch import nn
 from transformers import AttentionInterface
 
 from ..fsdp2_qlora.grouped_product import SCRATCH_BYTES
-from ..prefix_sharing.current_row import current
 from ..scoring.frozen_head import TOKEN_TILE, TOKEN_TILE_GPU, VOCABULARY_CHUNK, VOCABULARY_CHUNK_GPU
 
 ATTENTION = "planned_attention"
@@ -101,7 +100,7 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def _attention(module, query, key, value, attention_mask, **kwargs):
-    row = current.layout
+    row = getattr(attention_mask, "packed_row", None)
     if row is not None:  # a pass that shares a trunk with others, or the trunk
         key = row.kept.extended((id(module), "key"), key, row.is_computed)
         value = row.kept.extended((id(module), "value"), value, row.is_computed)

@@ -15,7 +15,6 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..prefix_sharing.across_passes import KeptInPass, KeptValues
-from ..prefix_sharing.current_row import checkpointed, computing
 from ..prefix_sharing.recurrent import goes_on_from_a_state, recurrent_layers, state_bytes
 from ..prefix_sharing.self_check import ROWS_HALF
 from ..prefix_sharing.support import keeps_keys, layer_types
@@ -255,7 +254,6 @@ def _run_step(settings: Settings, config, layers, longest: Pass, on_gpu: bool, i
     model, mode = _few_layers(settings, config, layers)
     causal = causal_model(model)
     peaks = []
-    recomputed = checkpointed(causal)
     every_layer = settings.launch.kind == "fsdp2" or not all(
         map(keeps_keys, layer_types(causal.config.get_text_config()))
     )
@@ -271,10 +269,10 @@ def _run_step(settings: Settings, config, layers, longest: Pass, on_gpu: bool, i
             row = SimpleNamespace(kept=kept, is_computed=False)
             ids = torch.zeros(1, tokens, dtype=torch.long)
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+            mask.packed_row = row  # a fake tensor cannot be a `RowMask`
             attends = any(map(keeps_keys, layer_types(causal.config.get_text_config())))
             inputs = {"attention_mask": mask if attends else None, "position_ids": torch.zeros_like(ids)}
-            with computing(row, recomputed):
-                hidden = causal.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
+            hidden = causal.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
             row.is_computed = True
             kept.keep_end(hidden)
             return hidden.flatten(0, 1)

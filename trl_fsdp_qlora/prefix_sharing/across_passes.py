@@ -34,6 +34,21 @@ from .layout import Sequences
 MIN_SAVED_TOKENS = 64
 
 
+def keeps_no_graph(model: torch.nn.Module) -> bool:
+    """Whether layers of `model` (with all wrappers) have reentrant checkpointing, whose forward records no graph.
+
+    A wrapper of the user's own is not found here; [`KeptInPass.keep`] raises then.
+    """
+    for module in model.modules():
+        if not getattr(module, "gradient_checkpointing", True):
+            continue
+        # Where transformers' layers and torch's `checkpoint_wrapper` have the function that checkpoints them.
+        for name in ("_gradient_checkpointing_func", "checkpoint_fn"):
+            if getattr(vars(module).get(name), "keywords", {}).get("use_reentrant"):
+                return True
+    return False
+
+
 # --- which beginnings are kept ---------------------------------------------------------------------------------------
 
 

@@ -19,9 +19,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..compat.transformers import attention_named, is_flash, name_without_flash
 from ..scoring.transfer import to_device
 from . import cascade, two_part
-from .current_row import current, record_problem
 from .layout import PackedLayout, additive
+from .problems import record_problem
 from .recurrent import names_in_code
+from .row_mask import RowMask
 from .support import attention_layers, layer_types
 
 PREFIX = "prefix_sharing_"
@@ -102,22 +103,16 @@ def _call_as_base(function: Callable, base: str, module: torch.nn.Module, *args,
 
 
 def _prefix_shared_attention(module, query, key, value, attention_mask, *, base: str, **kwargs):
-    if current.layout is None:
-        return own_attention_function(base, module)(module, query, key, value, attention_mask, **kwargs)
-    return _packed_attention(module, query, key, value, attention_mask, base, kwargs)
+    if isinstance(attention_mask, RowMask):
+        return _packed_attention(module, query, key, value, attention_mask, base, kwargs)
+    return own_attention_function(base, module)(module, query, key, value, attention_mask, **kwargs)
 
 
 @torch.compiler.disable  # every batch has another layout, so the function would be traced anew for each batch
-def _packed_attention(module, query, key, value, attention_mask, base: str, kwargs: dict):
+def _packed_attention(module, query, key, value, mask: RowMask, base: str, kwargs: dict):
     own_function = own_attention_function(base, module)
-    layout = current.layout
-    if query.shape[2] != layout.tokens:  # a vision tower's layer
-        return own_function(module, query, key, value, attention_mask, **kwargs)
+    layout = mask.packed_row
     try:
-        if attention_mask is not None and attention_mask.numel() > 1:
-            raise UnsupportedAttention(
-                f"{type(module).__name__} makes a mask or a bias of its own for each pair of tokens"
-            )
         if layout.kept is not None:
             is_recomputed = layout.is_computed
             slot = layout.kept.slot(module, is_recomputed)
@@ -346,7 +341,7 @@ class DenseMask:
         """
         device = layout.input_ids.device
         forest = layout.forest
-        layout.layer_calls = ["dense"] * self.layers
+        layout.layer_calls += ["dense"] * self.layers
         seen = torch.zeros(layout.tokens, layout.tokens, dtype=torch.bool)
         for segment, (start, length) in enumerate(zip(forest.starts.tolist(), forest.lengths.tolist(), strict=True)):
             queries = slice(start, start + length)

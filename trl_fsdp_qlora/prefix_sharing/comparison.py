@@ -5,8 +5,10 @@ file decides when rows are compared, chooses the rows, and acts on the verdict.
 """
 
 import contextlib
+import copy
 import functools
 import itertools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
 
 from ..compat.fsdp import forget_forward
 from .attention import UnsupportedAttention
@@ -26,6 +29,7 @@ from .self_check import (
     ROWS_HALF,
     compare,
     compares_gradients,
+    copied_leaves,
     cut_sample,
     deciding_alone,
     is_sharded,
@@ -37,6 +41,8 @@ if TYPE_CHECKING:
     from .door import Door
 
 _NOTHING_TO_COMPARE = "nothing to compare"
+# Every second row that is compared stands this many columns further left.
+MOVED_BY = 2
 
 
 @dataclass
@@ -44,11 +50,12 @@ class Rehearsal:
     """A packed pass that is compared with stock TRL's.
 
     A layer that cannot be computed adds the reason to `problems` instead of raising, so that this rank reaches every
-    collective.
+    collective. Each layer that was computed adds its backend to `layer_calls`.
     """
 
     is_dense: bool
     problems: list[str] = field(default_factory=list)
+    layer_calls: list[str] = field(default_factory=list)
 
 
 class Comparison:
@@ -62,14 +69,22 @@ class Comparison:
     def __init__(self, door: "Door"):
         self.door = door
         self.checked: set[tuple[bool, bool]] = set()
+        self._lock = threading.RLock()
+
+    def __deepcopy__(self, memo: dict) -> "Comparison":
+        """Returns the comparison of a copied model; a lock cannot be copied."""
+        copied = Comparison(copy.deepcopy(self.door, memo))
+        copied.checked = set(self.checked)
+        return copied
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing is left to compare from inside the forward."""
         if not (self.door.compares and self.door.is_active) or self.door.is_aside:
             return True
+        gradients = torch.is_grad_enabled()
         may_have_images = self.door.images.token is not None and self.door.images.reason is None
-        return {(False, False), (False, may_have_images)} <= self.checked
+        return {(gradients, False), (gradients, may_have_images)} <= self.checked
 
     def with_stock(
         self,
@@ -93,6 +108,7 @@ class Comparison:
             order: indices of the batch's rows in an order in which rows with a common prompt are neighbours; `None` if
                 they are.
         """
+        self.door.look_again()
         if not self.checked:
             self.door.look_at_wrappers()
         self.door.look_at_noise()
@@ -124,7 +140,10 @@ class Comparison:
 
     @torch.compiler.disable
     def from_inside(self, stock, batch: Batch | None, sequences: Sequences | None) -> bool:
-        """Compare values from inside the forward, for trainers that do not know of the door.
+        """Compare from inside the forward, for trainers that do not know of the door.
+
+        Gradients are compared, too, if they are recorded, unless the model is sharded: a backward inside of a sharded
+        forward would gather weights in another order. While one thread compares, others wait here.
 
         If the model is sharded, its forwards are collective, so the ranks compare together as soon as all of them can
         pack. Otherwise a rank may be alone in this forward (an evaluation on the first rank), so it decides alone.
@@ -132,17 +151,24 @@ class Comparison:
         Returns:
             Whether this pass may run packed.
         """
+        with self._lock:
+            return self._from_inside(stock, batch, sequences)
+
+    def _from_inside(self, stock, batch: Batch | None, sequences: Sequences | None) -> bool:
         self.door.look_at_wrappers()
         if not self.door.is_active:
             return False
+        sharded = is_sharded(self.door.base)
+        recorded = torch.is_grad_enabled()
+        gradients = recorded and not sharded
         device = next(self.door.base.parameters()).device if batch is None else batch.input_ids.device
-        decision = contextlib.nullcontext() if is_sharded(self.door.base) else deciding_alone()
+        decision = contextlib.nullcontext() if sharded else deciding_alone()
         with decision:
             has_images = sequences is not None and batch.has_images
             cannot, with_images = reduced_over_ranks([int(sequences is None), int(has_images)], device)
             if cannot:
                 return False
-            if (False, bool(with_images)) in self.checked:
+            if (recorded, bool(with_images)) in self.checked:
                 return True
             if not has_images:
                 # The comparison needs rows that begin alike. In a batch of pairs (all chosen, then all rejected) they
@@ -153,9 +179,10 @@ class Comparison:
             def forward(arguments: dict[str, Any], **of_the_door) -> torch.Tensor:
                 return self.door.score(stock, {**arguments, **of_the_door}).log_probs
 
-            with torch.no_grad():
+            leaves = copied_leaves(self.door.base) if gradients else contextlib.nullcontext()
+            with torch.set_grad_enabled(gradients), leaves:
                 unit = rounding_unit(self.door.base, device)
-                self._compare(self.door.base, forward, batch, unit, False, bool(with_images))
+                self._compare(self.door.base, forward, batch, unit, recorded, bool(with_images))
         return self.door.is_active and not (batch.has_images and self.door.images.reason)
 
     def _refuse_together(self, batch: Batch) -> None:
@@ -207,9 +234,12 @@ class Comparison:
     ) -> str | None:
         """Returns the fault of packed passes over a few rows of a batch; `None` if there is none."""
         device = batch.input_ids.device
-        count_here = min(ROWS_HALF if unit else ROWS_FP32, len(batch.input_ids))
+        # A single row is taken twice, so that something is shared.
+        count_here = max(2, min(ROWS_HALF if unit else ROWS_FP32, len(batch.input_ids)))
         (count,) = reduced_over_ranks([count_here], device)
         sampled = replace(batch.rows(sampled_rows(batch, int(count))), router_loss=False)
+        if self.door.sees_distances:
+            sampled = in_two_columns(sampled, self.door.images.token)
         sequences = self._try_to_read(sampled)
         is_packable = sequences is not None and bool(sequences.scored_BL.any())
         if not any(reduced_over_ranks([int(is_packable)], device)):
@@ -273,8 +303,7 @@ class _Sample:
 
     def padded(self, part: slice) -> torch.Tensor:
         """Returns log-probabilities `(n, L - 1)` of some of the rows as in stock TRL."""
-        with self.door.closed():
-            return self.forward(self._rows(part).arguments())
+        return self.forward(self._rows(part).arguments(), as_stock=True)
 
     def packed(self, is_dense: bool, part: slice) -> torch.Tensor:
         """Returns them from one packed row.
@@ -287,7 +316,7 @@ class _Sample:
         rehearsal = Rehearsal(is_dense)
         rows = self._rows(part)
         values = self.forward(rows.arguments(), rehearsal=rehearsal, num_images=rows.num_images)
-        calls = len(self.door.figures.layer_calls)
+        calls = len(rehearsal.layer_calls)
         if not calls or calls % self.door.layers:  # differential attention calls its function twice a layer
             rehearsal.problems.append(f"prefix-aware layers ran {calls} times in a forward of {self.door.layers}")
         if rehearsal.problems:
@@ -296,6 +325,42 @@ class _Sample:
 
     def _rows(self, part: slice) -> Batch:
         return self.batch.rows(np.arange(part.start, part.stop))
+
+
+def in_two_columns(batch: Batch, image_token: int | None) -> Batch:
+    """Returns a batch in which every second row stands further left, without the first tokens of all rows.
+
+    Rows that begin alike in different columns share tokens if the model sees positions only by their differences. In
+    the user's first batch all rows may begin in one column, and the comparison has to notice if that is wrong. A batch
+    that is too short for that, or begins with an image, is returned as it is.
+    """
+    columns = batch.input_ids.shape[1]
+    mask = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask
+    labels = batch.labels.clone()
+    labels[:, : MOVED_BY + 1] = IGNORED_LABEL  # a label needs a token in front of it
+    is_too_short = columns < MOVED_BY + 2 or bool((mask[:, MOVED_BY:].sum(1) < 2).any())
+    # An image may have a token of its own in front.
+    begins_with_image = batch.has_images and bool((batch.input_ids[:, : MOVED_BY + 2] == image_token).any())
+    if is_too_short or begins_with_image or not bool((labels != IGNORED_LABEL).any()):
+        return batch
+    is_moved_B1 = torch.arange(len(labels), device=labels.device).unsqueeze(1) % 2 == 1
+
+    def in_place(x: torch.Tensor, filling: int) -> torch.Tensor:
+        kept = x[:, MOVED_BY:]
+        moved = functional.pad(kept, (0, MOVED_BY), value=filling)
+        return torch.where(is_moved_B1.to(x.device), moved, functional.pad(kept, (MOVED_BY, 0), value=filling))
+
+    vision = dict(batch.vision)
+    for name, x in vision.items():
+        if isinstance(x, torch.Tensor) and x.shape == labels.shape:
+            vision[name] = in_place(x, 0)
+    return replace(
+        batch,
+        input_ids=in_place(batch.input_ids, 0),
+        attention_mask=in_place(mask, 0),
+        labels=in_place(labels, IGNORED_LABEL),
+        vision=vision,
+    )
 
 
 def sampled_rows(batch: Batch, count: int) -> np.ndarray:

@@ -34,18 +34,19 @@ from ..scoring.logprobs import score_with_head
 from ..scoring.transfer import to_device, to_host
 from . import layout as layouts
 from . import support
-from .across_passes import CannotKeep, Forward, StepForwards, StepPlan
-from .attention import BACKENDS, DenseMask, UnsupportedAttention, can_nest, install, no_mask, original_attention
+from .across_passes import CannotKeep, Forward, StepForwards, StepPlan, keeps_no_graph
+from .attention import BACKENDS, DenseMask, UnsupportedAttention, can_nest, install, original_attention
 from .batch import Batch
 from .comparison import Comparison, Rehearsal
-from .current_row import checkpointed, computing, keeps_no_graph, use_row_positions
 from .dropout import noise_reason, other_dropout
 from .forest import Forest, grow
 from .images import Images
 from .layout import IGNORED_LABEL, PackedLayout, Sequences, UnpackableBatch, cut_rows, decode, encode, lay_out
 from .recurrent import SHORTEST, gathered_per_call, recurrent_layers
 from .recurrent import install as install_recurrent
+from .relative_positions import sees_distances
 from .router_loss import router_loss, router_sums
+from .row_mask import masks_of
 from .self_check import is_sharded, reduced_over_ranks
 
 logger = logging.getLogger(__name__)
@@ -214,6 +215,7 @@ class Door:
         self.expects_images = False
         self.images_may_come = True
         self._is_prepared = False
+        self._stamp: int | None = None
         self._cannot_keep: str | None = None
         self._logged: set[str] = set()
         self._own_forward = None
@@ -270,19 +272,33 @@ class Door:
             self.dense = DenseMask(base, str(error))
         install_recurrent(base)
         self.recurrent = bool(recurrent_layers(base))
-        self.layers = support.attention_layers(base) + len(recurrent_layers(base))
+        attention_layers = support.attention_layers(base)
+        self.layers = attention_layers + len(recurrent_layers(base))
+        self.layer_types: set[str] = set()
+        if attention_layers:
+            self.layer_types.update(support.layer_types(base.config.get_text_config(decoder=True)))
         self.images = Images(base)
         self.position_limit = support.position_limit(base)
         self.takes_positions = support.takes_positions(base)
         self.stock_positions = support.stock_positions(base)
-        self.sees_distances = support.sees_distances(base)
+        self.sees_distances = sees_distances(base)
         self.hidden_size = base.config.get_text_config().hidden_size
-        if not self.takes_positions:
-            for table in support.position_tables(base):
-                use_row_positions(table)
-        # Modules that gradient checkpointing recomputes, see `current_row.checkpointed`.
-        self.recomputed: list[nn.Module] | None = None
         self._is_prepared = True
+        self._stamp = support.stamp(base)
+
+    @_not_compiled
+    def look_again(self) -> None:
+        """Read what the model is anew, and compare its passes again, if it was changed since the last pass.
+
+        A change is another attention implementation, an adapter or a wrapper. All ranks make the same changes.
+        """
+        if not self.is_active or support.stamp(self.base) == self._stamp:
+            return
+        self.comparison.checked.clear()
+        try:
+            self._prepare()
+        except (ValueError, ImportError) as error:
+            self.give_up(str(error))
 
     def hang(self, temperature: float, outputs: tuple[str, ...]) -> None:
         """Put the door in front of the model's fused forward, unless it already stands there."""
@@ -455,6 +471,7 @@ class Door:
             The plan; `None` if no two batches share a beginning and each batch fits, or if this model cannot keep
             shared beginnings.
         """
+        self.look_again()
         if not self._may_plan():
             return None
         device = batches[0].input_ids.device
@@ -503,7 +520,7 @@ class Door:
         if not self.is_active or self._cannot_keep is not None:
             return False
         reason = self._why_not_keep()
-        if reason is None and keeps_no_graph(checkpointed(self.base)):
+        if reason is None and keeps_no_graph(self.base):
             reason = (
                 "its layers run without a graph (gradient_checkpointing_kwargs={'use_reentrant': True}); "
                 "use_reentrant=False keeps one"
@@ -583,6 +600,7 @@ class Door:
         - `num_images`: number of images of each row, if known;
         - `tokens_per_pass`: run in passes of no more tokens than this. All ranks run the same number of passes;
         - `rehearsal`: the [`comparison.Rehearsal`] of a pass that is compared;
+        - `as_stock`: run `stock`;
         - `forward`: one of several forwards that together compute a step, see [`across_passes.StepForwards`].
         """
         start = time.perf_counter()
@@ -598,8 +616,12 @@ class Door:
             output = self._score_forward(self._batch(arguments, num_images), forward)
             self.figures.seconds += time.perf_counter() - start
             return output
-        self.look_at_noise()
-        self.look_at_adapters()
+        if arguments.pop("as_stock", False):
+            return stock(fused_lm_head=True, **arguments)
+        if rehearsal is None:
+            self.look_again()
+            self.look_at_noise()
+            self.look_at_adapters()
         batch, sequences = self._read_call(arguments, num_images, rehearsal, in_parts=tokens_per_pass is not None)
         is_unchecked = rehearsal is None and tokens_per_pass is None and not self.comparison.is_complete
         if is_unchecked and not self.comparison.from_inside(stock, batch, sequences):
@@ -847,7 +869,9 @@ class Door:
             batch.input_ids, batch.labels, sequences, forest, layouts.row_multiple(batch.input_ids.device)
         )
         layout.backend = self.attention
-        layout.problems = None if rehearsal is None else rehearsal.problems
+        if rehearsal is not None:
+            layout.problems = rehearsal.problems
+            layout.layer_calls = rehearsal.layer_calls
         if self.stock_positions is not None:
             mask = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask
             layout.position_ids = layout.take(self.stock_positions(batch.input_ids, mask))
@@ -861,18 +885,18 @@ class Door:
 
         All other hidden states are freed here, before the head needs memory.
         """
-        if torch.is_grad_enabled() and self.recomputed is None:
-            self.recomputed = checkpointed(self.base)
-        device = batch.input_ids.device
         arguments = {"input_ids": layout.input_ids, "use_cache": False}
-        arguments["attention_mask"] = no_mask(device) if self.dense is None else self.dense.of(layout)
         if self.takes_positions:
             arguments["position_ids"] = layout.position_ids
+        if self.dense is None:
+            arguments["attention_mask"] = masks_of(layout, self.layer_types, self.recurrent)
+        else:
+            arguments["attention_mask"] = self.dense.of(layout)
         if batch.has_images:
             arguments.update(self.images.arguments(batch, layout, sequences))
         if batch.router_loss:
             arguments["output_router_logits"] = True
-        with computing(layout, self.recomputed or ()), self.images.in_every_forward():
+        with self.images.in_every_forward():
             outputs = self.base.base_model(**arguments)
         layout.is_computed = True
         if layout.kept is not None:

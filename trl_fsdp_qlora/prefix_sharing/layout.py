@@ -5,8 +5,8 @@ model's inputs. A row of the batch may be padded on either side. Tokens are coun
 The last token that has a label is only ever a target, so a row is computed up to the token before it.
 
 Positions are those of stock's forward: columns of the padded batch. Rows of one tree may stand in different columns
-if the model sees positions only by their differences ([`support.sees_distances`]). All rows of the tree then get the
-columns of one of them.
+if the model sees positions only by their differences ([`relative_positions.sees_distances`]). All rows of the tree
+then get the columns of one of them.
 """
 
 from collections.abc import Callable, Iterable
@@ -157,7 +157,7 @@ def cut_rows(sequences: Sequences, tokens_per_pass: int, tokens_of: Callable[[np
 class PackedLayout:
     """One packed row of T tokens: the model's inputs, the index of each result, and who attends to whom.
 
-    Layers find it in [`current_row.current`].
+    It comes to the layers with their mask, see [`row_mask.RowMask`].
 
     Attributes:
         forest: the segments of the row.

@@ -25,9 +25,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from ..compat.transformers import cache_name
 from ..scoring.transfer import to_device
-from .current_row import current, record_problem
 from .forest import Forest
 from .layout import TOKENS_PER_CALL, PackedLayout, equal_runs, join
+from .problems import record_problem
+from .row_mask import RowMask
 
 # A layer that calls one of these keeps a state in its cache.
 _KEEPS_A_STATE = {"update_conv_state", "update_recurrent_state"}
@@ -151,22 +152,19 @@ def gathered_per_call(model: nn.Module) -> str | None:
 
 
 def _forward(self, *args, **kwargs):
-    if current.layout is None:
-        return self.own_forward(*args, **kwargs)
-    return _packed_forward(self, args, kwargs)
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, RowMask):
+            return _packed_forward(self, args, kwargs, argument)
+    return self.own_forward(*args, **kwargs)
 
 
 @torch.compiler.disable  # every batch has another layout, so the function would be traced anew for each batch
-def _packed_forward(module: nn.Module, args: tuple, kwargs: dict):
-    layout = current.layout
+def _packed_forward(module: nn.Module, args: tuple, kwargs: dict, mask: RowMask):
+    layout = mask.packed_row
     parameters = inspect.signature(type(module).forward).parameters
     named = dict(zip(list(parameters)[1:], args, strict=False)) | kwargs
     # The mask and all other arguments about the whole row are left out.
-    tokens = {
-        name: x
-        for name, x in named.items()
-        if name in parameters and isinstance(x, torch.Tensor) and x.shape[:2] == (1, layout.tokens)
-    }
+    tokens = {name: x for name, x in named.items() if name in parameters and _has_one_entry_per_token(x, layout)}
     try:
         out = _compute(module, tokens, layout)
     except RuntimeError as error:
@@ -174,6 +172,11 @@ def _packed_forward(module: nn.Module, args: tuple, kwargs: dict):
         out = 0 * tokens["hidden_states"]
     layout.layer_calls.append("recurrent")
     return out
+
+
+def _has_one_entry_per_token(x, layout: PackedLayout) -> bool:
+    is_of_tokens = isinstance(x, torch.Tensor) and not isinstance(x, RowMask)
+    return is_of_tokens and x.shape[:2] == (1, layout.tokens)
 
 
 def _compute(module: nn.Module, tokens: dict, layout: PackedLayout) -> torch.Tensor:

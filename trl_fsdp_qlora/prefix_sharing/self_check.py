@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from ..compat.fsdp import has_unreduced_gradients, misfit, reducing
 from ..scoring.transfer import to_device
-from .current_row import is_out_of_memory, reason_of
+from .problems import is_out_of_memory, reason_of
 
 # Mean |Δ log-probability| in nats that is never called a fault. Padded and packed float32 passes were never further
 # apart than 6e-5 (SmolLM2-135M), while a completion cut off its prompt, a lost window or a leaking recurrent state
@@ -102,13 +102,16 @@ def compares_gradients(model: torch.nn.Module) -> bool:
     """Whether gradients are recorded and the effect of a plain `backward` through `model` can be undone.
 
     It can be undone if the model has no wrapper, or DDP, or FSDP2 without unreduced gradients. It cannot if the
-    wrapper has a backward of its own (DeepSpeed, FSDP1), or if the installed torch's FSDP2 is not known.
+    wrapper has a backward of its own (DeepSpeed, FSDP1), if the installed torch's FSDP2 is not known, or if an
+    optimizer steps inside the backward.
     """
     if isinstance(model, FSDPModule):
         return torch.is_grad_enabled() and misfit() is None and not has_unreduced_gradients(model)
     # By class, because DeepSpeed's engine passes attributes of its model through. ZeRO marks the parameters.
     is_known = isinstance(model, (DistributedDataParallel, PreTrainedModel, PeftModel))
-    return torch.is_grad_enabled() and is_known and not any(hasattr(p, "ds_id") for p in model.parameters())
+    if not (torch.is_grad_enabled() and is_known):
+        return False
+    return not any(hasattr(p, "ds_id") or p._post_accumulate_grad_hooks for p in model.parameters())
 
 
 class Cut(NamedTuple):
@@ -221,7 +224,8 @@ class _Passes:
         """Add the gradients of one forward with this sign; return its values as constants."""
         # TRL leaves the values on the LM head's device: the last of a model that is split over several devices.
         values_BC = values_BC.to(self.weight_BC.device)
-        if torch.is_grad_enabled():
+        # Without an adapter a pass may have no gradient, although gradients are recorded.
+        if torch.is_grad_enabled() and values_BC.requires_grad:
             (values_BC * (sign * cut.counts * self.weight_BC[cut.rows])).sum().backward()
         return values_BC.detach()
 
@@ -420,6 +424,30 @@ class _Gradients:
         # Summed in float32 without a copy in a wider type: the gradient of an embedding has gigabytes.
         dtype = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
         return sum(float(torch.linalg.vector_norm(grad, dtype=dtype)) ** 2 for grad in grads)
+
+
+@contextlib.contextmanager
+def copied_leaves(model: torch.nn.Module) -> Iterator[None]:
+    """Inside the block `model` computes with other leaves, which share the memory of its trained parameters.
+
+    So a backward inside a forward of the user's reaches no `.grad` and no hook of the user's parameters: DDP counts
+    what arrives there, and an optimizer that steps inside the backward would move the weights.
+    """
+    leaves: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    replaced = []
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad:
+                replaced.append((module, name, parameter))
+    try:
+        for module, name, parameter in replaced:
+            if parameter not in leaves:  # tied weights stay tied
+                leaves[parameter] = torch.nn.Parameter(parameter.detach())
+            module._parameters[name] = leaves[parameter]
+        yield
+    finally:
+        for module, name, parameter in replaced:
+            module._parameters[name] = parameter
 
 
 @contextlib.contextmanager

@@ -37,9 +37,23 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
         return f"{name} adds ALiBi biases by distance in the row"
     if not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", None) not in _CAUSAL_TEXT:
         return f"{name} attends in both directions"
-    if attention_layers(model) and not takes_positions(model) and not position_tables(model):
+    if attention_layers(model) and not takes_positions(model):
         return f"{name} takes no position_ids"
     return attention_reason(model)
+
+
+def stamp(model: nn.Module) -> int:
+    """A number that changes if what the facts about `model` were read from changes.
+
+    It changes with the attention implementation, with modules that are added or replaced (an adapter, torch's
+    `checkpoint_wrapper`), and with forwards that are replaced (a wrapper of the user's own).
+    """
+    modules = model.modules()
+    next(modules)  # the model's own forward is the door
+    facts = [getattr(model.get_decoder(), "config", model.config)._attn_implementation]
+    for module in modules:
+        facts += [type(module), type(module).forward, vars(module).get("forward")]
+    return hash(tuple(facts))
 
 
 def _layers_reason(model: PreTrainedModel, text: PreTrainedConfig) -> str | None:
@@ -85,13 +99,6 @@ def takes_positions(model: PreTrainedModel) -> bool:
     return "position_ids" in inspect.signature(type(model.base_model).forward).parameters
 
 
-def position_tables(model: PreTrainedModel) -> list[nn.Module]:
-    """Modules of `model` that embed positions, and take positions as an argument."""
-    tables = [module for module in model.modules() if "Position" in type(module).__name__]
-    arguments = {"past_key_values_length", "position_ids"}
-    return [table for table in tables if arguments <= set(inspect.signature(type(table).forward).parameters)]
-
-
 def keeps_keys(layer_type: str) -> bool:
     """Whether a layer of this type has keys and values in its cache."""
     return layer_type not in _RECURRENT | _NEITHER
@@ -133,11 +140,3 @@ def stock_positions(model: PreTrainedModel) -> Callable[[torch.Tensor, torch.Ten
     if "cumsum" in inspect.unwrap(type(model.get_decoder()).forward).__code__.co_names:
         return lambda _ids, mask: mask.cumsum(1) * mask - 1
     return None
-
-
-def sees_distances(model: PreTrainedModel) -> bool:
-    """Whether only differences of positions matter to `model`: rotary embeddings, no table of absolute positions."""
-    config = model.config.get_text_config(decoder=True)
-    has_rotary = getattr(config, "rope_parameters", None) is not None
-    embeddings = [module for module in model.get_decoder().modules() if isinstance(module, nn.Embedding)]
-    return has_rotary and len(embeddings) <= 1 and not position_tables(model) and stock_positions(model) is None

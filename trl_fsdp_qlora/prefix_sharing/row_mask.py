@@ -1,0 +1,65 @@
+"""`RowMask`: the packed row travels to a model's layers as their attention mask.
+
+Every attention and recurrent layer of transformers gets a mask, and a mask of four dimensions comes to it unchanged.
+So the row is an argument of the layer that computes it, and nothing of a call lies in a global: two threads, two
+models and a nested call do not meet, and an exception leaves nothing behind. Whatever recomputes a layer in the
+backward (transformers' checkpointing, torch's `checkpoint_wrapper`, a wrapper of the user's own) passes the same mask
+again, and so the same row.
+"""
+
+from typing import Any
+
+import torch
+
+from .layout import PackedLayout
+
+# Names under which models with several kinds of layers look up the masks.
+_KINDS = {"full_attention", "sliding_attention", "linear_attention", "conv"}
+
+
+class RowMask(torch.Tensor):
+    """A mask that carries a packed row, `mask.packed_row`; its values say nothing.
+
+    A copy of the mask (detached for reentrant checkpointing, moved to another device, sliced) carries the row, too.
+    """
+
+    packed_row: Any = None
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        if not isinstance(result, RowMask):
+            return result
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        if len(tensors) != 1:  # the result is no mask, but was computed with one
+            return result.as_subclass(torch.Tensor)
+        result.packed_row = tensors[0].packed_row
+        return result
+
+
+def with_row(mask: torch.Tensor, packed_row: Any) -> RowMask:
+    """Returns `mask` as a mask that carries a row."""
+    mask = mask.as_subclass(RowMask)
+    mask.packed_row = packed_row
+    return mask
+
+
+def masks_of(layout: PackedLayout, layer_types: set[str], is_recurrent: bool) -> RowMask | dict[str, RowMask]:
+    """Returns the attention mask by which each layer of a model gets a packed row.
+
+    Args:
+        layout: the row.
+        layer_types: transformers' names of the model's kinds of layers, if it has attention layers; else empty.
+        is_recurrent: whether it has recurrent layers.
+    """
+    device = layout.input_ids.device
+    # transformers passes a mask of four dimensions through unchanged. Without any it would take positions that start
+    # again for separate sequences.
+    mask = with_row(torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device), layout)
+    if not is_recurrent:
+        return mask
+    if layer_types:
+        # A model with both kinds of layers takes a finished mask for each kind, as `generate` prepares them.
+        return dict.fromkeys(layer_types | _KINDS, mask)
+    # A model with recurrent layers alone may drop a mask of four dimensions, and a mask of ones.
+    return with_row(torch.zeros(1, layout.tokens, dtype=torch.bool, device=device), layout)
