@@ -41,7 +41,6 @@ def test_the_cache_goes_and_the_weights_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm, "LLM", Recorded)
     policy = get_peft_model(tiny.tiny_model(), LoraConfig(r=4, target_modules="all-linear"))
     adapter = {
-        "peft_config": policy.peft_config["default"],
         "max_lora_rank": 8,
         "base": "base",
         "model": policy,
