@@ -11,6 +11,7 @@ from accelerate.logging import get_logger
 from ..compat.trl import joined_images
 from ..decode.rollout import GenerateSettings, Rollout
 from ..prefix_sharing.layout import IGNORED_LABEL
+from ..report.keep import drawn_rows, lengths_and_ends
 from ..run.input_checks import too_long
 from ..scoring.cpu_linear import fast_linears
 from ..telemetry.phases import token_counts
@@ -33,6 +34,8 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
 
     # Defaults for a trainer that was built without `__init__`.
     rollout = None
+    keeps_completions = False  # for a page of the run; the same on every rank
+    last_drawn = None  # the completions of the last generation batch of all ranks, if they are kept
     _is_in_training_step = False
     _micro_batches_done = 0  # since the optimizer step before
     # The values of `_step` covered by the last look ahead, whether or not they are scored together.
@@ -62,6 +65,9 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
         generate_every = self.args.steps_per_generation * self.num_iterations
         if self._step % generate_every == 0 or self._buffered_inputs is None:
             batch = self._generate_and_score_completions(generation_batch)
+            if self.keeps_completions:
+                lengths = self.accelerator.gather(lengths_and_ends(batch, self.eos_token_ids))
+                self.last_drawn = drawn_rows(self._logs, lengths)
             counts = self.accelerator.reduce(token_counts(batch, self.num_generations), reduction="sum")
             self._add_metrics(self.clock.efficiency(counts))
             rank = self.accelerator.process_index

@@ -59,7 +59,8 @@ class EfficientTraining:
 
         A trainer's constructor calls this method last.
         """
-        self.add_callback(StartupCallback(self.features, tokenize, lambda: self.door.figures))
+        self.startup = StartupCallback(self.features, tokenize, lambda: self.door.figures)
+        self.add_callback(self.startup)
         print_briefly(self)
 
     # --- phases ------------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ from .record import (
     keep_paths,
     kept_paths,
 )
+from .run_page import KeptWarnings, RunPage
 from .script import command_that_goes_on, say, say_where_from
 
 
@@ -89,7 +90,9 @@ def build_trainer(
     # With tools the tokenizer has another template: the agent's arguments replace the model's.
     arguments = {**of_model, **agent_arguments(cls, script, of_model["processing_class"])}
     rewards = [checked(reward) for reward in reward_functions(script)]
-    trainer = cls(model.model_name_or_path, rewards, config, train, **arguments, **further_arguments)
+    with KeptWarnings() as warnings:
+        trainer = cls(model.model_name_or_path, rewards, config, train, **arguments, **further_arguments)
+    trainer.card_info.warnings = warnings.texts
     trainer.card_info.settings = (script, model)
     fit_threads(trainer.model)
     return trainer
@@ -196,6 +199,7 @@ def _begin_record(
         hardware=hardware(),
         software=software(),
         **redaction.portable(about),
+        command=redaction.command_line(launch.launch_words()),
         base=describe_base(trainer.accelerator.unwrap_model(trainer.model)),
         processes=args.world_size,
         settings=measured_settings(script, args, model),
@@ -219,7 +223,7 @@ def _begin_card(trainer: Any, script: ScriptArguments, test: Dataset | None) -> 
 def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resume: str | bool | None) -> dict:
     """Measure, train, measure again, and save.
 
-    The output folder then has adapter, card, `metrics.json` and `training.png`.
+    The output folder then has adapter, card, `metrics.json`, `training.png` and the page of the run, `report.html`.
 
     Args:
         trainer: a trainer that has not trained yet.
@@ -230,7 +234,7 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
     Raises:
         UserError: at the very end, if no completion of the whole run got a reward.
     """
-    with trainer.checkpointing.alone():
+    with trainer.checkpointing.alone(), KeptWarnings() as warnings:
         args = trainer.args
         record = RunRecord(args.output_dir)
         resume = trainer.checkpointing.resume_from(resume)
@@ -245,7 +249,9 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
         accuracy = AccuracyCallback(trainer, script, test, record) if is_measured else None
         if accuracy is not None:
             accuracy.begin(0 if resume is None else step_of(resume))
-        for callback in filter(None, (limit, accuracy)):
+        page = RunPage(trainer, record, warnings)
+        trainer.keeps_completions = True
+        for callback in filter(None, (limit, accuracy, page)):
             trainer.add_callback(callback)
         use_terminal(trainer)
         trainer.go_on = command_that_goes_on()
@@ -269,11 +275,13 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
         record.put(finished_step=trainer.state.global_step)
         if limit is not None:
             record.put(limited_seconds=limit.spent, stopped_by_seconds=limit.seconds if limit.reached else None)
+        page_path = page.write()
         if args.push_to_hub:
             trainer.push_to_hub(commit_message="Model save", revision=args.hub_revision)
-        and_picture = "" if picture is None else f" and {picture.name}"
         is_adapter = is_peft_model(trainer.accelerator.unwrap_model(trainer.model))
-        say(f"{'adapter' if is_adapter else 'model'}, card, metrics.json{and_picture} are in {args.output_dir}")
+        pictures = [path.name for path in (picture, page_path) if path is not None]
+        files = ["adapter" if is_adapter else "model", "card", "metrics.json", *pictures]
+        say(f"{', '.join(files[:-1])} and {files[-1]} are in {args.output_dir}")
         say(next_commands(args.output_dir, script, is_adapter))
         if results:
             say(results)

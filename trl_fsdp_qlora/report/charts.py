@@ -53,7 +53,7 @@ _CHARTS = (
     ),
     (
         "Equal groups",
-        "share whose rewards are all equal: nothing to learn",
+        "share without a difference to learn from",
         {"frac_reward_zero_std": "equal groups"},
         True,
     ),

@@ -122,9 +122,14 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         if size > LARGEST_FILE:
             raise ValueError(f"it holds {size:,} bytes")
         table = file.read()
-    if "completion" not in table.column_names:
+    if not {"completion", "completion_json"} & set(table.column_names):
         raise ValueError(f"it has no column 'completion', but {', '.join(table.column_names)}")
-    return table.to_pylist()
+    rows = table.to_pylist()
+    for row in rows:
+        for name in ("prompt", "completion"):
+            if f"{name}_json" in row:
+                row[name] = json.loads(row.pop(f"{name}_json"))
+    return rows
 
 
 def _reward_columns(rows: list[dict], run: Run, notes: list[str]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from ..evaluation.stats import format_accuracy
+from ..evaluation.stats import format_accuracy, wilson_interval
 from ..run.plain import counted
 from ..run.redaction import text_for_others
 
@@ -46,6 +46,12 @@ class Run:
     notes: list[str] = field(default_factory=list)
     reward_weights: dict[str, float] = field(default_factory=dict)
 
+    def interval(self, when: str) -> str:
+        """Wilson's interval of the accuracy before or after training, in words."""
+        measured = self.accuracy[when]
+        low, high = wilson_interval(measured["correct"], measured["n"])
+        return f"95% interval {100 * low:.1f} to {100 * high:.1f}%"
+
     @property
     def last_step(self) -> int:
         return int(self.history[-1]["step"]) if self.history else 0
@@ -62,8 +68,8 @@ def read_run(folder: Path) -> Run:
     run.warnings = [text_for_others(text) for text in _texts(record.get("warnings"))]
     run.history = _finite(logged, run.warnings)
     for when in ("before", "after"):
-        measured = record.get(when)
-        if isinstance(measured, dict) and _is_count(measured.get("correct")) and _is_count(measured.get("n")):
+        measured = _measured(record, when)
+        if measured is not None:
             run.accuracy[when] = measured
     run.startup = text_for_others("\n".join(_texts([record.get("startup")])))
     weights = record.get("reward_weights")
@@ -80,6 +86,15 @@ def _is_number(value: Any) -> bool:
 
 def _is_count(value: Any) -> bool:
     return _is_number(value) and 0 <= value < 1e15
+
+
+def _measured(record: dict[str, Any], when: str) -> dict[str, Any] | None:
+    """The accuracy that was measured before or after training: `correct` of `n` problems."""
+    measured = record.get(when)
+    if not isinstance(measured, dict):
+        return None
+    correct, n = measured.get("correct"), measured.get("n")
+    return measured if _is_count(correct) and _is_count(n) and 0 <= correct <= n and n > 0 else None
 
 
 def _texts(value: Any) -> list[str]:
@@ -188,8 +203,8 @@ def _of_record(record: dict[str, Any]) -> dict[str, Any]:
     for label in ("hardware", "software", "seed", "processes"):
         facts[label] = record.get(label)
     for when in ("before", "after"):
-        measured = record.get(when)
-        if isinstance(measured, dict) and _is_count(measured.get("correct")) and _is_count(measured.get("n")):
+        measured = _measured(record, when)
+        if measured is not None:
             facts[f"accuracy {when}"] = format_accuracy(int(measured["correct"]), int(measured["n"]))
     seconds = record.get("train_seconds")
     facts["training"] = f"{seconds:,.0f} s" if _is_count(seconds) else None

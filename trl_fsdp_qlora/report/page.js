@@ -148,7 +148,7 @@ function bokehPlot(chart, shared) {
   });
   shared.plot ??= plot;
   plot.xaxes[0].formatter = new Bokeh.BasicTickFormatter({ use_scientific: false });
-  if (chart.percent) plot.yaxes[0].formatter = new Bokeh.NumeralTickFormatter({ format: "0%" });
+  if (chart.percent) plot.yaxes[0].formatter = new Bokeh.NumeralTickFormatter({ format: "0.[0]%" });
   chart.series.forEach((series, index) => {
     const source = new Bokeh.ColumnDataSource({ data: columns(chart, index, smoothing()) });
     sources.push({ source, chart, index });
@@ -375,7 +375,10 @@ function groupCard({ step, prompt, count, rows, images }) {
   const place = (row) => (best === worst ? "" : total(row) === best ? "best" : total(row) === worst ? "worst" : "");
   const byOrder = { best: (a, b) => total(b) - total(a), worst: (a, b) => total(a) - total(b) }[byId("order").value];
   const ordered = byOrder ? [...rows].sort(byOrder) : rows;
-  return element("section", { class: "group" }, question, ...ordered.map((row) => completionCard(row, place(row))));
+  const isShort = rows.every((row) => typeof of.rows.text[row] === "string" && of.plain[row].length < 40);
+  const cards = ordered.map((row) => completionCard(row, place(row)));
+  const list = element("div", { class: isShort ? "answers short" : "answers" }, ...cards);
+  return element("section", { class: "group" }, question, list);
 }
 
 let found = [];

@@ -164,15 +164,16 @@ class StartupCallback(TrainerCallback):
         self._tokenize = tokenize
         self._figures = figures
         self._awaits_pass = False
+        self.block = ""  # the start-up block, once it was printed
 
     @nonfatal("the start-up block")
     def on_train_begin(self, args, state, control, model=None, processing_class=None, train_dataloader=None, **kwargs):
         self._awaits_pass = state.is_world_process_zero
         if not state.is_world_process_zero:
             return
-        block = startup_block(args, model, state.max_steps, self._features())
+        self.block = startup_block(args, model, state.max_steps, self._features())
         prompt = first_prompt(train_dataloader.dataset, self._tokenize, processing_class.decode)
-        _write("\n".join(filter(None, (block, prompt))))
+        _write("\n".join(filter(None, (self.block, prompt))))
 
     @nonfatal("the line on the first packed pass")
     def on_substep_end(self, args, state, control, **kwargs):
