@@ -15,6 +15,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..errors import UserError
+from ..report.page import NAME as PAGE
+from ..report.page import write_report
+from ..run.nonfatal import nonfatal
 from ..run.one_line import OneLineParser
 from .card import code
 from .loading import TOKENIZER
@@ -132,11 +135,15 @@ def run_publish(arguments: list[str]) -> int:
     parser.add_argument("--base", help="Hub id of the base model, if the adapter was trained on a folder")
     parser.add_argument("--base-folder", help="folder to load the base from for the proof, in place of the Hub")
     parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
+    parser.add_argument("--completions", action="store_true", help="send prompts and completions, in the run's page")
     parser.add_argument("--check", action="store_true", help="only check the folder; nothing is sent")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         base = stage(options.adapter, scratch, options.repo, options.base)
+        if options.completions or (options.adapter / PAGE).is_file():
+            with nonfatal("the page of the run"):
+                write_report([options.adapter], scratch / PAGE, with_completions=options.completions)
         files = {path.name for path in scratch.iterdir()}
         data = ModelCard.load(scratch / CARD).data
         left_out = sorted({path.name for path in options.adapter.iterdir()} - files)
