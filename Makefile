@@ -59,7 +59,7 @@ lint: $(VENV)/.dev
 $(VENV)/.quickstart: pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (a minute or two)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -c constraints.txt -e '.[math]'
+	$(BIN)/pip install -c constraints.txt -e '.[math,report]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt

@@ -202,7 +202,7 @@ def test_hostile_completions_do_nothing(browser, tmp_path):
     assert browser.troubles == []
 
 
-def test_fifty_thousand_completions_open_in_three_seconds(browser, tmp_path):
+def test_fifty_thousand_completions_open_in_three_seconds(tmp_path):
     write_state(tmp_path, logged(1000))
     for step in range(10, 110, 10):
         rows = []
@@ -210,15 +210,14 @@ def test_fifty_thousand_completions_open_in_three_seconds(browser, tmp_path):
             texts_ = [f"so {i} + {j} is {i + j}, and that is the answer to the question" for j in range(8)]
             rows += group(f"What is {i} + {step}?", texts_, [1.0, *[0.0] * 7])
         write_completions(tmp_path, step, rows)
-    before = browser.cpu_seconds()
-    open_report(browser, tmp_path, megabytes=20)
-    seconds = browser.cpu_seconds() - before
-    assert browser.evaluate("data.completions[0].rows.text.length") == 50_000
-    assert seconds < 3  # of the processor, not of a clock: the machine may be busy
-    type_into(browser, "step", "")
-    type_into(browser, "text", "so 624 + 7 is 631")
-    assert texts(browser, "#status") == ["10 completions of 10 prompts, all steps"]
-    assert browser.troubles == []
+    with Browser() as fresh:  # whose page's process has computed nothing else
+        open_report(fresh, tmp_path, megabytes=20)
+        assert fresh.evaluate("data.completions[0].rows.text.length") == 50_000
+        assert 0 < fresh.cpu_seconds() < 3  # of the processor, not of a clock: the machine may be busy
+        type_into(fresh, "step", "")
+        type_into(fresh, "text", "so 624 + 7 is 631")
+        assert texts(fresh, "#status") == ["10 completions of 10 prompts, all steps"]
+        assert fresh.troubles == []
 
 
 def test_tool_calls_are_a_dialogue(browser, tmp_path):

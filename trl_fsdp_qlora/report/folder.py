@@ -208,7 +208,7 @@ def _of_record(record: dict[str, Any]) -> dict[str, Any]:
             facts[f"accuracy {when}"] = format_accuracy(int(measured["correct"]), int(measured["n"]))
     seconds = record.get("train_seconds")
     facts["training"] = f"{seconds:,.0f} s" if _is_count(seconds) else None
-    return {label: value for label, value in facts.items() if value}
+    return {label: value for label, value in facts.items() if value not in (None, "")}
 
 
 def _of_state(state: dict[str, Any], run: Run) -> dict[str, Any]:

@@ -148,6 +148,8 @@ function bokehPlot(chart, shared) {
   });
   shared.plot ??= plot;
   plot.xaxes[0].formatter = new Bokeh.BasicTickFormatter({ use_scientific: false });
+  // A curve that stays at one value has it in the middle.
+  plot.y_range.default_span = Math.max(...chart.series.flatMap((series) => series.values.map(Math.abs))) || 1;
   if (chart.percent) plot.yaxes[0].formatter = new Bokeh.NumeralTickFormatter({ format: "0.[0]%" });
   chart.series.forEach((series, index) => {
     const source = new Bokeh.ColumnDataSource({ data: columns(chart, index, smoothing()) });
@@ -375,7 +377,8 @@ function groupCard({ step, prompt, count, rows, images }) {
   const place = (row) => (best === worst ? "" : total(row) === best ? "best" : total(row) === worst ? "worst" : "");
   const byOrder = { best: (a, b) => total(b) - total(a), worst: (a, b) => total(a) - total(b) }[byId("order").value];
   const ordered = byOrder ? [...rows].sort(byOrder) : rows;
-  const isShort = rows.every((row) => typeof of.rows.text[row] === "string" && of.plain[row].length < 40);
+  const isAnswer = (content) => typeof content === "string" || (content.length === 1 && !content[0].calls);
+  const isShort = rows.every((row) => isAnswer(of.rows.text[row]) && of.plain[row].length < 40);
   const cards = ordered.map((row) => completionCard(row, place(row)));
   const list = element("div", { class: isShort ? "answers short" : "answers" }, ...cards);
   return element("section", { class: "group" }, question, list);
