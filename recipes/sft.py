@@ -25,6 +25,7 @@ from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option
 from trl_fsdp_qlora.recipe.checks import check_script, load_tokenizer
 from trl_fsdp_qlora.recipe.problems import load_problems, prompts_of
 from trl_fsdp_qlora.recipe.record import RunRecord, keep_paths
+from trl_fsdp_qlora.recipe.run_page import write_page
 from trl_fsdp_qlora.recipe.runner import measured_settings, model_arguments, next_commands
 from trl_fsdp_qlora.recipe.same_command import check_output_dir
 from trl_fsdp_qlora.recipe.script import command_that_goes_on, run_main, say, say_where_from
@@ -67,6 +68,7 @@ def main() -> None:
         settings=measured_settings(script, config, model), history=trainer.state.log_history
     )
     keep_paths(config.output_dir, script)
+    write_page(config.output_dir, config.push_to_hub)
     is_adapter = Path(config.output_dir, "adapter_config.json").is_file()
     say(f"model and tokenizer are in {config.output_dir}\n{next_commands(config.output_dir, script, is_adapter)}")
 

@@ -95,6 +95,7 @@ def test_dpo_makes_its_pairs_once_trains_and_is_measured(folder, called, capsys)
     record = json.loads((folder / "out" / "metrics.json").read_text())
     assert [entry["step"] for entry in record["history"] if "loss" in entry] == [1, 2]
     assert "DPO" in (folder / "out" / "README.md").read_text()
+    assert "rewards/margins" in (folder / "out" / "report.html").read_text()
     called("evaluate", "--adapter out --output measured.json")
     assert json.loads((folder / "measured.json").read_text())["n"] == 30
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.report.folders import group, logged, trl_run, write_completions, write_state
 from trl_fsdp_qlora.cli.report import report
+from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.report.page import embedded, write_report
 
 
@@ -227,3 +228,78 @@ def test_long_lines_lose_their_middle(tmp_path):
     data, _, _ = page_of(tmp_path)
     text = data["completions"][0]["rows"]["text"][0]
     assert len(text) < 21_000 and text.endswith("end") and "80,003 characters left out" in text
+
+
+# --- what it shows --------------------------------------------------------------------------------------------------
+
+
+def test_accuracy_has_intervals_and_the_measurements_around_training(tmp_path):
+    history = logged(100)
+    history[4] |= {"accuracy": 0.9, "accuracy/n": 100.0}
+    write_state(tmp_path, history)
+    record = {"before": {"correct": 50, "n": 100}, "after": {"correct": 95, "n": 100}, "history": history}
+    (tmp_path / "metrics.json").write_text(json.dumps(record))
+    data, _, text = page_of(tmp_path)
+    series = charts(data)["Held-out accuracy"]["series"][0]
+    assert (series["steps"], series["values"]) == ([0, 50, 100], [0.5, 0.9, 0.95])
+    # Wilson's interval is where the normal test statistic of a share is the quantile.
+    for bound in ("low", "high"):
+        for share, value in zip(series["values"], series[bound], strict=True):
+            assert abs(share - value) / math.sqrt(value * (1 - value) / 100) == pytest.approx(1.959964, rel=1e-3)
+    assert "50.0% → 95.0%" in text and "n = 100" in text
+
+
+@pytest.mark.parametrize("measured", [{"correct": 5}, {"correct": 5, "n": 0}, {"correct": 6, "n": 5}, [], "50%", None])
+def test_an_accuracy_that_is_none(tmp_path, measured):
+    (tmp_path / "metrics.json").write_text(json.dumps({"before": measured, "history": logged(100)}))
+    assert "Held-out accuracy" not in charts(page_of(tmp_path)[0])
+
+
+def test_phases_are_stacked_without_what_is_measured_between_steps(tmp_path):
+    times = {
+        "time/generate_s": 1.5,
+        "time/optimizer_s": 0.25,
+        "time/accuracy_s": 9.0,
+        "memory/generate_peak_mib": 70.0,
+    }
+    write_state(tmp_path, logged(100, **times, **{"memory/optimizer_peak_mib": 90.0}))
+    data, _, _ = page_of(tmp_path)
+    phases = charts(data)["Seconds of a step"]
+    assert [(each["name"], each["values"][0]) for each in phases["series"]] == [("generate", 1.5), ("optimizer", 0.25)]
+    assert phases["kind"] == "stack"
+    assert charts(data)["Memory"]["series"][0]["values"][0] == 90.0
+
+
+def test_rewards_are_summed_with_their_weights(tmp_path):
+    write_state(tmp_path, logged(100, **{"rewards/form/mean": 0.5}))
+    (tmp_path / "metrics.json").write_text(json.dumps({"reward_weights": {"correct": 2.0, "form": 0.5}}))
+    write_completions(tmp_path, 10, group("p", ["a", "b", "c"], [1.0, 0.0, 1.0], form=[1.0, 1.0, None]))
+    data, _, _ = page_of(tmp_path)
+    completions = data["completions"][0]
+    assert completions["rewards"] == ["correct", "form"]
+    assert completions["rows"]["total"] == [2.5, 0.5, 2.0]
+    assert completions["rows"]["rewards"] == [[1.0, 0.0, 1.0], [1.0, 1.0, None]]
+
+
+def test_metrics_of_any_trainer_are_there(tmp_path):
+    write_state(
+        tmp_path, [{"step": 1, "loss": 0.7, "rewards/margins": 0.1, "mean_token_accuracy": 0.5, "eval_loss": 1}]
+    )
+    assert {"Loss", "rewards/margins", "mean_token_accuracy"} <= set(charts(page_of(tmp_path)[0]))
+
+
+def test_a_long_run_keeps_some_points_of_each_curve(tmp_path):
+    write_state(tmp_path, [{"step": step, "reward": step} for step in range(1, 20_001)])
+    series = charts(page_of(tmp_path)[0])["Reward"]["series"][0]
+    assert len(series["steps"]) == 1000 and (series["steps"][0], series["steps"][-1]) == (1, 20_000)
+
+
+def test_a_wrong_folder_is_one_line(tmp_path):
+    trl_run(tmp_path / "run", 10)
+    with pytest.raises(UserError, match="runn is no folder of a run; did you mean"):
+        report([str(tmp_path / "runn")])
+    with pytest.raises(UserError, match="leaves no room"):
+        report([str(tmp_path / "run"), "--megabytes", "0"])
+    with pytest.raises(UserError, match="cannot be written"):
+        (tmp_path / "file").write_text("")
+        report([str(tmp_path / "run"), "--output", str(tmp_path / "file" / "report.html")])

@@ -75,9 +75,17 @@ def test_a_recipe_leaves_its_page_with_every_completion(base, tmp_path, kind, co
 def test_what_is_published_has_no_completions(base, tmp_path, monkeypatch):
     each = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, model=base, peft_config=lora(), max_steps=1)
     each.args.push_to_hub = True
+    (tmp_path / "report.html").write_text("with completions, of a part that was not pushed")
+    before_the_first_push = []
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            before_the_first_push.append(data_of(tmp_path / "report.html"))
+
+    each.add_callback(Watch())
     monkeypatch.setattr(each, "push_to_hub", lambda **_: None)
     runner.run_recipe(each, ScriptArguments("addition", skip_accuracy=True), None, None)
-    assert data_of(tmp_path / "report.html")["completions"] == []
+    assert data_of(tmp_path / "report.html")["completions"] == before_the_first_push[0]["completions"] == []
     assert (tmp_path / "_completions").is_dir()  # transformers uploads nothing that begins with an underscore
 
 

@@ -67,7 +67,7 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
             batch = self._generate_and_score_completions(generation_batch)
             if self.keeps_completions:
                 lengths = self.accelerator.gather(lengths_and_ends(batch, self.eos_token_ids))
-                self.last_drawn = drawn_rows(self._logs, lengths)
+                self.last_drawn = drawn_rows(self._logs, lengths, "pixel_values" in batch)
             counts = self.accelerator.reduce(token_counts(batch, self.num_generations), reduction="sum")
             self._add_metrics(self.clock.efficiency(counts))
             rank = self.accelerator.process_index

@@ -41,6 +41,19 @@ class KeptWarnings(logging.Handler):
             logger.removeHandler(self)
 
 
+@nonfatal("the page of the run")
+def write_page(folder: str | Path, is_published: bool) -> Path | None:
+    """Write `report.html` of the run in `folder`; its path on the main rank, `None` on the others.
+
+    If the folder is published, the page has no prompts and completions.
+    """
+    if not PartialState().is_main_process:
+        return None
+    path = Path(folder) / NAME
+    write_report([Path(folder)], path, with_completions=not is_published)
+    return path
+
+
 class RunPage(TrainerCallback):
     """Keeps completions whenever metrics are logged, and writes the page of the run when something was measured.
 
@@ -54,6 +67,10 @@ class RunPage(TrainerCallback):
         self.folder = Path(trainer.args.output_dir)
         # Those of a resumed run's first part, and of the trainer's construction.
         self._earlier = [*(record.content.get("warnings") or []), *trainer.card_info.warnings]
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if args.push_to_hub:  # a page with completions may be there, of an earlier part that was not pushed
+            self.write()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero:
@@ -72,9 +89,7 @@ class RunPage(TrainerCallback):
 
     @nonfatal("the page of the run")
     def write(self) -> Path | None:
-        """Write `report.html` from what the run has left so far; its path on the main rank, `None` on the others."""
-        if not PartialState().is_main_process:
-            return None
+        """[`write_page`] of what the run has left so far."""
         texts = dict.fromkeys([*self._earlier, *self.warnings.texts])
         self.record.put(
             history=self.trainer.state.log_history,
@@ -84,6 +99,4 @@ class RunPage(TrainerCallback):
                 zip(self.trainer.reward_func_names, self.trainer.reward_weights.tolist(), strict=True)
             ),
         )
-        path = self.folder / NAME
-        write_report([self.folder], path, with_completions=not self.trainer.args.push_to_hub)
-        return path
+        return write_page(self.folder, self.trainer.args.push_to_hub)

@@ -34,6 +34,7 @@ class Chart:
     series: list[Series] = field(default_factory=list)
     kind: str = "lines"
     percent: bool = False  # values are shares
+    smooth: bool = True  # `False` if each value is a measurement of its own
 
 
 # (title, text below it, {metric: name of the series}, whether values are shares)
@@ -164,7 +165,7 @@ def _names(runs: list[Run], beginning: str, end: str) -> list[str]:
 
 def _accuracy(runs: list[Run]) -> Chart:
     """Held-out accuracy with 95% intervals, and the measurements before and after training."""
-    chart = Chart("Held-out accuracy", "greedy; the band is Wilson's 95% interval", percent=True)
+    chart = Chart("Held-out accuracy", "greedy; the band is Wilson's 95% interval", percent=True, smooth=False)
     for number, run in enumerate(runs):
         measured = {}
         for entry in run.history:

@@ -46,11 +46,16 @@ class Run:
     notes: list[str] = field(default_factory=list)
     reward_weights: dict[str, float] = field(default_factory=dict)
 
-    def interval(self, when: str) -> str:
-        """Wilson's interval of the accuracy before or after training, in words."""
-        measured = self.accuracy[when]
-        low, high = wilson_interval(measured["correct"], measured["n"])
-        return f"95% interval {100 * low:.1f} to {100 * high:.1f}%"
+    def accuracy_texts(self) -> list[str]:
+        """The accuracy before and after training, as far as they were measured."""
+        return [f"{100 * each['correct'] / each['n']:.1f}%" for each in self.accuracy.values()]
+
+    def interval_text(self) -> str:
+        """The intervals of [`accuracy_texts`] in words."""
+        bounds = [wilson_interval(each["correct"], each["n"]) for each in self.accuracy.values()]
+        numbers = dict.fromkeys(f"{int(each['n']):,}" for each in self.accuracy.values())
+        ranges = " and ".join(f"{100 * low:.1f} to {100 * high:.1f}%" for low, high in bounds)
+        return f"95% interval{'s' if len(bounds) > 1 else ''} {ranges}, n = {' and '.join(numbers)}"
 
     @property
     def last_step(self) -> int:

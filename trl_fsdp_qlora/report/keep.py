@@ -29,15 +29,18 @@ def lengths_and_ends(batch: Mapping[str, torch.Tensor], ends: list[int]) -> torc
     return torch.stack([tokens_B, (~has_ended_B).to(tokens_B.dtype)], dim=1)
 
 
-def drawn_rows(logs: Mapping[str, Any], lengths_N2: torch.Tensor) -> dict[str, list]:
-    """Columns of the generation batch that TRL has just put at the end of its `_logs`, with lengths and ends."""
+def drawn_rows(logs: Mapping[str, Any], lengths_N2: torch.Tensor, has_images: bool) -> dict[str, Any]:
+    """Columns of the generation batch that TRL has just put at the end of its `_logs`, with lengths and ends.
+
+    If the batch has no images, those in `logs` are of an earlier one.
+    """
     count = len(lengths_N2)
     last = {name: list(logs[name])[-count:] for name in ("prompt", "completion", "advantages")}
     rows = {
         "prompt": last["prompt"],
         "completion": last["completion"],
         "advantage": last["advantages"],
-        "images": list(logs["images"])[-count:] or [None] * count,
+        "images": list(logs["images"])[-count:] if has_images else [None] * count,
         "lengths": lengths_N2,
     }
     for kind in ("rewards", "extra"):

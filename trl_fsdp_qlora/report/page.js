@@ -57,7 +57,8 @@ function smooth(values, weight) {
   });
 }
 
-function columns(chart, index, weight) {
+function columns(chart, index, chosen) {
+  const weight = chart.smooth ? chosen : 0;
   const series = chart.series[index];
   let low = series.low ?? series.values;
   let high = series.high ?? series.values;

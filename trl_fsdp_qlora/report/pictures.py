@@ -26,7 +26,13 @@ def picture_of(chart: Chart) -> str:
                 axes.fill_between(series.steps, series.low, series.high, color=series.color, alpha=0.15, linewidth=0)
             axes.plot(series.steps, series.values, color=series.color, alpha=0.3, linewidth=1)
             style = "--" if series.dash == "dashed" else "-"
-            axes.plot(series.steps, smoothed(series.values, 0.6), style, color=series.color, linewidth=1.8)
+            axes.plot(
+                series.steps,
+                smoothed(series.values, 0.6 if chart.smooth else 0.0),
+                style,
+                color=series.color,
+                linewidth=1.8,
+            )
     if chart.percent:
         axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0, decimals=None))
     axes.grid(color=_GREY, alpha=0.25)
