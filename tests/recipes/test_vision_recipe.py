@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from trl import ModelConfig
 
 from tests.prefix_sharing.helpers import build, llava_processor, sees
+from tests.report.test_page import data_of
 from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.__main__ import main
 from trl_fsdp_qlora.data.answers import DatasetError
@@ -55,6 +56,8 @@ def test_it_trains_a_tiny_model_that_sees(path, folder, called):
     (step,) = [row for row in record["history"] if "loss" in row]
     assert step["prefix_sharing/policy/tokens_fraction"] < 0.7
     assert record["after"]["n"] == 4
+    groups = data_of(folder / "out" / "report.html")["completions"][0]["groups"]
+    assert all(images[0].startswith("data:image/jpeg;base64,") for *_, images in groups)
     called("evaluate", "--adapter out --output again.json --use_cpu true")
     assert json.loads((folder / "again.json").read_text())["correct"] == record["after"]["correct"]
     card = (folder / "out/README.md").read_text()
@@ -66,7 +69,7 @@ def test_it_trains_a_tiny_model_that_sees(path, folder, called):
     exec(quick_start, variables)
     assert variables["inputs"]["pixel_values"].shape == (1, 3, 16, 16)
     assert variables["output"].shape[1] > 4
-    merged = merge_adapter(folder / "out", folder / "merged", base="base")
+    merged = merge_adapter(folder / "out", folder / "merged", base="base").folder
     assert isinstance(tf.AutoProcessor.from_pretrained(merged), tf.LlavaProcessor)
     weights = load_file(folder / "out" / "adapter_model.safetensors")
     assert weights

@@ -1,5 +1,6 @@
 """Which curves a page shows, as plain data: a chart has series, and a series belongs to a run."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -65,7 +66,7 @@ _CHARTS = (
     ("Learning rate", "", {"learning_rate": "learning rate"}, False),
     ("Tokens per second", "completion tokens of all processes", {"throughput/tokens_per_s": "tokens/s"}, False),
 )
-_BETWEEN_STEPS = ("time/accuracy_s", "time/evaluate_s")  # measurements between steps are no part of a step
+_BETWEEN_STEPS = ("time/accuracy_s", "time/evaluate_s")
 _UNINTERESTING = ("step", "epoch", "num_tokens", "total_flos", "accuracy", "accuracy/n", "step_time")
 
 
@@ -88,9 +89,7 @@ def charts_of(runs: list[Run]) -> tuple[list[Chart], list[Chart]]:
             chart.series += _series(runs, f"rewards/{name}/mean", name)
         first.insert(2, chart)
     shown.update(f"rewards/{name}/mean" for name in functions)
-    phases = _seconds(runs)
-    memory = Chart("Memory", "highest use in any phase, MiB", _memory(runs))
-    first += [*phases, memory]
+    first += [_seconds(runs), Chart("Memory", "highest use in any phase, MiB", _memory(runs))]
     shown |= {name for run in runs for entry in run.history for name in entry if name.startswith(("time/", "memory/"))}
     metrics = dict.fromkeys(name for run in runs for entry in run.history for name in entry)
     further = [
@@ -183,26 +182,26 @@ def _accuracy(runs: list[Run]) -> Chart:
     return chart
 
 
-def _seconds(runs: list[Run]) -> list[Chart]:
-    """Seconds of an optimizer step: by phase for each run that measured phases, and in whole for all runs."""
-    charts = []
-    for number, run in enumerate(runs):
-        names = [f"time/{name}_s" for name in _names([run], "time/", "_s")]
-        logged = [entry for entry in run.history if "step_time" in entry or any(name in entry for name in names)]
-        steps = _thinned([entry["step"] for entry in logged])
-        by_step = {entry["step"]: entry for entry in logged}
-        phases = []
-        for name in names:
-            values = _rounded(by_step[step].get(name, 0.0) for step in steps)
-            if name not in _BETWEEN_STEPS and any(values):
-                label = name.removeprefix("time/").removesuffix("_s").replace("_", " ")
-                phases.append(Series(number, label, steps, values))
-        if phases and len(runs) == 1:
-            phases.sort(key=_sum, reverse=True)
-            charts.append(Chart("Seconds of a step", "by phase, stacked", phases, kind="stack"))
-    if not charts:
-        charts.append(Chart("Seconds of a step", "optimizer step", _series(runs, "step_time", "seconds")))
-    return charts
+def _seconds(runs: list[Run]) -> Chart:
+    """Seconds of an optimizer step: by phase if there is one run that measured phases, otherwise in whole."""
+    phases = _phases(runs[0]) if len(runs) == 1 else []
+    if phases:
+        return Chart("Seconds of a step", "by phase, stacked", phases, kind="stack")
+    return Chart("Seconds of a step", "optimizer step", _series(runs, "step_time", "seconds"))
+
+
+def _phases(run: Run) -> list[Series]:
+    """The phases of a step, the longest first; measurements between steps are no part of a step."""
+    names = [f"time/{name}_s" for name in _names([run], "time/", "_s")]
+    by_step = {entry["step"]: entry for entry in run.history if any(name in entry for name in names)}
+    steps = _thinned(sorted(by_step))
+    phases = []
+    for name in names:
+        values = _rounded(by_step[step].get(name, 0.0) for step in steps)
+        if name not in _BETWEEN_STEPS and any(values):
+            label = name.removeprefix("time/").removesuffix("_s").replace("_", " ")
+            phases.append(Series(0, label, steps, values))
+    return sorted(phases, key=_sum, reverse=True)
 
 
 def _sum(series: Series) -> float:
@@ -210,24 +209,15 @@ def _sum(series: Series) -> float:
 
 
 def _memory(runs: list[Run]) -> list[Series]:
+    """The most memory in use in any phase, and what was planned."""
     series = []
     for number, run in enumerate(runs):
         highest = {}
         for entry in run.history:
-            peaks = [
-                value for name, value in entry.items() if name.startswith("memory/") and name.endswith("_peak_mib")
-            ]
+            peaks = [value for name, value in entry.items() if re.fullmatch(r"memory/.*_peak_mib", name)]
             if peaks:
                 highest[entry["step"]] = max(peaks)
         steps = _thinned(sorted(highest))
         if steps:
             series.append(Series(number, "highest use", steps, _rounded(highest[step] for step in steps)))
-        series += _series_of([run], number, "memory/planned_mib", "planned")
-    return series
-
-
-def _series_of(runs: list[Run], number: int, metric: str, name: str) -> list[Series]:
-    found = _series(runs, metric, name)
-    for series in found:
-        series.run = number
-    return found
+    return series + _series(runs, "memory/planned_mib", "planned")
