@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pandas as pd
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from tests.report.folders import group, logged, trl_run, write_completions, write_state
@@ -124,6 +126,61 @@ def test_the_columns_of_another_version(tmp_path, rows, expected):
     write_completions(tmp_path, 7, rows)
     data, _, _ = page_of(tmp_path)
     assert data["completions"][0]["groups"] == expected
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"completion": ["a"], "score": pyarrow.array([[1.0]])},
+        {"completion": pyarrow.array([b"\xff\xfe"]), "when": pyarrow.array([1], pyarrow.timestamp("s"))},
+        {"completion": pyarrow.array([[{"role": None, "content": None, "tool_calls": [{"function": None}]}]])},
+        {"completion": ["a"], "step": ["seven"], "correct": [True], "advantage": ["high"], "images": ["/etc/passwd"]},
+        {"completion_json": pyarrow.array([None], pyarrow.string()), "tokens": [None]},
+        {"completion_json": ["[1, {}]"], "prompt_json": ['{"a": [1e999]}']},
+    ],
+    ids=lambda columns: ", ".join(columns),
+)
+def test_columns_of_other_types(tmp_path, columns):
+    (tmp_path / "completions").mkdir()
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "completions" / "completions_00001.parquet")
+    data, _, text = page_of(tmp_path)
+    assert len(data["completions"][0]["rows"]["text"]) == 1
+    assert "root:" not in text
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("trainer_state.json", '{"max_steps": 1e999, "log_history": [{"step": 1, "loss": 1%s}, {"step": 1%s}]}'),
+        (
+            "metrics.json",
+            '{"history": [{"step": 1, "accuracy": 7, "accuracy/n": 3}], "before": {"correct": 1, "n": 1%s}}',
+        ),
+        ("metrics.json", '{"history": [{"step": 2, "accuracy": -1, "accuracy/n": 1e300}, {"step": -1}, 5]}'),
+        (
+            "metrics.json",
+            '{"model": {"a": 1}, "seed": [1], "settings": {"rewards": 3}, "reward_weights": {"a": null}}',
+        ),
+        (
+            "metrics.json",
+            '{"train_seconds": "x", "command": 5, "startup": [1], "warnings": "abc", "history": {}}',
+        ),
+        ("README.md", "---\ntags: 5\nbase_model: [a, b]\ndatasets: {a: 1}\n---\n"),
+        ("README.md", "---\ntags: [[a], {b: c}, grpo]\nbase_model: !!python/object/apply:os.system [exit]\n---\n"),
+        ("adapter_config.json", '{"r": "x", "lora_alpha": {}, "base_model_name_or_path": [], "peft_type": 3}'),
+        ("logits.json", '{"logits": [["a"]], "logits_of_the_base": [[1]]}'),
+    ],
+)
+def test_values_of_other_types(tmp_path, name, content):
+    (tmp_path / name).write_text(content.replace("%s", "0" * 400))
+    page_of(tmp_path)
+
+
+def test_folders_in_the_place_of_files(tmp_path):
+    for name in ("README.md", "trainer_state.json", "metrics.json", "completions/completions_00001.parquet"):
+        (tmp_path / name).mkdir(parents=True)
+    _, notes, _ = page_of(tmp_path)
+    assert any(note.startswith("completions_00001.parquet cannot be read") for note in notes)
 
 
 def test_parquet_without_a_column_of_completions(tmp_path):

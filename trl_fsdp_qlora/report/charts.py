@@ -168,7 +168,7 @@ def _accuracy(runs: list[Run]) -> Chart:
     for number, run in enumerate(runs):
         measured = {}
         for entry in run.history:
-            if "accuracy" in entry and entry.get("accuracy/n", 0) > 0:
+            if 0 <= entry.get("accuracy", -1) <= 1 and 0 < entry.get("accuracy/n", 0) < 1e15:
                 measured[entry["step"]] = (round(entry["accuracy"] * entry["accuracy/n"]), int(entry["accuracy/n"]))
         for when, step in (("before", 0), ("after", run.last_step)):
             if when in run.accuracy:

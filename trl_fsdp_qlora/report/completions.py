@@ -128,7 +128,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     for row in rows:
         for name in ("prompt", "completion"):
             if f"{name}_json" in row:
-                row[name] = json.loads(row.pop(f"{name}_json"))
+                row[name] = json.loads(row.pop(f"{name}_json") or "null")
     return rows
 
 

@@ -86,7 +86,10 @@ def read_run(folder: Path) -> Run:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Whether it is a number of JSON that a float can hold; integers there have any number of digits."""
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**1000)
 
 
 def _is_count(value: Any) -> bool:
@@ -159,7 +162,7 @@ def _finite(logged: list[dict], warnings: list[str]) -> list[dict[str, float]]:
 def _of_files(folder: Path, notes: list[str]) -> dict[str, Any]:
     """Facts from the card's head and from PEFT's and transformers' configs."""
     head = _card_head(folder / "README.md", notes)
-    tags = [tag for tag in head.get("tags") or [] if tag in _METHODS]
+    tags = [tag for tag in _texts(head.get("tags")) if tag in _METHODS]
     facts: dict[str, Any] = {
         "method": _METHODS[tags[-1]] if tags else None,
         "model": head.get("base_model"),
