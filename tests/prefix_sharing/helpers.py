@@ -138,11 +138,13 @@ MULTIMODAL = {
 # Positions of the model's own counting.
 COUNTING = {"opt": small("OPT"), "xlm_roberta": small("XLMRoberta", pad_token_id=1)}
 # Attention of their own, which takes a mask of all pairs.
-MASKED = {"falcon": small("Falcon"), "gptj": small("GPTJ"), "git": small("Git")}
 # Mamba-1, whose scan begins at zero.
 FROM_NO_STATE = {"mamba": small("Mamba"), "jamba": small("Jamba", attn_layer_period=2, attn_layer_offset=1)}
 UNSUPPORTED = {
-    "falcon": small("Falcon", alibi=True),
+    "falcon with ALiBi": small("Falcon", alibi=True),
+    # Their attention is code of their own.
+    "falcon": small("Falcon"),
+    "gptj": small("GPTJ"),
     "bloom": small("Bloom"),
     "bart": small("Bart"),
     # Its cache is a class of its own.
@@ -152,7 +154,7 @@ UNSUPPORTED = {
 
 
 # Of all families but those that could take images.
-MAKE = SUPPORTED | COUNTING | MASKED | {name: make for name, (make, _) in RECURRENT.items()}
+MAKE = SUPPORTED | COUNTING | {name: make for name, (make, _) in RECURRENT.items()}
 
 
 def build(make, seed: int = 0):

@@ -17,7 +17,6 @@ from trl_fsdp_qlora.prefix_sharing.attention import UnsupportedAttention
 from .helpers import (
     COMPLETION,
     COUNTING,
-    MASKED,
     MULTIMODAL,
     RECURRENT,
     SUPPORTED,
@@ -46,7 +45,6 @@ LAYERS = {name: ["cascade"] * 2 for name in SUPPORTED} | {
     "mistral_sliding": ["two_part"] * 2,
     "gpt_oss": ["two_part"] * 2,
     **{name: layers for name, (_, layers) in RECURRENT.items()},
-    **{name: ["dense"] * 2 for name in MASKED},
 }
 # PEFT refuses adapters on projections out of the state for state space models.
 TARGETS = dict.fromkeys(KINDS, r".*(in_proj|in_proj_qkv|q_proj|v_proj|w1|up_proj)")
@@ -66,7 +64,7 @@ def test_log_probs_entropy_and_gradients_on_each_backend(name):
     assert {kind: kinds.count(kind) / len(kinds) for kind in kinds} == {
         key.removeprefix("pass/layers_"): value for key, value in figures.items() if "/layers_" in key
     }
-    for backend in ("cascade", "two_part") if name not in MASKED else ():
+    for backend in ("cascade", "two_part"):
         prepared(model, backend, compared=True)
         if backend == "cascade" and "two_part" in kinds:
             with pytest.raises(UnsupportedAttention):
@@ -96,7 +94,7 @@ OPTIONS = {
     "adapters, re-entrant checkpointing": {"lora": True, **RE_ENTRANT},
 }
 LOSSES = [
-    *((name, "re-entrant checkpointing") for name in (*COUNTING, "falcon")),
+    *((name, "re-entrant checkpointing") for name in COUNTING),
     *((name, "adapters, re-entrant checkpointing") for name in KINDS),
     *(("qwen3_5", options) for options in [*OPTIONS][:-1]),
 ]

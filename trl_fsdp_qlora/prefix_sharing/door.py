@@ -35,7 +35,7 @@ from ..scoring.transfer import to_device, to_host
 from . import layout as layouts
 from . import support
 from .across_passes import CannotKeep, Forward, StepForwards, StepPlan, keeps_no_graph
-from .attention import BACKENDS, DenseMask, UnsupportedAttention, can_nest, install, original_attention
+from .attention import BACKENDS, UnsupportedAttention, can_nest, install, original_attention
 from .batch import Batch
 from .comparison import Comparison, Rehearsal
 from .dropout import noise_reason, other_dropout
@@ -250,8 +250,6 @@ class Door:
                 raise UnsupportedAttention(reason)
             if not self._is_prepared:
                 self._prepare()
-            if self.dense is not None and attention != "auto":
-                raise UnsupportedAttention(self.dense.reason)
         except (ValueError, ImportError) as error:
             # A named backend raises. Later passes run as in stock TRL in any case, because no layer was installed.
             self.reason = str(error)
@@ -263,13 +261,7 @@ class Door:
         reason = support.unsupported_reason(base)
         if reason is not None:
             raise UnsupportedAttention(reason)
-        self.dense = None
-        try:
-            install(base)
-        except (ValueError, ImportError) as error:
-            if not DenseMask.serves(base):
-                raise
-            self.dense = DenseMask(base, str(error))
+        install(base)
         install_recurrent(base)
         self.recurrent = bool(recurrent_layers(base))
         attention_layers = support.attention_layers(base)
@@ -581,8 +573,6 @@ class Door:
 
     def _why_not_keep(self) -> str | None:
         """Returns why passes of this model cannot use values of other passes; `None` if they can."""
-        if self.dense:
-            return "its attention is code of its own"
         if any(hasattr(parameter, "ds_id") for parameter in self.base.parameters()):
             return "DeepSpeed's ZeRO-3 gathers weights in the order of one forward and its backward"
         if any(isinstance(module, FullyShardedDataParallel) for module in self.base.modules()):
@@ -651,8 +641,6 @@ class Door:
             if in_parts:
                 batch.router_loss = False  # a pass in parts returns values and no losses of the model
             sequences = self.read(batch)
-            if rehearsal is None:
-                self._check_pairs(batch, sequences)
         except UnpackableBatch as error:
             self.runs_padded("A batch", str(error))
             return batch, None
@@ -753,16 +741,6 @@ class Door:
         return forwards if forwards.is_shared else None
 
     @_not_compiled
-    def _check_pairs(self, batch: Batch, sequences: Sequences) -> None:
-        """Raise if a mask of all pairs of the packed row would be larger than stock's.
-
-        A model whose attention is code of its own computes all pairs of a row.
-        """
-        rows, width = batch.input_ids.shape
-        if self.dense and not self.dense.pays(self.grow(batch, sequences).tokens, rows, width):
-            raise UnpackableBatch("a mask of all pairs of the packed row would be larger than stock's")
-
-    @_not_compiled
     def _batch(self, arguments: dict[str, Any], num_images: list[int] | None) -> Batch:
         """Returns a call's arguments as a [`Batch`]; raises `UnpackableBatch` if the meaning of one is not known."""
         arguments = {name: x for name, x in arguments.items() if x is not None and x is not False}
@@ -857,7 +835,7 @@ class Door:
 
         Recurrent layers cannot: they do not keep a state at every token.
         """
-        return can_nest(self.base, self.attention) and not (self.recurrent or self.dense)
+        return can_nest(self.base, self.attention) and not self.recurrent
 
     @_not_compiled
     def _lay_out(
@@ -888,10 +866,7 @@ class Door:
         arguments = {"input_ids": layout.input_ids, "use_cache": False}
         if self.takes_positions:
             arguments["position_ids"] = layout.position_ids
-        if self.dense is None:
-            arguments["attention_mask"] = masks_of(layout, self.layer_types, self.recurrent)
-        else:
-            arguments["attention_mask"] = self.dense.of(layout)
+        arguments["attention_mask"] = masks_of(layout, self.layer_types, self.recurrent)
         if batch.has_images:
             arguments.update(self.images.arguments(batch, layout, sequences))
         if batch.router_loss:
