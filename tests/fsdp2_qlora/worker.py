@@ -74,7 +74,7 @@ from trl_fsdp_qlora.fsdp2_qlora.distribute import ReplicasDiffer
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit, keep_plain_kernel, load_quantized_base
 from trl_fsdp_qlora.fsdp2_qlora.prepare import shard_quantized_base
 from trl_fsdp_qlora.fsdp2_qlora.trainer import ShardedQLoRAMixin
-from trl_fsdp_qlora.prefix_sharing import across_passes
+from trl_fsdp_qlora.prefix_sharing import passes
 from trl_fsdp_qlora.publishing import logits
 from trl_fsdp_qlora.publishing.logits import LOGITS
 from trl_fsdp_qlora.vllm import engine as engines
@@ -294,7 +294,7 @@ def grpo(
     Even a short prompt is computed once per optimizer step. With `idle` the last rank has nothing to learn from, and
     the optimizer steps after micro-batch `early`, too.
     """
-    across_passes.MIN_SAVED_TOKENS = 1
+    passes.MIN_SAVED_TOKENS = 1
     if bf16:
         settings["bf16"] = True
     if evaluate:

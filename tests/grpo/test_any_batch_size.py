@@ -5,7 +5,7 @@ TRL's.
 import pytest
 
 from tests.tiny import LOSS_TYPES, these_first
-from trl_fsdp_qlora.prefix_sharing import across_passes
+from trl_fsdp_qlora.prefix_sharing import passes
 from trl_fsdp_qlora.prefix_sharing.comparison import Comparison
 from trl_fsdp_qlora.prefix_sharing.door import Door
 
@@ -15,7 +15,7 @@ from .test_equals_stock import assert_equal_runs
 @pytest.fixture
 def steps(monkeypatch):
     """What was looked ahead: `(micro-batches, those of one pass, trunks)` of each optimizer step."""
-    monkeypatch.setattr(across_passes, "MIN_SAVED_TOKENS", 1)
+    monkeypatch.setattr(passes, "MIN_SAVED_TOKENS", 1)
     seen = []
     plan_step = Door.plan_step
 

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from tests.tiny import digit_share, lora, prompts, these_first, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.prefix_sharing import across_passes
+from trl_fsdp_qlora.prefix_sharing import passes, prefix_cache
 from trl_fsdp_qlora.prefix_sharing.door import Door
 
 # Rows of a micro-batch and `tokens_per_pass`: one micro-batch a pass with a trunk; several in one pass; a micro-batch
@@ -25,7 +25,7 @@ every_split = pytest.mark.parametrize("split", SPLITS)
 
 @pytest.fixture(autouse=True)
 def short_beginnings(monkeypatch):
-    monkeypatch.setattr(across_passes, "MIN_SAVED_TOKENS", 1)
+    monkeypatch.setattr(passes, "MIN_SAVED_TOKENS", 1)
 
 
 def make(
@@ -293,24 +293,23 @@ def test_the_tokens_of_a_cut_micro_batch_are_counted_over_all_of_its_passes(tmp_
 
 @every_split
 def test_what_is_kept_is_freed_with_its_last_pass(tmp_path, split, monkeypatch):
-    kept = {}  # weak references to what each store keeps of a node
-    alive = []  # what outlived its node
-    keep = across_passes.KeptValues.keep
-    drop = across_passes.KeptValues.drop
+    kept = {}  # weak references to what each cache keeps of a prefix
+    alive = []  # what outlived its prefix
+    keep = prefix_cache.PrefixCache.keep
+    drop = prefix_cache.PrefixCache.drop
 
-    def watched(store, key, value):
-        keep(store, key, value)
-        kept.setdefault((id(store), key[-1]), []).append(weakref.ref(value))
+    def watched(cache, prefix, slot, value):
+        keep(cache, prefix, slot, value)
+        kept.setdefault((id(cache), prefix), []).append(weakref.ref(value))
 
-    def watched_drop(store, nodes):
-        drop(store, nodes)
+    def watched_drop(cache, prefixes, trunks):
+        drop(cache, prefixes, trunks)
         gc.collect()
-        alive.extend(ref for node in nodes for ref in kept.get((id(store), node), ()) if ref() is not None)
-        for node in nodes:
-            kept.pop((id(store), node), None)
+        for prefix in prefixes:
+            alive.extend(ref for ref in kept.pop((id(cache), prefix), ()) if ref() is not None)
 
-    monkeypatch.setattr(across_passes.KeptValues, "keep", watched)
-    monkeypatch.setattr(across_passes.KeptValues, "drop", watched_drop)
+    monkeypatch.setattr(prefix_cache.PrefixCache, "keep", watched)
+    monkeypatch.setattr(prefix_cache.PrefixCache, "drop", watched_drop)
     grpo = make(tmp_path, split, gradient_checkpointing=False)
     grpo.train()
     gc.collect()

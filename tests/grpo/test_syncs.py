@@ -25,7 +25,7 @@ from trl_fsdp_qlora import (
     TSPMOConfig,
     TSPMOTrainer,
 )
-from trl_fsdp_qlora.prefix_sharing import across_passes
+from trl_fsdp_qlora.prefix_sharing import passes
 from trl_fsdp_qlora.small_base.text import character_tokenizer, new_model
 
 from .test_cuda import MARKS, a_star_po
@@ -160,7 +160,7 @@ def make(folder, cls=EfficientGRPOTrainer, config_cls=EfficientGRPOConfig, layer
 
 @pytest.fixture(autouse=True)
 def short_beginnings(monkeypatch):
-    monkeypatch.setattr(across_passes, "MIN_SAVED_TOKENS", 1)
+    monkeypatch.setattr(passes, "MIN_SAVED_TOKENS", 1)
 
 
 @pytest.fixture(scope="module")

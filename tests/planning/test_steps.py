@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 from tests.planning.models import config, folder, settings
 from trl_fsdp_qlora.planning.settings import Launch
 from trl_fsdp_qlora.planning.steps import plan_step
-from trl_fsdp_qlora.prefix_sharing.across_passes import grow_pass
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.door import open_door
+from trl_fsdp_qlora.prefix_sharing.passes import build_pass_forest
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,8 @@ def test_passes_trunks_and_tokens_are_those_of_the_door(tmp_path, door, fields, 
     assert (step.passes, step.trunks) == (len(forwards.rows_of_pass), int(forwards.trunks.sum()))
     assert step.values == (0 if trainer.values is None else trainer.values.count)
     of_passes = [
-        grow_pass(forwards.sequences, forwards.kept, rows).of_pass()[0].tokens for rows in forwards.rows_of_pass
+        build_pass_forest(forwards.sequences, forwards.kept, rows).of_pass()[0].tokens
+        for rows in forwards.rows_of_pass
     ]
     of_trunks = [node.depth - (forwards.kept[node.parent].depth if node.parent >= 0 else 0) for node in forwards.kept]
     assert step.computed == sum(of_passes) + sum(of_trunks)

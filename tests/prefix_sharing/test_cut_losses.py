@@ -16,7 +16,7 @@ from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.trl import split_pixel_values_by_grid
 from trl_fsdp_qlora.fsdp2_qlora.experts import packed_experts
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
-from trl_fsdp_qlora.prefix_sharing import across_passes
+from trl_fsdp_qlora.prefix_sharing import passes
 
 from .helpers import assert_equal_gradients, build, gradients, loss_inputs, make_batch, make_trainer, small
 from .test_equals_stock import lora
@@ -43,7 +43,7 @@ OPTIONS = {name: {"router_aux_loss_coef": 0.1} for name in ("gpt_oss", "qwen3_mo
 
 @pytest.fixture(autouse=True)
 def short_beginnings(monkeypatch):
-    monkeypatch.setattr(across_passes, "MIN_SAVED_TOKENS", 1)
+    monkeypatch.setattr(passes, "MIN_SAVED_TOKENS", 1)
 
 
 def trainer_of(name, tmp_path, kind="lora", **changes):
@@ -122,16 +122,16 @@ def assert_cuts_give_stock_gradients(trainer, monkeypatch, cuts, tolerance, inpu
         return planned[-1]
 
     monkeypatch.setattr(trainer.door, "plan_step", recorded)
-    for count, passes in cuts:
+    for count, pass_count in cuts:
         micro_batches = sliced(inputs, count)
         with trainer.door.closed():
             expected = step_gradients(trainer, micro_batches, 0)
         monkeypatch.setattr(
-            across_passes.StepForwards, "fits", lambda self, limit, passes=passes: len(self.rows_of_pass) == passes
+            passes.PassSchedule, "fits", lambda self, limit, most=pass_count: len(self.rows_of_pass) == most
         )
         planned.clear()
         actual = step_gradients(trainer, micro_batches, 1)
-        assert [len(plan.forwards.rows_of_pass) for plan in planned] == [passes]
+        assert [len(plan.forwards.rows_of_pass) for plan in planned] == [pass_count]
         assert_equal_gradients(actual, expected, tolerance)
 
 

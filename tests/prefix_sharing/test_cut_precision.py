@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trl_fsdp_qlora import EfficientGRPOTrainer
-from trl_fsdp_qlora.prefix_sharing import across_passes
+from trl_fsdp_qlora.prefix_sharing import passes
 
 from .helpers import build, make_trainer
 from .test_cut_losses import inputs_of, short_beginnings, sliced, step_gradients  # noqa: F401 (a fixture)
@@ -43,17 +43,17 @@ def stock_gradients(trainer, inputs) -> dict[int, list[torch.Tensor]]:
 
 def assert_as_near_as_stock(trainer, inputs, exact_of, monkeypatch, select=lambda gradients: gradients):
     """`select` returns the gradients of a step from what it left in `.grad`."""
-    for count, passes in CUTS:
+    for count, pass_count in CUTS:
         exact = exact_of[count]
         micro_batches = sliced(inputs, count)
         with trainer.door.closed():
             stock = error(select(step_gradients(trainer, micro_batches, 0)), exact)
         monkeypatch.setattr(
-            across_passes.StepForwards, "fits", lambda self, limit, passes=passes: len(self.rows_of_pass) == passes
+            passes.PassSchedule, "fits", lambda self, limit, most=pass_count: len(self.rows_of_pass) == most
         )
         cut = error(select(step_gradients(trainer, micro_batches, 1)), exact)
         assert stock > 1e-4, "it was not computed in half precision"
-        assert cut <= MOST_TIMES_STOCK * stock, (count, passes)
+        assert cut <= MOST_TIMES_STOCK * stock, (count, pass_count)
 
 
 @pytest.mark.parametrize("adapted", [True, False], ids=["lora", "full"])

@@ -19,9 +19,9 @@ from tests.distributed.launch import launch
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.trl import rows_of_images
 from trl_fsdp_qlora.grpo.groups import micro_batches
-from trl_fsdp_qlora.prefix_sharing import across_passes, images
 from trl_fsdp_qlora.prefix_sharing import comparison as comparison_module
 from trl_fsdp_qlora.prefix_sharing import door as doors
+from trl_fsdp_qlora.prefix_sharing import images, passes
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.comparison import sampled_rows
 from trl_fsdp_qlora.prefix_sharing.door import Door
@@ -211,7 +211,7 @@ def test_equals_stock(name, frozen, counted):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_images_are_seen_once_per_optimizer_step(name, monkeypatch):
     """In batches of one row each: a prompt with its images is computed by the first that needs it, and kept."""
-    monkeypatch.setattr(across_passes, "MIN_SAVED_TOKENS", 1)
+    monkeypatch.setattr(passes, "MIN_SAVED_TOKENS", 1)
     model, door, batch = pictured(name)
     batch = batch.rows(np.array([0, 8, 1, 3, 5, 2, 6, 4, 7, 9]))
     weight = torch.linspace(0.3, 1.7, batch.labels.numel()).view_as(batch.labels)[:, 1:]

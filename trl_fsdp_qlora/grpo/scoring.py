@@ -11,11 +11,11 @@ from torch import nn
 
 from ..compat.fsdp import forget_forward
 from ..compat.peft import is_reference
-from ..prefix_sharing.across_passes import CannotKeep
 from ..prefix_sharing.batch import Batch
 from ..prefix_sharing.door import Door, open_door
 from ..prefix_sharing.images import fingerprints
 from ..prefix_sharing.layout import IGNORED_LABEL
+from ..prefix_sharing.prefix_cache import CannotKeep
 from ..scoring.contexts import fill_masked_rows, share_values
 from ..scoring.token_selection import weight_gradient
 from .step import StepScores

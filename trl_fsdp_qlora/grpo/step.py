@@ -6,7 +6,7 @@ trainer can look ahead: it knows which tokens each micro-batch will score, and
 
 - As many micro-batches as fit run in one pass. TRL asks for the scores of one micro-batch at a time. The last one of a
   pass gets its scores with the graph. Those before it get constants, and their gradients wait for the backward of the
-  last one (see `prefix_sharing/across_passes.py`).
+  last one (see `prefix_sharing/prefix_cache.py`).
 - A micro-batch that does not fit is cut into several passes. First its scores are computed without a graph. TRL's loss
   then returns the gradients of these scores, and each pass runs again with a graph and takes its part of the gradients
   ([`StepScores.go_back`]). This costs one more forward, as gradient checkpointing does.
@@ -25,8 +25,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..compat.trl import FusedCausalLMOutput
-from ..prefix_sharing.across_passes import Account, StepForwards, StepPlan, hand_over, lend, pay
 from ..prefix_sharing.batch import Batch
+from ..prefix_sharing.passes import PassSchedule, StepPlan
+from ..prefix_sharing.prefix_cache import GradAccumulator, attach_collected, backward_collected, detach_and_collect
 
 
 class RandomState:
@@ -80,7 +81,7 @@ class StepScores:
         self._number = -1  # the micro-batch whose scores were asked for last
         self._scores: dict[int, FusedCausalLMOutput] = {}  # of the current pass, by micro-batch
         # Gradients that the earlier micro-batches of a pass hand to its last one.
-        self._owed: list[tuple[torch.Tensor, Account]] = []
+        self._collected: list[tuple[torch.Tensor, GradAccumulator]] = []
         self._cut: _CutScores | None = None  # the current micro-batch, if it is cut
 
     def score(self, number: int, model: nn.Module) -> FusedCausalLMOutput:
@@ -92,7 +93,7 @@ class StepScores:
             elif self.computes(number):
                 self._scores = self._scores_of_pass(number // self.plan.batches_per_pass, model)
         if (number + 1) % self.plan.batches_per_pass == 0:
-            self._owed = []  # the backward of this last micro-batch adds the gradients of the others
+            self._collected = []  # the backward of this last micro-batch adds the gradients of the others
         return self._scores[number]
 
     def comes_next(self, number: int) -> bool:
@@ -108,10 +109,10 @@ class StepScores:
 
         After a complete step no gradient waits.
         """
-        pay(self._owed)
+        backward_collected(self._collected)
         self.plan.forwards.finish()
         self._scores = {}
-        self._owed = []
+        self._collected = []
 
     def _is_last(self, batches: int) -> bool:
         """Whether the optimizer steps after the first `batches` micro-batches."""
@@ -126,7 +127,7 @@ class StepScores:
         output = _run(self.plan.forwards, number, model, Batch.joined(batches), self._is_last(last))
         rows = [len(batch.input_ids) for batch in batches]
         router_losses = None if output.aux_loss is None else self.plan.router_loss(output.aux_loss)
-        parts, self._owed = _parts(output, rows, router_losses)
+        parts, self._collected = _parts(output, rows, router_losses)
         return dict(enumerate(parts, first))
 
     # --- a micro-batch in several passes -----------------------------------------------------------------------------
@@ -199,7 +200,7 @@ class StepScores:
 
 
 def _run(
-    forwards: StepForwards,
+    forwards: PassSchedule,
     number: int,
     model: nn.Module,
     batch: Batch,
@@ -218,9 +219,8 @@ def _run(
     for forward in forwards.of_pass(number, is_first):
         with patch.multiple(model, require_backward_grad_sync=True) if reduces else nullcontext():
             output = model(**batch.arguments(), num_images=batch.num_images, forward=forward, fused_lm_head=True)
-        if forward.kept.trunk is not None and output.log_probs.requires_grad:
-            _, *trunk = forward.kept.trunk
-            forwards.trunk_outputs[tuple(trunk)] = output.log_probs
+        if forward.view.trunk is not None and output.log_probs.requires_grad:
+            forwards.trunk_outputs[forward.view.trunk] = output.log_probs
     return output
 
 
@@ -232,8 +232,8 @@ def _tensors(output: FusedCausalLMOutput) -> dict[str, torch.Tensor]:
 
 def _parts(
     output: FusedCausalLMOutput, rows: list[int], router_losses: torch.Tensor | None
-) -> tuple[list[FusedCausalLMOutput], list[tuple[torch.Tensor, Account]]]:
-    """The output of a pass, split by micro-batch, and the accounts of all micro-batches but the last.
+) -> tuple[list[FusedCausalLMOutput], list[tuple[torch.Tensor, GradAccumulator]]]:
+    """The output of a pass, split by micro-batch, and the accumulators of all micro-batches but the last.
 
     Args:
         output: of the pass. Its loss is left out, because it is taken over all rows.
@@ -245,15 +245,15 @@ def _parts(
     for name, value in _tensors(output).items():
         split = value.split(rows)
         for piece, part in zip(pieces[:-1], split[:-1], strict=True):
-            account = Account()
-            piece[name] = lend(part, account)
-            owed.append((part, account))
+            accumulator = GradAccumulator()
+            piece[name] = detach_and_collect(part, accumulator)
+            owed.append((part, accumulator))
         pieces[-1][name] = split[-1]
     if router_losses is not None:
         for piece, loss in zip(pieces[:-1], router_losses[:-1], strict=True):
-            account = Account()
-            piece["aux_loss"] = lend(loss, account)
-            owed.append((loss, account))
+            accumulator = GradAccumulator()
+            piece["aux_loss"] = detach_and_collect(loss, accumulator)
+            owed.append((loss, accumulator))
         pieces[-1]["aux_loss"] = router_losses[-1]
-    pieces[-1]["log_probs"] = hand_over(pieces[-1]["log_probs"], owed)
+    pieces[-1]["log_probs"] = attach_collected(pieces[-1]["log_probs"], owed)
     return [FusedCausalLMOutput(**piece) for piece in pieces], owed

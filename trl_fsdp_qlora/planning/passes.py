@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from ..prefix_sharing.across_passes import KeptInPass, KeptValues
+from ..prefix_sharing.prefix_cache import CacheView, PrefixCache
 from ..prefix_sharing.recurrent import goes_on_from_a_state, recurrent_layers, state_bytes
 from ..prefix_sharing.self_check import ROWS_HALF
 from ..prefix_sharing.support import keeps_keys, layer_types
@@ -265,8 +265,8 @@ def _run_step(settings: Settings, config, layers, longest: Pass, on_gpu: bool, i
         before = tracker.now
         autocast = torch.autocast("cpu", getattr(torch, settings.mixed or "bfloat16"), settings.mixed is not None)
 
-        def forward(tokens: int, kept: KeptInPass) -> torch.Tensor:
-            row = SimpleNamespace(kept=kept, is_computed=False)
+        def forward(tokens: int, view: CacheView) -> torch.Tensor:
+            row = SimpleNamespace(view=view, is_computed=False)
             ids = torch.zeros(1, tokens, dtype=torch.long)
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
             mask.packed_row = row  # a fake tensor cannot be a `RowMask`
@@ -274,7 +274,7 @@ def _run_step(settings: Settings, config, layers, longest: Pass, on_gpu: bool, i
             inputs = {"attention_mask": mask if attends else None, "position_ids": torch.zeros_like(ids)}
             hidden = causal.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
             row.is_computed = True
-            kept.keep_end(hidden)
+            view.keep_end(hidden)
             return hidden.flatten(0, 1)
 
         def score_pass(hidden_TH: torch.Tensor) -> torch.Tensor:
@@ -287,23 +287,26 @@ def _run_step(settings: Settings, config, layers, longest: Pass, on_gpu: bool, i
             tracker.peak = tracker.now
 
         with tracker, autocast:
-            values = KeptValues()
+            trunk = (0, 1)
             if is_cut:
+                values = PrefixCache()
                 with torch.no_grad():
-                    forward(longest.trunk, KeptInPass(values, computed_nodes=[(0, 0, longest.trunk)], is_trunk=True))
-                    score_pass(forward(longest.tokens, KeptInPass(values, used_nodes=[0])))
-            store = KeptValues()
-            end = "trunk" if every_layer else None
-            forward(longest.trunk, KeptInPass(store, computed_nodes=[(0, 0, longest.trunk)], trunk=end, is_trunk=True))
-            for ending in (frozenset(), frozenset([0])):
-                takes = [0] if any(key[-1] == 0 for key in store.values) else []
-                kept = KeptInPass(
-                    store, used_nodes=takes, ending_nodes=ending, ending_trunks=("trunk",) if ending else ()
-                )
-                scores = kept.handed_over(score_pass(forward(longest.tokens, kept)))
-                if ending:
-                    # The trunk's backward begins with the last value that the trunk kept, after the pass's backward.
-                    list(store.values.values())[-1].register_hook(next_part)
+                    forward(longest.trunk, CacheView(values, computed=[(0, 0, longest.trunk)], is_trunk=True))
+                    score_pass(forward(longest.tokens, CacheView(values, used=[0])))
+            cache = PrefixCache()
+            computes = CacheView(
+                cache, computed=[(0, 0, longest.trunk)], trunk=trunk if every_layer else None, is_trunk=True
+            )
+            forward(longest.trunk, computes)
+            used = [0] if cache.of(0) else []
+            # The trunk's backward begins with the last value that the trunk kept, after the pass's backward.
+            last_kept = cache.trunk_ends[trunk] if every_layer else cache.of(0)[-1].value
+            for is_last in (False, True):
+                ending = frozenset([0]) if is_last else frozenset()
+                view = CacheView(cache, used=used, ending=ending, ending_trunks=(trunk,) if is_last else ())
+                scores = view.with_collected(score_pass(forward(longest.tokens, view)))
+                if is_last:
+                    last_kept.register_hook(next_part)
                 with torch.autocast("cpu", enabled=False):
                     scores.sum().backward()
                 del scores

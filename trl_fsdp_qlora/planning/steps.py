@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..prefix_sharing.across_passes import MIN_SAVED_TOKENS
+from ..prefix_sharing.passes import MIN_SAVED_TOKENS
 from .settings import Settings
 
 

@@ -113,11 +113,11 @@ def _packed_attention(module, query, key, value, mask: RowMask, base: str, kwarg
     own_function = own_attention_function(base, module)
     layout = mask.packed_row
     try:
-        if layout.kept is not None:
+        if layout.view is not None:
             is_recomputed = layout.is_computed
-            slot = layout.kept.slot(module, is_recomputed)
-            key = layout.kept.extended((*slot, "key"), key, is_recomputed)
-            value = layout.kept.extended((*slot, "value"), value, is_recomputed)
+            slot = layout.view.slot(module, is_recomputed)
+            key = layout.view.extended((*slot, "key"), key, is_recomputed)
+            value = layout.view.extended((*slot, "value"), value, is_recomputed)
         options = _options(module, query, layout, kwargs)
         call = AttentionCall(module, query, key, value, layout, base, own_function, **options)
         name, out, refusals = _attend(call)

@@ -34,7 +34,6 @@ from ..scoring.logprobs import score_with_head
 from ..scoring.transfer import to_device, to_host
 from . import layout as layouts
 from . import support
-from .across_passes import CannotKeep, Forward, StepForwards, StepPlan, keeps_no_graph
 from .attention import BACKENDS, UnsupportedAttention, can_nest, install, original_attention
 from .batch import Batch
 from .comparison import Comparison, Rehearsal
@@ -42,6 +41,8 @@ from .dropout import noise_reason, other_dropout
 from .forest import Forest, grow
 from .images import Images
 from .layout import IGNORED_LABEL, PackedLayout, Sequences, UnpackableBatch, cut_rows, decode, encode, lay_out
+from .passes import Forward, PassSchedule, StepPlan
+from .prefix_cache import CannotKeep, keeps_no_graph
 from .recurrent import SHORTEST, gathered_per_call, recurrent_layers
 from .recurrent import install as install_recurrent
 from .relative_positions import sees_distances
@@ -175,7 +176,7 @@ class PassFigures:
     def add(self, layout: PackedLayout) -> None:
         """Count one more row."""
         self.tokens += layout.tokens
-        if layout.kept is None or not layout.kept.is_trunk:
+        if layout.view is None or not layout.view.is_trunk:
             self.padded_tokens += layout.shape[0] * layout.shape[1]
         computed = slice(0, layout.forest.computed)
         levels = np.bincount(layout.forest.levels[computed], layout.forest.lengths[computed]).astype(int).tolist()
@@ -468,23 +469,23 @@ class Door:
             return None
         device = batches[0].input_ids.device
 
-        def agree(numbers: list[int]) -> list[int]:
+        def max_over_ranks(numbers: list[int]) -> list[int]:
             return reduced_over_ranks(numbers, device)
 
         sequences = None
         if len({batch.input_ids.shape for batch in batches}) == 1:
             with contextlib.suppress(UnpackableBatch):
                 sequences = self._read_together(batches)
-        if any(agree([int(sequences is None)])):
+        if any(max_over_ranks([int(sequences is None)])):
             return None
         rows = len(batches[0].input_ids)
         limit = tokens_per_pass or batches[0].input_ids.numel()
-        rows_per_pass = self._rows_that_fit(sequences, len(batches), rows, limit, one_by_one, agree)
+        rows_per_pass = self._rows_that_fit(sequences, len(batches), rows, limit, one_by_one, max_over_ranks)
         to_losses = None
         if any(batch.router_loss for batch in batches):
             to_losses = functools.partial(router_loss, top_k=self._experts_per_token())
         if rows_per_pass >= rows:
-            return self._plan_whole_batches(batches, sequences, rows_per_pass, agree, to_losses)
+            return self._plan_whole_batches(batches, sequences, rows_per_pass, max_over_ranks, to_losses)
         if tokens_per_pass is None:
             return None  # too many beginnings would be alive at once; each batch alone needs less memory
         if one_by_one:
@@ -492,20 +493,20 @@ class Door:
                 f"Micro-batches of {rows} rows are longer than tokens_per_pass={tokens_per_pass}, and cannot "
                 "be cut here"
             )
-            return self._plan_whole_batches(batches, sequences, rows, agree, to_losses)
+            return self._plan_whole_batches(batches, sequences, rows, max_over_ranks, to_losses)
         rows_per_pass = max(rows_per_pass, 1)  # a single row that is too long runs alone
-        values = self._passes(sequences, rows_per_pass, rows, agree, has_gradients=False)
-        forwards = self._passes(sequences, rows_per_pass, rows, agree)
+        values = self._passes(sequences, rows_per_pass, rows, max_over_ranks, has_gradients=False)
+        forwards = self._passes(sequences, rows_per_pass, rows, max_over_ranks)
         return StepPlan(forwards, values, 1, rows // rows_per_pass, to_losses)
 
     def _rows_that_fit(
-        self, sequences: Sequences, batches: int, rows: int, limit: int, one_by_one: bool, agree: Callable
+        self, sequences: Sequences, batches: int, rows: int, limit: int, one_by_one: bool, max_over_ranks: Callable
     ) -> int:
         """Returns the largest number of rows in a pass of equal passes that fits into `limit` on every rank, or 0."""
         candidates = [rows] if one_by_one else _rows_per_pass(batches, rows)
         fitting = (count for count in candidates if self._passes(sequences, count, rows, list).fits(limit))
         fits_here = next(fitting, 0)
-        return -agree([-fits_here])[0]  # the minimum over ranks
+        return -max_over_ranks([-fits_here])[0]  # the minimum over ranks
 
     def _may_plan(self) -> bool:
         """Whether passes of this model may use values of other passes; logs why not, once."""
@@ -526,30 +527,32 @@ class Door:
         sequences: Sequences,
         rows_per_pass: int,
         rows_per_batch: int,
-        agree: Callable,
+        max_over_ranks: Callable,
         has_gradients: bool = True,
-    ) -> StepForwards:
+    ) -> PassSchedule:
         """Returns the forwards that compute `sequences`, `rows_per_pass` rows in a pass."""
         first_rows = range(0, len(sequences.lengths_B), rows_per_pass)
         rows_of_pass = [np.arange(first, first + rows_per_pass) for first in first_rows]
         ties_ends = has_gradients and is_sharded(self.base)
         batches_per_pass = max(1, rows_per_pass // rows_per_batch)
-        return StepForwards(sequences, rows_of_pass, self._shortest, agree, ties_ends, batches_per_pass)
+        return PassSchedule(sequences, rows_of_pass, self._shortest, max_over_ranks, ties_ends, batches_per_pass)
 
     def _plan_whole_batches(
         self,
         batches: list[Batch],
         sequences: Sequences,
         rows_per_pass: int,
-        agree: Callable,
+        max_over_ranks: Callable,
         to_losses: Callable | None,
     ) -> StepPlan | None:
         """Plan passes of one or several whole batches; `None` if the batches, each alone, compute no more tokens."""
         rows = len(batches[0].input_ids)
-        one_per_batch = self._passes(sequences, rows, rows, agree)
+        one_per_batch = self._passes(sequences, rows, rows, max_over_ranks)
         if not one_per_batch.is_shared:
             return None
-        forwards = one_per_batch if rows_per_pass == rows else self._passes(sequences, rows_per_pass, rows, agree)
+        forwards = (
+            one_per_batch if rows_per_pass == rows else self._passes(sequences, rows_per_pass, rows, max_over_ranks)
+        )
         # A batch that runs alone may be a dense row, which a pass of several batches cannot be. That may save more
         # than sharing between batches does.
         alone_tokens = 0
@@ -591,7 +594,7 @@ class Door:
         - `tokens_per_pass`: run in passes of no more tokens than this. All ranks run the same number of passes;
         - `rehearsal`: the [`comparison.Rehearsal`] of a pass that is compared;
         - `as_stock`: run `stock`;
-        - `forward`: one of several forwards that together compute a step, see [`across_passes.StepForwards`].
+        - `forward`: one of several forwards that together compute a step, see [`passes.PassSchedule`].
         """
         start = time.perf_counter()
         if self._watch is not None:
@@ -650,13 +653,13 @@ class Door:
     def _score_forward(self, batch: Batch, forward: Forward) -> FusedCausalLMOutput:
         """Score a packed pass that shares beginnings with other passes, or compute the trunk of such passes."""
         self.count_images(batch)
-        if forward.kept.is_trunk:
+        if forward.view.is_trunk:
             batch = replace(batch, labels=torch.full_like(batch.labels, IGNORED_LABEL))
         batch = replace(batch, router_loss=forward.sequences.needs_all)
         layout = self._lay_out(batch, forward.sequences, None, forward.forest)
-        layout.kept = forward.kept
+        layout.view = forward.view
         output = self._score_layout(batch, forward.sequences, layout, forward.batches)
-        output.log_probs = forward.kept.handed_over(output.log_probs)
+        output.log_probs = forward.view.with_collected(output.log_probs)
         return output
 
     @_but_for_the_model
@@ -713,7 +716,7 @@ class Door:
 
     @_but_for_the_model
     def _score_cut(
-        self, batch: Batch, sequences: Sequences, forwards: StepForwards | None, number: int
+        self, batch: Batch, sequences: Sequences, forwards: PassSchedule | None, number: int
     ) -> FusedCausalLMOutput:
         """Score the rows of pass `number` of a batch that is cut, after the trunks that no earlier pass has needed."""
         if forwards is None:
@@ -733,11 +736,11 @@ class Door:
         self._score_rows(unlabelled, unscored)
 
     @_not_compiled
-    def _forwards_of_cuts(self, sequences: Sequences, cuts: list[np.ndarray]) -> StepForwards | None:
+    def _forwards_of_cuts(self, sequences: Sequences, cuts: list[np.ndarray]) -> PassSchedule | None:
         """Plan passes without gradients so that a shared beginning is computed once; `None` if they share none."""
         if len(cuts) < 2 or torch.is_grad_enabled() or not self.keeps_beginnings:
             return None
-        forwards = StepForwards(sequences, cuts, self._shortest, list)
+        forwards = PassSchedule(sequences, cuts, self._shortest, list)
         return forwards if forwards.is_shared else None
 
     @_not_compiled
@@ -874,14 +877,14 @@ class Door:
         with self.images.in_every_forward():
             outputs = self.base.base_model(**arguments)
         layout.is_computed = True
-        if layout.kept is not None:
-            layout.kept.keep_end(outputs.last_hidden_state)
+        if layout.view is not None:
+            layout.view.keep_end(outputs.last_hidden_state)
         sums_M2E = None
         if batch.router_loss:
             router_logits = getattr(outputs, "router_logits", None)
             if isinstance(router_logits, tuple):
                 sums_M2E = router_sums(router_logits, layout, self._experts_per_token(), batches)
-            elif layout.kept is not None:
+            elif layout.view is not None:
                 raise CannotKeep("its forward returns no router logits")
         hidden_TH = outputs.last_hidden_state.flatten(0, 1)
         return hidden_TH[layout.score_index_N.to(hidden_TH.device)], sums_M2E
@@ -901,7 +904,7 @@ class Door:
         count = mask.sum().clamp(min=1) if batch.num_items is None else batch.num_items
         loss = -values["log_probs"].sum() / count
         aux_loss = None
-        if layout.kept is not None:
+        if layout.view is not None:
             aux_loss = sums_M2E
         elif batch.router_loss:
             # transformers returns 0 for a model without router logits.

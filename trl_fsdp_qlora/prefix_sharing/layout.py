@@ -175,7 +175,7 @@ class PackedLayout:
         is_computed: whether the forward is over. Every later call of a layer is a recomputation, which raises if it
             fails.
         own_masks: masks of roots with images, see `images.py`.
-        kept: an `across_passes.KeptInPass` with the values that layers keep for other passes; `None` if each pass
+        view: a `prefix_cache.CacheView` of the values that layers keep for other passes; `None` if each pass
             stands alone.
         cache: index tensors that a backend derived from the layout, for the use of all layers.
     """
@@ -195,7 +195,7 @@ class PackedLayout:
     problems: list[str] | None = None
     is_computed: bool = False
     own_masks: dict = field(default_factory=dict)
-    kept: Any = None
+    view: Any = None
     cache: dict = field(default_factory=dict)
 
     @property

@@ -202,28 +202,28 @@ def _compute(module: nn.Module, tokens: dict, layout: PackedLayout) -> torch.Ten
 
 
 def _keep_states(module: nn.Module, layout: PackedLayout, batch: "_Batch", after: dict) -> None:
-    """Keep the final states of a trunk's segments, see `across_passes.py`."""
-    if layout.kept is None or layout.is_computed or batch.run is None:
+    """Keep the final states of a trunk's segments, see `prefix_cache.py`."""
+    if layout.view is None or layout.is_computed or batch.run is None:
         return
     start, count, length = batch.run
-    for node, first, _ in layout.kept.computed_nodes:
+    for prefix, first, _ in layout.view.computed:
         row = (first - start) // length
         if 0 <= row < count:
             for kind, state in after.items():
-                layout.kept.keep((id(module), kind), node, state[row : row + 1])
+                layout.view.keep(prefix, (id(module), kind), state[row : row + 1])
 
 
 def _kept_states(module: nn.Module, layout: PackedLayout, level: int) -> list[dict]:
     """Returns the states of the kept segments of a level, in their order."""
     forest = layout.forest
-    if layout.kept is None or not forest.kept:
+    if layout.view is None or not forest.kept:
         return []
     levels = forest.levels[forest.computed :].tolist()
-    kinds = dict.fromkeys(key[1] for key in layout.kept.store.values if key[0] == id(module))
     states = []
-    for node, level_of_node in zip(layout.kept.used_nodes, levels, strict=True):
-        if level_of_node == level:
-            states.append({kind: layout.kept.kept_value((id(module), kind), node) for kind in kinds})
+    for prefix, level_of_prefix in zip(layout.view.used, levels, strict=True):
+        if level_of_prefix == level:
+            slots = [slot for slot in layout.view.cache.prefixes[prefix] if slot[0] == id(module)]
+            states.append({slot[1]: layout.view.kept(prefix, slot) for slot in slots})
     return states
 
 

@@ -3,57 +3,38 @@
 A packed pass computes a beginning once for its own rows. The rows of an optimizer step may not fit into one pass (one
 completion in each micro-batch, a group larger than memory). Then a forward of its own, a *trunk*, computes their
 beginning. Every layer *keeps* the trunk's values that later tokens need: keys and values, or the final states of a
-recurrent layer.
+recurrent layer (`prefix_cache.py`).
 
     trunk:   [ prompt ]                       graph of the prompt, kept
     pass 0:  [ completion 0 | completion 1 ]  attends to the prompt's keys and values as constants
     pass 1:  [ completion 2 | completion 3 ]  the last pass: attends to them as part of the graph
 
-Every pass but the last takes the kept values as constants ([`_Lend`]), and its backward adds their gradients to an
-account. In the last pass the kept values are part of the graph. When its backward begins, the accounts of all earlier
-passes are added ([`_HandOver`]). So the trunk's backward runs once, inside the backward of the last pass, and the
-trainer calls every backward itself. Weights do not change between the passes, so the result is that of one pass over
-all rows, up to the order of sums.
+The trunk's backward runs once, inside the backward of the last pass. Weights do not change between the passes, so the
+result is that of one pass over all rows, up to the order of sums.
 
 A token that predicts a label belongs to the pass that scores the label. So a trunk ends one token before the first
 label of its rows.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from .forest import Forest, Node, choose_nodes, prefix_nodes, segments_of, sorted_rows
 from .layout import Sequences
+from .prefix_cache import CacheView, GradAccumulator, PrefixCache, Trunk, backward_collected
 
 # A trunk costs a forward of its own, so a beginning has to save at least this many tokens over all passes.
 MIN_SAVED_TOKENS = 64
-
-
-def keeps_no_graph(model: torch.nn.Module) -> bool:
-    """Whether layers of `model` (with all wrappers) have reentrant checkpointing, whose forward records no graph.
-
-    A wrapper of the user's own is not found here; [`KeptInPass.keep`] raises then.
-    """
-    for module in model.modules():
-        if not getattr(module, "gradient_checkpointing", True):
-            continue
-        # Where transformers' layers and torch's `checkpoint_wrapper` have the function that checkpoints them.
-        for name in ("_gradient_checkpointing_func", "checkpoint_fn"):
-            if getattr(vars(module).get(name), "keywords", {}).get("use_reentrant"):
-                return True
-    return False
 
 
 # --- which beginnings are kept ---------------------------------------------------------------------------------------
 
 
 @dataclass
-class KeptNode:
+class SharedPrefix:
     """A beginning that rows of several passes share.
 
     Attributes:
@@ -72,7 +53,7 @@ class KeptNode:
     offset: int
 
 
-def kept_nodes(sequences: Sequences, pass_B: np.ndarray, min_length: int = 1) -> list[KeptNode]:
+def shared_prefixes(sequences: Sequences, pass_B: np.ndarray, min_length: int = 1) -> list[SharedPrefix]:
     """Returns the beginnings that are worth a trunk, parents before their children.
 
     Args:
@@ -88,7 +69,7 @@ def kept_nodes(sequences: Sequences, pass_B: np.ndarray, min_length: int = 1) ->
         return []
     rows, common = sorted_rows(sequences.tokens_BL, lengths_B, sequences.spans_B2)
     nodes = choose_nodes(prefix_nodes(common), lengths_B[rows], min_length)
-    kept: list[KeptNode] = []
+    kept: list[SharedPrefix] = []
     path: list[int] = []  # indices of the kept nodes that contain the current one
     last_row: list[int] = []  # of each kept node, in the sorted order
     for node in sorted(nodes, key=lambda node: (node.first, -node.last, node.depth)):
@@ -101,7 +82,7 @@ def kept_nodes(sequences: Sequences, pass_B: np.ndarray, min_length: int = 1) ->
         if (len(passes) - 1) * length < MIN_SAVED_TOKENS or length < min_length:
             continue
         offset = kept[parent].offset if path else int(sequences.offsets_B[rows_of_node[0]])
-        kept.append(KeptNode(node.depth, rows_of_node, parent, int(passes[0]), int(passes[-1]), offset))
+        kept.append(SharedPrefix(node.depth, rows_of_node, parent, int(passes[0]), int(passes[-1]), offset))
         last_row.append(node.last)
         path.append(len(kept) - 1)
     return kept
@@ -136,7 +117,9 @@ class PassForest:
         return forest, [node_of[segment] for segment in kept]
 
 
-def grow_pass(sequences: Sequences, kept: list[KeptNode], rows: np.ndarray, min_length: int = 1) -> PassForest:
+def build_pass_forest(
+    sequences: Sequences, kept: list[SharedPrefix], rows: np.ndarray, min_length: int = 1
+) -> PassForest:
     """Returns the forest of some rows of the step (`sequences` has all rows), with kept beginnings as segments.
 
     Tokens that rows share behind the same kept beginning are computed once, as in any pass.
@@ -177,7 +160,7 @@ def grow_pass(sequences: Sequences, kept: list[KeptNode], rows: np.ndarray, min_
     return PassForest(forest, segment_of, offset_S)
 
 
-def _rows_of_nodes(kept: list[KeptNode], rows: np.ndarray) -> dict[int, list[int]]:
+def _rows_of_nodes(kept: list[SharedPrefix], rows: np.ndarray) -> dict[int, list[int]]:
     """Returns for each kept node with which rows of a pass begin the indices of these rows in the pass."""
     index_in_pass = {row: index for index, row in enumerate(rows.tolist())}
     rows_of_node = {}
@@ -218,190 +201,6 @@ def _tails_sorted(
     return order[by_node], common[by_node][1:]
 
 
-# --- what layers keep ------------------------------------------------------------------------------------------------
-
-
-class Account:
-    """The sum of the gradients that passes owe to a kept value.
-
-    The sum is in float32 or better: it may have hundreds of half-precision terms.
-    """
-
-    total: torch.Tensor | None = None
-
-    def add(self, gradient: torch.Tensor) -> None:
-        gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        self.total = gradient.clone() if self.total is None else self.total.add_(gradient)
-
-    def withdraw(self) -> torch.Tensor | None:
-        """Returns the sum and empties the account, so that the sum is paid once."""
-        total = self.total
-        self.total = None
-        return total
-
-
-class _Lend(torch.autograd.Function):
-    """A value as a constant, whose gradient goes to its account. `anchor` makes autograd call the backward."""
-
-    @staticmethod
-    def forward(ctx, value, anchor, account: Account):
-        ctx.account = account
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.account.add(gradient)
-        return None, None, None
-
-
-class _HandOver(torch.autograd.Function):
-    """`x` unchanged; in the backward each of `values` gets its account's sum as gradient, or zeros without account."""
-
-    @staticmethod
-    def forward(ctx, x, accounts: list[Account | None], *values):
-        ctx.accounts = accounts
-        ctx.like = [(value.shape, value.dtype, value.device) for value in values]
-        return x.clone()  # FSDP2 warns of views among a forward's outputs
-
-    @staticmethod
-    def backward(ctx, gradient):
-        owed = []
-        for account, (shape, dtype, device) in zip(ctx.accounts, ctx.like, strict=True):
-            total = torch.zeros(shape, dtype=dtype, device=device) if account is None else account.withdraw()
-            owed.append(None if total is None else total.to(dtype))
-        return gradient, None, *owed
-
-
-def lend(value: torch.Tensor, account: Account) -> torch.Tensor:
-    """Returns `value` as a constant whose gradient goes to `account`."""
-    if not (torch.is_grad_enabled() and value.requires_grad):
-        return value.detach()
-    anchor = torch.zeros((), device=value.device, requires_grad=True)
-    return _Lend.apply(value.detach(), anchor, account)
-
-
-def hand_over(x: torch.Tensor, values: list[tuple[torch.Tensor, Account | None]]) -> torch.Tensor:
-    """Returns `x`; its backward passes each value the sum on its account as gradient."""
-    values = [(value, account) for value, account in values if value.requires_grad]
-    if not values or not x.requires_grad:
-        return x
-    return _HandOver.apply(x, [account for _, account in values], *(value for value, _ in values))
-
-
-def pay(owed: list[tuple[torch.Tensor, Account]]) -> None:
-    """Run the backward of values with the sums on their accounts, if no later pass's backward will do it."""
-    values = []
-    gradients = []
-    for value, account in owed:
-        total = account.withdraw()
-        if total is not None:
-            values.append(value)
-            gradients.append(total.to(value.dtype))
-    if values:
-        torch.autograd.backward(values, gradients)
-
-
-class CannotKeep(Exception):
-    """A layer's keys or states cannot be kept for later passes; the message is the reason."""
-
-
-@dataclass(eq=False)
-class KeptValues:
-    """Values that the layers of a model keep during an optimizer step, by layer, kind and kept node."""
-
-    values: dict[tuple, torch.Tensor] = field(default_factory=dict)
-    accounts: dict[tuple, Account] = field(default_factory=dict)
-
-    def keep(self, key: tuple, value: torch.Tensor) -> None:
-        if key in self.values:
-            raise CannotKeep("a layer keeps two things under one name")
-        self.values[key] = value
-        self.accounts[key] = Account()
-
-    def clear(self) -> None:
-        self.values.clear()
-        self.accounts.clear()
-
-    def drop(self, nodes: set) -> None:
-        """Free all values of these nodes."""
-        for key in [key for key in self.values if key[-1] in nodes]:
-            del self.values[key], self.accounts[key]
-
-
-@dataclass(eq=False)
-class KeptInPass:
-    """The values that one forward keeps for others, or uses; layers find it in [`layout.PackedLayout`].
-
-    Attributes:
-        store: the kept values of the step.
-        computed_nodes: the nodes that a trunk computes, as `(node, first token in the row, tokens)`.
-        used_nodes: nodes whose keys lie behind those of the row, in their order.
-        ending_nodes: nodes that no later forward needs; their values are part of the graph and not constants.
-        trunk: name of this trunk, if each layer of the trunk has to be in the backward, for which its last hidden
-            states are kept; else `None`.
-        ending_trunks: names of such trunks that no later forward needs; their last hidden states are handed over with
-            the output.
-        is_trunk: whether the forward is a trunk, which scores nothing.
-        has_gradients: whether a backward will follow.
-        calls, recomputed_calls: number of calls of each attention layer so far, in the forward and in its
-            recomputation by the backward.
-    """
-
-    store: KeptValues
-    computed_nodes: list[tuple[int, int, int]] = field(default_factory=list)
-    used_nodes: list[int] = field(default_factory=list)
-    ending_nodes: frozenset = frozenset()
-    trunk: Any = None
-    ending_trunks: tuple = ()
-    is_trunk: bool = False
-    has_gradients: bool = field(default_factory=torch.is_grad_enabled)
-    calls: Counter = field(default_factory=Counter)
-    recomputed_calls: Counter = field(default_factory=Counter)
-
-    def slot(self, module: torch.nn.Module, is_recomputed: bool) -> tuple[int, int]:
-        """Returns the name of a call of a layer in a forward: some layers attend twice in each forward."""
-        calls = self.recomputed_calls if is_recomputed else self.calls
-        call = calls[id(module)]
-        calls[id(module)] += 1
-        return id(module), call
-
-    def keep(self, slot: tuple, node: int, value: torch.Tensor) -> None:
-        """Keep a node's `value` for later passes under the name `slot`."""
-        if self.has_gradients and not torch.is_grad_enabled():
-            raise CannotKeep("its layers run without a graph")
-        self.store.keep((*slot, node), value)
-
-    def kept_value(self, slot: tuple, node: int) -> torch.Tensor:
-        """Returns the value that a layer kept of a node under the name `slot`."""
-        key = (*slot, node)
-        value = self.store.values[key]
-        return value if node in self.ending_nodes else lend(value, self.store.accounts[key])
-
-    def extended(self, slot: tuple, x: torch.Tensor, is_recomputed: bool) -> torch.Tensor:
-        """Returns keys or values `(1, H, T, D)` of the row followed by the kept ones: `(1, H, T + kept, D)`."""
-        if not is_recomputed:
-            for node, start, length in self.computed_nodes:
-                self.keep(slot, node, x.narrow(2, start, length))
-        if not self.used_nodes:
-            return x
-        return torch.cat([x, *(self.kept_value(slot, node).to(x.dtype) for node in self.used_nodes)], dim=2)
-
-    def keep_end(self, hidden: torch.Tensor) -> None:
-        """Keep the last hidden states of a trunk whose layers all have to be in the backward."""
-        if self.trunk is not None:
-            self.store.keep(("end", self.trunk), hidden)
-
-    def handed_over(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the scores of a pass that ends nodes; their backward pays the gradients that earlier passes owe."""
-        values = []
-        for key, value in self.store.values.items():
-            if key[-1] in self.ending_nodes:
-                values.append((value, self.store.accounts[key]))
-            elif key[-1] in self.ending_trunks:  # nothing is owed to a trunk's last hidden states
-                values.append((value, None))
-        return hand_over(x, values)
-
-
 # --- the forwards of an optimizer step -------------------------------------------------------------------------------
 
 
@@ -414,27 +213,27 @@ class Forward:
     Attributes:
         sequences: the rows of the call; a trunk scores none.
         forest: see [`forest.Forest.part`].
-        kept: the values that layers keep or use.
+        view: the values that layers keep or use.
         is_first: whether it is the first of the forwards whose tokens are counted together.
         batches: number of batches whose rows it has.
     """
 
-    def __init__(self, sequences: Sequences, forest: Forest, kept: KeptInPass, is_first: bool, batches: int = 1):
+    def __init__(self, sequences: Sequences, forest: Forest, view: CacheView, is_first: bool, batches: int = 1):
         self.sequences = sequences
         self.forest = forest
-        self.kept = kept
+        self.view = view
         self.is_first = is_first
         self.batches = batches
 
 
-class StepForwards:
+class PassSchedule:
     """The forwards of an optimizer step (or of a set of passes without gradients), pass by pass.
 
     Args:
         sequences: all rows of the step.
         rows_of_pass: the rows that each pass scores.
         min_length: length of the shortest segment that others may go on from.
-        agree: returns the element-wise maximum of a list of numbers over ranks.
+        max_over_ranks: returns the element-wise maximum of a list of numbers over ranks.
         ties_ends: whether every layer of a trunk has to be part of the backward, because each layer is collective.
         batches_per_pass: number of batches whose rows a pass has; 1 if it has a part of a batch.
     """
@@ -444,7 +243,7 @@ class StepForwards:
         sequences: Sequences,
         rows_of_pass: list[np.ndarray],
         min_length: int,
-        agree: Callable[[list[int]], list[int]],
+        max_over_ranks: Callable[[list[int]], list[int]],
         ties_ends: bool = False,
         batches_per_pass: int = 1,
     ):
@@ -454,20 +253,20 @@ class StepForwards:
         pass_B = np.zeros(len(sequences.lengths_B), dtype=int)
         for number, rows in enumerate(rows_of_pass):
             pass_B[rows] = number
-        self.kept = kept_nodes(sequences, pass_B, min_length)
-        self.store = KeptValues()
+        self.kept = shared_prefixes(sequences, pass_B, min_length)
+        self.cache = PrefixCache()
         self.ties_ends = ties_ends
         self.batches_per_pass = batches_per_pass
         # The scores that a trunk's forward returned, by its first and last pass, if each of its layers is collective.
-        self.trunk_outputs: dict[tuple[int, int], torch.Tensor] = {}
-        self._grown: dict[int, PassForest] = {}  # by pass, because planning and running use the same forests
+        self.trunk_outputs: dict[Trunk, torch.Tensor] = {}
+        self._forests: dict[int, PassForest] = {}  # by pass, because planning and running use the same forests
         # Forwards are collective, so each rank runs the trunks of all ranks. A trunk lives from the first pass that
         # needs it to the last one.
         count = len(rows_of_pass)
         needed = np.zeros((count, count), dtype=int)
         for node in self.kept:
             needed[node.first, node.last] = 1
-        self.trunks = np.array(agree(needed.ravel().tolist())).reshape(count, count) > 0
+        self.trunks = np.array(max_over_ranks(needed.ravel().tolist())).reshape(count, count) > 0
 
     @property
     def is_shared(self) -> bool:
@@ -489,11 +288,12 @@ class StepForwards:
 
     def _forest_of(self, number: int) -> PassForest:
         """Returns the forest of a pass's rows, which is grown once."""
-        if number not in self._grown:
-            self._grown[number] = grow_pass(self.sequences, self.kept, self.rows_of_pass[number], self.min_length)
-        return self._grown[number]
+        if number not in self._forests:
+            rows = self.rows_of_pass[number]
+            self._forests[number] = build_pass_forest(self.sequences, self.kept, rows, self.min_length)
+        return self._forests[number]
 
-    def _length(self, node: KeptNode) -> int:
+    def _length(self, node: SharedPrefix) -> int:
         """Returns the number of tokens of a kept beginning that its parent does not have."""
         return node.depth - (self.kept[node.parent].depth if node.parent >= 0 else 0)
 
@@ -515,7 +315,7 @@ class StepForwards:
             number: of the pass.
             is_first: whether it is the first of the passes whose tokens are counted together.
         """
-        self.store.drop(self._ended_before(number))
+        self.cache.drop(*self._ended_before(number))
         for last in reversed(np.flatnonzero(self.trunks[number]).tolist()):
             yield self._trunk(number, last, is_first)
             is_first = False
@@ -524,14 +324,14 @@ class StepForwards:
         for first in first_passes:
             # The backward of this pass begins the trunk's, so `finish` must not.
             self.trunk_outputs.pop((first, number), None)
-        kept = KeptInPass(
-            self.store,
-            used_nodes=used_nodes,
-            ending_nodes=self._ending_in(number),
-            ending_trunks=tuple(("trunk", first, number) for first in first_passes),
+        view = CacheView(
+            self.cache,
+            used=used_nodes,
+            ending=self._ending_in(number),
+            ending_trunks=tuple((first, number) for first in first_passes),
         )
         sequences = self.sequences.rows(self.rows_of_pass[number])
-        yield Forward(sequences, forest, kept, is_first, self.batches_per_pass)
+        yield Forward(sequences, forest, view, is_first, self.batches_per_pass)
 
     def _trunk(self, first: int, last: int, is_first: bool) -> Forward:
         """Returns the trunk of the nodes that are needed from pass `first` to pass `last`."""
@@ -549,42 +349,44 @@ class StepForwards:
                 computed_nodes.append((node, int(forest.starts[segment]), int(forest.lengths[segment])))
         else:  # another rank's trunk: this rank computes one token
             nothing = replace(unscored, needs_all=False)
-            forest, _ = grow_pass(nothing, [], np.arange(len(rows)), self.min_length).of_pass()
-        kept = KeptInPass(
-            self.store,
-            computed_nodes=computed_nodes,
-            used_nodes=used_nodes,
-            ending_nodes=self._ending_in(last),
-            trunk=("trunk", first, last) if self.ties_ends else None,
+            forest, _ = build_pass_forest(nothing, [], np.arange(len(rows)), self.min_length).of_pass()
+        view = CacheView(
+            self.cache,
+            computed=computed_nodes,
+            used=used_nodes,
+            ending=self._ending_in(last),
+            trunk=(first, last) if self.ties_ends else None,
             is_trunk=True,
         )
-        return Forward(unscored, forest, kept, is_first)
+        return Forward(unscored, forest, view, is_first)
 
     def finish(self) -> None:
         """End the step: run the backward of trunks whose last pass did not run, and free all kept values."""
         trunks = [tuple(trunk) for trunk in np.argwhere(self.trunks).tolist()]
         # A trunk goes on from trunks that live longer, so its backward comes before theirs.
         for trunk in sorted(trunks, key=lambda trunk: (-trunk[0], trunk[1])):
-            nodes = {n for n, node in enumerate(self.kept) if (node.first, node.last) == trunk}
-            owed = [(x, self.store.accounts[key]) for key, x in self.store.values.items() if key[-1] in nodes]
+            values = []
+            for number, prefix in enumerate(self.kept):
+                if (prefix.first, prefix.last) == trunk:
+                    values += [(kept.value, kept.collected) for kept in self.cache.of(number)]
             if trunk in self.trunk_outputs:
                 # Its backward begins at the output, where the model's hooks gather sharded weights.
                 output = self.trunk_outputs[trunk]
-                ends = Account()
-                ends.add(torch.zeros_like(output))
-                owed.append((output, ends))
-            pay(owed)
-        self.store.clear()
+                nothing = GradAccumulator()
+                nothing.add(torch.zeros_like(output))
+                values.append((output, nothing))
+            backward_collected(values)
+        self.cache.clear()
         self.trunk_outputs.clear()
 
     def _ending_in(self, number: int) -> frozenset:
         return frozenset(n for n, node in enumerate(self.kept) if node.last == number)
 
-    def _ended_before(self, number: int) -> set:
-        """Returns the nodes, and the names of the trunks, that only passes before `number` need."""
-        nodes = {n for n, node in enumerate(self.kept) if node.last < number}
-        trunks = {("trunk", first, last) for first, last in np.argwhere(self.trunks).tolist() if last < number}
-        return nodes | trunks
+    def _ended_before(self, number: int) -> tuple[set[int], set[Trunk]]:
+        """Returns the prefixes, and the trunks, that only passes before `number` need."""
+        prefixes = {n for n, prefix in enumerate(self.kept) if prefix.last < number}
+        trunks = {(first, last) for first, last in np.argwhere(self.trunks).tolist() if last < number}
+        return prefixes, trunks
 
 
 @dataclass(eq=False)
@@ -600,8 +402,8 @@ class StepPlan:
             [`router_loss.router_sums`]; `None` if the loss has none.
     """
 
-    forwards: StepForwards
-    values: StepForwards | None
+    forwards: PassSchedule
+    values: PassSchedule | None
     batches_per_pass: int
     passes_per_batch: int
     router_loss: Callable[[torch.Tensor], torch.Tensor] | None = None

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trl_fsdp_qlora.prefix_sharing import across_passes, cascade, forest, layout
+from trl_fsdp_qlora.prefix_sharing import cascade, forest, layout, passes
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.door import open_door
 
@@ -17,7 +17,7 @@ FAMILIES = SUPPORTED | {name: make for name, (make, _) in RECURRENT.items()}
 
 @pytest.fixture(autouse=True)
 def short_beginnings(monkeypatch):
-    monkeypatch.setattr(across_passes, "MIN_SAVED_TOKENS", 1)
+    monkeypatch.setattr(passes, "MIN_SAVED_TOKENS", 1)
 
 
 def groups(draw):
