@@ -52,7 +52,7 @@ def stamp(model: nn.Module) -> int:
     next(modules)  # the model's own forward is the door
     facts = [getattr(model.get_decoder(), "config", model.config)._attn_implementation]
     for module in modules:
-        facts += [type(module), type(module).forward, vars(module).get("forward")]
+        facts += [type(module), vars(module).get("forward")]
     return hash(tuple(facts))
 
 
