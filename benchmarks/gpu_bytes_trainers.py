@@ -26,7 +26,7 @@ from trl_fsdp_qlora.fsdp2_qlora.generation import gathered
 from trl_fsdp_qlora.planning.hardware import CONTEXT, read_hardware
 from trl_fsdp_qlora.planning.plan import PROCESS, ROOM, make_plan
 from trl_fsdp_qlora.planning.settings import from_words, read_launch
-from trl_fsdp_qlora.prefix_sharing import door
+from trl_fsdp_qlora.prefix_sharing import first_pass
 
 SMALL = {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}
 MODELS = {
@@ -160,7 +160,7 @@ def skip_the_comparison() -> None:
         with torch.no_grad():
             packed(cuts.packed[0].rows)
 
-    door.compare = only_packed
+    first_pass.compare = only_packed
 
 
 def measure(contestant: str, point: Point, limit: int | None = None) -> dict[str, int]:
@@ -180,7 +180,7 @@ def measure(contestant: str, point: Point, limit: int | None = None) -> dict[str
     held = torch.cuda.memory_allocated()
     step(trainer, model, batch)  # from here on there is an optimizer state
     peaks = step(trainer, model, batch)
-    if contestant == "ours" and not trainer.door.is_active:
+    if contestant == "ours" and not trainer.sharing.is_active:
         raise RuntimeError("prefix sharing was off, so this is no measurement of it")
     return {
         "held": held,
@@ -205,7 +205,7 @@ def measure_rank(point: Point, prefix_sharing: str) -> dict:
         whole = torch.cuda.memory_allocated()
     step(trainer, model, batch)  # from here on there is an optimizer state
     peaks = step(trainer, model, batch)
-    if trainer.door.is_active != (prefix_sharing == "auto"):
+    if trainer.sharing.is_active != (prefix_sharing == "auto"):
         raise RuntimeError(f"prefix sharing is not {prefix_sharing!r}, so this is no measurement of it")
     return {
         "base": trainer.base_bytes.to_dict(),

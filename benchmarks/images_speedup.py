@@ -22,7 +22,7 @@ from synthetic import RESULTS, SavedBytes, cpu_name
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
-from trl_fsdp_qlora.prefix_sharing.door import open_door
+from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
 
 IMAGE, VOCABULARY, TEXT, COMPLETION, GROUP, PATCH = 3, 512, 16, 64, 8, 16
 # Height and width of the image in patches, by its tokens: four patches are a token.
@@ -81,7 +81,7 @@ def measure(tokens: int, frozen: bool, runs: int) -> dict:
     models = {"stock": small_model(frozen), "ours": small_model(frozen)}
     for model in models.values():
         add_fused_lm_head(model, 1.0, outputs=("log_probs", "entropy"))
-    door = open_door(models["ours"], compares=False)
+    sharing = install_sharing(models["ours"], compares=False)
     labels = ids.clone()
     labels[:, :-COMPLETION] = -100
     num_images = vision.pop("num_images")
@@ -102,11 +102,11 @@ def measure(tokens: int, frozen: bool, runs: int) -> dict:
         logps.sum().backward()
         return time.perf_counter() - start
 
-    door.comparison.with_stock(models["ours"], batch)
+    sharing.comparison.with_stock(models["ours"], batch)
     for name in models:
         step(name)
-    if not door.figures.tokens:
-        raise RuntimeError(f"nothing was packed, so this is no measurement of it: {door.describe()}")
+    if not sharing.figures.tokens:
+        raise RuntimeError(f"nothing was packed, so this is no measurement of it: {sharing.describe()}")
     seconds = {name: [] for name in models}
     for _ in range(runs):
         for name in models:
@@ -117,7 +117,7 @@ def measure(tokens: int, frozen: bool, runs: int) -> dict:
     pairs = list(zip(models["stock"].parameters(), models["ours"].parameters(), strict=True))
     largest = max(a.grad.abs().max() for a, _ in pairs if a.grad is not None)
     off = max(((a.grad - b.grad).abs().max() / largest).item() for a, b in pairs if a.grad is not None)
-    ratio = ids.numel() / door.figures.tokens
+    ratio = ids.numel() / sharing.figures.tokens
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     return {
         "image_tokens": tokens,

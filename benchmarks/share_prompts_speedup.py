@@ -29,7 +29,7 @@ from synthetic import RESULTS, cpu_name, make_model, small_tokenizer
 
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.prefix_sharing import forest
-from trl_fsdp_qlora.prefix_sharing.door import causal_language_model
+from trl_fsdp_qlora.prefix_sharing.sharing import causal_language_model
 
 # name: trainer, tokens that all groups have in common, tokens of each prompt's own, of a completion, groups, rows of a
 # group

@@ -25,7 +25,7 @@ import trl
 
 import trl_fsdp_qlora
 from trl_fsdp_qlora import share_prompts
-from trl_fsdp_qlora.prefix_sharing.door import Door
+from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 
 SHARING = ("DPOTrainer", "KTOTrainer", "RLOOTrainer", "SFTTrainer")
 OURS = [f"{algorithm}{kind}" for algorithm in ("GRPO", "RLOO", "DPO") for kind in ("Config", "Trainer")]
@@ -82,13 +82,13 @@ def _share_prompts_of(trainer: type) -> None:
 
 
 def _count_passes() -> None:
-    score = Door.score
-    log = Door.runs_padded
+    score = PromptSharing.score
+    log = PromptSharing.fall_back
 
     @functools.wraps(score)
     def counted(self, *args):
         output = score(self, *args)
-        if not self.is_aside:
+        if not self.is_closed:
             counts["packed" if self.figures.tokens else "padded"] += 1
             counts["tokens"] += self.figures.tokens
             counts["padded_tokens"] += self.figures.padded_tokens
@@ -98,5 +98,5 @@ def _count_passes() -> None:
         reasons[f"{type(self.base).__name__}: {reason}"] += 1
         log(self, what, reason)
 
-    Door.score = counted
-    Door.runs_padded = counted_reason
+    PromptSharing.score = counted
+    PromptSharing.fall_back = counted_reason

@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed.launch import run_launcher
 from tests.tiny import save_tiny_model, save_tiny_vision_model, save_tool_calling_model, these_first
-from trl_fsdp_qlora.prefix_sharing.door import Door
+from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
@@ -49,20 +49,20 @@ def test_every_script_has_a_test_and_is_short_and_listed():
 
 @pytest.fixture
 def passes(monkeypatch):
-    """The door of each scored pass, in order."""
-    doors = []
-    score = Door.score
+    """Prompt sharing of each scored pass, in order."""
+    sharing_module = []
+    score = PromptSharing.score
 
-    def counted(door, *call):
-        doors.append(door)
-        return score(door, *call)
+    def counted(sharing, *call):
+        sharing_module.append(sharing)
+        return score(sharing, *call)
 
-    monkeypatch.setattr(Door, "score", counted)
-    return doors
+    monkeypatch.setattr(PromptSharing, "score", counted)
+    return sharing_module
 
 
 def check_that_prompts_were_shared(passes):
-    assert passes and all(door.is_active for door in passes), passes[-1].describe()
+    assert passes and all(sharing.is_active for sharing in passes), passes[-1].describe()
     assert passes[-1].figures.tokens < passes[-1].figures.padded_tokens
 
 

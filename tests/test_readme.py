@@ -13,7 +13,7 @@ from trl import DPOConfig
 
 from tests.distributed.launch import run_code
 from tests.tiny import save_tiny_model
-from trl_fsdp_qlora.prefix_sharing.door import Door
+from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -40,13 +40,13 @@ def test_the_five_lines_with_share_prompts_run(tmp_path, monkeypatch):
     script = script.replace('DPOConfig("runs/dpo")', "quick")
     pairs = [{"prompt": f"What is {n} + {n}?", "chosen": f" {2 * n}", "rejected": f" {n}"} for n in range(8)]
     passes = []
-    score = Door.score
+    score = PromptSharing.score
 
-    def counted(door, *call):
-        passes.append(door)
-        return score(door, *call)
+    def counted(sharing, *call):
+        passes.append(sharing)
+        return score(sharing, *call)
 
-    monkeypatch.setattr(Door, "score", counted)
+    monkeypatch.setattr(PromptSharing, "score", counted)
     names = {"quick": quick, "pairs": Dataset.from_list(pairs), "lora": LoraConfig(target_modules="all-linear")}
     exec(compile(script, "README.md", "exec"), names)
     assert names["trainer"].state.global_step == 1

@@ -30,7 +30,7 @@ _EXPORTS = {
     "EfficientRLOOTrainer": "rloo.trainer",
     "TSPMOConfig": "t_spmo.config",
     "TSPMOTrainer": "t_spmo.trainer",
-    "share_prompts": "prefix_sharing.door",
+    "share_prompts": "prefix_sharing.sharing",
 }
 
 __all__ = [
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from .dpo.trainer import EfficientDPOTrainer
     from .grpo.config import EfficientGRPOConfig
     from .grpo.trainer import EfficientGRPOTrainer
-    from .prefix_sharing.door import share_prompts
+    from .prefix_sharing.sharing import share_prompts
     from .rloo.config import EfficientRLOOConfig
     from .rloo.trainer import EfficientRLOOTrainer
     from .t_spmo.config import TSPMOConfig

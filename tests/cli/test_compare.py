@@ -10,7 +10,7 @@ from trl_fsdp_qlora.cli import compare as module
 from trl_fsdp_qlora.cli.compare import OURS, PHASES, STOCK, verdict
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.planning.plan import format_bytes
-from trl_fsdp_qlora.prefix_sharing.door import Door
+from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 
 REWARDS = """
 from trl_fsdp_qlora.data.answers import completion_text
@@ -192,17 +192,17 @@ def test_rloo(compare):
 
 
 def make_log_probabilities_wrong(monkeypatch):
-    """Make the door's log-probabilities a percent too large, also those of padded passes: with these the trainer's own
+    """Make our log-probabilities a percent too large, also those of padded passes: with these the trainer's own
     check compares the packed ones, and sees no difference.
     """
-    score = Door.score
+    score = PromptSharing.score
 
     def off_by_a_percent(self, *args):
         output = score(self, *args)
         output.log_probs = 1.01 * output.log_probs
         return output
 
-    monkeypatch.setattr(Door, "score", off_by_a_percent)
+    monkeypatch.setattr(PromptSharing, "score", off_by_a_percent)
 
 
 def test_dpo_follows_from_the_recipe_and_can_fail(compare, monkeypatch, folder):

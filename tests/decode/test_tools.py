@@ -19,7 +19,7 @@ from tests.tiny import config, digit_share, lora, prompts, tiny_model
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.decode import tools as tools_module
 from trl_fsdp_qlora.decode.tools import fitted, limited
-from trl_fsdp_qlora.prefix_sharing.door import Door
+from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 
 SAME = ("reward", "completions/mean_length", "num_tokens", "tools/call_frequency", "tools/failure_frequency")
 _ARGUMENTS = """
@@ -243,7 +243,7 @@ def test_tools_and_a_common_beginning_are_computed_once_in_training(tmp_path, mo
     """The template shows the tools in front of every prompt; what `reset` appends differs within a group."""
     steps = []
     passes = []
-    score = Door.score
+    score = PromptSharing.score
 
     def seen(self, stock, arguments):
         ids = arguments["input_ids"]
@@ -253,7 +253,7 @@ def test_tools_and_a_common_beginning_are_computed_once_in_training(tmp_path, mo
         passes.append((read, self.figures.tokens))
         return output
 
-    monkeypatch.setattr(Door, "score", seen)
+    monkeypatch.setattr(PromptSharing, "score", seen)
     for classes in (STOCK, OURS):
         Numbered.resets = 0
         tokenizer = calling_tokenizer()

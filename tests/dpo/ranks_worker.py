@@ -25,7 +25,7 @@ from trl_fsdp_qlora import (
     share_prompts,
 )
 from trl_fsdp_qlora.fsdp2_qlora.adapters import gather_adapter
-from trl_fsdp_qlora.prefix_sharing.door import causal_language_model
+from trl_fsdp_qlora.prefix_sharing.sharing import causal_language_model
 
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
@@ -124,14 +124,14 @@ def train(name: str, path: str, out: Path, quantized: bool) -> dict:
     first = FirstGradients()
     trainer.add_callback(first)
     trainer.train()
-    door = vars(causal_language_model(trainer.model)).get("prompt_sharing")
+    sharing = vars(causal_language_model(trainer.model)).get("prompt_sharing")
     policy = trainer.accelerator.unwrap_model(trainer.model)
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     trainer.save_model(str(out / "final"))
     trainer.accelerator.wait_for_everyone()
     return {
         "loss": [entry["loss"] for entry in history],
-        "shared": door is not None and 0 < door.figures.tokens < door.figures.padded_tokens,
+        "shared": sharing is not None and 0 < sharing.figures.tokens < sharing.figures.padded_tokens,
         "gradients": first.gradients,
         "adapter": {name: value.float() for name, value in gather_adapter(policy).items()},
         "dtensors": all(isinstance(parameter, DTensor) for parameter in policy.parameters()),

@@ -46,7 +46,7 @@ BOTH = (DPOTrainer, DPOConfig), (EfficientDPOTrainer, EfficientDPOConfig)
 def test_loss_metrics_and_gradients_are_stocks(tmp_path):
     trainers = [llava_trainer(*kind, tmp_path / kind[0].__name__) for kind in BOTH]
     assert_same_loss(trainers)
-    assert trainers[1].door.images.reason is None and (True, True) in trainers[1].door.comparison.checked
+    assert trainers[1].sharing.images.reason is None and (True, True) in trainers[1].sharing.comparison.checked
 
 
 def test_pictures_that_cannot_be_counted_run_as_in_stock(tmp_path, monkeypatch):
@@ -56,14 +56,14 @@ def test_pictures_that_cannot_be_counted_run_as_in_stock(tmp_path, monkeypatch):
         raise UnpackableBatch("which images are whose is not known")
 
     for name in ("count", "receive"):  # for the comparison, and for the pass itself
-        monkeypatch.setattr(trainers[1].door.images, name, fails)
+        monkeypatch.setattr(trainers[1].sharing.images, name, fails)
     inputs = next(iter(trainers[0].get_train_dataloader()))
     losses = []
     for each in trainers:
         each.model.train()
         losses.append(each.compute_loss(each.model, inputs).item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert not trainers[1].door.figures.tokens
+    assert not trainers[1].sharing.figures.tokens
 
 
 def test_a_pair_without_a_picture_trains_in_every_step(tmp_path):
@@ -78,4 +78,8 @@ def test_a_pair_without_a_picture_trains_in_every_step(tmp_path):
             trainer.model.train()
             losses.append(trainer.compute_loss(trainer.model, inputs).item())
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert trainers[1].door.is_active and trainers[1].door.images.reason is None and trainers[1].door.figures.tokens
+    assert (
+        trainers[1].sharing.is_active
+        and trainers[1].sharing.images.reason is None
+        and trainers[1].sharing.figures.tokens
+    )

@@ -121,8 +121,8 @@ class FixedCompletions(EfficientGRPOTrainer):
             batch["advantages"] = torch.zeros_like(batch["advantages"])
         return batch
 
-    def _scores_of_step(self, door):
-        scores = super()._scores_of_step(door)
+    def _scores_of_step(self, sharing):
+        scores = super()._scores_of_step(sharing)
         self.trunks += 0 if scores is None else int(scores.plan.forwards.trunks.sum())
         return scores
 

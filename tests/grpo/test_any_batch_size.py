@@ -6,8 +6,8 @@ import pytest
 
 from tests.tiny import LOSS_TYPES, these_first
 from trl_fsdp_qlora.prefix_sharing import passes
-from trl_fsdp_qlora.prefix_sharing.comparison import Comparison
-from trl_fsdp_qlora.prefix_sharing.door import Door
+from trl_fsdp_qlora.prefix_sharing.first_pass import Comparison
+from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 
 from .test_equals_stock import assert_equal_runs
 
@@ -17,16 +17,16 @@ def steps(monkeypatch):
     """What was looked ahead: `(micro-batches, those of one pass, trunks)` of each optimizer step."""
     monkeypatch.setattr(passes, "MIN_SAVED_TOKENS", 1)
     seen = []
-    plan_step = Door.plan_step
+    plan_step = PromptSharing.plan_step
 
-    def watched(door, batches, *args, **kwargs):
-        plan = plan_step(door, batches, *args, **kwargs)
+    def watched(sharing, batches, *args, **kwargs):
+        plan = plan_step(sharing, batches, *args, **kwargs)
         if plan is not None:
             per_pass = plan.batches_per_pass / plan.passes_per_batch
             seen.append((len(batches), per_pass, int(plan.forwards.trunks.sum())))
         return plan
 
-    monkeypatch.setattr(Door, "plan_step", watched)
+    monkeypatch.setattr(PromptSharing, "plan_step", watched)
     return seen
 
 
@@ -109,9 +109,9 @@ def test_no_forward_of_a_cut_micro_batch_is_longer_than_a_pass(tmp_path, steps, 
     limits = []
     compare = Comparison.with_stock
 
-    def watched(door, model, batch, autocast, tokens_per_pass):
+    def watched(sharing, model, batch, autocast, tokens_per_pass):
         limits.append(tokens_per_pass)
-        return compare(door, model, batch, autocast, tokens_per_pass)
+        return compare(sharing, model, batch, autocast, tokens_per_pass)
 
     monkeypatch.setattr(Comparison, "with_stock", watched)
     assert_equal_runs(tmp_path, ours_alone={"tokens_per_pass": 25}, **cut(8))

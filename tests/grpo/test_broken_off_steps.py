@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from tests.tiny import digit_share, lora, prompts, these_first, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.prefix_sharing import passes, prefix_cache
-from trl_fsdp_qlora.prefix_sharing.door import Door
+from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 
 # Rows of a micro-batch and `tokens_per_pass`: one micro-batch a pass with a trunk; several in one pass; a micro-batch
 # in several passes.
@@ -67,7 +67,7 @@ def assert_as_alone(tmp_path, split, run=train, cls=EfficientGRPOTrainer, tolera
     assert moved > 1e-4
     for name, weight in actual.items():
         assert (weight - expected[name]).abs().max() <= tolerance * moved, name
-    assert grpo.step_scores is None and grpo.door.keeps_beginnings
+    assert grpo.step_scores is None and grpo.sharing.keeps_beginnings
     return grpo
 
 
@@ -264,18 +264,18 @@ def test_a_cut_micro_batch_draws_the_same_dropout_twice(tmp_path, monkeypatch):
     """The gradient was that of other values than the loss was taken of."""
     values = []  # of the passes without a graph
     again = []  # of those with one
-    score = Door.score
+    score = PromptSharing.score
 
     def watched(*args):
         output = score(*args)
         (again if torch.is_grad_enabled() else values).append(output.log_probs.detach())
         return output
 
-    monkeypatch.setattr(Door, "score", watched)
+    monkeypatch.setattr(PromptSharing, "score", watched)
     adapter = lora()
     adapter.lora_dropout = 0.5
     grpo = make(tmp_path, "cut", peft_config=adapter, max_steps=1)
-    grpo.door.comparison.checked.update(itertools.product((False, True), repeat=2))
+    grpo.sharing.comparison.checked.update(itertools.product((False, True), repeat=2))
     grpo.train()
     assert len(values) == len(again) > 2
     for first, second in zip(values, again, strict=True):
@@ -287,7 +287,7 @@ def test_the_tokens_of_a_cut_micro_batch_are_counted_over_all_of_its_passes(tmp_
     grpo.train()
     last = grpo._buffered_inputs[-1]
     rows, width = last["completion_ids"].shape
-    figures = grpo.door.figures
+    figures = grpo.sharing.figures
     assert figures.padded_tokens == rows * (width + last["prompt_ids"].shape[1]) > figures.tokens > 0
 
 

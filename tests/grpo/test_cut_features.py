@@ -63,4 +63,4 @@ def no_values_of_other_runs(tmp_path, monkeypatch):
 @pytest.mark.parametrize("feature", these_first(FEATURES, *FIRST))
 def test_a_feature_in_any_passes(tmp_path, split, feature):
     trainer = assert_as_alone(tmp_path, split, **FEATURES[feature])
-    assert trainer.door.is_active
+    assert trainer.sharing.is_active

@@ -180,7 +180,7 @@ def waits(tmp_path_factory):
             # Completions of a small vocabulary begin alike, so rows nest wherever that may cost anything.
             # A pass of several micro-batches is no dense row, so each computes its own prompts.
             run = make(folder, TSPMOTrainer, TSPMOConfig, layers, tokens_per_pass=0)
-            run.door.hidden_size = 1e9  # as if a token cost as much as so many pairs
+            run.sharing.hidden_size = 1e9  # as if a token cost as much as so many pairs
         else:
             both = (GRPOTrainer, GRPOConfig) if feature is None else (EfficientGRPOTrainer, EfficientGRPOConfig)
             run = make(folder, *both, layers, **settings, **also)

@@ -1,4 +1,4 @@
-"""Tokens counted on a run's own data: those that the door computes in the trainer's first pass."""
+"""Tokens counted on a run's own data: those that prompt sharing computes in the trainer's first pass."""
 
 import json
 
@@ -14,7 +14,7 @@ from trl_fsdp_qlora.cli.plan import plan as command
 from trl_fsdp_qlora.evaluation.accuracy import encode
 from trl_fsdp_qlora.planning.drawn import Data
 from trl_fsdp_qlora.planning.settings import Launch, from_words
-from trl_fsdp_qlora.prefix_sharing.door import causal_language_model
+from trl_fsdp_qlora.prefix_sharing.sharing import causal_language_model
 from trl_fsdp_qlora.recipe.pairs import DPOScriptArguments, read_pairs
 
 # Of a recipe in which all prompts begin with solved problems.

@@ -19,7 +19,7 @@ from trl_fsdp_qlora.planning import passes, steps
 from trl_fsdp_qlora.planning.plan import cache_bytes
 from trl_fsdp_qlora.planning.settings import Launch
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
-from trl_fsdp_qlora.prefix_sharing.door import open_door
+from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
 from trl_fsdp_qlora.recipe.checks import lora_config
 from trl_fsdp_qlora.scoring import logprobs
 
@@ -39,7 +39,7 @@ def touched_columns(monkeypatch):
 def built(run, base=None):
     torch.manual_seed(0)
     base = base or tf.AutoModelForCausalLM.from_config(config(), dtype=torch.float32)
-    open_door(base, compares=False, entropy_gradient=False)
+    install_sharing(base, compares=False, entropy_gradient=False)
     model = get_peft_model(base, lora_config(run.model)) if run.model.use_peft else base
     if run.gradient_checkpointing:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -64,14 +64,14 @@ def measured(run, model, packed: bool, grad: bool = True) -> int:
     mask = torch.ones_like(ids)
     labels = ids.clone()
     labels[:, :prompt] = -100
-    door = open_door(model, attention="auto" if packed else "off", compares=False, entropy_gradient=False)
+    sharing = install_sharing(model, attention="auto" if packed else "off", compares=False, entropy_gradient=False)
     tracker = PeakTracker(*model.parameters(), *model.buffers(), *(parameter.grad for parameter in trained))
     with tracker, torch.set_grad_enabled(grad):
         before = tracker.now
         out = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
         if grad:
             out.log_probs.sum().backward()
-    assert not packed or door.figures.tokens == passes.loss_shape(run, True, False).length
+    assert not packed or sharing.figures.tokens == passes.loss_shape(run, True, False).length
     return tracker.peak - before
 
 
@@ -98,7 +98,7 @@ def test_a_pass_peaks_where_it_was_planned(tmp_path, packed, checkpointing, use_
 
 
 def measured_step(run, model) -> tuple[int, steps.Step]:
-    """Peak bytes of an optimizer step on real tensors as the door computes it, and what it had been planned as."""
+    """Peak bytes of an optimizer step on real tensors, by shared passes, and what it had been planned as."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
@@ -112,7 +112,7 @@ def measured_step(run, model) -> tuple[int, steps.Step]:
     batches = [
         Batch(*part) for part in zip(*(x.chunk(count) for x in (ids, torch.ones_like(ids), labels)), strict=True)
     ]
-    plan = open_door(model, compares=False, entropy_gradient=False).plan_step(batches, run.tokens_per_pass)
+    plan = install_sharing(model, compares=False, entropy_gradient=False).plan_step(batches, run.tokens_per_pass)
     scores = StepScores(plan, batches, ends_update=True)
     tracker = PeakTracker(*model.parameters(), *model.buffers(), *(parameter.grad for parameter in trained))
     with tracker:

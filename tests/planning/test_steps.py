@@ -1,4 +1,4 @@
-"""The passes of an optimizer step in numbers, against the door's own plan of the same batches."""
+"""The passes of an optimizer step in numbers, against prompt sharing's own plan of the same batches."""
 
 import random
 
@@ -10,14 +10,14 @@ from tests.planning.models import config, folder, settings
 from trl_fsdp_qlora.planning.settings import Launch
 from trl_fsdp_qlora.planning.steps import plan_step
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
-from trl_fsdp_qlora.prefix_sharing.door import open_door
 from trl_fsdp_qlora.prefix_sharing.passes import build_pass_forest
+from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
 
 
 @pytest.fixture(scope="module")
-def door():
+def sharing():
     model = AutoModelForCausalLM.from_config(config(num_hidden_layers=1), dtype=torch.float32)
-    return open_door(model, compares=False, entropy_gradient=False)
+    return install_sharing(model, compares=False, entropy_gradient=False)
 
 
 def batches_of(run) -> list[Batch]:
@@ -50,12 +50,12 @@ CASES = [
 
 @pytest.mark.parametrize("kind", ["single", "zero2"])
 @pytest.mark.parametrize("fields", CASES, ids=str)
-def test_passes_trunks_and_tokens_are_those_of_the_door(tmp_path, door, fields, kind):
+def test_passes_trunks_and_tokens_are_those_of_the_door(tmp_path, sharing, fields, kind):
     run = settings(folder(tmp_path), Launch(kind, use_cpu=True), **fields)
     torch.manual_seed(0)
     batches = batches_of(run)
     step = plan_step(run)
-    trainer = door.plan_step(batches, run.tokens_per_pass, one_by_one=kind == "zero2")
+    trainer = sharing.plan_step(batches, run.tokens_per_pass, one_by_one=kind == "zero2")
     if trainer is None:
         assert not step.is_shared
         return

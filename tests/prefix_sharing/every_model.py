@@ -118,11 +118,11 @@ def computed(name: str):
 
 def packed(model) -> str:
     """Whether a packed pass equals stock's, which is asserted; or why it runs padded."""
-    door = helpers.prepared(model)
-    if not helpers.one_pass(model, door).figures.tokens:
-        return "no: " + door.describe().removeprefix("prefix sharing: ")
+    sharing = helpers.prepared(model)
+    if not helpers.one_pass(model, sharing).figures.tokens:
+        return "no: " + sharing.describe().removeprefix("prefix sharing: ")
     with without_dropout(model):  # some routers draw
-        helpers.assert_equals_stock(model, door)
+        helpers.assert_equals_stock(model, sharing)
     return "yes"
 
 

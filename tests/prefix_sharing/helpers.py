@@ -15,8 +15,8 @@ from trl_fsdp_qlora.data.answers import completion_text
 from trl_fsdp_qlora.grpo.config import EfficientGRPOConfig
 from trl_fsdp_qlora.prefix_sharing import forest
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
-from trl_fsdp_qlora.prefix_sharing.door import Door, PassFigures, causal_language_model, open_door
 from trl_fsdp_qlora.prefix_sharing.layout import PackedLayout, lay_out, read_batch
+from trl_fsdp_qlora.prefix_sharing.sharing import PassFigures, PromptSharing, causal_language_model, install_sharing
 
 VOCABULARY = 67
 PROMPT = 14
@@ -208,7 +208,7 @@ def pack(ids, mask, labels, is_whole=False, **grown) -> PackedLayout:
     """The packed row of a batch, laid out without a model; with `is_whole` every token is in it."""
     sequences = read_batch(ids, mask, labels)
     lengths_B = sequences.lengths_B if is_whole else sequences.needed_B
-    return lay_out(ids, labels, sequences, forest.grow(sequences.tokens_BL, lengths_B, **grown))
+    return lay_out(ids, labels, sequences, forest.build_forest(sequences.tokens_BL, lengths_B, **grown))
 
 
 def stock_log_probs(model, ids, mask, completion=COMPLETION):
@@ -223,19 +223,19 @@ def with_stock_head(model, temperature=0.9):
     return model
 
 
-def prepared(model, choice="auto", compared=False, **options) -> Door:
-    """The door of `model`, which gets stock's head; without the comparison of the first pass if `compared`."""
+def prepared(model, choice="auto", compared=False, **options) -> PromptSharing:
+    """Prompt sharing of `model`, which gets stock's head; without the comparison of the first pass if `compared`."""
     base = causal_language_model(model)
     if not hasattr(base, "prompt_sharing"):
         with_stock_head(base)
-    door = open_door(model, attention=choice, **({"compares": False} | options))
+    sharing = install_sharing(model, attention=choice, **({"compares": False} | options))
     if compared:
-        door.comparison.checked.update(product((False, True), repeat=2))
-    return door
+        sharing.comparison.checked.update(product((False, True), repeat=2))
+    return sharing
 
 
 class Pass(NamedTuple):
-    """What a pass gave: `(B, C)` each, what the door counted, and how many padded forwards ran."""
+    """What a pass gave: `(B, C)` each, what prompt sharing counted, and how many padded forwards ran."""
 
     logps_BC: torch.Tensor
     entropies_BC: torch.Tensor
@@ -243,7 +243,7 @@ class Pass(NamedTuple):
     padded_forwards: int
 
 
-def one_pass(model, door, batch=None, scored_BC=None, completion=COMPLETION, **arguments) -> Pass:
+def one_pass(model, sharing, batch=None, scored_BC=None, completion=COMPLETION, **arguments) -> Pass:
     """A pass over a batch as a trainer makes it: compared with stock's where it is the first of its kind, then
     scored.
     """
@@ -254,13 +254,13 @@ def one_pass(model, door, batch=None, scored_BC=None, completion=COMPLETION, **a
     whole = Batch(ids, mask, labels.clone(), arguments, **of_images)
     if scored_BC is not None:
         labels[:, -completion:].masked_fill_(~scored_BC, -100)
-    with counting_padded_forwards(door.base) as padded:
-        door.comparison.with_stock(model, whole, **tokens_per_pass)
+    with counting_padded_forwards(sharing.base) as padded:
+        sharing.comparison.with_stock(model, whole, **tokens_per_pass)
         inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels, **arguments}
-        for_the_door = of_images | tokens_per_pass if door.is_active else {}
-        output = model(**inputs, **for_the_door, fused_lm_head=True)
+        for_sharing = of_images | tokens_per_pass if sharing.is_active else {}
+        output = model(**inputs, **for_sharing, fused_lm_head=True)
     values = (x[:, -completion:] for x in (output.log_probs, output.entropy))
-    return Pass(*values, door.figures, len(padded))
+    return Pass(*values, sharing.figures, len(padded))
 
 
 @contextmanager
@@ -280,18 +280,18 @@ def counting_padded_forwards(base):
         handle.remove()
 
 
-def assert_equals_stock(model, door=None, batch=None, scored_BC=None, **arguments) -> PassFigures:
+def assert_equals_stock(model, sharing=None, batch=None, scored_BC=None, **arguments) -> PassFigures:
     """Log-probabilities, entropies and gradients of a packed pass are those of the padded one; what it counted."""
     ids, mask = batch or awkward_batch()
-    door = door or prepared(model, compared=True)
+    sharing = sharing or prepared(model, compared=True)
     real = mask[:, -COMPLETION:].bool() if scored_BC is None else mask[:, -COMPLETION:].bool() & scored_BC
     weight = torch.randn(len(ids), COMPLETION, 2, generator=torch.Generator().manual_seed(5)) * real[:, :, None]
-    with door.closed():
+    with sharing.closed():
         stock = torch.stack(stock_log_probs(model, ids, mask), -1)
     (stock * weight).sum().backward()
     reference = gradients(model)
-    ours = one_pass(model, door, batch, scored_BC, **arguments)
-    assert door.is_active and ours.figures.tokens, door.describe()
+    ours = one_pass(model, sharing, batch, scored_BC, **arguments)
+    assert sharing.is_active and ours.figures.tokens, sharing.describe()
     values = torch.stack([ours.logps_BC, ours.entropies_BC], -1)
     # Rounding of float32 in sums of this length.
     torch.testing.assert_close(values, torch.where(real[:, :, None], stock, 0.0), atol=2e-5, rtol=1e-5)

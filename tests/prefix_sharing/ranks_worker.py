@@ -1,4 +1,4 @@
-"""Run by test_self_check.py and test_images.py in two processes, under DDP and FSDP2; what is right comes from one
+"""Run by test_verdict.py and test_images.py in two processes, under DDP and FSDP2; what is right comes from one
 process.
 """
 
@@ -60,7 +60,7 @@ class Scene:
         self.wrapper = wrapper
         self.base = build(name)
         reference = with_stock_head(build(name))
-        self.door = prepared(self.base, choice)
+        self.sharing = prepared(self.base, choice)
         self.model = wrapped(wrapper, self.base)
         mine = slice(0, 6) if dist.get_rank() == 0 else slice(6, 10)
         self.batch = tuple(x[mine] for x in awkward_batch())
@@ -70,11 +70,11 @@ class Scene:
         self.gradients = gradients(reference)
 
     def run(self, batch=None, **options):
-        return one_pass(self.model, self.door, batch or self.batch, **options).logps_BC
+        return one_pass(self.model, self.sharing, batch or self.batch, **options).logps_BC
 
     def run_alone(self, batch=None):
-        """As a trainer that knows nothing of the door: it compares its first pass by itself."""
-        self.door.compares = True
+        """As a trainer that knows nothing of prompt sharing: it compares its first pass by itself."""
+        self.sharing.compares = True
         ids, mask = batch or self.batch
         labels = completion_labels(ids, mask)
         output = self.model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
@@ -88,7 +88,7 @@ class Scene:
 
 def comparing_leaves_nothing(scene):
     logps = scene.run()
-    assert scene.door.is_active and all(p.grad is None for p in scene.model.parameters())
+    assert scene.sharing.is_active and all(p.grad is None for p in scene.model.parameters())
     scene.assert_right(logps)
 
 
@@ -97,7 +97,7 @@ def an_old_policy_pass_is_cut_differently_on_each_rank(scene):
         old = scene.run(tokens_per_pass=2 * scene.batch[0].shape[1])
     torch.testing.assert_close(old, scene.expected, atol=2e-5, rtol=1e-5)
     scene.assert_right(scene.run())
-    assert scene.door.is_active
+    assert scene.sharing.is_active
 
 
 def between_micro_batches(scene):
@@ -108,7 +108,7 @@ def between_micro_batches(scene):
         else:
             scene.model.require_backward_grad_sync = last
         scene.run().sum().backward()
-    assert scene.door.is_active
+    assert scene.sharing.is_active
     assert_equal_gradients(whole(scene.model), [2 * gradient for gradient in scene.gradients])
 
 
@@ -121,7 +121,7 @@ def a_kernel_error_on_one_rank(scene):
     original = cascade.attend
     with mock.patch.object(cascade, "attend", attend):
         logps = scene.run()
-    assert ("no kernel for this size" if dist.get_rank() else "another rank") in scene.door.describe()
+    assert ("no kernel for this size" if dist.get_rank() else "another rank") in scene.sharing.describe()
     scene.assert_right(logps)
 
 
@@ -132,9 +132,9 @@ def an_unpackable_batch_on_one_rank(scene):
         mask[0, -COMPLETION + 2] = 0
     for _ in range(2):
         logps = scene.run((ids, mask))
-        assert scene.door.is_active and scene.door.comparison.checked
-        assert bool(scene.door.figures.tokens) == (dist.get_rank() == 0)
-        with scene.door.closed():
+        assert scene.sharing.is_active and scene.sharing.comparison.checked
+        assert bool(scene.sharing.figures.tokens) == (dist.get_rank() == 0)
+        with scene.sharing.closed():
             stock = stock_log_probs(scene.model, ids, mask)[0]
         torch.testing.assert_close(logps, stock, atol=2e-5, rtol=1e-5)
         logps.sum().backward()
@@ -147,17 +147,17 @@ def an_unpackable_batch_on_one_rank_in_passes(scene):
         mask[0, -COMPLETION + 2] = 0
     with torch.no_grad():
         logps = scene.run((ids, mask), tokens_per_pass=6 * ids.shape[1])
-        assert scene.door.is_active and not scene.door.figures.tokens
-        with scene.door.closed():
+        assert scene.sharing.is_active and not scene.sharing.figures.tokens
+        with scene.sharing.closed():
             stock = stock_log_probs(scene.model, ids, mask)[0]
     torch.testing.assert_close(logps, stock, atol=2e-5, rtol=1e-5)
     scene.assert_right(scene.run())
 
 
 def no_trainer_compares(scene):
-    """`share_prompts` alone: the door compares from inside the forward."""
+    """`share_prompts` alone: prompt sharing compares from inside the forward."""
     logps = scene.run_alone()
-    assert scene.door.is_active and scene.door.comparison.checked and scene.door.figures.tokens
+    assert scene.sharing.is_active and scene.sharing.comparison.checked and scene.sharing.figures.tokens
     assert all(p.grad is None for p in scene.model.parameters())
     scene.assert_right(logps)
     scene.assert_right(scene.run_alone())
@@ -170,13 +170,13 @@ def no_trainer_compares_and_one_rank_cannot_pack(scene):
         mask[0, -COMPLETION + 2] = 0
     for _ in range(2):
         logps = scene.run_alone((ids, mask))
-        with scene.door.closed():
+        with scene.sharing.closed():
             stock = stock_log_probs(scene.model, ids, mask)[0]
         torch.testing.assert_close(logps, stock, atol=2e-5, rtol=1e-5)
         logps.sum().backward()
         scene.model.zero_grad()
     scene.assert_right(scene.run_alone())
-    assert scene.door.is_active and scene.door.comparison.checked and scene.door.figures.tokens
+    assert scene.sharing.is_active and scene.sharing.comparison.checked and scene.sharing.figures.tokens
 
 
 def no_trainer_compares_and_one_rank_is_wrong(scene):
@@ -187,7 +187,7 @@ def no_trainer_compares_and_one_rank_is_wrong(scene):
     with mock.patch.object(cascade, "attend", attend):
         logps = scene.run_alone()
         # Ranks that each have the whole model judge alone.
-        assert scene.door.is_active == (scene.wrapper == "ddp" and dist.get_rank() == 0)
+        assert scene.sharing.is_active == (scene.wrapper == "ddp" and dist.get_rank() == 0)
         scene.assert_right(logps)
 
 
@@ -213,7 +213,7 @@ def a_wrong_gradient_on_one_rank(scene):
     original = cascade.attend
     with mock.patch.object(cascade, "attend", attend):
         logps = scene.run()
-    assert not scene.door.is_active
+    assert not scene.sharing.is_active
     scene.assert_right(logps)
 
 
@@ -228,7 +228,7 @@ def an_error_outside_of_attention(scene):
 
     mlp.forward = refuses
     logps = scene.run()
-    assert "rows of this kind" in scene.door.describe()
+    assert "rows of this kind" in scene.sharing.describe()
     scene.assert_right(logps)
 
 
@@ -272,7 +272,7 @@ def nothing_to_score_on_one_rank_at_first(scene):
     """Both ranks count the first pass as compared, row by row: a rank that did something else would be alone."""
     scene.run(scored_BC=scene.batch[1][:, -COMPLETION:].bool() & (dist.get_rank() == 0)).sum().backward()
     scene.model.zero_grad()
-    assert scene.door.is_active, scene.door.describe()
+    assert scene.sharing.is_active, scene.sharing.describe()
     scene.assert_right(scene.run())
 
 
@@ -297,7 +297,7 @@ def wrapped_below_a_recurrent_layer() -> None:
                 )
         logps = scene.run()
         torch.testing.assert_close(logps, scene.expected, atol=2e-5, rtol=1e-5)
-        assert "wraps parts of a recurrent layer" in scene.door.describe(), (wrapper, scene.door.describe())
+        assert "wraps parts of a recurrent layer" in scene.sharing.describe(), (wrapper, scene.sharing.describe())
 
 
 EVERY = (comparing_leaves_nothing, an_old_policy_pass_is_cut_differently_on_each_rank, no_trainer_compares)
@@ -344,7 +344,7 @@ def equals_one_process(name, wrapper, frozen, passes):
         test_images.freeze_tower(one)
     weight = torch.randn(len(batch.input_ids), test_images.COMPLETION, generator=torch.Generator().manual_seed(5))
     with_stock_head(reference)
-    door = prepared(model, expects_images=True)
+    sharing = prepared(model, expects_images=True)
     model = wrapped(wrapper, model)
     for parts in passes:
         expected = [test_images.stock(reference, batch.rows(np.array(part))).log_probs for part in parts]
@@ -354,9 +354,9 @@ def equals_one_process(name, wrapper, frozen, passes):
         mine = list(parts[dist.get_rank()])
         few = batch.rows(np.array(mine))
         with torch.no_grad():
-            old = test_images.packed(model, door, few, tokens_per_pass=2 * few.input_ids.shape[1]).log_probs
-        logps = test_images.packed(model, door, few).log_probs[:, -test_images.COMPLETION :]
-        assert door.figures.tokens and door.images.reason is None, door.images.reason
+            old = test_images.packed(model, sharing, few, tokens_per_pass=2 * few.input_ids.shape[1]).log_probs
+        logps = test_images.packed(model, sharing, few).log_probs[:, -test_images.COMPLETION :]
+        assert sharing.figures.tokens and sharing.images.reason is None, sharing.images.reason
         for ours in (old[:, -test_images.COMPLETION :], logps):
             torch.testing.assert_close(ours, expected[dist.get_rank()].detach(), atol=1e-4, rtol=1e-5)
         (logps * weight[mine]).sum().backward()

@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tests.tiny import lora
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
-from trl_fsdp_qlora.prefix_sharing.self_check import copied_leaves
+from trl_fsdp_qlora.prefix_sharing.verdict import copied_leaves
 
 from .helpers import MAKE, VOCABULARY, assert_equal_gradients, build, gradients, with_stock_head
 
@@ -62,8 +62,8 @@ def assert_alike(stock, ours, seed: int, packed: bool = True) -> None:
         results.append((values.detach(), gradients(model)))
     torch.testing.assert_close(results[1][0], results[0][0], atol=2e-5, rtol=1e-5)
     assert_equal_gradients(results[1][1], results[0][1], tolerance=2e-5)
-    door = ours.prompt_sharing
-    assert bool(door.figures.tokens) == packed, door.describe()
+    sharing = ours.prompt_sharing
+    assert bool(sharing.figures.tokens) == packed, sharing.describe()
 
 
 def wrap_by_hand(model, reentrant: bool) -> None:

@@ -62,7 +62,7 @@ def trainer_of(name, tmp_path, kind="lora", **changes):
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:  # TRL casts the adapters of quantized models to bf16
             parameter.data = parameter.data.float()
-    trainer.door.comparison.checked.update(itertools.product((False, True), repeat=2))
+    trainer.sharing.comparison.checked.update(itertools.product((False, True), repeat=2))
     return trainer
 
 
@@ -78,7 +78,7 @@ def inputs_of(trainer) -> dict[str, torch.Tensor]:
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
     width = inputs["completion_ids"].shape[1]
-    with torch.no_grad(), trainer.door.closed():
+    with torch.no_grad(), trainer.sharing.closed():
         logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, width, **vision)[0]
     noise = torch.randn(logps.shape, generator=torch.Generator().manual_seed(4))
     inputs["old_per_token_logps"] = logps + 0.1 * noise
@@ -115,16 +115,16 @@ def step_gradients(trainer, micro_batches, tokens_per_pass) -> list[torch.Tensor
 def assert_cuts_give_stock_gradients(trainer, monkeypatch, cuts, tolerance, inputs=None):
     inputs = inputs_of(trainer) if inputs is None else inputs
     planned = []
-    plan_step = trainer.door.plan_step
+    plan_step = trainer.sharing.plan_step
 
     def recorded(*args, **kwargs):
         planned.append(plan_step(*args, **kwargs))
         return planned[-1]
 
-    monkeypatch.setattr(trainer.door, "plan_step", recorded)
+    monkeypatch.setattr(trainer.sharing, "plan_step", recorded)
     for count, pass_count in cuts:
         micro_batches = sliced(inputs, count)
-        with trainer.door.closed():
+        with trainer.sharing.closed():
             expected = step_gradients(trainer, micro_batches, 0)
         monkeypatch.setattr(
             passes.PassSchedule, "fits", lambda self, limit, most=pass_count: len(self.rows_of_pass) == most

@@ -25,7 +25,7 @@ MOST_TIMES_STOCK = 1.5
 def trainer_of(model, tmp_path, adapted):
     torch.manual_seed(7)  # the adapter's weights
     trainer = make_trainer(EfficientGRPOTrainer, model, tmp_path, lora("qwen3") if adapted else None)
-    trainer.door.comparison.checked.update((gradients, False) for gradients in (False, True))
+    trainer.sharing.comparison.checked.update((gradients, False) for gradients in (False, True))
     return trainer
 
 
@@ -37,7 +37,7 @@ def error(actual, exact) -> float:
 
 def stock_gradients(trainer, inputs) -> dict[int, list[torch.Tensor]]:
     """Gradients of a step by its number of micro-batches: each has a mean of its own."""
-    with trainer.door.closed():
+    with trainer.sharing.closed():
         return {count: step_gradients(trainer, sliced(inputs, count), 0) for count in {count for count, _ in CUTS}}
 
 
@@ -46,7 +46,7 @@ def assert_as_near_as_stock(trainer, inputs, exact_of, monkeypatch, select=lambd
     for count, pass_count in CUTS:
         exact = exact_of[count]
         micro_batches = sliced(inputs, count)
-        with trainer.door.closed():
+        with trainer.sharing.closed():
             stock = error(select(step_gradients(trainer, micro_batches, 0)), exact)
         monkeypatch.setattr(
             passes.PassSchedule, "fits", lambda self, limit, most=pass_count: len(self.rows_of_pass) == most

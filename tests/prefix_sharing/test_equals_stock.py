@@ -59,8 +59,8 @@ def lora(name):
 def test_log_probs_entropy_and_gradients_on_each_backend(name):
     model = build(name)
     kinds = LAYERS[name]
-    door = prepared(model, compared=True)
-    figures = assert_equals_stock(model, door).metrics("pass")
+    sharing = prepared(model, compared=True)
+    figures = assert_equals_stock(model, sharing).metrics("pass")
     assert {kind: kinds.count(kind) / len(kinds) for kind in kinds} == {
         key.removeprefix("pass/layers_"): value for key, value in figures.items() if "/layers_" in key
     }
@@ -68,9 +68,9 @@ def test_log_probs_entropy_and_gradients_on_each_backend(name):
         prepared(model, backend, compared=True)
         if backend == "cascade" and "two_part" in kinds:
             with pytest.raises(UnsupportedAttention):
-                one_pass(model, door)
+                one_pass(model, sharing)
         else:
-            assert_equals_stock(model, door)
+            assert_equals_stock(model, sharing)
 
 
 @pytest.mark.parametrize("name", ["mistral_sliding", "qwen3_5"])
@@ -102,7 +102,7 @@ LOSSES = [
 
 def assert_same_loss(trainers, inputs, tolerance=2e-5):
     stock, ours = losses_of(trainers, inputs)
-    assert trainers[1].door.is_active, trainers[1].door.describe()
+    assert trainers[1].sharing.is_active, trainers[1].sharing.describe()
     assert trainers[1]._metrics["train"]["prefix_sharing/policy/tokens_fraction"][-1] < 0.7
     assert ours[0] == pytest.approx(stock[0], rel=1e-5)
     assert_equal_gradients(ours[1], stock[1], tolerance)
@@ -149,7 +149,7 @@ def test_training(make, tmp_path):
         # Less averages over micro-batches, which depend on who shares one.
         wanted = ("loss", "grad_norm", "kl", "eval_loss", "reward")
         runs.append([{key: row[key] for key in wanted if key in row} for row in trainer.state.log_history])
-    assert "prefix_sharing/policy/tokens_fraction" in trainer.state.log_history[0] and trainer.door.is_active
+    assert "prefix_sharing/policy/tokens_fraction" in trainer.state.log_history[0] and trainer.sharing.is_active
     for mine, theirs in zip(*runs, strict=True):
         # 1e-4: optimizer steps carry rounding on, Adam's first steps most of all.
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
@@ -182,7 +182,7 @@ def test_bf16_autocast_rounds_no_more_than_stock(name, tmp_path):
     exact = make_trainer(GRPOTrainer, build(name), tmp_path)
     trainers = [make_trainer(cls, build(name), tmp_path, bf16=True) for cls in BOTH]
     reference, stock, ours = losses_of([exact, *trainers], loss_inputs(*awkward_batch()))
-    assert trainers[1].door.is_active
+    assert trainers[1].sharing.is_active
 
     def error(result):
         return sum((a - b).float().norm() ** 2 for a, b in zip(result[1], reference[1], strict=True)) ** 0.5
@@ -220,7 +220,7 @@ def test_selected_tokens_and_rows_cut_inside_groups(name):
     model = build(name)
     draw = torch.Generator().manual_seed(2)
     scored = (torch.rand(len(batch[0]), COMPLETION, generator=draw) < 0.4) & batch[1][:, -COMPLETION:].bool()
-    door = prepared(model, compared=True)
+    sharing = prepared(model, compared=True)
     seen = []
     budget = 2 * batch[0].shape[1]
 
@@ -228,7 +228,7 @@ def test_selected_tokens_and_rows_cut_inside_groups(name):
         seen.append(arguments["input_ids"].numel())
 
     model.base_model.register_forward_pre_hook(look, with_kwargs=True)
-    assert_equals_stock(model, door, batch, scored_BC=scored, tokens_per_pass=budget)
+    assert_equals_stock(model, sharing, batch, scored_BC=scored, tokens_per_pass=budget)
     assert len(seen) > 2 and max(seen[1:]) <= budget
 
 
@@ -259,7 +259,7 @@ def test_one_token_completions():
 
 def test_a_state_that_runs_on_is_caught(monkeypatch):
     """The recurrent layers of a packed row without the row: the error that all of this is there to avoid."""
-    monkeypatch.setattr("trl_fsdp_qlora.prefix_sharing.door.install_recurrent", lambda model: None)
+    monkeypatch.setattr("trl_fsdp_qlora.prefix_sharing.sharing.install_recurrent", lambda model: None)
     model = build("qwen3_5")
     with pytest.raises(PrefixSharingError, match="runs padded as in stock TRL"):
         one_pass(model, prepared(model, "cascade"))
@@ -280,7 +280,7 @@ def test_new_batches_are_not_compiled_anew():
     model = build("llama")
     graphs = []
     counts = []
-    door = prepared(model, compared=True)
+    sharing = prepared(model, compared=True)
     torch._dynamo.reset()
 
     def backend(graph, inputs):
@@ -292,7 +292,7 @@ def test_new_batches_are_not_compiled_anew():
         ids, mask = make_batch(*lengths)
         inputs = {"input_ids": ids, "attention_mask": mask, "labels": completion_labels(ids, mask)}
         ours = compiled(**inputs, fused_lm_head=True).log_probs
-        assert door.figures.layer_calls == ["cascade"] * 2  # counted, also inside a compiled model
+        assert sharing.figures.layer_calls == ["cascade"] * 2  # counted, also inside a compiled model
         torch.testing.assert_close(ours, model(**inputs, fused_lm_head=True).log_probs, atol=1e-5, rtol=1e-5)
         counts.append(len(graphs))
     torch._dynamo.reset()

@@ -67,11 +67,11 @@ def test_a_model_with_a_flash_kernel_shares_prompts(name, kernel):
     implementation, asked = kernel
     model = build(name)
     model.set_attn_implementation(implementation)
-    door = prepared(model)
-    figures = assert_equals_stock(model, door)
+    sharing = prepared(model)
+    figures = assert_equals_stock(model, sharing)
     assert asked and set(figures.layer_calls) == {"cascade" if name == "llama" else "two_part"}
     registered = model.config._attn_implementation
     assert "flash" not in registered and "/" not in registered
-    with door.original_attention():  # generation gets the kernel by its own name
+    with sharing.original_attention():  # generation gets the kernel by its own name
         assert model.config._attn_implementation == implementation
     assert model.config._attn_implementation == registered

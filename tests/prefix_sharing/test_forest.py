@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_fsdp_qlora.prefix_sharing import attention
-from trl_fsdp_qlora.prefix_sharing import door as doors
+from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
 from trl_fsdp_qlora.prefix_sharing.cascade import _whole_ancestors
-from trl_fsdp_qlora.prefix_sharing.forest import grow
+from trl_fsdp_qlora.prefix_sharing.forest import build_forest
 from trl_fsdp_qlora.prefix_sharing.layout import UnpackableBatch, cut_rows, read_batch
 
 from .helpers import (
@@ -127,7 +127,7 @@ KINDS = ("levels that pay", "every level", "dense")
 
 
 def not_empty(rows: Rows) -> Rows:
-    """Something has to be computed; the door sees to it."""
+    """Something has to be computed; prompt sharing sees to it."""
     if any(rows.needed()):
         return rows
     ids = torch.tensor([[1, 2]])
@@ -257,7 +257,7 @@ def test_calls_of_attention_grow_with_the_number_of_levels():
     for row, length in enumerate(lengths_B.tolist()):
         tokens_BL[row, : length - answer] = history[: length - answer]
         tokens_BL[row, length - answer : length] = 10_000 + row
-    forest = grow(tokens_BL, lengths_B)
+    forest = build_forest(tokens_BL, lengths_B)
     assert forest.levels.max() > 20  # the last turns save too little for levels of their own
     assert len(_whole_ancestors(forest, torch.device("cpu"))) == forest.levels.max()
 
@@ -332,7 +332,7 @@ def test_images_are_not_parted():
     spans = np.array([[2, 4]] * 3)
     lengths = np.array([7, 7, 7])
     with every_level_made():
-        forest = grow(words, lengths, spans)
+        forest = build_forest(words, lengths, spans)
     assert forest.tokens == 2 + 4 + 1 + 1 + 5
     for start, length, row in zip(forest.depths, forest.lengths, forest.source, strict=True):
         inside = set(range(start, start + length)) & {2, 3, 4}
@@ -383,6 +383,6 @@ def test_dense_rows_equal_stock(name, implementation, monkeypatch):
     ids, mask = awkward_batch()
     ids[:, PROMPT:] = 3 + ids[:, PROMPT:] % 3  # words over three letters, a whole repeated one among them
     ids[5, PROMPT:] = ids[4, PROMPT:]
-    monkeypatch.setattr(doors, "_PAIRS_PER_TOKEN", ALWAYS)
+    monkeypatch.setattr(sharing_module, "_PAIRS_PER_TOKEN", ALWAYS)
     figures = assert_equals_stock(model, prepared(model, compared=True), (ids, mask))
     assert set(figures.layer_calls) == {"tree"} and figures.tokens < 0.3 * ids.numel()

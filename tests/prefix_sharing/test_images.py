@@ -19,13 +19,12 @@ from tests.distributed.launch import launch
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.trl import rows_of_images
 from trl_fsdp_qlora.grpo.groups import micro_batches
-from trl_fsdp_qlora.prefix_sharing import comparison as comparison_module
-from trl_fsdp_qlora.prefix_sharing import door as doors
-from trl_fsdp_qlora.prefix_sharing import images, passes
+from trl_fsdp_qlora.prefix_sharing import first_pass, images, passes
+from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
-from trl_fsdp_qlora.prefix_sharing.comparison import sampled_rows
-from trl_fsdp_qlora.prefix_sharing.door import Door
+from trl_fsdp_qlora.prefix_sharing.first_pass import sampled_rows
 from trl_fsdp_qlora.prefix_sharing.layout import UnpackableBatch
+from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 
 from .helpers import (
     LINEAR,
@@ -158,10 +157,10 @@ def stock(model, batch: Batch):
     return model(**arguments, fused_lm_head=True)
 
 
-def packed(model, door: Door, batch: Batch, **options):
-    """The same through the door, as a trainer does it: compared with stock's first, images counted by the trainer."""
-    door.comparison.with_stock(model, batch)
-    if door.is_active:
+def packed(model, sharing: PromptSharing, batch: Batch, **options):
+    """The same by prompt sharing, as a trainer does it: compared with stock's first, images counted by it."""
+    sharing.comparison.with_stock(model, batch)
+    if sharing.is_active:
         options["num_images"] = batch.num_images
     return model(**batch.arguments(), **options, fused_lm_head=True)
 
@@ -173,7 +172,7 @@ def freeze_tower(model):
 
 
 def pictured(name, frozen=False):
-    """A small model, its door, and a batch."""
+    """A small model, its prompt sharing, and a batch."""
     model, batch = with_images(name)
     if frozen:
         freeze_tower(model)
@@ -194,34 +193,34 @@ def scored(model, batch, run):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_equals_stock(name, frozen, counted):
     """Also from a trainer that does not say how many images each row has."""
-    model, door, batch = pictured(name, frozen)
-    with door.closed():
+    model, sharing, batch = pictured(name, frozen)
+    with sharing.closed():
         expected, wanted, _ = scored(model, batch, lambda: stock(model, batch))
     if counted == "not counted":
         batch.num_images = None
-    actual, ours, reached_tower = scored(model, batch, lambda: packed(model, door, batch))
-    assert 0 < door.figures.tokens < 0.6 * batch.input_ids.numel(), door.images.reason
+    actual, ours, reached_tower = scored(model, batch, lambda: packed(model, sharing, batch))
+    assert 0 < sharing.figures.tokens < 0.6 * batch.input_ids.numel(), sharing.images.reason
     assert (actual - expected).abs().max() <= 1e-4
     assert_equal_gradients(ours, wanted, tolerance=2e-5)
     assert reached_tower != frozen
     batch.labels = torch.full_like(batch.labels, -100)
-    assert not packed(model, door, batch).log_probs.any() and door.figures.tokens
+    assert not packed(model, sharing, batch).log_probs.any() and sharing.figures.tokens
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_images_are_seen_once_per_optimizer_step(name, monkeypatch):
     """In batches of one row each: a prompt with its images is computed by the first that needs it, and kept."""
     monkeypatch.setattr(passes, "MIN_SAVED_TOKENS", 1)
-    model, door, batch = pictured(name)
+    model, sharing, batch = pictured(name)
     batch = batch.rows(np.array([0, 8, 1, 3, 5, 2, 6, 4, 7, 9]))
     weight = torch.linspace(0.3, 1.7, batch.labels.numel()).view_as(batch.labels)[:, 1:]
-    with door.closed():
+    with sharing.closed():
         expected = stock(model, batch).log_probs
         (expected * weight).sum().backward()
         wanted = gradients(model)
     model.zero_grad()
     rows = [batch.rows(np.array([row])) for row in range(len(batch.input_ids))]
-    plan = door.plan_step(rows, tokens_per_pass=batch.input_ids.shape[1])
+    plan = sharing.plan_step(rows, tokens_per_pass=batch.input_ids.shape[1])
     assert plan.forwards.trunks.any() and plan.batches_per_pass == 1
     tokens = 0
     for number, row in enumerate(rows):
@@ -236,10 +235,10 @@ def test_images_are_seen_once_per_optimizer_step(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "llava"])
 def test_a_frozen_tower_runs_once_in_a_pass_and_without_a_graph(name, monkeypatch):
-    model, door, batch = pictured(name, frozen=True)
+    model, sharing, batch = pictured(name, frozen=True)
     if "mm_encoder_outputs" not in inspect.signature(type(model).forward).parameters:
         pytest.skip("this transformers takes no features of images")
-    packed(model, door, batch)  # with the comparison of the first pass
+    packed(model, sharing, batch)  # with the comparison of the first pass
     runs = []
     inner = model.base_model
     run = inner.get_image_features
@@ -251,7 +250,7 @@ def test_a_frozen_tower_runs_once_in_a_pass_and_without_a_graph(name, monkeypatc
         return run(*args, **kwargs)
 
     monkeypatch.setattr(inner, "get_image_features", counted)
-    packed(model, door, batch).log_probs.sum().backward()
+    packed(model, sharing, batch).log_probs.sum().backward()
     chosen = rows_of_images({**batch.vision, "num_images": batch.num_images}, [0, 3, 7, 10])
     assert runs == [(len(chosen["pixel_values"]), False)]  # one row of each group that has images
 
@@ -301,18 +300,18 @@ CHANGES = (
 @pytest.mark.parametrize("name", ["qwen3_vl", "llava"])
 def test_nothing_of_a_tower_or_of_pixels_outlives_its_pass(name, change):
     """The features that an image had, and which rows have equal images, are known of one pass alone."""
-    model, door, batch = pictured(name, frozen=True)
-    before = packed(model, door, batch).log_probs
+    model, sharing, batch = pictured(name, frozen=True)
+    before = packed(model, sharing, batch).log_probs
     torch.manual_seed(1)
     change(model, batch)
     for counted in (True, False):
         if not counted:
             batch.num_images = None
-        with door.closed():
+        with sharing.closed():
             expected = stock(model, batch).log_probs
-        actual = packed(model, door, batch).log_probs
+        actual = packed(model, sharing, batch).log_probs
         assert (expected - before).abs().max() > 1e-2 and (actual - expected).abs().max() <= 1e-4
-        assert 0 < door.figures.tokens < 0.6 * batch.input_ids.numel()
+        assert 0 < sharing.figures.tokens < 0.6 * batch.input_ids.numel()
 
 
 def test_equal_words_about_other_images_have_entropies_of_their_own(tmp_path):
@@ -333,7 +332,7 @@ def test_equal_words_about_other_images_have_entropies_of_their_own(tmp_path):
                 trainer.model, ids, mask, COMPLETION, compute_entropy=True, **vision
             )
         entropies.append(entropies_BC * mask[:, -COMPLETION:])
-    assert trainer.door.figures.tokens
+    assert trainer.sharing.figures.tokens
     assert (entropies[0][0] - entropies[0][3]).abs().max() > 1e-2
     assert (entropies[0] - entropies[1]).abs().max() <= 1e-4
 
@@ -392,23 +391,23 @@ def test_padded_pixels_with_as_many_images_as_rows():
 
 def test_an_image_that_is_not_computed_runs_padded(caplog):
     """Behind the last label, so nothing is predicted from it."""
-    model, door, batch = pictured("qwen3_vl")
-    packed(model, door, batch)
+    model, sharing, batch = pictured("qwen3_vl")
+    packed(model, sharing, batch)
     first = int(batch.attention_mask[0].argmax())
     batch.labels[0] = -100
     batch.labels[0, first + 1] = batch.input_ids[0, first + 1]
     with counting_padded_forwards(model) as calls:
-        values = packed(model, door, batch).log_probs
-    assert calls and not door.figures.tokens
-    with door.closed():
+        values = packed(model, sharing, batch).log_probs
+    assert calls and not sharing.figures.tokens
+    with sharing.closed():
         assert torch.equal(values, stock(model, batch).log_probs)
-    assert len([record for record in caplog.records if record.name == doors.__name__]) == 1
+    assert len([record for record in caplog.records if record.name == sharing_module.__name__]) == 1
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_image_in_a_completion(name):
     """A tool's answer, or a later turn: it is a part of its row like any other, behind the common prompt."""
-    model, door, batch = pictured(name)
+    model, sharing, batch = pictured(name)
     batch = batch.rows(np.arange(5))  # the same words with one picture and with another
     is_token = batch.attention_mask == 1
     first = is_token.int().argmax(1)
@@ -419,18 +418,18 @@ def test_an_image_in_a_completion(name):
     # it.
     for row in (1, 4):
         batch.input_ids[row, first[row] + 2] = batch.labels[row, first[row] + 2] = 51
-    with door.closed():
+    with sharing.closed():
         expected = stock(model, batch)
         expected.log_probs.sum().backward()
     wanted = gradients(model)
     batch.num_images = None
     for check in (True, False):
         if check:
-            actual = packed(model, door, batch).log_probs
+            actual = packed(model, sharing, batch).log_probs
             model.zero_grad()
         else:  # whatever the comparison samples
             actual = model(**batch.arguments(), fused_lm_head=True).log_probs
-        assert 0 < door.figures.tokens < is_token.sum(), door.images.reason
+        assert 0 < sharing.figures.tokens < is_token.sum(), sharing.images.reason
         assert (actual - expected.log_probs).abs().max() <= 1e-4
     actual.sum().backward()
     assert_equal_gradients(gradients(model), wanted, tolerance=2e-5)
@@ -440,11 +439,11 @@ def test_an_image_in_a_completion(name):
 def test_the_tokens_of_an_image_see_each_other(name, monkeypatch):
     """Of Gemma: with a causal mask log-probabilities are others, and the comparison of the first pass says so."""
     monkeypatch.setattr(images, "own_masks", lambda *_: {})
-    model, door, batch = pictured(name)
-    values = packed(model, door, batch).log_probs
-    with door.closed():
-        assert not door.figures.tokens and torch.equal(values, stock(model, batch).log_probs)
-    assert "difference in log-probability" in door.images.reason
+    model, sharing, batch = pictured(name)
+    values = packed(model, sharing, batch).log_probs
+    with sharing.closed():
+        assert not sharing.figures.tokens and torch.equal(values, stock(model, batch).log_probs)
+    assert "difference in log-probability" in sharing.images.reason
 
 
 def test_the_comparison_of_the_first_pass_takes_rows_with_images():
@@ -462,29 +461,29 @@ def test_the_comparison_of_the_first_pass_takes_rows_with_images():
 
 def test_ranks_ask_each_other_for_images_once_per_generation_batch(monkeypatch):
     """With tools a vision class asked in every pass until an image came, and the host waited each time."""
-    model, door, batch = pictured("qwen3_vl")
+    model, sharing, batch = pictured("qwen3_vl")
     asked = []
-    reduced = comparison_module.reduced_over_ranks
+    reduced = first_pass.reduced_over_ranks
 
     def counted(*args):
         asked.append(1)
         return reduced(*args)
 
-    monkeypatch.setattr(comparison_module, "reduced_over_ranks", counted)
+    monkeypatch.setattr(first_pass, "reduced_over_ranks", counted)
     text = batch.rows(np.array([5, 6]))
 
     def exchanges(batch):
         asked.clear()
-        door.comparison.with_stock(model, batch)
+        sharing.comparison.with_stock(model, batch)
         return len(asked)
 
     assert exchanges(text) > 1  # a few rows are compared
     assert exchanges(text) == 1
-    door.look_for_images(False, text.input_ids.device)
+    sharing.look_for_images(False, text.input_ids.device)
     assert [exchanges(text) for _ in range(2)] == [0, 0]
-    door.forget_images()
+    sharing.forget_images()
     assert exchanges(text) == 1  # of the passes while completions are drawn
-    door.look_for_images(True, text.input_ids.device)
+    sharing.look_for_images(True, text.input_ids.device)
     assert exchanges(text) == 1 and exchanges(batch) > 1
     assert exchanges(text) == exchanges(batch) == 0
 

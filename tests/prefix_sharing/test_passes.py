@@ -5,11 +5,11 @@ import torch
 
 from trl_fsdp_qlora.prefix_sharing import cascade, forest, layout, passes
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
-from trl_fsdp_qlora.prefix_sharing.door import open_door
+from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
 
 from .helpers import RECURRENT, SUPPORTED, VOCABULARY, assert_equal_gradients, build, gradients, with_stock_head
 from .test_attention import dense_backward, dense_forward
-from .test_door import random_tokens
+from .test_sharing import random_tokens
 
 FAST = ("llama", "gemma2", "gpt_oss", "qwen3_5", "mamba2", "lfm2")
 FAMILIES = SUPPORTED | {name: make for name, (make, _) in RECURRENT.items()}
@@ -81,13 +81,13 @@ def run(model, batches, weights, forwards=None, per_pass=1):
 
 
 def compare(model, batch, count, tokens_per_pass=None, tolerance=5e-6):
-    door = open_door(model, compares=False)
+    sharing = install_sharing(model, compares=False)
     batches = batches_of(batch, count)
     shape = batch["labels"][:, 1:].shape
     weights = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(batch["labels"].device).chunk(count)
-    with door.closed():
+    with sharing.closed():
         reference, expected, _ = run(model, batches, weights)
-    plan = door.plan_step(batches, tokens_per_pass or batch["input_ids"].numel() // count)
+    plan = sharing.plan_step(batches, tokens_per_pass or batch["input_ids"].numel() // count)
     forwards = plan.forwards
     per_pass = plan.batches_per_pass
     values, grads, tokens = run(model, batches, weights, forwards, per_pass)
@@ -146,7 +146,7 @@ def test_batches_whose_dense_rows_save_more_are_computed_alone(monkeypatch):
     """T-SPMO scores few tokens of many completions that begin alike: tries, which no pass of several batches has."""
     monkeypatch.setattr(forest, "DENSE_PAIR_COST", 0.0)  # in a model this small the pairs would cost more
     model = with_stock_head(build(SUPPORTED["llama"]))
-    door = open_door(model, compares=False)
+    sharing = install_sharing(model, compares=False)
     draw = torch.Generator().manual_seed(0)
     system = random_tokens(4, draw)
     rows = []
@@ -164,4 +164,4 @@ def test_batches_whose_dense_rows_save_more_are_computed_alone(monkeypatch):
         mask[i, : len(tokens)] = 1
         labels[i, label] = tokens[label]
     batches = batches_of({"input_ids": ids, "attention_mask": mask, "labels": labels}, 2)
-    assert door.plan_step(batches, tokens_per_pass=60) is None
+    assert sharing.plan_step(batches, tokens_per_pass=60) is None

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import save_tiny_model
-from trl_fsdp_qlora.prefix_sharing.door import Door
+from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 
 PAGE = Path(__file__).parents[2] / "docs" / "share_prompts.md"
 SECTIONS = [section.partition("\n") for section in re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]]
@@ -24,14 +24,14 @@ def test_example(title, tmp_path, monkeypatch):
     code = EXAMPLES[title].replace("Qwen/Qwen3-0.6B", save_tiny_model(tmp_path / "tiny"))
     code = code.replace("max_steps=20", "max_steps=2, use_cpu=True, bf16=False, report_to='none'")
     passes = []
-    score = Door.score
+    score = PromptSharing.score
 
-    def counted(door, *call):
-        passes.append(door)
-        return score(door, *call)
+    def counted(sharing, *call):
+        passes.append(sharing)
+        return score(sharing, *call)
 
-    monkeypatch.setattr(Door, "score", counted)
+    monkeypatch.setattr(PromptSharing, "score", counted)
     exec(compile(code, title, "exec"), {"__name__": "example"})
-    assert passes and all(door.is_active for door in passes), passes[-1].describe()
+    assert passes and all(sharing.is_active for sharing in passes), passes[-1].describe()
     figures = passes[-1].figures
     assert 0 < figures.tokens < figures.padded_tokens

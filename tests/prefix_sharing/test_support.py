@@ -12,7 +12,7 @@ from trl import GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.prefix_sharing import PrefixSharingError
-from trl_fsdp_qlora.prefix_sharing import door as doors
+from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
 from trl_fsdp_qlora.prefix_sharing.dropout import attention_reason, draws, other_dropout, without_dropout
 from trl_fsdp_qlora.prefix_sharing.support import position_limit
 
@@ -53,7 +53,7 @@ def test_unsupported_models_train_padded_and_say_why(name, tmp_path, caplog):
     """GPT-2 has dropout of attention's weights, and draws the masks that it draws in stock."""
     inputs = loss_inputs(*awkward_batch())
     results = []
-    with caplog.at_level(logging.WARNING, logger=doors.__name__):
+    with caplog.at_level(logging.WARNING, logger=sharing_module.__name__):
         for cls in (GRPOTrainer, EfficientGRPOTrainer):
             trainer = make_trainer(cls, build((UNSUPPORTED | DRAWING)[name]), tmp_path, skip_zero_advantage=False)
             trainer.model.train()
@@ -61,9 +61,9 @@ def test_unsupported_models_train_padded_and_say_why(name, tmp_path, caplog):
             results += losses_of([trainer], inputs)
     assert results[0][0] == results[1][0]
     assert_equal_gradients(results[1][1], results[0][1], tolerance=1e-6)
-    lines = [record.getMessage() for record in caplog.records if record.name == doors.__name__]
+    lines = [record.getMessage() for record in caplog.records if record.name == sharing_module.__name__]
     assert len(lines) == 1 and REASONS[name] in lines[0], lines
-    assert REASONS[name] in trainer.door.describe()
+    assert REASONS[name] in trainer.sharing.describe()
 
 
 @pytest.mark.parametrize("name", [*UNSUPPORTED, "mistral_sliding", "a choice"])
@@ -79,10 +79,10 @@ def test_naming_a_backend_makes_it_an_error(name):
 
 
 def assert_gives_up(model, reason):
-    door = prepared(model)
-    assert door.is_active
-    ours = one_pass(model, door)
-    assert reason in door.describe() and not door.is_active
+    sharing = prepared(model)
+    assert sharing.is_active
+    ours = one_pass(model, sharing)
+    assert reason in sharing.describe() and not sharing.is_active
     assert torch.equal(ours.logps_BC, stock_log_probs(model, *awkward_batch())[0])
 
 
@@ -97,7 +97,7 @@ def test_layers_that_do_not_run_are_counted():
     assert_gives_up(model, "ran 0 times in a forward of 2")
 
 
-def test_self_check_catches_a_leak_between_completions():
+def test_the_comparison_catches_a_leak_between_completions():
     """A recurrent layer that no static check knows: it mixes each token with its left neighbour in the row."""
     model = build("llama")
     mlp = model.model.layers[0].mlp
@@ -106,15 +106,15 @@ def test_self_check_catches_a_leak_between_completions():
     assert_gives_up(model, "difference in log-probability")
 
 
-def test_self_check_ignores_dropout_and_restores_modes():
+def test_the_comparison_ignores_dropout_and_restores_modes():
     model = build("llama")
     mlp = model.model.layers[0].mlp
     mlp.down_proj = torch.nn.Sequential(mlp.down_proj, torch.nn.Dropout(0.5))
     model.train()
     model.model.layers[1].eval()
-    door = prepared(model)
-    one_pass(model, door)
-    assert door.is_active
+    sharing = prepared(model)
+    one_pass(model, sharing)
+    assert sharing.is_active
     assert model.training and model.model.layers[0].training and not model.model.layers[1].training
 
 
@@ -136,12 +136,12 @@ def longrope(switch=16):
 @pytest.mark.parametrize(("make", "reason"), [(hole, "has holes"), (longrope, "rows of 23 positions")])
 def test_batches_that_cannot_be_packed_run_padded(make, reason, caplog):
     model, batch = make()
-    door = prepared(model)
-    ours = one_pass(model, door, batch)
+    sharing = prepared(model)
+    ours = one_pass(model, sharing, batch)
     assert not ours.figures.tokens and ours.padded_forwards == 1
-    with door.closed():
+    with sharing.closed():
         assert torch.equal(ours.logps_BC, stock_log_probs(model, *batch)[0])
-    assert reason in caplog.text and door.is_active  # the next batch is packed again
+    assert reason in caplog.text and sharing.is_active  # the next batch is packed again
 
 
 def test_rotary_tables_that_depend_on_the_longest_position():
@@ -163,7 +163,7 @@ def test_a_batch_with_images_runs_as_stock_where_its_class_is_not_known(caplog):
     model = build(MULTIMODAL["gemma3"])
     ids, mask = awkward_batch()
     model.config.image_token_id = 60
-    door = prepared(model, compared=True)
+    sharing = prepared(model, compared=True)
     ids %= 60
     first = mask.argmax(1)
     rows = first < 14 - 4
@@ -178,12 +178,12 @@ def test_a_batch_with_images_runs_as_stock_where_its_class_is_not_known(caplog):
     del with_images["mm_token_type_ids"]
     with_images["token_type_ids"] = (with_images["input_ids"] == 60).long()
     for arguments, reason in ((text, None), (with_images, "no image of this kind")):
-        door.images.reason = reason
+        sharing.images.reason = reason
         ours = model(**arguments, fused_lm_head=True).log_probs
-        assert bool(door.figures.tokens) == (reason is None)
+        assert bool(sharing.figures.tokens) == (reason is None)
         if reason is not None:
             assert reason in caplog.text
-        with door.closed():
+        with sharing.closed():
             torch.testing.assert_close(ours, model(**arguments, fused_lm_head=True).log_probs, atol=2e-5, rtol=1e-5)
 
 
@@ -241,11 +241,11 @@ def test_attention_dropout_is_found_whatever_it_is_called(name):
 
 def test_dropout_set_after_the_model_was_prepared_falls_back_at_the_first_pass():
     model = build("llama")
-    door = prepared(model)
+    sharing = prepared(model)
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
-    one_pass(model, door)
-    assert "attention_dropout=0.1" in door.describe()
+    one_pass(model, sharing)
+    assert "attention_dropout=0.1" in sharing.describe()
 
 
 def test_other_dropout_is_named():

@@ -9,7 +9,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from trl_fsdp_qlora import share_prompts
-from trl_fsdp_qlora.prefix_sharing.door import causal_language_model
+from trl_fsdp_qlora.prefix_sharing.sharing import causal_language_model
 
 from .helpers import assert_equal_gradients, build, gradients, mean_token, tokenizer
 
@@ -95,15 +95,15 @@ def test_loss_and_gradients_are_what_they_were(name, kind, adapter, option, tmp_
         loss.backward()
         losses.append(loss.item())
         of_each.append(gradients(trainer.model))
-    door = causal_language_model(shared.model).prompt_sharing
-    assert door.is_active and 0 < door.figures.tokens < 0.6 * door.figures.padded_tokens, door.describe()
+    sharing = causal_language_model(shared.model).prompt_sharing
+    assert sharing.is_active and 0 < sharing.figures.tokens < 0.6 * sharing.figures.padded_tokens, sharing.describe()
     assert losses[1] == pytest.approx(losses[0], rel=1e-5, abs=1e-6)
     assert_equal_gradients(of_each[1], of_each[0], tolerance=2e-5)
 
 
 @pytest.mark.parametrize("adapter", [True, False])
 def test_a_trainer_that_is_made_after_share_prompts(adapter, tmp_path):
-    """It puts its own head on the model, in front of the door; the door comes to the front in the first pass."""
+    """It puts its own head on the model, in front of prompt sharing, which wraps that head in the first pass."""
     losses = []
     for shares in (False, True):
         model = share_prompts(build("qwen3")) if shares else build("qwen3")

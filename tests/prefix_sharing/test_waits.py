@@ -1,4 +1,4 @@
-"""How often the host waits for the device in a pass through the door, next to the padded pass of stock TRL.
+"""How often the host waits for the device in a pass through prompt sharing, next to the padded pass of stock TRL.
 
 `tests/grpo/test_syncs.py` counts whole steps of the trainers; these are the families of models, with and without
 images.
@@ -52,7 +52,7 @@ def computed_on_the_host(monkeypatch):
 
 
 def on_device(name, with_pictures: bool):
-    """A model in bfloat16 with its door, and a batch; of a model that sees the tower is frozen, as with LoRA."""
+    """A model in bfloat16, its prompt sharing, and a batch; the tower of a model that sees is frozen, as with LoRA."""
     if with_pictures:
         model, batch = with_images(name)
         freeze_tower(model)
@@ -65,8 +65,8 @@ def on_device(name, with_pictures: bool):
         key: x.to("cuda", torch.bfloat16 if x.is_floating_point() else x.dtype) for key, x in batch.vision.items()
     }
     tensors = (x.to("cuda") for x in (batch.input_ids, batch.attention_mask, batch.labels))
-    door = prepared(model, expects_images=with_pictures, compared=True)
-    return model, door, Batch(*tensors, vision)
+    sharing = prepared(model, expects_images=with_pictures, compared=True)
+    return model, sharing, Batch(*tensors, vision)
 
 
 def stacks_of_a_pass(model, arguments) -> list:
@@ -83,11 +83,11 @@ def stacks_of_a_pass(model, arguments) -> list:
     ("name", "with_pictures"), [*((name, False) for name in OF_TEXT), *((name, True) for name in OF_IMAGES)]
 )
 def test_one_wait_of_its_own(name, with_pictures):
-    model, door, batch = on_device(name, with_pictures)
-    with door.closed():
+    model, sharing, batch = on_device(name, with_pictures)
+    with sharing.closed():
         of_stock = places(stacks_of_a_pass(model, batch.arguments()))
     ours = places(stacks_of_a_pass(model, batch.arguments()))
-    assert door.figures.tokens, door.describe()
+    assert sharing.figures.tokens, sharing.describe()
     our_waits = {line: count for line, count in ours.items() if "trl_fsdp_qlora/" in line}
     assert sum(our_waits.values()) <= 1, our_waits
     assert ours.total() <= of_stock.total() + 1, (of_stock, ours)
@@ -107,7 +107,7 @@ def test_a_loss_of_dpo_waits_no_more_than_stocks(tmp_path, with_pictures):
             with of_step:
                 trainer.compute_loss(trainer.model, batch).backward()
         waits.append(places(of_step.stacks))
-    assert trainer.door.figures.tokens, trainer.door.describe()
+    assert trainer.sharing.figures.tokens, trainer.sharing.describe()
     (stocks, ours) = waits
     assert ours.total() <= stocks.total() + 1, (stocks, ours)
     our_waits = {line: count for line, count in ours.items() if "trl_fsdp_qlora/" in line}

@@ -83,8 +83,8 @@ def test_batch_loss_and_gradients_are_stocks(name, lora, tmp_path):
         torch.testing.assert_close(ours[key], value, atol=1e-4, rtol=1e-5)  # sums of up to nine log-probabilities
     assert stock["advantages"].any() and (trainers[1].ref_model is None) == lora
     (loss, expected), (our_loss, our_gradients) = losses_of(trainers, stock)
-    door = trainers[1].door
-    assert door.is_active and trainers[1]._metrics["train"]["prefix_sharing/policy/tokens_fraction"][-1] < 0.9
+    sharing = trainers[1].sharing
+    assert sharing.is_active and trainers[1]._metrics["train"]["prefix_sharing/policy/tokens_fraction"][-1] < 0.9
     assert trainers[1]._metrics["train"]["prefix_sharing/no_grad/tokens_fraction"]
     assert our_loss == pytest.approx(loss, rel=1e-5, abs=1e-6)
     assert_equal_gradients(our_gradients, expected, tolerance=2e-5)
@@ -147,5 +147,5 @@ def test_an_unknown_kernel_is_an_error_and_sharing_can_be_off(tmp_path):
     with pytest.raises(ValueError, match="lm_head_kernel='fast'"):
         EfficientRLOOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, lm_head_kernel="fast")
     off = trainer(EfficientRLOOTrainer, EfficientRLOOConfig, build("qwen3"), tmp_path, "qwen3", prefix_sharing=False)
-    assert off.args.prefix_sharing == "off" and not off.door.is_active
+    assert off.args.prefix_sharing == "off" and not off.sharing.is_active
     assert gradients(off.model)

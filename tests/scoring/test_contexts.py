@@ -49,4 +49,4 @@ def test_a_quantile_that_falls_on_a_tie_selects_what_stock_selects(tmp_path):
         for quantile in torch.linspace(0.05, 0.95, 19).tolist():
             chosen = [stock.get_high_entropy_mask(entropy, mask[:, -COMPLETION:], quantile) for entropy in entropies]
             assert torch.equal(*chosen), (seed, quantile)
-    assert ours.door.is_active
+    assert ours.sharing.is_active

@@ -51,8 +51,8 @@ from ..grpo.groups import micro_batches
 from ..planning.plan import changed, format_bytes, make_plan
 from ..planning.plan_vs_actual import longest_prompt
 from ..planning.settings import from_config
-from ..prefix_sharing.door import open_door
 from ..prefix_sharing.dropout import draws
+from ..prefix_sharing.sharing import install_sharing
 from ..recipe.arguments import ScriptArguments, parse_recipe
 from ..recipe.checks import check_recipe
 from ..recipe.episodes import agent_of
@@ -148,7 +148,7 @@ def compare(words: list[str]) -> int:
     fractions = [step.tokens_fraction for step in done if step.tokens_fraction is not None]
     if fractions:
         print(f"tokens computed by this package's policy passes: {statistics.mean(fractions):.1%} of the padded ones")
-    print(f"medians of {len(done)}, stock TRL first; {ours.door.describe()}")
+    print(f"medians of {len(done)}, stock TRL first; {ours.sharing.describe()}")
     computes_in_half = ours.args.tf32 or ours.accelerator.mixed_precision != "no"
     has_half_weights = any(p.dtype in (torch.bfloat16, torch.float16) for p in ours.model.parameters())
     equal, line = verdict(done, "half precision" if computes_in_half or has_half_weights else "float32")
@@ -323,9 +323,9 @@ def _trainers(method: Method, script: Any, config: Any, model: Any, train: Any) 
         arguments.update(agent_arguments(method.stock, script, arguments["processing_class"]))
     stock = method.stock(model.model_name_or_path, args=stock_config, train_dataset=train, **arguments)
     if method.ours is method.stock:
-        ours.door = open_door(ours.model)
+        ours.sharing = install_sharing(ours.model)
         if ours.ref_model is not None:
-            open_door(ours.ref_model)
+            install_sharing(ours.ref_model)
     for trainer in (stock, ours):
         trainer.remove_callback(StartupCallback)
         trainer.add_callback(_Ready())
@@ -383,8 +383,8 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
             fractions = trainer._metrics["train"].get("prefix_sharing/policy/tokens_fraction")
             if fractions:
                 step.tokens_fraction = statistics.mean(fractions)
-            elif who == OURS and ours.door.figures.tokens:  # the reference's, of the same rows as the policy's
-                step.tokens_fraction = ours.door.figures.tokens / ours.door.figures.padded_tokens
+            elif who == OURS and ours.sharing.figures.tokens:  # the reference's, of the same rows as the policy's
+                step.tokens_fraction = ours.sharing.figures.tokens / ours.sharing.figures.padded_tokens
             trainer._metrics["train"].clear()
         step.norms = _gradient_norms(trainers)
         if i:

@@ -13,9 +13,9 @@ from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
 from ..grpo.arguments import completed, with_base_loaded
 from ..grpo.training import EfficientTraining
 from ..prefix_sharing.batch import Batch
-from ..prefix_sharing.door import Door, open_door
 from ..prefix_sharing.layout import IGNORED_LABEL, UnpackableBatch
-from ..prefix_sharing.self_check import compares_gradients, reduced_over_ranks
+from ..prefix_sharing.sharing import PromptSharing, install_sharing
+from ..prefix_sharing.verdict import compares_gradients, reduced_over_ranks
 from .config import EfficientDPOConfig
 
 # Entries that TRL's collators put into a batch for the loss, not for the model.
@@ -28,7 +28,7 @@ class EfficientDPOTrainer(EfficientTraining, ShardedQLoRAMixin, DPOTrainer):
     The trainer computes the same numbers in another way:
 
     - the passes of the policy and the reference model compute a prompt once per pair and skip padding
-      ([`trl_fsdp_qlora.prefix_sharing.door.share_prompts`]);
+      ([`trl_fsdp_qlora.prefix_sharing.sharing.share_prompts`]);
     - [`ShardedQLoRAMixin`] trains under FSDP2 with a 4-bit base;
     - [`trl_fsdp_qlora.grpo.training.EfficientTraining`] times phases, writes whole checkpoints and prints a start-up
       block.
@@ -37,8 +37,8 @@ class EfficientDPOTrainer(EfficientTraining, ShardedQLoRAMixin, DPOTrainer):
     _tag_names = ["trl", "dpo", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)
 
     # Defaults for a trainer that was built without `__init__`.
-    door: Door | None = None
-    reference_door: Door | None = None
+    sharing: PromptSharing | None = None
+    reference_sharing: PromptSharing | None = None
 
     @wraps(DPOTrainer.__init__)
     def __init__(self, *positional, **named):
@@ -49,10 +49,10 @@ class EfficientDPOTrainer(EfficientTraining, ShardedQLoRAMixin, DPOTrainer):
         with experts_in_4bit():
             super().__init__(**with_base_loaded(call, needs_reference))
         self.begin("DPO ([arXiv 2305.18290](https://arxiv.org/abs/2305.18290))")
-        self._open_doors()
+        self._install_sharing()
         self.report_start()
 
-    def _open_doors(self) -> None:
+    def _install_sharing(self) -> None:
         options = {
             "attention": self.args.prefix_sharing,
             "lm_head_kernel": self.args.lm_head_kernel,
@@ -60,55 +60,55 @@ class EfficientDPOTrainer(EfficientTraining, ShardedQLoRAMixin, DPOTrainer):
             "expects_images": self._is_vision_dataset,
             "compares": False,
         }
-        self.door = open_door(self.accelerator.unwrap_model(self.model), **options)
+        self.sharing = install_sharing(self.accelerator.unwrap_model(self.model), **options)
         if self.ref_model is not None:
-            self.reference_door = open_door(self.accelerator.unwrap_model(self.ref_model), **options)
+            self.reference_sharing = install_sharing(self.accelerator.unwrap_model(self.ref_model), **options)
 
     def compute_ref_log_probs(self, model, inputs):
-        if self.door is None:  # TRL's constructor may call this method
-            self._open_doors()
-        door = self.door if self.ref_model is None else self.reference_door
+        if self.sharing is None:  # TRL's constructor may call this method
+            self._install_sharing()
+        sharing = self.sharing if self.ref_model is None else self.reference_sharing
         with torch.no_grad():
-            self._compare_with_stock(door, model, inputs)
+            self._compare_with_stock(sharing, model, inputs)
         return super().compute_ref_log_probs(model, inputs)
 
     def _compute_loss(self, model, inputs, return_outputs):
-        if self.door is None:
+        if self.sharing is None:
             return super()._compute_loss(model, inputs, return_outputs)
-        self._compare_with_stock(self.door, model, inputs)
+        self._compare_with_stock(self.sharing, model, inputs)
         if self.ref_model is not None and not self.precompute_ref_logps:
             with torch.no_grad():
-                self._compare_with_stock(self.reference_door, self.ref_model, inputs)
+                self._compare_with_stock(self.reference_sharing, self.ref_model, inputs)
         loss = super()._compute_loss(model, inputs, return_outputs)
-        if self.door.is_active and self.door.figures.tokens:
+        if self.sharing.is_active and self.sharing.figures.tokens:
             mode = "train" if self.model.training else "eval"
-            for name, value in self.door.figures.metrics("prefix_sharing/policy").items():
+            for name, value in self.sharing.figures.metrics("prefix_sharing/policy").items():
                 self._metrics[mode][name].append(value)
         return loss
 
-    def _compare_with_stock(self, door: Door, model: torch.nn.Module, inputs: dict[str, Any]) -> None:
+    def _compare_with_stock(self, sharing: PromptSharing, model: torch.nn.Module, inputs: dict[str, Any]) -> None:
         """Compare a few pairs of the first batch of a kind with stock's pass, see [`Comparison.with_stock`]."""
-        if not door.is_active:
+        if not sharing.is_active:
             return
         labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORED_LABEL)
         not_vision = {"input_ids", "attention_mask", *_OF_THE_LOSS}
         vision = {name: value for name, value in inputs.items() if name not in not_vision}
         batch = Batch(inputs["input_ids"], inputs.get("attention_mask"), labels, vision)
         # Images are counted only until a batch with images was compared: the ranks have to agree, and the host waits.
-        awaits_images = door.expects_images and (compares_gradients(model), True) not in door.comparison.checked
-        if awaits_images and not self._count_images(door, batch):
+        awaits_images = sharing.expects_images and (compares_gradients(model), True) not in sharing.comparison.checked
+        if awaits_images and not self._count_images(sharing, batch):
             return
         # TRL's batch has all chosen answers first, then all rejected ones. The comparison needs the two of a pair
         # next to each other.
         in_pairs = np.arange(len(labels)).reshape(2, -1).T.ravel()
-        door.comparison.with_stock(model, batch, self.accelerator.autocast, order=in_pairs)
+        sharing.comparison.with_stock(model, batch, self.accelerator.autocast, order=in_pairs)
 
-    def _count_images(self, door: Door, batch: Batch) -> bool:
+    def _count_images(self, sharing: PromptSharing, batch: Batch) -> bool:
         """Set the number of images of each row of `batch`; return whether every rank could count its images."""
         failures = 0
         if batch.has_images:
             try:
-                batch.num_images = door.images.count(batch)
+                batch.num_images = sharing.images.count(batch)
             except UnpackableBatch:  # the pass itself logs the reason
                 failures = 1
         return reduced_over_ranks([failures], batch.input_ids.device)[0] == 0

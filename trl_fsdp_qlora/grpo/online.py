@@ -17,14 +17,14 @@ from ..scoring.cpu_linear import fast_linears
 from ..telemetry.phases import token_counts
 from ..telemetry.unscored import ScoredCompletions
 from .groups import EpochRepeatSampler, micro_batches
-from .scoring import ScoringThroughTheDoor, batch_of, padded_batch
+from .scoring import PackedScoring, batch_of, padded_batch
 from .step import StepScores
 from .training import EfficientTraining
 
 logger = get_logger(__name__)
 
 
-class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
+class OnlineTraining(PackedScoring, EfficientTraining):
     """Part of a trainer of TRL's that draws completions for its prompts and rewards them (GRPO, RLOO).
 
     - `rollout` draws the completions;
@@ -164,11 +164,11 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
         self._planned_inputs = ()
         self._micro_batches_done = 0
 
-    def _look_ahead(self, door, inputs):
+    def _look_ahead(self, sharing, inputs):
         if not self._is_in_training_step or inputs is None:
             return None, 0
         if self._step not in self._planned_steps:
-            self.step_scores = self._scores_of_step(door)
+            self.step_scores = self._scores_of_step(sharing)
         number = self._step - self._planned_steps.start
         if self.step_scores is not None:
             is_as_planned = self._planned_inputs[number] == _tensor_versions(inputs)
@@ -181,7 +181,7 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
                 self.step_scores = None
         return self.step_scores, number
 
-    def _scores_of_step(self, door) -> StepScores | None:
+    def _scores_of_step(self, sharing) -> StepScores | None:
         """Scores of this micro-batch and those after it up to the optimizer step, if their completions are drawn."""
         first = self._step % self.args.steps_per_generation
         left_in_update = max(1, self.current_gradient_accumulation_steps - self._micro_batches_done)
@@ -203,7 +203,7 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
                 batch.labels[:, -scored_BC.shape[1] :].masked_fill_(~scored_BC, IGNORED_LABEL)
             batches.append(batch)
         # With DeepSpeed each backward has to reach a parameter, and the optimizer steps in the last loss's backward.
-        plan = door.plan_step(batches, limit, one_by_one=self.is_deepspeed_enabled)
+        plan = sharing.plan_step(batches, limit, one_by_one=self.is_deepspeed_enabled)
         return None if plan is None else StepScores(plan, batches, ends_update=count == left_in_update)
 
     def _scored_tokens(self, inputs, ahead: int) -> torch.Tensor | None:
@@ -242,16 +242,16 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
         size = self.num_generations
         if per_device % size == 0:
             groups = ("on", "whole groups in every micro-batch")
-        elif not self.door.keeps_beginnings or self.args.tokens_per_pass == 0:
+        elif not self.sharing.keeps_beginnings or self.args.tokens_per_pass == 0:
             groups = (
                 "as stock TRL",
                 f"groups of {size} are split: make per_device_train_batch_size={per_device} a multiple",
             )
         else:
             groups = ("on", f"groups of {size} in micro-batches of {per_device}: a prompt once per optimizer step")
-        door, *features = super().features()
+        sharing, *features = super().features()
         rollouts = self.rollout.features(self.model, self._generate_settings(), self._calls_tools)
-        return [door, groups, *rollouts, *self._engine_features(), *features]
+        return [sharing, groups, *rollouts, *self._engine_features(), *features]
 
     def _engine_features(self) -> list[tuple[str, str]]:
         """Lines of the start-up block on the weights that vLLM gets; none if vLLM is not used."""

@@ -1,4 +1,4 @@
-"""`ScoringThroughTheDoor`: TRL's scoring passes on packed rows, each pass timed as a phase."""
+"""`PackedScoring`: TRL's scoring passes on packed rows, each pass timed as a phase."""
 
 import inspect
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from torch import nn
 from ..compat.fsdp import forget_forward
 from ..compat.peft import is_reference
 from ..prefix_sharing.batch import Batch
-from ..prefix_sharing.door import Door, open_door
 from ..prefix_sharing.images import fingerprints
 from ..prefix_sharing.layout import IGNORED_LABEL
 from ..prefix_sharing.prefix_cache import CannotKeep
+from ..prefix_sharing.sharing import PromptSharing, install_sharing
 from ..scoring.contexts import fill_masked_rows, share_values
 from ..scoring.token_selection import weight_gradient
 from .step import StepScores
@@ -50,19 +50,19 @@ class LossPass:
     values: LogProbs | None = None
 
 
-class ScoringThroughTheDoor:
+class PackedScoring:
     """Part of a trainer: `_get_per_token_logps_and_entropies` of TRL's GRPO and RLOO trainers on packed rows.
 
     Old and reference passes are cut by the tokens they compute instead of by rows.
     """
 
     # Defaults for a trainer that was built without `__init__`, as in some tests of TRL.
-    door: Door | None = None
-    reference_door: Door | None = None
+    sharing: PromptSharing | None = None
+    reference_sharing: PromptSharing | None = None
     step_scores: StepScores | None = None
 
-    def open_doors(self, entropy_gradient: bool) -> None:
-        """Open the doors of the policy and the reference model, once both exist.
+    def install_sharing(self, entropy_gradient: bool) -> None:
+        """Share prompts in the policy and the reference model, once both exist.
 
         `entropy_gradient`: whether the loss has an entropy term.
         """
@@ -78,32 +78,32 @@ class ScoringThroughTheDoor:
             "compares": False,
         }
         policy = self.accelerator.unwrap_model(self.model)
-        self.door = open_door(policy, **options)
+        self.sharing = install_sharing(policy, **options)
         if self.ref_model is not None:
-            self.reference_door = open_door(self.accelerator.unwrap_model(self.ref_model), **options)
+            self.reference_sharing = install_sharing(self.accelerator.unwrap_model(self.ref_model), **options)
 
     def own_attention(self):
         """Context in which the policy has its own attention implementation, as generation expects."""
-        return nullcontext() if self.door is None else self.door.original_attention()
+        return nullcontext() if self.sharing is None else self.sharing.original_attention()
 
     def forget_images(self) -> None:
         """Let the ranks ask each other again whether images have come, see [`look_for_images`]."""
-        for door in (self.door, self.reference_door):
-            if door is not None:
-                door.forget_images()
+        for sharing in (self.sharing, self.reference_sharing):
+            if sharing is not None:
+                sharing.forget_images()
 
     def look_for_images(self, here: bool) -> None:
         """Let the ranks agree whether a generation batch has images. Every rank has to call this method.
 
         `here`: whether this rank's part of the batch has images.
         """
-        for door in (self.door, self.reference_door):
-            if door is not None:
-                door.look_for_images(here, self.accelerator.device)
+        for sharing in (self.sharing, self.reference_sharing):
+            if sharing is not None:
+                sharing.look_for_images(here, self.accelerator.device)
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs) -> LogProbs:
         stock = super()._get_per_token_logps_and_entropies
-        if self.door is None:
+        if self.sharing is None:
             return stock(model, *args, **kwargs)
         wanted = model if isinstance(model, LossPass) else LossPass(model)
         if wanted.values is not None:
@@ -124,30 +124,32 @@ class ScoringThroughTheDoor:
         """Run and time a pass of this kind. `stock` is TRL's method, `arguments` are its arguments but the model."""
         is_phase = self.model.training and kind in ("old_policy", "reference")
         with self.clock.phase(f"{kind}_pass") if is_phase else nullcontext():
-            return self._score_through_the_door(stock, wanted, kind, arguments)
+            return self._score_packed(stock, wanted, kind, arguments)
 
-    def _score_through_the_door(
+    def _score_packed(
         self, stock: Callable[..., LogProbs], wanted: LossPass, kind: str, arguments: dict[str, Any]
     ) -> LogProbs:
-        door = self.reference_door if wanted.model is self.ref_model and self.ref_model is not None else self.door
+        sharing = (
+            self.reference_sharing if wanted.model is self.ref_model and self.ref_model is not None else self.sharing
+        )
         batch = batch_of(arguments)
         rows, width = batch.input_ids.shape
         batch_size = arguments.get("batch_size") or rows
         tokens_per_pass = batch_size * width if batch_size < rows else None
         # If a micro-batch is cut to fit into memory, the comparison passes have to be cut as well.
         limit = tokens_per_pass or self.args.tokens_per_pass or None
-        door.comparison.with_stock(wanted.model, batch, self.accelerator.autocast, limit)
+        sharing.comparison.with_stock(wanted.model, batch, self.accelerator.autocast, limit)
         step_scores = None
         number = 0
         if kind == "policy" and torch.is_grad_enabled():
-            step_scores, number = self._look_ahead(door, wanted.inputs)
-        for_the_door = {}
+            step_scores, number = self._look_ahead(sharing, wanted.inputs)
+        for_sharing = {}
         # TRL's router loss is the mean over TRL's own slices of the batch, so a batch with it is sliced by TRL.
-        if door.is_active and not (arguments.get("compute_aux_loss") and tokens_per_pass):
-            for_the_door["num_images"] = batch.num_images
+        if sharing.is_active and not (arguments.get("compute_aux_loss") and tokens_per_pass):
+            for_sharing["num_images"] = batch.num_images
             if tokens_per_pass:
                 arguments["batch_size"] = None
-                for_the_door["tokens_per_pass"] = tokens_per_pass
+                for_sharing["tokens_per_pass"] = tokens_per_pass
 
         def call(**model_arguments):
             if wanted.scored_BC is not None:
@@ -158,24 +160,24 @@ class ScoringThroughTheDoor:
                     return step_scores.score(number, wanted.model)
                 except CannotKeep as error:
                     forget_forward(wanted.model)
-                    door.cannot_keep(str(error))
+                    sharing.cannot_keep(str(error))
                     self.step_scores = None
-            return wanted.model(**model_arguments, **for_the_door)
+            return wanted.model(**model_arguments, **for_sharing)
 
         values = stock(call, **arguments)
         # TRL leaves the values on the LM head's device. That is the last device of a model that is split over several
         # devices, or the host if FSDP2 offloads the head.
         device = batch.input_ids.device
         logps_BC, entropies_BC, aux_loss = (None if value is None else value.to(device) for value in values)
-        if door.is_active and door.figures.tokens:
+        if sharing.is_active and sharing.figures.tokens:
             if step_scores is None or step_scores.computes(number):
                 name = "policy" if kind == "policy" else "no_grad"
-                self._add_metrics(door.figures.metrics(f"prefix_sharing/{name}"))
+                self._add_metrics(sharing.figures.metrics(f"prefix_sharing/{name}"))
             # Equal tokens need equal entropies: the quantile may fall on a tie.
             if getattr(self, "top_entropy_quantile", 1.0) < 1.0 and entropies_BC is not None:
                 keys_B1 = None
                 if batch.has_images:
-                    door.count_images(batch)
+                    sharing.count_images(batch)
                     keys_B1 = fingerprints({**batch.vision, "num_images": batch.num_images})
                 entropies_BC = share_values(
                     entropies_BC, batch.input_ids, batch.attention_mask, arguments["logits_to_keep"], keys_B1
@@ -186,7 +188,7 @@ class ScoringThroughTheDoor:
             logps_BC = weight_gradient(logps_BC, wanted.weight_BC)
         return logps_BC, entropies_BC, aux_loss
 
-    def _look_ahead(self, door: Door, inputs: dict[str, Any] | None) -> tuple[StepScores | None, int]:
+    def _look_ahead(self, sharing: PromptSharing, inputs: dict[str, Any] | None) -> tuple[StepScores | None, int]:
         """The scores of this optimizer step, and the number of the micro-batch with these `inputs` in it."""
         return None, 0
 

@@ -2,7 +2,7 @@
 
 All micro-batches of an optimizer step use the same weights, and TRL draws all of them before it uses the first. So the
 trainer can look ahead: it knows which tokens each micro-batch will score, and
-[`trl_fsdp_qlora.prefix_sharing.door.Door.plan_step`] plans the passes that compute them.
+[`trl_fsdp_qlora.prefix_sharing.sharing.PromptSharing.plan_step`] plans the passes that compute them.
 
 - As many micro-batches as fit run in one pass. TRL asks for the scores of one micro-batch at a time. The last one of a
   pass gets its scores with the graph. Those before it get constants, and their gradients wait for the backward of the

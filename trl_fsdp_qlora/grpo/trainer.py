@@ -49,7 +49,7 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
 
     The trainer computes the same numbers in another way. These parts do it:
 
-    - [`trl_fsdp_qlora.grpo.scoring.ScoringThroughTheDoor`] computes shared tokens once and skips padding;
+    - [`trl_fsdp_qlora.grpo.scoring.PackedScoring`] computes shared tokens once and skips padding;
     - `budget` chooses which tokens of a micro-batch are computed;
     - `rollout` draws the completions;
     - [`ShardedQLoRAMixin`] trains under FSDP2 with a 4-bit base;
@@ -79,7 +79,7 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         self.weight_sync_check = WeightSyncCheck(engine_draws_from_policy)
         for warning in warnings_for(self.args, self.sync):
             logger.warning(warning)  # accelerate's logger: on the main rank
-        self.open_doors(self._entropy_bonus_enabled)
+        self.install_sharing(self._entropy_bonus_enabled)
         self.budget = TokenBudget(
             self.args,
             self.accelerator.process_index,
@@ -291,8 +291,8 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         return super().log(logs, *args, **kwargs)
 
     def features(self) -> list[tuple[str, str]]:
-        door, *features = super().features()
-        return [door, *self.budget.features(self.door.is_active), *features]
+        sharing, *features = super().features()
+        return [sharing, *self.budget.features(self.sharing.is_active), *features]
 
     def _engine_features(self):
         if not self.use_vllm:

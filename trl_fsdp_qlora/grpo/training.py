@@ -59,7 +59,7 @@ class EfficientTraining:
 
         A trainer's constructor calls this method last.
         """
-        self.startup = StartupCallback(self.features, tokenize, lambda: self.door.figures)
+        self.startup = StartupCallback(self.features, tokenize, lambda: self.sharing.figures)
         self.add_callback(self.startup)
         print_briefly(self)
 
@@ -144,7 +144,7 @@ class EfficientTraining:
         """Lines of the start-up block under `"on"`, `"off"` (by a setting) or `"as stock TRL"` (with the reason)."""
         in_16_bit = experts_in_16_bit(self.model)
         return [
-            self.door.feature(),
+            self.sharing.feature(),
             *([] if self.base_bytes is None else [("on", str(self.base_bytes))]),
             *([] if in_16_bit is None else [("as stock TRL", in_16_bit)]),
             *adapted_parts(self.accelerator.unwrap_model(self.model)),

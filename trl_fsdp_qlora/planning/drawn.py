@@ -14,7 +14,7 @@ from trl import ModelConfig, apply_chat_template
 
 from ..errors import UserError
 from ..evaluation.accuracy import encode
-from ..prefix_sharing.forest import grow
+from ..prefix_sharing.forest import build_forest
 from ..recipe.arguments import ScriptArguments
 from ..recipe.checks import load_tokenizer
 from ..recipe.pairs import FIELDS, DPOScriptArguments, read_pairs
@@ -108,7 +108,7 @@ class Data:
         for row, sequence in enumerate(sequences):
             tokens_BL[row, : len(sequence)] = sequence
         # The last token of a row is only ever a target.
-        forest = grow(tokens_BL, np.maximum(lengths_B - 1, 1))
+        forest = build_forest(tokens_BL, np.maximum(lengths_B - 1, 1))
         levels = np.bincount(forest.levels, forest.lengths).astype(int).tolist()
         return Drawn(forest.tokens, tokens_BL.size, scored, levels)
 

@@ -16,8 +16,8 @@ from transformers import PretrainedConfig
 
 from ..prefix_sharing.prefix_cache import CacheView, PrefixCache
 from ..prefix_sharing.recurrent import goes_on_from_a_state, recurrent_layers, state_bytes
-from ..prefix_sharing.self_check import ROWS_HALF
 from ..prefix_sharing.support import keeps_keys, layer_types
+from ..prefix_sharing.verdict import ROWS_HALF
 from ..scoring.logprobs import VOCABULARY_TILE, choose_head_kernel
 from . import fake_ops
 from .model import build, causal_model
@@ -52,7 +52,7 @@ def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
 
 
 def compared_shape(settings: Settings, on_gpu: bool) -> Shape:
-    """The padded forward, with gradients, that checks the first packed pass (`prefix_sharing.self_check`).
+    """The padded forward, with gradients, that checks the first packed pass (`prefix_sharing.verdict`).
 
     It has as many rows as fit into the packed row's tokens, and uses TRL's kernels and masks.
     """
@@ -188,7 +188,7 @@ def _run(settings: Settings, config, layers, shape: Shape, on_gpu: bool, grad: b
 def why_not_keep(settings: Settings, config: PretrainedConfig) -> str | None:
     """The reason why passes of this run cannot reuse values of other passes; `None` if they can.
 
-    The answer goes as far as settings and modules show it (`prefix_sharing.door.Door.plan_step`).
+    The answer goes as far as settings and modules show it (`prefix_sharing.sharing.PromptSharing.plan_step`).
     """
     if settings.launch.kind == "zero3":
         return "ZeRO-3"

@@ -1,4 +1,4 @@
-"""The forwards of an optimizer step, in numbers: `prefix_sharing.door.Door.plan_step` for full-length completions.
+"""The forwards of an optimizer step, in numbers: `PromptSharing.plan_step` for completions of full length.
 
 Every prompt has the same length and shares no token with another prompt. The rows of a step are its groups, one after
 the other.

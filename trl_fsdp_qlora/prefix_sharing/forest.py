@@ -360,7 +360,7 @@ def _best_single_level(nodes: list[Node], children: dict[Node, list[Node]], min_
     return [chosen for root in roots for chosen in best[root][1]]
 
 
-def grow(
+def build_forest(
     tokens_BL: np.ndarray,
     lengths_B: np.ndarray,
     spans_B2: np.ndarray | None = None,

@@ -26,7 +26,7 @@ from ..compat.transformers import CACHE
 from ..compat.trl import is_padded_by_row, rows_of_images, split_pixel_values_by_grid
 from ..scoring.transfer import to_device, to_host
 from .layout import PackedLayout, Sequences, UnpackableBatch, equal_runs
-from .self_check import reduced_over_ranks
+from .verdict import reduced_over_ranks
 
 # Arguments of models with an entry per image, and per token of a row.
 PER_IMAGE = (

@@ -1,8 +1,8 @@
 """Turns a batch of sequences with labels into one packed row, and results back into the batch's shape.
 
-[`read_batch`] copies the batch to the host, [`forest.grow`] finds equal beginnings there, and [`lay_out`] makes the
-model's inputs. A row of the batch may be padded on either side. Tokens are counted from the row's first real token.
-The last token that has a label is only ever a target, so a row is computed up to the token before it.
+[`read_batch`] copies the batch to the host, [`forest.build_forest`] finds equal beginnings there, and [`lay_out`]
+makes the model's inputs. A row of the batch may be padded on either side. Tokens are counted from the row's first real
+token. The last token that has a label is only ever a target, so a row is computed up to the token before it.
 
 Positions are those of stock's forward: columns of the padded batch. Rows of one tree may stand in different columns
 if the model sees positions only by their differences ([`relative_positions.sees_distances`]). All rows of the tree

@@ -205,7 +205,7 @@ def _tails_sorted(
 
 
 class Forward:
-    """One call of the model, with a given forest in place of the one that the door would find in the batch.
+    """One call of the model, with a given forest in place of the one that would be found in the batch.
 
     It is not a dataclass: FSDP2 and DDP look for tensors in dataclasses among a forward's arguments, and take these
     tensors for inputs of the forward.

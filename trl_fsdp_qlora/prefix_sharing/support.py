@@ -49,7 +49,7 @@ def stamp(model: nn.Module) -> int:
     `checkpoint_wrapper`), and with forwards that are replaced (a wrapper of the user's own).
     """
     modules = model.modules()
-    next(modules)  # the model's own forward is the door
+    next(modules)  # the model's own forward is ours
     facts = [getattr(model.get_decoder(), "config", model.config)._attn_implementation]
     for module in modules:
         facts += [type(module), vars(module).get("forward")]

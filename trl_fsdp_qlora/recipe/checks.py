@@ -25,7 +25,7 @@ from ..data.answers import extract_answer
 from ..data.datasets import check_template
 from ..data.rewards import get_reward
 from ..errors import did_you_mean, mistyped_path
-from ..prefix_sharing.door import CHOICES
+from ..prefix_sharing.sharing import CHOICES
 from ..publishing.loading import TOKENIZER, has_own
 from ..run.input_checks import language_model_only, mistakes
 from .arguments import ConfigError, ScriptArguments

@@ -18,7 +18,7 @@ class EfficientRLOOTrainer(OnlineTraining, ShardedQLoRAMixin, RLOOTrainer):
     """Drop-in replacement of [`trl.RLOOTrainer`]: same arguments, losses, metrics, checkpoints, options.
 
     The trainer computes the same numbers in another way: see [`trl_fsdp_qlora.grpo.online.OnlineTraining`] and
-    [`trl_fsdp_qlora.grpo.scoring.ScoringThroughTheDoor`], which `EfficientGRPOTrainer` uses, too. With vLLM the
+    [`trl_fsdp_qlora.grpo.scoring.PackedScoring`], which `EfficientGRPOTrainer` uses, too. With vLLM the
     trainer uses TRL's own engine and sends it every weight.
 
     Raises:
@@ -36,7 +36,7 @@ class EfficientRLOOTrainer(OnlineTraining, ShardedQLoRAMixin, RLOOTrainer):
         with experts_in_4bit():
             super().__init__(**with_base_loaded(call, needs_reference=call["args"].beta != 0.0))
         self.begin("RLOO ([arXiv 2402.14740](https://arxiv.org/abs/2402.14740))")
-        self.open_doors(entropy_gradient=False)
+        self.install_sharing(entropy_gradient=False)
         self.report_start(self._tokenize_prompts)
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields):

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from ..compat.older_gpus import lacks_bf16
 from ..fsdp2_qlora.launch_checks import is_fsdp2_launch
 from ..fsdp2_qlora.prepare import dense_shapes
-from ..prefix_sharing.door import PassFigures
+from ..prefix_sharing.sharing import PassFigures
 from ..run.nonfatal import nonfatal
 from ..run.plain import counted
 

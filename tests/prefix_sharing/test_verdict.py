@@ -13,9 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.distributed.launch import launch
 from tests.tiny import lora
-from trl_fsdp_qlora.prefix_sharing import cascade, self_check
+from trl_fsdp_qlora.prefix_sharing import cascade
+from trl_fsdp_qlora.prefix_sharing import verdict as verdict_module
 from trl_fsdp_qlora.prefix_sharing.layout import PackedLayout
-from trl_fsdp_qlora.prefix_sharing.self_check import compares_gradients, statistics, verdict
+from trl_fsdp_qlora.prefix_sharing.verdict import compares_gradients, statistics, verdict
 
 from .helpers import COMPLETION, PROMPT, VOCABULARY, awkward_batch, build, make_batch, one_pass, prepared
 
@@ -57,38 +58,38 @@ def test_faults_in_values_are_caught(fault, dtype, monkeypatch):
     scatter = PackedLayout.scatter
     monkeypatch.setattr(PackedLayout, "scatter", lambda self, values_N: FAULTS[fault](scatter(self, values_N)))
     for grad in (True, False):
-        model, door = llama(dtype)
+        model, sharing = llama(dtype)
         with torch.set_grad_enabled(grad):
-            one_pass(model, door)
-        assert "difference in log-probability" in door.describe()
+            one_pass(model, sharing)
+        assert "difference in log-probability" in sharing.describe()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_oss"])
 def test_rounding_alone_passes(family, dtype):
     model = build(family).to(dtype)
-    door = prepared(model)
-    one_pass(model, door)
-    assert door.is_active, door.describe()
+    sharing = prepared(model)
+    one_pass(model, sharing)
+    assert sharing.is_active, sharing.describe()
 
 
 def test_the_effect_of_rounding_is_measured_beyond_the_fixed_limits_alone(monkeypatch):
     """It takes most of the passes. A difference that rounding explains passes either way."""
     measured = []
-    perturbed = self_check.perturbed
+    perturbed = verdict_module.perturbed
 
     def counted(*which):
         measured.append(1)
         return perturbed(*which)
 
-    monkeypatch.setattr(self_check, "perturbed", counted)
-    for limit, passes in ((10.0, 0), (0.0, self_check.NOISE_PASSES)):
+    monkeypatch.setattr(verdict_module, "perturbed", counted)
+    for limit, passes in ((10.0, 0), (0.0, verdict_module.NOISE_PASSES)):
         for name in ("MEAN_DIFFERENCE_HALF", "FIRST_DIFFERENCE_HALF", "GRADIENT_DIFFERENCE_HALF", "PROJECTION_OFF"):
-            monkeypatch.setattr(self_check, name, limit)
-        model, door = llama(torch.bfloat16)
-        kinds = 2 if door.can_be_dense else 1
-        one_pass(model, door)
-        assert door.is_active, door.describe()
+            monkeypatch.setattr(verdict_module, name, limit)
+        model, sharing = llama(torch.bfloat16)
+        kinds = 2 if sharing.can_be_dense else 1
+        one_pass(model, sharing)
+        assert sharing.is_active, sharing.describe()
         assert len(measured) == kinds * passes
         measured.clear()
 
@@ -100,7 +101,7 @@ def test_a_layout_taken_from_a_global_under_checkpointing_is_caught(reentrant, d
     model = build("llama").to(dtype).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    door = prepared(model)
+    sharing = prepared(model)
     attend = cascade.attend
 
     def from_a_global(call):
@@ -111,15 +112,15 @@ def test_a_layout_taken_from_a_global_under_checkpointing_is_caught(reentrant, d
         return attend(call)
 
     monkeypatch.setattr(cascade, "attend", from_a_global)
-    one_pass(model, door)
+    one_pass(model, sharing)
     # Without re-entrance torch itself may notice that other tensors were saved; either way nobody trains on it.
-    assert not door.is_active
+    assert not sharing.is_active
     if reentrant:
-        assert "gradients differ" in door.describe()
+        assert "gradients differ" in sharing.describe()
 
 
 def test_a_wrong_gradient_of_one_layer_is_caught(monkeypatch):
-    model, door = llama()
+    model, sharing = llama()
     attend = cascade.attend
 
     def without_gradient_of_values(call):
@@ -127,18 +128,18 @@ def test_a_wrong_gradient_of_one_layer_is_caught(monkeypatch):
         return attend(call)
 
     monkeypatch.setattr(cascade, "attend", without_gradient_of_values)
-    one_pass(model, door)
-    assert "gradients differ" in door.describe()
+    one_pass(model, sharing)
+    assert "gradients differ" in sharing.describe()
 
 
 def test_no_gradient_is_left_behind():
     model = get_peft_model(build("llama"), lora())
-    door = prepared(model)
+    sharing = prepared(model)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
     before = [parameter.grad for parameter in model.parameters()]
-    one_pass(model, door)
-    assert door.is_active
+    one_pass(model, sharing)
+    assert sharing.is_active
     assert all(p.grad is g and (g is None or (g == 1).all()) for p, g in zip(model.parameters(), before, strict=True))
 
 
@@ -154,29 +155,29 @@ def test_gradients_are_compared_where_a_plain_backward_may_be_undone():
 
 def test_another_release_of_torch_compares_log_probabilities_alone_under_fsdp2(monkeypatch):
     """Where FSDP2's private parts differ, none of them is touched: this model has no state of FSDP2 at all."""
-    model, door = llama()
+    model, sharing = llama()
     model.__class__ = type("Sharded", (FSDPModule, type(model)), {})
-    monkeypatch.setattr("trl_fsdp_qlora.prefix_sharing.self_check.misfit", lambda: "torch 9.9")
+    monkeypatch.setattr("trl_fsdp_qlora.prefix_sharing.verdict.misfit", lambda: "torch 9.9")
     # Two forwards of two rows, next to each of the two ways in which rows of this model may be packed.
-    assert one_pass(model, door).padded_forwards == 4
-    assert door.is_active and door.comparison.checked == {(False, False)}
+    assert one_pass(model, sharing).padded_forwards == 4
+    assert sharing.is_active and sharing.comparison.checked == {(False, False)}
 
 
 def test_each_kind_of_pass_is_compared_once():
     """One padded pass for each of four rows, of levels and of a dense mask; again with gradients; not where nothing
     can be compared.
     """
-    model, door = llama()
+    model, sharing = llama()
     ids, mask = awkward_batch()
     mask[:, -COMPLETION:] = 0
-    assert one_pass(model, door, (ids, mask)).padded_forwards == 0 and not door.comparison.checked
+    assert one_pass(model, sharing, (ids, mask)).padded_forwards == 0 and not sharing.comparison.checked
     with torch.no_grad():
-        assert [one_pass(model, door).padded_forwards for _ in range(2)] == [4, 0]
+        assert [one_pass(model, sharing).padded_forwards for _ in range(2)] == [4, 0]
     nothing = torch.zeros(10, COMPLETION, dtype=torch.bool)  # rows that nothing can be learnt from are compared, too
-    assert [one_pass(model, door, scored_BC=nothing).padded_forwards for _ in range(2)] == [4, 0]
+    assert [one_pass(model, sharing, scored_BC=nothing).padded_forwards for _ in range(2)] == [4, 0]
     with torch.no_grad():
-        assert one_pass(model, door).padded_forwards == 0
-    assert door.comparison.checked == {(False, False), (True, False)}
+        assert one_pass(model, sharing).padded_forwards == 0
+    assert sharing.comparison.checked == {(False, False), (True, False)}
     # A state is not kept at every token, so of recurrent layers there is one way.
     model = build("qwen3_5")
     assert [one_pass(model, prepared(model)).padded_forwards for _ in range(2)] == [2, 0]
@@ -185,27 +186,27 @@ def test_each_kind_of_pass_is_compared_once():
 def test_equal_completions_of_one_token():
     """Yes/no answers: under signs of one and minus one the gradients of two equal rows cancelled to nothing."""
     for seed in range(8):
-        model, door = llama()
+        model, sharing = llama()
         ids, mask = make_batch([5, 5], [1, 1], seed=seed)
         ids[1] = ids[0]
-        one_pass(model, door, (ids, mask))
-        assert door.is_active, door.describe()
+        one_pass(model, sharing, (ids, mask))
+        assert sharing.is_active, sharing.describe()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2, 8])
 def test_no_forward_of_the_comparison_holds_more_tokens_than_the_steps_own(rows, dtype):
     """Eight rows at once whatever the batch: 447 tokens with a graph in the first step, 111 in the second."""
-    model, door = llama(dtype)
+    model, sharing = llama(dtype)
     ids, mask = make_batch([PROMPT] * rows, [COMPLETION] * rows)
     tokens = []
     model.model.register_forward_pre_hook(
         lambda module, args, kwargs: tokens.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
     for limit in (PROMPT + COMPLETION, 10**6, None):  # a limit that the batch does not reach, too
-        door.comparison.checked.clear()
+        sharing.comparison.checked.clear()
         with torch.set_grad_enabled(limit is None):
-            one_pass(model, door, (ids, mask), **({} if limit is None else {"tokens_per_pass": limit}))
+            one_pass(model, sharing, (ids, mask), **({} if limit is None else {"tokens_per_pass": limit}))
         cut = limit == PROMPT + COMPLETION and rows > 1
         # The last tokens are targets alone.
         step_tokens = PROMPT + COMPLETION if cut else PROMPT + rows * (COMPLETION - 1)
@@ -213,7 +214,7 @@ def test_no_forward_of_the_comparison_holds_more_tokens_than_the_steps_own(rows,
         # A padded row has its last token.
         assert len(compared) >= 2 and max(compared) <= step_tokens + 1, (compared, step_tokens)
         tokens.clear()
-    assert door.is_active, door.describe()
+    assert sharing.is_active, sharing.describe()
 
 
 def scaled_output(attend, call):
@@ -240,14 +241,14 @@ def test_an_attention_scaled_by_three_percent_is_caught_in_half_precision(fault,
         model.model.embed_tokens.weight *= 10
     attention = LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], init_lora_weights=False)
     model = get_peft_model(model, attention).to(torch.bfloat16)
-    door = prepared(model)
+    sharing = prepared(model)
     attend = cascade.attend
     if fault:
         monkeypatch.setattr(cascade, "attend", lambda call: FAULTY_ATTENTION[fault](attend, call))
-    one_pass(model, door, make_batch([14] * 4 + [9] * 4, [96] * 8, completion=96), completion=96)
-    assert door.is_active == (fault is None), door.describe()
+    one_pass(model, sharing, make_batch([14] * 4 + [9] * 4, [96] * 8, completion=96), completion=96)
+    assert sharing.is_active == (fault is None), sharing.describe()
     if fault is not None:
-        assert "times as long as the padded pass's" in door.describe()
+        assert "times as long as the padded pass's" in sharing.describe()
 
 
 def test_ten_thousand_healthy_starts_in_half_precision(monkeypatch):
@@ -262,13 +263,13 @@ def test_ten_thousand_healthy_starts_in_half_precision(monkeypatch):
         starts.append(figures)
         return None
 
-    monkeypatch.setattr(self_check, "verdict", recorded)
+    monkeypatch.setattr(verdict_module, "verdict", recorded)
     for family, seed in product(("llama", "qwen3"), range(6)):
         model = build(family, seed).to(torch.bfloat16)
         one_pass(model, prepared(model), make_batch([9] * 4 + [5] * 4, [9, 1, 5, 9] * 2, seed=seed))
     monkeypatch.undo()
     moved = [name for name in starts[0] if name.startswith("gradient_moved")]
-    assert len(starts) == 24 and len(moved) == self_check.NOISE_PASSES - 1
+    assert len(starts) == 24 and len(moved) == verdict_module.NOISE_PASSES - 1
     draw = np.random.default_rng(0)
     for _ in range(10_000):
         figures = dict.fromkeys(starts[0], 0.0)
@@ -280,15 +281,15 @@ def test_ten_thousand_healthy_starts_in_half_precision(monkeypatch):
 
 
 def test_what_fails_later_raises(monkeypatch):
-    model, door = llama()
-    one_pass(model, door)
+    model, sharing = llama()
+    one_pass(model, sharing)
 
     def attend(call):
         raise RuntimeError("no kernel for this size")
 
     monkeypatch.setattr(cascade, "attend", attend)
     with pytest.raises(RuntimeError, match="no kernel for this size"):
-        one_pass(model, door)
+        one_pass(model, sharing)
 
 
 def test_the_gradient_along_the_padded_one_by_hand():

@@ -1,10 +1,10 @@
 """`share_prompts(model)` computes equal beginnings of a batch's rows once.
 
-TRL's trainers score with `model(..., labels=labels, fused_lm_head=True)`. The [`Door`] stands in front of that
-forward and inside the root module's forward, so DDP, FSDP2, PEFT and autocast stay as they are. A pass goes through
-the door in five steps: the batch is read ([`layout.decode`]), laid out ([`forest.grow`], [`layout.lay_out`]), run,
-scored ([`trl_fsdp_qlora.scoring.logprobs.score_with_head`]) and scattered. If that would not be exact, the pass runs
-as in stock TRL, and the door logs the reason once.
+TRL's trainers score with `model(..., labels=labels, fused_lm_head=True)`. [`PromptSharing`] stands in front of that
+forward and inside the root module's forward, so DDP, FSDP2, PEFT and autocast stay as they are. A pass has five steps:
+the batch is read ([`layout.decode`]), laid out ([`forest.build_forest`], [`layout.lay_out`]), run, scored
+([`trl_fsdp_qlora.scoring.logprobs.score_with_head`]) and scattered. If that would not be exact, the pass runs as in
+stock TRL, and one line of the log has the reason.
 """
 
 import contextlib
@@ -36,9 +36,9 @@ from . import layout as layouts
 from . import support
 from .attention import BACKENDS, UnsupportedAttention, can_nest, install, original_attention
 from .batch import Batch
-from .comparison import Comparison, Rehearsal
 from .dropout import noise_reason, other_dropout
-from .forest import Forest, grow
+from .first_pass import ComparedPass, Comparison
+from .forest import Forest, build_forest
 from .images import Images
 from .layout import IGNORED_LABEL, PackedLayout, Sequences, UnpackableBatch, cut_rows, decode, encode, lay_out
 from .passes import Forward, PassSchedule, StepPlan
@@ -48,12 +48,12 @@ from .recurrent import install as install_recurrent
 from .relative_positions import sees_distances
 from .router_loss import router_loss, router_sums
 from .row_mask import masks_of
-from .self_check import is_sharded, reduced_over_ranks
+from .verdict import is_sharded, reduced_over_ranks
 
 logger = logging.getLogger(__name__)
 
 CHOICES = ("auto", "off", *BACKENDS)
-# The attribute of the model (without wrappers) that holds its door.
+# The attribute of the model (without wrappers) that holds its `PromptSharing`.
 _ATTRIBUTE = "prompt_sharing"
 # Arguments of a forward that do not change its values.
 _NEUTRAL = {"use_cache", "return_dict"}
@@ -63,7 +63,7 @@ _PAIRS_PER_TOKEN = 6.0
 _OTHER_PASSES = 3
 
 
-# torch.compile compiles the model's own forward and no code of the door, because every batch has another layout and
+# torch.compile compiles the model's own forward and no code of this room, because every batch has another layout and
 # would be traced anew.
 _not_compiled = torch.compiler.disable
 _but_for_the_model = torch.compiler.disable(recursive=False)
@@ -109,11 +109,13 @@ def share_prompts(
     Raises:
         PrefixSharingError: `attention` is not known, or the backend that it names cannot serve this model.
     """
-    open_door(model, attention=attention, temperature=temperature, outputs=outputs, lm_head_kernel=lm_head_kernel)
+    install_sharing(
+        model, attention=attention, temperature=temperature, outputs=outputs, lm_head_kernel=lm_head_kernel
+    )
     return model
 
 
-def open_door(
+def install_sharing(
     model: nn.Module,
     *,
     attention: str = "auto",
@@ -123,27 +125,27 @@ def open_door(
     entropy_gradient: bool = True,
     compares: bool = True,
     expects_images: bool = False,
-) -> "Door":
+) -> "PromptSharing":
     """[`share_prompts`] for the trainers of this package.
 
     Args:
         entropy_gradient: whether the entropy's gradient may be needed; not every kernel has it.
-        compares: whether the door compares its first pass with stock TRL's by itself. A trainer that also compares
-            gradients calls [`comparison.Comparison.with_stock`] instead.
+        compares: whether the first pass is compared with stock TRL's from inside the forward. A trainer that also
+            compares gradients calls [`first_pass.Comparison.with_stock`] instead.
         expects_images: whether prompts may have images, on some ranks earlier than on others.
     """
     if attention not in CHOICES:
         raise PrefixSharingError(f"prefix_sharing={attention!r} is not known; use one of {', '.join(CHOICES)}")
     base = causal_language_model(model)
-    door = vars(base).get(_ATTRIBUTE)
-    if door is None:
-        door = Door(base)
-        setattr(base, _ATTRIBUTE, door)
-    door.expects_images = expects_images
-    door.configure(model, attention, lm_head_kernel, entropy_gradient, compares)
+    sharing = vars(base).get(_ATTRIBUTE)
+    if sharing is None:
+        sharing = PromptSharing(base)
+        setattr(base, _ATTRIBUTE, sharing)
+    sharing.expects_images = expects_images
+    sharing.configure(model, attention, lm_head_kernel, entropy_gradient, compares)
     if attention != "off":
-        door.hang(temperature, outputs)
-    return door
+        sharing.wrap_forward(temperature, outputs)
+    return sharing
 
 
 def causal_language_model(model: nn.Module) -> nn.Module:
@@ -193,16 +195,16 @@ class PassFigures:
         return metrics
 
 
-class Door:
+class PromptSharing:
     """Stands in front of a causal language model's fused forward, see the module docstring.
 
     Attributes:
         base: the causal language model, without wrappers.
-        attention, lm_head_kernel, entropy_gradient, compares, expects_images: see [`open_door`].
+        attention, lm_head_kernel, entropy_gradient, compares, expects_images: see [`install_sharing`].
         reason: why passes run as in stock TRL; `None` if they run packed.
         figures: figures of the last packed pass.
         comparison: compares the first pass of each kind with stock TRL's.
-        is_aside: whether passes run as in stock TRL for now, see [`closed`].
+        is_closed: whether passes run as in stock TRL for now, see [`closed`].
         images_may_come: whether some rank's batch may have images, see [`look_for_images`].
     """
 
@@ -212,7 +214,7 @@ class Door:
         self.reason: str | None = None
         self.figures = PassFigures()
         self.comparison = Comparison(self)
-        self.is_aside = False
+        self.is_closed = False
         self.expects_images = False
         self.images_may_come = True
         self._is_prepared = False
@@ -254,7 +256,7 @@ class Door:
         except (ValueError, ImportError) as error:
             # A named backend raises. Later passes run as in stock TRL in any case, because no layer was installed.
             self.reason = str(error)
-            self.give_up(self.reason)
+            self.disable(self.reason)
 
     def _prepare(self) -> None:
         """Install layers for packed rows, and keep what passes have to know about the model."""
@@ -280,7 +282,7 @@ class Door:
         self._stamp = support.stamp(base)
 
     @_not_compiled
-    def look_again(self) -> None:
+    def read_again(self) -> None:
         """Read what the model is anew, and compare its passes again, if it was changed since the last pass.
 
         A change is another attention implementation, an adapter or a wrapper. All ranks make the same changes.
@@ -291,15 +293,15 @@ class Door:
         try:
             self._prepare()
         except (ValueError, ImportError) as error:
-            self.give_up(str(error))
+            self.disable(str(error))
 
-    def hang(self, temperature: float, outputs: tuple[str, ...]) -> None:
-        """Put the door in front of the model's fused forward, unless it already stands there."""
+    def wrap_forward(self, temperature: float, outputs: tuple[str, ...]) -> None:
+        """Wrap the model's fused forward, unless it is wrapped already."""
         if self._head() is None:
             if not isinstance(self.base, PreTrainedModel):
                 return
             add_fused_lm_head(self.base, temperature=temperature, outputs=outputs)
-            self.base.base_model.register_forward_pre_hook(self._come_to_the_front)
+            self.base.base_model.register_forward_pre_hook(self._wrap_again)
         forward = vars(self.base).get("forward")
         wrapped = vars(self.base).get("_original_forward")
         if self._own_forward is not None and self._own_forward in (forward, wrapped):
@@ -307,23 +309,23 @@ class Door:
         if self._watch is None:
             self._watch = self.base.base_model.register_forward_pre_hook(self._count_other_passes)
         inner = forward if wrapped is None else wrapped
-        self._own_forward = types.MethodType(_through_the_door(self.base, inner), self.base)
+        self._own_forward = types.MethodType(_with_sharing(self.base, inner), self.base)
         if wrapped is None:
             self.base.forward = self._own_forward
             return
-        # Accelerate's mixed precision has to stay around the door, so that packed passes run in mixed precision, too.
+        # Accelerate's mixed precision has to stay outside, so that packed passes run in mixed precision, too.
         self.base._original_forward = self._own_forward
         in_autocast = get_mixed_precision_context_manager(native_amp=True)(self._own_forward.__func__)
         self.base.forward = types.MethodType(convert_outputs_to_fp32(in_autocast), self.base)
 
     @_not_compiled
-    def _come_to_the_front(self, *_) -> None:
+    def _wrap_again(self, *_) -> None:
         """Stand in front of the head that a trainer, made after `share_prompts`, has put on; the next pass is packed.
 
-        That head runs the backbone without coming through the door, so this is a hook of the backbone.
+        That head runs the backbone without coming through this wrapper, so this is a hook of the backbone.
         """
         if self.attention != "off":
-            self.hang(1.0, ())
+            self.wrap_forward(1.0, ())
 
     @_not_compiled
     def _count_other_passes(self, backbone: nn.Module, _) -> None:
@@ -340,10 +342,10 @@ class Door:
 
     @_not_compiled
     def _head(self) -> FusedHead | None:
-        """Returns TRL's fused head, which stands behind the door, or in front of it if it was added later."""
+        """Returns TRL's fused head, which lies inside this wrapper, or around it if it was added later."""
         # Accelerate's mixed precision wraps the forward, and keeps the wrapped one under the second name.
         forwards = [vars(self.base).get(name) for name in ("forward", "_original_forward")]
-        forwards += [getattr(forward, "behind_the_door", None) for forward in forwards]
+        forwards += [getattr(forward, "stock_forward", None) for forward in forwards]
         for forward in forwards:
             head = fused_head(forward)
             if head is not None:
@@ -361,7 +363,7 @@ class Door:
         """Returns a line for a start-up report: whether passes run packed, or why not, and other dropout."""
         # With a named backend an unsuitable wrapper raises, and all ranks have to raise together, in the first pass.
         if self.attention == "auto":
-            self.look_at_wrappers()
+            self.check_wrappers()
         if not self.is_active:
             return f"prefix sharing: {self.reason}"
         line = f"prefix sharing: {self.attention}"
@@ -398,37 +400,37 @@ class Door:
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
         """Inside this context passes run as in stock TRL."""
-        before = self.is_aside
-        self.is_aside = True
+        before = self.is_closed
+        self.is_closed = True
         try:
             yield
         finally:
-            self.is_aside = before
+            self.is_closed = before
 
-    def look_at_wrappers(self) -> None:
+    def check_wrappers(self) -> None:
         """Give up if wrappers that were added later do not allow packed rows; all ranks have the same wrappers."""
         reason = gathered_per_call(self.base) if self.is_active else None
         if reason is not None:
-            self.give_up(reason)
+            self.disable(reason)
 
-    def look_at_noise(self) -> None:
+    def check_neftune(self) -> None:
         """Give up if a trainer has begun to add noise to the embeddings; all ranks add it."""
         reason = noise_reason(self.base) if self.is_active else None
         if reason is not None:
-            self.give_up(reason)
+            self.disable(reason)
 
-    def look_at_adapters(self) -> None:
+    def check_adapters(self) -> None:
         """Give up if an adapter was added that looks at more than single tokens; all ranks have the same adapters."""
         reason = looks_beyond_tokens(self.base) if self.is_active else None
         if reason is not None:
-            self.give_up(reason)
+            self.disable(reason)
 
-    def give_up(self, reason: str) -> None:
+    def disable(self, reason: str) -> None:
         """Let all further passes run as in stock TRL; raise if a backend was named, now and in further passes."""
-        self.runs_padded("The model", reason)
+        self.fall_back("The model", reason)
         self.reason = reason
 
-    def runs_padded(self, subject: str, reason: str) -> None:
+    def fall_back(self, subject: str, reason: str) -> None:
         """Log once why `subject`, a batch or the model, runs as in stock TRL; raise if a backend was named."""
         line = f"{subject} runs padded as in stock TRL: {reason}"
         if self.attention != "auto":
@@ -464,7 +466,7 @@ class Door:
             The plan; `None` if no two batches share a beginning and each batch fits, or if this model cannot keep
             shared beginnings.
         """
-        self.look_again()
+        self.read_again()
         if not self._may_plan():
             return None
         device = batches[0].input_ids.device
@@ -557,7 +559,7 @@ class Door:
         # than sharing between batches does.
         alone_tokens = 0
         for batch, sequences_of_batch in zip(batches, sequences.split(rows), strict=True):
-            alone_tokens += self.grow(batch, sequences_of_batch).tokens
+            alone_tokens += self.build_forest(batch, sequences_of_batch).tokens
         device = batches[0].input_ids.device
         shared_tokens, alone_tokens = reduced_over_ranks([forwards.tokens, alone_tokens], device, "SUM")
         if shared_tokens >= alone_tokens:
@@ -588,11 +590,11 @@ class Door:
     def score(self, stock, arguments: dict[str, Any]) -> FusedCausalLMOutput:
         """Returns the output of `stock` for `arguments`, with equal beginnings computed once.
 
-        `stock` is the fused forward behind the door. Next to the model's own arguments the door takes
+        `stock` is the fused forward that is wrapped. Next to the model's own arguments a call may have
 
         - `num_images`: number of images of each row, if known;
         - `tokens_per_pass`: run in passes of no more tokens than this. All ranks run the same number of passes;
-        - `rehearsal`: the [`comparison.Rehearsal`] of a pass that is compared;
+        - `rehearsal`: the [`first_pass.ComparedPass`] of a pass that is compared;
         - `as_stock`: run `stock`;
         - `forward`: one of several forwards that together compute a step, see [`passes.PassSchedule`].
         """
@@ -612,9 +614,9 @@ class Door:
         if arguments.pop("as_stock", False):
             return stock(fused_lm_head=True, **arguments)
         if rehearsal is None:
-            self.look_again()
-            self.look_at_noise()
-            self.look_at_adapters()
+            self.read_again()
+            self.check_neftune()
+            self.check_adapters()
         batch, sequences = self._read_call(arguments, num_images, rehearsal, in_parts=tokens_per_pass is not None)
         is_unchecked = rehearsal is None and tokens_per_pass is None and not self.comparison.is_complete
         if is_unchecked and not self.comparison.from_inside(stock, batch, sequences):
@@ -631,11 +633,11 @@ class Door:
 
     @_not_compiled
     def _read_call(
-        self, arguments: dict[str, Any], num_images: list[int] | None, rehearsal: Rehearsal | None, in_parts: bool
+        self, arguments: dict[str, Any], num_images: list[int] | None, rehearsal: ComparedPass | None, in_parts: bool
     ) -> tuple[Batch | None, Sequences | None]:
         """Returns the batch of a call, also as the host sees it; without the latter the pass runs as in stock TRL."""
         batch = None
-        if not self.is_active or self.is_aside:
+        if not self.is_active or self.is_closed:
             return batch, None
         try:
             if rows_have_adapters(self.base):
@@ -645,7 +647,7 @@ class Door:
                 batch.router_loss = False  # a pass in parts returns values and no losses of the model
             sequences = self.read(batch)
         except UnpackableBatch as error:
-            self.runs_padded("A batch", str(error))
+            self.fall_back("A batch", str(error))
             return batch, None
         return batch, sequences
 
@@ -664,7 +666,7 @@ class Door:
 
     @_but_for_the_model
     def _score_rows(
-        self, batch: Batch, sequences: Sequences, rehearsal: Rehearsal | None = None
+        self, batch: Batch, sequences: Sequences, rehearsal: ComparedPass | None = None
     ) -> FusedCausalLMOutput:
         """Score a batch in one packed pass."""
         return self._score_layout(batch, sequences, self._lay_out(batch, sequences, rehearsal))
@@ -696,7 +698,9 @@ class Door:
         cuts = []
         forwards = None
         if sequences is not None:
-            cuts = cut_rows(sequences, tokens_per_pass, lambda cut: self.grow(batch, sequences.rows(cut)).tokens)
+            cuts = cut_rows(
+                sequences, tokens_per_pass, lambda cut: self.build_forest(batch, sequences.rows(cut)).tokens
+            )
             forwards = self._forwards_of_cuts(sequences, cuts)
         count = len(cuts) if forwards is None else forwards.count
         most, cannot = reduced_over_ranks([count, int(sequences is None)], device)
@@ -810,7 +814,7 @@ class Door:
         if batch.has_images and batch.num_images is None:
             batch.num_images = self.images.count(batch)
 
-    def grow(self, batch: Batch, sequences: Sequences, is_dense: bool = False) -> Forest:
+    def build_forest(self, batch: Batch, sequences: Sequences, is_dense: bool = False) -> Forest:
         """Returns the forest of a batch; with `is_dense` it has a dense mask if this saves any token."""
         lengths_B = sequences.needed_B
         # Without labels one token is computed, so that the graph contains the model and collectives are reached.
@@ -819,7 +823,7 @@ class Door:
         pairs_per_token = None
         if self.can_be_dense and not batch.has_images:
             pairs_per_token = float("inf") if is_dense else _PAIRS_PER_TOKEN * self.hidden_size
-        return grow(
+        return build_forest(
             sequences.tokens_BL,
             lengths_B,
             sequences.spans_B2,
@@ -842,10 +846,10 @@ class Door:
 
     @_not_compiled
     def _lay_out(
-        self, batch: Batch, sequences: Sequences, rehearsal: Rehearsal | None, forest: Forest | None = None
+        self, batch: Batch, sequences: Sequences, rehearsal: ComparedPass | None, forest: Forest | None = None
     ) -> PackedLayout:
         if forest is None:
-            forest = self.grow(batch, sequences, is_dense=rehearsal is not None and rehearsal.is_dense)
+            forest = self.build_forest(batch, sequences, is_dense=rehearsal is not None and rehearsal.is_dense)
         layout = lay_out(
             batch.input_ids, batch.labels, sequences, forest, layouts.row_multiple(batch.input_ids.device)
         )
@@ -946,8 +950,8 @@ def _rows_per_pass(batches: int, rows: int) -> list[int]:
     return several + parts
 
 
-def _through_the_door(base: PreTrainedModel, stock):
-    """Returns a forward that sends fused calls through the model's door, and all other calls to `stock`."""
+def _with_sharing(base: PreTrainedModel, stock):
+    """Returns a forward that lets [`PromptSharing.score`] answer fused calls, and `stock` all other calls."""
     names = list(inspect.signature(type(base).forward).parameters)[1:]
     # The function and not the bound method: a copy of the model has to call the copy's forward, not the original's.
     function = getattr(stock, "__func__", None) or (lambda self, *args, **kwargs: stock(*args, **kwargs))
@@ -957,9 +961,9 @@ def _through_the_door(base: PreTrainedModel, stock):
     def forward(self, *args, **kwargs):
         if not kwargs.pop("fused_lm_head", False):
             return function(self, *args, **kwargs)
-        door = getattr(self, _ATTRIBUTE)
+        sharing = getattr(self, _ATTRIBUTE)
         arguments = dict(zip(names, args, strict=False)) | kwargs
-        return door.score(functools.partial(function, self), arguments)
+        return sharing.score(functools.partial(function, self), arguments)
 
-    forward.behind_the_door = stock
+    forward.stock_forward = stock
     return forward

@@ -18,9 +18,9 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 from tests.tiny import lora
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.prefix_sharing import PrefixSharingError, cascade, layout, two_part
-from trl_fsdp_qlora.prefix_sharing import door as doors
-from trl_fsdp_qlora.prefix_sharing.door import open_door
+from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
 from trl_fsdp_qlora.prefix_sharing.recurrent import recurrent_layers
+from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
 
 from .helpers import (
     COUNTING,
@@ -124,7 +124,7 @@ def assert_equal_outputs(ours, stock, labels, tolerance=2e-5):
 
 def assert_shares(model, batch, may_run_padded=False, **arguments):
     """Values and gradients of the loss, of weighted log-probabilities and of their entropies; the pass was packed."""
-    door = model.prompt_sharing if hasattr(model, "prompt_sharing") else model.get_base_model().prompt_sharing
+    sharing = model.prompt_sharing if hasattr(model, "prompt_sharing") else model.get_base_model().prompt_sharing
     weight = torch.randn(2, *batch["labels"][:, 1:].shape, generator=torch.Generator().manual_seed(3))
 
     def run():
@@ -133,14 +133,14 @@ def assert_shares(model, batch, may_run_padded=False, **arguments):
         (output.loss + (output.log_probs * weight[0]).sum() + entropy).backward()
         return output, gradients(model)
 
-    with door.closed():
+    with sharing.closed():
         stock, reference = run()
     ours, our_gradients = run()
-    assert door.is_active, door.describe()
-    assert may_run_padded or 0 < door.figures.tokens < batch["input_ids"].numel()
+    assert sharing.is_active, sharing.describe()
+    assert may_run_padded or 0 < sharing.figures.tokens < batch["input_ids"].numel()
     assert_equal_outputs(ours, stock, batch["labels"])
     assert_equal_gradients(our_gradients, reference, tolerance=2e-5)
-    return door.figures
+    return sharing.figures
 
 
 SLOW = [name for name in FAMILIES if name not in FAST]
@@ -398,9 +398,9 @@ def test_adapters(order):
     figures = assert_shares(model, make_batch(awkward, "mixed"))
     with model.disable_adapter(), torch.no_grad():
         off = call(model, make_batch(awkward, "mixed"))
-    door = model.get_base_model().prompt_sharing
-    assert door.figures.tokens == figures.tokens
-    with door.closed(), model.disable_adapter(), torch.no_grad():
+    sharing = model.get_base_model().prompt_sharing
+    assert sharing.figures.tokens == figures.tokens
+    with sharing.closed(), model.disable_adapter(), torch.no_grad():
         stock = call(model, make_batch(awkward, "mixed"))
     assert_equal_outputs(off, stock, make_batch(awkward, "mixed")["labels"])
 
@@ -469,7 +469,7 @@ def test_what_the_door_does_not_know_runs_as_stock(name, caplog):
         outputs = [call(model, arguments) for _ in range(2)]
     assert len(calls) == 2 and not model.prompt_sharing.figures.tokens
     assert torch.equal(outputs[0].log_probs, call(reference, arguments).log_probs)
-    assert len([record for record in caplog.records if record.name == doors.__name__]) == 1
+    assert len([record for record in caplog.records if record.name == sharing_module.__name__]) == 1
     share_prompts(model, attention="cascade")
     with pytest.raises(PrefixSharingError, match="prefix_sharing='auto'"):
         call(model, arguments)
@@ -542,19 +542,19 @@ def test_noise_on_the_embeddings_is_that_of_the_padded_rows():
     train, perhaps after an evaluation in which the packed row was found exact.
     """
     model = share_prompts(with_stock_head(build("llama")))
-    door = model.prompt_sharing
+    sharing = model.prompt_sharing
     batch = make_batch()
     call(model.eval(), batch)
-    assert door.figures.tokens > 0
+    assert sharing.figures.tokens > 0
     activate_neftune(model, 5.0)
     model.train()
     torch.manual_seed(0)
     ours = call(model, batch)
-    with door.closed():
+    with sharing.closed():
         torch.manual_seed(0)
         stock = call(model, batch)
     assert torch.equal(ours.log_probs, stock.log_probs)
-    assert "NEFTune" in door.describe()
+    assert "NEFTune" in sharing.describe()
 
 
 def test_each_model_has_a_door_of_its_own():
@@ -568,7 +568,7 @@ def test_each_model_has_a_door_of_its_own():
         for parameter in copied.parameters():
             parameter.mul_(1.05)
     ours = call(copied, batch)
-    open_door(copied, attention="off")
+    install_sharing(copied, attention="off")
     assert_equal_outputs(ours, call(copied, batch), batch["labels"])
     assert (ours.log_probs - call(model, batch).log_probs).abs().max() > 1e-3
 
@@ -589,7 +589,7 @@ def test_rows_that_begin_alike_are_compared_wherever_they_stand(monkeypatch):
 
 @pytest.mark.parametrize("called", ["the model", "its backbone"])
 def test_a_trainer_that_never_calls_the_fused_head_is_named_in_a_line(called, caplog):
-    """CPO calls the model for its logits, and Distillation its backbone, so nothing comes through the door."""
+    """CPO calls the model for its logits, and Distillation its backbone, so nothing comes through prompt sharing."""
     model = share_prompts(with_stock_head(build("llama"))).train()
     ids = torch.randint(3, VOCABULARY, (2, 8))
 

@@ -1,6 +1,6 @@
 """`Comparison`: before the first packed pass of each kind, a few rows are also computed as in stock TRL.
 
-If the results differ, passes run as in stock TRL from then on. [`self_check.compare`] computes both and decides. This
+If the results differ, passes run as in stock TRL from then on. [`verdict.compare`] computes both and decides. This
 file decides when rows are compared, chooses the rows, and acts on the verdict.
 """
 
@@ -24,7 +24,7 @@ from .batch import Batch
 from .dropout import attention_reason, without_dropout
 from .forest import sort_by_prefix
 from .layout import IGNORED_LABEL, Sequences, UnpackableBatch, cut_rows
-from .self_check import (
+from .verdict import (
     ROWS_FP32,
     ROWS_HALF,
     compare,
@@ -38,7 +38,7 @@ from .self_check import (
 )
 
 if TYPE_CHECKING:
-    from .door import Door
+    from .sharing import PromptSharing
 
 _NOTHING_TO_COMPARE = "nothing to compare"
 # Every second row that is compared stands this many columns further left.
@@ -46,7 +46,7 @@ MOVED_BY = 2
 
 
 @dataclass
-class Rehearsal:
+class ComparedPass:
     """A packed pass that is compared with stock TRL's.
 
     A layer that cannot be computed adds the reason to `problems` instead of raising, so that this rank reaches every
@@ -59,31 +59,31 @@ class Rehearsal:
 
 
 class Comparison:
-    """Compares packed passes of a door with stock TRL's.
+    """Compares packed passes of a model with stock TRL's.
 
     Attributes:
-        door: whose passes are compared.
+        sharing: the model's [`sharing.PromptSharing`], whose passes are compared.
         checked: the kinds of passes that were compared, as `(gradients, images)`.
     """
 
-    def __init__(self, door: "Door"):
-        self.door = door
+    def __init__(self, sharing: "PromptSharing"):
+        self.sharing = sharing
         self.checked: set[tuple[bool, bool]] = set()
         self._lock = threading.RLock()
 
     def __deepcopy__(self, memo: dict) -> "Comparison":
         """Returns the comparison of a copied model; a lock cannot be copied."""
-        copied = Comparison(copy.deepcopy(self.door, memo))
+        copied = Comparison(copy.deepcopy(self.sharing, memo))
         copied.checked = set(self.checked)
         return copied
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing is left to compare from inside the forward."""
-        if not (self.door.compares and self.door.is_active) or self.door.is_aside:
+        if not (self.sharing.compares and self.sharing.is_active) or self.sharing.is_closed:
             return True
         gradients = torch.is_grad_enabled()
-        may_have_images = self.door.images.token is not None and self.door.images.reason is None
+        may_have_images = self.sharing.images.token is not None and self.sharing.images.reason is None
         return {(gradients, False), (gradients, may_have_images)} <= self.checked
 
     def with_stock(
@@ -94,7 +94,7 @@ class Comparison:
         tokens_per_pass: int | None = None,
         order: np.ndarray | None = None,
     ) -> None:
-        """Compute a few rows both packed and as in stock TRL, and compare, see [`self_check`].
+        """Compute a few rows both packed and as in stock TRL, and compare, see [`verdict`].
 
         This happens before the first pass of each kind (with gradients, with images). If the results differ, passes
         run as in stock TRL from then on. The method is a collective: every rank has to call it before every pass.
@@ -103,44 +103,44 @@ class Comparison:
             model: the root module, wrappers included.
             batch: the batch that is about to be scored.
             autocast: factory of the context manager in which the forward runs.
-            tokens_per_pass: limit of the pass, see [`door.Door.score`]. No forward of the comparison holds more tokens
-                than one of the pass.
+            tokens_per_pass: limit of the pass, see [`sharing.PromptSharing.score`]. No forward of the comparison holds
+                more tokens than one of the pass.
             order: indices of the batch's rows in an order in which rows with a common prompt are neighbours; `None` if
                 they are.
         """
-        self.door.look_again()
+        self.sharing.read_again()
         if not self.checked:
-            self.door.look_at_wrappers()
-        self.door.look_at_noise()
-        self.door.look_at_adapters()
-        if not self.door.is_active:
+            self.sharing.check_wrappers()
+        self.sharing.check_neftune()
+        self.sharing.check_adapters()
+        if not self.sharing.is_active:
             return
-        if self.door.attention != "auto":
+        if self.sharing.attention != "auto":
             self._refuse_together(batch)
         gradients = compares_gradients(model)
-        with_images = batch.has_images and self.door.images.reason is None
-        may_come = self.door.expects_images and self.door.images_may_come and self.door.images.reason is None
+        with_images = batch.has_images and self.sharing.images.reason is None
+        may_come = self.sharing.expects_images and self.sharing.images_may_come and self.sharing.images.reason is None
         if may_come and (gradients, True) not in self.checked:
             # Some ranks see their first images earlier than others.
             with_images = bool(reduced_over_ranks([int(with_images)], batch.input_ids.device)[0])
         if (gradients, with_images) in self.checked:
             return
 
-        def forward(arguments: dict[str, Any], **of_the_door) -> torch.Tensor:
+        def forward(arguments: dict[str, Any], **for_sharing) -> torch.Tensor:
             try:
                 with autocast():
-                    return model(**arguments, fused_lm_head=True, **of_the_door).log_probs
+                    return model(**arguments, fused_lm_head=True, **for_sharing).log_probs
             except Exception:
                 forget_forward(model)  # a padded forward comes next
                 raise
 
         with autocast():
-            unit = rounding_unit(self.door.base, batch.input_ids.device)
+            unit = rounding_unit(self.sharing.base, batch.input_ids.device)
         self._compare(model, forward, batch, unit, gradients, with_images, tokens_per_pass, order)
 
     @torch.compiler.disable
     def from_inside(self, stock, batch: Batch | None, sequences: Sequences | None) -> bool:
-        """Compare from inside the forward, for trainers that do not know of the door.
+        """Compare from inside the forward, for trainers that do not know of prompt sharing.
 
         Gradients are compared, too, if they are recorded, unless the model is sharded: a backward inside of a sharded
         forward would gather weights in another order. While one thread compares, others wait here.
@@ -155,13 +155,13 @@ class Comparison:
             return self._from_inside(stock, batch, sequences)
 
     def _from_inside(self, stock, batch: Batch | None, sequences: Sequences | None) -> bool:
-        self.door.look_at_wrappers()
-        if not self.door.is_active:
+        self.sharing.check_wrappers()
+        if not self.sharing.is_active:
             return False
-        sharded = is_sharded(self.door.base)
+        sharded = is_sharded(self.sharing.base)
         recorded = torch.is_grad_enabled()
         gradients = recorded and not sharded
-        device = next(self.door.base.parameters()).device if batch is None else batch.input_ids.device
+        device = next(self.sharing.base.parameters()).device if batch is None else batch.input_ids.device
         decision = contextlib.nullcontext() if sharded else deciding_alone()
         with decision:
             has_images = sequences is not None and batch.has_images
@@ -176,14 +176,14 @@ class Comparison:
                 order, _ = sort_by_prefix(sequences.tokens_BL, sequences.lengths_B)
                 batch = batch.rows(order)
 
-            def forward(arguments: dict[str, Any], **of_the_door) -> torch.Tensor:
-                return self.door.score(stock, {**arguments, **of_the_door}).log_probs
+            def forward(arguments: dict[str, Any], **for_sharing) -> torch.Tensor:
+                return self.sharing.score(stock, {**arguments, **for_sharing}).log_probs
 
-            leaves = copied_leaves(self.door.base) if gradients else contextlib.nullcontext()
+            leaves = copied_leaves(self.sharing.base) if gradients else contextlib.nullcontext()
             with torch.set_grad_enabled(gradients), leaves:
-                unit = rounding_unit(self.door.base, device)
-                self._compare(self.door.base, forward, batch, unit, recorded, bool(with_images))
-        return self.door.is_active and not (batch.has_images and self.door.images.reason)
+                unit = rounding_unit(self.sharing.base, device)
+                self._compare(self.sharing.base, forward, batch, unit, recorded, bool(with_images))
+        return self.sharing.is_active and not (batch.has_images and self.sharing.images.reason)
 
     def _refuse_together(self, batch: Batch) -> None:
         """Raise on all ranks if a backend was named and one rank's batch cannot be packed.
@@ -192,11 +192,11 @@ class Comparison:
         """
         problem = None
         try:
-            self.door.read(batch)
+            self.sharing.read(batch)
         except UnpackableBatch as error:
             problem = str(error)
         if any(reduced_over_ranks([int(problem is not None)], batch.input_ids.device)):
-            self.door.runs_padded("A batch", problem or "another rank's cannot be packed")
+            self.sharing.fall_back("A batch", problem or "another rank's cannot be packed")
 
     def _compare(
         self,
@@ -211,23 +211,23 @@ class Comparison:
     ) -> None:
         """Compare a few rows of a batch and keep the verdict."""
         try:
-            self.door.count_images(batch)
+            self.sharing.count_images(batch)
         except UnpackableBatch as error:
-            self.door.runs_padded("A batch", str(error))
+            self.sharing.fall_back("A batch", str(error))
             batch = replace(batch, vision={}, num_images=None)
         if order is not None:  # only now, because a row's images are known once they are counted
             batch = batch.rows(order)
         if with_images:
-            self.door.images.share(batch)
+            self.sharing.images.share(batch)
         problem = self._difference(model, forward, batch, unit, tokens_per_pass)
         if problem == _NOTHING_TO_COMPARE:
             return
         if problem is None:
             self.checked.update(itertools.product({False, gradients}, {False, with_images}))
-        elif with_images and self.door.attention == "auto":  # batches without images may still run packed
-            self.door.images.reason = problem
+        elif with_images and self.sharing.attention == "auto":  # batches without images may still run packed
+            self.sharing.images.reason = problem
         else:
-            self.door.give_up(problem)
+            self.sharing.disable(problem)
 
     def _difference(
         self, model: nn.Module, forward, batch: Batch, unit: float, tokens_per_pass: int | None
@@ -238,8 +238,8 @@ class Comparison:
         count_here = max(2, min(ROWS_HALF if unit else ROWS_FP32, len(batch.input_ids)))
         (count,) = reduced_over_ranks([count_here], device)
         sampled = replace(batch.rows(sampled_rows(batch, int(count))), router_loss=False)
-        if self.door.sees_distances:
-            sampled = in_two_columns(sampled, self.door.images.token)
+        if self.sharing.sees_distances:
+            sampled = in_two_columns(sampled, self.sharing.images.token)
         sequences = self._try_to_read(sampled)
         is_packable = sequences is not None and bool(sequences.scored_BL.any())
         if not any(reduced_over_ranks([int(is_packable)], device)):
@@ -252,12 +252,12 @@ class Comparison:
         if is_packable:
             sampled, packed_forwards = self._in_forwards(sampled, sequences, max(tokens, width))
         cuts = cut_sample(packed_forwards, rows, width, tokens, device)
-        sample = _Sample(self.door, forward, sampled, is_packable)
+        sample = _Sample(self.sharing, forward, sampled, is_packable)
         is_scored = sampled.labels[:, 1:] != IGNORED_LABEL
-        embeddings = self.door.base.get_input_embeddings()
-        problem = attention_reason(self.door.base)  # dropout may have been set since
-        with without_dropout(model), self.door.images.in_every_forward():
-            for is_dense in (False, True) if self.door.can_be_dense else (False,):
+        embeddings = self.sharing.base.get_input_embeddings()
+        problem = attention_reason(self.sharing.base)  # dropout may have been set since
+        with without_dropout(model), self.sharing.images.in_every_forward():
+            for is_dense in (False, True) if self.sharing.can_be_dense else (False,):
                 if problem is None:
                     packed = functools.partial(sample.packed, is_dense)
                     problem = compare(model, packed, sample.padded, is_scored, cuts, embeddings, unit)
@@ -268,21 +268,21 @@ class Comparison:
 
         The rows `[first, last)` of a forward are neighbours then.
         """
-        sets = cut_rows(sequences, tokens, lambda part: self.door.grow(batch, sequences.rows(part)).tokens)
+        sets = cut_rows(sequences, tokens, lambda part: self.sharing.build_forest(batch, sequences.rows(part)).tokens)
         borders = np.cumsum([0, *map(len, sets)]).tolist()
         return batch.rows(np.concatenate(sets)), list(itertools.pairwise(borders))
 
     def _try_to_read(self, batch: Batch) -> Sequences | None:
         try:
-            return self.door.read(batch)
+            return self.sharing.read(batch)
         except UnpackableBatch as error:
-            self.door.runs_padded("A batch", str(error))
+            self.sharing.fall_back("A batch", str(error))
             return None
 
     def _tokens_of(self, batch: Batch) -> int:
         """Returns the number of tokens that a pass over a batch computes."""
         sequences = self._try_to_read(batch)
-        return batch.input_ids.numel() if sequences is None else self.door.grow(batch, sequences).tokens
+        return batch.input_ids.numel() if sequences is None else self.sharing.build_forest(batch, sequences).tokens
 
 
 @dataclass(eq=False)
@@ -290,13 +290,13 @@ class _Sample:
     """Rows to compare, and the two ways to compute some of them in one forward.
 
     Attributes:
-        door: the model's.
+        sharing: the model's.
         forward: returns the log-probabilities `(n, L - 1)` of a call with these arguments.
         batch: the rows.
         is_packable: whether this rank can pack its rows, and some have labels.
     """
 
-    door: "Door"
+    sharing: "PromptSharing"
     forward: Callable[..., torch.Tensor]
     batch: Batch
     is_packable: bool
@@ -313,12 +313,12 @@ class _Sample:
         """
         if not self.is_packable:  # the other ranks' forwards may be collective, so this rank runs one, too
             return self.padded(part)
-        rehearsal = Rehearsal(is_dense)
+        rehearsal = ComparedPass(is_dense)
         rows = self._rows(part)
         values = self.forward(rows.arguments(), rehearsal=rehearsal, num_images=rows.num_images)
         calls = len(rehearsal.layer_calls)
-        if not calls or calls % self.door.layers:  # differential attention calls its function twice a layer
-            rehearsal.problems.append(f"prefix-aware layers ran {calls} times in a forward of {self.door.layers}")
+        if not calls or calls % self.sharing.layers:  # differential attention calls its function twice a layer
+            rehearsal.problems.append(f"prefix-aware layers ran {calls} times in a forward of {self.sharing.layers}")
         if rehearsal.problems:
             raise UnsupportedAttention(rehearsal.problems[0])
         return values
