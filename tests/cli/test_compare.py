@@ -94,9 +94,9 @@ def assert_equal_and_moving(steps, phases):
     """Both trainers agree in every step, and the weights move between steps."""
     for step in steps:
         loss_difference, gradient_difference = step.apart
-        # In float32 the two differ by the order of their additions.
+        # In float32 the two differ by the order of their additions, if at all.
         assert loss_difference < 1e-6
-        assert 0 < gradient_difference < 1e-4
+        assert gradient_difference < 1e-4
         assert min(step.norms[STOCK], step.norms[OURS]) > 1e-3
         assert set(step.seconds) == {(who, phase) for who in (STOCK, OURS) for phase in phases}
     assert steps[0].norms[STOCK] != steps[1].norms[STOCK]

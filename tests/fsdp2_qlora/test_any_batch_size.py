@@ -40,6 +40,9 @@ MIXTURES = {
     "mixture_merged": f"{CUT['merged']},{MIXTURE}",
     "mixture_cut": f"{CUT['too_long']},{MIXTURE}",
 }
+# Of the largest gradient, float32: cut passes and ranks add in other orders, and so do other processors (1.2e-5 on an
+# Intel Xeon with AVX-512).
+TOLERANCE = 2e-5
 # An epoch of 12 micro-batches is a step of 8 and one of 4; and somebody steps after the third of four.
 LAST_IS_SHORT = "prompts=6,max_steps=-1,num_train_epochs=1,gradient_accumulation_steps=8,steps_per_generation=4"
 EARLY = {
@@ -90,8 +93,8 @@ def test_cut_groups_train_as_whole_ones(runs, run, scenario):
         assert actual["shared"] and (actual["trunks"] > 0 or scenario == "merged")
         assert len(actual["gradients"]) == 2
         for wanted, gradients in zip(expected["gradients"], actual["gradients"], strict=True):
-            assert difference(wanted, gradients) <= 1e-5
-    assert difference(expected["adapter"], runs[run, scenario][0]["adapter"]) <= 1e-5
+            assert difference(wanted, gradients) <= TOLERANCE
+    assert difference(expected["adapter"], runs[run, scenario][0]["adapter"]) <= TOLERANCE
 
 
 @pytest.mark.parametrize("scenario", ["idle", "idle_cut"])
@@ -101,7 +104,7 @@ def test_a_rank_without_anything_to_learn_from(runs, run, scenario):
         assert actual["trunks"] > 0
         assert len(actual["gradients"]) == 2
         for wanted, gradients in zip(expected["gradients"], actual["gradients"], strict=True):
-            assert difference(wanted, gradients) <= 1e-5
+            assert difference(wanted, gradients) <= TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -114,7 +117,7 @@ def test_a_router_loss_over_passes(runs, run, scenario, alone):
         assert actual["trunks"] > 0 or scenario == "mixture_merged"
         assert len(actual["gradients"]) == 2
         for wanted, gradients in zip(expected["gradients"], actual["gradients"], strict=True):
-            assert difference(wanted, gradients) <= 1e-5
+            assert difference(wanted, gradients) <= TOLERANCE
 
 
 @pytest.mark.parametrize("scenario", ["last_step", "last_step_merged", "own_loop", "own_loop_merged"])
@@ -126,8 +129,8 @@ def test_an_optimizer_that_steps_earlier(runs, run, scenario):
         assert actual["trunks"] > 0 or "merged" in scenario
         assert len(actual["gradients"]) == 2
         for wanted, gradients in zip(expected["gradients"], actual["gradients"], strict=True):
-            assert difference(wanted, gradients) <= 1e-5
-    assert difference(runs["ddp", alone][0]["adapter"], runs[run, scenario][0]["adapter"]) <= 1e-5
+            assert difference(wanted, gradients) <= TOLERANCE
+    assert difference(runs["ddp", alone][0]["adapter"], runs[run, scenario][0]["adapter"]) <= TOLERANCE
 
 
 def test_zero_2_shares_prompts_one_micro_batch_a_pass(runs, tmp_path):

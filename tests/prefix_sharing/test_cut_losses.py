@@ -32,9 +32,11 @@ FAMILIES = ("qwen3", "gemma3", "gpt_oss", "qwen3_5", "lfm2", "mamba2", "qwen3_vl
 ROWS_WITH_IMAGES = [0, 1, 2, 0, 3, 4, 3, 5, 6, 7, 8, 10]
 # Micro-batches, and the passes of the whole step.
 CUTS = [(12, 1), (12, 2), (12, 3), (12, 12), (4, 2), (1, 2), (1, 3), (1, 12)]
-# Of the largest gradient, float32: sums in other orders (2e-6 but for VESPO, whose weights are exponentials, and
-# gpt-oss: 4.3e-6), most of all in the scans of recurrent layers.
-TOLERANCE = {"qwen3_5": 1e-5, "mamba2": 1e-5}
+# Of the largest gradient. Stock's own float32 gradients are off from float64's by up to 1.6e-6, and with VESPO, whose
+# weights are exponentials, by 5.1e-6 (Qwen3, an AMD EPYC). Two float32 results differ by up to twice that, and another
+# processor adds in other orders; recurrent layers' scans add most.
+TOLERANCE = 1e-5
+TOLERANCE_OF = {"vespo": 2e-5, "qwen3_5": 2e-5, "mamba2": 2e-5}
 # PEFT adapts these layers of Mamba-2 and no others.
 ADAPTED = {"mamba2": LoraConfig(r=4, target_modules=["in_proj"], init_lora_weights=False), "qwen3_vl": ADAPTER}
 # Mixtures of experts with a router loss that is as large as the policy's.
@@ -151,14 +153,15 @@ CASES = [
 def test_any_number_of_passes(tmp_path, monkeypatch, name, loss_type, kind):
     level = "sequence" if loss_type == "luspo" else "token"
     trainer = trainer_of(name, tmp_path, kind, loss_type=loss_type, importance_sampling_level=level)
-    assert_cuts_give_stock_gradients(trainer, monkeypatch, CUTS, TOLERANCE.get(name, 5e-6))
+    tolerance = max(TOLERANCE_OF.get(name, TOLERANCE), TOLERANCE_OF.get(loss_type, TOLERANCE))
+    assert_cuts_give_stock_gradients(trainer, monkeypatch, CUTS, tolerance)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_experts_packed_into_4_bits(tmp_path, monkeypatch, name):
     trainer = trainer_of(name, tmp_path, "nf4 experts")
     assert packed_experts(trainer.model)
-    assert_cuts_give_stock_gradients(trainer, monkeypatch, [(12, 1), (12, 3), (12, 12), (1, 3), (1, 12)], 5e-6)
+    assert_cuts_give_stock_gradients(trainer, monkeypatch, [(12, 1), (12, 3), (12, 12), (1, 3), (1, 12)], TOLERANCE)
 
 
 @pytest.mark.parametrize("extra", ["tools", "engine"])
@@ -172,7 +175,7 @@ def test_what_a_batch_has_of_tools_and_of_an_engine(tmp_path, monkeypatch, extra
     else:
         inputs["sampling_per_token_logps"] = inputs.pop("old_per_token_logps")
         trainer.use_vllm = True
-    assert_cuts_give_stock_gradients(trainer, monkeypatch, CUTS, 5e-6, inputs)
+    assert_cuts_give_stock_gradients(trainer, monkeypatch, CUTS, TOLERANCE, inputs)
 
 
 def test_a_layer_that_attends_twice_in_a_forward(tmp_path, monkeypatch):
@@ -180,7 +183,7 @@ def test_a_layer_that_attends_twice_in_a_forward(tmp_path, monkeypatch):
     failed.
     """
     trainer = trainer_of(small("DiffLlama"), tmp_path)
-    assert_cuts_give_stock_gradients(trainer, monkeypatch, [(12, 12), (1, 12)], 5e-6)
+    assert_cuts_give_stock_gradients(trainer, monkeypatch, [(12, 12), (1, 12)], TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
@@ -194,7 +197,7 @@ def test_the_router_loss_of_each_micro_batch(tmp_path, monkeypatch, name):
     losses = trainer._metrics["train"]["aux_loss"]
     for cut in CUTS:
         losses.clear()
-        assert_cuts_give_stock_gradients(trainer, monkeypatch, [cut], 5e-6, inputs)
+        assert_cuts_give_stock_gradients(trainer, monkeypatch, [cut], TOLERANCE, inputs)
         expected = losses[: cut[0]]
         actual = losses[cut[0] :]
         assert actual == pytest.approx(expected, rel=1e-5) and min(expected) > 0
@@ -205,4 +208,4 @@ def test_the_router_loss_of_rows_without_a_label(tmp_path, monkeypatch):
     trainer = trainer_of("qwen3_moe", tmp_path, router_aux_loss_coef=1.0)
     inputs = inputs_of(trainer)
     inputs["completion_mask"][[1, 4, 5, 8]] = 0
-    assert_cuts_give_stock_gradients(trainer, monkeypatch, CUTS, 5e-6, inputs)
+    assert_cuts_give_stock_gradients(trainer, monkeypatch, CUTS, TOLERANCE, inputs)

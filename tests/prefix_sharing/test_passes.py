@@ -80,7 +80,7 @@ def run(model, batches, weights, forwards=None, per_pass=1):
     return torch.cat(values), gradients(model), tokens
 
 
-def compare(model, batch, count, tokens_per_pass=None, tolerance=5e-6):
+def compare(model, batch, count, tokens_per_pass=None, tolerance=1e-5):
     sharing = install_sharing(model, compares=False)
     batches = batches_of(batch, count)
     shape = batch["labels"][:, 1:].shape
@@ -105,7 +105,7 @@ def test_cut_passes_give_the_gradients_of_padded_ones(name, count):
     model = with_stock_head(build(FAMILIES[name]))
     batch = shuffled(groups(torch.Generator().manual_seed(0)))
     # Zamba's layers add up their own outputs: one packed pass differs from padded ones by as much.
-    tolerance = 2e-5 if name == "zamba2" else 5e-6
+    tolerance = 2e-5 if name == "zamba2" else 1e-5
     tokens = compare(model, batch, count, tolerance=tolerance)
     trie = len({tuple(row.tolist()[:n]) for row in without_padding(batch) for n in range(1, len(row))})
     # Every row computes the token in front of its first label again.
