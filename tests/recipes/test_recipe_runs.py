@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
+import pandas as pd
 import pytest
 import torch
 import yaml
@@ -337,6 +338,11 @@ def test_two_processes_train_and_evaluate(folder, call):
     assert record["processes"] == 2
     assert record["before"]["n"] == 6
     assert len([entry for entry in record["history"] if "loss" in entry]) == 5
+    for step in range(1, 6):  # the page's completions are of both ranks, with the lengths of both
+        kept = pd.read_parquet(folder / "two" / "_completions" / f"completions_{step:05d}.parquet")
+        logged = next(entry for entry in record["history"] if entry["step"] == step and "loss" in entry)
+        assert len(kept) % 32 == 0
+        assert kept["tokens"].mean() == pytest.approx(logged["completions/mean_length"])
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "base"), folder / "two")
     assert any(parameter.abs().max() > 0 for name, parameter in model.named_parameters() if "lora_B" in name)
     words = "--adapter two --eval_problems 7 --max_completion_length 5 --accuracy_samples 3 --accuracy_batch_size 6"
