@@ -32,6 +32,7 @@ ELSEWHERE = {
     "TRL, of the DPO trainer": "_is_vision_dataset",
     "TRL, of a GRPO trainer with tools": "_async_tool_dicts _sync_tool_dicts",
     "transformers, of training arguments": "_n_gpu",
+    "vLLM, of its module of model loaders": "_LOAD_FORMAT_TO_MODEL_LOADER",
     "this package, a mark on a model whose weights FSDP2 keeps gathered": "_is_gathered",
 }
 

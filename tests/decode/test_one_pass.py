@@ -23,6 +23,9 @@ SETTINGS = {"per_device_train_batch_size": 4, "num_generations": 2, "max_complet
 class Engine:
     """Stands where TRL's vLLM engine stands: fixed completions, with log-probabilities that are some nats off."""
 
+    shared_base = None
+    own_base = "there is no vLLM"
+
     def __init__(self, eos: int, vocabulary: int):
         self.completions = [[5, 6, 7, eos], [8, 9, eos], [5, 5, 5, 5], [6, eos]]
         generator = torch.Generator().manual_seed(0)

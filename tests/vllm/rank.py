@@ -1,4 +1,4 @@
-"""One rank of a run with vLLM: rank.py WAY MODEL OUT [URL]; WAY is ddp, fsdp, zero3 or tp."""
+"""One rank of a run with vLLM: rank.py WAY MODEL OUT [URL]; WAY is ddp, fsdp, zero3, tp or shared."""
 
 import json
 import sys
@@ -21,9 +21,12 @@ def main(way: str, model: str, out: str, url: str = "") -> None:
     settings = {"per_device_train_batch_size": 4, "max_steps": 4, **(on_server(url) if url else {})}
     if way == "tp":
         settings["vllm_tensor_parallel_size"] = 2
+    if way == "shared":
+        settings["vllm_share_base"] = "on"
     trainer = on_quantized(model, out, quantized=way == "fsdp", **settings)
     result = {"sync": trainer.sync.mode, "reason": trainer.sync.reason}
     trainer.train()
+    result["shared"] = trainer.vllm_generation.shared_base is not None
     result["draws_alone"] = trainer.vllm_generation.draws_alone
     with trainer.generating() as (drawer, synced_gpus):
         rank = trainer.accelerator.process_index

@@ -98,6 +98,14 @@ def test_two_fsdp2_ranks_with_an_engine_each(quantized_base, tmp_path):
     assert len(list((tmp_path / "cache" / "dequantized").iterdir())) == 1
 
 
+@pytest.mark.slow
+def test_two_ddp_ranks_that_share_their_base_with_an_engine_each(quantized_base, tmp_path):
+    """DDP sends rank 0's weights to all ranks when training begins, into the engines' bytes, too."""
+    results = two_ranks("shared", quantized_base[1], tmp_path / "out")
+    assert_synced(results, sharded=False)
+    assert all(result["shared"] for result in results)
+
+
 @pytest.fixture
 def no_segments_left():
     """vLLM's ranks unlink what they share when a process exits, which the tests' fork server leaves out: ranks after

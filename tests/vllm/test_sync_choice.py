@@ -39,6 +39,7 @@ def args(**changes):
         "use_vllm": True, "vllm_mode": "colocate", "rollout_sync": "auto", "vllm_importance_sampling_correction": True,
         "vllm_importance_sampling_mode": "sequence_mask", "max_completion_length": 256, "top_p": 1.0, "top_k": 0,
         "min_p": None, "generation_kwargs": None, "learning_rate": 1e-5, "vllm_engine_kwargs": None,
+        "vllm_share_base": "auto",
     }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
@@ -56,6 +57,7 @@ def on_a_gpu(monkeypatch):
         ({"vllm_mode": "server"}, LORA, False, "adapter", "server"),
         ({"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, LORA, False, "adapter", "sharded"),
         ({"rollout_sync": "adapter"}, LORA, False, "adapter", "asked for"),
+        ({"vllm_share_base": "on"}, LORA, False, "adapter", "shared"),
         ({"rollout_sync": "merge", "vllm_mode": "server"}, LORA, False, "merge", "asked for"),
         ({}, None, False, "merge", "no adapter"),
         ({"vllm_mode": "server"}, LoraConfig(r=16, use_dora=True), False, "merge", "use_dora"),
@@ -308,7 +310,7 @@ def test_an_engine_in_this_process_draws_in_the_trainers_dtype(tmp_path, monkeyp
             model if isinstance(model, PeftModel) else get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
         )
         arguments = {"model": policy, "accelerator": accelerator, "processing_class": qlora.make_tokenizer()}
-        return engine.start_engine(SimpleNamespace(**settings), mode="colocate", **arguments)
+        return engine.start_engine(SimpleNamespace(**settings), "not shared", mode="colocate", **arguments)
 
     for model, mixed_precision, dtype in (
         (tiny.tiny_model().to(torch.bfloat16), "fp16", "float16"),

@@ -49,7 +49,7 @@ class WholeEngine(AdapterEngine):
 def start_whole(policy: PeftModel):
     """In the place of `start_engine`."""
 
-    def start(args, *, model, accelerator, **options):
+    def start(args, own_base, *, model, accelerator, **options):
         options = {name: options[name] for name in ("generation_kwargs", "temperature")}
         versions = AdapterVersions("whole", args.output_dir)
         return WholeEngine(policy, versions=versions, model=model, accelerator=accelerator, **options)

@@ -11,7 +11,7 @@ from ..compat.transformers import model_name
 from ..fsdp2_qlora import launch_checks
 from ..fsdp2_qlora.loading import load_quantized_base
 from ..run import input_checks as checks
-from ..vllm.sync_choice import Sync, choose_sync
+from ..vllm.sync_choice import Sync, choose_sync, why_own_base
 from .config import EfficientGRPOConfig
 
 logger = get_logger(__name__)
@@ -102,8 +102,10 @@ def with_base_loaded(call: dict[str, Any], needs_reference: bool) -> dict[str, A
     return {**call, "model": model, "quantization_config": quantization_config}
 
 
-def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
+def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync, str | None]:
     """The constructor arguments of `trl.GRPOTrainer`, made from the user's arguments, and how vLLM gets the weights.
+
+    The last value is why vLLM holds a base of its own; `None` if it may share the trainer's.
 
     Raises:
         ValueError: no `prompt` column, an empty or too small dataset, a wrong combination of launch and model.
@@ -122,5 +124,7 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
             f"dataset, and there is {', '.join(not_single_turn_text + not_indexed)}: set dynamic_sampling=False"
         )
     # `choose_sync` raises, before anything is loaded, if vLLM cannot serve the model.
-    sync = choose_sync(args, *adapter_and_base(call), ask=True, model=call["model"])
-    return with_base_loaded(call, needs_reference=args.beta != 0.0), sync
+    peft_config, is_quantized = adapter_and_base(call)
+    sync = choose_sync(args, peft_config, is_quantized, ask=True, model=call["model"])
+    own_base = why_own_base(args, sync, is_quantized, call["model"])
+    return with_base_loaded(call, needs_reference=args.beta != 0.0), sync, own_base

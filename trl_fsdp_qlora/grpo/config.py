@@ -6,6 +6,7 @@ from trl import GRPOConfig
 
 from ..run.config_fields import documented, option
 from ..vllm.sync_choice import CHOICES as SYNCS
+from ..vllm.sync_choice import SHARING
 from . import options
 from .options import EfficientConfig
 from .token_budget import check_config
@@ -83,6 +84,13 @@ class EfficientGRPOConfig(EfficientConfig, GRPOConfig):
         "With vLLM and rollout_sync 'adapter': the folder through which adapters reach the engine, which has to see "
         "it under the same path. By default memory, if the engine is in this process on one node, and otherwise a "
         "folder under output_dir.",
+    )
+    vllm_share_base: str = option(
+        "auto",
+        "With vLLM in this process and only the adapter sent: whether engine and trainer hold one copy of a frozen "
+        "base in 16 or 32 bits. 'auto': on a GPU, if rollout_sync is 'adapter' and both compute in the base's dtype. "
+        "'on' also makes rollout_sync 'auto' send the adapter alone, and is an error where the base cannot be shared.",
+        choices=SHARING,
     )
     vllm_engine_kwargs: dict | str | None = option(  # noqa: RUF009 (a string, as in TRL, is JSON)
         None,

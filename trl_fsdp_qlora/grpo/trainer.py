@@ -68,8 +68,8 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
     def __init__(self, *positional, **named):
         arguments = inspect.signature(GRPOTrainer.__init__).bind(self, *positional, **named).arguments
         arguments.pop("self")
-        call, self.sync = checked_arguments(arguments)
-        with experts_in_4bit(), trl_starts_engine(call["args"], self.sync):
+        call, self.sync, own_base = checked_arguments(arguments)
+        with experts_in_4bit(), trl_starts_engine(call["args"], self.sync, own_base):
             super().__init__(**call)
         self.begin("GRPO")
         normalizes_each_reward = self.args.multi_objective_aggregation == "normalize_then_sum"
@@ -300,4 +300,8 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         lines = [("on" if self.sync.mode == "adapter" else "as stock TRL", self.sync.describe())]
         if self.args.vllm_mode == "colocate":
             lines.append(("on", describe_dtype(self.args, self.model, self.accelerator)))
+        if self.sync.mode == "adapter" and self.args.vllm_mode == "colocate":
+            shared = self.vllm_generation.shared_base
+            own = f"vLLM has a base of its own: {self.vllm_generation.own_base}"
+            lines.append(("off", own) if shared is None else ("on", shared.describe()))
         return lines

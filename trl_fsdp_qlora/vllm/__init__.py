@@ -1,1 +1,1 @@
-"""Completions by vLLM: the engine, and the adapter's way into it."""
+"""Completions by vLLM: the engine, the adapter's way into it, one copy of the base."""

@@ -28,6 +28,11 @@ def engine_options(args: Any, model: nn.Module, accelerator: Accelerator) -> dic
     return {"dtype": dtype, **(args.vllm_engine_kwargs or {})}
 
 
+def other_dtype(held: str, drawn: str) -> str:
+    """Why a base that is held in one dtype cannot be shared with an engine that draws in another."""
+    return f"the base is held in {held} and vLLM draws in {drawn}; load it with dtype: {drawn}"
+
+
 def describe_dtype(args: Any, model: nn.Module, accelerator: Accelerator) -> str:
     """A line of the start-up block on the dtype in which an engine in this process draws."""
     dtype = engine_options(args, model, accelerator)["dtype"]

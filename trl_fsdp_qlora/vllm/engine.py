@@ -33,7 +33,7 @@ from .adapter_sync import (
     served_rank,
 )
 from .dequantized_base import DONE, dequantized_base, has_packed_base
-from .drawn_dtype import engine_options, trainer_dtype
+from .drawn_dtype import engine_options, other_dtype, trainer_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +147,7 @@ class AdapterEngine(VLLMGeneration):
         max_lora_rank: of the adapter, see [`trl_fsdp_qlora.vllm.adapter_sync.served_rank`].
         versions: where versions of the adapter are written; used by rank 0.
         engine_kwargs: further arguments of `vllm.LLM`, which take precedence (colocated).
+        own_base: why a colocated engine loads a base of its own; `None` if it is the trainer's.
         **options: of `VLLMGeneration`.
     """
 
@@ -154,12 +155,23 @@ class AdapterEngine(VLLMGeneration):
     # the engine keeps its weights, see `_Serving`.
     _llm_weights_sleeping = property(lambda self: False, lambda self, value: None)
 
-    def __init__(self, *, base: str, max_lora_rank: int, versions: AdapterVersions, engine_kwargs=None, **options):
+    def __init__(
+        self,
+        *,
+        base: str,
+        max_lora_rank: int,
+        versions: AdapterVersions,
+        engine_kwargs: dict[str, Any] | None = None,
+        own_base: str | None = "",
+        **options,
+    ):
         self.base = base
         self.max_lora_rank = max_lora_rank
         self.versions = versions
         self.version = 0
         self.engine_kwargs = engine_kwargs or {}
+        self.own_base = own_base
+        self.shared_base = None
         self.last_sync = {"seconds": 0.0, "bytes": 0}
         super().__init__(**options)
 
@@ -217,8 +229,13 @@ class AdapterEngine(VLLMGeneration):
             # Completions of a prompt share its full blocks. On CPUs a block is 128 tokens, longer than many prompts;
             # 32 is the smallest that vLLM's CPU kernels are made for.
             options["block_size"] = 32
-        with lora_layers:
-            llm = LLM(**{**options, **self.engine_kwargs})
+        sharing = nullcontext((None, {}))
+        if self.own_base is None:
+            from .shared_base import sharing as sharing_with
+
+            sharing = sharing_with(self.model)
+        with lora_layers, sharing as (self.shared_base, share):
+            llm = LLM(**{**options, **self.engine_kwargs, **share})
         skip_destroyed_groups(llm)
         self.llm = _Serving(llm)
         if self.enable_sleep_mode:
@@ -227,6 +244,8 @@ class AdapterEngine(VLLMGeneration):
     def sync_weights(self) -> None:
         """Publish the adapter as it is now, and make the engine answer with it. Every rank has to call it."""
         started = time.perf_counter()
+        if self.shared_base is not None:
+            self.shared_base.check()
         with self._dist.gather_params([p for p in self.model.parameters() if p.requires_grad]):
             weights = adapter_weights(self.model)
         version = self.version + 1
@@ -267,10 +286,30 @@ class AdapterEngine(VLLMGeneration):
         return patch.multiple(self.vllm_client, model=self.vllm_client.base)
 
 
-def start_engine(args: Any, *, model, accelerator, processing_class, mode: str, **options: Any):
+def why_not_shared(args: Any, model, accelerator) -> str | None:
+    """Why a loaded base cannot be shared with an engine in this process; `None` if it can."""
+    drawn = str(engine_options(args, model, accelerator)["dtype"]).removeprefix("torch.")
+    held = str(model.dtype).removeprefix("torch.")
+    if held != drawn:
+        return other_dtype(held, drawn)
+    if model.device.type != accelerator.device.type:
+        return f"the base is on {model.device.type}"
+    try:
+        from vllm import LLM
+
+        from . import shared_base  # noqa: F401
+    except ImportError as error:
+        return f"this vLLM differs from 0.31 ({error})"
+    if args.vllm_enable_sleep_mode and not hasattr(LLM, "release_kv_cache_memory"):
+        return "this vLLM moves its weights away when it sleeps; set vllm_enable_sleep_mode: false"
+    return None
+
+
+def start_engine(args: Any, own_base: str | None, *, model, accelerator, processing_class, mode: str, **options: Any):
     """An [`AdapterEngine`] that holds the base of `model`; the arguments are those of TRL's own engine. Collective.
 
-    The model's weights may be on rank 0 alone (FSDP2), but are not sharded yet.
+    The model's weights may be on rank 0 alone (FSDP2), but are not sharded yet. `own_base`: why the engine loads a
+    base of its own; `None` if it shares that of `model`.
     """
     # Of the targets that PEFT resolved; both raise before anything is written.
     check_trained(model)
@@ -281,6 +320,10 @@ def start_engine(args: Any, *, model, accelerator, processing_class, mode: str, 
         dtype = trainer_dtype(model, accelerator)
         cache = cache_folder() / "dequantized"
         base = str(on_main(lambda: dequantized_base(model, processing_class, cache, dtype)))
+    if own_base is None:
+        own_base = why_not_shared(args, model, accelerator)
+        if own_base is not None and args.vllm_share_base == "on":
+            raise RolloutError(f"vllm_share_base: true cannot be: {own_base}, or leave vllm_share_base out")
     one_node = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)) == accelerator.num_processes
     folder = args.vllm_adapter_dir or Path(args.output_dir) / ".rollout"
     in_memory = args.vllm_adapter_dir is None and mode == "colocate" and one_node
@@ -290,6 +333,7 @@ def start_engine(args: Any, *, model, accelerator, processing_class, mode: str, 
         versions=versions,
         max_lora_rank=rank,
         engine_kwargs=engine_options(args, model, accelerator),
+        own_base=own_base,
         model=model,
         accelerator=accelerator,
         processing_class=processing_class,

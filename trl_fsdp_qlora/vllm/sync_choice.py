@@ -12,9 +12,10 @@ from ..compat.vllm import adapter_misfits, trl_starts
 from ..fsdp2_qlora.launch_checks import is_fsdp_launch
 from ..run.ranks import on_main
 from .adapter_sync import RolloutError, check_trained, served_rank
-from .drawn_dtype import engine_options
+from .drawn_dtype import engine_options, other_dtype
 
 CHOICES = ("auto", "adapter", "merge")
+SHARING = ("auto", "on", "off")
 # If a completion is longer than this, a factor exp(Σ of the tokens' differences) leaves every clip.
 LONG_COMPLETION = 512
 # Full fine-tuning's learning rates teach an adapter almost nothing; LoRA wants ten to a hundred times as much.
@@ -70,6 +71,8 @@ def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: bool = False,
         return Sync("merge", str(error))
     if args.rollout_sync == "adapter":
         return Sync("adapter", "asked for")
+    if args.vllm_share_base == "on":
+        return Sync("adapter", "the base is shared")
     if quantized:
         return Sync("adapter", "the base is quantized")
     on_gpu = torch.cuda.is_available()
@@ -90,16 +93,50 @@ def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: bool = False,
     return Sync("merge", "one unquantized device: merged weights decode faster than LoRA kernels")
 
 
-def trl_starts_engine(args: Any, sync: Sync) -> AbstractContextManager:
+def why_own_base(args: Any, sync: Sync, quantized: bool, model: Any) -> str | None:
+    """Why engine and trainer each hold a copy of the base; `None` if nothing that is known before loading says so.
+
+    Args:
+        args, sync, quantized: see [`choose_sync`].
+        model: the model or its name.
+
+    Raises:
+        RolloutError: sharing was asked for and cannot be; the message names the line to change.
+    """
+    held = str((args.model_init_kwargs or {}).get("dtype", "float32")).removeprefix("torch.")  # TRL's default
+    of_autocast = "float16" if args.fp16 else "bfloat16" if args.bf16 else held
+    drawn = str((args.vllm_engine_kwargs or {}).get("dtype", of_autocast)).removeprefix("torch.")
+    other_weights = {"load_format", "quantization", "model"}.intersection(args.vllm_engine_kwargs or ())
+    zero_stage = getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", None)
+    reasons = (
+        (sync.mode == "off", "use_vllm is off"),
+        (args.vllm_mode == "server", "the engine is a server; set vllm_mode: colocate"),
+        (sync.mode == "merge", "vLLM gets all weights, the adapter merged; set rollout_sync: adapter"),
+        (quantized, "the base is in 4 bits, of which vLLM holds a dequantized copy"),
+        (is_fsdp_launch() or zero_stage == 3, "each rank has a part of the base; DDP shares it"),
+        (args.vllm_tensor_parallel_size > 1, "each engine has a part of the base; set vllm_tensor_parallel_size: 1"),
+        (other_weights, f"vllm_engine_kwargs has {min(other_weights, default='')}, so vLLM holds other weights"),
+        (isinstance(model, str) and held not in ("auto", "None", drawn), other_dtype(held, drawn)),
+    )
+    reason = next((text for holds, text in reasons if holds), None)
+    if args.vllm_share_base == "on" and reason is not None:
+        raise RolloutError(f"vllm_share_base: true cannot be: {reason}, or leave vllm_share_base out")
+    if args.vllm_share_base == "auto" and reason is None and not torch.cuda.is_available():
+        return "vLLM repacks weights for its kernels on CPUs"
+    return "vllm_share_base is off" if args.vllm_share_base == "off" else reason
+
+
+def trl_starts_engine(args: Any, sync: Sync, own_base: str | None) -> AbstractContextManager:
     """A context in which TRL's trainer starts the engine that `sync` needs.
 
-    It is TRL's own, or [`trl_fsdp_qlora.vllm.engine.start_engine`]'s if the adapter alone is sent.
+    It is TRL's own, or [`trl_fsdp_qlora.vllm.engine.start_engine`]'s if the adapter alone is sent. `own_base`: why it
+    loads a base of its own; `None` if it shares the trainer's.
     """
     if sync.mode == "off":
         return nullcontext()
     from .engine import start_engine
 
-    make_engine = partial(start_engine, args) if sync.mode == "adapter" else None
+    make_engine = partial(start_engine, args, own_base) if sync.mode == "adapter" else None
     return trl_starts(make_engine, partial(engine_options, args))
 
 

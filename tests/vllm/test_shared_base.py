@@ -1,0 +1,229 @@
+"""One copy of the base for a trainer and the engine in its process: the same bytes, the same numbers, and no write."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    TrainerCallback,
+)
+
+from tests.vllm.runs import figures, grpo
+from trl_fsdp_qlora.small_base.text import character_tokenizer
+from trl_fsdp_qlora.vllm.adapter_sync import RolloutError
+from trl_fsdp_qlora.vllm.sync_choice import Sync, why_own_base
+
+LORA = LoraConfig(r=2, target_modules=["0", "1", "2"])
+DIFFERENCE = "sampling/sampling_logp_difference/mean"
+ADAPTER = Sync("adapter", "asked for")
+
+
+def args(**changes):
+    values = {
+        "vllm_share_base": "on", "vllm_mode": "colocate", "vllm_engine_kwargs": None, "vllm_tensor_parallel_size": 1,
+        "deepspeed_plugin": None, "model_init_kwargs": {"dtype": "bfloat16"}, "fp16": False, "bf16": True,
+    }  # fmt: skip
+    return SimpleNamespace(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes, sync, quantized, reason",
+    [
+        ({"vllm_mode": "server"}, ADAPTER, False, "server"),
+        ({}, Sync("merge", ""), False, "rollout_sync: adapter"),
+        ({}, ADAPTER, True, "4 bits"),
+        ({"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, ADAPTER, False, "DDP"),
+        ({"vllm_tensor_parallel_size": 2}, ADAPTER, False, "vllm_tensor_parallel_size: 1"),
+        ({"vllm_engine_kwargs": {"quantization": "fp8"}}, ADAPTER, False, "quantization"),
+        ({"model_init_kwargs": None}, ADAPTER, False, "held in float32 and vLLM draws in bfloat16"),
+        ({"model_init_kwargs": None, "fp16": True}, ADAPTER, False, "dtype: float16"),
+        ({"vllm_engine_kwargs": {"dtype": torch.float16}}, ADAPTER, False, "dtype: float16"),
+    ],
+)
+def test_where_the_base_cannot_be_shared_is_said_before_it_is_loaded(changes, sync, quantized, reason):
+    """With `on` it is an error, with `auto` a line of the start-up block."""
+    with pytest.raises(RolloutError, match=reason):
+        why_own_base(args(**changes), sync, quantized, "model")
+    assert reason in why_own_base(args(vllm_share_base="auto", **changes), sync, quantized, "model")
+
+
+def test_a_base_is_shared_on_a_gpu_or_if_asked_for(monkeypatch):
+    assert why_own_base(args(), ADAPTER, False, "model") is None
+    assert "CPUs" in why_own_base(args(vllm_share_base="auto"), ADAPTER, False, "model")
+    assert why_own_base(args(vllm_share_base="off"), ADAPTER, False, "model") == "vllm_share_base is off"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert why_own_base(args(vllm_share_base="auto"), ADAPTER, False, "model") is None
+
+
+SIZES = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "vocab_size": 50, "pad_token_id": 0,
+}  # fmt: skip
+# Of each model: what has rows in vLLM's parameters, in decoder layers. (Mixtures with LoRA need Triton in vLLM 0.31.)
+LINEARS = {f"self_attn.{name}_proj" for name in "qkvo"} | {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+FUSED = {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"}
+MODELS = {
+    "llama": (LlamaConfig(**SIZES), LINEARS),
+    "llama, tied": (LlamaConfig(**SIZES, tie_word_embeddings=True), LINEARS),
+    "qwen2": (Qwen2Config(**SIZES), LINEARS),
+    "qwen3, tied": (Qwen3Config(**SIZES, tie_word_embeddings=True), LINEARS),
+    "mistral": (MistralConfig(**SIZES), LINEARS),
+    "phi-3": (Phi3Config(**SIZES), FUSED),
+    "gemma 3, tied": (Gemma3TextConfig(**SIZES), LINEARS),
+}
+
+
+def storages(*models) -> dict[int, int]:
+    """Address -> bytes of what models hold, what several hold once; without adapters."""
+    return {
+        parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes()
+        for model in models
+        for name, parameter in model.named_parameters()
+        if "lora_" not in name
+    }
+
+
+def model_of(llm):
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    return worker.model_runner.model
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "llama, tied" else [pytest.mark.exhaustive, pytest.mark.slow])
+        for name in MODELS
+    ],
+)
+def test_the_trainer_computes_with_the_engines_bytes(name, tmp_path):
+    """Bit for bit as a copy of its own, and both hold no more than the engine alone and what is not shared."""
+    from vllm import LLM, SamplingParams
+
+    from trl_fsdp_qlora.vllm.shared_base import sharing
+
+    torch.manual_seed(0)
+    config, linears = MODELS[name]
+    alone = AutoModelForCausalLM.from_config(config).eval()
+    alone.save_pretrained(tmp_path)
+    character_tokenizer().save_pretrained(tmp_path)
+    targets = [linear.rpartition(".")[2] for linear in linears]
+    policy = get_peft_model(copy.deepcopy(alone), LoraConfig(r=4, target_modules=targets)).eval()
+    with sharing(policy) as (shared, options):
+        llm = LLM(
+            str(tmp_path), dtype="float32", enforce_eager=True, max_model_len=128, enable_lora=True, max_lora_rank=8,
+            max_loras=1, block_size=32, max_num_seqs=4, num_gpu_blocks_override=64, **options,
+        )  # fmt: skip
+    in_layers = {key.partition(".layers.0.")[2].removesuffix(".weight") for key in shared.parameters}
+    assert in_layers >= linears
+    assert any("embed_tokens" in key for key in shared.parameters)
+    ids = torch.randint(5, 50, (2, 20))
+    with torch.no_grad():
+        assert torch.equal(policy(ids).logits, alone(ids).logits)
+    of_engine = sum(storages(model_of(llm)).values())
+    own = sum(dict(alone.named_parameters())[key].nbytes for key in shared.own)
+    assert sum(storages(model_of(llm), policy.get_base_model()).values()) == of_engine + own
+    assert 0 < own < 0.05 * of_engine  # norms and biases
+    prompt = list(range(5, 15))
+    (answer,) = llm.generate(
+        [{"prompt_token_ids": prompt}], SamplingParams(max_tokens=20, logprobs=0, ignore_eos=True), use_tqdm=False
+    )
+    drawn = list(answer.outputs[0].token_ids)
+    sampled = torch.tensor([row[token].logprob for row, token in zip(answer.outputs[0].logprobs, drawn, strict=True)])
+    with torch.no_grad():
+        logps = alone(torch.tensor([prompt + drawn])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    expected = logps.gather(1, torch.tensor(drawn)[:, None])[:, 0]
+    torch.testing.assert_close(sampled, expected, rtol=0, atol=1e-4)
+
+
+@pytest.fixture
+def plain_products(monkeypatch):
+    """The products of a shared base on CPUs, for an engine with a base of its own, too."""
+    from vllm.model_executor.layers import utils
+
+    from trl_fsdp_qlora.vllm import shared_base
+
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", shared_base._plain_product)
+
+
+@pytest.mark.vllm
+def test_ten_steps_are_those_of_two_copies(plain_products, base, tmp_path):
+    runs = {}
+    for share in ("on", "off"):
+        trainer = grpo(base, tmp_path / share, vllm_share_base=share, rollout_sync="auto", max_steps=10)
+        assert trainer.sync.mode == "adapter"
+        lines = [line for _, line in trainer.features() if "vLLM" in line]
+        assert any(("shares" if share == "on" else "vllm_share_base is off") in line for line in lines)
+        trainer.train()
+        assert max(figures(trainer, DIFFERENCE)) < 1e-5
+        runs[share] = (figures(trainer, "loss"), figures(trainer, "reward"))
+    assert runs["on"] == runs["off"]
+
+
+class Merges(TrainerCallback):
+    """What is often done to look at a model in the middle of a run, and then forgotten to undo."""
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if state.global_step == 2:
+            model.merge_adapter()
+
+
+@pytest.mark.vllm
+def test_a_write_into_the_base_ends_the_run_before_a_wrong_rollout(base, tmp_path):
+    trainer = grpo(base, tmp_path, vllm_share_base="on", max_steps=4)
+    trainer.add_callback(Merges())
+    with pytest.raises(RolloutError, match=r"layers\.0\.\w+\.\w+_proj\.weight of the frozen base was written"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+
+
+@pytest.mark.vllm
+def test_what_vllm_replaces_or_turns_over_stays_the_trainers_own(tmp_path):
+    """After it was loaded a parameter may go; a square one may lie transposed at the same address."""
+    from trl_fsdp_qlora.vllm.shared_base import SharedBase
+
+    policy = get_peft_model(torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3))), LORA)
+    shared = SharedBase(policy)
+    weights = [parameter for name, parameter in policy.named_parameters() if "base_layer" in name]
+    whole = torch.cat([weight.data for weight in weights])
+    engine_model = torch.nn.ParameterList([torch.nn.Parameter(whole, requires_grad=False)])
+    shared.take_rows([weights[0].data, weights[1].data, weights[2].data.T], engine_model[0].data)
+    assert list(shared.parameters) == ["0.weight", "1.weight"]
+    assert weights[1].data_ptr() == whole[4:].data_ptr() and weights[2].data_ptr() != whole[8:].data_ptr()
+    shared.check()
+    shared.settle(engine_model)
+    assert list(shared.own) == ["2.weight"] and "not 2.weight" in shared.describe()
+    whole[5, 0] = -whole[5, 0]  # past the trainer's version counters
+    with pytest.raises(RolloutError, match=r"1\.weight of the frozen base was written"):
+        shared.check()
+    engine_model[0] = torch.nn.Parameter(whole.clone(), requires_grad=False)
+    shared.settle(engine_model)
+    assert not shared.parameters and len(shared.own) == 3
+    shared.check()
+
+
+@pytest.mark.vllm
+def test_a_vllm_that_loads_in_another_way_has_its_own_copy(base, tmp_path, monkeypatch):
+    from trl_fsdp_qlora.vllm.shared_base import SharedBase
+
+    take_rows = SharedBase.take_rows
+
+    def breaks_in_the_middle(shared, parts, target):
+        take_rows(shared, parts, target)
+        if any("layers.1" in name for name in shared.parameters):
+            raise KeyError("weight_loader")
+
+    monkeypatch.setattr(SharedBase, "take_rows", breaks_in_the_middle)
+    trainer = grpo(base, tmp_path, vllm_share_base="on", max_steps=2)
+    assert not trainer.vllm_generation.shared_base.parameters
+    trainer.train()
+    assert max(figures(trainer, DIFFERENCE)) < 1e-5

@@ -1,0 +1,257 @@
+"""One copy of a frozen base for the trainer and the vLLM engine in its process.
+
+vLLM reads no checkpoint: a loader of ours hands it the trainer's weights, one decoder layer after the other. vLLM puts
+what belongs together into one parameter (the rows of q, k and v, those of gate and up); the trainer's parameters then
+become views of those rows, and what they held before is freed. So the peak is one copy and one layer.
+
+A weight is shared only if the trainer's and vLLM's rows were equal bit for bit, and if vLLM's parameter is still the
+same after vLLM prepared it for its kernels. Everything else keeps a copy of its own. This module imports vLLM, so only
+the code that starts an engine imports it.
+"""
+
+import logging
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from unittest.mock import patch
+
+import torch
+from peft import PeftModel
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers.core_model_loading import revert_weight_conversion
+from vllm.config import LoadConfig
+from vllm.model_executor import model_loader
+from vllm.model_executor.layers import utils as linears
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from .adapter_sync import RolloutError
+
+logger = logging.getLogger(__name__)
+
+# The layers whose weights are shared. On GPUs vLLM leaves these weights as they were loaded.
+_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+
+
+class SharedBase:
+    """The weights of a trainer's base that are rows of an engine's parameters.
+
+    Attributes:
+        parameters: name in the base, without an adapter -> the trainer's parameter, a view of vLLM's.
+        own: name -> why the trainer keeps a copy of its own.
+    """
+
+    def __init__(self, model: PeftModel):
+        self.base = model.get_base_model()
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.own: dict[str, str] = {}
+        self._sums: torch.Tensor | None = None
+
+    def describe(self) -> str:
+        """A line of the start-up block."""
+        frozen = self._frozen()
+        shared = sum(frozen[name].nbytes for name in self.parameters)
+        whole = sum(parameter.nbytes for parameter in frozen.values())
+        line = f"vLLM shares {shared / 1e9:.3g} of {whole / 1e9:.3g} GB of the base with the trainer"
+        if not self.own:
+            return line
+        name = max(self.own, key=lambda name: frozen[name].nbytes)
+        return f"{line}; not {name}: {self.own[name]}"
+
+    def check(self) -> None:
+        """Refuse to go on if a shared weight was written since the first call: vLLM would draw from it.
+
+        Raises:
+            RolloutError: with the weight's name.
+        """
+        if not self.parameters:
+            return
+        sums = torch.stack([_bits(parameter).sum(dtype=torch.int64) for parameter in self.parameters.values()])
+        if self._sums is None:
+            self._sums = sums
+        changed = (sums != self._sums).tolist()
+        names = [name for name, is_changed in zip(self.parameters, changed, strict=True) if is_changed]
+        if names:
+            raise RolloutError(
+                f"{names[0]} of the frozen base was written (of {len(names)} weights), and vLLM draws from the same "
+                "bytes: unmerge adapters before the next rollout, or set vllm_share_base: false"
+            )
+
+    def _frozen(self) -> dict[str, nn.Parameter]:
+        """The base's frozen parameters by their names without an adapter; tied ones once."""
+        return {
+            name.replace(".base_layer.", "."): parameter
+            for name, parameter in self.base.named_parameters()
+            if not parameter.requires_grad and ".lora_" not in name
+        }
+
+    # --- for the loader ----------------------------------------------------------------------------------------------
+
+    def layers(self) -> Iterator[dict[str, torch.Tensor]]:
+        """The base's tensors under the names of a checkpoint, one decoder layer after the other; tied ones once."""
+        tensors = {}
+        for name, tensor in self.base.state_dict(keep_vars=True).items():
+            if ".lora_" not in name and all(tensor is not other for other in tensors.values()):
+                tensors[name.replace(".base_layer.", ".")] = tensor
+        for _, layer in groupby(tensors.items(), lambda item: re.match(r"(.*?\.\d+\.)?", item[0])[0]):
+            # The data of each layer is asked for when its turn has come, so that nothing holds what was freed.
+            yield revert_weight_conversion(self.base, {name: tensor.data for name, tensor in layer})
+
+    def take_rows(self, parts: list[torch.Tensor], target: torch.Tensor) -> None:
+        """Make the trainer's parameters views of vLLM's `target`, into which `parts`, their tensors, were copied."""
+        by_address = {parameter.data_ptr(): (name, parameter) for name, parameter in self._frozen().items()}
+        for part in parts:
+            name, parameter = by_address.get(part.data_ptr(), (None, None))
+            if name is None or parameter.shape != part.shape or parameter.stride() != part.stride():
+                continue  # not a whole parameter of the trainer's: one expert of many, or a transposed one
+            rows = _rows_of(part, target, [len(other) for other in parts])
+            if rows is not None:
+                parameter.data = rows
+                self.parameters[name] = parameter
+
+    def settle(self, engine_model: nn.Module) -> None:
+        """Forget weights that vLLM no longer reads, because it prepared others for its kernels, and name the rest."""
+        read = {parameter.untyped_storage().data_ptr() for parameter in engine_model.parameters()}
+        for name, parameter in list(self.parameters.items()):
+            if parameter.untyped_storage().data_ptr() not in read:
+                del self.parameters[name]
+                self.own[name] = "vLLM's kernels want another layout"
+        self._sums = None
+        self.check()
+        for name, parameter in self._frozen().items():
+            if name not in self.parameters and name not in self.own:
+                self.own[name] = "too small to pay" if parameter.dim() < 2 else "vLLM stores it in another way"
+
+    def give_up(self, reason: str) -> None:
+        """Give the trainer copies of its own again."""
+        for parameter in self.parameters.values():
+            parameter.data = parameter.data.clone()
+        self.parameters.clear()
+        self.own = dict.fromkeys(self._frozen(), reason)
+        self._sums = None
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements, their bits read as integers."""
+    return tensor.detach().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def _rows_of(part: torch.Tensor, target: torch.Tensor, lengths: list[int]) -> torch.Tensor | None:
+    """The rows of `target` that equal `part` bit for bit, of all at which a part may begin; `None` if none do."""
+    starts = {0}
+    for length in lengths:
+        starts |= {start + length for start in starts}
+    for start in sorted(starts):
+        rows = target[start : start + len(part)]
+        alike = rows.dtype == part.dtype and rows.device == part.device and rows.shape == part.shape
+        can_train = rows.is_contiguous() and not rows.is_inference()
+        if alike and can_train and torch.equal(_bits(rows), _bits(part)):
+            return rows
+    return None
+
+
+class _WithoutMemory(TorchFunctionMode):
+    """What `torch.empty` returns inside the block takes the memory of one element."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        return out.new_empty(1).expand(out.shape) if function is torch.empty else out
+
+
+def _plain_product(layer: nn.Module, remove_weight: bool) -> None:
+    """vLLM on CPUs repacks a layer's weight for its kernels and drops the plain one; this keeps the plain one."""
+    layer.cpu_linear = nn.functional.linear
+
+
+class _Loader(BaseModelLoader):
+    """Fills a vLLM model with the weights of a trainer's base."""
+
+    shared: SharedBase
+
+    def download_model(self, model_config) -> None:
+        """There is nothing to download."""
+
+    def load_model(self, *args, **kwargs) -> nn.Module:
+        with patch.object(linears, "dispatch_cpu_unquantized_gemm", _plain_product):
+            model = super().load_model(*args, **kwargs)
+        self.shared.check()  # what prepares weights for kernels may have written in place
+        self.shared.settle(model)
+        return model
+
+    def create_model(self, *args, **kwargs) -> nn.Module:
+        def without_memory(create: Callable) -> Callable:
+            def create_weights(*args, **kwargs):
+                with _WithoutMemory():
+                    create(*args, **kwargs)
+
+            return create_weights
+
+        linear, embedding = (patch.object(of, "create_weights", without_memory(of.create_weights)) for of in _METHODS)
+        try:
+            with linear, embedding:
+                return super().create_model(*args, **kwargs)
+        except Exception as error:  # a class that writes into a weight before it is loaded
+            logger.warning(f"vLLM loads a copy of the base of its own ({type(error).__name__}: {error})")
+            return super().create_model(*args, **kwargs)
+
+    def load_weights(self, model: nn.Module, model_config) -> None:
+        waiting = {parameter for parameter in model.parameters() if set(parameter.stride()) == {0}}
+        parts: dict[nn.Parameter, list[torch.Tensor]] = {}
+        vllms_own = DefaultModelLoader(LoadConfig())
+
+        def allocate(parameter: nn.Parameter) -> None:
+            if parameter in waiting:
+                waiting.remove(parameter)
+                parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
+        def watched(load: Callable) -> Callable:
+            def weight_loader(parameter, tensor, *args, **kwargs):
+                allocate(parameter)
+                parts.setdefault(parameter, []).append(tensor)
+                return load(parameter, tensor, *args, **kwargs)
+
+            return weight_loader
+
+        loaders = {parameter: parameter.weight_loader for parameter in waiting}
+        try:
+            for parameter, load in loaders.items():
+                parameter.weight_loader = watched(load)
+            loaded = set()
+            for layer in self.shared.layers():
+                parts.clear()
+                loaded |= model.load_weights(layer.items())
+                for parameter, tensors in parts.items():
+                    self.shared.take_rows(tensors, parameter.data)
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()  # what the trainer held before goes back, also to vLLM's own pool
+            vllms_own.track_weights_loading(model, loaded)  # raises if vLLM misses a weight
+            if waiting:
+                raise ValueError(f"the trainer has no weights for {len(waiting)} of vLLM's parameters")
+            self.shared.check()
+        except Exception as error:
+            logger.warning(f"vLLM loads a copy of the base of its own ({type(error).__name__}: {error})")
+            self.shared.give_up("vLLM's loading differs from what is known")
+            for parameter in list(waiting):
+                allocate(parameter)
+            for parameter, load in loaders.items():
+                parameter.weight_loader = load
+            vllms_own.load_weights(model, model_config)
+        for parameter, load in loaders.items():
+            parameter.weight_loader = load
+
+
+@contextmanager
+def sharing(model: PeftModel) -> Iterator[tuple[SharedBase, dict[str, str]]]:
+    """A context in which `vllm.LLM` shares the base of `model`, with the option that it needs for that."""
+    shared = SharedBase(model)
+    name = f"trainer-{uuid.uuid4().hex}"
+    model_loader.register_model_loader(name)(type("Loader", (_Loader,), {"shared": shared}))
+    try:
+        yield shared, {"load_format": name}
+    finally:
+        del model_loader._LOAD_FORMAT_TO_MODEL_LOADER[name]
