@@ -29,4 +29,5 @@ def mistyped_path(path: str | Path) -> str:
     path = Path(path)
     if path.exists() or not path.parent.is_dir():
         return ""
-    return did_you_mean(str(path), map(str, path.parent.iterdir()))
+    # The name and not the path: files of one folder begin alike. They end alike, too, so a guess has to be near.
+    return did_you_mean(path.name, (file.name for file in path.parent.iterdir()), cutoff=0.75)

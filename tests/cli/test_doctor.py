@@ -102,10 +102,9 @@ def test_each_finding_by_itself(words, level, text, findings):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("--loss_type grp", "Unknown loss type: grp"),
         ('--generation_kwargs {"temperature":0.0}', "has to be a strictly positive float"),
         ("--reward_weights 1 2", "Number of reward weights (2) must match number of reward functions (1)"),
-        ("--rewards rewards.py:texts", "str"),
+        ("--rewards rewards.py:texts", "returned 'good' for a completion"),
         ("--report_to comet_ml", "CometCallback requires comet-ml"),
     ],
 )

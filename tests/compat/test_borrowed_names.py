@@ -23,6 +23,7 @@ PACKAGE = Path(trl_fsdp_qlora.__file__).parent
 # Of other libraries, or of Python: who changes one of these reads its documentation again.
 ELSEWHERE = {
     "torch": "_DropoutNd _cdata _flash_attention_backward _flash_attention_forward _linear_pointwise "
+    "_post_accumulate_grad_hooks "
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward",
     "Python": "_actions _asdict _current_frames _exit _replace",
     "bitsandbytes": "_convert_weight_packed_for_cpu_inverse _functions",
