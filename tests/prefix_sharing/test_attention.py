@@ -314,8 +314,7 @@ def test_layers_on_two_devices_get_tensors_of_their_own():
             two_part._mask(call, 2, 4, call.query),
             cascade._CudaKernels._calls(layout, device, None),
             cascade._CudaKernels._calls(layout, device, 3),
-            recurrent._plan(layout, device, False),
-            recurrent._plan(layout, device, True),
+            recurrent._plan(layout, device),
             attention.tree_mask(SimpleNamespace(**vars(call) | {"layout": dense}), 0, 3),
         ]
         for part in derived:
