@@ -5,7 +5,9 @@ import json
 import pandas as pd
 import pytest
 import torch
+from accelerate.logging import get_logger
 from transformers import TrainerCallback
+from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.report.test_page import charts, data_of, page_of
@@ -140,13 +142,13 @@ def test_a_page_is_written_when_something_was_measured(base, tmp_path, monkeypat
 def test_warnings_of_a_run_are_on_its_page(base, tmp_path, monkeypatch):
     each = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, model=base, peft_config=lora(), max_steps=1)
     each.card_info.warnings = ["said before training"]
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_warning()  # another test may have silenced transformers
     with run_page.KeptWarnings() as kept:
-        from accelerate.logging import get_logger
-        from transformers.utils import logging
-
         get_logger("trl_fsdp_qlora.x").warning("a reward of /home/someone/rewards.py gave None")
         get_logger("trl_fsdp_qlora.x").warning("a reward of /home/someone/rewards.py gave None")
         logging.get_logger("transformers.x").warning("a token is missing")
+    logging.set_verbosity(verbosity)
     assert kept.texts == ["a reward of rewards.py gave None", "a token is missing"]
     runner.run_recipe(each, ScriptArguments("addition", skip_accuracy=True), None, None)
     assert "said before training" in (tmp_path / "report.html").read_text()
