@@ -117,7 +117,7 @@ def read_log(folder):
 
 def start(folder, n):
     """A worker process; forked, because a fresh interpreter would spend most of its life importing torch."""
-    process = multiprocessing.get_context("fork").Process(target=work, args=(folder, 0.02, n))
+    process = multiprocessing.get_context("fork").Process(target=work, args=(folder, 0.06, n))
     process.start()
     return process
 

@@ -137,7 +137,7 @@ def assert_cuts_give_stock_gradients(trainer, monkeypatch, cuts, tolerance, inpu
         assert_equal_gradients(actual, expected, tolerance)
 
 
-FAST = {("lora", "dapo", name) for name in ("qwen3", "lfm2", "qwen3_vl")}
+FAST = {("lora", "dapo", name) for name in ("qwen3", "lfm2", "mamba2", "qwen3_vl")}
 # Quantized layers know nothing of the loss: each family with one loss, and each loss with one family.
 CASES = [
     *itertools.product(["lora"], LOSS_TYPES, FAMILIES),

@@ -850,9 +850,11 @@ class PromptSharing:
     ) -> PackedLayout:
         if forest is None:
             forest = self.build_forest(batch, sequences, is_dense=rehearsal is not None and rehearsal.is_dense)
-        layout = lay_out(
-            batch.input_ids, batch.labels, sequences, forest, layouts.row_multiple(batch.input_ids.device)
-        )
+        multiple = layouts.row_multiple(batch.input_ids.device)
+        if self.recurrent and forest.tokens == 1:
+            # transformers takes one token for a step of decoding, and gives recurrent layers no mask, so no row.
+            multiple = max(multiple, 2)
+        layout = lay_out(batch.input_ids, batch.labels, sequences, forest, multiple)
         layout.backend = self.attention
         if rehearsal is not None:
             layout.problems = rehearsal.problems
