@@ -10,7 +10,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,17 +45,18 @@ _NOTHING_TO_COMPARE = "nothing to compare"
 MOVED_BY = 2
 
 
-@dataclass
 class ComparedPass:
     """A packed pass that is compared with stock TRL's.
 
     A layer that cannot be computed adds the reason to `problems` instead of raising, so that this rank reaches every
-    collective. Each layer that was computed adds its backend to `layer_calls`.
+    collective. Each layer that was computed adds its backend to `layer_calls`. It is not a dataclass: under mixed
+    precision FSDP2 copies dataclasses among a forward's arguments, and the copy would get what layers add.
     """
 
-    is_dense: bool
-    problems: list[str] = field(default_factory=list)
-    layer_calls: list[str] = field(default_factory=list)
+    def __init__(self, is_dense: bool):
+        self.is_dense = is_dense
+        self.problems: list[str] = []
+        self.layer_calls: list[str] = []
 
 
 class Comparison:
