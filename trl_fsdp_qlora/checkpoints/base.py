@@ -12,7 +12,8 @@ _WEIGHTS = (".safetensors", ".bin", ".gguf")
 _NO_WEIGHTS = ("adapter_", "optimizer", "training_args")  # how other files with these suffixes begin
 # Entries of a model's config that depend on where and by which version it was saved.
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
-_SAMPLES, _SAMPLE = 64, 64  # pieces that are read of each weight file, and the bytes of one
+_SAMPLES = 64  # pieces that are read of each weight file
+_SAMPLE = 64  # bytes of a piece
 
 
 def fingerprint(base: str | Path, revision: str | None = None) -> str | None:

@@ -91,8 +91,8 @@ class _AttachCollected(torch.autograd.Function):
     def backward(ctx, gradient):
         gradients = []
         for collected, (shape, dtype, device) in zip(ctx.collected, ctx.like, strict=True):
-            zeros = torch.zeros(shape, dtype=dtype, device=device) if collected is None else None
-            total = zeros if collected is None else collected.take()
+            nothing = collected is None
+            total = torch.zeros(shape, dtype=dtype, device=device) if nothing else collected.take()
             gradients.append(None if total is None else total.to(dtype))
         return gradient, None, *gradients
 
