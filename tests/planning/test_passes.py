@@ -166,6 +166,7 @@ def test_bytes_are_those_of_storages_that_live():
         a = torch.empty(100, dtype=torch.uint8)
         b = a[50:]  # a view of the same
         assert tracker.now == 100
+        assert torch.empty(0, device="cuda").device.type == "cuda" and a.device.type == "cpu"
         c = torch.empty(200, dtype=torch.uint8)
         assert (tracker.now, tracker.peak) == (300, 300)
         del c, a

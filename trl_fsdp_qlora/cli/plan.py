@@ -87,7 +87,7 @@ def _solve(planned) -> dict:
     # Micro-batches of a rank and of all have to be whole groups together.
     together = settings.gradient_accumulation_steps * settings.launch.processes
     rows = 1 if settings.is_paired else settings.num_generations // math.gcd(settings.num_generations, together)
-    with progress("solving", 3 if settings.is_paired else 8, "searches") as bar:
+    with progress("solving", 3 if settings.is_paired else 6, "searches") as bar:
         at_most = {} if settings.is_paired else planning.most_that_fits(planned, bar.update)
         batch = planning.largest(planned, "per_device_train_batch_size", rows)
         bar.update()

@@ -7,9 +7,8 @@ error for a frozen one and so for LoRA, and it copies its table of modules at ev
 import weakref
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as TRL_VOCABULARY_CHUNK
 
@@ -46,7 +45,12 @@ class PeakTracker(TorchDispatchMode):
         self.now -= size
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        # Two of three calls ask a fake tensor for its device; torch's own answer costs a third of a plan.
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         out = func(*args, **(kwargs or {}))
-        tree_map_only(torch.Tensor, self._add, out)
+        for value in out if isinstance(out, list | tuple) else (out,):
+            if isinstance(value, torch.Tensor):
+                self._add(value)
         self.peak = max(self.peak, self.now)
         return out

@@ -121,8 +121,16 @@ def plan_recipe(
     return make_plan(settings, devices)
 
 
-def make_plan(settings: Settings, hardware: Hardware | None = None, config: PretrainedConfig | None = None) -> Plan:
+def make_plan(
+    settings: Settings,
+    hardware: Hardware | None = None,
+    config: PretrainedConfig | None = None,
+    stops_early: bool = False,
+) -> Plan:
     """Plan a run on `hardware`, by default this machine's. If `config` is not given, the model's config is read.
+
+    With `stops_early`, a run that does not fit while it generates has no passes with gradients in its plan, because
+    these take most of the time of a search.
 
     Raises:
         ConfigError: something cannot be read or built; the message is one line.
@@ -135,7 +143,7 @@ def make_plan(settings: Settings, hardware: Hardware | None = None, config: Pret
     try:
         with warnings.catch_warnings(action="ignore"):
             step = plan_step(settings, passes.why_not_keep(settings, config))
-            phases = _phases(settings, config, hardware, step)
+            phases = _phases(settings, config, hardware, step, stops_early)
     finally:
         logger.setLevel(level)
     weights = dict(passes.whole(settings, config).named_parameters())
@@ -146,8 +154,10 @@ def make_plan(settings: Settings, hardware: Hardware | None = None, config: Pret
     return Plan(settings, config, hardware, phases, capacity, (base, trained), step)
 
 
-def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware, step: Step) -> dict[str, dict[str, int]]:
-    """Bytes by phase and component; see [`Plan`]."""
+def _phases(
+    settings: Settings, config: PretrainedConfig, hardware: Hardware, step: Step, stops_early: bool
+) -> dict[str, dict[str, int]]:
+    """Bytes by phase and component; see [`Plan`], and [`make_plan`] for `stops_early`."""
     launch = settings.launch
     skeleton = passes.whole(settings, config)
     gpu = hardware.gpu
@@ -161,34 +171,41 @@ def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware, st
     waiting_engine = engine
     if not settings.is_paired and settings.vllm_enable_sleep_mode:
         waiting_engine = 0
-    phases = {}
-    if not settings.is_paired:
-        phases["generate"] = {**weights, **_generation(settings, config, gpu), ENGINE: engine}
-    if settings.scores_again:
-        scored = passes.measure(settings, config, passes.scored_shape(settings, gpu), gpu)
-        phases["score"] = {**weights, ACTIVATIONS: scored, ENGINE: waiting_engine}
-    loss = _loss_bytes(settings, config, step, gpu)
-    phases["forward_backward"] = {**weights, **gradients, ACTIVATIONS: loss, ENGINE: waiting_engine}
-    # TRL's default optimizer is fused, and updates in place.
-    update = 0 if "fused" in optimizer_name(settings) else static[model.GRADIENTS]
-    phases["optimizer"] = {**weights, **gradients, "optimizer's update": update, ENGINE: waiting_engine}
-
     # On a CPU it is this process without the model: whatever planning leaves in the process is in the run as well.
     process = CONTEXT if gpu else psutil.Process().memory_info().rss
     free = hardware.per_rank(launch.processes) - sum(weights.values()) - process
-    if "generate" in phases and settings.keeps_turns:
-        # A row's cache is kept when its turn has ended; the last rows of a batch are then still in the cache.
-        phases["generate"][TURNS] = min(phases["generate"][CACHE], max(0, int(FREE_SHARE * free)))
     in_a_layer, whole = gathered_bytes(skeleton, settings, gpu)
     gathers_whole = _gathers_whole(settings, whole, free)
-    for name, parts in phases.items():
+
+    def completed(name: str, parts: dict[str, int]) -> dict[str, int]:
         temporary = sum(parts.get(part, 0) for part in (ACTIVATIONS, CACHE, TURNS, TOKEN_STEP))
         if name != "optimizer":
             parts[GATHERED] = whole if gathers_whole and name in ("generate", "score") else in_a_layer
         parts[PROCESS] = process
         if gpu:
             parts[ROOM] = math.ceil(SLACK * (temporary + parts.get(GATHERED, 0)))
-    return {name: {part: size for part, size in parts.items() if size} for name, parts in phases.items()}
+        return {part: size for part, size in parts.items() if size}
+
+    phases = {}
+    if not settings.is_paired:
+        parts = {**weights, **_generation(settings, config, gpu), ENGINE: engine}
+        if settings.keeps_turns:
+            # A row's cache is kept when its turn has ended; the last rows of a batch are then still in the cache.
+            parts[TURNS] = min(parts[CACHE], max(0, int(FREE_SHARE * free)))
+        phases["generate"] = completed("generate", parts)
+        if stops_early and sum(phases["generate"].values()) > hardware.per_rank(launch.processes):
+            return phases
+    if settings.scores_again:
+        scored = passes.measure(settings, config, passes.scored_shape(settings, gpu), gpu)
+        phases["score"] = completed("score", {**weights, ACTIVATIONS: scored, ENGINE: waiting_engine})
+    loss = _loss_bytes(settings, config, step, gpu)
+    parts = {**weights, **gradients, ACTIVATIONS: loss, ENGINE: waiting_engine}
+    phases["forward_backward"] = completed("forward_backward", parts)
+    # TRL's default optimizer is fused, and updates in place.
+    update = 0 if "fused" in optimizer_name(settings) else static[model.GRADIENTS]
+    parts = {**weights, **gradients, "optimizer's update": update, ENGINE: waiting_engine}
+    phases["optimizer"] = completed("optimizer", parts)
+    return phases
 
 
 def _engine_bytes(settings: Settings, hardware: Hardware) -> int:
@@ -292,14 +309,17 @@ def _generation(settings: Settings, config: PretrainedConfig, gpu: bool) -> dict
     return {CACHE: cache, TOKEN_STEP: step, ACTIVATIONS: max(0, prefill - cache - step)}
 
 
-def changed(plan: Plan, **values: Any) -> Plan:
-    """Plan the same run with other values of its fields; `load_in_4bit` and `processes` work too."""
+def changed(plan: Plan, stops_early: bool = False, **values: Any) -> Plan:
+    """Plan the same run with other values of its fields; `load_in_4bit` and `processes` work too.
+
+    See [`make_plan`] for `stops_early`.
+    """
     settings = plan.settings
     if "load_in_4bit" in values:
         settings = replace(settings, model=replace(settings.model, load_in_4bit=values.pop("load_in_4bit")))
     if "processes" in values:
         settings = replace(settings, launch=replace(settings.launch, processes=values.pop("processes")))
-    return make_plan(replace(settings, values=settings.values | values), plan.hardware, plan.config)
+    return make_plan(replace(settings, values=settings.values | values), plan.hardware, plan.config, stops_early)
 
 
 def largest(plan: Plan, name: str, step: int = 1) -> int:
@@ -311,7 +331,11 @@ def largest(plan: Plan, name: str, step: int = 1) -> int:
     if name == plan.settings.length_field:
         most = _longest(plan)
     now = getattr(plan.settings, name) or 0
-    return step * _most_that_fits(lambda count: changed(plan, **{name: count * step}), most // step, now // step)
+
+    def planned(count: int) -> Plan:
+        return changed(plan, stops_early=True, **{name: count * step})
+
+    return step * _most_that_fits(planned, most // step, now // step)
 
 
 def _longest(plan: Plan) -> int:
@@ -359,23 +383,19 @@ def _next_count(free: dict[int, int], fitting: int, too_many: int, most: int) ->
     return min(max(guess, fitting + 1), too_many - 1)
 
 
-# The runs that `most_that_fits` plans: stock TRL, a group in a micro-batch (which prefix sharing needs without
-# `tokens_per_pass`), this run.
+# The runs that `most_that_fits` plans.
 _STOCK = {"prefix_sharing": "off", "compact_generation": False}
-_WHOLE = {"prefix_sharing": "auto", "tokens_per_pass": 0}
 STOCK = "stock TRL"
-WHOLE_GROUPS = "whole groups in a micro-batch"
 HERE = "here"
 
 
 def with_group(plan: Plan, group: int, **values: Any) -> Plan:
     """Plan the same run with as many prompts per step and `group` completions of each.
 
-    The number of micro-batches grows, not their size, unless `values` has another `per_device_train_batch_size`.
+    The number of micro-batches grows, not their size.
     """
     settings = plan.settings
-    rows = values.get("per_device_train_batch_size", settings.per_device_train_batch_size)
-    factor = group * settings.per_device_train_batch_size / (settings.num_generations * rows)
+    factor = group / settings.num_generations
     numbers = {}
     for name in ("gradient_accumulation_steps", "steps_per_generation"):
         number = settings.values.get(name)
@@ -389,29 +409,26 @@ def with_group(plan: Plan, group: int, **values: Any) -> Plan:
 def most_that_fits(plan: Plan, found: Callable[[], Any] = int) -> dict[str, dict[str, int]]:
     """The largest group and the longest completion that fit, each with everything else as planned.
 
-    They are planned for stock TRL, for whole groups in micro-batches, and for this package. Each entry also has the
-    tokens that one rank computes with gradients per optimizer step, with the run's own group and lengths. `found` is
-    called after each of the six searches.
+    They are planned for stock TRL and for this package. Each entry also has the tokens that one rank computes with
+    gradients per optimizer step, with the run's own group and lengths. `found` is called after each of the four
+    searches.
     """
     settings = plan.settings
     # The number of prompts per step stays the same.
     step = settings.num_generations // math.gcd(settings.num_generations, settings.gradient_accumulation_steps)
     changes = {
         STOCK: _STOCK,
-        WHOLE_GROUPS: _WHOLE,
         HERE: {"prefix_sharing": "auto"} if settings.prefix_sharing == "off" else {},
     }
 
-    def planned(name: str, group: int) -> Plan:
-        if name == WHOLE_GROUPS:
-            return with_group(plan, group, per_device_train_batch_size=group, **changes[name])
-        return with_group(plan, group, **changes[name])
-
     most = {}
-    for name in changes:
-        base = planned(name, settings.num_generations)
-        now = settings.num_generations // step
-        group = step * _most_that_fits(lambda n, name=name: planned(name, n * step), _MOST // step, now)
+    for name, values in changes.items():
+
+        def planned(groups: int, values=values) -> Plan:
+            return with_group(plan, groups * step, stops_early=True, **values)
+
+        base = with_group(plan, settings.num_generations, **values)
+        group = step * _most_that_fits(planned, _MOST // step, settings.num_generations // step)
         found()
         length = largest(base, "max_completion_length", 16)
         found()
@@ -424,7 +441,6 @@ def format_most(plan: Plan, most: dict[str, dict[str, int]]) -> str:
     rows = plan.settings.per_device_train_batch_size
     labels = {
         STOCK: f"stock TRL, micro-batches of {rows}",
-        WHOLE_GROUPS: "prompts once per micro-batch, which is a whole group",
         HERE: f"prompts once per step, micro-batches of {rows}",
     }
     width = max(map(len, labels.values()))
@@ -502,11 +518,11 @@ def changes_that_fit(plan: Plan, most: int = 3) -> list[str]:
         for name in ("gradient_accumulation_steps", "steps_per_generation"):
             if settings.values.get(name):
                 values[name] = settings.values[name] * divisor
-        if changed(plan, **values).fits:
+        if changed(plan, stops_early=True, **values).fits:
             lines.append(_recipe_line(values))
             break
     for applies, values in changes:
-        if applies and len(lines) < most and changed(plan, **values).fits:
+        if applies and len(lines) < most and changed(plan, stops_early=True, **values).fits:
             lines.append(_recipe_line(values))
     return lines
 
