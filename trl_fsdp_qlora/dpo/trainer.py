@@ -15,7 +15,8 @@ from ..grpo.training import EfficientTraining
 from ..prefix_sharing.batch import Batch
 from ..prefix_sharing.layout import IGNORED_LABEL, UnpackableBatch
 from ..prefix_sharing.sharing import PromptSharing, install_sharing
-from ..prefix_sharing.verdict import compares_gradients, reduced_over_ranks
+from ..prefix_sharing.ranks import reduced_over_ranks
+from ..prefix_sharing.verdict import compares_gradients
 from .config import EfficientDPOConfig
 
 # Entries that TRL's collators put into a batch for the loss, not for the model.

@@ -24,15 +24,11 @@ from transformers.utils import ModelOutput
 
 from ..compat.transformers import CACHE
 from ..compat.trl import is_padded_by_row, rows_of_images, split_pixel_values_by_grid
-from ..scoring.transfer import to_device, to_host
-from .layout import PackedLayout, Sequences, UnpackableBatch, equal_runs
-from .verdict import reduced_over_ranks
+from ..scoring.transfer import to_device
+from .batch import PER_IMAGE, PER_TOKEN, READ_ON_HOST, Batch, Sequences, UnpackableBatch, on_host
+from .layout import PackedLayout, equal_runs
+from .ranks import reduced_over_ranks
 
-# Arguments of models with an entry per image, and per token of a row.
-PER_IMAGE = (
-    "pixel_values", "image_grid_thw", "image_position_ids", "pixel_attention_mask", "spatial_shapes", "image_sizes",
-)  # fmt: skip
-PER_TOKEN = ("mm_token_type_ids", "token_type_ids")
 # The function of classes whose images are seen in both directions.
 _MASKS = "create_masks_for_generate"
 
@@ -70,16 +66,6 @@ def _row_keys(lines: dict[str, torch.Tensor], vision: dict[str, Any]) -> torch.T
         sums_B = torch.zeros_like(keys_B).index_add_(0, row_N, _scrambled(lines_N + _scrambled(index_N)))
         keys_B = _scrambled(keys_B + sums_B)
     return keys_B.unsqueeze(1)
-
-
-# Vision arguments that the host reads.
-_READ = ("image_grid_thw", *PER_TOKEN)
-
-
-def on_host(vision: dict[str, Any]) -> dict[str, Any]:
-    """Vision arguments, with those that the host reads copied there in one transfer."""
-    read = {name: vision[name] for name in _READ if isinstance(vision.get(name), torch.Tensor)}
-    return {**vision, **to_host(read)}
 
 
 # Constants of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), as signed numbers. Products of int64 wrap around.
@@ -214,7 +200,7 @@ class Images:
         the hashes of the pixels.
         """
         vision = batch.vision
-        sent = {name: vision[name] for name in _READ if name in vision}
+        sent = {name: vision[name] for name in READ_ON_HOST if name in vision}
         if batch.num_images is None and "image_position_ids" in vision:
             sent["patches"] = (vision["image_position_ids"] != -1).all(-1).sum(-1)
         for name in _hashed(vision):
@@ -230,7 +216,7 @@ class Images:
         Raises:
             UnpackableBatch: it is not known which images belong to a row.
         """
-        batch.vision = {**batch.vision, **{name: sent[name] for name in _READ if name in sent}}
+        batch.vision = {**batch.vision, **{name: sent[name] for name in READ_ON_HOST if name in sent}}
         if batch.num_images is None:
             batch.num_images = self._count(batch, (tokens_BL == self.token).sum(1), sent.get("patches"))
         hashes = {name: sent[f"hashes of {name}"] for name in _hashed(batch.vision)}

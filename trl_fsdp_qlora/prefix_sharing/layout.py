@@ -1,8 +1,7 @@
 """Turns a batch of sequences with labels into one packed row, and results back into the batch's shape.
 
-[`read_batch`] copies the batch to the host, [`forest.build_forest`] finds equal beginnings there, and [`lay_out`]
-makes the model's inputs. A row of the batch may be padded on either side. Tokens are counted from the row's first real
-token. The last token that has a label is only ever a target, so a row is computed up to the token before it.
+[`batch.read_batch`] copies the batch to the host, [`forest.build_forest`] finds equal beginnings there, and
+[`lay_out`] makes the model's inputs.
 
 Positions are those of stock's forward: columns of the padded batch. Rows of one tree may stand in different columns
 if the model sees positions only by their differences ([`relative_positions.sees_distances`]). All rows of the tree
@@ -19,138 +18,9 @@ import torch
 from ..scoring.transfer import to_device
 from .forest import Forest, sort_by_prefix
 
-IGNORED_LABEL = -100
 # On CUDA the length of a row is a multiple of this many tokens. Batches differ by some tokens, and torch's allocator
 # keeps blocks of every size that was requested, so memory would fill with blocks of nearly equal size.
 ROW_MULTIPLE = 64
-
-
-class UnpackableBatch(ValueError):
-    """The batch is not a set of token sequences with a token in front of each label; the message is the reason."""
-
-
-@dataclass
-class Sequences:
-    """A batch as the host sees it: B rows of up to L tokens, each counted from its first real token.
-
-    Attributes:
-        tokens_BL: token ids, and other numbers for tokens that must not count as equal.
-        offsets_B, lengths_B: column of the first real token, and number of tokens.
-        scored_BL: whether a token has a label.
-        width: number of columns of the padded batch.
-        code_BL: the batch itself, in its columns: two times the token, plus one if it has a label; -1 for padding.
-        image_keys_B: numbers that are equal for rows with the same images; `None` for a batch without images.
-        spans_B2: first and last token that stands for an image, (0, -1) for none; `None` for a batch without images.
-        needs_all: whether all tokens are needed, and not only those up to the last label of a row.
-    """
-
-    tokens_BL: np.ndarray
-    offsets_B: np.ndarray
-    lengths_B: np.ndarray
-    scored_BL: np.ndarray
-    width: int
-    code_BL: np.ndarray
-    image_keys_B: np.ndarray | None = None
-    spans_B2: np.ndarray | None = None
-    needs_all: bool = False
-
-    @property
-    def needed_B(self) -> np.ndarray:
-        """Number of tokens of each row up to the one that predicts its last label, or of the whole row."""
-        if self.needs_all:
-            return self.lengths_B
-        width = self.scored_BL.shape[1]
-        return np.where(self.scored_BL.any(1), width - 1 - self.scored_BL[:, ::-1].argmax(1), 0)
-
-    def rows(self, rows: np.ndarray) -> "Sequences":
-        """Returns the rows with these indices."""
-        parts = {name: x[rows] for name, x in vars(self).items() if isinstance(x, np.ndarray)}
-        return replace(self, **parts)
-
-    def split(self, count: int) -> list["Sequences"]:
-        """Returns the batch in parts of `count` rows."""
-        rows = np.arange(len(self.lengths_B))
-        return [self.rows(rows[first : first + count]) for first in range(0, len(rows), count)]
-
-
-def read_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, labels: torch.Tensor) -> Sequences:
-    """Returns a batch on the host, copied in one transfer.
-
-    Args:
-        input_ids, attention_mask, labels: `(B, L)`; a label in column t is predicted from the columns before t.
-
-    Raises:
-        UnpackableBatch: a mask has holes, or a label has no token of its row in front of it.
-    """
-    return decode(encode(input_ids, attention_mask, labels).cpu().numpy())
-
-
-def encode(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
-    """Returns all that the host has to know of a batch of text as one tensor `(B, L)` of int64."""
-    is_scored = labels != IGNORED_LABEL
-    is_scored[:, 0] = False  # no token predicts the first one, and stock leaves its label out as well
-    code = input_ids.long() * 2 + is_scored
-    return code if attention_mask is None else torch.where(attention_mask.bool(), code, -1 - is_scored.long())
-
-
-def decode(code_BL: np.ndarray) -> Sequences:
-    """Returns the sequences that [`encode`] encoded, see [`read_batch`]."""
-    if (code_BL == -2).any():
-        raise UnpackableBatch("a label stands where the attention mask has no token")
-    is_token = code_BL >= 0
-    width = code_BL.shape[1]
-    lengths_B = is_token.sum(1)
-    offsets_B = np.where(lengths_B > 0, is_token.argmax(1), 0)
-    ends_B = width - is_token[:, ::-1].argmax(1)
-    if ((ends_B - offsets_B != lengths_B) & (lengths_B > 0)).any():
-        raise UnpackableBatch("the attention mask of a row has holes")
-    from_first_token_BL = code_BL
-    if offsets_B.any():
-        columns = np.minimum(np.arange(width) + offsets_B[:, None], width - 1)
-        from_first_token_BL = np.take_along_axis(code_BL, columns, axis=1)
-    is_inside = np.arange(width) < lengths_B[:, None]
-    tokens_BL = np.where(is_inside, from_first_token_BL // 2, -1)
-    scored_BL = is_inside & (from_first_token_BL % 2 == 1)
-    if scored_BL[:, 0].any():
-        raise UnpackableBatch("a row begins with a label, which no token of it predicts")
-    return Sequences(tokens_BL, offsets_B, lengths_B, scored_BL, width, code_BL)
-
-
-def cut_rows(sequences: Sequences, tokens_per_pass: int, tokens_of: Callable[[np.ndarray], int]) -> list[np.ndarray]:
-    """Cut rows, at borders between rows that share few tokens, into sets whose packed tokens stay within a limit.
-
-    A row that is longer than the limit has a set of its own. Rows without a label are in the first set.
-
-    Args:
-        sequences: the rows.
-        tokens_per_pass: the limit.
-        tokens_of: returns the number of tokens of the packed row of some rows.
-    """
-    needed_B = sequences.needed_B
-    labelled = np.flatnonzero(needed_B)
-    if not len(labelled):
-        return [np.arange(len(needed_B))]
-    order, common = sort_by_prefix(sequences.tokens_BL[labelled], needed_B[labelled])
-    rows = labelled[order]
-    common = np.concatenate([[0], common])
-    added = needed_B[rows] - common  # tokens of a row that the row before it does not share
-    cuts = []
-    first = 0
-    while first < len(rows):
-        # As many rows as fit if every equal beginning is computed once, ...
-        used = needed_B[rows[first]] + np.cumsum(added[first + 1 :])
-        last = first + 1 + int(np.searchsorted(used, tokens_per_pass, side="right"))
-        # ... without the rows that do not fit in fact, because not every level is used.
-        while last > first + 1 and tokens_of(rows[first:last]) > tokens_per_pass:
-            last -= 1
-        if last < len(rows):
-            # Of the borders in the second half of a set, the latest one at which rows share the fewest tokens.
-            half = first + 1 + (last - first) // 2
-            last = max(range(half, last + 1), key=lambda border: (-common[border], border))
-        cuts.append(rows[first:last])
-        first = last
-    cuts[0] = np.concatenate([np.flatnonzero(needed_B == 0), cuts[0]])
-    return cuts
 
 
 @dataclass(eq=False)

@@ -14,19 +14,18 @@ alike.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ..compat.fsdp import has_unreduced_gradients, misfit, reducing
-from ..scoring.transfer import to_device
 from .problems import is_out_of_memory, reason_of
+from .ranks import reduced_over_ranks
 
 # Mean |Δ log-probability| in nats that is never called a fault. Padded and packed float32 passes were never further
 # apart than 6e-5 (SmolLM2-135M), while a completion cut off its prompt, a lost window or a leaking recurrent state
@@ -55,34 +54,6 @@ MOST_NOISE_PASSES = 16
 MOST_PER_TOKEN = 1.0
 # A log-probability of exactly zero is missing if the padded pass has one below this.
 MISSING_BELOW = -0.5
-
-
-def reduced_over_ranks(values: list[float], device: torch.device, reduce: str = "MAX") -> list[float]:
-    """Element-wise `"MAX"` or `"SUM"` over ranks, or the values themselves in a single process. Collective."""
-    if not torch.distributed.is_initialized() or _decides_alone.get():
-        return values
-    tensor = to_device(torch.tensor(values), device)
-    torch.distributed.all_reduce(tensor, op=getattr(torch.distributed.ReduceOp, reduce))
-    return tensor.tolist()
-
-
-_decides_alone = ContextVar("decides_alone", default=False)
-
-
-@contextlib.contextmanager
-def deciding_alone() -> Iterator[None]:
-    """Inside the block this rank decides by itself, because other ranks may not run the same code."""
-    token = _decides_alone.set(True)
-    try:
-        yield
-    finally:
-        _decides_alone.reset(token)
-
-
-def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether forwards of `model`, or of a part of it, are collective, because ranks hold parts of the weights."""
-    is_part = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
-    return is_part or any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 def rounding_unit(model: PreTrainedModel, device: torch.device) -> float:
