@@ -9,7 +9,7 @@ from trl import DPOConfig, DPOTrainer
 from tests.prefix_sharing.helpers import build, llava_processor, tokenizer
 from tests.prefix_sharing.test_images import ADAPTER, MORE
 from trl_fsdp_qlora import EfficientDPOConfig, EfficientDPOTrainer
-from trl_fsdp_qlora.prefix_sharing.layout import UnpackableBatch
+from trl_fsdp_qlora.prefix_sharing.batch import UnpackableBatch
 
 from .test_trainer import DEFAULTS, assert_same_loss
 

@@ -14,8 +14,8 @@ from trl.trainer.utils import add_fused_lm_head
 from trl_fsdp_qlora.data.answers import completion_text
 from trl_fsdp_qlora.grpo.config import EfficientGRPOConfig
 from trl_fsdp_qlora.prefix_sharing import forest
-from trl_fsdp_qlora.prefix_sharing.batch import Batch
-from trl_fsdp_qlora.prefix_sharing.layout import PackedLayout, lay_out, read_batch
+from trl_fsdp_qlora.prefix_sharing.batch import Batch, read_batch
+from trl_fsdp_qlora.prefix_sharing.row import PackedRow, lay_out
 from trl_fsdp_qlora.prefix_sharing.sharing import PassFigures, PromptSharing, causal_language_model, install_sharing
 
 VOCABULARY = 67
@@ -204,7 +204,7 @@ def every_level_made():
         yield
 
 
-def pack(ids, mask, labels, is_whole=False, **grown) -> PackedLayout:
+def pack(ids, mask, labels, is_whole=False, **grown) -> PackedRow:
     """The packed row of a batch, laid out without a model; with `is_whole` every token is in it."""
     sequences = read_batch(ids, mask, labels)
     lengths_B = sequences.lengths_B if is_whole else sequences.needed_B

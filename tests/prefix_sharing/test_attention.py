@@ -88,7 +88,7 @@ class Call:
         self.query = query
         self.key = key
         self.value = value
-        self.layout = layout
+        self.packed_row = layout
         self.scaling = scaling
         self.window = window
         self.keys_given = []
@@ -110,7 +110,7 @@ def draw(layout, heads, kv_heads, size=4):
 
 def assert_equals_dense_mask(call, exact, tolerance, backend=cascade):
     """Output and gradients, against those of `exact` queries, keys and values, relative to the largest, or 1."""
-    seen = dense_mask(call.layout, call.window).to(exact[0].device)
+    seen = dense_mask(call.packed_row, call.window).to(exact[0].device)
     expected = sdpa(*exact, attn_mask=seen, scale=0.4, enable_gqa=True).transpose(1, 2)
     weight = torch.randn_like(expected)
     out = backend.attend(call)
@@ -308,14 +308,14 @@ def test_layers_on_two_devices_get_tensors_of_their_own():
     dense = pack(ids, mask, labels, pairs_per_token=float("inf"))
     assert layout.forest.end_T is None and dense.forest.end_T is not None
     for device in (torch.device("cpu"), torch.device("meta")):
-        call = SimpleNamespace(layout=layout, query=torch.empty(1, device=device), base="sdpa", window=2)
+        call = SimpleNamespace(packed_row=layout, query=torch.empty(1, device=device), base="sdpa", window=2)
         derived = [
             two_part._batches(layout, device),
             two_part._mask(call, 2, 4, call.query),
             cascade._CudaKernels._calls(layout, device, None),
             cascade._CudaKernels._calls(layout, device, 3),
             recurrent._plan(layout, device),
-            attention.tree_mask(SimpleNamespace(**vars(call) | {"layout": dense}), 0, 3),
+            attention.tree_mask(SimpleNamespace(**vars(call) | {"packed_row": dense}), 0, 3),
         ]
         for part in derived:
             kept = tensors(part)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from trl_fsdp_qlora.prefix_sharing import attention
 from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
+from trl_fsdp_qlora.prefix_sharing.batch import UnpackableBatch, read_batch
 from trl_fsdp_qlora.prefix_sharing.cascade import _whole_ancestors
 from trl_fsdp_qlora.prefix_sharing.forest import build_forest
-from trl_fsdp_qlora.prefix_sharing.layout import UnpackableBatch, cut_rows, read_batch
+from trl_fsdp_qlora.prefix_sharing.passes import cut_rows
 
 from .helpers import (
     PROMPT,
@@ -369,7 +370,7 @@ def test_masks_of_dense_rows_equal_the_rule_pair_by_pair(window):
     expected &= True if window is None else position[:, None] - position < window
     for start, length in zip(forest.starts.tolist(), forest.lengths.tolist(), strict=True):
         part = slice(start, start + length)
-        call = SimpleNamespace(layout=layout, window=window, query=torch.zeros(1))
+        call = SimpleNamespace(packed_row=layout, window=window, query=torch.zeros(1))
         assert torch.equal(attention.tree_mask(call, start, length)[0, 0] == 0, expected[part, part])
 
 

@@ -21,9 +21,8 @@ from trl_fsdp_qlora.compat.trl import rows_of_images
 from trl_fsdp_qlora.grpo.groups import micro_batches
 from trl_fsdp_qlora.prefix_sharing import first_pass, images, passes
 from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
-from trl_fsdp_qlora.prefix_sharing.batch import Batch
+from trl_fsdp_qlora.prefix_sharing.batch import Batch, UnpackableBatch
 from trl_fsdp_qlora.prefix_sharing.first_pass import sampled_rows
-from trl_fsdp_qlora.prefix_sharing.layout import UnpackableBatch
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 
 from .helpers import (

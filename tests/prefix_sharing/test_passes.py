@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trl_fsdp_qlora.prefix_sharing import cascade, forest, layout, passes
+from trl_fsdp_qlora.prefix_sharing import cascade, forest, passes, row
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
 
@@ -130,7 +130,7 @@ def test_the_calls_for_cuda_take_kept_keys(name, multiple, monkeypatch):
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", dense_backward)
     monkeypatch.setattr(cascade, "_CpuKernels", cascade._CudaKernels)
     monkeypatch.setattr(cascade, "refuses", lambda call: None)
-    monkeypatch.setattr(layout, "row_multiple", lambda device: multiple)
+    monkeypatch.setattr(row, "row_multiple", lambda device: multiple)
     model = with_stock_head(build(FAMILIES[name]))
     compare(model, shuffled(groups(torch.Generator().manual_seed(0))), 3)
     figures = model.prompt_sharing.figures

@@ -17,7 +17,7 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from tests.tiny import lora
 from trl_fsdp_qlora import share_prompts
-from trl_fsdp_qlora.prefix_sharing import PrefixSharingError, cascade, layout, two_part
+from trl_fsdp_qlora.prefix_sharing import PrefixSharingError, cascade, row, two_part
 from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
 from trl_fsdp_qlora.prefix_sharing.recurrent import recurrent_layers
 from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
@@ -161,7 +161,7 @@ def test_rows_of_any_kind_in_any_order_equal_stock(name):
 @pytest.mark.parametrize("name", FAST)
 def test_rows_filled_up_to_a_multiple_equal_stock(name, monkeypatch):
     """As on CUDA: the last leaf is longer, and nothing is read there."""
-    monkeypatch.setattr(layout, "row_multiple", lambda device: 64)
+    monkeypatch.setattr(row, "row_multiple", lambda device: 64)
     model = with_stock_head(build(FAMILIES[name]))
     share_prompts(model)
     for make_rows in (groups, awkward):
@@ -178,7 +178,7 @@ def test_a_recurrent_layer_takes_no_call_for_a_filled_up_completion(monkeypatch)
     rows = [(torch.cat([prompt, random_tokens(9, draw)]), [*range(12, 21)]) for _ in range(8)]
     sizes = {}
     for multiple in (1, 64):
-        monkeypatch.setattr(layout, "row_multiple", lambda device, multiple=multiple: multiple)
+        monkeypatch.setattr(row, "row_multiple", lambda device, multiple=multiple: multiple)
         model = with_stock_head(build(FAMILIES["qwen3_5"]))
         share_prompts(model)
         model.prompt_sharing.comparison.checked.add((False, False))
@@ -198,7 +198,7 @@ def test_a_recurrent_layer_takes_no_call_for_a_filled_up_completion(monkeypatch)
 
 
 def test_the_router_counts_no_token_that_fills_a_row_up(monkeypatch):
-    monkeypatch.setattr(layout, "row_multiple", lambda device: 64)
+    monkeypatch.setattr(row, "row_multiple", lambda device: 64)
     model = with_stock_head(build("qwen3_moe"))
     model.config.router_aux_loss_coef = 0.5
     share_prompts(model)
@@ -232,7 +232,7 @@ def test_few_sizes_are_asked_for(monkeypatch):
     model.prompt_sharing.comparison.checked.add((False, False))
     by_multiple = {}
     for multiple in (1, 64):
-        monkeypatch.setattr(layout, "row_multiple", lambda device, multiple=multiple: multiple)
+        monkeypatch.setattr(row, "row_multiple", lambda device, multiple=multiple: multiple)
         draw = torch.Generator().manual_seed(0)
         with torch.no_grad(), Rows() as rows:
             for _ in range(10):

@@ -15,7 +15,7 @@ from tests.distributed.launch import launch
 from tests.tiny import lora
 from trl_fsdp_qlora.prefix_sharing import cascade
 from trl_fsdp_qlora.prefix_sharing import verdict as verdict_module
-from trl_fsdp_qlora.prefix_sharing.layout import PackedLayout
+from trl_fsdp_qlora.prefix_sharing.row import PackedRow
 from trl_fsdp_qlora.prefix_sharing.verdict import compares_gradients, statistics, verdict
 
 from .helpers import COMPLETION, PROMPT, VOCABULARY, awkward_batch, build, make_batch, one_pass, prepared
@@ -55,8 +55,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_faults_in_values_are_caught(fault, dtype, monkeypatch):
-    scatter = PackedLayout.scatter
-    monkeypatch.setattr(PackedLayout, "scatter", lambda self, values_N: FAULTS[fault](scatter(self, values_N)))
+    scatter = PackedRow.scatter
+    monkeypatch.setattr(PackedRow, "scatter", lambda self, values_N: FAULTS[fault](scatter(self, values_N)))
     for grad in (True, False):
         model, sharing = llama(dtype)
         with torch.set_grad_enabled(grad):
@@ -105,10 +105,10 @@ def test_a_layout_taken_from_a_global_under_checkpointing_is_caught(reentrant, d
     attend = cascade.attend
 
     def from_a_global(call):
-        if call.layout.is_computed:  # the forward is over
-            whole = call.layout.forest
+        if call.packed_row.is_computed:  # the forward is over
+            whole = call.packed_row.forest
             alone = replace(whole, parents=np.full_like(whole.parents, -1), levels=np.zeros_like(whole.levels))
-            call.layout = replace(call.layout, forest=alone, cache={})
+            call.packed_row = replace(call.packed_row, forest=alone, derived={})
         return attend(call)
 
     monkeypatch.setattr(cascade, "attend", from_a_global)

@@ -12,10 +12,9 @@ from ..fsdp2_qlora.loading import experts_in_4bit
 from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
 from ..grpo.arguments import completed, with_base_loaded
 from ..grpo.training import EfficientTraining
-from ..prefix_sharing.batch import Batch
-from ..prefix_sharing.layout import IGNORED_LABEL, UnpackableBatch
-from ..prefix_sharing.sharing import PromptSharing, install_sharing
+from ..prefix_sharing.batch import IGNORED_LABEL, Batch, UnpackableBatch
 from ..prefix_sharing.ranks import reduced_over_ranks
+from ..prefix_sharing.sharing import PromptSharing, install_sharing
 from ..prefix_sharing.verdict import compares_gradients
 from .config import EfficientDPOConfig
 

@@ -10,7 +10,7 @@ from accelerate.logging import get_logger
 
 from ..compat.trl import joined_images
 from ..decode.rollout import GenerateSettings, Rollout
-from ..prefix_sharing.layout import IGNORED_LABEL
+from ..prefix_sharing.batch import IGNORED_LABEL
 from ..report.keep import drawn_rows, lengths_and_ends
 from ..run.input_checks import too_long
 from ..scoring.cpu_linear import fast_linears

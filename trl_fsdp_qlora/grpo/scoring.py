@@ -11,9 +11,8 @@ from torch import nn
 
 from ..compat.fsdp import forget_forward
 from ..compat.peft import is_reference
-from ..prefix_sharing.batch import Batch
+from ..prefix_sharing.batch import IGNORED_LABEL, Batch
 from ..prefix_sharing.images import fingerprints
-from ..prefix_sharing.layout import IGNORED_LABEL
 from ..prefix_sharing.prefix_cache import CannotKeep
 from ..prefix_sharing.sharing import PromptSharing, install_sharing
 from ..scoring.contexts import fill_masked_rows, share_values

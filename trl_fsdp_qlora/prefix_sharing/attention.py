@@ -19,10 +19,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..compat.transformers import attention_named, is_flash, name_without_flash
 from ..scoring.transfer import to_device
 from . import cascade, two_part
-from .layout import PackedLayout, additive
 from .problems import record_problem
 from .recurrent import names_in_code
+from .row import PackedRow
 from .row_mask import RowMask
+from .segments import additive
 from .support import attention_layers, layer_types
 
 PREFIX = "prefix_sharing_"
@@ -61,7 +62,7 @@ class AttentionCall:
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    layout: PackedLayout
+    packed_row: PackedRow
     base: str
     own_function: Callable
     scaling: float
@@ -73,7 +74,7 @@ class AttentionCall:
     def own_masks(self) -> dict[int, torch.Tensor]:
         """Masks of the prompts in which the layer is not causal, by the index of the prompt's first token."""
         kind = getattr(self.module, "layer_type", "full_attention")
-        return {start: masks[kind] for start, masks in self.layout.own_masks.items() if masks[kind] is not None}
+        return {start: masks[kind] for start, masks in self.packed_row.own_masks.items() if masks[kind] is not None}
 
     def run(self, query, key, value, mask, **options) -> torch.Tensor:
         """Run the layer's own function on `(n, H, ·, D)` queries, keys and values: `(n, queries, H, D_v)`."""
@@ -111,22 +112,22 @@ def _prefix_shared_attention(module, query, key, value, attention_mask, *, base:
 @torch.compiler.disable  # every batch has another layout, so the function would be traced anew for each batch
 def _packed_attention(module, query, key, value, mask: RowMask, base: str, kwargs: dict):
     own_function = own_attention_function(base, module)
-    layout = mask.packed_row
+    packed_row = mask.packed_row
     try:
-        if layout.view is not None:
-            is_recomputed = layout.is_computed
-            slot = layout.view.slot(module, is_recomputed)
-            key = layout.view.extended((*slot, "key"), key, is_recomputed)
-            value = layout.view.extended((*slot, "value"), value, is_recomputed)
-        options = _options(module, query, layout, kwargs)
-        call = AttentionCall(module, query, key, value, layout, base, own_function, **options)
+        if packed_row.view is not None:
+            is_recomputed = packed_row.is_computed
+            slot = packed_row.view.slot(module, is_recomputed)
+            key = packed_row.view.extended((*slot, "key"), key, is_recomputed)
+            value = packed_row.view.extended((*slot, "value"), value, is_recomputed)
+        options = _options(module, query, packed_row, kwargs)
+        call = AttentionCall(module, query, key, value, packed_row, base, own_function, **options)
         name, out, refusals = _attend(call)
     except (UnsupportedAttention, RuntimeError) as error:
-        record_problem(layout, error)
+        record_problem(packed_row, error)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]) + 0 * query.sum(), None
-    layout.layer_calls.append(name)
+    packed_row.layer_calls.append(name)
     kind = "full attention" if call.window is None else f"attention through a window of {call.window}"
-    layout.kernels[kind] = _kernel(call, name, refusals)
+    packed_row.kernels[kind] = _kernel(call, name, refusals)
     return out, None
 
 
@@ -149,7 +150,7 @@ def _kernel(call: AttentionCall, backend: str, refusals: list[str]) -> str:
     return "torch's flash attention 2"
 
 
-def _options(module, query, layout: PackedLayout, kwargs: dict) -> dict:
+def _options(module, query, packed_row: PackedRow, kwargs: dict) -> dict:
     """Returns the options in the keywords of a layer's attention, by the names of [`AttentionCall`]."""
     kwargs = {name: x for name, x in kwargs.items() if x is not None and name not in NEUTRAL}
     window = kwargs.pop("sliding_window", None)
@@ -158,7 +159,7 @@ def _options(module, query, layout: PackedLayout, kwargs: dict) -> dict:
     options = {
         "scaling": kwargs.pop("scaling", query.shape[-1] ** -0.5),
         # A window that reaches over the whole batch row hides nothing.
-        "window": None if window is None or window >= layout.width else window,
+        "window": None if window is None or window >= packed_row.width else window,
         "softcap": kwargs.pop("softcap", None),
         "sinks": kwargs.pop("s_aux", getattr(module, "sinks", None)),
     }
@@ -172,9 +173,9 @@ def _options(module, query, layout: PackedLayout, kwargs: dict) -> dict:
 
 def _attend(call: AttentionCall) -> tuple[str, torch.Tensor, list[str]]:
     """Returns the backend that computed `call`, the output, and why backends before it could not."""
-    if call.layout.forest.end_T is not None:
+    if call.packed_row.forest.end_T is not None:
         return "tree", tree(call), []
-    names = AUTO_ORDER if call.layout.backend == "auto" else (call.layout.backend,)
+    names = AUTO_ORDER if call.packed_row.backend == "auto" else (call.packed_row.backend,)
     refusals = []
     for name in names:
         if call.own_masks and name != "two_part":
@@ -275,7 +276,7 @@ def tree(call: AttentionCall) -> torch.Tensor:
     The model's own function runs once per tree, with the mask of the tree's prefixes.
     """
     parts = []
-    forest = call.layout.forest
+    forest = call.packed_row.forest
     for start, length in zip(forest.starts.tolist(), forest.lengths.tolist(), strict=True):
         q, k, v = (x.narrow(2, start, length) for x in (call.query, call.key, call.value))
         parts.append(call.run(q, k, v, tree_mask(call, start, length)))
@@ -284,17 +285,17 @@ def tree(call: AttentionCall) -> torch.Tensor:
 
 def tree_mask(call, start: int, length: int) -> torch.Tensor:
     """Returns the mask `(1, 1, length, length)` that is added to the scores of a tree; kept for the next layer."""
-    layout = call.layout
+    packed_row = call.packed_row
     device = call.query.device
     dtype = call.query.dtype
     key = ("tree", call.window, start, dtype, device)
-    if key not in layout.cache:
+    if key not in packed_row.derived:
         index = torch.arange(start, start + length, device=device)
-        end = to_device(torch.from_numpy(layout.forest.end_T[start : start + length]), device)
+        end = to_device(torch.from_numpy(packed_row.forest.end_T[start : start + length]), device)
         seen = (index <= index.unsqueeze(1)) & (index.unsqueeze(1) < end)
         if call.window is not None:
-            position = layout.position_ids[0, start : start + length].to(device)
+            position = packed_row.position_ids[0, start : start + length].to(device)
             seen &= position.unsqueeze(1) - position < call.window
         # Not boolean: SDPA would convert a boolean mask into numbers in each layer, and keep them for the backward.
-        layout.cache[key] = additive(seen, dtype)
-    return layout.cache[key]
+        packed_row.derived[key] = additive(seen, dtype)
+    return packed_row.derived[key]

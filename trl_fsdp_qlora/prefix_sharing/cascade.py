@@ -30,7 +30,8 @@ import torch
 from ..compat.triton_kernels import jit, launch, runs, tl
 from ..scoring.transfer import to_device
 from .forest import Forest
-from .layout import PackedLayout, PaddedSegments, Run, cumulative, join, padded_batches
+from .row import PackedRow
+from .segments import PaddedSegments, Run, cumulative, join, padded_batches
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -72,7 +73,7 @@ def attend(call) -> torch.Tensor:
     # Autocast has no effect on a custom function, so its cast for `scaled_dot_product_attention` is done here.
     dtype = _compute_dtype(call.query)
     q, k, v = (x.to(dtype) for x in (call.query, call.key, call.value))
-    return _Cascade.apply(q, k, v, call.layout, call.scaling, call.window)
+    return _Cascade.apply(q, k, v, call.packed_row, call.scaling, call.window)
 
 
 def merge(out, lse, ancestor_out, ancestor_lse) -> torch.Tensor:
@@ -159,11 +160,11 @@ def _compute_dtype(x: torch.Tensor) -> torch.dtype:
 
 class _Cascade(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, layout: PackedLayout, scale: float, window: int | None):
+    def forward(ctx, q, k, v, packed_row: PackedRow, scale: float, window: int | None):
         kernels = _CudaKernels if q.device.type == "cuda" else _CpuKernels
-        out, lse, random_states = kernels.forward(q, k, v, layout, scale, window)
+        out, lse, random_states = kernels.forward(q, k, v, packed_row, scale, window)
         ctx.save_for_backward(q, k, v, out, lse, *random_states)
-        ctx.layout = layout
+        ctx.packed_row = packed_row
         ctx.scale = scale
         ctx.window = window
         ctx.kernels = kernels
@@ -172,7 +173,7 @@ class _Cascade(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out):
         q, k, v, out, lse, *random_states = ctx.saved_tensors
-        grads = ctx.kernels.backward(grad_out, q, k, v, out, lse, random_states, ctx.layout, ctx.scale, ctx.window)
+        grads = ctx.kernels.backward(grad_out, q, k, v, out, lse, random_states, ctx.packed_row, ctx.scale, ctx.window)
         return *grads, None, None, None
 
 
@@ -192,26 +193,26 @@ class _Tokens(NamedTuple):
         return tokens
 
 
-def _kernel_calls(layout: PackedLayout) -> tuple[list[Run | PaddedSegments], list[tuple[_Tokens, _Tokens]]]:
+def _kernel_calls(packed_row: PackedRow) -> tuple[list[Run | PaddedSegments], list[tuple[_Tokens, _Tokens]]]:
     """Returns the batches of the kernel's calls, derived once from the layout.
 
     Returns:
         Batches of neighbouring segments, each of which attends to itself; and pairs of queries and the ancestor that
         they attend to.
     """
-    if "cascade" not in layout.cache:
-        forest = layout.forest
+    if "cascade" not in packed_row.derived:
+        forest = packed_row.forest
         own = []
         for stretch in forest.stretches():
-            own += padded_batches(forest.starts[stretch], forest.lengths[stretch], layout.tokens)
+            own += padded_batches(forest.starts[stretch], forest.lengths[stretch], packed_row.tokens)
         device = torch.device("cpu")
         cross = []
         for crossing in itertools.chain.from_iterable(forest.crossings()):
             start = int(forest.starts[crossing.ancestor])
             keys = slice(start, start + int(forest.lengths[crossing.ancestor]))
             cross.append((_Tokens(_neighbours(crossing.tokens, device)), _Tokens(keys)))
-        layout.cache["cascade"] = own, cross
-    return layout.cache["cascade"]
+        packed_row.derived["cascade"] = own, cross
+    return packed_row.derived["cascade"]
 
 
 def _tokens_of(x: torch.Tensor, batch: Run | PaddedSegments | _Tokens) -> torch.Tensor:
@@ -226,8 +227,8 @@ class _CpuKernels:
     """
 
     @staticmethod
-    def forward(q, k, v, layout, scale, window):
-        own, cross = _kernel_calls(layout)
+    def forward(q, k, v, packed_row, scale, window):
+        own, cross = _kernel_calls(packed_row)
         outputs = []
         log_sums = []
         for segments in own:
@@ -247,8 +248,8 @@ class _CpuKernels:
         return out.unsqueeze(0), lse.unsqueeze(0), ()
 
     @staticmethod
-    def backward(grad_out, q, k, v, out, lse, random_states, layout, scale, window):
-        own, cross = _kernel_calls(layout)
+    def backward(grad_out, q, k, v, out, lse, random_states, packed_row, scale, window):
+        own, cross = _kernel_calls(packed_row)
         # The kernels take (batch, H, length, D).
         grad_h = grad_out.transpose(1, 2)
         out_h = out.transpose(1, 2)
@@ -306,28 +307,28 @@ class _CudaKernels:
     """
 
     @staticmethod
-    def _calls(layout: PackedLayout, device: torch.device, window: int | None) -> list[_Call]:
+    def _calls(packed_row: PackedRow, device: torch.device, window: int | None) -> list[_Call]:
         key = ("varlen", device, window)
-        if key not in layout.cache:
-            lengths = layout.forest.lengths[: layout.forest.computed]
+        if key not in packed_row.derived:
+            lengths = packed_row.forest.lengths[: packed_row.forest.computed]
             cu, longest = cumulative(lengths, device)
-            all_tokens = slice(0, layout.tokens)
+            all_tokens = slice(0, packed_row.tokens)
             if window is None:
                 kernel_window = {}
-                of_ancestors = _whole_ancestors(layout.forest, device)
+                of_ancestors = _whole_ancestors(packed_row.forest, device)
             else:
                 kernel_window = {"window_size_left": window - 1, "window_size_right": 0}
-                of_ancestors = _ends_of_ancestors(layout.forest, window, device)
+                of_ancestors = _ends_of_ancestors(packed_row.forest, window, device)
             of_segments = _Call(all_tokens, all_tokens, (cu, cu, longest, longest), True, kernel_window)
-            layout.cache[key] = [of_segments, *of_ancestors]
-        return layout.cache[key]
+            packed_row.derived[key] = [of_segments, *of_ancestors]
+        return packed_row.derived[key]
 
     @staticmethod
-    def forward(q, k, v, layout, scale, window):
+    def forward(q, k, v, packed_row, scale, window):
         q_T, k_T, v_T = (x[0].transpose(0, 1) for x in (q, k, v))
         out = lse = None
         random_states = []  # two tensors of each call, which its backward takes
-        for call in _CudaKernels._calls(layout, q.device, window):
+        for call in _CudaKernels._calls(packed_row, q.device, window):
             k_part = k_T[call.keys]
             v_part = v_T[call.keys]
             q_part = q_T[call.queries] if call.siblings is None else call.siblings.take(q_T, k.shape[1])
@@ -347,12 +348,12 @@ class _CudaKernels:
         return out.unsqueeze(0), lse, random_states
 
     @staticmethod
-    def backward(grad_out, q, k, v, out, lse, random_states, layout, scale, window):
+    def backward(grad_out, q, k, v, out, lse, random_states, packed_row, scale, window):
         q_T, k_T, v_T = (x[0].transpose(0, 1) for x in (q, k, v))
         grad_T = grad_out[0].contiguous()
         out_T = out[0]
         grads = None
-        for i, call in enumerate(_CudaKernels._calls(layout, q.device, window)):
+        for i, call in enumerate(_CudaKernels._calls(packed_row, q.device, window)):
             k_part = k_T[call.keys]
             v_part = v_T[call.keys]
             if call.siblings is None:

@@ -20,10 +20,11 @@ from torch.nn import functional
 
 from ..compat.fsdp import forget_forward
 from .attention import UnsupportedAttention
-from .batch import Batch
+from .batch import IGNORED_LABEL, Batch, Sequences, UnpackableBatch
 from .dropout import attention_reason, without_dropout
 from .forest import sort_by_prefix
-from .layout import IGNORED_LABEL, Sequences, UnpackableBatch, cut_rows
+from .passes import cut_rows
+from .ranks import deciding_alone, is_sharded, reduced_over_ranks
 from .verdict import (
     ROWS_FP32,
     ROWS_HALF,
@@ -31,9 +32,6 @@ from .verdict import (
     compares_gradients,
     copied_leaves,
     cut_sample,
-    deciding_alone,
-    is_sharded,
-    reduced_over_ranks,
     rounding_unit,
 )
 

@@ -25,9 +25,10 @@ from transformers.utils import ModelOutput
 from ..compat.transformers import CACHE
 from ..compat.trl import is_padded_by_row, rows_of_images, split_pixel_values_by_grid
 from ..scoring.transfer import to_device
-from .batch import PER_IMAGE, PER_TOKEN, READ_ON_HOST, Batch, Sequences, UnpackableBatch, on_host
-from .layout import PackedLayout, equal_runs
+from .batch import PER_IMAGE, PER_TOKEN, READ_ON_HOST, Sequences, UnpackableBatch, on_host
 from .ranks import reduced_over_ranks
+from .row import PackedRow
+from .segments import equal_runs
 
 # The function of classes whose images are seen in both directions.
 _MASKS = "create_masks_for_generate"
@@ -95,9 +96,9 @@ def _line_hashes(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([_scrambled(part.to(torch.int64) + position_hash).sum(1) for part in parts])
 
 
-def image_rows(layout: PackedLayout, sequences: Sequences) -> list[int]:
+def image_rows(packed_row: PackedRow, sequences: Sequences) -> list[int]:
     """Rows of the batch whose images the packed row holds, in its order."""
-    forest = layout.forest
+    forest = packed_row.forest
     rows = []
     first_B, last_B = sequences.spans_B2.T
     for segment, row in enumerate(forest.source[: forest.computed].tolist()):
@@ -110,13 +111,13 @@ def image_rows(layout: PackedLayout, sequences: Sequences) -> list[int]:
     return rows
 
 
-def _head_rows(layout: PackedLayout, sequences: Sequences) -> np.ndarray:
+def _head_rows(packed_row: PackedRow, sequences: Sequences) -> np.ndarray:
     """`(B,)`: the row from which each row takes its positions up to the first token behind its images.
 
     It is the row from which the segment with the images was taken; -1 for a row without images, or if they are not
     computed.
     """
-    forest = layout.forest
+    forest = packed_row.forest
     first_B, last_B = sequences.spans_B2.T
     segment_T = np.repeat(np.arange(forest.segments), forest.lengths)
     head_B = np.full(len(last_B), -1)
@@ -277,15 +278,15 @@ class Images:
             return [int(tokens_B.sum()) // images] * images
         return []
 
-    def arguments(self, batch, layout: PackedLayout, sequences: Sequences) -> dict[str, Any]:
+    def arguments(self, batch, packed_row: PackedRow, sequences: Sequences) -> dict[str, Any]:
         """The model's arguments for the images of a packed row that was made from a batch."""
         vision = self._counted(batch)
         device = batch.input_ids.device
-        per_token = {name: layout.take(vision[name]) for name in PER_TOKEN if name in vision}
-        layout.own_masks = own_masks(self.model, layout, per_token, device)
+        per_token = {name: packed_row.take(vision[name]) for name in PER_TOKEN if name in vision}
+        packed_row.own_masks = own_masks(self.model, packed_row, per_token, device)
         arguments = {name: to_device(x, device) for name, x in per_token.items()}
         # The pixels of each segment with images are passed once, and not at all if the segment is not computed.
-        rows = [row for row in image_rows(layout, sequences) if batch.num_images[row]]
+        rows = [row for row in image_rows(packed_row, sequences) if batch.num_images[row]]
         if "mm_encoder_outputs" in _parameters(type(self.model).forward) and not self.is_collective:
             if rows:
                 with torch.no_grad():
@@ -294,24 +295,24 @@ class Images:
             chosen = rows_of_images(vision, rows)
             arguments.update({name: to_device(chosen[name], device) for name in PER_IMAGE if name in chosen})
         if hasattr(self.inner, "get_rope_index"):
-            arguments["position_ids"] = self._positions(batch, layout, sequences)
+            arguments["position_ids"] = self._positions(batch, packed_row, sequences)
         return arguments
 
-    def _positions(self, batch, layout: PackedLayout, sequences: Sequences) -> torch.Tensor:
+    def _positions(self, batch, packed_row: PackedRow, sequences: Sequences) -> torch.Tensor:
         """Rotary positions `(axes, 1, T)`, which the model computes for one row of each segment with images.
 
         Positions in front of an image count tokens. Behind the images they continue from the first token there.
         """
         device = batch.input_ids.device
-        depth_T = layout.column_T - sequences.offsets_B[layout.row_T]
+        depth_T = packed_row.column_T - sequences.offsets_B[packed_row.row_T]
         counted = to_device(torch.from_numpy(depth_T), device).expand(3, 1, -1)
-        head_B = _head_rows(layout, sequences)
+        head_B = _head_rows(packed_row, sequences)
         heads = np.unique(head_B[head_B >= 0])
         if not len(heads):
             return counted
         of_heads = to_device(self._positions_of_rows(batch, sequences, heads), device)
-        head_T = head_B[layout.row_T]
-        last_T = sequences.spans_B2[layout.row_T, 1]
+        head_T = head_B[packed_row.row_T]
+        last_T = sequences.spans_B2[packed_row.row_T, 1]
         arrays = (
             np.searchsorted(heads, head_T),
             # The column of a token in its head row, or of the first token behind that row's images.
@@ -409,7 +410,7 @@ class Images:
 
 
 def own_masks(
-    model: PreTrainedModel, layout: PackedLayout, per_token: dict[str, torch.Tensor], device: torch.device
+    model: PreTrainedModel, packed_row: PackedRow, per_token: dict[str, torch.Tensor], device: torch.device
 ) -> dict[int, dict[str, torch.Tensor | None]]:
     """The model's own masks of a row's prompts, if the tokens of an image see the tokens behind them.
 
@@ -425,7 +426,7 @@ def own_masks(
     if name is None:
         return {}
     masks = {}
-    forest = layout.forest
+    forest = packed_row.forest
     runs = []
     # The same runs as the batches of `two_part`: roots with descendants and roots without lie in different stretches.
     for stretch in forest.stretches():

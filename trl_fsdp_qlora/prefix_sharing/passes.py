@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from .forest import Forest, Node, choose_nodes, prefix_nodes, segments_of, sorted_rows
-from .layout import Sequences
+from .batch import Sequences
+from .forest import Forest, Node, choose_nodes, prefix_nodes, segments_of, sort_by_prefix, sorted_rows
 from .prefix_cache import CacheView, GradAccumulator, PrefixCache, Trunk, backward_collected
 
 # A trunk costs a forward of its own, so a beginning has to save at least this many tokens over all passes.
@@ -199,6 +199,43 @@ def _tails_sorted(
     # In the order of the kept beginnings, those that go on from one another are neighbours.
     by_node = np.argsort(node_B[order], kind="stable")
     return order[by_node], common[by_node][1:]
+
+
+def cut_rows(sequences: Sequences, tokens_per_pass: int, tokens_of: Callable[[np.ndarray], int]) -> list[np.ndarray]:
+    """Cut rows, at borders between rows that share few tokens, into sets whose packed tokens stay within a limit.
+
+    A row that is longer than the limit has a set of its own. Rows without a label are in the first set.
+
+    Args:
+        sequences: the rows.
+        tokens_per_pass: the limit.
+        tokens_of: returns the number of tokens of the packed row of some rows.
+    """
+    needed_B = sequences.needed_B
+    labelled = np.flatnonzero(needed_B)
+    if not len(labelled):
+        return [np.arange(len(needed_B))]
+    order, common = sort_by_prefix(sequences.tokens_BL[labelled], needed_B[labelled])
+    rows = labelled[order]
+    common = np.concatenate([[0], common])
+    added = needed_B[rows] - common  # tokens of a row that the row before it does not share
+    cuts = []
+    first = 0
+    while first < len(rows):
+        # As many rows as fit if every equal beginning is computed once, ...
+        used = needed_B[rows[first]] + np.cumsum(added[first + 1 :])
+        last = first + 1 + int(np.searchsorted(used, tokens_per_pass, side="right"))
+        # ... without the rows that do not fit in fact, because not every level is used.
+        while last > first + 1 and tokens_of(rows[first:last]) > tokens_per_pass:
+            last -= 1
+        if last < len(rows):
+            # Of the borders in the second half of a set, the latest one at which rows share the fewest tokens.
+            half = first + 1 + (last - first) // 2
+            last = max(range(half, last + 1), key=lambda border: (-common[border], border))
+        cuts.append(rows[first:last])
+        first = last
+    cuts[0] = np.concatenate([np.flatnonzero(needed_B == 0), cuts[0]])
+    return cuts
 
 
 # --- the forwards of an optimizer step -------------------------------------------------------------------------------

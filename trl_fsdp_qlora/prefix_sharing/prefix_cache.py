@@ -173,7 +173,7 @@ class PrefixCache:
 
 @dataclass(eq=False)
 class CacheView:
-    """The part of a cache that one forward writes and reads; layers find it in [`layout.PackedLayout`].
+    """The part of a cache that one forward writes and reads; layers find it in [`row.PackedRow`].
 
     Attributes:
         cache: of the step.

@@ -2,17 +2,17 @@
 
 import torch
 
-from .layout import PackedLayout
+from .row import PackedRow
 
 
-def record_problem(layout: PackedLayout, error: Exception, prefix: str = "") -> None:
+def record_problem(packed_row: PackedRow, error: Exception, prefix: str = "") -> None:
     """Record why a layer cannot be computed if passes are compared now, and otherwise raise `error`.
 
     During a comparison the rank has to finish the pass, because other ranks may wait for it there.
     """
-    if layout.problems is None or layout.is_computed or is_out_of_memory(error):
+    if packed_row.problems is None or packed_row.is_computed or is_out_of_memory(error):
         raise error
-    layout.problems.append(prefix + reason_of(error))
+    packed_row.problems.append(prefix + reason_of(error))
 
 
 def is_out_of_memory(error: Exception) -> bool:

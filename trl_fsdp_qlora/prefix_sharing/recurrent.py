@@ -26,9 +26,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from ..compat.transformers import cache_name
 from ..scoring.transfer import to_device
 from .forest import Forest
-from .layout import TOKENS_PER_CALL, PackedLayout, equal_runs, join
 from .problems import record_problem
+from .row import PackedRow
 from .row_mask import RowMask
+from .segments import TOKENS_PER_CALL, equal_runs, join
 
 # A layer that calls one of these keeps a state in its cache.
 _KEEPS_A_STATE = {"update_conv_state", "update_recurrent_state"}
@@ -160,70 +161,70 @@ def _forward(self, *args, **kwargs):
 
 @torch.compiler.disable  # every batch has another layout, so the function would be traced anew for each batch
 def _packed_forward(module: nn.Module, args: tuple, kwargs: dict, mask: RowMask):
-    layout = mask.packed_row
+    packed_row = mask.packed_row
     parameters = inspect.signature(type(module).forward).parameters
     named = dict(zip(list(parameters)[1:], args, strict=False)) | kwargs
     # The mask and all other arguments about the whole row are left out.
-    tokens = {name: x for name, x in named.items() if name in parameters and _has_one_entry_per_token(x, layout)}
+    tokens = {name: x for name, x in named.items() if name in parameters and _has_one_entry_per_token(x, packed_row)}
     try:
-        out = _compute(module, tokens, layout)
+        out = _compute(module, tokens, packed_row)
     except RuntimeError as error:
-        record_problem(layout, error, f"{type(module).__name__}: ")
+        record_problem(packed_row, error, f"{type(module).__name__}: ")
         out = 0 * tokens["hidden_states"]
-    layout.layer_calls.append("recurrent")
+    packed_row.layer_calls.append("recurrent")
     return out
 
 
-def _has_one_entry_per_token(x, layout: PackedLayout) -> bool:
+def _has_one_entry_per_token(x, packed_row: PackedRow) -> bool:
     is_of_tokens = isinstance(x, torch.Tensor) and not isinstance(x, RowMask)
-    return is_of_tokens and x.shape[:2] == (1, layout.tokens)
+    return is_of_tokens and x.shape[:2] == (1, packed_row.tokens)
 
 
-def _compute(module: nn.Module, tokens: dict, layout: PackedLayout) -> torch.Tensor:
+def _compute(module: nn.Module, tokens: dict, packed_row: PackedRow) -> torch.Tensor:
     """Returns the layer's output `(1, T, ...)`; `tokens` are its arguments with one entry per token, `(1, T, ...)`."""
     cache_argument = cache_name(type(module))
-    batches, order = _plan(layout, tokens["hidden_states"].device)
+    batches, order = _plan(packed_row, tokens["hidden_states"].device)
     parts = []
     states: dict[int, list[dict]] = {}  # of inner segments, by level
     for batch in batches:
         inputs = {name: batch.rows_of(x) for name, x in tokens.items()}
         parent_states = None
         if batch.parents is not None:
-            of_level = [*states.get(batch.level - 1, ()), *_kept_states(module, layout, batch.level - 1)]
+            of_level = [*states.get(batch.level - 1, ()), *_kept_states(module, packed_row, batch.level - 1)]
             parent_states = _states_of(of_level, batch.parents)
         cache = StateCache(parent_states)
         out = module.own_forward(**inputs, **{cache_argument: cache}).flatten(0, 1)
         parts.append(out if batch.real is None else out.index_select(0, batch.real))
         if batch.is_inner:
             states.setdefault(batch.level, []).append(cache.after)
-            _keep_states(module, layout, batch, cache.after)
+            _keep_states(module, packed_row, batch, cache.after)
     out = join(parts)
     return (out if order is None else out.index_select(0, order)).unsqueeze(0)
 
 
-def _keep_states(module: nn.Module, layout: PackedLayout, batch: "_Batch", after: dict) -> None:
+def _keep_states(module: nn.Module, packed_row: PackedRow, batch: "_Batch", after: dict) -> None:
     """Keep the final states of a trunk's segments, see `prefix_cache.py`."""
-    if layout.view is None or layout.is_computed or batch.run is None:
+    if packed_row.view is None or packed_row.is_computed or batch.run is None:
         return
     start, count, length = batch.run
-    for prefix, first, _ in layout.view.computed:
+    for prefix, first, _ in packed_row.view.computed:
         row = (first - start) // length
         if 0 <= row < count:
             for kind, state in after.items():
-                layout.view.keep(prefix, (id(module), kind), state[row : row + 1])
+                packed_row.view.keep(prefix, (id(module), kind), state[row : row + 1])
 
 
-def _kept_states(module: nn.Module, layout: PackedLayout, level: int) -> list[dict]:
+def _kept_states(module: nn.Module, packed_row: PackedRow, level: int) -> list[dict]:
     """Returns the states of the kept segments of a level, in their order."""
-    forest = layout.forest
-    if layout.view is None or not forest.kept:
+    forest = packed_row.forest
+    if packed_row.view is None or not forest.kept:
         return []
     levels = forest.levels[forest.computed :].tolist()
     states = []
-    for prefix, level_of_prefix in zip(layout.view.used, levels, strict=True):
+    for prefix, level_of_prefix in zip(packed_row.view.used, levels, strict=True):
         if level_of_prefix == level:
-            slots = [slot for slot in layout.view.cache.prefixes[prefix] if slot[0] == id(module)]
-            states.append({slot[1]: layout.view.kept(prefix, slot) for slot in slots})
+            slots = [slot for slot in packed_row.view.cache.prefixes[prefix] if slot[0] == id(module)]
+            states.append({slot[1]: packed_row.view.kept(prefix, slot) for slot in slots})
     return states
 
 
@@ -258,21 +259,21 @@ class _Batch(NamedTuple):
         return x[0].index_select(0, self.index.flatten()).unflatten(0, self.index.shape)
 
 
-def _plan(layout: PackedLayout, device: torch.device) -> tuple[list[_Batch], torch.Tensor | None]:
+def _plan(packed_row: PackedRow, device: torch.device) -> tuple[list[_Batch], torch.Tensor | None]:
     """Returns the batches of a layer's calls, and the index of each token of the row among their outputs.
 
     The indices are `None` if the outputs come in the order of the row. Both are derived once from the layout.
     """
     key = ("recurrent", device)
-    if key in layout.cache:
-        return layout.cache[key]
-    batches, indices = _batches_by_level(layout.forest)
+    if key in packed_row.derived:
+        return packed_row.derived[key]
+    batches, indices = _batches_by_level(packed_row.forest)
 
     def on_device(array: np.ndarray | None) -> torch.Tensor | None:
         return None if array is None else to_device(torch.from_numpy(array), device)
 
     index = np.concatenate(indices)
-    filling = layout.forest.filling
+    filling = packed_row.forest.filling
     is_in_order = not filling and (index[1:] > index[:-1]).all()
     # Tokens that fill the row up are not computed, and get the output of the row's last token; nothing reads it.
     order = None if is_in_order else on_device(np.pad(np.argsort(index), (0, filling), "edge"))
@@ -280,8 +281,8 @@ def _plan(layout: PackedLayout, device: torch.device) -> tuple[list[_Batch], tor
         batch._replace(index=on_device(batch.index), real=on_device(batch.real), parents=on_device(batch.parents))
         for batch in batches
     ]
-    layout.cache[key] = batches, order
-    return layout.cache[key]
+    packed_row.derived[key] = batches, order
+    return packed_row.derived[key]
 
 
 def _lengths(forest: Forest) -> np.ndarray:

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from ..scoring.transfer import to_device
-from .layout import PackedLayout
+from .row import PackedRow
 
 
 @torch.compiler.disable  # every batch has another layout, so the function would be traced anew for each batch
 def router_sums(
-    router_logits: tuple[torch.Tensor, ...], layout: PackedLayout, top_k: int, batches: int = 1
+    router_logits: tuple[torch.Tensor, ...], packed_row: PackedRow, top_k: int, batches: int = 1
 ) -> torch.Tensor:
     """Returns the sums that the router losses of the batches in a packed row are made of.
 
@@ -32,7 +32,7 @@ def router_sums(
         `(M, 2, E)`: how often each expert is selected, and the sum of its probabilities.
     """
     device = router_logits[0].device
-    forest = layout.forest
+    forest = packed_row.forest
     # Indices behind the row's own tokens are those of kept tokens.
     tokens = int(forest.lengths.sum())
     counts = [np.bincount(part[part >= 0], minlength=tokens) for part in np.split(forest.index_BL, batches)]
@@ -41,8 +41,10 @@ def router_sums(
     probability_ME = 0
     with torch.autocast(device.type, enabled=False):
         for layer, logits_TE in enumerate(router_logits):
-            if layout.view is not None:
-                logits_TE = layout.view.extended(("router", layer), logits_TE[None, None], is_recomputed=False)[0, 0]
+            if packed_row.view is not None:
+                logits_TE = packed_row.view.extended(("router", layer), logits_TE[None, None], is_recomputed=False)[
+                    0, 0
+                ]
             probability_TE = torch.softmax(logits_TE.to(device), dim=-1)
             experts_TK = torch.topk(probability_TE, top_k, dim=-1).indices
             is_selected_TE = torch.zeros_like(probability_TE, dtype=torch.float32).scatter_(1, experts_TK, 1.0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .layout import PackedLayout
+from .row import PackedRow
 
 # Names under which models with several kinds of layers look up the masks.
 _KINDS = {"full_attention", "sliding_attention", "linear_attention", "conv"}
@@ -44,7 +44,7 @@ def with_row(mask: torch.Tensor, packed_row: Any) -> RowMask:
     return mask
 
 
-def masks_of(layout: PackedLayout, layer_types: set[str], is_recurrent: bool) -> RowMask | dict[str, RowMask]:
+def masks_of(packed_row: PackedRow, layer_types: set[str], is_recurrent: bool) -> RowMask | dict[str, RowMask]:
     """Returns the attention mask by which each layer of a model gets a packed row.
 
     Args:
@@ -52,14 +52,14 @@ def masks_of(layout: PackedLayout, layer_types: set[str], is_recurrent: bool) ->
         layer_types: transformers' names of the model's kinds of layers, if it has attention layers; else empty.
         is_recurrent: whether it has recurrent layers.
     """
-    device = layout.input_ids.device
+    device = packed_row.input_ids.device
     # transformers passes a mask of four dimensions through unchanged. Without any it would take positions that start
     # again for separate sequences.
-    mask = with_row(torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device), layout)
+    mask = with_row(torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device), packed_row)
     if not is_recurrent:
         return mask
     if layer_types:
         # A model with both kinds of layers takes a finished mask for each kind, as `generate` prepares them.
         return dict.fromkeys(layer_types | _KINDS, mask)
     # A model with recurrent layers alone may drop a mask of four dimensions, and a mask of ones.
-    return with_row(torch.zeros(1, layout.tokens, dtype=torch.bool, device=device), layout)
+    return with_row(torch.zeros(1, packed_row.tokens, dtype=torch.bool, device=device), packed_row)

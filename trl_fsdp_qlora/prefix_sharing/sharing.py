@@ -2,7 +2,7 @@
 
 TRL's trainers score with `model(..., labels=labels, fused_lm_head=True)`. [`PromptSharing`] stands in front of that
 forward and inside the root module's forward, so DDP, FSDP2, PEFT and autocast stay as they are. A pass has five steps:
-the batch is read ([`layout.decode`]), laid out ([`forest.build_forest`], [`layout.lay_out`]), run, scored
+the batch is read ([`batch.decode`]), laid out ([`forest.build_forest`], [`row.lay_out`]), run, scored
 ([`trl_fsdp_qlora.scoring.logprobs.score_with_head`]) and scattered. If that would not be exact, the pass runs as in
 stock TRL, and one line of the log has the reason.
 """
@@ -32,23 +32,22 @@ from ..compat.trl import FusedCausalLMOutput, FusedHead, add_fused_lm_head, fuse
 from ..errors import UserError
 from ..scoring.logprobs import score_with_head
 from ..scoring.transfer import to_device, to_host
-from . import layout as layouts
 from . import support
 from .attention import BACKENDS, UnsupportedAttention, can_nest, install, original_attention
-from .batch import Batch
+from .batch import IGNORED_LABEL, Batch, Sequences, UnpackableBatch, decode, encode
 from .dropout import noise_reason, other_dropout
 from .first_pass import ComparedPass, Comparison
 from .forest import Forest, build_forest
 from .images import Images
-from .layout import IGNORED_LABEL, PackedLayout, Sequences, UnpackableBatch, cut_rows, decode, encode, lay_out
-from .passes import Forward, PassSchedule, StepPlan
+from .passes import Forward, PassSchedule, StepPlan, cut_rows
 from .prefix_cache import CannotKeep, keeps_no_graph
+from .ranks import is_sharded, reduced_over_ranks
 from .recurrent import SHORTEST, gathered_per_call, recurrent_layers
 from .recurrent import install as install_recurrent
 from .relative_positions import sees_distances
 from .router_loss import router_loss, router_sums
+from .row import PackedRow, lay_out
 from .row_mask import masks_of
-from .verdict import is_sharded, reduced_over_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -175,16 +174,18 @@ class PassFigures:
     kernels: dict[str, str] = field(default_factory=dict)
 
     @_not_compiled
-    def add(self, layout: PackedLayout) -> None:
+    def add(self, packed_row: PackedRow) -> None:
         """Count one more row."""
-        self.tokens += layout.tokens
-        if layout.view is None or not layout.view.is_trunk:
-            self.padded_tokens += layout.shape[0] * layout.shape[1]
-        computed = slice(0, layout.forest.computed)
-        levels = np.bincount(layout.forest.levels[computed], layout.forest.lengths[computed]).astype(int).tolist()
+        self.tokens += packed_row.tokens
+        if packed_row.view is None or not packed_row.view.is_trunk:
+            self.padded_tokens += packed_row.shape[0] * packed_row.shape[1]
+        computed = slice(0, packed_row.forest.computed)
+        levels = (
+            np.bincount(packed_row.forest.levels[computed], packed_row.forest.lengths[computed]).astype(int).tolist()
+        )
         self.levels = [a + b for a, b in itertools.zip_longest(self.levels, levels, fillvalue=0)]
-        self.layer_calls += layout.layer_calls
-        self.kernels.update(layout.kernels)
+        self.layer_calls += packed_row.layer_calls
+        self.kernels.update(packed_row.kernels)
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """Returns metrics by name: the fraction of tokens computed, seconds, and each backend's share of layers."""
@@ -658,9 +659,9 @@ class PromptSharing:
         if forward.view.is_trunk:
             batch = replace(batch, labels=torch.full_like(batch.labels, IGNORED_LABEL))
         batch = replace(batch, router_loss=forward.sequences.needs_all)
-        layout = self._lay_out(batch, forward.sequences, None, forward.forest)
-        layout.view = forward.view
-        output = self._score_layout(batch, forward.sequences, layout, forward.batches)
+        packed_row = self._lay_out(batch, forward.sequences, None, forward.forest)
+        packed_row.view = forward.view
+        output = self._score_layout(batch, forward.sequences, packed_row, forward.batches)
         output.log_probs = forward.view.with_collected(output.log_probs)
         return output
 
@@ -673,20 +674,20 @@ class PromptSharing:
 
     @_but_for_the_model
     def _score_layout(
-        self, batch: Batch, sequences: Sequences, layout: PackedLayout, batches: int = 1
+        self, batch: Batch, sequences: Sequences, packed_row: PackedRow, batches: int = 1
     ) -> FusedCausalLMOutput:
-        hidden_NH, sums_M2E = self._run(batch, layout, sequences, batches)
+        hidden_NH, sums_M2E = self._run(batch, packed_row, sequences, batches)
         values = score_with_head(
             self.base,
             hidden_NH,
-            layout.targets_N,
+            packed_row.targets_N,
             self._head(),
             self.entropy_gradient,
             self.lm_head_kernel,
         )
-        values = {name: None if x is None else layout.scatter(x) for name, x in values.items()}
-        self.figures.add(layout)
-        return self._output(batch, layout, values, sums_M2E)
+        values = {name: None if x is None else packed_row.scatter(x) for name, x in values.items()}
+        self.figures.add(packed_row)
+        return self._output(batch, packed_row, values, sums_M2E)
 
     @_but_for_the_model
     def _score_in_passes(self, stock, arguments, batch, sequences, tokens_per_pass: int) -> FusedCausalLMOutput:
@@ -847,60 +848,58 @@ class PromptSharing:
     @_not_compiled
     def _lay_out(
         self, batch: Batch, sequences: Sequences, rehearsal: ComparedPass | None, forest: Forest | None = None
-    ) -> PackedLayout:
+    ) -> PackedRow:
         if forest is None:
             forest = self.build_forest(batch, sequences, is_dense=rehearsal is not None and rehearsal.is_dense)
-        multiple = layouts.row_multiple(batch.input_ids.device)
-        if self.recurrent and forest.tokens == 1:
-            # transformers takes one token for a step of decoding, and gives recurrent layers no mask, so no row.
-            multiple = max(multiple, 2)
-        layout = lay_out(batch.input_ids, batch.labels, sequences, forest, multiple)
-        layout.backend = self.attention
+        # transformers takes one token for a step of decoding, and gives recurrent layers no mask, so no row.
+        shortest = 2 if self.recurrent else 1
+        packed_row = lay_out(batch.input_ids, batch.labels, sequences, forest, shortest)
+        packed_row.backend = self.attention
         if rehearsal is not None:
-            layout.problems = rehearsal.problems
-            layout.layer_calls = rehearsal.layer_calls
+            packed_row.problems = rehearsal.problems
+            packed_row.layer_calls = rehearsal.layer_calls
         if self.stock_positions is not None:
             mask = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask
-            layout.position_ids = layout.take(self.stock_positions(batch.input_ids, mask))
-        return layout
+            packed_row.position_ids = packed_row.take(self.stock_positions(batch.input_ids, mask))
+        return packed_row
 
     @_but_for_the_model
     def _run(
-        self, batch: Batch, layout: PackedLayout, sequences: Sequences, batches: int
+        self, batch: Batch, packed_row: PackedRow, sequences: Sequences, batches: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the last hidden states `(N, H)` that predict labels, and [`router_sums`] if the loss needs them.
 
         All other hidden states are freed here, before the head needs memory.
         """
-        arguments = {"input_ids": layout.input_ids, "use_cache": False}
+        arguments = {"input_ids": packed_row.input_ids, "use_cache": False}
         if self.takes_positions:
-            arguments["position_ids"] = layout.position_ids
-        arguments["attention_mask"] = masks_of(layout, self.layer_types, self.recurrent)
+            arguments["position_ids"] = packed_row.position_ids
+        arguments["attention_mask"] = masks_of(packed_row, self.layer_types, self.recurrent)
         if batch.has_images:
-            arguments.update(self.images.arguments(batch, layout, sequences))
+            arguments.update(self.images.arguments(batch, packed_row, sequences))
         if batch.router_loss:
             arguments["output_router_logits"] = True
         with self.images.in_every_forward():
             outputs = self.base.base_model(**arguments)
-        layout.is_computed = True
-        if layout.view is not None:
-            layout.view.keep_end(outputs.last_hidden_state)
+        packed_row.is_computed = True
+        if packed_row.view is not None:
+            packed_row.view.keep_end(outputs.last_hidden_state)
         sums_M2E = None
         if batch.router_loss:
             router_logits = getattr(outputs, "router_logits", None)
             if isinstance(router_logits, tuple):
-                sums_M2E = router_sums(router_logits, layout, self._experts_per_token(), batches)
-            elif layout.view is not None:
+                sums_M2E = router_sums(router_logits, packed_row, self._experts_per_token(), batches)
+            elif packed_row.view is not None:
                 raise CannotKeep("its forward returns no router logits")
         hidden_TH = outputs.last_hidden_state.flatten(0, 1)
-        return hidden_TH[layout.score_index_N.to(hidden_TH.device)], sums_M2E
+        return hidden_TH[packed_row.score_index_N.to(hidden_TH.device)], sums_M2E
 
     def _experts_per_token(self) -> int:
         return self.base.config.get_text_config().num_experts_per_tok
 
     @_not_compiled
     def _output(
-        self, batch: Batch, layout: PackedLayout, values: dict, sums_M2E: torch.Tensor | None
+        self, batch: Batch, packed_row: PackedRow, values: dict, sums_M2E: torch.Tensor | None
     ) -> FusedCausalLMOutput:
         """Returns TRL's output, made of values `(B, L - 1)`.
 
@@ -910,7 +909,7 @@ class PromptSharing:
         count = mask.sum().clamp(min=1) if batch.num_items is None else batch.num_items
         loss = -values["log_probs"].sum() / count
         aux_loss = None
-        if layout.view is not None:
+        if packed_row.view is not None:
             aux_loss = sums_M2E
         elif batch.router_loss:
             # transformers returns 0 for a model without router logits.

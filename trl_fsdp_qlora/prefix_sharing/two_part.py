@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from ..compat.transformers import is_flash
-from .layout import PackedLayout, PaddedSegments, Run, additive, equal_runs, join, padded_batches
+from .row import PackedRow
+from .segments import PaddedSegments, Run, additive, equal_runs, join, padded_batches
 
 _MASKED_BASES = ("sdpa", "eager")
 
@@ -28,7 +29,7 @@ def refuses(call) -> str | None:
 def attend(call) -> torch.Tensor:
     """Attention output `(1, T, H, D_v)` of an [`attention.AttentionCall`]."""
     parts = []
-    for path, batch in _batches(call.layout, call.query.device):
+    for path, batch in _batches(call.packed_row, call.query.device):
         if path:
             parts.append(_below(call, path, batch))
         else:
@@ -55,14 +56,14 @@ def _mask(call, queries: int, keys: int, q: torch.Tensor) -> torch.Tensor:
     A segment follows its ancestors without a gap, so distances in keys are distances in positions.
     """
     key = ("mask", call.base, call.window, queries, keys, q.dtype, q.device)
-    if key not in call.layout.cache:
+    if key not in call.packed_row.derived:
         query_index = torch.arange(keys - queries, keys, device=q.device)
         distance = query_index.unsqueeze(1) - torch.arange(keys, device=q.device)
         mask = distance >= 0
         if call.window is not None:
             mask &= distance < call.window
-        call.layout.cache[key] = additive(mask, q.dtype) if call.base == "eager" else mask[None, None]
-    return call.layout.cache[key]
+        call.packed_row.derived[key] = additive(mask, q.dtype) if call.base == "eager" else mask[None, None]
+    return call.packed_row.derived[key]
 
 
 def _below(call, path: list[Run], batch: Run | PaddedSegments) -> torch.Tensor:
@@ -93,11 +94,11 @@ def _seen_ancestors(path: list[Run], window: int | None) -> list[Run]:
     return seen_ancestors[::-1]
 
 
-def _batches(layout: PackedLayout, device: torch.device) -> list[tuple[list[Run], Run | PaddedSegments]]:
+def _batches(packed_row: PackedRow, device: torch.device) -> list[tuple[list[Run], Run | PaddedSegments]]:
     """The calls in the order of the row: for each the common ancestors, outermost first, and the batch of segments."""
     key = ("two_part", device)
-    if key not in layout.cache:
-        forest = layout.forest
+    if key not in packed_row.derived:
+        forest = packed_row.forest
         batches = []
         for stretch in forest.stretches():
             starts = forest.starts[stretch]
@@ -110,7 +111,7 @@ def _batches(layout: PackedLayout, device: torch.device) -> list[tuple[list[Run]
             for first, last in itertools.pairwise(borders):
                 ancestors = forest.path(stretch.start + first)
                 path = [Run(int(forest.starts[a]), 1, int(forest.lengths[a])) for a in ancestors]
-                for batch in padded_batches(starts[first:last], lengths[first:last], layout.tokens):
+                for batch in padded_batches(starts[first:last], lengths[first:last], packed_row.tokens):
                     batches.append((path, batch if isinstance(batch, Run) else batch.to(device)))
-        layout.cache[key] = batches
-    return layout.cache[key]
+        packed_row.derived[key] = batches
+    return packed_row.derived[key]

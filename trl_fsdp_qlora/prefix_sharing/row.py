@@ -8,15 +8,15 @@ if the model sees positions only by their differences ([`relative_positions.sees
 then get the columns of one of them.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..scoring.transfer import to_device
-from .forest import Forest, sort_by_prefix
+from .batch import Sequences
+from .forest import Forest
 
 # On CUDA the length of a row is a multiple of this many tokens. Batches differ by some tokens, and torch's allocator
 # keeps blocks of every size that was requested, so memory would fill with blocks of nearly equal size.
@@ -24,7 +24,7 @@ ROW_MULTIPLE = 64
 
 
 @dataclass(eq=False)
-class PackedLayout:
+class PackedRow:
     """One packed row of T tokens: the model's inputs, the index of each result, and who attends to whom.
 
     It comes to the layers with their mask, see [`row_mask.RowMask`].
@@ -47,7 +47,7 @@ class PackedLayout:
         own_masks: masks of roots with images, see `images.py`.
         view: a `prefix_cache.CacheView` of the values that layers keep for other passes; `None` if each pass
             stands alone.
-        cache: index tensors that a backend derived from the layout, for the use of all layers.
+        derived: index tensors that a backend derived from the row, for the use of all layers.
     """
 
     forest: Forest
@@ -66,7 +66,7 @@ class PackedLayout:
     is_computed: bool = False
     own_masks: dict = field(default_factory=dict)
     view: Any = None
-    cache: dict = field(default_factory=dict)
+    derived: dict = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -95,18 +95,23 @@ def row_multiple(device: torch.device) -> int:
 
 
 def lay_out(
-    input_ids: torch.Tensor, labels: torch.Tensor, sequences: Sequences, forest: Forest, multiple: int = 1
-) -> PackedLayout:
+    input_ids: torch.Tensor, labels: torch.Tensor, sequences: Sequences, forest: Forest, shortest: int = 1
+) -> PackedRow:
     """Returns the packed row of a forest that was grown from all rows of a batch; one transfer to its device.
 
     Args:
         input_ids, labels: `(B, L)` of the batch.
         sequences: the batch on the host.
         forest: its segments.
-        multiple: see [`row_multiple`]. The last leaf is filled up with copies of its last token, whose results are not
-            read. A row that does not end with a leaf, or that ends with an image, is not filled up.
+        shortest: the smallest number of tokens that the row may have.
+
+    The row is filled up to this number, and to a multiple of [`row_multiple`], with copies of the last token of its
+    last leaf, whose results are not read. A row that does not end with a leaf, or ends with an image, is not filled.
     """
     rows, width = input_ids.shape
+    multiple = row_multiple(input_ids.device)
+    if forest.tokens < shortest:
+        multiple = max(multiple, shortest)
     row_T, depth_T = _sources(forest)
     column_T = depth_T + sequences.offsets_B[row_T]
     # All tokens of a tree count from one row's offset.
@@ -129,7 +134,7 @@ def lay_out(
     parts = [row_T * width + column_T, position_T, predicting, target, result]
     sent = to_device(torch.from_numpy(np.concatenate(parts).astype(np.int64)), input_ids.device)
     source_T, position_ids_T, score_index_N, target_N, scatter_index_N = sent.split([len(part) for part in parts])
-    return PackedLayout(
+    return PackedRow(
         forest=forest,
         input_ids=input_ids.reshape(-1)[source_T].unsqueeze(0),
         position_ids=position_ids_T.unsqueeze(0),
@@ -164,107 +169,3 @@ def _filling(sequences: Sequences, forest: Forest, last_row: int, last_depth: in
         if first <= last_depth <= last:  # a copy of a placeholder would need features of its own
             return 0
     return -forest.tokens % multiple
-
-
-def join(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """`torch.cat`, without a copy of a single part."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-class Run(NamedTuple):
-    """Neighbouring segments of equal length, as a batch: a view of the row, without padding."""
-
-    start: int
-    count: int
-    length: int
-
-    def batch_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the segments of a `(1, H, T, D)` tensor as `(count, H, length, D)`."""
-        tokens = x[0].narrow(1, self.start, self.count * self.length)
-        return tokens.unflatten(1, (self.count, self.length)).transpose(0, 1)
-
-    def without_padding(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns the tokens of the batch, `(count * length, ...)`, in the order of the row."""
-        return tokens
-
-
-class PaddedSegments(NamedTuple):
-    """Segments of unequal length, as a batch: a copy, padded to the longest segment.
-
-    Attributes:
-        index_NL: index in the row of each token of N segments; behind a segment's end, that of some other token.
-        real: indices, in the flattened `index_NL`, of the segments' own tokens.
-    """
-
-    index_NL: torch.Tensor
-    real: torch.Tensor
-
-    @classmethod
-    def of(cls, starts: np.ndarray, lengths: np.ndarray, tokens: int) -> "PaddedSegments":
-        """Returns the batch of segments of a row of `tokens` tokens."""
-        within = np.arange(lengths.max())
-        index_NL = np.minimum(starts[:, None] + within, tokens - 1)
-        real = np.flatnonzero(within < lengths[:, None])
-        return cls(torch.from_numpy(index_NL), torch.from_numpy(real))
-
-    def to(self, device: torch.device) -> "PaddedSegments":
-        return PaddedSegments(to_device(self.index_NL, device), to_device(self.real, device))
-
-    def batch_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the segments of a `(1, H, T, D)` tensor as `(N, H, longest, D)`."""
-        tokens = x[0].transpose(0, 1).index_select(0, self.index_NL.flatten())
-        return tokens.unflatten(0, self.index_NL.shape).transpose(1, 2)
-
-    def without_padding(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns the tokens of the segments in the order of the row, from all tokens `(N * longest, ...)`."""
-        return tokens.index_select(0, self.real)
-
-
-def equal_runs(starts: Iterable[int], lengths: Iterable[int]) -> list[Run]:
-    """Returns neighbouring segments in runs of equal length."""
-    runs: list[Run] = []
-    for start, length in zip(map(int, starts), map(int, lengths), strict=True):
-        if runs and runs[-1].length == length:
-            runs[-1] = runs[-1]._replace(count=runs[-1].count + 1)
-        else:
-            runs.append(Run(start, 1, length))
-    return runs
-
-
-# A further call of a kernel costs as much as this many padded tokens.
-TOKENS_PER_CALL = 128
-
-
-def padded_batches(starts: np.ndarray, lengths: np.ndarray, tokens: int) -> list[Run | PaddedSegments]:
-    """Returns neighbouring segments of a row of `tokens` tokens in few batches with little padding, in their order."""
-    batches = []
-    first = 0
-    while first < len(starts):
-        last = first + 1
-        longest = int(lengths[first])
-        used = int(lengths[first])
-        while last < len(starts):
-            wider = max(longest, int(lengths[last]))
-            if wider * (last + 1 - first) > 1.25 * (used + int(lengths[last])) + TOKENS_PER_CALL:
-                break
-            longest = wider
-            used += int(lengths[last])
-            last += 1
-        part = slice(first, last)
-        if (lengths[part] == longest).all():
-            batches.append(Run(int(starts[first]), last - first, longest))
-        else:
-            batches.append(PaddedSegments.of(starts[part], lengths[part], tokens))
-        first = last
-    return batches
-
-
-def cumulative(lengths, device: torch.device) -> tuple[torch.Tensor, int]:
-    """Returns `(n + 1,)` cumulative lengths, int32, and the longest one, for kernels with variable lengths."""
-    total = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return to_device(torch.from_numpy(total), device), int(max(lengths, default=0))
-
-
-def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a boolean mask `(queries, keys)` as numbers `(1, 1, queries, keys)` that are added to the scores."""
-    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)[None, None]
