@@ -35,6 +35,13 @@ FLOORS = [
     {"cli"},
     {"__init__", "__main__"},
 ]
+# A file of cpu/ counts as one of the room that it makes faster, so nothing below that room imports it.
+MAKES_FASTER = {
+    ("cpu",): "compat",
+    ("cpu", "linear"): "scoring",
+    ("cpu", "shared_prompts"): "decode",
+    ("cpu", "vllm_lora"): "vllm",
+}
 HEIGHT = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -72,14 +79,48 @@ def test_imports_are_seen_however_they_are_written():
     assert imports_in(source, room=("grpo",)) == expected
 
 
+def room_of(module: tuple[str, ...]) -> str:
+    return MAKES_FASTER.get(module, module[0])
+
+
+IMPORTS = {
+    name_of(path): imports_in(path.read_text(encoding="utf-8"), room=path.relative_to(PACKAGE).parent.parts)
+    for path in FILES
+}
+
+
 def test_a_room_imports_only_from_rooms_below_it():
     upwards = [
-        f"{path.relative_to(PACKAGE)} imports {'.'.join(target)}"
-        for path in FILES
-        for target in imports_in(path.read_text(encoding="utf-8"), room=path.relative_to(PACKAGE).parent.parts)
-        if target[0] != name_of(path)[0] and HEIGHT[target[0]] >= HEIGHT[name_of(path)[0]]
+        f"{'.'.join(module)} imports {'.'.join(target)}"
+        for module, targets in IMPORTS.items()
+        for target in targets
+        if room_of(target) != room_of(module) and HEIGHT[room_of(target)] >= HEIGHT[room_of(module)]
     ]
     assert not upwards
+
+
+def in_circles(imports: dict) -> set:
+    """Modules in a circle of imports, or between two circles: what is left when the ends of all chains are taken away."""
+    left = {module: {target for target in targets if target != module} for module, targets in imports.items()}
+    while True:
+        imported = {target for targets in left.values() for target in targets}
+        ends = {module for module, targets in left.items() if not targets & left.keys() or module not in imported}
+        if not ends:
+            return set(left)
+        left = {module: targets - ends for module, targets in left.items() if module not in ends}
+
+
+def test_circles_are_found():
+    chain = {"a": {"b"}, "b": {"c"}, "c": set()}
+    assert in_circles(chain) == set()
+    assert in_circles({**chain, "c": {"d"}, "d": {"b"}}) == {"b", "c", "d"}
+
+
+def test_no_files_import_each_other():
+    """Also under TYPE_CHECKING, which shows only that two files do not know which of them comes first."""
+    # Allowed until the centre's one unit has landed.
+    allowed = {("prefix_sharing", "first_pass"), ("prefix_sharing", "sharing")}
+    assert in_circles(IMPORTS) - allowed == set()
 
 
 ROOT = PACKAGE.parent
@@ -88,7 +129,7 @@ ROOT = PACKAGE.parent
 def test_the_tests_of_a_room_lie_in_a_folder_of_its_name():
     """Besides the rooms, only the scripts in `recipes/` and what launches processes have a folder."""
     folders = {path.parent.name for path in (ROOT / "tests").glob("*/__init__.py")}
-    assert folders - set(HEIGHT) == {"distributed", "recipes"}
+    assert folders - {module[0] for module in MODULES} == {"distributed", "recipes"}
 
 
 BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))

@@ -13,9 +13,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 from trl import GRPOConfig
 from trl.chat_template_utils import qwen3_chat_template
 
+from trl_fsdp_qlora.cpu import linear as cpu_linear
 from trl_fsdp_qlora.data.answers import completion_text
 from trl_fsdp_qlora.data.datasets import read_problems, to_prompts
-from trl_fsdp_qlora.scoring import cpu_linear
 from trl_fsdp_qlora.small_base.text import character_tokenizer, new_model
 
 

@@ -12,7 +12,7 @@ from tests.prefix_sharing.helpers import FROM_NO_STATE, MULTIMODAL, RECURRENT, S
 from tests.prefix_sharing.helpers import build as build_family
 from tests.tiny import config, digit_share, lora, prompts, these_first, tiny_model
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.decode import shared_prompts
+from trl_fsdp_qlora.cpu import shared_prompts
 from trl_fsdp_qlora.decode import turns as turns_module
 from trl_fsdp_qlora.decode.completions import complete
 from trl_fsdp_qlora.decode.decoding import Decoding

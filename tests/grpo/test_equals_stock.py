@@ -15,8 +15,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tests.tiny import LOSS_TYPES, config, lora, save_tiny_model, serve_by_onednn, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.scoring import cpu_linear
-from trl_fsdp_qlora.scoring.cpu_linear import product
+from trl_fsdp_qlora.cpu import linear as cpu_linear
+from trl_fsdp_qlora.cpu.linear import product
 
 # fp32, SGD: what differs is the order of additions. Three steps of lr 1e-2.
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}

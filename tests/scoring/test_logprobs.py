@@ -8,7 +8,8 @@ from tests.tiny import serve_by_onednn
 from trl_fsdp_qlora.compat.older_gpus import casting_wide_sums
 from trl_fsdp_qlora.compat.triton_kernels import interpreted, launch
 from trl_fsdp_qlora.compat.trl import ChunkedLogProbFunction, FusedHead
-from trl_fsdp_qlora.scoring import cpu_linear, frozen_head
+from trl_fsdp_qlora.cpu import linear as cpu_linear
+from trl_fsdp_qlora.scoring import frozen_head
 from trl_fsdp_qlora.scoring.logprobs import choose_head_kernel, score_positions, score_with_head
 
 N, H, V = 37, 24, 150

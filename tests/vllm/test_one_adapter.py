@@ -21,7 +21,7 @@ def test_as_vllm_and_as_float64(of, adapters, scale):
     from vllm.lora.punica_wrapper import get_punica_wrapper
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-    from trl_fsdp_qlora.compat.vllm_cpu import OneAdapterOnCPU, one_adapter
+    from trl_fsdp_qlora.cpu.vllm_lora import OneAdapterOnCPU, one_adapter
 
     torch.manual_seed(0)
     slices = SLICES if of == "layer" else (sum(SLICES),)

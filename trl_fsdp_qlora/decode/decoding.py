@@ -4,7 +4,8 @@ Transformers runs a repeated prompt, and the vision tower on its images, once fo
 until the longest one ends. Here `generate` gets each distinct prompt once:
 
 - A beginning that all prompts share is prefilled once ([`common_beginning`]).
-- Decoding attends to a prompt once for all its rows ([`shared_prompts`]). If that is not exact, the cache is repeated.
+- On a CPU, decoding attends to a prompt once for all its rows ([`trl_fsdp_qlora.cpu.shared_prompts`]). On a GPU, or if
+  that is not exact, the cache is repeated.
 - A later turn of an episode runs only its new tokens ([`turns`]).
 
 Transformers still prepares everything around the loop.
@@ -38,13 +39,13 @@ from ..compat.generation import (
 from ..compat.peft import looks_beyond_tokens
 from ..compat.transformers import CACHE, CACHE_NAMES
 from ..compat.trl import images_by_row
+from ..cpu.linear import fast_linears
+from ..cpu.shared_prompts import PrefillWatch, SharedPrompts, watched_attention
 from ..prefix_sharing.images import PER_IMAGE, PER_TOKEN, Images
 from ..prefix_sharing.support import keeps_states_itself, position_limit
-from ..scoring.cpu_linear import fast_linears
 from ..scoring.transfer import widest_float
 from .cache import take_rows, unrepeatable, without_padding
 from .common_beginning import prefill_beginning
-from .shared_prompts import PrefillWatch, SharedPrompts, watched_attention
 from .turns import Continuation, KeptRow, KeptTurns, PromptImages, States, filled_cache, joined_cache, layer_states
 
 # Processors and criteria that treat each row by itself, so rows may leave the batch. Repetition penalties may hold one

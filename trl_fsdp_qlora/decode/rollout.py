@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
 from ..compat.trl import Turn, unwrap_model_for_generation
+from ..cpu.linear import beats_mkl
 from ..fsdp2_qlora.generation import FREE_SHARE, free_bytes, gathered_as, is_gathered
 from ..prefix_sharing.images import PER_TOKEN
-from ..scoring.cpu_linear import beats_mkl
 from .completions import complete, vision_tensors
 from .decoding import Decoding, DecodingWork, why_stock
 from .turns import KeptTurns, why_not_kept

@@ -9,11 +9,11 @@ import torch
 from accelerate.logging import get_logger
 
 from ..compat.trl import joined_images
+from ..cpu.linear import fast_linears
 from ..decode.rollout import GenerateSettings, Rollout
 from ..prefix_sharing.batch import IGNORED_LABEL
 from ..report.keep import drawn_rows, lengths_and_ends
 from ..run.input_checks import too_long
-from ..scoring.cpu_linear import fast_linears
 from ..telemetry.phases import token_counts
 from ..telemetry.unscored import ScoredCompletions
 from .groups import EpochRepeatSampler, micro_batches

@@ -17,11 +17,11 @@ from ..checkpoints.stopping import stopping_after_step
 from ..compat.older_gpus import casting_wide_sums
 from ..compat.peft import adapted_parts
 from ..compat.trl import counts_experts
+from ..cpu.linear import fast_linears
 from ..fsdp2_qlora.loading import experts_in_16_bit, keep_plain_kernel
 from ..publishing.card import CardInfo, write_card, write_first_card
 from ..publishing.logits import record
 from ..run.plain import counted
-from ..scoring.cpu_linear import fast_linears
 from ..telemetry.phases import PhaseTimer, TelemetryCallback
 from ..telemetry.startup import StartupCallback
 from ..telemetry.terminal import print_briefly

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from ..compat.older_gpus import refuses_wide_sum
 from ..compat.triton_kernels import jit, launch, runs, tl
-from .cpu_linear import is_faster, product
+from ..cpu import linear as cpu_linear
 
 # Together 8 MB in float32: large enough for the GEMMs to run at full rate, small enough for the last-level cache.
 TOKEN_TILE = 1024
@@ -112,13 +112,7 @@ def add_product(sum_MN: torch.Tensor, left_MK: torch.Tensor, right_KN: torch.Ten
     if sum_MN.is_cuda and half and not refuses_wide_sum(sum_MN.device, right_KN.dtype):
         left_MK = left_MK.to(right_KN.dtype)
         torch.addmm(sum_MN, left_MK, right_KN, beta=beta, out_dtype=torch.float32, out=sum_MN)
-    elif sum_MN.dtype == left_MK.dtype == torch.float32 and is_faster(right_KN):
-        product_MN = product(left_MK, right_KN.t())
-        if beta:
-            sum_MN.mul_(beta).add_(product_MN)
-        else:
-            sum_MN.copy_(product_MN)
-    else:
+    elif not cpu_linear.add_product(sum_MN, left_MK, right_KN, beta):
         sum_MN.addmm_(left_MK.to(sum_MN.dtype), right_KN.to(sum_MN.dtype), beta=beta)
 
 

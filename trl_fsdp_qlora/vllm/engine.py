@@ -223,7 +223,7 @@ class AdapterEngine(VLLMGeneration):
         }
         lora_layers = nullcontext()
         if on_cpu:
-            from ..compat.vllm_cpu import one_adapter
+            from ..cpu.vllm_lora import one_adapter
 
             lora_layers = one_adapter()
             # Completions of a prompt share its full blocks. On CPUs a block is 128 tokens, longer than many prompts;

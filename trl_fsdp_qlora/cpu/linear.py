@@ -53,6 +53,18 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
 
+def add_product(sum_MN: torch.Tensor, left_MK: torch.Tensor, right_KN: torch.Tensor, beta: float) -> bool:
+    """`sum = beta * sum + left @ right` by [`product`]; returns `False`, without a change, if torch is faster."""
+    if not (sum_MN.dtype == left_MK.dtype == torch.float32 and is_faster(right_KN)):
+        return False
+    product_MN = product(left_MK, right_KN.t())
+    if beta:
+        sum_MN.mul_(beta).add_(product_MN)
+    else:
+        sum_MN.copy_(product_MN)
+    return True
+
+
 @contextmanager
 def fast_linears(model: nn.Module, decoding: bool = False) -> Iterator[None]:
     """Inside the block, linear layers of a model on the CPU use [`product`]; a model on another device is unchanged.

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.decode.test_decoding import SIZES, build, greedy
 from tests.tiny import serve_by_onednn
+from trl_fsdp_qlora.cpu import linear as cpu_linear
+from trl_fsdp_qlora.cpu.linear import fast_linears
 from trl_fsdp_qlora.decode.completions import complete
-from trl_fsdp_qlora.scoring import cpu_linear
-from trl_fsdp_qlora.scoring.cpu_linear import fast_linears
 
 # Sums of up to 300 products of about one, in float32 and in any order: 20 units in the last place of a sum of about
 # 20. A wrong adapter or layer moves logits by tenths.

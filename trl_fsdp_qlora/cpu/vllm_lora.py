@@ -11,7 +11,7 @@ from unittest.mock import patch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU as Stock
 from vllm.platforms import current_platform
 
-from .signatures import misfits
+from ..compat.signatures import misfits
 
 _LINEAR = "self y x lora_a_stacked lora_b_stacked scale output_slices buffer kwargs"
 _LOGITS = "self y x lora_a_stacked lora_b_stacked scale buffer kwargs"
