@@ -100,7 +100,7 @@ def test_a_room_imports_only_from_rooms_below_it():
 
 
 def in_circles(imports: dict) -> set:
-    """Modules in a circle of imports, or between two circles: what is left when the ends of all chains are taken away."""
+    """Modules in a circle of imports, or between two: what is left when the ends of all chains are taken away."""
     left = {module: {target for target in targets if target != module} for module, targets in imports.items()}
     while True:
         imported = {target for targets in left.values() for target in targets}

@@ -24,8 +24,7 @@ def ended(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(error_line.tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("RANK", raising=False)
 
-    def end(error, *words):
-        sys.argv[1:] = words
+    def end(error):
         with pytest.raises(SystemExit) as end, in_one_line():
             raise error
         return end.value.code, capsys.readouterr().err
@@ -63,19 +62,6 @@ def test_a_full_disk_below_another_error_is_found_and_a_users_error_has_no_trace
         file.unlink()
     assert ended(UserError("beta=x is\nno number")) == (2, "error: beta=x is no number\n")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_setting_that_an_error_is_about(ended, tmp_path):
-    recipe = tmp_path / "my.yaml"
-    recipe.write_text("seed: 1\nloss_type: grp  # mistyped\nsteps_per_generation: 3\nmodel_name_or_path: base\n")
-    words = ("--config", str(recipe), "--optim", "adamm")
-    position = f"loss_type in {recipe}, line 2"
-    assert f"Unknown loss type: grp, see {position};" in ended(ValueError("Unknown loss type: grp"), *words)[1]
-    _, text = ended(ValueError("`steps_per_generation` is 3"), *words)
-    assert f"see steps_per_generation in {recipe}, line 3" in text
-    assert "see --optim of the command" in ended(ValueError("'adamm' is not a valid OptimizerNames"), *words)[1]
-    for unrelated in ("not found in the base model", "the seed is 1", "steps_per_generation_x is 4"):
-        assert "see " not in ended(ValueError(unrelated), *words)[1]
 
 
 def test_no_secret_is_printed_or_kept(ended, tmp_path):

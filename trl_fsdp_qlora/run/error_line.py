@@ -1,16 +1,11 @@
-"""An unexpected exception as one line.
+"""An unexpected exception as one line: its message, the place in the user's own file, a remedy, the traceback."""
 
-The line has the message, the place in the user's own file or config, a remedy, and the file with the traceback.
-"""
-
-import errno
 import os
 import re
 import sys
 import sysconfig
 import tempfile
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 
 from .redaction import portable
@@ -18,9 +13,20 @@ from .resources import resource_folder
 
 TRACEBACK = "TRL_FSDP_QLORA_TRACEBACK"  # "1" prints tracebacks instead of lines
 _LONGEST = 400  # characters of a message; some libraries print pages
-_PACKAGE = Path(__file__).parents[1]
-# Messages about a full disk that safetensors and torch raise without an `OSError`.
-_FULL = re.compile(r"No space left on device|Disk quota exceeded|PytorchStreamWriter failed|unexpected pos \d+ vs \d+")
+# Files below these folders are not the user's own.
+_LIBRARIES = [*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), Path(__file__).parents[1]]
+# What `Class: message` of an exception, or of one that it came from, matches -> the remedy. Of a full
+# disk safetensors and torch have messages of their own.
+_REMEDIES = {
+    r"No space left on device|Disk quota exceeded|PytorchStreamWriter failed|unexpected pos \d+ vs \d+": "the disk is "
+    "full: free some space or set another output_dir; --resume_from_checkpoint auto goes on",
+    r"^OutOfMemoryError": "lower per_device_train_batch_size or max_completion_length; `trl-fsdp-qlora plan` counts "
+    "each phase, docs/out_of_memory.md has more",
+    r"^MemoryError": "this machine's memory is full: `trl-fsdp-qlora plan` counts what a run takes",
+    r"Connection closed by peer|remote process exited": "another process of this run ended first, for the reason in "
+    "its own line",
+    r"^ModuleNotFoundError: No module named '(\w+)": r"pip install \1, if that is the package's name",
+}
 
 
 def wants_traceback() -> bool:
@@ -32,86 +38,28 @@ def error_line(error: BaseException) -> str:
     message = " ".join(str(error).split())
     if len(message) > _LONGEST:
         message = f"{message[:_LONGEST]} …"
-    summary = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    place = _place_in_users_code(error) or _place_in_settings(message)
-    if place:
-        summary = f"{summary}, {place}"
+    summary = ": ".join(filter(None, [type(error).__name__, message])) + _place(error)
     return portable("; ".join(filter(None, [summary, _remedy(error), _keep_traceback(error)])))
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    visited = set()
-    while error is not None and id(error) not in visited:
-        visited.add(id(error))
-        yield error
+def _place(error: BaseException) -> str:
+    """`, in rewards.py, line 3`: the innermost frame in a file of the user's own."""
+    others = [Path(folder).resolve() for folder in (*_LIBRARIES, resource_folder("recipes"))]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename).resolve()
+        if path.is_file() and path != Path(sys.argv[0]).resolve() and not set(others) & set(path.parents):
+            shortest = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+            return f", in {shortest}, line {frame.lineno}"
+    return ""
+
+
+def _remedy(error: BaseException | None) -> str:
+    while error is not None:
+        for pattern, remedy in _REMEDIES.items():
+            match = re.search(pattern, f"{type(error).__name__}: {error}")
+            if match:
+                return match.expand(remedy)
         error = error.__cause__ or error.__context__
-
-
-def _place_in_users_code(error: BaseException) -> str:
-    """`in rewards.py, line 3`: the innermost frame that is neither a library's nor this package's."""
-    python = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    not_the_users = [Path(folder).resolve() for folder in (*python, _PACKAGE, resource_folder("recipes"))]
-    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    if isinstance(error, SyntaxError) and error.filename:
-        frames.append((error.filename, error.lineno))
-    for name, line in reversed(frames):
-        path = Path(name).resolve()
-        if name.startswith("<") or not path.is_file() or "site-packages" in path.parts:
-            continue
-        if any(path.is_relative_to(folder) for folder in not_the_users) or path == Path(sys.argv[0]).resolve():
-            continue
-        shortest = os.path.relpath(path) if path.is_relative_to(Path.cwd()) else path
-        return f"in {shortest}, line {line}"
-    return ""
-
-
-def _settings() -> Iterator[tuple[str, str, str]]:
-    """(name, value, place) of each setting: the command's words first, then the lines of its YAML file."""
-    words = sys.argv[1:]
-    for i, word in enumerate(words):
-        if word.startswith("--"):
-            name, _, value = word.removeprefix("--").partition("=")
-            value = value or (words[i + 1] if i + 1 < len(words) else "")
-            yield name.replace("-", "_"), value, f"--{name} of the command"
-            if name == "config" and Path(value).is_file():
-                text = Path(value).read_text(encoding="utf-8", errors="replace")
-                for number, line in enumerate(text.splitlines(), start=1):
-                    match = re.match(r"(\w+):\s*([^#]*)", line)
-                    if match:
-                        yield match[1], match[2].strip(), f"{match[1]} in {value}, line {number}"
-
-
-def _place_in_settings(message: str) -> str:
-    """The setting that a message is about.
-
-    The message quotes the setting's value or has its name, which is no ordinary word.
-    """
-    for name, value, source in _settings():
-        value = value.strip("'\"")
-        has_name = "_" in name and re.search(rf"(?<![\w-]){re.escape(name)}(?!\w)", message)
-        is_word = re.fullmatch(r"[A-Za-z][\w-]{2,}", value) and value.lower() not in ("true", "false", "none", "auto")
-        if has_name or (is_word and re.search(rf"(?:['\"`]|: ){re.escape(value)}(?:['\"`.]|$)", message)):
-            return f"see {source}"
-    return ""
-
-
-def _remedy(error: BaseException) -> str:
-    """A remedy for the kinds of error that everybody meets once."""
-    for each in _causes(error):
-        is_full = isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT)
-        if is_full or _FULL.search(str(each)):
-            return "the disk is full: free some space or set another output_dir; --resume_from_checkpoint auto goes on"
-        if type(each).__name__ == "OutOfMemoryError":
-            return (
-                "lower per_device_train_batch_size or max_completion_length; `trl-fsdp-qlora plan` counts each "
-                "phase, docs/out_of_memory.md has more"
-            )
-        if isinstance(each, MemoryError):
-            return "this machine's memory is full: `trl-fsdp-qlora plan` counts what a run takes"
-        if re.search("Connection closed by peer|remote process exited", str(each)):
-            return "another process of this run ended first, for the reason in its own line"
-        if isinstance(each, ModuleNotFoundError) and each.name:
-            return f"pip install {each.name.partition('.')[0]}, if that is the package's name"
     return ""
 
 
