@@ -30,6 +30,7 @@ FLOORS = [
     {"publishing"},
     {"recipe"},
     {"planning"},
+    {"trainers"},
     {"grpo"},
     {"t_spmo", "a_star_po", "rloo", "dpo"},
     {"cli"},

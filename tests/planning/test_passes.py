@@ -14,7 +14,6 @@ from tests.benchmark_modules import benchmark
 from tests.planning.models import LAYERS, config, folder, in_4_bits, settings
 from trl_fsdp_qlora.compat.memory import FakeTensorMode, PeakTracker
 from trl_fsdp_qlora.decode.decoding import _Batch
-from trl_fsdp_qlora.grpo.step import StepScores
 from trl_fsdp_qlora.planning import passes, steps
 from trl_fsdp_qlora.planning.plan import cache_bytes
 from trl_fsdp_qlora.planning.settings import Launch
@@ -22,6 +21,7 @@ from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
 from trl_fsdp_qlora.recipe.checks import lora_config
 from trl_fsdp_qlora.scoring import logprobs
+from trl_fsdp_qlora.trainers.step_scores import StepScores
 
 # The plan stands for kernels by their tensors; what they allocate inside for a moment differs by a few rows.
 NEAR = 0.05

@@ -18,12 +18,12 @@ from trl import GRPOTrainer
 from tests.distributed.launch import launch
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.trl import rows_of_images
-from trl_fsdp_qlora.grpo.groups import micro_batches
 from trl_fsdp_qlora.prefix_sharing import first_pass, images, passes
 from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
 from trl_fsdp_qlora.prefix_sharing.batch import Batch, UnpackableBatch
 from trl_fsdp_qlora.prefix_sharing.first_pass import sampled_rows
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
+from trl_fsdp_qlora.trainers.groups import micro_batches
 
 from .helpers import (
     LINEAR,

@@ -24,7 +24,7 @@ from tests.decode.test_decoding import SIZES
 from tests.fsdp2_qlora import tiny as qlora
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.decode.completions import sampling
-from trl_fsdp_qlora.grpo.arguments import adapter_and_base
+from trl_fsdp_qlora.trainers.arguments import adapter_and_base
 from trl_fsdp_qlora.vllm import adapter_sync, engine, sync_choice
 from trl_fsdp_qlora.vllm.adapter_sync import AdapterVersions, RolloutError, adapter_weights, as_one_rank, served_rank
 from trl_fsdp_qlora.vllm.drawn_dtype import trainer_dtype

@@ -14,10 +14,10 @@ from trl.data_utils import is_conversational
 from ..compat.trl import GROUP_SPREAD, OLD_LOGPS, REFERENCE_LOGPS, parse_response, rewards_of_rank, use_adapter
 from ..decode.completions import generate, over_ranks
 from ..evaluation.stats import wilson_interval
-from ..grpo.arguments import config_or_default
-from ..grpo.scoring import LossPass
 from ..grpo.trainer import EfficientGRPOTrainer
 from ..selection.dynamic_sampling import combine
+from ..trainers.arguments import config_or_default
+from ..trainers.scoring import LossPass
 from .config import AStarPOConfig
 from .estimators import ROUNDING, check_reward_range
 from .objectives import advantage_weighted_loss, normalised_advantage, regression_loss

@@ -47,7 +47,6 @@ from .. import (
 )
 from ..compat.trl import joined_images
 from ..errors import UserError
-from ..grpo.groups import micro_batches
 from ..planning.plan import changed, format_bytes, make_plan
 from ..planning.plan_vs_actual import longest_prompt
 from ..planning.settings import from_config
@@ -66,6 +65,7 @@ from ..run.one_line import pop_options
 from ..run.threads import fit_threads
 from ..telemetry import terminal
 from ..telemetry.startup import StartupCallback
+from ..trainers.groups import micro_batches
 from .recipes import all_recipes
 from .scripts import LAUNCHER, method_of, with_recipe
 

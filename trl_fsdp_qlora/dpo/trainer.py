@@ -10,12 +10,12 @@ from trl import DPOTrainer
 
 from ..fsdp2_qlora.loading import experts_in_4bit
 from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
-from ..grpo.arguments import completed, with_base_loaded
-from ..grpo.training import EfficientTraining
 from ..prefix_sharing.batch import IGNORED_LABEL, Batch, UnpackableBatch
 from ..prefix_sharing.ranks import reduced_over_ranks
 from ..prefix_sharing.sharing import PromptSharing, install_sharing
 from ..prefix_sharing.verdict import compares_gradients
+from ..trainers.arguments import completed, with_base_loaded
+from ..trainers.lifecycle import EfficientTraining
 from .config import EfficientDPOConfig
 
 # Entries that TRL's collators put into a batch for the loss, not for the model.
@@ -30,8 +30,8 @@ class EfficientDPOTrainer(EfficientTraining, ShardedQLoRAMixin, DPOTrainer):
     - the passes of the policy and the reference model compute a prompt once per pair and skip padding
       ([`trl_fsdp_qlora.prefix_sharing.sharing.share_prompts`]);
     - [`ShardedQLoRAMixin`] trains under FSDP2 with a 4-bit base;
-    - [`trl_fsdp_qlora.grpo.training.EfficientTraining`] times phases, writes whole checkpoints and prints a start-up
-      block.
+    - [`trl_fsdp_qlora.trainers.lifecycle.EfficientTraining`] times phases, writes whole checkpoints and prints
+      a start-up block.
     """
 
     _tag_names = ["trl", "dpo", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)

@@ -1,1 +1,1 @@
-"""The drop-in GRPO trainer, which computes TRL's numbers in another way, and the parts that other trainers share."""
+"""The drop-in GRPO trainer, which computes TRL's numbers in another way."""

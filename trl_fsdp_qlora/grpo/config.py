@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from trl import GRPOConfig
 
 from ..run.config_fields import documented, option
+from ..trainers import options
+from ..trainers.options import EfficientConfig
 from ..vllm.sync_choice import CHOICES as SYNCS
 from ..vllm.sync_choice import SHARING
-from . import options
-from .options import EfficientConfig
 from .token_budget import check_config
 
 

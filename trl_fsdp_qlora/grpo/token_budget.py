@@ -1,8 +1,9 @@
 """`TokenBudget`: the choice of the tokens that the policy's forward and backward compute.
 
 `TokenBudget` chooses tokens before TRL's `_compute_loss`. The trainer then asks the pass for the values of these
-tokens only ([`trl_fsdp_qlora.grpo.scoring.LossPass`]). TRL's formulas and normalisers stay as they are. The chances
-and weights of tokens, with their sources, are in `scoring/token_selection.py`. Three facts make the choice exact:
+tokens only ([`trl_fsdp_qlora.trainers.scoring.LossPass`]). TRL's formulas and normalisers stay as they are.
+The chances and weights of tokens, with their sources, are in `scoring/token_selection.py`. Three facts make the choice
+exact:
 
 - A completion with zero advantage adds nothing to a loss without KL and entropy terms, so its tokens need no values.
 - The weight of a kept token multiplies the gradient of its log-probability (`token_selection.weight_gradient`). So the

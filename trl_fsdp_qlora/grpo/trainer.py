@@ -25,6 +25,8 @@ from ..fsdp2_qlora.loading import experts_in_4bit
 from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
 from ..selection.dynamic_sampling import DynamicSampling, ScoredRows, to_rows
 from ..selection.group_statistics import GroupStatistics
+from ..trainers.rollouts import OnlineTraining
+from ..trainers.scoring import LossPass, padded_batch
 from ..vllm.correction import (
     WeightSyncCheck,
     draws_from_policy,
@@ -37,8 +39,6 @@ from ..vllm.drawn_dtype import describe_dtype
 from ..vllm.sync_choice import trl_starts_engine, warnings_for
 from .arguments import checked_arguments
 from .mean_scaled import mean_scaled_advantages
-from .online import OnlineTraining
-from .scoring import LossPass, padded_batch
 from .token_budget import TokenBudget, drop_missing
 
 logger = get_logger(__name__)
@@ -49,7 +49,7 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
 
     The trainer computes the same numbers in another way. These parts do it:
 
-    - [`trl_fsdp_qlora.grpo.scoring.PackedScoring`] computes shared tokens once and skips padding;
+    - [`trl_fsdp_qlora.trainers.scoring.PackedScoring`] computes shared tokens once and skips padding;
     - `budget` chooses which tokens of a micro-batch are computed;
     - `rollout` draws the completions;
     - [`ShardedQLoRAMixin`] trains under FSDP2 with a 4-bit base;

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from trl import RLOOConfig
 
-from ..grpo import options
-from ..grpo.options import EfficientConfig
 from ..run.config_fields import documented, option
+from ..trainers import options
+from ..trainers.options import EfficientConfig
 
 
 @documented

@@ -8,17 +8,17 @@ from trl import RLOOTrainer
 from ..compat.trl import Turn
 from ..fsdp2_qlora.loading import experts_in_4bit
 from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
-from ..grpo.arguments import check_prompts, completed, with_base_loaded
-from ..grpo.online import OnlineTraining
-from ..grpo.scoring import LossPass
+from ..trainers.arguments import check_prompts, completed, with_base_loaded
+from ..trainers.rollouts import OnlineTraining
+from ..trainers.scoring import LossPass
 from .config import EfficientRLOOConfig
 
 
 class EfficientRLOOTrainer(OnlineTraining, ShardedQLoRAMixin, RLOOTrainer):
     """Drop-in replacement of [`trl.RLOOTrainer`]: same arguments, losses, metrics, checkpoints, options.
 
-    The trainer computes the same numbers in another way: see [`trl_fsdp_qlora.grpo.online.OnlineTraining`] and
-    [`trl_fsdp_qlora.grpo.scoring.PackedScoring`], which `EfficientGRPOTrainer` uses, too. With vLLM the
+    The trainer computes the same numbers in another way: see [`trl_fsdp_qlora.trainers.rollouts.OnlineTraining`] and
+    [`trl_fsdp_qlora.trainers.scoring.PackedScoring`], which `EfficientGRPOTrainer` uses, too. With vLLM the
     trainer uses TRL's own engine and sends it every weight.
 
     Raises:

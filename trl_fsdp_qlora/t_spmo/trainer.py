@@ -2,10 +2,10 @@
 
 import torch
 
-from ..grpo.arguments import config_or_default
-from ..grpo.scoring import LossPass
 from ..grpo.trainer import EfficientGRPOTrainer
 from ..selection.dynamic_sampling import combine
+from ..trainers.arguments import config_or_default
+from ..trainers.scoring import LossPass
 from .config import TSPMOConfig
 from .credit import group_credit
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_fsdp_qlora.compat.trl import RepeatSampler
-from trl_fsdp_qlora.grpo.groups import EpochRepeatSampler, group_permutation, micro_batches
+from trl_fsdp_qlora.trainers.groups import EpochRepeatSampler, group_permutation, micro_batches
 
 
 @given(rows=st.integers(1, 60), group=st.integers(2, 9), offset=st.integers(0, 100))

@@ -17,7 +17,7 @@ from ..prefix_sharing.prefix_cache import CannotKeep
 from ..prefix_sharing.sharing import PromptSharing, install_sharing
 from ..scoring.contexts import fill_masked_rows, share_values
 from ..scoring.token_selection import weight_gradient
-from .step import StepScores
+from .step_scores import StepScores
 
 LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 # Arguments that TRL's pass takes from a batch in addition to ids and masks.

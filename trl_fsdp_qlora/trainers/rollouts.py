@@ -17,9 +17,9 @@ from ..run.input_checks import too_long
 from ..telemetry.phases import token_counts
 from ..telemetry.unscored import ScoredCompletions
 from .groups import EpochRepeatSampler, micro_batches
+from .lifecycle import EfficientTraining
 from .scoring import PackedScoring, batch_of, padded_batch
-from .step import StepScores
-from .training import EfficientTraining
+from .step_scores import StepScores
 
 logger = get_logger(__name__)
 
