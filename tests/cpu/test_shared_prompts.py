@@ -13,7 +13,7 @@ from trl_fsdp_qlora.compat.transformers import CACHE
 from trl_fsdp_qlora.cpu.shared_prompts import SharedPrompts
 from trl_fsdp_qlora.decode import decoding as decoding_module
 from trl_fsdp_qlora.decode.decoding import Decoding, distinct_rows
-from trl_fsdp_qlora.prefix_sharing.attention import install
+from trl_fsdp_qlora.prefix_sharing.attention.layers import install
 
 # Logits of about 5 after four layers of sums in another order; a key too many or too few moves them by tenths.
 ROUNDING = 2e-5

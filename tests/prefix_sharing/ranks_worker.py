@@ -28,8 +28,9 @@ from tests.prefix_sharing.helpers import (
     stock_log_probs,
     with_stock_head,
 )
-from trl_fsdp_qlora.prefix_sharing import PrefixSharingError, cascade
-from trl_fsdp_qlora.prefix_sharing.recurrent import recurrent_layers
+from trl_fsdp_qlora.prefix_sharing import PrefixSharingError
+from trl_fsdp_qlora.prefix_sharing.attention import cascade
+from trl_fsdp_qlora.prefix_sharing.recurrent.layers import recurrent_layers
 
 
 def wrapped(wrapper, model):

@@ -9,7 +9,9 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from trl_fsdp_qlora.compat import triton_kernels
 from trl_fsdp_qlora.compat.triton_kernels import interpreted, launch
-from trl_fsdp_qlora.prefix_sharing import attention, cascade, recurrent, two_part
+from trl_fsdp_qlora.prefix_sharing.attention import cascade, two_part
+from trl_fsdp_qlora.prefix_sharing.attention import layers as attention
+from trl_fsdp_qlora.prefix_sharing.recurrent import layers as recurrent
 
 from .helpers import completion_labels, every_level_made, make_batch, pack
 

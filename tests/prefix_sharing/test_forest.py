@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_fsdp_qlora.prefix_sharing import attention
 from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
+from trl_fsdp_qlora.prefix_sharing.attention import layers as attention
+from trl_fsdp_qlora.prefix_sharing.attention.cascade import _whole_ancestors
 from trl_fsdp_qlora.prefix_sharing.batch import UnpackableBatch, read_batch
-from trl_fsdp_qlora.prefix_sharing.cascade import _whole_ancestors
 from trl_fsdp_qlora.prefix_sharing.forest import build_forest
 from trl_fsdp_qlora.prefix_sharing.passes import cut_rows
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from trl_fsdp_qlora.prefix_sharing import cascade, forest, passes, row
+from trl_fsdp_qlora.prefix_sharing import forest, passes, row
+from trl_fsdp_qlora.prefix_sharing.attention import cascade
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
 

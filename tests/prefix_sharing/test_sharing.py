@@ -17,9 +17,10 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from tests.tiny import lora
 from trl_fsdp_qlora import share_prompts
-from trl_fsdp_qlora.prefix_sharing import PrefixSharingError, cascade, row, two_part
+from trl_fsdp_qlora.prefix_sharing import PrefixSharingError, row
 from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
-from trl_fsdp_qlora.prefix_sharing.recurrent import recurrent_layers
+from trl_fsdp_qlora.prefix_sharing.attention import cascade, two_part
+from trl_fsdp_qlora.prefix_sharing.recurrent.layers import recurrent_layers
 from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
 
 from .helpers import (

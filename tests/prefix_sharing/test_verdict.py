@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.distributed.launch import launch
 from tests.tiny import lora
-from trl_fsdp_qlora.prefix_sharing import cascade
 from trl_fsdp_qlora.prefix_sharing import verdict as verdict_module
+from trl_fsdp_qlora.prefix_sharing.attention import cascade
 from trl_fsdp_qlora.prefix_sharing.row import PackedRow
 from trl_fsdp_qlora.prefix_sharing.verdict import compares_gradients, statistics, verdict
 

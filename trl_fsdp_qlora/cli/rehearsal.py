@@ -27,7 +27,7 @@ import trl_fsdp_qlora
 
 from ..compat.transformers import model_class
 from ..planning.model import keep_layers
-from ..prefix_sharing.support import layer_types
+from ..prefix_sharing.facts import layer_types
 from ..recipe.arguments import ScriptArguments
 from ..recipe.checks import read_config
 from ..recipe.runner import build_trainer, load_processing

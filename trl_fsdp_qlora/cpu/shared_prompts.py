@@ -18,7 +18,8 @@ from transformers.cache_utils import DynamicLayer
 from ..compat.generation import prepares_inputs_itself
 from ..compat.transformers import CACHE
 from ..decode.cache import PreallocatedLayer, without_padding
-from ..prefix_sharing.attention import (
+from ..prefix_sharing.attention.cascade import merge
+from ..prefix_sharing.attention.layers import (
     NEUTRAL,
     PREFIX,
     UnsupportedAttention,
@@ -26,9 +27,8 @@ from ..prefix_sharing.attention import (
     own_attention_function,
     use_in_decoder,
 )
-from ..prefix_sharing.cascade import merge
+from ..prefix_sharing.facts import position_limit, unsupported_reason
 from ..prefix_sharing.images import PER_IMAGE, PER_TOKEN
-from ..prefix_sharing.support import position_limit, unsupported_reason
 
 _NAME = "shared_prompts_"
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -12,8 +12,8 @@ from transformers.cache_utils import DynamicLayer
 
 from ..compat.generation import prefill, prepares_inputs_itself, unfinished
 from ..compat.transformers import CACHE
+from ..prefix_sharing.facts import layer_types, position_limit, unsupported_reason
 from ..prefix_sharing.relative_positions import sees_distances
-from ..prefix_sharing.support import layer_types, position_limit, unsupported_reason
 
 # A beginning is prefilled on its own only if that saves this many tokens, because it costs one more forward.
 _MIN_SAVED_TOKENS = 256

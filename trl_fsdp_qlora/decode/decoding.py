@@ -41,8 +41,8 @@ from ..compat.transformers import CACHE, CACHE_NAMES
 from ..compat.trl import images_by_row
 from ..cpu.linear import fast_linears
 from ..cpu.shared_prompts import PrefillWatch, SharedPrompts, watched_attention
+from ..prefix_sharing.facts import keeps_states_itself, position_limit
 from ..prefix_sharing.images import PER_IMAGE, PER_TOKEN, Images
-from ..prefix_sharing.support import keeps_states_itself, position_limit
 from ..scoring.transfer import widest_float
 from .cache import take_rows, unrepeatable, without_padding
 from .common_beginning import prefill_beginning

@@ -74,7 +74,7 @@ class FourBitLinear(nn.Linear):
 
 
 class FlashAttention(torch.autograd.Function):
-    """Flash attention, also in two parts (`prefix_sharing.cascade`). It keeps q, k, v, the output and its log-sum-exp.
+    """Flash attention, also in two parts (`attention/cascade.py`). It keeps q, k, v, the output and its log-sum-exp.
 
     Queries are `(B, H, T, D)`, keys and values `(B, H_kv, T, D)`, the output `(B, T, H, D)`.
     """

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from ..compat.fsdp import forget_forward
-from .attention import UnsupportedAttention
+from .attention.layers import UnsupportedAttention
 from .batch import IGNORED_LABEL, Batch, Sequences, UnpackableBatch
 from .dropout import attention_reason, without_dropout
 from .forest import sort_by_prefix

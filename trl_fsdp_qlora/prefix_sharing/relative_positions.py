@@ -11,7 +11,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from .support import stock_positions
+from .facts import stock_positions
 
 # Folders of transformers' models. For each a small model in float64 with random norms gave the same hidden states
 # after all positions were moved by 1, 7, 3,000 and 40,000 (docs/LOG.md, 2026-11-26). `test_relative_positions.py` does
@@ -30,7 +30,7 @@ starcoder2 step3p7 vaultgemma youtu zamba2
 """
 FAMILIES = frozenset(_FAMILIES.split())
 # Rotary settings whose tables depend on the position alone, and multiply queries and keys by no more than a constant.
-# Tables that change with the longest row are dealt with by `support.position_limit`.
+# Tables that change with the longest row are dealt with by `facts.position_limit`.
 _ROTARY_SETTINGS = """
 attention_factor beta_fast beta_slow factor high_freq_factor long_factor low_freq_factor max_position_embeddings
 mrope_interleaved mrope_section mscale mscale_all_dim original_max_position_embeddings partial_rotary_factor

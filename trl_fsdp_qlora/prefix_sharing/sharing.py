@@ -32,8 +32,8 @@ from ..compat.trl import FusedCausalLMOutput, FusedHead, add_fused_lm_head, fuse
 from ..errors import UserError
 from ..scoring.logprobs import score_with_head
 from ..scoring.transfer import to_device, to_host
-from . import support
-from .attention import BACKENDS, UnsupportedAttention, can_nest, install, original_attention
+from . import facts
+from .attention.layers import BACKENDS, UnsupportedAttention, can_nest, install, original_attention
 from .batch import IGNORED_LABEL, Batch, Sequences, UnpackableBatch, decode, encode
 from .dropout import noise_reason, other_dropout
 from .first_pass import ComparedPass, Comparison
@@ -42,8 +42,8 @@ from .images import Images
 from .passes import Forward, PassSchedule, StepPlan, cut_rows
 from .prefix_cache import CannotKeep, keeps_no_graph
 from .ranks import is_sharded, reduced_over_ranks
-from .recurrent import SHORTEST, gathered_per_call, recurrent_layers
-from .recurrent import install as install_recurrent
+from .recurrent.layers import SHORTEST, gathered_per_call, recurrent_layers
+from .recurrent.layers import install as install_recurrent
 from .relative_positions import sees_distances
 from .router_loss import router_loss, router_sums
 from .row import PackedRow, lay_out
@@ -262,25 +262,25 @@ class PromptSharing:
     def _prepare(self) -> None:
         """Install layers for packed rows, and keep what passes have to know about the model."""
         base = self.base
-        reason = support.unsupported_reason(base)
+        reason = facts.unsupported_reason(base)
         if reason is not None:
             raise UnsupportedAttention(reason)
         install(base)
         install_recurrent(base)
         self.recurrent = bool(recurrent_layers(base))
-        attention_layers = support.attention_layers(base)
+        attention_layers = facts.attention_layers(base)
         self.layers = attention_layers + len(recurrent_layers(base))
         self.layer_types: set[str] = set()
         if attention_layers:
-            self.layer_types.update(support.layer_types(base.config.get_text_config(decoder=True)))
+            self.layer_types.update(facts.layer_types(base.config.get_text_config(decoder=True)))
         self.images = Images(base)
-        self.position_limit = support.position_limit(base)
-        self.takes_positions = support.takes_positions(base)
-        self.stock_positions = support.stock_positions(base)
+        self.position_limit = facts.position_limit(base)
+        self.takes_positions = facts.takes_positions(base)
+        self.stock_positions = facts.stock_positions(base)
         self.sees_distances = sees_distances(base)
         self.hidden_size = base.config.get_text_config().hidden_size
         self._is_prepared = True
-        self._stamp = support.stamp(base)
+        self._stamp = facts.stamp(base)
 
     @_not_compiled
     def read_again(self) -> None:
@@ -288,7 +288,7 @@ class PromptSharing:
 
         A change is another attention implementation, an adapter or a wrapper. All ranks make the same changes.
         """
-        if not self.is_active or support.stamp(self.base) == self._stamp:
+        if not self.is_active or facts.stamp(self.base) == self._stamp:
             return
         self.comparison.checked.clear()
         try:

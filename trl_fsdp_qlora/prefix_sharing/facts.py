@@ -10,7 +10,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from ..compat.transformers import cache_name
 from .dropout import attention_reason
-from .recurrent import goes_on_from_a_state, recurrent_layers
+from .recurrent.layers import goes_on_from_a_state, recurrent_layers
 
 # Transformers' names for the layers of a decoder: with attention, with both, with a recurrent state, with neither.
 _ATTENTION = {"full_attention", "sliding_attention", "indexed_attention"}

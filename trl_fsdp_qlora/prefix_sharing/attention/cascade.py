@@ -27,11 +27,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..compat.triton_kernels import jit, launch, runs, tl
-from ..scoring.transfer import to_device
-from .forest import Forest
-from .row import PackedRow
-from .segments import PaddedSegments, Run, cumulative, join, padded_batches
+from ...compat.triton_kernels import jit, launch, runs, tl
+from ...scoring.transfer import to_device
+from ..forest import Forest
+from ..row import PackedRow
+from ..segments import PaddedSegments, Run, cumulative, join, padded_batches
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -69,7 +69,7 @@ def refuses(call) -> str | None:
 
 
 def attend(call) -> torch.Tensor:
-    """Attention output `(1, T, H, D)` of an [`attention.AttentionCall`]."""
+    """Attention output `(1, T, H, D)` of an [`layers.AttentionCall`]."""
     # Autocast has no effect on a custom function, so its cast for `scaled_dot_product_attention` is done here.
     dtype = _compute_dtype(call.query)
     q, k, v = (x.to(dtype) for x in (call.query, call.key, call.value))

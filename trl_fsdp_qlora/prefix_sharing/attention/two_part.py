@@ -12,9 +12,9 @@ import itertools
 import numpy as np
 import torch
 
-from ..compat.transformers import is_flash
-from .row import PackedRow
-from .segments import PaddedSegments, Run, additive, equal_runs, join, padded_batches
+from ...compat.transformers import is_flash
+from ..row import PackedRow
+from ..segments import PaddedSegments, Run, additive, equal_runs, join, padded_batches
 
 _MASKED_BASES = ("sdpa", "eager")
 
@@ -27,7 +27,7 @@ def refuses(call) -> str | None:
 
 
 def attend(call) -> torch.Tensor:
-    """Attention output `(1, T, H, D_v)` of an [`attention.AttentionCall`]."""
+    """Attention output `(1, T, H, D_v)` of an [`layers.AttentionCall`]."""
     parts = []
     for path, batch in _batches(call.packed_row, call.query.device):
         if path:

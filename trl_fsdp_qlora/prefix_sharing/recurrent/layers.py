@@ -23,13 +23,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from ..compat.transformers import cache_name
-from ..scoring.transfer import to_device
-from .forest import Forest
-from .problems import record_problem
-from .row import PackedRow
-from .row_mask import RowMask
-from .segments import TOKENS_PER_CALL, equal_runs, join
+from ...compat.transformers import cache_name
+from ...scoring.transfer import to_device
+from ..forest import Forest
+from ..problems import record_problem
+from ..row import PackedRow
+from ..row_mask import RowMask
+from ..segments import TOKENS_PER_CALL, equal_runs, join
 
 # A layer that calls one of these keeps a state in its cache.
 _KEEPS_A_STATE = {"update_conv_state", "update_recurrent_state"}

@@ -16,15 +16,15 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..compat.transformers import attention_named, is_flash, name_without_flash
-from ..scoring.transfer import to_device
+from ...compat.transformers import attention_named, is_flash, name_without_flash
+from ...scoring.transfer import to_device
+from ..facts import attention_layers, layer_types
+from ..problems import record_problem
+from ..recurrent.layers import names_in_code
+from ..row import PackedRow
+from ..row_mask import RowMask
+from ..segments import additive
 from . import cascade, two_part
-from .problems import record_problem
-from .recurrent import names_in_code
-from .row import PackedRow
-from .row_mask import RowMask
-from .segments import additive
-from .support import attention_layers, layer_types
 
 PREFIX = "prefix_sharing_"
 # The model's own implementation, by the name that `install` registered on top of it.

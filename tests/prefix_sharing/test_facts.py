@@ -14,7 +14,7 @@ from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.prefix_sharing import PrefixSharingError
 from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
 from trl_fsdp_qlora.prefix_sharing.dropout import attention_reason, draws, other_dropout, without_dropout
-from trl_fsdp_qlora.prefix_sharing.support import position_limit
+from trl_fsdp_qlora.prefix_sharing.facts import position_limit
 
 from .helpers import (
     COMPLETION,
