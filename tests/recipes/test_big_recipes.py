@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 pytest.importorskip("bitsandbytes")
 
-from tests.prefix_sharing.helpers import build, sees, small
+from tests.prefix_sharing.helpers import build, small
 from tests.tiny import these_first
 from trl_fsdp_qlora.planning import plan_vs_actual
 from trl_fsdp_qlora.small_base.text import character_tokenizer
@@ -18,14 +18,10 @@ from .conftest import RECIPES
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 DENSE = ATTENTION | {"gate_proj", "up_proj", "down_proj"}
-DELTA_RULE = {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"}
-QWEN3_5 = (sees, "Qwen3_5", {"layer_types": ["linear_attention", "full_attention"]}, DENSE | DELTA_RULE)
 # The class, what it has of its own, and what LoRA adapts.
 ARCHITECTURES = {
-    "Qwen2.5-32B-Instruct": (small, "Qwen2", {}, DENSE),
     "Llama-3.1-70B-Instruct": (small, "Llama", {}, DENSE),
     "Qwen3-30B-A3B-Instruct": (small, "Qwen3Moe", {}, ATTENTION),
-    "Qwen3.5-4B": QWEN3_5,
 }
 PATHS = sorted(path for name in ARCHITECTURES for path in (RECIPES / name).glob("*/*.yaml"))
 

@@ -117,7 +117,7 @@ def test_a_broken_or_missing_picture_is_named_by_its_row(tmp_path):
 
 def test_a_model_that_takes_no_images(folder, called, capsys):
     save_tiny_model(folder / "text")
-    path = RECIPES / "Qwen2.5-VL-3B-Instruct/grpo_vision/config_shapes.yaml"
+    path = RECIPES / "small-base/grpo_vision/config_shapes.yaml"
     with pytest.raises(SystemExit) as ended:
         called("grpo", f"--config {path} {QUICK} --model_name_or_path text")
     assert ended.value.code == 2

@@ -13,10 +13,10 @@ from ..run.one_line import OneLineParser
 from ..run.resources import accelerate_config, accelerate_config_names, resource_folder
 
 _FIELD = re.compile(r"#\s(?P<field>hardware|launch|memory|expect)\s+(?P<text>.*)")
-_NEVER = re.compile(r"\bnever run\b|\bnot measured here\b", re.IGNORECASE)
-_SHORTENED = re.compile(r"\brun once\b.*\bshortened\b", re.IGNORECASE)
+# How the text under `expect` begins: with figures, with figures of a shorter run, or with none.
+_WAS_RUN = re.compile(r"run, shortened|run|planned, never run")
 _LEGEND = """
-run: whether it ran here as it stands, shortened, or never; `recipes NAME` prints one with what to expect of it,
+run: whether it ran here as it stands, shortened, or is planned; `recipes NAME` prints one with what to expect of it,
 `recipes NAME --copy` puts one here to edit, `COMMAND --config NAME` runs it as it is."""
 
 
@@ -55,15 +55,9 @@ def all_recipes() -> list[Recipe]:
             (name for name in ("t_spmo", "a_star_po", "rloo", "dpo", "sft") if path.parent.name.startswith(name)),
             "grpo",
         )
-        expected = f"{head['']} {head.get('hardware', '')} {head.get('expect', '')}"
-        was_run = "yes"
-        if _NEVER.search(expected):
-            was_run = "never"
-        elif _SHORTENED.search(expected):
-            was_run = "shortened"
-        hardware = re.sub(r"\s*\((?=[^)]*never run)[^)]*\)", "", head.get("hardware", "not known"))
+        was_run = _WAS_RUN.match(head["expect"])[0]
         name = recipe_name(path.relative_to(root).as_posix())
-        recipes.append(Recipe(name, path, command.replace("_", "-"), hardware, was_run))
+        recipes.append(Recipe(name, path, command.replace("_", "-"), head["hardware"], was_run))
     return recipes
 
 
