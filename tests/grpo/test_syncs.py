@@ -8,6 +8,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -180,7 +181,9 @@ def waits(tmp_path_factory):
             # Completions of a small vocabulary begin alike, so rows nest wherever that may cost anything.
             # A pass of several micro-batches is no dense row, so each computes its own prompts.
             run = make(folder, TSPMOTrainer, TSPMOConfig, layers, tokens_per_pass=0)
-            run.sharing.hidden_size = 1e9  # as if a token cost as much as so many pairs
+            run.sharing.facts = replace(
+                run.sharing.facts, hidden_size=1e9
+            )  # as if a token cost as much as so many pairs
         else:
             both = (GRPOTrainer, GRPOConfig) if feature is None else (EfficientGRPOTrainer, EfficientGRPOConfig)
             run = make(folder, *both, layers, **settings, **also)

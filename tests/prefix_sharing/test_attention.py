@@ -9,9 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from trl_fsdp_qlora.compat import triton_kernels
 from trl_fsdp_qlora.compat.triton_kernels import interpreted, launch
-from trl_fsdp_qlora.prefix_sharing.attention import cascade, two_part
-from trl_fsdp_qlora.prefix_sharing.attention import layers as attention
-from trl_fsdp_qlora.prefix_sharing.recurrent import layers as recurrent
+from trl_fsdp_qlora.prefix_sharing.attention import cascade, tree, two_part
+from trl_fsdp_qlora.prefix_sharing.recurrent import level_by_level
 
 from .helpers import completion_labels, every_level_made, make_batch, pack
 
@@ -316,8 +315,8 @@ def test_layers_on_two_devices_get_tensors_of_their_own():
             two_part._mask(call, 2, 4, call.query),
             cascade._CudaKernels._calls(layout, device, None),
             cascade._CudaKernels._calls(layout, device, 3),
-            recurrent._plan(layout, device),
-            attention.tree_mask(SimpleNamespace(**vars(call) | {"packed_row": dense}), 0, 3),
+            level_by_level._plan(layout, device),
+            tree.tree_mask(SimpleNamespace(**vars(call) | {"packed_row": dense}), 0, 3),
         ]
         for part in derived:
             kept = tensors(part)
@@ -328,7 +327,9 @@ def refusal_on_cuda(size, capability, monkeypatch, dtype=torch.float16, value_si
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     query = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 4, 8, size))
     value = SimpleNamespace(shape=(1, 4, 8, value_size or size))
-    return cascade.refuses(SimpleNamespace(query=query, value=value, window=None, softcap=None, sinks=None))
+    return cascade.refuses(
+        SimpleNamespace(query=query, value=value, window=None, softcap=None, sinks=None, own_masks={})
+    )
 
 
 @pytest.mark.parametrize(("capability", "served"), [((7, 5), False), ((8, 0), True)])

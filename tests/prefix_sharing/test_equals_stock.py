@@ -12,7 +12,7 @@ from trl import GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.prefix_sharing import PrefixSharingError
-from trl_fsdp_qlora.prefix_sharing.attention.layers import UnsupportedAttention
+from trl_fsdp_qlora.prefix_sharing.attention.call import UnsupportedAttention
 
 from .helpers import (
     COMPLETION,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
-from trl_fsdp_qlora.prefix_sharing.attention import layers as attention
+from trl_fsdp_qlora.prefix_sharing.attention import tree
 from trl_fsdp_qlora.prefix_sharing.attention.cascade import _whole_ancestors
 from trl_fsdp_qlora.prefix_sharing.batch import UnpackableBatch, read_batch
 from trl_fsdp_qlora.prefix_sharing.forest import build_forest
@@ -371,7 +371,7 @@ def test_masks_of_dense_rows_equal_the_rule_pair_by_pair(window):
     for start, length in zip(forest.starts.tolist(), forest.lengths.tolist(), strict=True):
         part = slice(start, start + length)
         call = SimpleNamespace(packed_row=layout, window=window, query=torch.zeros(1))
-        assert torch.equal(attention.tree_mask(call, start, length)[0, 0] == 0, expected[part, part])
+        assert torch.equal(tree.tree_mask(call, start, length)[0, 0] == 0, expected[part, part])
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

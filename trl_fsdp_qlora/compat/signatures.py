@@ -1,5 +1,6 @@
-"""Comparing borrowed functions with the signatures they were written for."""
+"""Comparing borrowed functions with the signatures they were written for, and reading what code calls."""
 
+import functools
 import inspect
 from operator import attrgetter
 from typing import Any
@@ -32,3 +33,17 @@ def _takes(signature: inspect.Signature, names: list[str]) -> bool:
     except TypeError:
         return False
     return True
+
+
+@functools.cache
+def names_in_code(cls: type) -> frozenset[str]:
+    """Returns the names that the methods of `cls` look up, and the keywords of their function calls."""
+    names: set[str] = set()
+    for base in cls.__mro__:
+        for function in filter(inspect.isfunction, vars(base).values()):
+            code = inspect.unwrap(function).__code__
+            names.update(code.co_names)
+            for constant in code.co_consts:
+                if isinstance(constant, tuple):  # keywords of a call
+                    names.update(constant)
+    return frozenset(names)

@@ -18,17 +18,12 @@ from transformers.cache_utils import DynamicLayer
 from ..compat.generation import prepares_inputs_itself
 from ..compat.transformers import CACHE
 from ..decode.cache import PreallocatedLayer, without_padding
+from ..prefix_sharing.attention.call import NEUTRAL, UnsupportedAttention
 from ..prefix_sharing.attention.cascade import merge
-from ..prefix_sharing.attention.layers import (
-    NEUTRAL,
-    PREFIX,
-    UnsupportedAttention,
-    no_mask,
-    own_attention_function,
-    use_in_decoder,
-)
+from ..prefix_sharing.attention.implementation import PREFIX, own_attention_function, use_in_decoder
 from ..prefix_sharing.facts import position_limit, unsupported_reason
 from ..prefix_sharing.images import PER_IMAGE, PER_TOKEN
+from ..prefix_sharing.row_mask import no_mask
 
 _NAME = "shared_prompts_"
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

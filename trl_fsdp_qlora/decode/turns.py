@@ -31,7 +31,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from ..compat.trl import images_by_row, rows_of_images
 from ..prefix_sharing.facts import position_limit
 from ..prefix_sharing.images import PER_IMAGE, fingerprints
-from ..prefix_sharing.recurrent.layers import goes_on_from_a_state, recurrent_layers
+from ..prefix_sharing.recurrent.kinds import goes_on_from_a_state, recurrent_layers
 
 logger = get_logger(__name__)
 

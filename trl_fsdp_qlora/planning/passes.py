@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from ..prefix_sharing.facts import keeps_keys, layer_types
 from ..prefix_sharing.prefix_cache import CacheView, PrefixCache
-from ..prefix_sharing.recurrent.layers import goes_on_from_a_state, recurrent_layers, state_bytes
+from ..prefix_sharing.recurrent.kinds import goes_on_from_a_state, recurrent_layers, state_bytes
 from ..prefix_sharing.verdict import ROWS_HALF
 from ..scoring.logprobs import VOCABULARY_TILE, choose_head_kernel
 from . import fake_ops

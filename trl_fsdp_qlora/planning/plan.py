@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from ..fsdp2_qlora.generation import FREE_SHARE
 from ..prefix_sharing.facts import keeps_keys, layer_types
-from ..prefix_sharing.recurrent.layers import recurrent_layers, state_bytes
+from ..prefix_sharing.recurrent.kinds import recurrent_layers, state_bytes
 from ..recipe.checks import read_config
 from ..run.plain import counted
 from . import model, passes

@@ -1,31 +1,103 @@
-"""Decide from a model itself whether it can be computed on a packed row; the first pass is compared in any case."""
+"""What a model is, as far as packed passes have to know it: [`ModelFacts`], read once.
+
+[`read_facts`] reads a model's config, its modules and the tables of kinds (`attention/`, `recurrent/`,
+`relative_positions.py`). A model with something that no table has runs as in stock TRL, for the reason that
+[`unsupported_reason`] returns. The first pass of each kind is compared with stock's in any case.
+
+Windows, softcaps, sinks and the scale of attention are not among the facts: each layer passes them with its call,
+see [`attention.layers.AttentionCall`].
+"""
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from ..compat.transformers import cache_name
+from .attention.backends import LAYER_TYPES as ATTENTION
+from .attention.implementation import implementation_of
 from .dropout import attention_reason
-from .recurrent.layers import goes_on_from_a_state, recurrent_layers
+from .recurrent.kinds import LAYER_TYPES as RECURRENT
+from .recurrent.kinds import kind_of, recurrent_layers
+from .recurrent.level_by_level import SHORTEST
+from .relative_positions import sees_distances, stock_positions
 
-# Transformers' names for the layers of a decoder: with attention, with both, with a recurrent state, with neither.
-_ATTENTION = {"full_attention", "sliding_attention", "indexed_attention"}
+# Transformers' names for layers of a decoder with both, and with neither.
 _BOTH = {"hybrid", "hybrid_sliding"}
-_RECURRENT = {"linear_attention", "conv"}
 _NEITHER = {"mlp", "moe"}
 # Values of `use_bidirectional_attention`; "vision" attends in both directions inside an image only.
 _CAUSAL_TEXT = (None, False, "vision")
 
 
+@dataclass(frozen=True, eq=False)
+class ModelFacts:
+    """What packed passes have to know about a causal language model, see [`read_facts`].
+
+    Attributes:
+        stamp: see [`stamp`]; if the model's is another one, the facts have to be read again.
+        attention_layers, recurrent_layers: numbers of layers that one forward runs.
+        mask_names: names under which the model looks up the masks of its kinds of layers, if it has attention layers.
+        shortest_segment: the smallest number of tokens of a segment that others may go on from.
+        position_limit: see [`position_limit`].
+        takes_positions: whether positions are an argument of the model.
+        stock_positions: see [`relative_positions.stock_positions`].
+        sees_distances: whether only differences of positions are known to matter, see `relative_positions.py`.
+        hidden_size: width of the hidden states.
+    """
+
+    stamp: int
+    attention_layers: int
+    recurrent_layers: int
+    mask_names: frozenset[str]
+    shortest_segment: int
+    position_limit: float
+    takes_positions: bool
+    stock_positions: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
+    sees_distances: bool
+    hidden_size: int
+
+    @property
+    def layers(self) -> int:
+        """Number of layers that know of packed rows."""
+        return self.attention_layers + self.recurrent_layers
+
+    @property
+    def is_recurrent(self) -> bool:
+        return self.recurrent_layers > 0
+
+
+def read_facts(model: PreTrainedModel) -> ModelFacts:
+    """Returns the facts about `model`, a language model without wrappers that can use packed rows."""
+    text = model.config.get_text_config(decoder=True)
+    attention = attention_layers(model)
+    recurrent = recurrent_layers(model)
+    mask_names = frozenset()
+    if attention:
+        mask_names = frozenset(layer_types(text))
+        if recurrent:
+            mask_names = mask_names | ATTENTION | RECURRENT
+    return ModelFacts(
+        stamp=stamp(model),
+        attention_layers=attention,
+        recurrent_layers=len(recurrent),
+        mask_names=mask_names,
+        shortest_segment=SHORTEST if recurrent else 1,
+        position_limit=position_limit(model),
+        takes_positions=takes_positions(model),
+        stock_positions=stock_positions(model),
+        sees_distances=sees_distances(model),
+        hidden_size=model.config.get_text_config().hidden_size,
+    )
+
+
 def unsupported_reason(model: PreTrainedModel) -> str | None:
     """The reason why `model` (a language model without wrappers) cannot use packed rows, or `None`."""
-    config = getattr(model, "config", None)
-    if not isinstance(model, PreTrainedModel) or config is None:
+    if not isinstance(model, PreTrainedModel):
         return f"{type(model).__name__} is not a transformers model"
+    config = model.config
     name = config.model_type
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder or text.is_encoder_decoder:
@@ -33,16 +105,22 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
     layers_reason = _layers_reason(model, text)
     if layers_reason is not None:
         return layers_reason
-    if getattr(text, "alibi", False):
+    if _setting(text, "alibi"):
         return f"{name} adds ALiBi biases by distance in the row"
-    if not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", None) not in _CAUSAL_TEXT:
+    is_causal = _setting(text, "is_causal", True) and _setting(text, "use_bidirectional_attention") in _CAUSAL_TEXT
+    if not is_causal:
         return f"{name} attends in both directions"
     if attention_layers(model) and not takes_positions(model):
         return f"{name} takes no position_ids"
     return attention_reason(model)
 
 
-def stamp(model: nn.Module) -> int:
+def _setting(config: PreTrainedConfig, name: str, default: Any = None) -> Any:
+    """A setting that some configs have and others do not."""
+    return getattr(config, name, default)
+
+
+def stamp(model: PreTrainedModel) -> int:
     """A number that changes if what the facts about `model` were read from changes.
 
     It changes with the attention implementation, with modules that are added or replaced (an adapter, torch's
@@ -50,7 +128,7 @@ def stamp(model: nn.Module) -> int:
     """
     modules = model.modules()
     next(modules)  # the model's own forward is ours
-    facts = [getattr(model.get_decoder(), "config", model.config)._attn_implementation]
+    facts: list[Any] = [implementation_of(model)]
     for module in modules:
         facts += [type(module), vars(module).get("forward")]
     return hash(tuple(facts))
@@ -60,7 +138,7 @@ def _layers_reason(model: PreTrainedModel, text: PreTrainedConfig) -> str | None
     """The reason why the layers of `model` cannot be computed on packed rows, or `None`."""
     name = model.config.model_type
     types = layer_types(text)
-    unknown_types = sorted(set(types) - _ATTENTION - _BOTH - _RECURRENT - _NEITHER)
+    unknown_types = sorted(set(types) - ATTENTION - _BOTH - RECURRENT - _NEITHER)
     if unknown_types:
         return f"{name} has {', '.join(unknown_types)} layers, whose masks are their own"
     if keeps_states_itself(model):
@@ -68,29 +146,31 @@ def _layers_reason(model: PreTrainedModel, text: PreTrainedConfig) -> str | None
             f"{name} has recurrent layers that do not keep their state in transformers' cache; it would run on from "
             "one completion into the next"
         )
-    for module in recurrent_layers(model):
-        # Transformers' Mamba-1 begins its scan at zero.
-        if not goes_on_from_a_state(type(module)):
-            return f"{type(module).__name__} goes on from no state"
-    unknown = [type(module).__name__ for module in recurrent_layers(model) if cache_name(type(module)) is None]
-    return f"{unknown[0]} takes its cache under a name that is not known" if unknown else None
+    for layer_class in {type(module) for module in recurrent_layers(model)}:
+        kind = kind_of(layer_class)
+        if kind is None:
+            return f"{layer_class.__name__} keeps a state, and its kind is not known"
+        if not kind.goes_on:
+            return f"{layer_class.__name__} goes on from no state"
+    return None
 
 
 def keeps_states_itself(model: PreTrainedModel) -> bool:
     """Whether recurrent layers keep states outside of transformers' cache, as RecurrentGemma does on its modules."""
     in_cache = {module.layer_idx for module in recurrent_layers(model)}
-    recurrent = sum(kind in _BOTH | _RECURRENT for kind in layer_types(model.config.get_text_config(decoder=True)))
-    return len(in_cache) < recurrent or (getattr(model, "_is_stateful", False) and not in_cache)
+    recurrent = sum(kind in _BOTH | RECURRENT for kind in layer_types(model.config.get_text_config(decoder=True)))
+    return len(in_cache) < recurrent or (model._is_stateful and not in_cache)
 
 
 def layer_types(text: PreTrainedConfig) -> list[str]:
     """The type of each layer of a decoder, by transformers' names."""
-    types = getattr(text, "layer_types", None)
+    types = _setting(text, "layer_types")
     if types is not None:
         return list(types)
     # With `decoder_layers` in a config, `num_hidden_layers` is the number of an encoder's layers.
-    if getattr(text, "decoder_layers", None) is not None:
-        return ["full_attention"] * text.decoder_layers
+    decoder_layers = _setting(text, "decoder_layers")
+    if decoder_layers is not None:
+        return ["full_attention"] * decoder_layers
     return get_layer_types_and_kwargs(text)[0]
 
 
@@ -101,13 +181,13 @@ def takes_positions(model: PreTrainedModel) -> bool:
 
 def keeps_keys(layer_type: str) -> bool:
     """Whether a layer of this type has keys and values in its cache."""
-    return layer_type not in _RECURRENT | _NEITHER
+    return layer_type not in RECURRENT | _NEITHER
 
 
 def attention_layers(model: PreTrainedModel) -> int:
     """Number of attention layers that one forward runs."""
     types = layer_types(model.config.get_text_config(decoder=True))
-    return sum(kind in _ATTENTION | _BOTH for kind in types)
+    return sum(kind in ATTENTION | _BOTH for kind in types)
 
 
 def position_limit(model: PreTrainedModel) -> float:
@@ -117,26 +197,10 @@ def position_limit(model: PreTrainedModel) -> float:
     position may be smaller than that of stock's padded rows.
     """
     config = model.config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = _setting(config, "rope_parameters") or {}
     tables = [value for value in rope.values() if isinstance(value, dict)] or [rope]  # one per type of layer, or one
     limits = [float("inf")]
     for table in tables:
         if table.get("rope_type") in ("dynamic", "longrope"):
             limits.append(table.get("original_max_position_embeddings") or config.max_position_embeddings)
     return min(limits)
-
-
-def stock_positions(model: PreTrainedModel) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """The function by which `model` derives positions `(B, L)` from ids and mask; `None` if it counts columns.
-
-    The model uses it if it gets no positions. OPT counts the tokens in the mask; RoBERTa, and models that are built
-    like it, count the tokens whose id is not that of the padding token.
-    """
-    for module in model.modules():
-        if hasattr(module, "create_position_ids_from_input_ids") and isinstance(
-            getattr(module, "position_embeddings", None), nn.Embedding
-        ):
-            return lambda ids, _mask: module.create_position_ids_from_input_ids(ids, module.padding_idx)
-    if "cumsum" in inspect.unwrap(type(model.get_decoder()).forward).__code__.co_names:
-        return lambda _ids, mask: mask.cumsum(1) * mask - 1
-    return None

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from ..compat.fsdp import forget_forward
-from .attention.layers import UnsupportedAttention
+from .attention.call import UnsupportedAttention
 from .batch import IGNORED_LABEL, Batch, Sequences, UnpackableBatch
 from .dropout import attention_reason, without_dropout
 from .forest import sort_by_prefix
@@ -237,7 +237,7 @@ class Comparison:
         count_here = max(2, min(ROWS_HALF if unit else ROWS_FP32, len(batch.input_ids)))
         (count,) = reduced_over_ranks([count_here], device)
         sampled = replace(batch.rows(sampled_rows(batch, int(count))), router_loss=False)
-        if self.sharing.sees_distances:
+        if self.sharing.facts.sees_distances:
             sampled = in_two_columns(sampled, self.sharing.images.token)
         sequences = self._try_to_read(sampled)
         is_packable = sequences is not None and bool(sequences.scored_BL.any())
@@ -316,8 +316,10 @@ class _Sample:
         rows = self._rows(part)
         values = self.forward(rows.arguments(), rehearsal=rehearsal, num_images=rows.num_images)
         calls = len(rehearsal.layer_calls)
-        if not calls or calls % self.sharing.layers:  # differential attention calls its function twice a layer
-            rehearsal.problems.append(f"prefix-aware layers ran {calls} times in a forward of {self.sharing.layers}")
+        if not calls or calls % self.sharing.facts.layers:  # differential attention calls its function twice a layer
+            rehearsal.problems.append(
+                f"prefix-aware layers ran {calls} times in a forward of {self.sharing.facts.layers}"
+            )
         if rehearsal.problems:
             raise UnsupportedAttention(rehearsal.problems[0])
         return values

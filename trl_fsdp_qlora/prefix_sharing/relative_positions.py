@@ -7,11 +7,13 @@ and in Beam positions that are further apart than a limit count as absolute ones
 begin in the same column share tokens.
 """
 
+import inspect
+from collections.abc import Callable
+
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
-
-from .facts import stock_positions
 
 # Folders of transformers' models. For each a small model in float64 with random norms gave the same hidden states
 # after all positions were moved by 1, 7, 3,000 and 40,000 (docs/LOG.md, 2026-11-26). `test_relative_positions.py` does
@@ -52,9 +54,25 @@ def sees_distances(model: PreTrainedModel) -> bool:
     return is_known and stock_positions(model) is None
 
 
-def family_of(module_class: type[torch.nn.Module]) -> str | None:
+def family_of(module_class: type[nn.Module]) -> str | None:
     """Returns the folder in transformers' `models` that has the code of a class; `None` if it is no code of theirs."""
     if issubclass(module_class, FSDPModule):  # FSDP2 puts a class of its own in front
         module_class = next(cls for cls in module_class.__mro__ if cls.__module__.startswith("transformers."))
     parts = module_class.__module__.split(".")
     return parts[2] if parts[:2] == ["transformers", "models"] else None
+
+
+def stock_positions(model: PreTrainedModel) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """The function by which `model` derives positions `(B, L)` from ids and mask; `None` if it counts columns.
+
+    The model uses it if it gets no positions. OPT counts the tokens in the mask; RoBERTa, and models that are built
+    like it, count the tokens whose id is not that of the padding token.
+    """
+    for module in model.modules():
+        if hasattr(module, "create_position_ids_from_input_ids") and isinstance(
+            getattr(module, "position_embeddings", None), nn.Embedding
+        ):
+            return lambda ids, _mask: module.create_position_ids_from_input_ids(ids, module.padding_idx)
+    if "cumsum" in inspect.unwrap(type(model.get_decoder()).forward).__code__.co_names:
+        return lambda _ids, mask: mask.cumsum(1) * mask - 1
+    return None

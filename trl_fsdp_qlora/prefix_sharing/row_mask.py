@@ -13,9 +13,6 @@ import torch
 
 from .row import PackedRow
 
-# Names under which models with several kinds of layers look up the masks.
-_KINDS = {"full_attention", "sliding_attention", "linear_attention", "conv"}
-
 
 class RowMask(torch.Tensor):
     """A mask that carries a packed row, `mask.packed_row`; its values say nothing.
@@ -44,22 +41,27 @@ def with_row(mask: torch.Tensor, packed_row: Any) -> RowMask:
     return mask
 
 
-def masks_of(packed_row: PackedRow, layer_types: set[str], is_recurrent: bool) -> RowMask | dict[str, RowMask]:
+def no_mask(device: torch.device) -> torch.Tensor:
+    """Returns a mask of four dimensions and one element, which transformers passes through unchanged.
+
+    Without a mask transformers would take positions that start again for separate sequences.
+    """
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
+def masks_of(packed_row: PackedRow, mask_names: frozenset[str], is_recurrent: bool) -> RowMask | dict[str, RowMask]:
     """Returns the attention mask by which each layer of a model gets a packed row.
 
     Args:
-        layout: the row.
-        layer_types: transformers' names of the model's kinds of layers, if it has attention layers; else empty.
-        is_recurrent: whether it has recurrent layers.
+        packed_row: the row.
+        mask_names, is_recurrent: see [`facts.ModelFacts`].
     """
     device = packed_row.input_ids.device
-    # transformers passes a mask of four dimensions through unchanged. Without any it would take positions that start
-    # again for separate sequences.
-    mask = with_row(torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device), packed_row)
+    mask = with_row(no_mask(device), packed_row)
     if not is_recurrent:
         return mask
-    if layer_types:
+    if mask_names:
         # A model with both kinds of layers takes a finished mask for each kind, as `generate` prepares them.
-        return dict.fromkeys(layer_types | _KINDS, mask)
+        return dict.fromkeys(mask_names, mask)
     # A model with recurrent layers alone may drop a mask of four dimensions, and a mask of ones.
     return with_row(torch.zeros(1, packed_row.tokens, dtype=torch.bool, device=device), packed_row)

@@ -32,19 +32,21 @@ from ..compat.trl import FusedCausalLMOutput, FusedHead, add_fused_lm_head, fuse
 from ..errors import UserError
 from ..scoring.logprobs import score_with_head
 from ..scoring.transfer import to_device, to_host
-from . import facts
-from .attention.layers import BACKENDS, UnsupportedAttention, can_nest, install, original_attention
+from .attention.backends import BACKENDS
+from .attention.call import UnsupportedAttention
+from .attention.implementation import can_nest, original_attention
+from .attention.layers import install
 from .batch import IGNORED_LABEL, Batch, Sequences, UnpackableBatch, decode, encode
 from .dropout import noise_reason, other_dropout
+from .facts import ModelFacts, read_facts, stamp, unsupported_reason
 from .first_pass import ComparedPass, Comparison
 from .forest import Forest, build_forest
 from .images import Images
 from .passes import Forward, PassSchedule, StepPlan, cut_rows
 from .prefix_cache import CannotKeep, keeps_no_graph
 from .ranks import is_sharded, reduced_over_ranks
-from .recurrent.layers import SHORTEST, gathered_per_call, recurrent_layers
+from .recurrent.layers import gathered_per_call
 from .recurrent.layers import install as install_recurrent
-from .relative_positions import sees_distances
 from .router_loss import router_loss, router_sums
 from .row import PackedRow, lay_out
 from .row_mask import masks_of
@@ -218,8 +220,7 @@ class PromptSharing:
         self.is_closed = False
         self.expects_images = False
         self.images_may_come = True
-        self._is_prepared = False
-        self._stamp: int | None = None
+        self.facts: ModelFacts | None = None
         self._cannot_keep: str | None = None
         self._logged: set[str] = set()
         self._own_forward = None
@@ -252,7 +253,7 @@ class PromptSharing:
             reason = looks_beyond_tokens(model)
             if reason is not None:
                 raise UnsupportedAttention(reason)
-            if not self._is_prepared:
+            if self.facts is None:
                 self._prepare()
         except (ValueError, ImportError) as error:
             # A named backend raises. Later passes run as in stock TRL in any case, because no layer was installed.
@@ -262,25 +263,13 @@ class PromptSharing:
     def _prepare(self) -> None:
         """Install layers for packed rows, and keep what passes have to know about the model."""
         base = self.base
-        reason = facts.unsupported_reason(base)
+        reason = unsupported_reason(base)
         if reason is not None:
             raise UnsupportedAttention(reason)
         install(base)
         install_recurrent(base)
-        self.recurrent = bool(recurrent_layers(base))
-        attention_layers = facts.attention_layers(base)
-        self.layers = attention_layers + len(recurrent_layers(base))
-        self.layer_types: set[str] = set()
-        if attention_layers:
-            self.layer_types.update(facts.layer_types(base.config.get_text_config(decoder=True)))
+        self.facts = read_facts(base)
         self.images = Images(base)
-        self.position_limit = facts.position_limit(base)
-        self.takes_positions = facts.takes_positions(base)
-        self.stock_positions = facts.stock_positions(base)
-        self.sees_distances = sees_distances(base)
-        self.hidden_size = base.config.get_text_config().hidden_size
-        self._is_prepared = True
-        self._stamp = facts.stamp(base)
 
     @_not_compiled
     def read_again(self) -> None:
@@ -288,7 +277,7 @@ class PromptSharing:
 
         A change is another attention implementation, an adapter or a wrapper. All ranks make the same changes.
         """
-        if not self.is_active or facts.stamp(self.base) == self._stamp:
+        if not self.is_active or stamp(self.base) == self.facts.stamp:
             return
         self.comparison.checked.clear()
         try:
@@ -396,7 +385,7 @@ class PromptSharing:
 
     def original_attention(self) -> contextlib.AbstractContextManager:
         """Inside this context the model has its own attention implementation, as generation expects it."""
-        return original_attention(self.base) if self._is_prepared else contextlib.nullcontext()
+        return original_attention(self.base) if self.facts is not None else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
@@ -777,8 +766,8 @@ class PromptSharing:
     def _read_together(self, batches: list[Batch]) -> Sequences:
         """Read batches of equal width on the host, as one."""
         width = batches[0].input_ids.shape[1]
-        if width > self.position_limit:
-            raise UnpackableBatch(f"rows of {width} positions switch the rotary tables at {self.position_limit}")
+        if width > self.facts.position_limit:
+            raise UnpackableBatch(f"rows of {width} positions switch the rotary tables at {self.facts.position_limit}")
         has_images = any(batch.has_images for batch in batches)
         if has_images and self.images.reason is not None:
             raise UnpackableBatch(self.images.reason)
@@ -792,7 +781,7 @@ class PromptSharing:
         if has_images:
             sequences.image_keys_B = self._image_keys(batches, sequences, received)
             self.images.mark(sequences)
-        if not self.sees_distances:
+        if not self.facts.sees_distances:
             # Rows that begin in different columns have different positions, so they must not share tokens.
             sequences.tokens_BL[:, 0] += sequences.offsets_B << 40
         return sequences
@@ -823,7 +812,7 @@ class PromptSharing:
             lengths_B = (np.arange(len(lengths_B)) == 0).astype(int)
         pairs_per_token = None
         if self.can_be_dense and not batch.has_images:
-            pairs_per_token = float("inf") if is_dense else _PAIRS_PER_TOKEN * self.hidden_size
+            pairs_per_token = float("inf") if is_dense else _PAIRS_PER_TOKEN * self.facts.hidden_size
         return build_forest(
             sequences.tokens_BL,
             lengths_B,
@@ -835,7 +824,7 @@ class PromptSharing:
     @property
     def _shortest(self) -> int:
         """The smallest number of tokens of a segment that others may go on from."""
-        return SHORTEST if self.recurrent else 1
+        return self.facts.shortest_segment
 
     @property
     def can_be_dense(self) -> bool:
@@ -843,7 +832,7 @@ class PromptSharing:
 
         Recurrent layers cannot: they do not keep a state at every token.
         """
-        return can_nest(self.base, self.attention) and not self.recurrent
+        return can_nest(self.base, self.attention) and not self.facts.is_recurrent
 
     @_not_compiled
     def _lay_out(
@@ -852,15 +841,15 @@ class PromptSharing:
         if forest is None:
             forest = self.build_forest(batch, sequences, is_dense=rehearsal is not None and rehearsal.is_dense)
         # transformers takes one token for a step of decoding, and gives recurrent layers no mask, so no row.
-        shortest = 2 if self.recurrent else 1
+        shortest = 2 if self.facts.is_recurrent else 1
         packed_row = lay_out(batch.input_ids, batch.labels, sequences, forest, shortest)
         packed_row.backend = self.attention
         if rehearsal is not None:
             packed_row.problems = rehearsal.problems
             packed_row.layer_calls = rehearsal.layer_calls
-        if self.stock_positions is not None:
+        if self.facts.stock_positions is not None:
             mask = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask
-            packed_row.position_ids = packed_row.take(self.stock_positions(batch.input_ids, mask))
+            packed_row.position_ids = packed_row.take(self.facts.stock_positions(batch.input_ids, mask))
         return packed_row
 
     @_but_for_the_model
@@ -872,9 +861,9 @@ class PromptSharing:
         All other hidden states are freed here, before the head needs memory.
         """
         arguments = {"input_ids": packed_row.input_ids, "use_cache": False}
-        if self.takes_positions:
+        if self.facts.takes_positions:
             arguments["position_ids"] = packed_row.position_ids
-        arguments["attention_mask"] = masks_of(packed_row, self.layer_types, self.recurrent)
+        arguments["attention_mask"] = masks_of(packed_row, self.facts.mask_names, self.facts.is_recurrent)
         if batch.has_images:
             arguments.update(self.images.arguments(batch, packed_row, sequences))
         if batch.router_loss:

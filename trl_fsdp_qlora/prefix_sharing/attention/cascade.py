@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
@@ -32,13 +33,19 @@ from ...scoring.transfer import to_device
 from ..forest import Forest
 from ..row import PackedRow
 from ..segments import PaddedSegments, Run, cumulative, join, padded_batches
+from .call import AttentionCall
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+KEYWORDS: frozenset[str] = frozenset()
 
-def refuses(call) -> str | None:
+
+def refuses(call: AttentionCall) -> str | None:
     """Returns the reason why this backend cannot serve `call`, or `None`."""
+    if call.own_masks:
+        return "an image's tokens see those behind them"
     if call.window is not None and call.query.device.type != "cuda":
         return (
             f"torch's flash kernel for {call.query.device.type} has no sliding window (here of {call.window} tokens)"
@@ -68,8 +75,24 @@ def refuses(call) -> str | None:
     return None
 
 
-def attend(call) -> torch.Tensor:
-    """Attention output `(1, T, H, D)` of an [`layers.AttentionCall`]."""
+def kernel(call: AttentionCall) -> str:
+    """Returns a name for what computes `call`."""
+    if call.query.device.type != "cuda":
+        return "torch's flash attention for CPUs"
+    # Not every supported version of torch has a choice of kernels.
+    chosen = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    if chosen is not None:
+        return f"torch's flash attention, {chosen}"
+    has_fa3 = find_spec("flash_attn_interface") is not None
+    if has_fa3 and torch.cuda.get_device_capability(call.query.device)[0] == 9:
+        # The choice holds for the whole process, so it is left to the user.
+        line = 'torch.nn.attention.activate_flash_attention_impl("FA3")'
+        return f"torch's flash attention 2 (3 is installed, and faster on this GPU: {line})"
+    return "torch's flash attention 2"
+
+
+def attend(call: AttentionCall) -> torch.Tensor:
+    """Attention output `(1, T, H, D)` of an [`call.AttentionCall`]."""
     # Autocast has no effect on a custom function, so its cast for `scaled_dot_product_attention` is done here.
     dtype = _compute_dtype(call.query)
     q, k, v = (x.to(dtype) for x in (call.query, call.key, call.value))

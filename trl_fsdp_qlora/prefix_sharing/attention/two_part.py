@@ -15,19 +15,27 @@ import torch
 from ...compat.transformers import is_flash
 from ..row import PackedRow
 from ..segments import PaddedSegments, Run, additive, equal_runs, join, padded_batches
+from .call import AttentionCall
 
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+KEYWORDS: frozenset[str] = frozenset()
 _MASKED_BASES = ("sdpa", "eager")
 
 
-def refuses(call) -> str | None:
+def refuses(call: AttentionCall) -> str | None:
     """The reason why this backend cannot serve `call`, or `None`."""
     if call.base not in _MASKED_BASES and not is_flash(call.base):
         return f"it does not know which mask {call.base!r} takes"
     return None
 
 
-def attend(call) -> torch.Tensor:
-    """Attention output `(1, T, H, D_v)` of an [`layers.AttentionCall`]."""
+def kernel(call: AttentionCall) -> str:
+    """Returns a name for what computes `call`."""
+    return call.base if is_flash(call.base) else f"{call.base} under a mask"
+
+
+def attend(call: AttentionCall) -> torch.Tensor:
+    """Attention output `(1, T, H, D_v)` of an [`call.AttentionCall`]."""
     parts = []
     for path, batch in _batches(call.packed_row, call.query.device):
         if path:
@@ -38,7 +46,7 @@ def attend(call) -> torch.Tensor:
     return join(parts).unsqueeze(0)
 
 
-def _run(call, q, k, v, mask=None) -> torch.Tensor:
+def _run(call: AttentionCall, q, k, v, mask=None) -> torch.Tensor:
     """The model's attention `(n, queries, H, D_v)` of queries at the end of their keys; causal without a mask."""
     queries = q.shape[2]
     keys = k.shape[2]
@@ -50,7 +58,7 @@ def _run(call, q, k, v, mask=None) -> torch.Tensor:
     return call.run(q, k, v, mask)
 
 
-def _mask(call, queries: int, keys: int, q: torch.Tensor) -> torch.Tensor:
+def _mask(call: AttentionCall, queries: int, keys: int, q: torch.Tensor) -> torch.Tensor:
     """A causal mask `(1, 1, queries, keys)` for queries at the end of the keys, with the window; cached for layers.
 
     A segment follows its ancestors without a gap, so distances in keys are distances in positions.
@@ -66,7 +74,7 @@ def _mask(call, queries: int, keys: int, q: torch.Tensor) -> torch.Tensor:
     return call.packed_row.derived[key]
 
 
-def _below(call, path: list[Run], batch: Run | PaddedSegments) -> torch.Tensor:
+def _below(call: AttentionCall, path: list[Run], batch: Run | PaddedSegments) -> torch.Tensor:
     """Attention of segments with the same ancestors: `(their tokens, H, D_v)`."""
     seen_ancestors = _seen_ancestors(path, call.window)
 

@@ -1,0 +1,130 @@
+"""The tables of kinds: what is registered exists and is what the table says, what is not registered runs as stock."""
+
+import importlib
+import inspect
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache
+
+from trl_fsdp_qlora import share_prompts
+from trl_fsdp_qlora.prefix_sharing.attention import backends, two_part
+from trl_fsdp_qlora.prefix_sharing.recurrent import kinds
+from trl_fsdp_qlora.prefix_sharing.recurrent.kinds import KINDS, kind_of, recurrent_layers, state_bytes
+
+from .helpers import RECURRENT, awkward_batch, build, stock_log_probs, with_stock_head
+
+CALLS_THE_CACHE = re.compile("update_(conv|recurrent)_state")
+# Layers of transformers 5.23 and 5.24 that keep a state and that no test has compared.
+NOT_COMPARED = {
+    "glm5_next.Glm5NextTextLinearAttention",
+    "inkling.InklingShortConvolution",
+    "inkling2.Inkling2DynamicShortConvolution",
+    "inkling2.Inkling2ShortConvolution",
+    "inkling2_loop.Inkling2LoopDynamicShortConvolution",
+    "inkling2_loop.Inkling2LoopShortConvolution",
+    "lara_mini.LaraMiniGatedDeltaNet",
+    "qwen4_exp.Qwen4ExpTextGatedDeltaNet",
+    "qwen4_exp.Qwen4ExpTextNGramEmbedding",
+    "qwen4_exp.Qwen4ExpTextPLELayer",
+    "zaya.ZayaCCAProjection",
+}
+
+
+def layers_with_states() -> dict[str, type]:
+    """The classes of transformers whose own source calls the cache's methods for states, as `folder.Class`."""
+    layers = {}
+    for path in sorted(Path(transformers.models.__path__[0]).glob("*/modeling_*.py")):
+        if not CALLS_THE_CACHE.search(path.read_text(encoding="utf-8")):
+            continue
+        file = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
+        for name, cls in inspect.getmembers(file, inspect.isclass):
+            if cls.__module__ == file.__name__ and CALLS_THE_CACHE.search(inspect.getsource(cls)):
+                layers[f"{path.parent.name}.{name}"] = cls
+    return layers
+
+
+@pytest.mark.slow
+def test_every_layer_of_transformers_that_keeps_a_state_is_registered_or_known_to_be_missing():
+    layers = layers_with_states()
+    registered = {layer for kind in KINDS for layer in kind.layers}
+    assert registered <= set(layers)
+    assert set(layers) - registered <= NOT_COMPARED
+    for name, cls in layers.items():
+        assert (kind_of(cls) is not None) == (name in registered)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_kind_knows_the_bytes_that_a_row_keeps(name):
+    """They are those of transformers' own cache after a forward of eight tokens."""
+    model = build(name)
+    cache = DynamicCache(config=model.config)
+    # Mamba-2 alone takes its cache under another name.
+    argument = "cache_params" if name == "mamba2" else "past_key_values"
+    with torch.no_grad():
+        model(torch.arange(3, 11).unsqueeze(0), use_cache=True, **{argument: cache})
+    kept = [layer for layer in cache.layers if hasattr(layer, "conv_states")]
+    states = [x for layer in kept for part in (layer.conv_states, layer.recurrent_states) for x in part.values()]
+    width = model.config.get_text_config().hidden_size
+    counted = sum(state_bytes(layer, width) for layer in recurrent_layers(model.to("meta")))
+    assert counted == sum(state.nbytes for state in states if state is not None) > 0
+
+
+def test_a_layer_that_is_not_in_the_table_lets_its_model_run_as_stock(monkeypatch, caplog):
+    expected, _ = stock_log_probs(with_stock_head(build("qwen3_5")), *awkward_batch())
+    by_class = {name: kind for name, kind in kinds._BY_CLASS.items() if not name.startswith("qwen3_5")}
+    monkeypatch.setattr(kinds, "_BY_CLASS", by_class)
+    kind_of.cache_clear()
+    try:
+        ids, mask = awkward_batch()
+        with caplog.at_level(logging.WARNING):
+            model = share_prompts(with_stock_head(build("qwen3_5")))
+        values, _ = stock_log_probs(model, ids, mask)
+    finally:
+        kind_of.cache_clear()
+    assert torch.equal(values, expected)
+    lines = [record.getMessage() for record in caplog.records if "runs padded" in record.getMessage()]
+    assert len(lines) == 1 and "Qwen3_5GatedDeltaNet keeps a state, and its kind is not known" in lines[0]
+
+
+class Chunked:
+    """A backend with a keyword of its own, on top of `two_part`."""
+
+    LAYER_TYPES = two_part.LAYER_TYPES
+    KEYWORDS = frozenset({"chunk"})
+    kernel = staticmethod(lambda call: "by chunks")
+
+    def __init__(self):
+        self.seen = []
+
+    def refuses(self, call) -> str | None:
+        return None if call.keywords else "no chunks"
+
+    def attend(self, call) -> torch.Tensor:
+        self.seen.append(call.keywords["chunk"])
+        return two_part.attend(call)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_backend_of_ones_own_is_one_line_of_the_table(monkeypatch, known):
+    """Layers with its keyword take it. Without it they are refused, and the model runs as stock."""
+    chunked = Chunked()
+    monkeypatch.setattr(backends, "BACKENDS", {**backends.BACKENDS, **({"chunked": chunked} if known else {})})
+    model = build("llama")
+    for layer in model.model.layers:
+        forward = layer.self_attn.forward
+        layer.self_attn.forward = lambda *args, forward=forward, **kwargs: forward(*args, chunk=4, **kwargs)
+    ids, mask = awkward_batch()
+    expected, _ = stock_log_probs(with_stock_head(build("llama")), ids, mask)
+    model = share_prompts(with_stock_head(model))
+    values, _ = stock_log_probs(model, ids, mask)
+    torch.testing.assert_close(values, expected, atol=2e-5, rtol=1e-5)
+    assert model.prompt_sharing.is_active == known
+    assert set(model.prompt_sharing.figures.layer_calls) == ({"chunked"} if known else set())
+    assert set(chunked.seen) == ({4} if known else set())
+    if not known:
+        assert "['chunk'], whose meaning on a packed row is not known" in model.prompt_sharing.describe()

@@ -1,0 +1,55 @@
+"""The table of the backends, and which of them computes a layer.
+
+A backend is a file of this room with
+
+- `LAYER_TYPES`: transformers' names of the types of layers that it knows;
+- `KEYWORDS`: keywords of attention that it knows besides the fields of [`call.AttentionCall`];
+- `refuses(call)`: the reason why it cannot compute a call exactly, or `None`;
+- `attend(call)`: the output `(1, T, H, D_v)`;
+- `kernel(call)`: a name for what computes it.
+"""
+
+from types import ModuleType
+
+import torch
+
+from . import cascade, tree, two_part
+from .call import AttentionCall, UnsupportedAttention
+
+# "auto" takes the first that does not refuse. A dense row has `tree`, which has no choice.
+BACKENDS = {"cascade": cascade, "two_part": two_part}
+LAYER_TYPES = frozenset().union(*(backend.LAYER_TYPES for backend in BACKENDS.values()))
+
+
+def compute(call: AttentionCall) -> tuple[str, torch.Tensor, str]:
+    """Compute a layer on a packed row.
+
+    Returns:
+        The backend's name, the output `(1, T, H, D_v)`, and the name of the kernel, with the reasons why backends that
+        come before this one could not compute the layer.
+
+    Raises:
+        UnsupportedAttention: no backend can.
+    """
+    if call.packed_row.forest.end_T is not None:
+        return "tree", tree.attend(call), tree.kernel(call)
+    names = BACKENDS if call.packed_row.backend == "auto" else (call.packed_row.backend,)
+    refusals = []
+    for name in names:
+        backend = BACKENDS[name]
+        reason = _unknown(backend, call) or backend.refuses(call)
+        if reason is None:
+            kernel = backend.kernel(call)
+            return name, backend.attend(call), f"{kernel} ({'; '.join(refusals)})" if refusals else kernel
+        refusals.append(f"{name}: {reason}")
+    raise UnsupportedAttention("; ".join(refusals))
+
+
+def _unknown(backend: ModuleType, call: AttentionCall) -> str | None:
+    """What of a call a backend does not know, or `None`."""
+    keywords = sorted(call.keywords.keys() - backend.KEYWORDS)
+    if keywords:
+        return f"its attention takes {keywords}, whose meaning on a packed row is not known"
+    if call.layer_type in LAYER_TYPES - backend.LAYER_TYPES:
+        return f"{call.layer_type} layers have a backend of their own"
+    return None

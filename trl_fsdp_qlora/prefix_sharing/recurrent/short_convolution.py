@@ -1,0 +1,11 @@
+"""Short convolutions (https://arxiv.org/abs/2511.23404): the state is the convolution's last inputs.
+
+There is no recurrent state. The cache puts the last inputs in front of the new ones.
+"""
+
+from .kind import RecurrentKind
+
+SHORT_CONVOLUTION = RecurrentKind(
+    layers=("lfm2.Lfm2ShortConv", "lfm2_moe.Lfm2MoeShortConv", "lfm3.Lfm3ShortConv"),
+    layer_types=frozenset({"conv"}),
+)
