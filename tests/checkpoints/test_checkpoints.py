@@ -16,7 +16,7 @@ from trl import GRPOConfig
 
 from tests.tiny import config
 from trl_fsdp_qlora.checkpoints import checkpoints
-from trl_fsdp_qlora.checkpoints.condition import why_incomplete
+from trl_fsdp_qlora.checkpoints.condition import condition_of
 from trl_fsdp_qlora.checkpoints.disk import CheckpointError
 
 
@@ -47,17 +47,17 @@ def damage(path, content) -> None:
 
 
 def test_whole_or_why_not(tmp_path):
-    assert "trainer_state.json cannot be read" in why_incomplete(make(tmp_path, 2, whole=False))
+    assert "trainer_state.json cannot be read" in condition_of(make(tmp_path, 2, whole=False)).why_not_whole
     folder = make(tmp_path, 1)
-    assert why_incomplete(folder) is None
+    assert condition_of(folder).why_not_whole is None
     damage(folder / "weights.bin", b"x" * 99)
-    assert "its file weights.bin is damaged" in why_incomplete(folder)
+    assert "its file weights.bin is damaged" in condition_of(folder).why_not_whole
     damage(folder / "weights.bin", b"x" * 100)
     (folder / "deep" / "more.bin").unlink()
-    assert "deep/more.bin is missing" in why_incomplete(folder)
+    assert "deep/more.bin is missing" in condition_of(folder).why_not_whole
     (folder / "trainer_state.json").write_text("{}")
-    assert "no global_step" in why_incomplete(folder)
-    assert "no weights" in why_incomplete(without_weights(make(tmp_path, 3)))
+    assert "no global_step" in condition_of(folder).why_not_whole
+    assert "no weights" in condition_of(without_weights(make(tmp_path, 3))).why_not_whole
 
 
 def without_weights(folder):
@@ -124,7 +124,7 @@ def test_damage_at_equal_size_is_passed_over_once_for_an_older_whole_one(tmp_pat
         make(tmp_path, step)
     flip_a_bit(tmp_path / "checkpoint-6" / "deep" / "more.bin", position=3)
     damage(tmp_path / "checkpoint-4" / "weights.bin", bytes(100))
-    assert "deep/more.bin" in why_incomplete(tmp_path / "checkpoint-6")
+    assert "deep/more.bin" in condition_of(tmp_path / "checkpoint-6").why_not_whole
     # A look before a model is loaded is quick and silent; the trainer's own logs once.
     assert checkpoints.resolve_resume(tmp_path, "auto", read_contents=False).endswith("checkpoint-6")
     assert caplog.messages == []
@@ -233,7 +233,7 @@ def test_states_that_cannot_be_opened_start_anew_if_there_is_nothing_better(comp
     assert checkpoints.resolve_resume(complete.parent, "auto") == str(complete)
     assert not (complete / name).exists() and (complete / f"{name}.unreadable").is_file()
     assert f"{name} cannot be read" in caplog.text
-    assert why_incomplete(complete) is None  # from now on it counts as removed
+    assert condition_of(complete).why_not_whole is None  # from now on it counts as removed
 
 
 @pytest.mark.parametrize("stock", [True, False])
@@ -249,10 +249,10 @@ def test_a_checkpoint_without_digests_stays_readable_and_a_zeroed_file_in_it_doe
     for name in ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt"):
         content = (complete / name).read_bytes()
         (complete / name).write_bytes(bytes(len(content)))
-        assert f"its file {name} cannot be read" in why_incomplete(complete)
+        assert f"its file {name} cannot be read" in condition_of(complete).why_not_whole
         assert checkpoints.resolve_resume(complete.parent, "auto").endswith("checkpoint-1")
         (complete / name).write_bytes(content)
-    assert why_incomplete(complete) is None
+    assert condition_of(complete).why_not_whole is None
 
 
 def test_no_bit_that_a_disk_flips_goes_unseen_or_ends_the_run(tmp_path):
@@ -264,7 +264,7 @@ def test_no_bit_that_a_disk_flips_goes_unseen_or_ends_the_run(tmp_path):
         unseen = []
         for position in range(len(content)):
             flip_a_bit(path, position)
-            if why_incomplete(folder) is None:
+            if condition_of(folder).why_not_whole is None:
                 unseen.append(position)
             path.write_bytes(content)
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -308,7 +308,7 @@ def test_what_a_run_was_writing_when_it_ended_does_not_stay_behind(tmp_path):
         assert not staging.exists()
         with writer.writing(tmp_path / "checkpoint-2", state, {}):
             make_files(staging / "checkpoint-2", 2)
-        assert not staging.exists() and why_incomplete(tmp_path / "checkpoint-2") is None
+        assert not staging.exists() and condition_of(tmp_path / "checkpoint-2").why_not_whole is None
         with (
             pytest.raises(OSError, match="no space left"),
             writer.alone(),

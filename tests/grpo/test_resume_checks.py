@@ -19,7 +19,7 @@ from trl import GRPOTrainer
 from tests.tiny import lora, prompts, save_tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.checkpoints import checkpoints, stopping
-from trl_fsdp_qlora.checkpoints.condition import why_incomplete
+from trl_fsdp_qlora.checkpoints.condition import condition_of
 from trl_fsdp_qlora.checkpoints.disk import CheckpointError
 
 SETTINGS = {
@@ -167,7 +167,7 @@ def test_a_checkpoint_is_pushed_when_whole_and_old_ones_go_but_the_best(tmp_path
     grpo.args.push_to_hub = True
 
     def record(self, folder):
-        pushed.append((os.path.basename(folder), why_incomplete(folder)))
+        pushed.append((os.path.basename(folder), condition_of(folder).why_not_whole))
 
     monkeypatch.setattr(GRPOTrainer, "_push_from_checkpoint", record)
     grpo.train()
@@ -248,7 +248,7 @@ def test_auto_goes_on_from_the_newest_that_holds_what_was_written(run, caplog):
     steps = []
     grpo.add_callback(callback_at("on_step_begin", lambda state: steps.append(state.global_step)))
     grpo.train(resume_from_checkpoint="auto")
-    assert steps == [2, 3] and why_incomplete(run / "checkpoint-3") is None  # written anew
+    assert steps == [2, 3] and condition_of(run / "checkpoint-3").why_not_whole is None  # written anew
     assert len([message for message in caplog.messages if f"checkpoint-3 (its file {WEIGHTS} " in message]) == 1
 
 

@@ -104,7 +104,7 @@ class AStarPOConfig(EfficientGRPOConfig):
 
     def __post_init__(self):
         defaults = {name: type(self).__dataclass_fields__[name].default for name in _UNUSED}
-        ignored = [name for name in _UNUSED if getattr(self, name) != defaults[name]]
+        ignored = [name for name in _UNUSED if vars(self)[name] != defaults[name]]
         for name in ignored:
             setattr(self, name, defaults[name])
         # GRPO computes its advantages from two completions or more; A*-PO computes them from V*.
@@ -127,5 +127,5 @@ class AStarPOConfig(EfficientGRPOConfig):
             ("value_reward_range", not low < high, "it must be [low, high] with low < high"),
         ):
             if wrong:
-                raise ValueError(f"{name}={getattr(self, name)!r} has no place in A*-PO: {reason}")
+                raise ValueError(f"{name}={vars(self)[name]!r} has no place in A*-PO: {reason}")
         note_derived(self, self._left_at_default)

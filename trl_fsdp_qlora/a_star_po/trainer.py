@@ -5,16 +5,26 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
 from datasets import IterableDataset
 from torch import nn
 from transformers import GenerationConfig
 from transformers.trainer_utils import EvalLoopOutput
 from trl.data_utils import is_conversational
 
-from ..compat.trl import GROUP_SPREAD, OLD_LOGPS, REFERENCE_LOGPS, parse_response, rewards_of_rank, use_adapter
+from ..compat.trl import (
+    GROUP_SPREAD,
+    OLD_LOGPS,
+    REFERENCE_LOGPS,
+    has_response_format,
+    parse_response,
+    rewards_of_rank,
+    use_adapter,
+)
 from ..decode.completions import generate, over_ranks
 from ..evaluation.stats import wilson_interval
 from ..grpo.trainer import EfficientGRPOTrainer
+from ..run.input_checks import columns_of
 from ..selection.dynamic_sampling import combine
 from ..trainers.arguments import config_or_default
 from ..trainers.scoring import LossPass
@@ -45,7 +55,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         args = config_or_default(AStarPOConfig, args, model, "A-star-PO")
         self._user_rewards = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
-        images = {"image", "images"} & set(getattr(self.train_dataset, "column_names", None) or ())
+        images = {"image", "images"} & columns_of(self.train_dataset)
         if self.tools or self.environment_factories is not None or self.rollout_func is not None or images:
             raise ValueError(
                 "A*-PO estimates V* from single-turn text completions: tools, environment_factory, rollout_func and "
@@ -141,7 +151,8 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     @property
     def _starts_from_adapter(self) -> bool:
         """Whether training continues an adapter; its copy `ref` is then the reference policy."""
-        return "ref" in getattr(self.accelerator.unwrap_model(self.model), "peft_config", {})
+        model = self.accelerator.unwrap_model(self.model)
+        return is_peft_model(model) and "ref" in model.peft_config
 
     @property
     def _engine_is_reference(self) -> bool:
@@ -190,7 +201,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         completions = tokenizer.batch_decode(ids, skip_special_tokens=True)
         if is_conversational({"prompt": prompts[0]}):
             completions = [[{"role": "assistant", "content": text}] for text in completions]
-            if getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None):
+            if has_response_format(tokenizer):
                 pairs = zip(prompt_ids, ids, strict=True)
                 completions = [[parse_response(tokenizer, answer, prefix=prompt)] for prompt, answer in pairs]
         # Values that a reward function logs during this call belong to no training step, so they are dropped.

@@ -193,7 +193,7 @@ def hold(lock: FileLock) -> None:
             "for it, end it, or set another output_dir"
         ) from None
     except (NotImplementedError, OSError) as error:
-        if getattr(error, "errno", None) not in (None, errno.ENOLCK):
+        if isinstance(error, OSError) and error.errno not in (None, errno.ENOLCK):
             raise CheckpointError(f"output_dir={output_dir} cannot be written: {error.strerror}") from error
         logger.warning("%s cannot be locked (%s): see to it that one run at a time uses it", output_dir, error)
 
@@ -229,7 +229,7 @@ def describe_rollouts(
     own_fields = {field.name for field in fields(args)} - {field.name for field in fields(TrainingArguments)}
     names = {*_LAYOUT, *(name for name in own_fields if not _WITHOUT_INFLUENCE.match(name))}
     settings = {
-        **{name: getattr(args, name, None) for name in names},
+        **{name: vars(args).get(name) for name in names},
         "processes": args.world_size,
         "seed": args.seed,
         **describe_base(model),
@@ -242,7 +242,7 @@ def describe_rollouts(
 
 def describe_training(args: TrainingArguments, model: Any) -> dict[str, Any]:
     """The settings that a resumed run may change, with a line in the log: optimizer, schedule, length, adapter."""
-    settings = {name: getattr(args, name, None) for name in _TRAINING}
+    settings = {name: vars(args).get(name) for name in _TRAINING}
     if is_peft_model(model):
         adapter = model.peft_config[model.active_adapters[0]].to_dict()
         for name in ("r", "lora_alpha", "target_modules"):

@@ -94,11 +94,6 @@ def condition_of(checkpoint: str | Path, read_contents: bool = True) -> Conditio
     return Condition(None, tuple(damaged), tuple(changed), tuple(unreadable))
 
 
-def why_incomplete(checkpoint: str | Path, read_contents: bool = True) -> str | None:
-    """Why a checkpoint is passed over while there is a whole one; `None` if it is whole, see [`condition_of`]."""
-    return condition_of(checkpoint, read_contents).why_not_whole
-
-
 def _compare(checkpoint: Path, manifest: dict[str, Any], read_contents: bool) -> dict[str, bool]:
     """Of each file in a manifest that a run reads: whether it is there as it was written."""
     sizes = manifest.get("files")

@@ -179,7 +179,7 @@ def _parsed(words: list[str], folder: str) -> tuple[Method, ScriptArguments, Any
     check_recipe(script, config, model)
     for name, value, why in _LEVELLED:
         holder = model if name == "lora_dropout" else config
-        value_in_recipe = getattr(holder, name, value)
+        value_in_recipe = vars(holder).get(name, value)
         if value_in_recipe != value:
             setattr(holder, name, value)
             print(f"{name}: {value_in_recipe} is taken as {value} here: {why}", flush=True)
@@ -355,7 +355,7 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
     ours = trainers[OURS]
     args = ours.args
     endless = itertools.chain.from_iterable(itertools.repeat(ours.get_train_dataloader()))
-    is_online = hasattr(ours, "num_generations")
+    is_online = isinstance(ours, GRPOTrainer | RLOOTrainer)
     for i in range(steps + 1):
         step = Step()
         weights = _trainable(ours)

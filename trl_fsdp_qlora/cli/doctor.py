@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from ..errors import UserError
 from ..run.one_line import pop_options
-from ..run.plain import counted
+from ..run.plain import counted, name_of
 from ..run.resources import accelerate_config
 from .scripts import LAUNCHER, default_config, method_of, with_recipe
 
@@ -232,6 +232,7 @@ def _refused(check: str, ask: Callable, *words: Any) -> Iterator[Finding]:
 def _of_launch(config: Any, model: Any, launch: dict[str, str]) -> Iterator[Finding]:
     from trl import get_quantization_config
 
+    from ..compat.transformers import quantization_of
     from ..fsdp2_qlora.launch_checks import check_launch, check_reference, is_fsdp_launch
     from ..recipe.checks import lora_config, read_config
     from ..vllm.sync_choice import choose_sync, warnings_for
@@ -240,7 +241,7 @@ def _of_launch(config: Any, model: Any, launch: dict[str, str]) -> Iterator[Find
     if quantization is None:  # the checkpoint may be stored quantized
         with contextlib.suppress(UserError):  # a model that is not there is a finding of its own
             config_of_model = read_config(model.model_name_or_path, model.model_revision)
-            quantization = getattr(config_of_model, "quantization_config", None)
+            quantization = quantization_of(config_of_model)
     adapter = lora_config(model)
     zero_stage = int(launch.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 0)) or None
     yield from _refused("launch", check_launch, quantization, zero_stage)
@@ -359,7 +360,7 @@ def constant_rewards(rewards: Sequence[Callable], rows: Any, tokenizer: Any = No
     for reward in rewards:
         if "environments" in inspect.signature(reward).parameters:
             continue
-        name = getattr(reward, "__name__", type(reward).__name__)
+        name = name_of(reward)
         distinct = set()
         for row in rows:
             texts = [frame.format(row.get("answer", "")) for frame in frames]

@@ -25,7 +25,7 @@ from trl import ModelConfig
 
 import trl_fsdp_qlora
 
-from ..compat.transformers import model_class
+from ..compat.transformers import model_class, quantization_of
 from ..planning.model import keep_layers
 from ..prefix_sharing.facts import layer_types
 from ..recipe.arguments import ScriptArguments
@@ -67,7 +67,7 @@ def shrunken(config: PretrainedConfig) -> PretrainedConfig:
                     setattr(part, field, [0] if value else [])
                 elif field == "out_hidden_size":
                     setattr(part, field, text.hidden_size)
-    if hasattr(config, "quantization_config"):
+    if quantization_of(config) is not None:
         del config.quantization_config
     return config
 
@@ -90,18 +90,10 @@ def small_model(config: PretrainedConfig) -> tuple[nn.Module, bool]:
         return model_class(stand_in).from_config(stand_in, dtype=torch.float32), False
 
 
-def check_trackers(names: list[str]) -> None:
-    """Build the callback of each tracker in `report_to`.
-
-    The callback imports the tracker's package, and connects only when training begins.
-    """
-    for callback in get_reporting_integration_callbacks(names):
-        callback()
-
-
 def one_step(script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset) -> str:
     """Train one step like a run with these arguments; returns a line on it. Raises every error of such a run."""
-    check_trackers(config.report_to)
+    for callback in get_reporting_integration_callbacks(config.report_to):
+        callback()  # imports the tracker's package; it connects only when training begins
     started = time.perf_counter()
     images = "images" in train.column_names
     full = read_config(model.model_name_or_path, model.model_revision)
@@ -151,7 +143,7 @@ def _of_one_step(config: Any, folder: str) -> Any:
     config.resume_from_checkpoint = None
     config.disable_tqdm = True
     config._n_gpu = min(1, config.n_gpu)
-    if hasattr(config, "value_cache"):
+    if isinstance(config, trl_fsdp_qlora.AStarPOConfig):
         config.value_cache = str(Path(folder, "values"))
     if config.device.type == "cpu" and any(part in str(config.optim) for part in ("bnb", "8bit", "paged")):
         config.optim = "adamw_torch"  # bitsandbytes' optimizers are made for GPUs

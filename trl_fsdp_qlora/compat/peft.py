@@ -3,7 +3,7 @@
 from contextlib import contextmanager
 from functools import partial
 
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -34,7 +34,7 @@ def looks_beyond_tokens(model: nn.Module) -> str | None:
         kind = config.peft_type.value
         if config.is_prompt_learning:
             return f"the adapter {name!r} ({kind}) puts tokens or states of its own in front of every row"
-        if getattr(config, "alora_invocation_tokens", None):
+        if isinstance(config, LoraConfig) and config.alora_invocation_tokens:
             return f"the adapter {name!r} (aLoRA) begins behind its invocation tokens, which it looks for in every row"
         if kind not in BY_TOKEN:
             return f"the adapter {name!r} ({kind}) is not known to compute each token by itself"

@@ -7,8 +7,10 @@ import inspect
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 from unittest.mock import patch
 
+from peft import PeftModel
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -17,6 +19,8 @@ from transformers import (
     AutoModelForImageTextToText,
     GenerationMixin,
     PretrainedConfig,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
     Trainer,
 )
 from transformers.utils.generic import is_flash_attention_requested
@@ -38,6 +42,16 @@ def model_name(model: nn.Module | str) -> str:
     return model if isinstance(model, str) else model.config._name_or_path
 
 
+def tokenizer_of(processing: PreTrainedTokenizerBase | ProcessorMixin) -> PreTrainedTokenizerBase:
+    """A processor's tokenizer; a tokenizer is returned as it is."""
+    return processing.tokenizer if isinstance(processing, ProcessorMixin) else processing
+
+
+def quantization_of(config: PretrainedConfig) -> Any:
+    """How the weights of a checkpoint or of a loaded model are quantized; `None` if they are not."""
+    return vars(config).get("quantization_config")
+
+
 def model_class(config: PretrainedConfig, name: str | None = None) -> type:
     """The auto class that builds the same class as TRL, which is `config.architectures[0]`.
 
@@ -53,7 +67,7 @@ def model_class(config: PretrainedConfig, name: str | None = None) -> type:
         known = classes.get(type(config), None)
         if known is not None and known.__name__ == name:
             return auto
-    remote = getattr(config, "auto_map", None) or {}
+    remote = vars(config).get("auto_map") or {}
     return AutoModelForImageTextToText if "AutoModelForImageTextToText" in remote else AutoModelForCausalLM
 
 
@@ -65,7 +79,7 @@ def cache_name(cls: type) -> str | None:
 
 def auto_class_of(model: nn.Module) -> str:
     """The name of the auto class that loads a checkpoint of `model`, which may have an adapter."""
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
     return model_class(base.config, type(base).__name__).__name__
 
 

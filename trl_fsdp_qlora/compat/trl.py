@@ -87,10 +87,14 @@ def rewards_of_rank(trainer: GRPOTrainer, rows: list, prompts: list, completions
         return GRPOTrainer._calculate_rewards(trainer, rows, prompts, completions, ids)
 
 
+def has_response_format(tokenizer: Any) -> bool:
+    """Whether `parse_response` can read a completion's parts, such as tool calls."""
+    return bool(getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None))
+
+
 def with_response_schema(tokenizer: Any) -> Any:
     """`tokenizer`, changed as in `GRPOTrainer` to read tool calls; a `response_template` of its own stays."""
-    has_own = getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None)
-    return tokenizer if has_own else add_response_schema(tokenizer)
+    return tokenizer if has_response_format(tokenizer) else add_response_schema(tokenizer)
 
 
 def training_chat_template(tokenizer: Any) -> str | None:
@@ -157,11 +161,11 @@ def token_types_of_images(trainer: Any, prompt_ids: list[list[int]], fields: dic
     `GRPOTrainer._generate_single_turn` makes it too, inside of its own call of `generate`. Nothing if no prompt has an
     image, or if TRL did not find the placeholder token of the model's images.
     """
-    image = getattr(trainer, "_image_pad_token_id", None)
+    image = vars(trainer).get("_image_pad_token_id")
     if "pixel_values" not in fields or image is None:
         return {}
     types = {image: 1}
-    video = getattr(trainer, "_video_pad_token_id", None)
+    video = vars(trainer).get("_video_pad_token_id")
     if video is not None:
         types[video] = 2
     name = "mm_token_type_ids" if "image_grid_thw" in fields else "token_type_ids"

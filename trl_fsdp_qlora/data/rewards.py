@@ -13,6 +13,7 @@ from numbers import Real
 
 from ..errors import UserError, did_you_mean
 from ..run.import_path import is_import_path, load_function
+from ..run.plain import name_of
 from . import reasoning_gym
 from .answers import NUMBER, Completion, Gold, TextAnswer, answers_match, completion_text, extract_answer, parse_gold
 
@@ -115,7 +116,7 @@ def checked(reward: Callable) -> Callable:
     def reward_of_numbers(*args, completions: Sequence[Completion], **columns) -> list[float | None]:
         values = reward(*args, completions=completions, **columns)
         remedy = f"return a list with one number (or None) for each of the {len(completions)} completions"
-        name = getattr(reward, "__name__", type(reward).__name__)
+        name = name_of(reward)
         try:
             values = list(values)
         except TypeError:

@@ -158,7 +158,7 @@ def sampling(config: GenerationConfig, seed: int | None) -> dict:
         settings["seed"] = None if seed is None else seed % 2**63
         names += ["temperature", "top_p", "top_k", "min_p"]
     for name in names:
-        value = getattr(config, name)
+        value = vars(config)[name]
         if value is not None:
             settings[name] = value
     return settings

@@ -91,8 +91,8 @@ def why_stock(model: nn.Module, config: GenerationConfig, vision: dict[str, Any]
     if config.cache_implementation not in (None, "dynamic"):
         return f"cache_implementation={config.cache_implementation!r}"
     for name, value in {"num_return_sequences": 1, "use_cache": True, "return_dict_in_generate": False}.items():
-        if getattr(config, name) != value:
-            return f"{name}={getattr(config, name)}"
+        if vars(config)[name] != value:
+            return f"{name}={vars(config)[name]}"
     if config.stop_strings is not None:
         return "stop_strings need the tokenizer, which TRL does not hand over"
     if not takes_dynamic_cache(model):

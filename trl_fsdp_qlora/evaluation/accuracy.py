@@ -16,6 +16,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 from trl.data_utils import is_conversational, prepare_multimodal_messages
 
+from ..compat.transformers import tokenizer_of
 from ..data import reasoning_gym
 from ..data.answers import (
     answers_match,
@@ -31,6 +32,7 @@ from ..decode.completions import generate, over_ranks
 from ..decode.turns import KeptTurns
 from ..fsdp2_qlora.generation import FREE_SHARE, free_bytes
 from ..run.nonfatal import nonfatal
+from ..run.plain import name_of
 from .episodes import Agent, run_episodes
 from .stats import format_accuracy, pass_at_k, wilson_interval
 
@@ -87,7 +89,7 @@ class Judge:
     function: Callable[..., Sequence[float | None]]
 
     def verdicts(self, rows: Sequence[dict], completions: Sequence[Any]) -> list[bool]:
-        name = getattr(self.function, "__name__", type(self.function).__name__)
+        name = name_of(self.function)
         with nonfatal(f"accuracy_function {name}"):
             columns = {column: [row[column] for row in rows] for column in rows[0] if column != "prompt"}
             values = self.function(prompts=[row["prompt"] for row in rows], completions=completions, **columns)
@@ -251,8 +253,7 @@ def evaluate(
             reasoning_gym.accepts(row["entry"]) if row.get("entry") else parse_gold(row["answer"], index)
             for index, row in enumerate(rows)
         ]
-    text_tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
-    greedy, sampled = generation_configs(model, text_tokenizer, max_new_tokens, temperature, top_p)
+    greedy, sampled = generation_configs(model, tokenizer_of(tokenizer), max_new_tokens, temperature, top_p)
 
     def complete_episodes(batch_rows: list[dict], config: GenerationConfig, seed: int | None) -> list[Completed]:
         limit = FREE_SHARE * free_bytes(PartialState().device)

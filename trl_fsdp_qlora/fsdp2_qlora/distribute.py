@@ -214,7 +214,7 @@ def measure_base(model: nn.Module, world_size: int) -> BaseBytes:
     packed = [(layer.weight, layer.layout.state_bytes) for layer in quantized_layers(model).values()]
     for experts in packed_experts(model).values():
         for name, layout in experts.layouts.items():
-            packed.append((getattr(experts, name), experts.num_experts * layout.state_bytes))
+            packed.append((experts.get_parameter(name), experts.num_experts * layout.state_bytes))
     packed_ids = {id(parameter) for parameter, _ in packed}
     unpacked = [parameter for parameter in _frozen(model).values() if id(parameter) not in packed_ids]
     measured = BaseBytes(

@@ -129,8 +129,7 @@ class PackedExperts(nn.Module):
 
     def _project(self, name: str, x: torch.Tensor, expert: int, lora: dict[str, list]) -> torch.Tensor:
         weight, state = self._views(name, expert)
-        bias = getattr(self, f"{name}_bias", None) if self.has_bias else None
-        bias = None if bias is None else bias[expert].to(x.dtype)
+        bias = self.get_parameter(f"{name}_bias")[expert].to(x.dtype) if self.has_bias else None
         if x.device.type == "cpu" and state.shape[1] % state.blocksize:
             out = nn.functional.linear(x, _dequantize(weight, state).to(x.dtype), bias)
         else:
@@ -141,7 +140,7 @@ class PackedExperts(nn.Module):
         return out
 
     def _views(self, name: str, expert: int) -> tuple[torch.Tensor, QuantState]:
-        return from_bytes(getattr(self, name).data[expert], self.layouts[name])
+        return from_bytes(self.get_parameter(name).data[expert], self.layouts[name])
 
     # --- all experts of a product at once
 
@@ -167,12 +166,12 @@ class PackedExperts(nn.Module):
 
     def _project_groups(self, name: str, x_SI, expert_S, chosen, ends) -> torch.Tensor:
         """`chosen` are the experts of the groups, or `None` if each expert has a group."""
-        rows_EB = getattr(self, name).data
+        rows_EB = self.get_parameter(name).data
         if chosen is not None:
             rows_EB = rows_EB[chosen]
         out = _GroupedLinear4bit.apply(x_SI, rows_EB, self.layouts[name], ends)
-        if self.has_bias and (bias := getattr(self, f"{name}_bias", None)) is not None:
-            out = out + bias.to(out.dtype)[expert_S.long()]
+        if self.has_bias:
+            out = out + self.get_parameter(f"{name}_bias").to(out.dtype)[expert_S.long()]
         for lhs_EOR, rhs_ERI, scaling in self.lora.get(name, ()):
             if chosen is not None:
                 lhs_EOR = lhs_EOR[chosen]

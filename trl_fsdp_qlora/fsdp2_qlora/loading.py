@@ -18,7 +18,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
-from ..compat.transformers import model_class
+from ..compat.transformers import model_class, quantization_of
 
 
 def reads_checkpoint(rank: int) -> bool:
@@ -104,7 +104,7 @@ def load_quantized_base(model_id: str, quantization_config=None, **from_pretrain
     from_pretrained.pop("device_map", None)
     hub_options = {k: v for k, v in from_pretrained.items() if k in ("revision", "trust_remote_code", "token")}
     config = AutoConfig.from_pretrained(model_id, **hub_options)
-    stored = getattr(config, "quantization_config", None)
+    stored = quantization_of(config)
     in_4bit = stored is not None or getattr(quantization_config, "load_in_4bit", False)
     if not in_4bit or (stored or {}).get("quant_method", "bitsandbytes") != "bitsandbytes":
         raise ValueError(

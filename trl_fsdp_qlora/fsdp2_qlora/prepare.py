@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.logging import get_logger
+from peft import PeftModel
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from transformers import PreTrainedModel
 from transformers.utils import is_bitsandbytes_available
 
 from ..compat.fsdp import finds_final_norm, integer_shards, misfit
@@ -72,11 +74,9 @@ def _trained_head_in_root(model: nn.Module) -> AbstractContextManager:
     gets a unit of its own. TRL's fused head and this package's read the weight without calling the head, so only
     `full_tensor` gathers such a unit, and the head's gradient is then that of this rank's completions alone.
     """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel | PeftModel) else None
     is_trained = head is not None and any(parameter.requires_grad for parameter in head.parameters())
-    is_tied = getattr(embedding, "weight", None) is getattr(head, "weight", head)
-    if not is_trained or is_tied or finds_final_norm(model):
+    if not is_trained or head.weight is model.get_input_embeddings().weight or finds_final_norm(model):
         return nullcontext()
     return patch.multiple(model, get_output_embeddings=lambda: None)
 
@@ -151,5 +151,5 @@ def dense_shapes(model: nn.Module) -> dict[int, tuple[int, ...]]:
             shapes[id(module.weight)] = module.layout.shape
     for experts in packed_experts(model).values():
         for name, layout in experts.layouts.items():
-            shapes[id(getattr(experts, name))] = (experts.num_experts, *layout.shape)
+            shapes[id(experts.get_parameter(name))] = (experts.num_experts, *layout.shape)
     return shapes

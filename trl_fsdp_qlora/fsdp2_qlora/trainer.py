@@ -44,7 +44,7 @@ class ShardedQLoRAMixin:
         return getattr(self.model, "base_bytes", None)
 
     def training_step(self, model, *args, **kwargs):
-        if getattr(self.args, "fsdp_keep_gathered", False) and self.base_bytes is not None:
+        if vars(self.args).get("fsdp_keep_gathered") and self.base_bytes is not None:
             keep_gathered(self.model, last_micro_batch=self.accelerator.sync_gradients)
         return super().training_step(model, *args, **kwargs)
 
@@ -86,7 +86,8 @@ class ShardedQLoRAMixin:
         gradient, with the same weights.
         """
         # With vLLM the model does not generate, and TRL's sync of the weights expects them sharded.
-        mode = "per_layer" if getattr(self.args, "use_vllm", False) else getattr(self.args, "fsdp_gather", "auto")
+        options = vars(self.args)  # TRL's own configs have not every field
+        mode = "per_layer" if options.get("use_vllm") else options.get("fsdp_gather", "auto")
         with gathered_as(mode, self.model, self.accelerator.device):
             yield
 

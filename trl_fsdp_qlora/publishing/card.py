@@ -19,6 +19,7 @@ from transformers import AutoConfig, ProcessorMixin
 
 from ..compat.transformers import auto_class_of, model_name
 from ..run.config_fields import DERIVED
+from ..run.input_checks import columns_of
 from ..run.nonfatal import nonfatal
 from ..run.plain import plain
 from ..run.redaction import command_line, is_secret_name, portable
@@ -83,7 +84,7 @@ def base_model_license(base_model: str) -> str | None:
             return ModelCard.load(local).data.license
         if not local.parent.exists() and not constants.HF_HUB_OFFLINE:
             info = HfApi().model_info(base_model, timeout=5)  # seconds: a dead network holds no card up
-            return getattr(info.card_data, "license", None)
+            return info.card_data.license if info.card_data else None
     return None
 
 
@@ -123,11 +124,11 @@ def changed_arguments(args: Any) -> dict[str, Any]:
     A value that a config has worked out from other fields is no difference.
     """
     changed = {}
-    derived = getattr(args, DERIVED, {})
+    derived = vars(args).get(DERIVED, {})
     for item in fields(args):
         if not item.init or item.name in _NOT_RECIPE or is_secret_name(item.name):
             continue
-        value = plain(getattr(args, item.name, None))
+        value = plain(vars(args).get(item.name))
         default = plain(item.default_factory() if item.default_factory is not MISSING else item.default)
         # A config turns "" and None into [] or {} when it is made.
         same = value == default or (value in _NOTHING and default in _NOTHING)
@@ -139,9 +140,9 @@ def changed_arguments(args: Any) -> dict[str, Any]:
 def _recipe(args: Any, settings: Sequence[Any], peft_config: Any) -> dict[str, Any]:
     """The settings that reproduce a run: with `settings` (of a recipe) a file that `--config` takes."""
     recipe = changed_arguments(args)
-    if not hasattr(args, DERIVED):  # TRL's own config, which sets both from the batch size
+    if DERIVED not in vars(args):  # TRL's own config, which sets both from the batch size
         recipe.pop("generation_batch_size", None)
-        if getattr(args, "steps_per_generation", None) == args.gradient_accumulation_steps:
+        if vars(args).get("steps_per_generation") == args.gradient_accumulation_steps:
             recipe.pop("steps_per_generation", None)
     for arguments in settings:
         recipe.update(changed_arguments(arguments))
@@ -153,7 +154,7 @@ def _recipe(args: Any, settings: Sequence[Any], peft_config: Any) -> dict[str, A
             recipe["model_init_kwargs"] = further
     elif peft_config is not None:
         names = ("r", "lora_alpha", "lora_dropout", "target_modules")
-        recipe["lora"] = {name: plain(getattr(peft_config, name, None)) for name in names}
+        recipe["lora"] = {name: plain(vars(peft_config).get(name)) for name in names}
     return recipe
 
 
@@ -188,7 +189,7 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
     task = "text-generation"
     pictures = None
     prompt = info.quickstart_prompt or [{"role": "user", "content": "What is 12 + 30?"}]
-    columns = {"image", "images"}.intersection(getattr(trainer.train_dataset, "column_names", None) or ())
+    columns = {"image", "images"} & columns_of(trainer.train_dataset)
     if columns and isinstance(trainer.processing_class, ProcessorMixin) and not isinstance(prompt, str):
         task = "image-text-to-text"
         pictures = type(trainer.processing_class).__name__

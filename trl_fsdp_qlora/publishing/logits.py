@@ -11,6 +11,7 @@ from peft import PeftModel
 from transformers import BitsAndBytesConfig
 
 from ..checkpoints.disk import read_json, write_json
+from ..compat.transformers import quantization_of
 from ..errors import UserError
 from ..fsdp2_qlora.adapters import has_sharded_adapter
 from ..fsdp2_qlora.generation import gathered_as, is_gathered
@@ -100,7 +101,7 @@ def record_logits(
         "entries": entries,
         "dtype": plain(dtype or model.get_base_model().dtype),
     }
-    quantization = plain(getattr(model.config, "quantization_config", None))
+    quantization = plain(quantization_of(model.config))
     if quantization is not None:
         content["quantization"] = {name: value for name, value in quantization.items() if not name.startswith("_")}
     write_json(Path(folder) / LOGITS, content)

@@ -13,6 +13,7 @@ from transformers.trainer_utils import align_special_tokens
 
 from ..checkpoints.base import find_base
 from ..checkpoints.disk import written_whole
+from ..compat.transformers import quantization_of
 from ..errors import UserError
 from ..run.nonfatal import nonfatal
 from ..run.plain import plain
@@ -95,7 +96,7 @@ def merge_adapter(
     if output.exists():
         raise UserError(f"{output} exists; name a folder that does not")
     base = base or find_base(PeftConfig.from_pretrained(adapter).base_model_name_or_path, adapter)
-    if getattr(AutoConfig.from_pretrained(base, revision=revision), "quantization_config", None) is not None:
+    if quantization_of(AutoConfig.from_pretrained(base, revision=revision)) is not None:
         raise UserError(f"{base} is quantized, which would round the adapter away; name the base it was made from")
     bar = progress("merging", 4, "parts")  # loaded, merged, saved, compared
     model = load_model(base, adapter, revision=revision, dtype=dtype).eval()
@@ -142,7 +143,8 @@ def merge_adapter(
     except NotImplementedError as error:
         raise UserError(f"{adapter} cannot be merged: {error}") from error
     except (OSError, ValueError) as error:
-        raise UserError(f"{output} cannot be made: {getattr(error, 'strerror', None) or error}") from error
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise UserError(f"{output} cannot be made: {reason}") from error
     return Merged(output, proof)
 
 

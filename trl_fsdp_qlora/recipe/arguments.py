@@ -140,14 +140,14 @@ def check_values(values: Namespace) -> None:
     lines = mistakes(values)
     if lines:
         raise ConfigError(lines[0])
-    group = getattr(values, "num_generations", None)
+    group = vars(values).get("num_generations")
     if not group or group < 1:
         return
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     micro_batches = processes * values.per_device_train_batch_size  # of all processes
     batches = values.steps_per_generation or values.gradient_accumulation_steps
     completions = values.generation_batch_size or micro_batches * batches
-    sizes = ", ".join(f"{name}={getattr(values, name)}" for name in _SIZES if getattr(values, name) is not None)
+    sizes = ", ".join(f"{name}={vars(values)[name]}" for name in _SIZES if vars(values)[name] is not None)
     if processes > 1:
         sizes += f", {processes} processes"
     if completions % group:

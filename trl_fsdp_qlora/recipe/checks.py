@@ -52,7 +52,7 @@ _AT_LEAST = {
 def check_script(script: ScriptArguments) -> None:
     """Refuse counts, rewards, an answer format or a template that cannot be used; a `UserError` names the field."""
     for name, smallest in _AT_LEAST.items():
-        value = getattr(script, name, None)
+        value = vars(script).get(name)
         if value is not None and value < smallest:
             raise ConfigError(f"{name}={value} must be at least {smallest}")
     if script.max_train_seconds is not None and not script.max_train_seconds > 0:
@@ -74,16 +74,17 @@ def check_training(config: Any, model: ModelConfig) -> None:
     lines = [*mistakes(config), *mistakes(model)]
     if lines:
         raise ConfigError(lines[0])
-    loss_types = getattr(config, "loss_type", [])  # RLOO has none
+    settings = vars(config)  # not every trainer has every field
+    loss_types = settings.get("loss_type", [])
     known = DPO_LOSSES if isinstance(config, DPOConfig) else GRPO_LOSSES
     for loss_type in loss_types if isinstance(loss_types, list) else [loss_types]:
         if isinstance(config, DPOConfig | GRPOConfig) and loss_type not in known:
             hint = did_you_mean(loss_type, known)
             raise ConfigError(f"loss_type={loss_type!r} is not known{hint}; use one of {', '.join(known)}")
-    prefix_sharing = getattr(config, "prefix_sharing", "auto")  # TRL's own configs have no such field
+    prefix_sharing = settings.get("prefix_sharing", "auto")
     if prefix_sharing not in CHOICES:
         raise ConfigError(f"prefix_sharing={prefix_sharing!r} is not known; use one of {', '.join(CHOICES)}")
-    if getattr(config, "use_vllm", False):
+    if settings.get("use_vllm"):
         check_installed("vllm", "use_vllm: true")
     if model.load_in_4bit or model.load_in_8bit:
         check_installed("bitsandbytes", "load_in_4bit: true" if model.load_in_4bit else "load_in_8bit: true")
@@ -177,7 +178,7 @@ def lora_config(model: ModelConfig) -> PeftConfig | None:
     name.
     """
     config = get_peft_config(model)
-    targets = getattr(config, "target_modules", None)
+    targets = None if config is None else config.target_modules
     if isinstance(targets, str) and re.fullmatch(r"[\w.]+", targets):
         config.target_modules = {targets}
     return config

@@ -18,6 +18,7 @@ from transformers.trainer_callback import ExportableState
 
 from ..checkpoints import disk
 from ..checkpoints.checkpoints import FINGERPRINT, describe_base, describe_data, differences, settings_in
+from ..compat.transformers import quantization_of, tokenizer_of
 from ..data.reasoning_gym import is_generated
 from ..evaluation.accuracy import Evaluation, evaluate
 from ..run.import_path import is_import_path
@@ -44,7 +45,7 @@ def keep_paths(output_dir: str | Path, script: ScriptArguments) -> None:
     """
     paths = {}
     for name in DATA:
-        path = getattr(script, name, None) or ""
+        path = vars(script).get(name) or ""
         if os.path.exists(path):
             paths[name] = os.path.abspath(path)
     if paths and PartialState().is_main_process:
@@ -128,8 +129,8 @@ def measured_on(trainer: Any, script: ScriptArguments, test: Dataset, has_agent:
     """What an accuracy depends on apart from the trained weights: only figures for which it is equal make a pair."""
     args = trainer.args
     model = trainer.accelerator.unwrap_model(trainer.model)
-    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)  # a processor has one
-    quantization = plain(getattr(model.config, "quantization_config", None)) or {}
+    tokenizer = tokenizer_of(trainer.processing_class)
+    quantization = plain(quantization_of(model.config)) or {}
     depends_on = {
         **describe_base(model),
         "problems": describe_data(test, rows=len(test)),
@@ -141,9 +142,9 @@ def measured_on(trainer: Any, script: ScriptArguments, test: Dataset, has_agent:
         "quantization": {name: value for name, value in quantization.items() if not name.startswith("_")},
     }
     for name in CODE:
-        depends_on[name] = portable(getattr(script, name))
+        depends_on[name] = portable(vars(script)[name])
     for name in ("max_tool_calling_iterations", "chat_template_kwargs"):
-        depends_on[name] = getattr(args, name, None) if has_agent else None
+        depends_on[name] = vars(args).get(name) if has_agent else None
     return plain(depends_on)
 
 
@@ -166,9 +167,8 @@ class AccuracyCallback(TrainerCallback):
         self.test = test
         self.record = record
         self.seconds_before = 0.0
-        args = trainer.args
-        options = getattr(args, "chat_template_kwargs", None)
-        self.agent = agent_of(script, options, getattr(args, "tool_timeout", None))
+        settings = vars(trainer.args)  # some trainers have neither field
+        self.agent = agent_of(script, settings.get("chat_template_kwargs"), settings.get("tool_timeout"))
         self.judge = judge_of(script)
 
     def begin(self, step: int) -> None:

@@ -59,7 +59,7 @@ def load_processing(name: str, revision: str | None, images: bool):
 def model_arguments(config: TrainingArguments, model: ModelConfig, images: bool = False) -> dict[str, Any]:
     """A trainer's arguments by name for a recipe's model; the loading options go into `config.model_init_kwargs`."""
     names = {"revision": "model_revision", "attn_implementation": "attn_implementation", "dtype": "dtype"}
-    loading = {name: getattr(model, field) for name, field in names.items()}
+    loading = {name: vars(model)[field] for name, field in names.items()}
     config.model_init_kwargs = loading | (config.model_init_kwargs or {})
     return {
         "processing_class": load_processing(model.model_name_or_path, model.model_revision, images),
@@ -118,7 +118,8 @@ def measured_settings(script: ScriptArguments, config: Any, model: ModelConfig) 
 
     They hold no path of one machine.
     """
-    settings = {name: getattr(model, name, getattr(config, name, None)) for name in _MEASURED}
+    of_run = vars(config) | vars(model)
+    settings = {name: of_run.get(name) for name in _MEASURED}
     settings.update(asdict(script))
     for name in (*DATA, *CODE):
         if settings.get(name):
@@ -148,7 +149,7 @@ def evaluate_line(output_dir: str, script: ScriptArguments, adapter: bool = True
     It names the code that the run measures with, which `evaluate` takes from no folder.
     """
     option = "--adapter" if adapter else "--model_name_or_path"
-    code = code_in({name: getattr(script, name) for name in (*DATA, *CODE)})
+    code = code_in({name: vars(script)[name] for name in (*DATA, *CODE)})
     return shlex.join(["trl-fsdp-qlora", "evaluate", option, str(output_dir), *as_words(code)])
 
 
@@ -176,7 +177,7 @@ def _finished_text(trainer: Any, script: ScriptArguments) -> str:
     is_adapter = is_peft_model(trainer.accelerator.unwrap_model(trainer.model))
     goal = "num_train_epochs" if args.max_steps <= 0 else "max_steps"
     return (
-        f"the run in {args.output_dir} is finished ({goal}={getattr(args, goal):g}): nothing is trained, and "
+        f"the run in {args.output_dir} is finished ({goal}={vars(args)[goal]:g}): nothing is trained, and "
         f"what it left stays as it is\n  train on:   the same command with a larger --{goal}\n"
         f"{next_commands(args.output_dir, script, is_adapter)}"
     )

@@ -27,7 +27,7 @@ def _arguments(*parts: Any) -> dict[str, Any]:
     values = {}
     for part in parts:
         names = [item.name for item in fields(part) if item.init and item.name not in _NOT_COMPARED]
-        values |= {name: getattr(part, name, None) for name in names}
+        values.update({name: vars(part).get(name) for name in names})
     return plain(without_secrets(values))
 
 

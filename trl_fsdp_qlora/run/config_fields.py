@@ -51,12 +51,12 @@ def left_at_default(config: Any) -> set[str]:
 def note_derived(config: Any, names: Collection[str]) -> None:
     """Remember which of the fields `names`, once at their defaults, have other values after the checks."""
     items = [item for item in dataclasses.fields(config) if item.name in names and not _is_default(config, item)]
-    setattr(config, DERIVED, {item.name: getattr(config, item.name) for item in items})
+    setattr(config, DERIVED, {item.name: vars(config)[item.name] for item in items})
 
 
 def _is_default(config: Any, item: dataclasses.Field) -> bool:
     try:
-        return plain(getattr(config, item.name, None)) == plain(default_of(item))
+        return plain(vars(config).get(item.name)) == plain(default_of(item))
     except (TypeError, ValueError):  # a value that JSON cannot hold is no default
         return False
 

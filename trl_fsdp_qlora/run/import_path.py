@@ -37,11 +37,10 @@ def load_function(text: str) -> Callable:
         raise UserError(f"{name} cannot be imported: {reason}") from error
     if path is not None and Path(getattr(module, "__file__", None) or "").resolve() != path:
         raise UserError(f"{name}: there is another module {path.stem!r}; give the file another name")
-    if not hasattr(module, attribute):
+    function = getattr(module, attribute, None)
+    if function is None:
         functions = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
         raise UserError(f"{name} has no function {attribute!r}{did_you_mean(attribute, functions)}")
-    if not callable(getattr(module, attribute)):
-        raise UserError(
-            f"{attribute!r} in {name} is no function: it is of type {type(getattr(module, attribute)).__name__}"
-        )
-    return getattr(module, attribute)
+    if not callable(function):
+        raise UserError(f"{attribute!r} in {name} is no function: it is of type {type(function).__name__}")
+    return function

@@ -3,8 +3,8 @@
 import copy
 import os
 import re
-from collections.abc import Callable
-from math import inf, isfinite
+from collections.abc import Callable, Sized
+from math import inf
 from numbers import Real
 from typing import Any
 
@@ -16,44 +16,22 @@ from ..compat.transformers import model_class
 from ..errors import UserError
 from .plain import counted
 
-# Numbers that TRL, PEFT or vLLM accept and that can only be a mistake: the allowed range of each field, and why. Most
-# other numbers end a run by NaN or do the opposite of what was meant, without a message. Infinity switches some limits
-# off, and 0 most terms: both are allowed.
+# Numbers that TRL, PEFT or vLLM accept and that end a run by NaN or do the opposite of what was meant, without a
+# message: a sign or a zero too many, a percentage for a share. The allowed range of each field, and why.
 _MEANT: dict[str, tuple[Callable[[float], bool], str]] = {
     "learning_rate": (lambda x: 0 <= x < inf, "steps go down, at a finite rate; with LoRA 1e-5 to 1e-4 are usual"),
     "beta": (lambda x: 0 <= x < inf, "the KL term would push the policy away from the reference; 0 leaves it out"),
-    "entropy_coef": (isfinite, "the loss would be none; 0 leaves the term out"),
-    "epsilon": (lambda x: x >= 0, "the clipping range would be empty; TRL's default is 0.2"),
-    "epsilon_high": (lambda x: x >= 0, "the clipping range would be empty; leave it out for epsilon's value"),
-    "delta": (lambda x: x > 0, "ratios are positive, and every one would be clipped; leave it out for no such limit"),
-    "sapo_temperature_pos": (lambda x: x > 0, "it must be positive; TRL's default is 1.0"),
-    "sapo_temperature_neg": (lambda x: x > 0, "it must be positive; TRL's default is 1.05"),
     "ref_model_mixup_alpha": (lambda x: 0 <= x <= 1, "it is a share, from 0 to 1"),
     "top_entropy_quantile": (lambda x: 0 <= x <= 1, "it is a share, from 0 to 1; 1 takes every token"),
-    "reward_weights": (isfinite, "every weighted reward would be none; 0 leaves a function out"),
     "gradient_accumulation_steps": (lambda x: x >= 1, "an optimizer step needs a micro-batch; 1 is the least"),
     "per_device_train_batch_size": (lambda x: x >= 1, "a micro-batch needs a row; 1 is the least"),
     "max_completion_length": (lambda x: x >= 1, "a completion needs room for a token; 256 is usual"),
     "max_steps": (lambda x: x >= 1 or x == -1, "whole epochs would be trained; -1 leaves the length to them"),
     "num_iterations": (lambda x: x >= 1, "a generation batch would be trained on never; 1 is on-policy"),
-    "num_train_epochs": (lambda x: x >= 0, "nothing would be trained; or set max_steps"),
     "temperature": (lambda x: 0 < x < inf, "sampling divides by it; for nearly greedy completions take 0.01"),
     "top_p": (lambda x: 0 < x <= 1, "it is the share of the probability to sample from; 1 is all of it"),
     "min_p": (lambda x: 0 <= x <= 1, "it is a share of the likeliest token's probability, from 0 to 1"),
-    "repetition_penalty": (lambda x: 0 < x < inf, "logits are divided by it; 1 is none"),
-    "weight_decay": (lambda x: 0 <= x < inf, "weights would grow with every step; 0 is none"),
-    "max_grad_norm": (lambda x: x >= 0, "clipping would turn gradients around; 0 is none"),
-    "adam_beta1": (lambda x: 0 <= x < 1, "it is the share of the mean that stays, below 1; the default is 0.9"),
-    "adam_beta2": (lambda x: 0 <= x < 1, "it is the share of the mean that stays, below 1; the default is 0.999"),
-    "adam_epsilon": (lambda x: 0 <= x < inf, "updates are divided by it; the default is 1e-8"),
     "vllm_gpu_memory_utilization": (lambda x: 0 < x <= 1, "it is a share of the GPU's memory, above 0 to 1"),
-    "vllm_importance_sampling_cap": (
-        lambda x: x > 0,
-        "every importance weight would be cut to it; the default is 3.0",
-    ),
-    "dynamic_sampling_max_rounds": (lambda x: x >= 0, "it is a number of generations; 0 draws nothing again"),
-    "show_completions": (lambda x: x >= 0, "it is a number of completions; 0 shows none"),
-    "beta2": (lambda x: 0 < x < inf, "it is the strength of A*-PO's KL term; the paper's is 1e-3"),
     "lora_r": (lambda x: x >= 1, "it is the rank of the adapter; 16 is usual"),
     "lora_alpha": (lambda x: x > 0, "the adapter is scaled by lora_alpha / lora_r; 32 is usual"),
     "lora_dropout": (lambda x: 0 <= x < 1, "it is a probability, below 1; 0 is none"),
@@ -64,9 +42,8 @@ def mistakes(config: Any) -> list[str]:
     """A line for every number in the fields of `config` that can only be a mistake, with its value and its range."""
     lines = []
     for name, (is_meant, reason) in _MEANT.items():
-        value = getattr(config, name, None)
-        numbers = value if isinstance(value, (list, tuple)) else [value]
-        if any(isinstance(x, Real) and not isinstance(x, bool) and not is_meant(x) for x in numbers):
+        value = vars(config).get(name)
+        if isinstance(value, Real) and not isinstance(value, bool) and not is_meant(value):
             lines.append(f"{name}={value} can only be a mistake: {reason}")
     return lines
 
@@ -100,6 +77,11 @@ def check_processes(world_size: int) -> None:
         raise UserError(f"{reason}. On CPUs set use_cpu: true (and bf16: false); otherwise check num_processes")
 
 
+def columns_of(dataset: Any) -> set[str]:
+    """Names of a data set's columns; none if it does not know them, as a streamed one may, or if it is `None`."""
+    return set(getattr(dataset, "column_names", None) or ())
+
+
 def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = True) -> None:
     """Refuse a training set that would break TRL's first step, or that TRL would silently not train on.
 
@@ -115,7 +97,7 @@ def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = Tr
         reason = f"the training dataset has no `prompt` column; its columns are {', '.join(columns) or 'none'}"
         hint = "dataset.rename_column('question', 'prompt'); of several splits take one: dataset['train']"
         raise UserError(f"{reason}. Rename the one that holds the prompts: {hint}")
-    if hasattr(dataset, "__len__") and len(dataset) < max(generation_prompts, 1):
+    if isinstance(dataset, Sized) and len(dataset) < max(generation_prompts, 1):
         rows = counted(len(dataset), "row")
         prompts = counted(generation_prompts, "different prompt")
         raise UserError(

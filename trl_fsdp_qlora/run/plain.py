@@ -1,6 +1,7 @@
 """Any value that a config may hold, as plain values for JSON and YAML."""
 
 import json
+from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any
 
@@ -12,6 +13,11 @@ def plain(value: Any) -> Any:
     run.
     """
     return json.loads(json.dumps(value, default=_part))
+
+
+def name_of(function: Callable) -> str:
+    """The name of a user's function; of an object that is called, the name of its class."""
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def counted(count: float, noun: str) -> str:

@@ -162,6 +162,7 @@ def build_small_base(output_dir: str | Path, seed: int = 0, task: str = "additio
     """
     from trl import SFTConfig, SFTTrainer
 
+    from ..compat.transformers import tokenizer_of
     from ..run.threads import fit_threads
     from ..telemetry.terminal import TimeLeft
 
@@ -183,7 +184,7 @@ def build_small_base(output_dir: str | Path, seed: int = 0, task: str = "additio
         model = new_model(processing, seed)
         dataset = habit_dataset(TASKS[task], seed)
     fit_threads(model)
-    tokenizer = getattr(processing, "tokenizer", processing)
+    tokenizer = tokenizer_of(processing)
     settings = {
         "max_steps": len(dataset) // SFT_BATCH, "per_device_train_batch_size": SFT_BATCH,
         "lr_scheduler_type": "cosine", "learning_rate": 2e-3 if task == "shapes" else 1e-3, "warmup_steps": 30,

@@ -35,6 +35,6 @@ class TSPMOConfig(EfficientGRPOConfig):
             ("num_iterations", 1, "it has no ratio"),
             ("token_selection", "all", "it selects its tokens itself"),
         ):
-            current = getattr(self, name)
+            current = vars(self)[name]
             if current != value:
                 raise ValueError(f"{name}={current!r} has no place in T-SPMO: {reason}; leave it at {value!r}")

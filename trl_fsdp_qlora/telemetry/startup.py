@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from datasets import IterableDataset
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
@@ -13,6 +14,7 @@ from ..compat.older_gpus import lacks_bf16
 from ..fsdp2_qlora.launch_checks import is_fsdp2_launch
 from ..fsdp2_qlora.prepare import dense_shapes
 from ..prefix_sharing.sharing import PassFigures
+from ..run.input_checks import columns_of
 from ..run.nonfatal import nonfatal
 from ..run.plain import counted
 
@@ -77,11 +79,11 @@ def startup_block(args: Any, model: torch.nn.Module, steps: int, features: list[
         model: the model that is trained, as it lies on this rank.
         features: `(heading, line)`; the headings are `"on"`, `"off"` and `"as stock TRL"`.
     """
-    rows = _online_rows(args, steps) if hasattr(args, "num_generations") else _pair_rows(args, steps)
+    rows = _online_rows(args, steps) if "num_generations" in vars(args) else _pair_rows(args, steps)
     for kind, (count, size) in parameter_bytes(model).items():
         rows.append((f"{kind} parameters", f"{count:,} ({size / 2**20:,.1f} MiB)"))
     rows += [("hardware", _hardware(args)), ("precision", _precision(args, model))]
-    if hasattr(args, "use_vllm"):
+    if "use_vllm" in vars(args):
         rows.append(("rollouts", f"vLLM ({args.vllm_mode})" if args.use_vllm else "transformers"))
     for heading in ("on", "off", "as stock TRL"):
         lines = [line for heading_of, line in features if heading_of == heading]
@@ -124,9 +126,9 @@ def first_prompt(
 
     It is `None` if it cannot be known before training: no `tokenize` (with environments), images, streamed data.
     """
-    columns = set(getattr(data, "column_names", None) or ())
+    columns = columns_of(data)
     pictures = columns & {"image", "images"}
-    if tokenize is None or pictures or "prompt" not in columns or not hasattr(data, "__getitem__"):
+    if tokenize is None or pictures or "prompt" not in columns or isinstance(data, IterableDataset):
         return None
     ids = tokenize([data[0]["prompt"]])[0][0]
     text = decode(ids)
