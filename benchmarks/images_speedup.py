@@ -102,7 +102,7 @@ def measure(tokens: int, frozen: bool, runs: int) -> dict:
         logps.sum().backward()
         return time.perf_counter() - start
 
-    sharing.comparison.with_stock(models["ours"], batch)
+    sharing.compare_with_stock(models["ours"], batch)
     for name in models:
         step(name)
     if not sharing.figures.tokens:

@@ -119,9 +119,7 @@ def test_circles_are_found():
 
 def test_no_files_import_each_other():
     """Also under TYPE_CHECKING, which shows only that two files do not know which of them comes first."""
-    # Allowed until the centre's one unit has landed.
-    allowed = {("prefix_sharing", "first_pass"), ("prefix_sharing", "sharing")}
-    assert in_circles(IMPORTS) - allowed == set()
+    assert in_circles(IMPORTS) == set()
 
 
 ROOT = PACKAGE.parent

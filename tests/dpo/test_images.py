@@ -46,7 +46,7 @@ BOTH = (DPOTrainer, DPOConfig), (EfficientDPOTrainer, EfficientDPOConfig)
 def test_loss_metrics_and_gradients_are_stocks(tmp_path):
     trainers = [llava_trainer(*kind, tmp_path / kind[0].__name__) for kind in BOTH]
     assert_same_loss(trainers)
-    assert trainers[1].sharing.images.reason is None and (True, True) in trainers[1].sharing.comparison.checked
+    assert trainers[1].sharing.images.reason is None and (True, True) in trainers[1].sharing.checked
 
 
 def test_pictures_that_cannot_be_counted_run_as_in_stock(tmp_path, monkeypatch):

@@ -164,7 +164,7 @@ def test_rows_that_are_compared_with_stock_share_their_prompts(tmp_path, monkeyp
     def with_stock(model, batch, autocast, order):
         seen.append(batch.rows(order))
 
-    monkeypatch.setattr(ours.sharing.comparison, "with_stock", with_stock)
+    monkeypatch.setattr(ours.sharing, "compare_with_stock", with_stock)
     inputs = next(iter(ours.get_train_dataloader()))
     ours.compute_loss(ours.model, inputs)
     (batch,) = seen

@@ -6,7 +6,6 @@ import pytest
 
 from tests.tiny import LOSS_TYPES, these_first
 from trl_fsdp_qlora.prefix_sharing import passes
-from trl_fsdp_qlora.prefix_sharing.first_pass import Comparison
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 
 from .test_equals_stock import assert_equal_runs
@@ -107,12 +106,12 @@ def test_full_fine_tuning(tmp_path, steps):
 def test_no_forward_of_a_cut_micro_batch_is_longer_than_a_pass(tmp_path, steps, monkeypatch):
     """The comparison of the first step included."""
     limits = []
-    compare = Comparison.with_stock
+    compare = PromptSharing.compare_with_stock
 
     def watched(sharing, model, batch, autocast, tokens_per_pass):
         limits.append(tokens_per_pass)
         return compare(sharing, model, batch, autocast, tokens_per_pass)
 
-    monkeypatch.setattr(Comparison, "with_stock", watched)
+    monkeypatch.setattr(PromptSharing, "compare_with_stock", watched)
     assert_equal_runs(tmp_path, ours_alone={"tokens_per_pass": 25}, **cut(8))
     assert steps and set(limits) == {25}

@@ -264,18 +264,18 @@ def test_a_cut_micro_batch_draws_the_same_dropout_twice(tmp_path, monkeypatch):
     """The gradient was that of other values than the loss was taken of."""
     values = []  # of the passes without a graph
     again = []  # of those with one
-    score = PromptSharing.score
+    run_planned = PromptSharing.run_planned
 
     def watched(*args):
-        output = score(*args)
+        output = run_planned(*args)
         (again if torch.is_grad_enabled() else values).append(output.log_probs.detach())
         return output
 
-    monkeypatch.setattr(PromptSharing, "score", watched)
+    monkeypatch.setattr(PromptSharing, "run_planned", watched)
     adapter = lora()
     adapter.lora_dropout = 0.5
     grpo = make(tmp_path, "cut", peft_config=adapter, max_steps=1)
-    grpo.sharing.comparison.checked.update(itertools.product((False, True), repeat=2))
+    grpo.sharing.checked.update(itertools.product((False, True), repeat=2))
     grpo.train()
     assert len(values) == len(again) > 2
     for first, second in zip(values, again, strict=True):

@@ -64,7 +64,7 @@ def test_passes_trunks_and_tokens_are_those_of_the_door(tmp_path, sharing, field
     assert (step.passes, step.trunks) == (len(forwards.rows_of_pass), int(forwards.trunks.sum()))
     assert step.values == (0 if trainer.values is None else trainer.values.count)
     of_passes = [
-        build_pass_forest(forwards.sequences, forwards.kept, rows).of_pass()[0].tokens
+        build_pass_forest(forwards.sequences, forwards.kept, rows, forwards.rules).of_pass()[0].tokens
         for rows in forwards.rows_of_pass
     ]
     of_trunks = [node.depth - (forwards.kept[node.parent].depth if node.parent >= 0 else 0) for node in forwards.kept]

@@ -15,8 +15,8 @@ from trl_fsdp_qlora.data.answers import completion_text
 from trl_fsdp_qlora.grpo.config import EfficientGRPOConfig
 from trl_fsdp_qlora.prefix_sharing import forest
 from trl_fsdp_qlora.prefix_sharing.batch import Batch, read_batch
-from trl_fsdp_qlora.prefix_sharing.row import PackedRow, lay_out
-from trl_fsdp_qlora.prefix_sharing.sharing import PassFigures, PromptSharing, causal_language_model, install_sharing
+from trl_fsdp_qlora.prefix_sharing.row import PackedRow, PassRecord, lay_out
+from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing, causal_language_model, install_sharing
 
 VOCABULARY = 67
 PROMPT = 14
@@ -230,7 +230,7 @@ def prepared(model, choice="auto", compared=False, **options) -> PromptSharing:
         with_stock_head(base)
     sharing = install_sharing(model, attention=choice, **({"compares": False} | options))
     if compared:
-        sharing.comparison.checked.update(product((False, True), repeat=2))
+        sharing.checked.update(product((False, True), repeat=2))
     return sharing
 
 
@@ -239,7 +239,7 @@ class Pass(NamedTuple):
 
     logps_BC: torch.Tensor
     entropies_BC: torch.Tensor
-    figures: PassFigures
+    figures: PassRecord
     padded_forwards: int
 
 
@@ -255,7 +255,7 @@ def one_pass(model, sharing, batch=None, scored_BC=None, completion=COMPLETION, 
     if scored_BC is not None:
         labels[:, -completion:].masked_fill_(~scored_BC, -100)
     with counting_padded_forwards(sharing.base) as padded:
-        sharing.comparison.with_stock(model, whole, **tokens_per_pass)
+        sharing.compare_with_stock(model, whole, **tokens_per_pass)
         inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels, **arguments}
         for_sharing = of_images | tokens_per_pass if sharing.is_active else {}
         output = model(**inputs, **for_sharing, fused_lm_head=True)
@@ -280,7 +280,7 @@ def counting_padded_forwards(base):
         handle.remove()
 
 
-def assert_equals_stock(model, sharing=None, batch=None, scored_BC=None, **arguments) -> PassFigures:
+def assert_equals_stock(model, sharing=None, batch=None, scored_BC=None, **arguments) -> PassRecord:
     """Log-probabilities, entropies and gradients of a packed pass are those of the padded one; what it counted."""
     ids, mask = batch or awkward_batch()
     sharing = sharing or prepared(model, compared=True)

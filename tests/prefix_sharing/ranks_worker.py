@@ -133,7 +133,7 @@ def an_unpackable_batch_on_one_rank(scene):
         mask[0, -COMPLETION + 2] = 0
     for _ in range(2):
         logps = scene.run((ids, mask))
-        assert scene.sharing.is_active and scene.sharing.comparison.checked
+        assert scene.sharing.is_active and scene.sharing.checked
         assert bool(scene.sharing.figures.tokens) == (dist.get_rank() == 0)
         with scene.sharing.closed():
             stock = stock_log_probs(scene.model, ids, mask)[0]
@@ -158,7 +158,7 @@ def an_unpackable_batch_on_one_rank_in_passes(scene):
 def no_trainer_compares(scene):
     """`share_prompts` alone: prompt sharing compares from inside the forward."""
     logps = scene.run_alone()
-    assert scene.sharing.is_active and scene.sharing.comparison.checked and scene.sharing.figures.tokens
+    assert scene.sharing.is_active and scene.sharing.checked and scene.sharing.figures.tokens
     assert all(p.grad is None for p in scene.model.parameters())
     scene.assert_right(logps)
     scene.assert_right(scene.run_alone())
@@ -177,7 +177,7 @@ def no_trainer_compares_and_one_rank_cannot_pack(scene):
         logps.sum().backward()
         scene.model.zero_grad()
     scene.assert_right(scene.run_alone())
-    assert scene.sharing.is_active and scene.sharing.comparison.checked and scene.sharing.figures.tokens
+    assert scene.sharing.is_active and scene.sharing.checked and scene.sharing.figures.tokens
 
 
 def no_trainer_compares_and_one_rank_is_wrong(scene):

@@ -179,13 +179,13 @@ def test_the_comparison_reaches_no_gradient_and_no_hook_of_the_user():
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
         parameter.register_post_accumulate_grad_hook(calls.append)
-    assert score(model, group(1)).requires_grad and model.prompt_sharing.comparison.checked >= {(True, False)}
+    assert score(model, group(1)).requires_grad and model.prompt_sharing.checked >= {(True, False)}
     assert not calls and all(torch.equal(p.grad, torch.ones_like(p)) for p in parameters)
     assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
     batch = Batch(**group(2))
-    model.prompt_sharing.comparison.checked.clear()
-    model.prompt_sharing.comparison.with_stock(model, batch)  # as the trainers of this package compare
-    assert not calls and model.prompt_sharing.comparison.checked == {(False, False)}
+    model.prompt_sharing.checked.clear()
+    model.prompt_sharing.compare_with_stock(model, batch)  # as the trainers of this package compare
+    assert not calls and model.prompt_sharing.checked == {(False, False)}
     tied = build("llama")
     tied.lm_head.weight = tied.model.embed_tokens.weight
     with copied_leaves(tied):
@@ -225,7 +225,7 @@ def test_an_adapter_that_is_added_later_is_compared():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.2)
-    checked = ours.prompt_sharing.comparison.checked
+    checked = ours.prompt_sharing.checked
     checked.add("before")
     with torch.no_grad():
         torch.testing.assert_close(score(adapted[1], group(2)), score(adapted[0], group(2)), atol=2e-5, rtol=1e-5)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
+from trl_fsdp_qlora.prefix_sharing import packed_model as packed_model_module
 from trl_fsdp_qlora.prefix_sharing.attention import tree
 from trl_fsdp_qlora.prefix_sharing.attention.cascade import _whole_ancestors
 from trl_fsdp_qlora.prefix_sharing.batch import UnpackableBatch, read_batch
@@ -384,6 +384,6 @@ def test_dense_rows_equal_stock(name, implementation, monkeypatch):
     ids, mask = awkward_batch()
     ids[:, PROMPT:] = 3 + ids[:, PROMPT:] % 3  # words over three letters, a whole repeated one among them
     ids[5, PROMPT:] = ids[4, PROMPT:]
-    monkeypatch.setattr(sharing_module, "_PAIRS_PER_TOKEN", ALWAYS)
+    monkeypatch.setattr(packed_model_module, "_PAIRS_PER_TOKEN", ALWAYS)
     figures = assert_equals_stock(model, prepared(model, compared=True), (ids, mask))
     assert set(figures.layer_calls) == {"tree"} and figures.tokens < 0.3 * ids.numel()

@@ -158,7 +158,7 @@ def stock(model, batch: Batch):
 
 def packed(model, sharing: PromptSharing, batch: Batch, **options):
     """The same by prompt sharing, as a trainer does it: compared with stock's first, images counted by it."""
-    sharing.comparison.with_stock(model, batch)
+    sharing.compare_with_stock(model, batch)
     if sharing.is_active:
         options["num_images"] = batch.num_images
     return model(**batch.arguments(), **options, fused_lm_head=True)
@@ -468,12 +468,13 @@ def test_ranks_ask_each_other_for_images_once_per_generation_batch(monkeypatch):
         asked.append(1)
         return reduced(*args)
 
-    monkeypatch.setattr(first_pass, "reduced_over_ranks", counted)
+    for module in (sharing_module, first_pass):
+        monkeypatch.setattr(module, "reduced_over_ranks", counted)
     text = batch.rows(np.array([5, 6]))
 
     def exchanges(batch):
         asked.clear()
-        sharing.comparison.with_stock(model, batch)
+        sharing.compare_with_stock(model, batch)
         return len(asked)
 
     assert exchanges(text) > 1  # a few rows are compared

@@ -143,8 +143,8 @@ def without_padding(batch) -> list[torch.Tensor]:
     return [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
 
 
-def test_batches_whose_dense_rows_save_more_are_computed_alone(monkeypatch):
-    """T-SPMO scores few tokens of many completions that begin alike: tries, which no pass of several batches has."""
+def test_a_pass_of_several_batches_may_be_a_dense_row(monkeypatch):
+    """T-SPMO scores few tokens of many completions that begin alike: tries. One pass has those of two batches."""
     monkeypatch.setattr(forest, "DENSE_PAIR_COST", 0.0)  # in a model this small the pairs would cost more
     model = with_stock_head(build(SUPPORTED["llama"]))
     sharing = install_sharing(model, compares=False)
@@ -164,5 +164,8 @@ def test_batches_whose_dense_rows_save_more_are_computed_alone(monkeypatch):
         ids[i, : len(tokens)] = tokens
         mask[i, : len(tokens)] = 1
         labels[i, label] = tokens[label]
-    batches = batches_of({"input_ids": ids, "attention_mask": mask, "labels": labels}, 2)
-    assert sharing.plan_step(batches, tokens_per_pass=60) is None
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    # Each row goes on from the one before, so all tokens but the labels are computed once.
+    assert compare(model, batch, 2, tokens_per_pass=60) == 4 + 2 * (4 + 8 * 3)
+    # In two passes the beginning of both batches is too short for a trunk, and each batch is a dense row of its own.
+    assert sharing.plan_step(batches_of(batch, 2), tokens_per_pass=45) is None

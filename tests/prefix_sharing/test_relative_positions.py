@@ -107,7 +107,7 @@ def test_the_first_comparison_has_rows_in_different_columns(columns, monkeypatch
     """The second net: a family that is wrongly in the table is found whatever the first batch looks like."""
     monkeypatch.setattr(relative_positions, "FAMILIES", FAMILIES | {"hunyuan_v1_dense"})
     model = share_prompts(with_stock_head(with_uneven_norms(build(ABSOLUTE["a norm behind the rotation"]))))
-    assert model.prompt_sharing.facts.sees_distances
+    assert model.prompt_sharing.packed_model.facts.sees_distances
     batch = rows_in_columns(*columns)
     if columns == (4,):
         batch = {name: x[:1] for name, x in batch.items()}

@@ -182,7 +182,7 @@ def test_a_recurrent_layer_takes_no_call_for_a_filled_up_completion(monkeypatch)
         monkeypatch.setattr(row, "row_multiple", lambda device, multiple=multiple: multiple)
         model = with_stock_head(build(FAMILIES["qwen3_5"]))
         share_prompts(model)
-        model.prompt_sharing.comparison.checked.add((False, False))
+        model.prompt_sharing.checked.add((False, False))
         sizes[multiple] = []
         for layer in recurrent_layers(model.prompt_sharing.base):
             original = layer.own_forward
@@ -230,7 +230,7 @@ def test_few_sizes_are_asked_for(monkeypatch):
     """In ten steps with groups of random lengths: an allocator that keeps blocks by size finds them again."""
     model = with_stock_head(build("llama"))
     share_prompts(model)
-    model.prompt_sharing.comparison.checked.add((False, False))
+    model.prompt_sharing.checked.add((False, False))
     by_multiple = {}
     for multiple in (1, 64):
         monkeypatch.setattr(row, "row_multiple", lambda device, multiple=multiple: multiple)

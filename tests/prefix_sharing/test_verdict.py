@@ -87,7 +87,7 @@ def test_the_effect_of_rounding_is_measured_beyond_the_fixed_limits_alone(monkey
         for name in ("MEAN_DIFFERENCE_HALF", "FIRST_DIFFERENCE_HALF", "GRADIENT_DIFFERENCE_HALF", "PROJECTION_OFF"):
             monkeypatch.setattr(verdict_module, name, limit)
         model, sharing = llama(torch.bfloat16)
-        kinds = 2 if sharing.can_be_dense else 1
+        kinds = 2 if sharing.packed_model.can_be_dense else 1
         one_pass(model, sharing)
         assert sharing.is_active, sharing.describe()
         assert len(measured) == kinds * passes
@@ -105,7 +105,7 @@ def test_a_layout_taken_from_a_global_under_checkpointing_is_caught(reentrant, d
     attend = cascade.attend
 
     def from_a_global(call):
-        if call.packed_row.is_computed:  # the forward is over
+        if call.packed_row.view.is_computed:  # the forward is over
             whole = call.packed_row.forest
             alone = replace(whole, parents=np.full_like(whole.parents, -1), levels=np.zeros_like(whole.levels))
             call.packed_row = replace(call.packed_row, forest=alone, derived={})
@@ -160,7 +160,7 @@ def test_another_release_of_torch_compares_log_probabilities_alone_under_fsdp2(m
     monkeypatch.setattr("trl_fsdp_qlora.prefix_sharing.verdict.misfit", lambda: "torch 9.9")
     # Two forwards of two rows, next to each of the two ways in which rows of this model may be packed.
     assert one_pass(model, sharing).padded_forwards == 4
-    assert sharing.is_active and sharing.comparison.checked == {(False, False)}
+    assert sharing.is_active and sharing.checked == {(False, False)}
 
 
 def test_each_kind_of_pass_is_compared_once():
@@ -170,14 +170,14 @@ def test_each_kind_of_pass_is_compared_once():
     model, sharing = llama()
     ids, mask = awkward_batch()
     mask[:, -COMPLETION:] = 0
-    assert one_pass(model, sharing, (ids, mask)).padded_forwards == 0 and not sharing.comparison.checked
+    assert one_pass(model, sharing, (ids, mask)).padded_forwards == 0 and not sharing.checked
     with torch.no_grad():
         assert [one_pass(model, sharing).padded_forwards for _ in range(2)] == [4, 0]
     nothing = torch.zeros(10, COMPLETION, dtype=torch.bool)  # rows that nothing can be learnt from are compared, too
     assert [one_pass(model, sharing, scored_BC=nothing).padded_forwards for _ in range(2)] == [4, 0]
     with torch.no_grad():
         assert one_pass(model, sharing).padded_forwards == 0
-    assert sharing.comparison.checked == {(False, False), (True, False)}
+    assert sharing.checked == {(False, False), (True, False)}
     # A state is not kept at every token, so of recurrent layers there is one way.
     model = build("qwen3_5")
     assert [one_pass(model, prepared(model)).padded_forwards for _ in range(2)] == [2, 0]
@@ -204,7 +204,7 @@ def test_no_forward_of_the_comparison_holds_more_tokens_than_the_steps_own(rows,
         lambda module, args, kwargs: tokens.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
     for limit in (PROMPT + COMPLETION, 10**6, None):  # a limit that the batch does not reach, too
-        sharing.comparison.checked.clear()
+        sharing.checked.clear()
         with torch.set_grad_enabled(limit is None):
             one_pass(model, sharing, (ids, mask), **({} if limit is None else {"tokens_per_pass": limit}))
         cut = limit == PROMPT + COMPLETION and rows > 1

@@ -6,7 +6,7 @@ import sys
 
 from tests.tiny import lora, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
-from trl_fsdp_qlora.prefix_sharing.sharing import PassFigures
+from trl_fsdp_qlora.prefix_sharing.row import PassRecord
 from trl_fsdp_qlora.run.plain import counted
 from trl_fsdp_qlora.telemetry.startup import packed_pass_line, startup_block
 
@@ -84,15 +84,24 @@ def test_the_first_packed_pass_says_how_many_tokens_were_computed_by_level(tmp_p
     trie = len({tuple(row[: i + 1]) for row in rows for i in range(len(row))})
     assert trie <= computed < sum(map(len, rows)) <= of == padded
     assert sum(levels) == computed and len(levels) > 1 and match[3].startswith(f"{levels[0]} in the roots, ")
-    assert packed_pass_line(PassFigures(3296, 28672, [768, 512, 2016])) == (
+    assert packed_pass_line(record_of(3296, 28672, [768, 512, 2016])) == (
         "first packed pass: 3,296 of 28,672 padded tokens computed (768 in the roots, 512 on level 1, 2,016 "
         "on level 2)"
     )
     kernels = {"full attention": "torch's flash attention 2", "attention through a window of 6": "sdpa under a mask"}
-    assert packed_pass_line(PassFigures(2, 3, [2], kernels=kernels)) == (
+    assert packed_pass_line(record_of(2, 3, [2], kernels)) == (
         "first packed pass: 2 of 3 padded tokens computed (2 in the roots); full attention by torch's flash "
         "attention 2; attention through a window of 6 by sdpa under a mask"
     )
+
+
+def record_of(tokens, padded_tokens, levels, kernels=None) -> PassRecord:
+    record = PassRecord()
+    record.tokens = tokens
+    record.padded_tokens = padded_tokens
+    record.levels = levels
+    record.kernels = kernels or {}
+    return record
 
 
 def test_a_padded_pass_says_nothing_of_the_kind(tmp_path, capsys):

@@ -87,7 +87,7 @@ class EfficientDPOTrainer(EfficientTraining, ShardedQLoRAMixin, DPOTrainer):
         return loss
 
     def _compare_with_stock(self, sharing: PromptSharing, model: torch.nn.Module, inputs: dict[str, Any]) -> None:
-        """Compare a few pairs of the first batch of a kind with stock's pass, see [`Comparison.with_stock`]."""
+        """Compare a few pairs of the first batch of a kind with stock's pass, if they were not compared yet."""
         if not sharing.is_active:
             return
         labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORED_LABEL)
@@ -95,13 +95,13 @@ class EfficientDPOTrainer(EfficientTraining, ShardedQLoRAMixin, DPOTrainer):
         vision = {name: value for name, value in inputs.items() if name not in not_vision}
         batch = Batch(inputs["input_ids"], inputs.get("attention_mask"), labels, vision)
         # Images are counted only until a batch with images was compared: the ranks have to agree, and the host waits.
-        awaits_images = sharing.expects_images and (compares_gradients(model), True) not in sharing.comparison.checked
+        awaits_images = sharing.expects_images and (compares_gradients(model), True) not in sharing.checked
         if awaits_images and not self._count_images(sharing, batch):
             return
         # TRL's batch has all chosen answers first, then all rejected ones. The comparison needs the two of a pair
         # next to each other.
         in_pairs = np.arange(len(labels)).reshape(2, -1).T.ravel()
-        sharing.comparison.with_stock(model, batch, self.accelerator.autocast, order=in_pairs)
+        sharing.compare_with_stock(model, batch, self.accelerator.autocast, order=in_pairs)
 
     def _count_images(self, sharing: PromptSharing, batch: Batch) -> bool:
         """Set the number of images of each row of `batch`; return whether every rank could count its images."""

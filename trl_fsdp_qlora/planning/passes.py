@@ -266,15 +266,14 @@ def _run_step(settings: Settings, config, layers, longest: Pass, on_gpu: bool, i
         autocast = torch.autocast("cpu", getattr(torch, settings.mixed or "bfloat16"), settings.mixed is not None)
 
         def forward(tokens: int, view: CacheView) -> torch.Tensor:
-            row = SimpleNamespace(view=view, is_computed=False)
+            row = SimpleNamespace(view=view)
             ids = torch.zeros(1, tokens, dtype=torch.long)
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
             mask.packed_row = row  # a fake tensor cannot be a `RowMask`
             attends = any(map(keeps_keys, layer_types(causal.config.get_text_config())))
             inputs = {"attention_mask": mask if attends else None, "position_ids": torch.zeros_like(ids)}
             hidden = causal.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
-            row.is_computed = True
-            view.keep_end(hidden)
+            view.end(hidden)
             return hidden.flatten(0, 1)
 
         def score_pass(hidden_TH: torch.Tensor) -> torch.Tensor:

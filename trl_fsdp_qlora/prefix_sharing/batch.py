@@ -130,6 +130,11 @@ class Sequences:
     needs_all: bool = False
 
     @property
+    def has_images(self) -> bool:
+        """Whether any row has an image."""
+        return self.spans_B2 is not None and bool((self.spans_B2[:, 1] >= 0).any())
+
+    @property
     def needed_B(self) -> np.ndarray:
         """Number of tokens of each row up to the one that predicts its last label, or of the whole row."""
         if self.needs_all:

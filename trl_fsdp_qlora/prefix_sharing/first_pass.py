@@ -1,287 +1,116 @@
-"""`Comparison`: before the first packed pass of each kind, a few rows are also computed as in stock TRL.
+"""Before the first packed pass of each kind, a few rows are also computed as in stock TRL.
 
-If the results differ, passes run as in stock TRL from then on. [`verdict.compare`] computes both and decides. This
-file decides when rows are compared, chooses the rows, and acts on the verdict.
+This file chooses the rows and cuts them into forwards; [`verdict.compare`] computes both ways and decides. When passes
+are compared, and what follows from a difference, is decided in `sharing.py`.
 """
 
-import contextlib
-import copy
 import functools
 import itertools
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
-from ..compat.fsdp import forget_forward
 from .attention.call import UnsupportedAttention
 from .batch import IGNORED_LABEL, Batch, Sequences, UnpackableBatch
 from .dropout import attention_reason, without_dropout
-from .forest import sort_by_prefix
-from .passes import cut_rows
-from .ranks import deciding_alone, is_sharded, reduced_over_ranks
-from .verdict import (
-    ROWS_FP32,
-    ROWS_HALF,
-    compare,
-    compares_gradients,
-    copied_leaves,
-    cut_sample,
-    rounding_unit,
-)
+from .packed_model import PackedModel
+from .passes import Forward, cut_rows
+from .ranks import reduced_over_ranks
+from .row import PassRecord
+from .verdict import ROWS_FP32, ROWS_HALF, compare, cut_sample
 
-if TYPE_CHECKING:
-    from .sharing import PromptSharing
-
-_NOTHING_TO_COMPARE = "nothing to compare"
+NOTHING_TO_COMPARE = "nothing to compare"
 # Every second row that is compared stands this many columns further left.
 MOVED_BY = 2
 
 
-class ComparedPass:
-    """A packed pass that is compared with stock TRL's.
-
-    A layer that cannot be computed adds the reason to `problems` instead of raising, so that this rank reaches every
-    collective. Each layer that was computed adds its backend to `layer_calls`. It is not a dataclass: under mixed
-    precision FSDP2 copies dataclasses among a forward's arguments, and the copy would get what layers add.
-    """
-
-    def __init__(self, is_dense: bool):
-        self.is_dense = is_dense
-        self.problems: list[str] = []
-        self.layer_calls: list[str] = []
-
-
-class Comparison:
-    """Compares packed passes of a model with stock TRL's.
+@dataclass(frozen=True, eq=False)
+class TwoWays:
+    """The two ways to score rows.
 
     Attributes:
-        sharing: the model's [`sharing.PromptSharing`], whose passes are compared.
-        checked: the kinds of passes that were compared, as `(gradients, images)`.
+        padded: returns the log-probabilities `(n, L - 1)` of a batch as in stock TRL.
+        packed: returns them from one forward.
     """
 
-    def __init__(self, sharing: "PromptSharing"):
-        self.sharing = sharing
-        self.checked: set[tuple[bool, bool]] = set()
-        self._lock = threading.RLock()
+    padded: Callable[[Batch], torch.Tensor]
+    packed: Callable[[Batch, Forward], torch.Tensor]
 
-    def __deepcopy__(self, memo: dict) -> "Comparison":
-        """Returns the comparison of a copied model; a lock cannot be copied."""
-        copied = Comparison(copy.deepcopy(self.sharing, memo))
-        copied.checked = set(self.checked)
-        return copied
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether nothing is left to compare from inside the forward."""
-        if not (self.sharing.compares and self.sharing.is_active) or self.sharing.is_closed:
-            return True
-        gradients = torch.is_grad_enabled()
-        may_have_images = self.sharing.images.token is not None and self.sharing.images.reason is None
-        return {(gradients, False), (gradients, may_have_images)} <= self.checked
+def difference(
+    packed_model: PackedModel,
+    model: nn.Module,
+    ways: TwoWays,
+    batch: Batch,
+    unit: float,
+    tokens_per_pass: int | None,
+    cannot_pack: Callable[[str], None],
+) -> str | None:
+    """Returns the fault of packed passes over a few rows of a batch; `None` if there is none. Collective.
 
-    def with_stock(
-        self,
-        model: nn.Module,
-        batch: Batch,
-        autocast=contextlib.nullcontext,
-        tokens_per_pass: int | None = None,
-        order: np.ndarray | None = None,
-    ) -> None:
-        """Compute a few rows both packed and as in stock TRL, and compare, see [`verdict`].
+    Args:
+        packed_model: the model that is compared.
+        model: its root module, wrappers included.
+        ways: the two ways to compute rows.
+        batch: the batch that is about to be scored; rows with a common prompt are neighbours.
+        unit: the result of [`verdict.rounding_unit`].
+        tokens_per_pass: limit of the pass, if it has one. No forward of the comparison holds more tokens.
+        cannot_pack: gets the reason why the rows cannot be packed.
+    """
+    device = batch.input_ids.device
+    # A single row is taken twice, so that something is shared.
+    count_here = max(2, min(ROWS_HALF if unit else ROWS_FP32, len(batch.input_ids)))
+    (count,) = reduced_over_ranks([count_here], device)
+    sampled = replace(batch.rows(sampled_rows(batch, int(count))), router_loss=False)
+    if packed_model.facts.sees_distances:
+        sampled = in_two_columns(sampled, packed_model.images.token)
 
-        This happens before the first pass of each kind (with gradients, with images). If the results differ, passes
-        run as in stock TRL from then on. The method is a collective: every rank has to call it before every pass.
-
-        Args:
-            model: the root module, wrappers included.
-            batch: the batch that is about to be scored.
-            autocast: factory of the context manager in which the forward runs.
-            tokens_per_pass: limit of the pass, see [`sharing.PromptSharing.score`]. No forward of the comparison holds
-                more tokens than one of the pass.
-            order: indices of the batch's rows in an order in which rows with a common prompt are neighbours; `None` if
-                they are.
-        """
-        self.sharing.read_again()
-        if not self.checked:
-            self.sharing.check_wrappers()
-        self.sharing.check_neftune()
-        self.sharing.check_adapters()
-        if not self.sharing.is_active:
-            return
-        if self.sharing.attention != "auto":
-            self._refuse_together(batch)
-        gradients = compares_gradients(model)
-        with_images = batch.has_images and self.sharing.images.reason is None
-        may_come = self.sharing.expects_images and self.sharing.images_may_come and self.sharing.images.reason is None
-        if may_come and (gradients, True) not in self.checked:
-            # Some ranks see their first images earlier than others.
-            with_images = bool(reduced_over_ranks([int(with_images)], batch.input_ids.device)[0])
-        if (gradients, with_images) in self.checked:
-            return
-
-        def forward(arguments: dict[str, Any], **for_sharing) -> torch.Tensor:
-            try:
-                with autocast():
-                    return model(**arguments, fused_lm_head=True, **for_sharing).log_probs
-            except Exception:
-                forget_forward(model)  # a padded forward comes next
-                raise
-
-        with autocast():
-            unit = rounding_unit(self.sharing.base, batch.input_ids.device)
-        self._compare(model, forward, batch, unit, gradients, with_images, tokens_per_pass, order)
-
-    @torch.compiler.disable
-    def from_inside(self, stock, batch: Batch | None, sequences: Sequences | None) -> bool:
-        """Compare from inside the forward, for trainers that do not know of prompt sharing.
-
-        Gradients are compared, too, if they are recorded, unless the model is sharded: a backward inside of a sharded
-        forward would gather weights in another order. While one thread compares, others wait here.
-
-        If the model is sharded, its forwards are collective, so the ranks compare together as soon as all of them can
-        pack. Otherwise a rank may be alone in this forward (an evaluation on the first rank), so it decides alone.
-
-        Returns:
-            Whether this pass may run packed.
-        """
-        with self._lock:
-            return self._from_inside(stock, batch, sequences)
-
-    def _from_inside(self, stock, batch: Batch | None, sequences: Sequences | None) -> bool:
-        self.sharing.check_wrappers()
-        if not self.sharing.is_active:
-            return False
-        sharded = is_sharded(self.sharing.base)
-        recorded = torch.is_grad_enabled()
-        gradients = recorded and not sharded
-        device = next(self.sharing.base.parameters()).device if batch is None else batch.input_ids.device
-        decision = contextlib.nullcontext() if sharded else deciding_alone()
-        with decision:
-            has_images = sequences is not None and batch.has_images
-            cannot, with_images = reduced_over_ranks([int(sequences is None), int(has_images)], device)
-            if cannot:
-                return False
-            if (recorded, bool(with_images)) in self.checked:
-                return True
-            if not has_images:
-                # The comparison needs rows that begin alike. In a batch of pairs (all chosen, then all rejected) they
-                # are not neighbours.
-                order, _ = sort_by_prefix(sequences.tokens_BL, sequences.lengths_B)
-                batch = batch.rows(order)
-
-            def forward(arguments: dict[str, Any], **for_sharing) -> torch.Tensor:
-                return self.sharing.score(stock, {**arguments, **for_sharing}).log_probs
-
-            leaves = copied_leaves(self.sharing.base) if gradients else contextlib.nullcontext()
-            with torch.set_grad_enabled(gradients), leaves:
-                unit = rounding_unit(self.sharing.base, device)
-                self._compare(self.sharing.base, forward, batch, unit, recorded, bool(with_images))
-        return self.sharing.is_active and not (batch.has_images and self.sharing.images.reason)
-
-    def _refuse_together(self, batch: Batch) -> None:
-        """Raise on all ranks if a backend was named and one rank's batch cannot be packed.
-
-        Every rank has to call this.
-        """
-        problem = None
+    def try_to_read(rows: Batch) -> Sequences | None:
         try:
-            self.sharing.read(batch)
+            return packed_model.read(rows)
         except UnpackableBatch as error:
-            problem = str(error)
-        if any(reduced_over_ranks([int(problem is not None)], batch.input_ids.device)):
-            self.sharing.fall_back("A batch", problem or "another rank's cannot be packed")
-
-    def _compare(
-        self,
-        model: nn.Module,
-        forward,
-        batch: Batch,
-        unit: float,
-        gradients: bool,
-        with_images: bool,
-        tokens_per_pass: int | None = None,
-        order: np.ndarray | None = None,
-    ) -> None:
-        """Compare a few rows of a batch and keep the verdict."""
-        try:
-            self.sharing.count_images(batch)
-        except UnpackableBatch as error:
-            self.sharing.fall_back("A batch", str(error))
-            batch = replace(batch, vision={}, num_images=None)
-        if order is not None:  # only now, because a row's images are known once they are counted
-            batch = batch.rows(order)
-        if with_images:
-            self.sharing.images.share(batch)
-        problem = self._difference(model, forward, batch, unit, tokens_per_pass)
-        if problem == _NOTHING_TO_COMPARE:
-            return
-        if problem is None:
-            self.checked.update(itertools.product({False, gradients}, {False, with_images}))
-        elif with_images and self.sharing.attention == "auto":  # batches without images may still run packed
-            self.sharing.images.reason = problem
-        else:
-            self.sharing.disable(problem)
-
-    def _difference(
-        self, model: nn.Module, forward, batch: Batch, unit: float, tokens_per_pass: int | None
-    ) -> str | None:
-        """Returns the fault of packed passes over a few rows of a batch; `None` if there is none."""
-        device = batch.input_ids.device
-        # A single row is taken twice, so that something is shared.
-        count_here = max(2, min(ROWS_HALF if unit else ROWS_FP32, len(batch.input_ids)))
-        (count,) = reduced_over_ranks([count_here], device)
-        sampled = replace(batch.rows(sampled_rows(batch, int(count))), router_loss=False)
-        if self.sharing.facts.sees_distances:
-            sampled = in_two_columns(sampled, self.sharing.images.token)
-        sequences = self._try_to_read(sampled)
-        is_packable = sequences is not None and bool(sequences.scored_BL.any())
-        if not any(reduced_over_ranks([int(is_packable)], device)):
-            return _NOTHING_TO_COMPARE
-        tokens = self._tokens_of(batch)
-        if tokens_per_pass is not None:
-            tokens = min(tokens, tokens_per_pass)
-        rows, width = sampled.input_ids.shape
-        packed_forwards = [(0, rows)]
-        if is_packable:
-            sampled, packed_forwards = self._in_forwards(sampled, sequences, max(tokens, width))
-        cuts = cut_sample(packed_forwards, rows, width, tokens, device)
-        sample = _Sample(self.sharing, forward, sampled, is_packable)
-        is_scored = sampled.labels[:, 1:] != IGNORED_LABEL
-        embeddings = self.sharing.base.get_input_embeddings()
-        problem = attention_reason(self.sharing.base)  # dropout may have been set since
-        with without_dropout(model), self.sharing.images.in_every_forward():
-            for is_dense in (False, True) if self.sharing.can_be_dense else (False,):
-                if problem is None:
-                    packed = functools.partial(sample.packed, is_dense)
-                    problem = compare(model, packed, sample.padded, is_scored, cuts, embeddings, unit)
-        return problem
-
-    def _in_forwards(self, batch: Batch, sequences: Sequences, tokens: int) -> tuple[Batch, list[tuple[int, int]]]:
-        """Returns the batch in the order of packed forwards of at most `tokens`, and each forward's `(first, last)`.
-
-        The rows `[first, last)` of a forward are neighbours then.
-        """
-        sets = cut_rows(sequences, tokens, lambda part: self.sharing.build_forest(batch, sequences.rows(part)).tokens)
-        borders = np.cumsum([0, *map(len, sets)]).tolist()
-        return batch.rows(np.concatenate(sets)), list(itertools.pairwise(borders))
-
-    def _try_to_read(self, batch: Batch) -> Sequences | None:
-        try:
-            return self.sharing.read(batch)
-        except UnpackableBatch as error:
-            self.sharing.fall_back("A batch", str(error))
+            cannot_pack(str(error))
             return None
 
-    def _tokens_of(self, batch: Batch) -> int:
-        """Returns the number of tokens that a pass over a batch computes."""
-        sequences = self._try_to_read(batch)
-        return batch.input_ids.numel() if sequences is None else self.sharing.build_forest(batch, sequences).tokens
+    sequences = try_to_read(sampled)
+    is_packable = sequences is not None and bool(sequences.scored_BL.any())
+    if not any(reduced_over_ranks([int(is_packable)], device)):
+        return NOTHING_TO_COMPARE
+    whole = try_to_read(batch)
+    tokens = batch.input_ids.numel() if whole is None else packed_model.build_forest(whole).tokens
+    if tokens_per_pass is not None:
+        tokens = min(tokens, tokens_per_pass)
+    rows, width = sampled.input_ids.shape
+    packed_forwards = [(0, rows)]
+    if is_packable:
+        sampled, packed_forwards = _in_forwards(packed_model, sampled, sequences, max(tokens, width))
+    cuts = cut_sample(packed_forwards, rows, width, tokens, device)
+    sample = _Sample(packed_model, ways, sampled, is_packable)
+    is_scored = sampled.labels[:, 1:] != IGNORED_LABEL
+    embeddings = packed_model.base.get_input_embeddings()
+    problem = attention_reason(packed_model.base)  # dropout may have been set since
+    with without_dropout(model), packed_model.images.in_every_forward():
+        for is_dense in (False, True) if packed_model.can_be_dense else (False,):
+            if problem is None:
+                packed = functools.partial(sample.packed, is_dense)
+                problem = compare(model, packed, sample.padded, is_scored, cuts, embeddings, unit)
+    return problem
+
+
+def _in_forwards(
+    packed_model: PackedModel, batch: Batch, sequences: Sequences, tokens: int
+) -> tuple[Batch, list[tuple[int, int]]]:
+    """Returns the batch in the order of packed forwards of at most `tokens`, and each forward's `(first, last)`.
+
+    The rows `[first, last)` of a forward are neighbours then.
+    """
+    sets = cut_rows(sequences, tokens, lambda part: packed_model.build_forest(sequences.rows(part)).tokens)
+    borders = np.cumsum([0, *map(len, sets)]).tolist()
+    return batch.rows(np.concatenate(sets)), list(itertools.pairwise(borders))
 
 
 @dataclass(eq=False)
@@ -289,39 +118,43 @@ class _Sample:
     """Rows to compare, and the two ways to compute some of them in one forward.
 
     Attributes:
-        sharing: the model's.
-        forward: returns the log-probabilities `(n, L - 1)` of a call with these arguments.
+        packed_model: the model that is compared.
+        ways: the two ways.
         batch: the rows.
         is_packable: whether this rank can pack its rows, and some have labels.
     """
 
-    sharing: "PromptSharing"
-    forward: Callable[..., torch.Tensor]
+    packed_model: PackedModel
+    ways: TwoWays
     batch: Batch
     is_packable: bool
 
     def padded(self, part: slice) -> torch.Tensor:
         """Returns log-probabilities `(n, L - 1)` of some of the rows as in stock TRL."""
-        return self.forward(self._rows(part).arguments(), as_stock=True)
+        return self.ways.padded(self._rows(part))
 
     def packed(self, is_dense: bool, part: slice) -> torch.Tensor:
         """Returns them from one packed row.
+
+        A layer that cannot be computed records the reason instead of raising, so that this rank reaches every
+        collective.
 
         Raises:
             UnsupportedAttention: a layer cannot be computed.
         """
         if not self.is_packable:  # the other ranks' forwards may be collective, so this rank runs one, too
             return self.padded(part)
-        rehearsal = ComparedPass(is_dense)
         rows = self._rows(part)
-        values = self.forward(rows.arguments(), rehearsal=rehearsal, num_images=rows.num_images)
-        calls = len(rehearsal.layer_calls)
-        if not calls or calls % self.sharing.facts.layers:  # differential attention calls its function twice a layer
-            rehearsal.problems.append(
-                f"prefix-aware layers ran {calls} times in a forward of {self.sharing.facts.layers}"
-            )
-        if rehearsal.problems:
-            raise UnsupportedAttention(rehearsal.problems[0])
+        sequences = self.packed_model.read(rows)
+        record = PassRecord(problems=[])
+        forest = self.packed_model.build_forest(sequences, is_dense)
+        values = self.ways.packed(rows, Forward(sequences, forest, record=record))
+        calls = len(record.layer_calls)
+        layers = self.packed_model.facts.layers
+        if not calls or calls % layers:  # differential attention calls its function twice a layer
+            record.problems.append(f"prefix-aware layers ran {calls} times in a forward of {layers}")
+        if record.problems:
+            raise UnsupportedAttention(record.problems[0])
         return values
 
     def _rows(self, part: slice) -> Batch:

@@ -25,7 +25,7 @@ from transformers.utils import ModelOutput
 from ..compat.transformers import CACHE
 from ..compat.trl import is_padded_by_row, rows_of_images, split_pixel_values_by_grid
 from ..scoring.transfer import to_device
-from .batch import PER_IMAGE, PER_TOKEN, READ_ON_HOST, Sequences, UnpackableBatch, on_host
+from .batch import PER_IMAGE, PER_TOKEN, READ_ON_HOST, Batch, Sequences, UnpackableBatch, on_host
 from .ranks import reduced_over_ranks
 from .row import PackedRow
 from .segments import equal_runs
@@ -278,12 +278,14 @@ class Images:
             return [int(tokens_B.sum()) // images] * images
         return []
 
-    def arguments(self, batch, packed_row: PackedRow, sequences: Sequences) -> dict[str, Any]:
-        """The model's arguments for the images of a packed row that was made from a batch."""
+    def arguments(
+        self, batch: Batch, packed_row: PackedRow, sequences: Sequences
+    ) -> tuple[dict[str, Any], dict[int, dict[str, torch.Tensor | None]]]:
+        """The model's arguments for the images of a packed row that was made from a batch, and [`own_masks`]."""
         vision = self._counted(batch)
         device = batch.input_ids.device
         per_token = {name: packed_row.take(vision[name]) for name in PER_TOKEN if name in vision}
-        packed_row.own_masks = own_masks(self.model, packed_row, per_token, device)
+        masks = own_masks(self.model, packed_row, per_token, device)
         arguments = {name: to_device(x, device) for name, x in per_token.items()}
         # The pixels of each segment with images are passed once, and not at all if the segment is not computed.
         rows = [row for row in image_rows(packed_row, sequences) if batch.num_images[row]]
@@ -296,7 +298,7 @@ class Images:
             arguments.update({name: to_device(chosen[name], device) for name in PER_IMAGE if name in chosen})
         if hasattr(self.inner, "get_rope_index"):
             arguments["position_ids"] = self._positions(batch, packed_row, sequences)
-        return arguments
+        return arguments, masks
 
     def _positions(self, batch, packed_row: PackedRow, sequences: Sequences) -> torch.Tensor:
         """Rotary positions `(axes, 1, T)`, which the model computes for one row of each segment with images.

@@ -25,9 +25,67 @@ import torch
 from .batch import Sequences
 from .forest import Forest, Node, choose_nodes, prefix_nodes, segments_of, sort_by_prefix, sorted_rows
 from .prefix_cache import CacheView, GradAccumulator, PrefixCache, Trunk, backward_collected
+from .row import PassRecord
 
 # A trunk costs a forward of its own, so a beginning has to save at least this many tokens over all passes.
 MIN_SAVED_TOKENS = 64
+
+
+# --- one forward -----------------------------------------------------------------------------------------------------
+
+
+def of_this_rank(values: list[int], reduce: str) -> list[int]:
+    """Returns the values unchanged: a plan that other ranks have no part in."""
+    return values
+
+
+@dataclass(frozen=True, eq=False)
+class PassRules:
+    """What the passes of a model have to keep to.
+
+    Attributes:
+        build_forest: returns the forest of rows that share nothing with other passes.
+        min_length: length of the shortest segment that others may go on from.
+        reduce: returns the element-wise `"MAX"` or `"SUM"` of a list of numbers over ranks.
+        ties_ends: whether every layer of a trunk has to be part of the backward, because each layer is collective.
+    """
+
+    build_forest: Callable[[Sequences], Forest]
+    min_length: int = 1
+    reduce: Callable[[list[int], str], list[int]] = of_this_rank
+    ties_ends: bool = False
+
+
+class Forward:
+    """One forward of the model over one packed row: the only thing that is run.
+
+    It is not a dataclass: FSDP2 and DDP look for tensors in dataclasses among a forward's arguments, and take these
+    tensors for inputs of the forward.
+
+    Attributes:
+        sequences: the rows of the forward; a trunk scores none.
+        forest: of these rows, see [`forest.Forest.part`].
+        view: the values that layers keep or use; those of no other forward, if it stands alone.
+        record: gets what the forward computes. Forwards that are counted together have one record.
+        rows: the rows of the planned sequences; `None` for all of them.
+        batches: number of batches whose rows it has.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        forest: Forest,
+        view: CacheView | None = None,
+        record: PassRecord | None = None,
+        rows: np.ndarray | None = None,
+        batches: int = 1,
+    ):
+        self.sequences = sequences
+        self.forest = forest
+        self.view = view or CacheView(PrefixCache())
+        self.record = record or PassRecord()
+        self.rows = rows
+        self.batches = batches
 
 
 # --- which beginnings are kept ---------------------------------------------------------------------------------------
@@ -95,12 +153,12 @@ class PassForest:
     Attributes:
         forest: the forest of the pass's rows.
         segment_of: the segment of each kept node with which rows of the pass begin.
-        offset_S: see [`forest.Forest`].
+        offset_S: see [`forest.Forest`]; `None` if no row begins with a kept node.
     """
 
     forest: Forest
     segment_of: dict[int, int]
-    offset_S: np.ndarray
+    offset_S: np.ndarray | None
 
     def of_trunk(self, nodes: list[int]) -> tuple[Forest, list[int]]:
         """Returns the forest of the forward that computes some kept nodes, and the node of each kept segment in it."""
@@ -108,6 +166,8 @@ class PassForest:
 
     def of_pass(self) -> tuple[Forest, list[int]]:
         """Returns the forest of the forward that computes all else, and the node of each kept segment in it."""
+        if not self.segment_of:
+            return self.forest, []
         return self._part(np.setdiff1d(np.arange(self.forest.segments), list(self.segment_of.values())))
 
     def _part(self, segments: np.ndarray) -> tuple[Forest, list[int]]:
@@ -118,7 +178,7 @@ class PassForest:
 
 
 def build_pass_forest(
-    sequences: Sequences, kept: list[SharedPrefix], rows: np.ndarray, min_length: int = 1
+    sequences: Sequences, kept: list[SharedPrefix], rows: np.ndarray, rules: "PassRules"
 ) -> PassForest:
     """Returns the forest of some rows of the step (`sequences` has all rows), with kept beginnings as segments.
 
@@ -126,11 +186,9 @@ def build_pass_forest(
     """
     subset = sequences.rows(rows)
     needed_B = subset.needed_B
-    if not needed_B.any():
-        # One token is computed, so that the graph contains the model and this rank reaches the model's collectives.
-        needed_B = (np.arange(len(rows)) == 0).astype(int)
-        kept = []
-    rows_of_node = _rows_of_nodes(kept, rows)
+    rows_of_node = _rows_of_nodes(kept, rows) if needed_B.any() else {}
+    if not rows_of_node:
+        return PassForest(rules.build_forest(subset), {}, None)
     # Parents come first, so the longest of a row's kept beginnings is its last one.
     node_B = np.full(len(rows), -1)
     depth_B = np.zeros(len(rows), dtype=int)
@@ -141,7 +199,7 @@ def build_pass_forest(
     tails = needed_B[order] - depth_B[order]
     nodes = [
         tail._replace(depth=tail.depth + int(depth_B[order[tail.first]]))
-        for tail in choose_nodes(prefix_nodes(common), tails, min_length)
+        for tail in choose_nodes(prefix_nodes(common), tails, rules.min_length)
     ]
     rank_in_order = np.full(len(rows), -1)
     rank_in_order[order] = np.arange(len(order))
@@ -201,98 +259,36 @@ def _tails_sorted(
     return order[by_node], common[by_node][1:]
 
 
-def cut_rows(sequences: Sequences, tokens_per_pass: int, tokens_of: Callable[[np.ndarray], int]) -> list[np.ndarray]:
-    """Cut rows, at borders between rows that share few tokens, into sets whose packed tokens stay within a limit.
-
-    A row that is longer than the limit has a set of its own. Rows without a label are in the first set.
-
-    Args:
-        sequences: the rows.
-        tokens_per_pass: the limit.
-        tokens_of: returns the number of tokens of the packed row of some rows.
-    """
-    needed_B = sequences.needed_B
-    labelled = np.flatnonzero(needed_B)
-    if not len(labelled):
-        return [np.arange(len(needed_B))]
-    order, common = sort_by_prefix(sequences.tokens_BL[labelled], needed_B[labelled])
-    rows = labelled[order]
-    common = np.concatenate([[0], common])
-    added = needed_B[rows] - common  # tokens of a row that the row before it does not share
-    cuts = []
-    first = 0
-    while first < len(rows):
-        # As many rows as fit if every equal beginning is computed once, ...
-        used = needed_B[rows[first]] + np.cumsum(added[first + 1 :])
-        last = first + 1 + int(np.searchsorted(used, tokens_per_pass, side="right"))
-        # ... without the rows that do not fit in fact, because not every level is used.
-        while last > first + 1 and tokens_of(rows[first:last]) > tokens_per_pass:
-            last -= 1
-        if last < len(rows):
-            # Of the borders in the second half of a set, the latest one at which rows share the fewest tokens.
-            half = first + 1 + (last - first) // 2
-            last = max(range(half, last + 1), key=lambda border: (-common[border], border))
-        cuts.append(rows[first:last])
-        first = last
-    cuts[0] = np.concatenate([np.flatnonzero(needed_B == 0), cuts[0]])
-    return cuts
-
-
-# --- the forwards of an optimizer step -------------------------------------------------------------------------------
-
-
-class Forward:
-    """One call of the model, with a given forest in place of the one that would be found in the batch.
-
-    It is not a dataclass: FSDP2 and DDP look for tensors in dataclasses among a forward's arguments, and take these
-    tensors for inputs of the forward.
-
-    Attributes:
-        sequences: the rows of the call; a trunk scores none.
-        forest: see [`forest.Forest.part`].
-        view: the values that layers keep or use.
-        is_first: whether it is the first of the forwards whose tokens are counted together.
-        batches: number of batches whose rows it has.
-    """
-
-    def __init__(self, sequences: Sequences, forest: Forest, view: CacheView, is_first: bool, batches: int = 1):
-        self.sequences = sequences
-        self.forest = forest
-        self.view = view
-        self.is_first = is_first
-        self.batches = batches
+# --- the forwards of a call or a step --------------------------------------------------------------------------------
 
 
 class PassSchedule:
-    """The forwards of an optimizer step (or of a set of passes without gradients), pass by pass.
+    """The forwards that compute the rows of a call or of an optimizer step, pass by pass.
 
     Args:
-        sequences: all rows of the step.
+        sequences: all rows.
         rows_of_pass: the rows that each pass scores.
-        min_length: length of the shortest segment that others may go on from.
-        max_over_ranks: returns the element-wise maximum of a list of numbers over ranks.
-        ties_ends: whether every layer of a trunk has to be part of the backward, because each layer is collective.
+        rules: what passes of the model have to keep to.
         batches_per_pass: number of batches whose rows a pass has; 1 if it has a part of a batch.
+        shares: whether passes may share beginnings.
     """
 
     def __init__(
         self,
         sequences: Sequences,
         rows_of_pass: list[np.ndarray],
-        min_length: int,
-        max_over_ranks: Callable[[list[int]], list[int]],
-        ties_ends: bool = False,
+        rules: PassRules,
         batches_per_pass: int = 1,
+        shares: bool = True,
     ):
         self.sequences = sequences
         self.rows_of_pass = rows_of_pass
-        self.min_length = min_length
+        self.rules = rules
         pass_B = np.zeros(len(sequences.lengths_B), dtype=int)
         for number, rows in enumerate(rows_of_pass):
             pass_B[rows] = number
-        self.kept = shared_prefixes(sequences, pass_B, min_length)
+        self.kept = shared_prefixes(sequences, pass_B, rules.min_length) if shares else []
         self.cache = PrefixCache()
-        self.ties_ends = ties_ends
         self.batches_per_pass = batches_per_pass
         # The scores that a trunk's forward returned, by its first and last pass, if each of its layers is collective.
         self.trunk_outputs: dict[Trunk, torch.Tensor] = {}
@@ -303,7 +299,9 @@ class PassSchedule:
         needed = np.zeros((count, count), dtype=int)
         for node in self.kept:
             needed[node.first, node.last] = 1
-        self.trunks = np.array(max_over_ranks(needed.ravel().tolist())).reshape(count, count) > 0
+        if shares:
+            needed = np.array(rules.reduce(needed.ravel().tolist(), "MAX")).reshape(count, count)
+        self.trunks = needed > 0
 
     @property
     def is_shared(self) -> bool:
@@ -324,10 +322,10 @@ class PassSchedule:
         return tokens
 
     def _forest_of(self, number: int) -> PassForest:
-        """Returns the forest of a pass's rows, which is grown once."""
+        """Returns the forest of a pass's rows, which is built once."""
         if number not in self._forests:
             rows = self.rows_of_pass[number]
-            self._forests[number] = build_pass_forest(self.sequences, self.kept, rows, self.min_length)
+            self._forests[number] = build_pass_forest(self.sequences, self.kept, rows, self.rules)
         return self._forests[number]
 
     def _length(self, node: SharedPrefix) -> int:
@@ -345,17 +343,33 @@ class PassSchedule:
                 return False
         return True
 
-    def of_pass(self, number: int, is_first: bool = True) -> Iterator[Forward]:
+    def forwards(self, at_least: int) -> Iterator[Forward]:
+        """Yields the forwards of all passes, counted together, and empty ones up to a number of forwards.
+
+        Other ranks have as many forwards, which may be collective.
+        """
+        record = PassRecord()
+        for number in range(len(self.rows_of_pass)):
+            yield from self.of_pass(number, record)
+        for _ in range(at_least - self.count):
+            rows = np.array([0])
+            unscored = self._unscored(rows)
+            nothing = replace(unscored, needs_all=False)
+            yield Forward(
+                nothing, self.rules.build_forest(nothing), CacheView(self.cache, is_trunk=True), record, rows
+            )
+
+    def of_pass(self, number: int, record: PassRecord | None = None) -> Iterator[Forward]:
         """Yields the trunks that no earlier pass needs, the longest-lived first, and then the pass itself.
 
         Args:
             number: of the pass.
-            is_first: whether it is the first of the passes whose tokens are counted together.
+            record: gets what these forwards compute; a new one if absent.
         """
+        record = record or PassRecord()
         self.cache.drop(*self._ended_before(number))
         for last in reversed(np.flatnonzero(self.trunks[number]).tolist()):
-            yield self._trunk(number, last, is_first)
-            is_first = False
+            yield self._trunk(number, last, record)
         forest, used_nodes = self._forest_of(number).of_pass()
         first_passes = np.flatnonzero(self.trunks[:, number]).tolist()
         for first in first_passes:
@@ -367,14 +381,19 @@ class PassSchedule:
             ending=self._ending_in(number),
             ending_trunks=tuple((first, number) for first in first_passes),
         )
-        sequences = self.sequences.rows(self.rows_of_pass[number])
-        yield Forward(sequences, forest, view, is_first, self.batches_per_pass)
+        rows = self.rows_of_pass[number]
+        yield Forward(self.sequences.rows(rows), forest, view, record, rows, self.batches_per_pass)
 
-    def _trunk(self, first: int, last: int, is_first: bool) -> Forward:
-        """Returns the trunk of the nodes that are needed from pass `first` to pass `last`."""
-        rows = self.rows_of_pass[first]
+    def _unscored(self, rows: np.ndarray) -> Sequences:
+        """Returns some rows without their labels."""
         unscored = self.sequences.rows(rows)
         unscored.scored_BL = np.zeros_like(unscored.scored_BL)
+        return unscored
+
+    def _trunk(self, first: int, last: int, record: PassRecord) -> Forward:
+        """Returns the trunk of the nodes that are needed from pass `first` to pass `last`."""
+        rows = self.rows_of_pass[first]
+        unscored = self._unscored(rows)
         nodes = [n for n, node in enumerate(self.kept) if (node.first, node.last) == (first, last)]
         computed_nodes = []
         used_nodes = []
@@ -385,17 +404,16 @@ class PassSchedule:
             for segment, node in enumerate(sorted(nodes, key=pass_forest.segment_of.__getitem__)):
                 computed_nodes.append((node, int(forest.starts[segment]), int(forest.lengths[segment])))
         else:  # another rank's trunk: this rank computes one token
-            nothing = replace(unscored, needs_all=False)
-            forest, _ = build_pass_forest(nothing, [], np.arange(len(rows)), self.min_length).of_pass()
+            forest = self.rules.build_forest(replace(unscored, needs_all=False))
         view = CacheView(
             self.cache,
             computed=computed_nodes,
             used=used_nodes,
             ending=self._ending_in(last),
-            trunk=(first, last) if self.ties_ends else None,
+            trunk=(first, last) if self.rules.ties_ends else None,
             is_trunk=True,
         )
-        return Forward(unscored, forest, view, is_first)
+        return Forward(unscored, forest, view, record, rows)
 
     def finish(self) -> None:
         """End the step: run the backward of trunks whose last pass did not run, and free all kept values."""
@@ -435,7 +453,7 @@ class StepPlan:
         values: the forwards without gradients, if a batch is cut into several passes: a loss needs all of its values
             before there is a gradient.
         batches_per_pass, passes_per_batch: one of the two is 1.
-        router_loss: makes router losses from the sums that the forwards return as `aux_loss`, see
+        router_losses: makes router losses from the sums that the forwards return as `aux_loss`, see
             [`router_loss.router_sums`]; `None` if the loss has none.
     """
 
@@ -443,4 +461,134 @@ class StepPlan:
     values: PassSchedule | None
     batches_per_pass: int
     passes_per_batch: int
-    router_loss: Callable[[torch.Tensor], torch.Tensor] | None = None
+    router_losses: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+# --- plans -----------------------------------------------------------------------------------------------------------
+
+
+def plan_call(sequences: Sequences, tokens_per_pass: int, rules: PassRules, shares: bool) -> PassSchedule:
+    """Returns the forwards of a call in passes of no more tokens than a limit.
+
+    Args:
+        sequences: the rows of the call.
+        tokens_per_pass: the limit; a row that is longer runs alone.
+        rules: what passes of the model have to keep to.
+        shares: whether a beginning that several passes share is computed once. The call must not record gradients.
+    """
+    rows_of_pass = cut_rows(sequences, tokens_per_pass, lambda rows: rules.build_forest(sequences.rows(rows)).tokens)
+    # Each rank has trunks of its own: the ranks agree on the number of forwards only.
+    rules = replace(rules, reduce=of_this_rank)
+    return PassSchedule(sequences, rows_of_pass, rules, shares=shares and len(rows_of_pass) > 1)
+
+
+def plan_step(
+    sequences: Sequences,
+    batches: int,
+    rules: PassRules,
+    tokens_per_pass: int | None,
+    one_by_one: bool = False,
+    warn: Callable[[str], None] = lambda line: None,
+) -> StepPlan | None:
+    """Plan the passes of batches that are scored with the same weights. Collective.
+
+    Args:
+        sequences: the rows of all batches.
+        batches: number of batches; each has equally many neighbouring rows.
+        rules: what passes of the model have to keep to.
+        tokens_per_pass: limit of a pass with gradients, together with the trunks that are alive then. If `None`, the
+            limit is the tokens of one padded batch. If any two batches share a beginning, as many batches run at once
+            as fit. A batch that is longer than `tokens_per_pass` is cut.
+        one_by_one: whether each batch has a pass of its own.
+        warn: gets a line if batches are too long and cannot be cut.
+
+    Returns:
+        The plan; `None` if no two batches share a beginning and each batch fits.
+    """
+    rows = len(sequences.lengths_B) // batches
+    limit = tokens_per_pass or rows * sequences.width
+    alone = replace(rules, reduce=of_this_rank)
+    candidates = [rows] if one_by_one else _rows_per_pass(batches, rows)
+    fitting = (count for count in candidates if _passes_of(sequences, count, rows, alone).fits(limit))
+    # The minimum over ranks of the largest number of rows that fits.
+    rows_per_pass = -rules.reduce([-next(fitting, 0)], "MAX")[0]
+    if rows_per_pass < rows and tokens_per_pass is None:
+        return None  # too many beginnings would be alive at once; each batch alone needs less memory
+    if rows_per_pass < rows and one_by_one:
+        warn(f"Micro-batches of {rows} rows are longer than tokens_per_pass={tokens_per_pass}, and cannot be cut here")
+        rows_per_pass = rows
+    if rows_per_pass >= rows:
+        return _plan_whole_batches(sequences, rows, rows_per_pass, rules)
+    rows_per_pass = max(rows_per_pass, 1)  # a single row that is too long runs alone
+    values = _passes_of(sequences, rows_per_pass, rows, replace(rules, ties_ends=False))
+    forwards = _passes_of(sequences, rows_per_pass, rows, rules)
+    return StepPlan(forwards, values, 1, rows // rows_per_pass)
+
+
+def _plan_whole_batches(sequences: Sequences, rows: int, rows_per_pass: int, rules: PassRules) -> StepPlan | None:
+    """Plan passes of one or several whole batches; `None` if the batches, each alone, compute no more tokens."""
+    one_per_batch = _passes_of(sequences, rows, rows, rules)
+    if not one_per_batch.is_shared:
+        return None
+    forwards = one_per_batch if rows_per_pass == rows else _passes_of(sequences, rows_per_pass, rows, rules)
+    # A batch that runs alone may be a dense row, which a pass with kept beginnings cannot be. That may save more than
+    # sharing between batches does.
+    alone_tokens = sum(rules.build_forest(batch).tokens for batch in sequences.split(rows))
+    shared_tokens, alone_tokens = rules.reduce([forwards.tokens, alone_tokens], "SUM")
+    if shared_tokens >= alone_tokens:
+        return None
+    return StepPlan(forwards, None, rows_per_pass // rows, 1)
+
+
+def _passes_of(sequences: Sequences, rows_per_pass: int, rows_per_batch: int, rules: PassRules) -> PassSchedule:
+    """Returns the forwards that compute `sequences`, `rows_per_pass` rows in a pass."""
+    first_rows = range(0, len(sequences.lengths_B), rows_per_pass)
+    rows_of_pass = [np.arange(first, first + rows_per_pass) for first in first_rows]
+    return PassSchedule(sequences, rows_of_pass, rules, max(1, rows_per_pass // rows_per_batch))
+
+
+def _rows_per_pass(batches: int, rows: int) -> list[int]:
+    """Returns the numbers of rows that a pass of equal passes may have, largest first.
+
+    A pass has several whole batches of `rows` rows each, one batch, or an equal part of one.
+    """
+    several = [count * rows for count in range(batches, 0, -1) if batches % count == 0]
+    parts = [rows // count for count in range(2, rows + 1) if rows % count == 0]
+    return several + parts
+
+
+def cut_rows(sequences: Sequences, tokens_per_pass: int, tokens_of: Callable[[np.ndarray], int]) -> list[np.ndarray]:
+    """Cut rows, at borders between rows that share few tokens, into sets whose packed tokens stay within a limit.
+
+    A row that is longer than the limit has a set of its own. Rows without a label are in the first set.
+
+    Args:
+        sequences: the rows.
+        tokens_per_pass: the limit.
+        tokens_of: returns the number of tokens of the packed row of some rows.
+    """
+    needed_B = sequences.needed_B
+    labelled = np.flatnonzero(needed_B)
+    if not len(labelled):
+        return [np.arange(len(needed_B))]
+    order, common = sort_by_prefix(sequences.tokens_BL[labelled], needed_B[labelled])
+    rows = labelled[order]
+    common = np.concatenate([[0], common])
+    added = needed_B[rows] - common  # tokens of a row that the row before it does not share
+    cuts = []
+    first = 0
+    while first < len(rows):
+        # As many rows as fit if every equal beginning is computed once, ...
+        used = needed_B[rows[first]] + np.cumsum(added[first + 1 :])
+        last = first + 1 + int(np.searchsorted(used, tokens_per_pass, side="right"))
+        # ... without the rows that do not fit in fact, because not every level is used.
+        while last > first + 1 and tokens_of(rows[first:last]) > tokens_per_pass:
+            last -= 1
+        if last < len(rows):
+            # Of the borders in the second half of a set, the latest one at which rows share the fewest tokens.
+            half = first + 1 + (last - first) // 2
+            last = max(range(half, last + 1), key=lambda border: (-common[border], border))
+        cuts.append(rows[first:last])
+        first = last
+    cuts[0] = np.concatenate([np.flatnonzero(needed_B == 0), cuts[0]])
+    return cuts

@@ -185,6 +185,8 @@ class CacheView:
         ending_trunks: such trunks that no later forward needs; their last hidden states are attached to the output.
         is_trunk: whether the forward is a trunk, which scores nothing.
         has_gradients: whether a backward will follow.
+        is_computed: whether the forward is over. Every later call of a layer is a recomputation, which keeps nothing
+            and raises if it fails.
         calls, recomputed_calls: number of calls of each attention layer so far, in the forward and in its
             recomputation by the backward.
     """
@@ -197,12 +199,13 @@ class CacheView:
     ending_trunks: tuple[Trunk, ...] = ()
     is_trunk: bool = False
     has_gradients: bool = field(default_factory=torch.is_grad_enabled)
+    is_computed: bool = False
     calls: Counter = field(default_factory=Counter)
     recomputed_calls: Counter = field(default_factory=Counter)
 
-    def slot(self, module: nn.Module, is_recomputed: bool) -> Slot:
+    def slot(self, module: nn.Module) -> Slot:
         """Returns the name of a call of a layer in a forward: some layers attend twice in each forward."""
-        calls = self.recomputed_calls if is_recomputed else self.calls
+        calls = self.recomputed_calls if self.is_computed else self.calls
         call = calls[id(module)]
         calls[id(module)] += 1
         return id(module), call
@@ -218,17 +221,18 @@ class CacheView:
         kept = self.cache.prefixes[prefix][slot]
         return kept.value if prefix in self.ending else detach_and_collect(kept.value, kept.collected)
 
-    def extended(self, slot: Slot, x: torch.Tensor, is_recomputed: bool) -> torch.Tensor:
+    def extended(self, slot: Slot, x: torch.Tensor) -> torch.Tensor:
         """Returns keys or values `(1, H, T, D)` of the row followed by the kept ones: `(1, H, T + kept, D)`."""
-        if not is_recomputed:
+        if not self.is_computed:
             for prefix, start, length in self.computed:
                 self.keep(prefix, slot, x.narrow(2, start, length))
         if not self.used:
             return x
         return torch.cat([x, *(self.kept(prefix, slot).to(x.dtype) for prefix in self.used)], dim=2)
 
-    def keep_end(self, hidden: torch.Tensor) -> None:
-        """Keep the last hidden states of a trunk whose layers all have to be in the backward."""
+    def end(self, hidden: torch.Tensor) -> None:
+        """Note that the forward is over; keep its last hidden states if all layers have to be in the backward."""
+        self.is_computed = True
         if self.trunk is not None:
             self.cache.trunk_ends[self.trunk] = hidden
 

@@ -10,9 +10,9 @@ def record_problem(packed_row: PackedRow, error: Exception, prefix: str = "") ->
 
     During a comparison the rank has to finish the pass, because other ranks may wait for it there.
     """
-    if packed_row.problems is None or packed_row.is_computed or is_out_of_memory(error):
+    if packed_row.record.problems is None or packed_row.view.is_computed or is_out_of_memory(error):
         raise error
-    packed_row.problems.append(prefix + reason_of(error))
+    packed_row.record.problems.append(prefix + reason_of(error))
 
 
 def is_out_of_memory(error: Exception) -> bool:

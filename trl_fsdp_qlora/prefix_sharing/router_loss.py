@@ -41,10 +41,7 @@ def router_sums(
     probability_ME = 0
     with torch.autocast(device.type, enabled=False):
         for layer, logits_TE in enumerate(router_logits):
-            if packed_row.view is not None:
-                logits_TE = packed_row.view.extended(("router", layer), logits_TE[None, None], is_recomputed=False)[
-                    0, 0
-                ]
+            logits_TE = packed_row.view.extended(("router", layer), logits_TE[None, None])[0, 0]
             probability_TE = torch.softmax(logits_TE.to(device), dim=-1)
             experts_TK = torch.topk(probability_TE, top_k, dim=-1).indices
             is_selected_TE = torch.zeros_like(probability_TE, dtype=torch.float32).scatter_(1, experts_TK, 1.0)

@@ -8,8 +8,8 @@ if the model sees positions only by their differences ([`relative_positions.sees
 then get the columns of one of them.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+import itertools
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -17,13 +17,59 @@ import torch
 from ..scoring.transfer import to_device
 from .batch import Sequences
 from .forest import Forest
+from .prefix_cache import CacheView, PrefixCache
 
 # On CUDA the length of a row is a multiple of this many tokens. Batches differ by some tokens, and torch's allocator
 # keeps blocks of every size that was requested, so memory would fill with blocks of nearly equal size.
 ROW_MULTIPLE = 64
 
 
-@dataclass(eq=False)
+class PassRecord:
+    """What forwards that are counted together have computed, for metrics and for the comparison with stock.
+
+    It is not a dataclass: under mixed precision FSDP2 copies dataclasses among a forward's arguments, and the copy
+    would get what layers add.
+
+    Attributes:
+        tokens, padded_tokens: number of tokens computed, and number of tokens of the padded batches.
+        levels: tokens of each level of the forests.
+        seconds: time until the forwards returned (on CUDA: until they were queued).
+        layer_calls: backend name of each layer that ran, in order, recomputation included.
+        kernels: the kernel that computed the layers of each kind, by the kind's name.
+        problems: if this is a list, a layer that cannot be computed adds the reason to it and returns zeros, so that
+            this rank reaches every collective of the forward. If it is `None`, such a layer raises.
+    """
+
+    def __init__(self, problems: list[str] | None = None):
+        self.tokens = 0
+        self.padded_tokens = 0
+        self.levels: list[int] = []
+        self.seconds = 0.0
+        self.layer_calls: list[str] = []
+        self.kernels: dict[str, str] = {}
+        self.problems = problems
+
+    @torch.compiler.disable
+    def add(self, packed_row: "PackedRow") -> None:
+        """Count one more row."""
+        self.tokens += packed_row.tokens
+        if not packed_row.view.is_trunk:
+            self.padded_tokens += packed_row.shape[0] * packed_row.shape[1]
+        forest = packed_row.forest
+        computed = slice(0, forest.computed)
+        levels = np.bincount(forest.levels[computed], forest.lengths[computed]).astype(int).tolist()
+        self.levels = [a + b for a, b in itertools.zip_longest(self.levels, levels, fillvalue=0)]
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """Returns metrics by name: the fraction of tokens computed, seconds, and each backend's share of layers."""
+        calls = self.layer_calls
+        metrics = {f"{prefix}/layers_{name}": calls.count(name) / len(calls) for name in sorted(set(calls))}
+        metrics[f"{prefix}/tokens_fraction"] = self.tokens / max(self.padded_tokens, 1)
+        metrics[f"{prefix}/seconds"] = self.seconds
+        return metrics
+
+
+@dataclass(frozen=True, eq=False)
 class PackedRow:
     """One packed row of T tokens: the model's inputs, the index of each result, and who attends to whom.
 
@@ -38,15 +84,9 @@ class PackedRow:
         shape: `(B, L)` of the padded batch.
         row_T, column_T: row and column of each token in the padded batch, on the host.
         backend: `"auto"` or the name of the attention backend to use.
-        layer_calls: backend name for each attention layer that saw this layout, in order, recomputation included.
-        kernels: the kernel that computed the layers of each kind, by the kind's name.
-        problems: if this is a list, a layer that cannot be computed adds the reason to it and returns zeros, so that
-            this rank reaches every collective of the forward. If it is `None`, such a layer raises.
-        is_computed: whether the forward is over. Every later call of a layer is a recomputation, which raises if it
-            fails.
+        view: the values that layers keep for other forwards, and those that they use.
+        record: gets what layers compute.
         own_masks: masks of roots with images, see `images.py`.
-        view: a `prefix_cache.CacheView` of the values that layers keep for other passes; `None` if each pass
-            stands alone.
         derived: index tensors that a backend derived from the row, for the use of all layers.
     """
 
@@ -59,13 +99,10 @@ class PackedRow:
     shape: tuple[int, int]
     row_T: np.ndarray
     column_T: np.ndarray
-    backend: str = "auto"
-    layer_calls: list[str] = field(default_factory=list)
-    kernels: dict[str, str] = field(default_factory=dict)
-    problems: list[str] | None = None
-    is_computed: bool = False
+    backend: str
+    view: CacheView
+    record: PassRecord
     own_masks: dict = field(default_factory=dict)
-    view: Any = None
     derived: dict = field(default_factory=dict)
 
     @property
@@ -81,6 +118,10 @@ class PackedRow:
         source_T = torch.from_numpy(self.row_T * x_BL.shape[-1] + self.column_T)
         return x_BL.flatten(-2)[..., to_device(source_T, x_BL.device)].unsqueeze(-2)
 
+    def with_own_masks(self, own_masks: dict) -> "PackedRow":
+        """Returns the row with masks of its roots."""
+        return replace(self, own_masks=own_masks)
+
     def scatter(self, values_N: torch.Tensor) -> torch.Tensor:
         """Put one value per label back into `(B, L - 1)`, with zeros elsewhere; differentiable."""
         rows, width = self.shape
@@ -95,18 +136,29 @@ def row_multiple(device: torch.device) -> int:
 
 
 def lay_out(
-    input_ids: torch.Tensor, labels: torch.Tensor, sequences: Sequences, forest: Forest, shortest: int = 1
+    input_ids: torch.Tensor,
+    labels: torch.Tensor,
+    sequences: Sequences,
+    forest: Forest,
+    *,
+    shortest: int = 1,
+    position_ids_BL: torch.Tensor | None = None,
+    backend: str = "auto",
+    view: CacheView | None = None,
+    record: PassRecord | None = None,
 ) -> PackedRow:
-    """Returns the packed row of a forest that was grown from all rows of a batch; one transfer to its device.
+    """Returns the packed row of a forest that was built from all rows of a batch; one transfer to its device.
+
+    The row is filled up to `shortest` tokens, and to a multiple of [`row_multiple`], with copies of the last token of
+    its last leaf, whose results are not read. A row that ends with an image, or not with a leaf, is not filled up.
 
     Args:
         input_ids, labels: `(B, L)` of the batch.
         sequences: the batch on the host.
         forest: its segments.
         shortest: the smallest number of tokens that the row may have.
-
-    The row is filled up to this number, and to a multiple of [`row_multiple`], with copies of the last token of its
-    last leaf, whose results are not read. A row that does not end with a leaf, or ends with an image, is not filled.
+        position_ids_BL: positions `(B, L)` of the batch, if the model does not count columns.
+        backend, view, record: see [`PackedRow`]; without them the row stands alone.
     """
     rows, width = input_ids.shape
     multiple = row_multiple(input_ids.device)
@@ -134,16 +186,23 @@ def lay_out(
     parts = [row_T * width + column_T, position_T, predicting, target, result]
     sent = to_device(torch.from_numpy(np.concatenate(parts).astype(np.int64)), input_ids.device)
     source_T, position_ids_T, score_index_N, target_N, scatter_index_N = sent.split([len(part) for part in parts])
+    if position_ids_BL is None:
+        position_ids = position_ids_T.unsqueeze(0)
+    else:
+        position_ids = position_ids_BL.reshape(-1)[source_T].unsqueeze(0)
     return PackedRow(
         forest=forest,
         input_ids=input_ids.reshape(-1)[source_T].unsqueeze(0),
-        position_ids=position_ids_T.unsqueeze(0),
+        position_ids=position_ids,
         score_index_N=score_index_N,
         targets_N=labels.reshape(-1)[target_N],
         scatter_index_N=scatter_index_N,
         shape=(rows, width),
         row_T=row_T,
         column_T=column_T,
+        backend=backend,
+        view=view or CacheView(PrefixCache()),
+        record=record or PassRecord(),
     )
 
 

@@ -1,10 +1,9 @@
 """`share_prompts(model)` computes equal beginnings of a batch's rows once.
 
 TRL's trainers score with `model(..., labels=labels, fused_lm_head=True)`. [`PromptSharing`] stands in front of that
-forward and inside the root module's forward, so DDP, FSDP2, PEFT and autocast stay as they are. A pass has five steps:
-the batch is read ([`batch.decode`]), laid out ([`forest.build_forest`], [`row.lay_out`]), run, scored
-([`trl_fsdp_qlora.scoring.logprobs.score_with_head`]) and scattered. If that would not be exact, the pass runs as in
-stock TRL, and one line of the log has the reason.
+forward and inside the root module's forward, so DDP, FSDP2, PEFT and autocast stay as they are. It decides whether a
+call runs packed; [`packed_model.PackedModel`] reads, runs and merges it. If packed rows would not be exact, the call
+runs as in stock TRL, and one line of the log has the reason.
 """
 
 import contextlib
@@ -12,10 +11,11 @@ import functools
 import inspect
 import itertools
 import logging
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,47 +27,34 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
+from ..compat.fsdp import forget_forward
 from ..compat.peft import looks_beyond_tokens, rows_have_adapters
-from ..compat.trl import FusedCausalLMOutput, FusedHead, add_fused_lm_head, fused_head
+from ..compat.trl import FusedCausalLMOutput, add_fused_lm_head
 from ..errors import UserError
-from ..scoring.logprobs import score_with_head
-from ..scoring.transfer import to_device, to_host
 from .attention.backends import BACKENDS
 from .attention.call import UnsupportedAttention
-from .attention.implementation import can_nest, original_attention
-from .attention.layers import install
-from .batch import IGNORED_LABEL, Batch, Sequences, UnpackableBatch, decode, encode
+from .attention.implementation import original_attention
+from .batch import Batch, Sequences, UnpackableBatch
 from .dropout import noise_reason, other_dropout
-from .facts import ModelFacts, read_facts, stamp, unsupported_reason
-from .first_pass import ComparedPass, Comparison
-from .forest import Forest, build_forest
+from .facts import stamp
+from .first_pass import NOTHING_TO_COMPARE, TwoWays, difference
+from .forest import sort_by_prefix
 from .images import Images
-from .passes import Forward, PassSchedule, StepPlan, cut_rows
-from .prefix_cache import CannotKeep, keeps_no_graph
-from .ranks import is_sharded, reduced_over_ranks
+from .packed_model import PackedModel, batch_of, but_for_the_model, head_of, merge, not_compiled
+from .passes import Forward, StepPlan, plan_call, plan_step
+from .prefix_cache import keeps_no_graph
+from .ranks import deciding_alone, is_sharded, reduced_over_ranks
 from .recurrent.layers import gathered_per_call
-from .recurrent.layers import install as install_recurrent
-from .router_loss import router_loss, router_sums
-from .row import PackedRow, lay_out
-from .row_mask import masks_of
+from .row import PassRecord
+from .verdict import compares_gradients, copied_leaves, rounding_unit
 
 logger = logging.getLogger(__name__)
 
 CHOICES = ("auto", "off", *BACKENDS)
 # The attribute of the model (without wrappers) that holds its `PromptSharing`.
 _ATTRIBUTE = "prompt_sharing"
-# Arguments of a forward that do not change its values.
-_NEUTRAL = {"use_cache", "return_dict"}
-# A layer spends about 24 h² operations on a token (projections and MLP) and 4 h on a query-key pair.
-_PAIRS_PER_TOKEN = 6.0
 # As many passes with gradients in another way than TRL's fused head show that a trainer does not call it.
 _OTHER_PASSES = 3
-
-
-# torch.compile compiles the model's own forward and no code of this room, because every batch has another layout and
-# would be traced anew.
-_not_compiled = torch.compiler.disable
-_but_for_the_model = torch.compiler.disable(recursive=False)
 
 
 class PrefixSharingError(UserError):
@@ -132,7 +119,7 @@ def install_sharing(
     Args:
         entropy_gradient: whether the entropy's gradient may be needed; not every kernel has it.
         compares: whether the first pass is compared with stock TRL's from inside the forward. A trainer that also
-            compares gradients calls [`first_pass.Comparison.with_stock`] instead.
+            compares gradients calls [`PromptSharing.compare_with_stock`] instead.
         expects_images: whether prompts may have images, on some ranks earlier than on others.
     """
     if attention not in CHOICES:
@@ -156,77 +143,46 @@ def causal_language_model(model: nn.Module) -> nn.Module:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
-@dataclass
-class PassFigures:
-    """Token counts, time and kernels of a packed pass.
-
-    Attributes:
-        tokens, padded_tokens: number of tokens computed, and number of tokens of the padded batch.
-        levels: tokens of each level of the forest.
-        seconds: time until the forward returned (on CUDA: until it was queued).
-        layer_calls: names of the backends that served the attention layers.
-        kernels: the kernel that computed the attention layers of each kind, by the kind's name.
-    """
-
-    tokens: int = 0
-    padded_tokens: int = 0
-    levels: list[int] = field(default_factory=list)
-    seconds: float = 0.0
-    layer_calls: list[str] = field(default_factory=list)
-    kernels: dict[str, str] = field(default_factory=dict)
-
-    @_not_compiled
-    def add(self, packed_row: PackedRow) -> None:
-        """Count one more row."""
-        self.tokens += packed_row.tokens
-        if packed_row.view is None or not packed_row.view.is_trunk:
-            self.padded_tokens += packed_row.shape[0] * packed_row.shape[1]
-        computed = slice(0, packed_row.forest.computed)
-        levels = (
-            np.bincount(packed_row.forest.levels[computed], packed_row.forest.lengths[computed]).astype(int).tolist()
-        )
-        self.levels = [a + b for a, b in itertools.zip_longest(self.levels, levels, fillvalue=0)]
-        self.layer_calls += packed_row.layer_calls
-        self.kernels.update(packed_row.kernels)
-
-    def metrics(self, prefix: str) -> dict[str, float]:
-        """Returns metrics by name: the fraction of tokens computed, seconds, and each backend's share of layers."""
-        calls = self.layer_calls
-        metrics = {f"{prefix}/layers_{name}": calls.count(name) / len(calls) for name in sorted(set(calls))}
-        metrics[f"{prefix}/tokens_fraction"] = self.tokens / max(self.padded_tokens, 1)
-        metrics[f"{prefix}/seconds"] = self.seconds
-        return metrics
-
-
 class PromptSharing:
     """Stands in front of a causal language model's fused forward, see the module docstring.
 
     Attributes:
         base: the causal language model, without wrappers.
-        attention, lm_head_kernel, entropy_gradient, compares, expects_images: see [`install_sharing`].
+        packed_model: the same model with layers for packed rows; `None` if it cannot have them.
+        attention, compares, expects_images: see [`install_sharing`].
         reason: why passes run as in stock TRL; `None` if they run packed.
-        figures: figures of the last packed pass.
-        comparison: compares the first pass of each kind with stock TRL's.
+        figures: what the last call of the model computed; empty if it ran as in stock TRL.
+        checked: the kinds of passes that were compared with stock TRL's, as `(gradients, images)`.
         is_closed: whether passes run as in stock TRL for now, see [`closed`].
         images_may_come: whether some rank's batch may have images, see [`look_for_images`].
     """
 
     def __init__(self, base: nn.Module):
         self.base = base
+        self.packed_model: PackedModel | None = None
         self.attention = "off"
         self.reason: str | None = None
-        self.figures = PassFigures()
-        self.comparison = Comparison(self)
+        self.figures = PassRecord()
+        self.checked: set[tuple[bool, bool]] = set()
         self.is_closed = False
         self.expects_images = False
         self.images_may_come = True
-        self.facts: ModelFacts | None = None
         self._cannot_keep: str | None = None
         self._logged: set[str] = set()
         self._own_forward = None
+        # While one thread compares, others wait.
+        self._lock = threading.RLock()
         # Until the first fused call: the hook that counts other passes with gradients, and their number.
         self._watch = None
         self._other_passes = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy of the model copies: a lock cannot be copied."""
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock = threading.RLock()
 
     # --- once -------------------------------------------------------------------------------------------------------
 
@@ -241,11 +197,10 @@ class PromptSharing:
         if attention != self.attention:
             # Another backend may compute what the last one could not, and has to be compared, too.
             self.reason = None
-            self.comparison.checked.clear()
+            self.checked.clear()
         self.attention = attention
-        self.lm_head_kernel = lm_head_kernel
-        self.entropy_gradient = entropy_gradient
         self.compares = compares
+        self._of_head = lm_head_kernel, entropy_gradient
         if attention == "off":
             self.reason = "switched off"
             return
@@ -253,41 +208,37 @@ class PromptSharing:
             reason = looks_beyond_tokens(model)
             if reason is not None:
                 raise UnsupportedAttention(reason)
-            if self.facts is None:
-                self._prepare()
+            self._prepare()
         except (ValueError, ImportError) as error:
             # A named backend raises. Later passes run as in stock TRL in any case, because no layer was installed.
             self.reason = str(error)
             self.disable(self.reason)
 
     def _prepare(self) -> None:
-        """Install layers for packed rows, and keep what passes have to know about the model."""
-        base = self.base
-        reason = unsupported_reason(base)
-        if reason is not None:
-            raise UnsupportedAttention(reason)
-        install(base)
-        install_recurrent(base)
-        self.facts = read_facts(base)
-        self.images = Images(base)
+        """Give the model layers for packed rows, or settings for those that it has."""
+        if self.packed_model is None:
+            self.packed_model = PackedModel(self.base)
+        self.packed_model.attention = self.attention
+        self.packed_model.lm_head_kernel, self.packed_model.entropy_gradient = self._of_head
 
-    @_not_compiled
+    @not_compiled
     def read_again(self) -> None:
         """Read what the model is anew, and compare its passes again, if it was changed since the last pass.
 
         A change is another attention implementation, an adapter or a wrapper. All ranks make the same changes.
         """
-        if not self.is_active or stamp(self.base) == self.facts.stamp:
+        if not self.is_active or stamp(self.base) == self.packed_model.facts.stamp:
             return
-        self.comparison.checked.clear()
+        self.checked.clear()
         try:
+            self.packed_model = PackedModel(self.base)
             self._prepare()
         except (ValueError, ImportError) as error:
             self.disable(str(error))
 
     def wrap_forward(self, temperature: float, outputs: tuple[str, ...]) -> None:
         """Wrap the model's fused forward, unless it is wrapped already."""
-        if self._head() is None:
+        if head_of(self.base) is None:
             if not isinstance(self.base, PreTrainedModel):
                 return
             add_fused_lm_head(self.base, temperature=temperature, outputs=outputs)
@@ -308,7 +259,7 @@ class PromptSharing:
         in_autocast = get_mixed_precision_context_manager(native_amp=True)(self._own_forward.__func__)
         self.base.forward = types.MethodType(convert_outputs_to_fp32(in_autocast), self.base)
 
-    @_not_compiled
+    @not_compiled
     def _wrap_again(self, *_) -> None:
         """Stand in front of the head that a trainer, made after `share_prompts`, has put on; the next pass is packed.
 
@@ -317,7 +268,7 @@ class PromptSharing:
         if self.attention != "off":
             self.wrap_forward(1.0, ())
 
-    @_not_compiled
+    @not_compiled
     def _count_other_passes(self, backbone: nn.Module, _) -> None:
         """Log a line if several passes with gradients have come without TRL's fused head, and none with it."""
         if self.attention == "off" or not (torch.is_grad_enabled() and backbone.training):
@@ -330,17 +281,11 @@ class PromptSharing:
                 "(docs/share_prompts.md names them)"
             )
 
-    @_not_compiled
-    def _head(self) -> FusedHead | None:
-        """Returns TRL's fused head, which lies inside this wrapper, or around it if it was added later."""
-        # Accelerate's mixed precision wraps the forward, and keeps the wrapped one under the second name.
-        forwards = [vars(self.base).get(name) for name in ("forward", "_original_forward")]
-        forwards += [getattr(forward, "stock_forward", None) for forward in forwards]
-        for forward in forwards:
-            head = fused_head(forward)
-            if head is not None:
-                return head
-        return None
+    @not_compiled
+    def stop_watching(self) -> None:
+        """Count other passes no more, because a fused call has come."""
+        if self._watch is not None:
+            self._watch.remove()
 
     # --- questions of a trainer -------------------------------------------------------------------------------------
 
@@ -385,7 +330,12 @@ class PromptSharing:
 
     def original_attention(self) -> contextlib.AbstractContextManager:
         """Inside this context the model has its own attention implementation, as generation expects it."""
-        return original_attention(self.base) if self.facts is not None else contextlib.nullcontext()
+        return contextlib.nullcontext() if self.packed_model is None else original_attention(self.base)
+
+    @property
+    def images(self) -> Images:
+        """The images in the prompts of a model that runs packed."""
+        return self.packed_model.images
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
@@ -436,7 +386,7 @@ class PromptSharing:
 
     # --- passes of an optimizer step with common beginnings ----------------------------------------------------------
 
-    @_not_compiled
+    @not_compiled
     def plan_step(
         self, batches: list[Batch], tokens_per_pass: int | None = None, one_by_one: bool = False
     ) -> StepPlan | None:
@@ -447,10 +397,7 @@ class PromptSharing:
 
         Args:
             batches: batches of equal width.
-            tokens_per_pass: limit of a pass with gradients, together with the trunks that are alive then. If `None`,
-                the limit is the tokens of one padded batch. If any two batches share a beginning, as many batches run
-                at once as fit. A batch that is longer than `tokens_per_pass` is cut.
-            one_by_one: whether each batch has a pass of its own.
+            tokens_per_pass, one_by_one: see [`passes.plan_step`].
 
         Returns:
             The plan; `None` if no two batches share a beginning and each batch fits, or if this model cannot keep
@@ -459,46 +406,17 @@ class PromptSharing:
         self.read_again()
         if not self._may_plan():
             return None
-        device = batches[0].input_ids.device
-
-        def max_over_ranks(numbers: list[int]) -> list[int]:
-            return reduced_over_ranks(numbers, device)
-
+        rules = self.packed_model.pass_rules(batches[0].input_ids.device)
         sequences = None
         if len({batch.input_ids.shape for batch in batches}) == 1:
             with contextlib.suppress(UnpackableBatch):
-                sequences = self._read_together(batches)
-        if any(max_over_ranks([int(sequences is None)])):
+                sequences = self.packed_model.read(*batches)
+        if any(rules.reduce([int(sequences is None)], "MAX")):
             return None
-        rows = len(batches[0].input_ids)
-        limit = tokens_per_pass or batches[0].input_ids.numel()
-        rows_per_pass = self._rows_that_fit(sequences, len(batches), rows, limit, one_by_one, max_over_ranks)
-        to_losses = None
-        if any(batch.router_loss for batch in batches):
-            to_losses = functools.partial(router_loss, top_k=self._experts_per_token())
-        if rows_per_pass >= rows:
-            return self._plan_whole_batches(batches, sequences, rows_per_pass, max_over_ranks, to_losses)
-        if tokens_per_pass is None:
-            return None  # too many beginnings would be alive at once; each batch alone needs less memory
-        if one_by_one:
-            self._log_once(
-                f"Micro-batches of {rows} rows are longer than tokens_per_pass={tokens_per_pass}, and cannot "
-                "be cut here"
-            )
-            return self._plan_whole_batches(batches, sequences, rows, max_over_ranks, to_losses)
-        rows_per_pass = max(rows_per_pass, 1)  # a single row that is too long runs alone
-        values = self._passes(sequences, rows_per_pass, rows, max_over_ranks, has_gradients=False)
-        forwards = self._passes(sequences, rows_per_pass, rows, max_over_ranks)
-        return StepPlan(forwards, values, 1, rows // rows_per_pass, to_losses)
-
-    def _rows_that_fit(
-        self, sequences: Sequences, batches: int, rows: int, limit: int, one_by_one: bool, max_over_ranks: Callable
-    ) -> int:
-        """Returns the largest number of rows in a pass of equal passes that fits into `limit` on every rank, or 0."""
-        candidates = [rows] if one_by_one else _rows_per_pass(batches, rows)
-        fitting = (count for count in candidates if self._passes(sequences, count, rows, list).fits(limit))
-        fits_here = next(fitting, 0)
-        return -max_over_ranks([-fits_here])[0]  # the minimum over ranks
+        plan = plan_step(sequences, len(batches), rules, tokens_per_pass, one_by_one, self._log_once)
+        if plan is not None and sequences.needs_all:
+            plan.router_losses = self.packed_model.router_losses
+        return plan
 
     def _may_plan(self) -> bool:
         """Whether passes of this model may use values of other passes; logs why not, once."""
@@ -513,48 +431,6 @@ class PromptSharing:
         if reason is not None:
             self.cannot_keep(reason)
         return reason is None
-
-    def _passes(
-        self,
-        sequences: Sequences,
-        rows_per_pass: int,
-        rows_per_batch: int,
-        max_over_ranks: Callable,
-        has_gradients: bool = True,
-    ) -> PassSchedule:
-        """Returns the forwards that compute `sequences`, `rows_per_pass` rows in a pass."""
-        first_rows = range(0, len(sequences.lengths_B), rows_per_pass)
-        rows_of_pass = [np.arange(first, first + rows_per_pass) for first in first_rows]
-        ties_ends = has_gradients and is_sharded(self.base)
-        batches_per_pass = max(1, rows_per_pass // rows_per_batch)
-        return PassSchedule(sequences, rows_of_pass, self._shortest, max_over_ranks, ties_ends, batches_per_pass)
-
-    def _plan_whole_batches(
-        self,
-        batches: list[Batch],
-        sequences: Sequences,
-        rows_per_pass: int,
-        max_over_ranks: Callable,
-        to_losses: Callable | None,
-    ) -> StepPlan | None:
-        """Plan passes of one or several whole batches; `None` if the batches, each alone, compute no more tokens."""
-        rows = len(batches[0].input_ids)
-        one_per_batch = self._passes(sequences, rows, rows, max_over_ranks)
-        if not one_per_batch.is_shared:
-            return None
-        forwards = (
-            one_per_batch if rows_per_pass == rows else self._passes(sequences, rows_per_pass, rows, max_over_ranks)
-        )
-        # A batch that runs alone may be a dense row, which a pass of several batches cannot be. That may save more
-        # than sharing between batches does.
-        alone_tokens = 0
-        for batch, sequences_of_batch in zip(batches, sequences.split(rows), strict=True):
-            alone_tokens += self.build_forest(batch, sequences_of_batch).tokens
-        device = batches[0].input_ids.device
-        shared_tokens, alone_tokens = reduced_over_ranks([forwards.tokens, alone_tokens], device, "SUM")
-        if shared_tokens >= alone_tokens:
-            return None
-        return StepPlan(forwards, None, rows_per_pass // rows, 1, to_losses)
 
     @property
     def keeps_beginnings(self) -> bool:
@@ -574,374 +450,288 @@ class PromptSharing:
             return "FSDP1 frees weights that the graph of an earlier forward needs"
         return None
 
-    # --- a pass: read, lay out, run, score, scatter -----------------------------------------------------------------
+    # --- a call: plan, run, merge ------------------------------------------------------------------------------------
 
-    @_but_for_the_model
-    def score(self, stock, arguments: dict[str, Any]) -> FusedCausalLMOutput:
-        """Returns the output of `stock` for `arguments`, with equal beginnings computed once.
+    @but_for_the_model
+    def score(
+        self,
+        stock: Callable[..., FusedCausalLMOutput],
+        arguments: dict[str, Any],
+        num_images: list[int] | None = None,
+        tokens_per_pass: int | None = None,
+    ) -> FusedCausalLMOutput:
+        """Returns the output of a fused call, with equal beginnings computed once.
 
-        `stock` is the fused forward that is wrapped. Next to the model's own arguments a call may have
-
-        - `num_images`: number of images of each row, if known;
-        - `tokens_per_pass`: run in passes of no more tokens than this. All ranks run the same number of passes;
-        - `rehearsal`: the [`first_pass.ComparedPass`] of a pass that is compared;
-        - `as_stock`: run `stock`;
-        - `forward`: one of several forwards that together compute a step, see [`passes.PassSchedule`].
+        Args:
+            stock: the fused forward that is wrapped.
+            arguments: of the call.
+            num_images: number of images of each row, if known.
+            tokens_per_pass: run in passes of no more tokens than this. All ranks run the same number of passes. The
+                output has no router loss then.
         """
         start = time.perf_counter()
-        if self._watch is not None:
-            self._watch.remove()
-        tokens_per_pass = arguments.pop("tokens_per_pass", None)
-        rehearsal = arguments.pop("rehearsal", None)
-        forward = arguments.pop("forward", None)
-        num_images = arguments.pop("num_images", None)
-        if forward is not None:
-            if forward.is_first:
-                self.figures = PassFigures()
-            output = self._score_forward(self._batch(arguments, num_images), forward)
-            self.figures.seconds += time.perf_counter() - start
-            return output
-        if arguments.pop("as_stock", False):
-            return stock(fused_lm_head=True, **arguments)
-        if rehearsal is None:
-            self.read_again()
-            self.check_neftune()
-            self.check_adapters()
-        batch, sequences = self._read_call(arguments, num_images, rehearsal, in_parts=tokens_per_pass is not None)
-        is_unchecked = rehearsal is None and tokens_per_pass is None and not self.comparison.is_complete
-        if is_unchecked and not self.comparison.from_inside(stock, batch, sequences):
-            sequences = None
-        self.figures = PassFigures()
-        if tokens_per_pass is not None:
-            output = self._score_in_passes(stock, arguments, batch, sequences, tokens_per_pass)
-        elif sequences is not None:
-            output = self._score_rows(batch, sequences, rehearsal)
+        self._look_at_model()
+        batch, sequences = self._read(arguments, num_images)
+        if tokens_per_pass is None:
+            forwards = self._plan_whole(stock, batch, sequences)
         else:
+            forwards = self._plan_parts(batch, sequences, tokens_per_pass, arguments["input_ids"].device)
+        self.figures = PassRecord()
+        if forwards is None:
+            return self._as_stock(stock, arguments, num_images, tokens_per_pass)
+        outputs = []
+        rows = []
+        for forward in forwards:
+            rows_of_forward = batch if forward.rows is None else batch.rows(forward.rows)
+            output = self.packed_model.run(rows_of_forward, forward)
+            if not forward.view.is_trunk:
+                outputs.append(output)
+                rows.append(forward.rows)
+        forward.record.seconds = time.perf_counter() - start
+        self.figures = forward.record
+        output = merge(outputs, rows, batch.num_items)
+        return self.packed_model.with_router_loss(output) if batch.router_loss else output
+
+    @but_for_the_model
+    def _as_stock(
+        self, stock, arguments: dict[str, Any], num_images: list[int] | None, tokens_per_pass: int | None
+    ) -> FusedCausalLMOutput:
+        """Returns the output of a call as in stock TRL, in slices of as many rows as fit into `tokens_per_pass`."""
+        if tokens_per_pass is None:
             return stock(fused_lm_head=True, **arguments)
-        self.figures.seconds = time.perf_counter() - start
+        rows, width = arguments["input_ids"].shape
+        rows_per_pass = max(1, tokens_per_pass // width)
+        batch = batch_of(self.base, arguments, num_images)
+        slices = np.split(np.arange(rows), range(rows_per_pass, rows, rows_per_pass))
+        outputs = [stock(fused_lm_head=True, **batch.rows(part).arguments()) for part in slices]
+        return merge(outputs, slices, batch.num_items)
+
+    @but_for_the_model
+    def run_planned(
+        self, forward: Forward, arguments: dict[str, Any], num_images: list[int] | None
+    ) -> FusedCausalLMOutput:
+        """Run one forward of a plan, or of a comparison, that a trainer passed through the root module."""
+        start = time.perf_counter()
+        output = self.packed_model.run(batch_of(self.base, arguments, num_images), forward)
+        forward.record.seconds += time.perf_counter() - start
+        self.figures = forward.record
         return output
 
-    @_not_compiled
-    def _read_call(
-        self, arguments: dict[str, Any], num_images: list[int] | None, rehearsal: ComparedPass | None, in_parts: bool
-    ) -> tuple[Batch | None, Sequences | None]:
-        """Returns the batch of a call, also as the host sees it; without the latter the pass runs as in stock TRL."""
+    @not_compiled
+    def _look_at_model(self) -> None:
+        """Notice what was changed since the last call."""
+        self.read_again()
+        self.check_neftune()
+        self.check_adapters()
+
+    @not_compiled
+    def _read(self, arguments: dict[str, Any], num_images: list[int] | None) -> tuple[Batch | None, Sequences | None]:
+        """Returns the batch of a call, also as the host sees it; without the latter it cannot be packed."""
         batch = None
         if not self.is_active or self.is_closed:
             return batch, None
         try:
             if rows_have_adapters(self.base):
                 raise UnpackableBatch("its rows have adapters of their own (adapter_names)")
-            batch = self._batch(arguments, num_images)
-            if in_parts:
-                batch.router_loss = False  # a pass in parts returns values and no losses of the model
-            sequences = self.read(batch)
+            batch = batch_of(self.base, arguments, num_images)
+            return batch, self.packed_model.read(batch)
         except UnpackableBatch as error:
             self.fall_back("A batch", str(error))
             return batch, None
-        return batch, sequences
 
-    @_but_for_the_model
-    def _score_forward(self, batch: Batch, forward: Forward) -> FusedCausalLMOutput:
-        """Score a packed pass that shares beginnings with other passes, or compute the trunk of such passes."""
-        self.count_images(batch)
-        if forward.view.is_trunk:
-            batch = replace(batch, labels=torch.full_like(batch.labels, IGNORED_LABEL))
-        batch = replace(batch, router_loss=forward.sequences.needs_all)
-        packed_row = self._lay_out(batch, forward.sequences, None, forward.forest)
-        packed_row.view = forward.view
-        output = self._score_layout(batch, forward.sequences, packed_row, forward.batches)
-        output.log_probs = forward.view.with_collected(output.log_probs)
-        return output
-
-    @_but_for_the_model
-    def _score_rows(
-        self, batch: Batch, sequences: Sequences, rehearsal: ComparedPass | None = None
-    ) -> FusedCausalLMOutput:
-        """Score a batch in one packed pass."""
-        return self._score_layout(batch, sequences, self._lay_out(batch, sequences, rehearsal))
-
-    @_but_for_the_model
-    def _score_layout(
-        self, batch: Batch, sequences: Sequences, packed_row: PackedRow, batches: int = 1
-    ) -> FusedCausalLMOutput:
-        hidden_NH, sums_M2E = self._run(batch, packed_row, sequences, batches)
-        values = score_with_head(
-            self.base,
-            hidden_NH,
-            packed_row.targets_N,
-            self._head(),
-            self.entropy_gradient,
-            self.lm_head_kernel,
-        )
-        values = {name: None if x is None else packed_row.scatter(x) for name, x in values.items()}
-        self.figures.add(packed_row)
-        return self._output(batch, packed_row, values, sums_M2E)
-
-    @_but_for_the_model
-    def _score_in_passes(self, stock, arguments, batch, sequences, tokens_per_pass: int) -> FusedCausalLMOutput:
-        """Score a batch in as many packed passes as the rank that needs most.
-
-        If one rank cannot pack, all ranks run stock passes of as many rows as fit.
-        """
-        device = arguments["input_ids"].device
-        cuts = []
-        forwards = None
-        if sequences is not None:
-            cuts = cut_rows(
-                sequences, tokens_per_pass, lambda cut: self.build_forest(batch, sequences.rows(cut)).tokens
-            )
-            forwards = self._forwards_of_cuts(sequences, cuts)
-        count = len(cuts) if forwards is None else forwards.count
-        most, cannot = reduced_over_ranks([count, int(sequences is None)], device)
-        if cannot:
-            batch = batch or self._batch(arguments, None)
-            rows, width = batch.input_ids.shape
-            rows_per_pass = max(1, tokens_per_pass // width)
-            cuts = np.split(np.arange(rows), range(rows_per_pass, rows, rows_per_pass))
-            outputs = [stock(fused_lm_head=True, **batch.rows(cut).arguments()) for cut in cuts]
-        else:
-            outputs = []
-            for number, cut in enumerate(cuts):
-                outputs.append(self._score_cut(batch.rows(cut), sequences.rows(cut), forwards, number))
-            for _ in range(int(most) - count):  # other ranks have more passes, which are collective
-                self._score_nothing(batch, sequences)
-        return _output_of_cuts(outputs, cuts, batch.num_items, device)
-
-    @_but_for_the_model
-    def _score_cut(
-        self, batch: Batch, sequences: Sequences, forwards: PassSchedule | None, number: int
-    ) -> FusedCausalLMOutput:
-        """Score the rows of pass `number` of a batch that is cut, after the trunks that no earlier pass has needed."""
-        if forwards is None:
-            return self._score_rows(batch, sequences)
-        for forward in forwards.of_pass(number):  # the pass itself comes last
-            output = self._score_forward(batch, forward)
-        return output
-
-    @_but_for_the_model
-    def _score_nothing(self, batch: Batch, sequences: Sequences) -> None:
-        """Run a pass over the first row, without its labels."""
-        first_row = np.array([0])
-        unlabelled = batch.rows(first_row)
-        unlabelled.labels = torch.full_like(unlabelled.labels, IGNORED_LABEL)
-        unscored = sequences.rows(first_row)
-        unscored.scored_BL = np.zeros_like(unscored.scored_BL)
-        self._score_rows(unlabelled, unscored)
-
-    @_not_compiled
-    def _forwards_of_cuts(self, sequences: Sequences, cuts: list[np.ndarray]) -> PassSchedule | None:
-        """Plan passes without gradients so that a shared beginning is computed once; `None` if they share none."""
-        if len(cuts) < 2 or torch.is_grad_enabled() or not self.keeps_beginnings:
+    @not_compiled
+    def _plan_whole(self, stock, batch: Batch | None, sequences: Sequences | None) -> list[Forward] | None:
+        """Returns the one forward of a call; `None` if the call runs as in stock TRL."""
+        if not self._is_compared() and not self._compare_inside(stock, batch, sequences):
             return None
-        forwards = PassSchedule(sequences, cuts, self._shortest, list)
-        return forwards if forwards.is_shared else None
+        if sequences is None:
+            return None
+        return [Forward(sequences, self.packed_model.build_forest(sequences))]
 
-    @_not_compiled
-    def _batch(self, arguments: dict[str, Any], num_images: list[int] | None) -> Batch:
-        """Returns a call's arguments as a [`Batch`]; raises `UnpackableBatch` if the meaning of one is not known."""
-        arguments = {name: x for name, x in arguments.items() if x is not None and x is not False}
-        for name in _NEUTRAL:
-            arguments.pop(name, None)
-        router_loss = arguments.pop("output_router_logits", False)
-        router_loss = router_loss or getattr(self.base.config.get_text_config(), "output_router_logits", False)
-        input_ids = arguments.pop("input_ids", None)
-        labels = arguments.pop("labels", None)
-        mask = arguments.pop("attention_mask", None)
-        num_items = arguments.pop("num_items_in_batch", None)
-        vision = {name: arguments.pop(name) for name in Images.ARGUMENTS if name in arguments}
-        if arguments:
-            raise UnpackableBatch(f"its forward takes {sorted(arguments)}, whose meaning on a packed row is not known")
-        if input_ids is None or labels is None or labels.shape != input_ids.shape or input_ids.ndim != 2:
-            raise UnpackableBatch("it takes input_ids and labels of one shape (rows, tokens)")
-        if mask is not None and mask.shape != input_ids.shape:
-            raise UnpackableBatch(f"its attention mask has the shape {tuple(mask.shape)}")
-        return Batch(input_ids, mask, labels, vision, num_images, bool(router_loss), num_items)
+    @not_compiled
+    def _plan_parts(
+        self, batch: Batch | None, sequences: Sequences | None, tokens_per_pass: int, device: torch.device
+    ) -> Iterator[Forward] | None:
+        """Returns the forwards of a call in parts, as many as on the rank that needs most.
 
-    @_not_compiled
-    def read(self, batch: Batch) -> Sequences:
-        """Read a batch on the host. Tokens that must not be shared get numbers of their own."""
-        return self._read_together([batch])
+        If one rank cannot pack, the result is `None` on all ranks.
+        """
+        schedule = None
+        if sequences is not None:
+            batch.router_loss = False
+            sequences.needs_all = False
+            shares = self.keeps_beginnings and not torch.is_grad_enabled()
+            schedule = plan_call(sequences, tokens_per_pass, self.packed_model.pass_rules(device), shares)
+        count = 0 if schedule is None else schedule.count
+        most, cannot = reduced_over_ranks([count, int(schedule is None)], device)
+        return None if cannot else schedule.forwards(at_least=int(most))
 
-    def _read_together(self, batches: list[Batch]) -> Sequences:
-        """Read batches of equal width on the host, as one."""
-        width = batches[0].input_ids.shape[1]
-        if width > self.facts.position_limit:
-            raise UnpackableBatch(f"rows of {width} positions switch the rotary tables at {self.facts.position_limit}")
-        has_images = any(batch.has_images for batch in batches)
-        if has_images and self.images.reason is not None:
-            raise UnpackableBatch(self.images.reason)
-        codes = [encode(batch.input_ids, batch.attention_mask, batch.labels) for batch in batches]
-        code_BL = codes[0] if len(codes) == 1 else torch.cat(codes)
-        to_send = [self.images.to_send(batch) if batch.has_images else {} for batch in batches]
-        # The host waits for the device here, once for all batches.
-        code_BL, received = _on_host(code_BL, to_send)
-        sequences = decode(code_BL.numpy())
-        sequences.needs_all = any(batch.router_loss for batch in batches)
-        if has_images:
-            sequences.image_keys_B = self._image_keys(batches, sequences, received)
-            self.images.mark(sequences)
-        if not self.facts.sees_distances:
-            # Rows that begin in different columns have different positions, so they must not share tokens.
-            sequences.tokens_BL[:, 0] += sequences.offsets_B << 40
-        return sequences
+    # --- the comparison of first passes ------------------------------------------------------------------------------
 
-    def _image_keys(self, batches: list[Batch], sequences: Sequences, received: list[dict]) -> np.ndarray:
-        """Returns keys that are equal for rows with the same images, from the tensors received for each batch."""
-        keys = []
-        first = 0
-        for batch, tensors in zip(batches, received, strict=True):
-            last = first + len(batch.input_ids)
-            if batch.has_images:
-                keys.append(self.images.receive(batch, sequences.tokens_BL[first:last], tensors))
-            else:
-                keys.append(np.zeros(last - first, int))
-            first = last
-        return np.concatenate(keys)
+    def _is_compared(self) -> bool:
+        """Whether nothing is left to compare from inside the forward."""
+        if not (self.compares and self.is_active) or self.is_closed:
+            return True
+        gradients = torch.is_grad_enabled()
+        may_have_images = self.images.token is not None and self.images.reason is None
+        return {(gradients, False), (gradients, may_have_images)} <= self.checked
 
-    def count_images(self, batch: Batch) -> None:
-        """Set the number of images of each row, if the caller has not counted them."""
-        if batch.has_images and batch.num_images is None:
-            batch.num_images = self.images.count(batch)
+    def compare_with_stock(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        autocast=contextlib.nullcontext,
+        tokens_per_pass: int | None = None,
+        order: np.ndarray | None = None,
+    ) -> None:
+        """Compute a few rows both packed and as in stock TRL, and compare, see [`verdict`].
 
-    def build_forest(self, batch: Batch, sequences: Sequences, is_dense: bool = False) -> Forest:
-        """Returns the forest of a batch; with `is_dense` it has a dense mask if this saves any token."""
-        lengths_B = sequences.needed_B
-        # Without labels one token is computed, so that the graph contains the model and collectives are reached.
-        if not lengths_B.any():
-            lengths_B = (np.arange(len(lengths_B)) == 0).astype(int)
-        pairs_per_token = None
-        if self.can_be_dense and not batch.has_images:
-            pairs_per_token = float("inf") if is_dense else _PAIRS_PER_TOKEN * self.facts.hidden_size
-        return build_forest(
-            sequences.tokens_BL,
-            lengths_B,
-            sequences.spans_B2,
-            min_length=self._shortest,
-            pairs_per_token=pairs_per_token,
+        This happens before the first pass of each kind (with gradients, with images). If the results differ, passes
+        run as in stock TRL from then on. The method is a collective: every rank has to call it before every pass.
+
+        Args:
+            model: the root module, wrappers included.
+            batch: the batch that is about to be scored.
+            autocast: factory of the context manager in which the forward runs.
+            tokens_per_pass: limit of the pass, see [`score`]. No forward of the comparison holds more tokens than one
+                of the pass.
+            order: indices of the batch's rows in an order in which rows with a common prompt are neighbours; `None` if
+                they are.
+        """
+        self.read_again()
+        if not self.checked:
+            self.check_wrappers()
+        self.check_neftune()
+        self.check_adapters()
+        if not self.is_active:
+            return
+        if self.attention != "auto":
+            self._refuse_together(batch)
+        gradients = compares_gradients(model)
+        with_images = batch.has_images and self.images.reason is None
+        may_come = self.expects_images and self.images_may_come and self.images.reason is None
+        if may_come and (gradients, True) not in self.checked:
+            # Some ranks see their first images earlier than others.
+            with_images = bool(reduced_over_ranks([int(with_images)], batch.input_ids.device)[0])
+        if (gradients, with_images) in self.checked:
+            return
+
+        def forward(rows: Batch, **how) -> torch.Tensor:
+            try:
+                with autocast():
+                    return model(**rows.arguments(), fused_lm_head=True, **how).log_probs
+            except Exception:
+                forget_forward(model)  # a padded forward comes next
+                raise
+
+        ways = TwoWays(
+            padded=lambda rows: forward(rows, as_stock=True),
+            packed=lambda rows, planned: forward(rows, num_images=rows.num_images, forward=planned),
         )
+        with autocast():
+            unit = rounding_unit(self.base, batch.input_ids.device)
+        self._compare(model, ways, batch, unit, gradients, with_images, tokens_per_pass, order)
 
-    @property
-    def _shortest(self) -> int:
-        """The smallest number of tokens of a segment that others may go on from."""
-        return self.facts.shortest_segment
+    def _compare_inside(self, stock, batch: Batch | None, sequences: Sequences | None) -> bool:
+        """Compare from inside the forward, for trainers that do not know of prompt sharing.
 
-    @property
-    def can_be_dense(self) -> bool:
-        """Whether prefixes of completions can be computed once under a dense mask.
+        Gradients are compared, too, if they are recorded, unless the model is sharded: a backward inside of a sharded
+        forward would gather weights in another order.
 
-        Recurrent layers cannot: they do not keep a state at every token.
+        If the model is sharded, its forwards are collective, so the ranks compare together as soon as all of them can
+        pack. Otherwise a rank may be alone in this forward (an evaluation on the first rank), so it decides alone.
+
+        Returns:
+            Whether this pass may run packed.
         """
-        return can_nest(self.base, self.attention) and not self.facts.is_recurrent
+        with self._lock:
+            self.check_wrappers()
+            if not self.is_active:
+                return False
+            sharded = is_sharded(self.base)
+            with contextlib.nullcontext() if sharded else deciding_alone():
+                return self._compare_inside_together(stock, batch, sequences, sharded)
 
-    @_not_compiled
-    def _lay_out(
-        self, batch: Batch, sequences: Sequences, rehearsal: ComparedPass | None, forest: Forest | None = None
-    ) -> PackedRow:
-        if forest is None:
-            forest = self.build_forest(batch, sequences, is_dense=rehearsal is not None and rehearsal.is_dense)
-        # transformers takes one token for a step of decoding, and gives recurrent layers no mask, so no row.
-        shortest = 2 if self.facts.is_recurrent else 1
-        packed_row = lay_out(batch.input_ids, batch.labels, sequences, forest, shortest)
-        packed_row.backend = self.attention
-        if rehearsal is not None:
-            packed_row.problems = rehearsal.problems
-            packed_row.layer_calls = rehearsal.layer_calls
-        if self.facts.stock_positions is not None:
-            mask = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask
-            packed_row.position_ids = packed_row.take(self.facts.stock_positions(batch.input_ids, mask))
-        return packed_row
+    def _compare_inside_together(self, stock, batch: Batch | None, sequences: Sequences | None, sharded: bool) -> bool:
+        recorded = torch.is_grad_enabled()
+        gradients = recorded and not sharded
+        device = next(self.base.parameters()).device if batch is None else batch.input_ids.device
+        has_images = sequences is not None and batch.has_images
+        cannot, with_images = reduced_over_ranks([int(sequences is None), int(has_images)], device)
+        if cannot:
+            return False
+        if (recorded, bool(with_images)) in self.checked:
+            return True
+        if not has_images:
+            # The comparison needs rows that begin alike. In a batch of pairs (all chosen, then all rejected) they are
+            # not neighbours.
+            order, _ = sort_by_prefix(sequences.tokens_BL, sequences.lengths_B)
+            batch = batch.rows(order)
+        ways = TwoWays(
+            padded=lambda rows: stock(fused_lm_head=True, **rows.arguments()).log_probs,
+            packed=lambda rows, planned: self.packed_model.run(rows, planned).log_probs,
+        )
+        leaves = copied_leaves(self.base) if gradients else contextlib.nullcontext()
+        with torch.set_grad_enabled(gradients), leaves:
+            unit = rounding_unit(self.base, device)
+            self._compare(self.base, ways, batch, unit, recorded, bool(with_images))
+        return self.is_active and not (batch.has_images and self.images.reason)
 
-    @_but_for_the_model
-    def _run(
-        self, batch: Batch, packed_row: PackedRow, sequences: Sequences, batches: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the last hidden states `(N, H)` that predict labels, and [`router_sums`] if the loss needs them.
+    def _refuse_together(self, batch: Batch) -> None:
+        """Raise on all ranks if a backend was named and one rank's batch cannot be packed.
 
-        All other hidden states are freed here, before the head needs memory.
+        Every rank has to call this.
         """
-        arguments = {"input_ids": packed_row.input_ids, "use_cache": False}
-        if self.facts.takes_positions:
-            arguments["position_ids"] = packed_row.position_ids
-        arguments["attention_mask"] = masks_of(packed_row, self.facts.mask_names, self.facts.is_recurrent)
-        if batch.has_images:
-            arguments.update(self.images.arguments(batch, packed_row, sequences))
-        if batch.router_loss:
-            arguments["output_router_logits"] = True
-        with self.images.in_every_forward():
-            outputs = self.base.base_model(**arguments)
-        packed_row.is_computed = True
-        if packed_row.view is not None:
-            packed_row.view.keep_end(outputs.last_hidden_state)
-        sums_M2E = None
-        if batch.router_loss:
-            router_logits = getattr(outputs, "router_logits", None)
-            if isinstance(router_logits, tuple):
-                sums_M2E = router_sums(router_logits, packed_row, self._experts_per_token(), batches)
-            elif packed_row.view is not None:
-                raise CannotKeep("its forward returns no router logits")
-        hidden_TH = outputs.last_hidden_state.flatten(0, 1)
-        return hidden_TH[packed_row.score_index_N.to(hidden_TH.device)], sums_M2E
+        problem = None
+        try:
+            self.packed_model.read(batch)
+        except UnpackableBatch as error:
+            problem = str(error)
+        if any(reduced_over_ranks([int(problem is not None)], batch.input_ids.device)):
+            self.fall_back("A batch", problem or "another rank's cannot be packed")
 
-    def _experts_per_token(self) -> int:
-        return self.base.config.get_text_config().num_experts_per_tok
-
-    @_not_compiled
-    def _output(
-        self, batch: Batch, packed_row: PackedRow, values: dict, sums_M2E: torch.Tensor | None
-    ) -> FusedCausalLMOutput:
-        """Returns TRL's output, made of values `(B, L - 1)`.
-
-        A pass that runs with others leaves it to its caller to add their router sums, and returns the sums.
-        """
-        mask = batch.labels[:, 1:] != IGNORED_LABEL
-        count = mask.sum().clamp(min=1) if batch.num_items is None else batch.num_items
-        loss = -values["log_probs"].sum() / count
-        aux_loss = None
-        if packed_row.view is not None:
-            aux_loss = sums_M2E
-        elif batch.router_loss:
-            # transformers returns 0 for a model without router logits.
-            aux_loss = 0 if sums_M2E is None else router_loss(sums_M2E[0], self._experts_per_token())
-            coefficient = getattr(self.base.config.get_text_config(), "router_aux_loss_coef", 0.0)
-            loss = loss + coefficient * aux_loss
-        return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **values)
-
-
-def _on_host(
-    code_BL: torch.Tensor, tensors: list[dict[str, torch.Tensor]]
-) -> tuple[torch.Tensor, list[dict[str, torch.Tensor]]]:
-    """Returns the arguments copied to the host, in one transfer."""
-    flat = {(i, name): x for i, of_batch in enumerate(tensors) for name, x in of_batch.items()}
-    on_host = to_host({"code": code_BL, **flat})
-    return on_host["code"], [{name: on_host[i, name] for name in of_batch} for i, of_batch in enumerate(tensors)]
-
-
-def _output_of_cuts(
-    outputs: list[FusedCausalLMOutput], cuts: list[np.ndarray], num_items: Any, device: torch.device
-) -> FusedCausalLMOutput:
-    """Returns the output of a batch from the outputs of passes that scored the rows `cuts`."""
-    order = to_device(torch.from_numpy(np.argsort(np.concatenate(cuts))), device)
-    fields = {}
-    for name in ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask"):
-        parts = [getattr(output, name) for output in outputs]
-        fields[name] = None if parts[0] is None else torch.cat(parts)[order]
-    labels = fields["label_mask"].sum().clamp(min=1) if num_items is None else num_items
-    return FusedCausalLMOutput(loss=-fields["log_probs"].sum() / labels, **fields)
-
-
-def _rows_per_pass(batches: int, rows: int) -> list[int]:
-    """Returns the numbers of rows that a pass of equal passes may have, largest first.
-
-    A pass has several whole batches of `rows` rows each, one batch, or an equal part of one.
-    """
-    several = [count * rows for count in range(batches, 0, -1) if batches % count == 0]
-    parts = [rows // count for count in range(2, rows + 1) if rows % count == 0]
-    return several + parts
+    def _compare(
+        self,
+        model: nn.Module,
+        ways: TwoWays,
+        batch: Batch,
+        unit: float,
+        gradients: bool,
+        with_images: bool,
+        tokens_per_pass: int | None = None,
+        order: np.ndarray | None = None,
+    ) -> None:
+        """Compare a few rows of a batch and act on the verdict."""
+        try:
+            self.packed_model.count_images(batch)
+        except UnpackableBatch as error:
+            self.fall_back("A batch", str(error))
+            batch = replace(batch, vision={}, num_images=None)
+        if order is not None:  # only now, because a row's images are known once they are counted
+            batch = batch.rows(order)
+        if with_images:
+            self.images.share(batch)
+        cannot_pack = functools.partial(self.fall_back, "A batch")
+        problem = difference(self.packed_model, model, ways, batch, unit, tokens_per_pass, cannot_pack)
+        if problem == NOTHING_TO_COMPARE:
+            return
+        if problem is None:
+            self.checked.update(itertools.product({False, gradients}, {False, with_images}))
+        elif with_images and self.attention == "auto":  # batches without images may still run packed
+            self.images.reason = problem
+        else:
+            self.disable(problem)
 
 
 def _with_sharing(base: PreTrainedModel, stock):
-    """Returns a forward that lets [`PromptSharing.score`] answer fused calls, and `stock` all other calls."""
+    """Returns a forward that lets [`PromptSharing`] answer fused calls, and `stock` all other calls.
+
+    Next to the model's own arguments a fused call may have
+
+    - `num_images`, `tokens_per_pass`: see [`PromptSharing.score`];
+    - `forward`: the [`passes.Forward`] of a plan that is to be run;
+    - `as_stock`: run `stock`.
+    """
     names = list(inspect.signature(type(base).forward).parameters)[1:]
     # The function and not the bound method: a copy of the model has to call the copy's forward, not the original's.
     function = getattr(stock, "__func__", None) or (lambda self, *args, **kwargs: stock(*args, **kwargs))
@@ -951,9 +741,17 @@ def _with_sharing(base: PreTrainedModel, stock):
     def forward(self, *args, **kwargs):
         if not kwargs.pop("fused_lm_head", False):
             return function(self, *args, **kwargs)
-        sharing = getattr(self, _ATTRIBUTE)
         arguments = dict(zip(names, args, strict=False)) | kwargs
-        return sharing.score(functools.partial(function, self), arguments)
+        if arguments.pop("as_stock", False):
+            return function(self, fused_lm_head=True, **arguments)
+        sharing = getattr(self, _ATTRIBUTE)
+        sharing.stop_watching()
+        num_images = arguments.pop("num_images", None)
+        planned = arguments.pop("forward", None)
+        if planned is not None:
+            return sharing.run_planned(planned, arguments, num_images)
+        tokens_per_pass = arguments.pop("tokens_per_pass", None)
+        return sharing.score(functools.partial(function, self), arguments, num_images, tokens_per_pass)
 
     forward.stock_forward = stock
     return forward

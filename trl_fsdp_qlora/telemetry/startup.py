@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from ..compat.older_gpus import lacks_bf16
 from ..fsdp2_qlora.launch_checks import is_fsdp2_launch
 from ..fsdp2_qlora.prepare import dense_shapes
-from ..prefix_sharing.sharing import PassFigures
+from ..prefix_sharing.row import PassRecord
 from ..run.input_checks import columns_of
 from ..run.nonfatal import nonfatal
 from ..run.plain import counted
@@ -139,7 +139,7 @@ def first_prompt(
     return f"the first training prompt, {counted(len(ids), 'token')}:\n{lines}"
 
 
-def packed_pass_line(figures: PassFigures) -> str:
+def packed_pass_line(figures: PassRecord) -> str:
     """A line on a packed pass: its tokens, by level of its forest, the padded tokens, and its attention kernels."""
     levels = [
         f"{tokens:,} on level {i}" if i else f"{tokens:,} in the roots" for i, tokens in enumerate(figures.levels)
@@ -160,7 +160,7 @@ class StartupCallback(TrainerCallback):
         self,
         features: Callable[[], list[tuple[str, str]]],
         tokenize: Callable[[list], tuple] | None,
-        figures: Callable[[], PassFigures],
+        figures: Callable[[], PassRecord],
     ):
         self._features = features
         self._tokenize = tokenize

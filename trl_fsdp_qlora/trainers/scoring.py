@@ -137,7 +137,7 @@ class PackedScoring:
         tokens_per_pass = batch_size * width if batch_size < rows else None
         # If a micro-batch is cut to fit into memory, the comparison passes have to be cut as well.
         limit = tokens_per_pass or self.args.tokens_per_pass or None
-        sharing.comparison.with_stock(wanted.model, batch, self.accelerator.autocast, limit)
+        sharing.compare_with_stock(wanted.model, batch, self.accelerator.autocast, limit)
         step_scores = None
         number = 0
         if kind == "policy" and torch.is_grad_enabled():
@@ -176,7 +176,7 @@ class PackedScoring:
             if getattr(self, "top_entropy_quantile", 1.0) < 1.0 and entropies_BC is not None:
                 keys_B1 = None
                 if batch.has_images:
-                    sharing.count_images(batch)
+                    sharing.packed_model.count_images(batch)
                     keys_B1 = fingerprints({**batch.vision, "num_images": batch.num_images})
                 entropies_BC = share_values(
                     entropies_BC, batch.input_ids, batch.attention_mask, arguments["logits_to_keep"], keys_B1

@@ -27,7 +27,14 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compat.trl import FusedCausalLMOutput
 from ..prefix_sharing.batch import Batch
 from ..prefix_sharing.passes import PassSchedule, StepPlan
-from ..prefix_sharing.prefix_cache import GradAccumulator, attach_collected, backward_collected, detach_and_collect
+from ..prefix_sharing.prefix_cache import (
+    CannotKeep,
+    GradAccumulator,
+    attach_collected,
+    backward_collected,
+    detach_and_collect,
+)
+from ..prefix_sharing.row import PassRecord
 
 
 class RandomState:
@@ -124,9 +131,9 @@ class StepScores:
         first = number * self.plan.batches_per_pass
         last = first + self.plan.batches_per_pass
         batches = self.batches[first:last]
-        output = _run(self.plan.forwards, number, model, Batch.joined(batches), self._is_last(last))
+        output = _run(self.plan.forwards, number, model, Batch.joined(batches), PassRecord(), self._is_last(last))
         rows = [len(batch.input_ids) for batch in batches]
-        router_losses = None if output.aux_loss is None else self.plan.router_loss(output.aux_loss)
+        router_losses = None if output.aux_loss is None else self.plan.router_losses(output.aux_loss)
         parts, self._collected = _parts(output, rows, router_losses)
         return dict(enumerate(parts, first))
 
@@ -136,8 +143,9 @@ class StepScores:
         draws = RandomState(self.batches[number].input_ids.device)
         with torch.no_grad():
             passes, batches = self._passes(number)
+            record = PassRecord()
             outputs = [
-                _run(self.plan.values, index, model, batch, is_first=index == passes[0])
+                _run(self.plan.values, index, model, batch, record)
                 for index, batch in zip(passes, batches, strict=True)
             ]
         values = {name: torch.cat([getattr(output, name) for output in outputs]) for name in _tensors(outputs[0])}
@@ -146,7 +154,7 @@ class StepScores:
         sums = None
         if outputs[0].aux_loss is not None:
             sums = torch.stack([output.aux_loss for output in outputs]).sum(0).requires_grad_()
-            values["aux_loss"] = self.plan.router_loss(sums)[0]
+            values["aux_loss"] = self.plan.router_losses(sums)[0]
         self._cut = _CutScores(number, constants, sums, draws)
         return FusedCausalLMOutput(**{**values, **constants})
 
@@ -177,6 +185,7 @@ class StepScores:
 
     def _go_back(self, cut: _CutScores, model: nn.Module, autocast, without_sync) -> None:
         passes, batches = self._passes(cut.number)
+        record = PassRecord()
         first_row = 0
         for index, batch in zip(passes, batches, strict=True):
             is_last_pass = index == passes[-1]
@@ -185,7 +194,7 @@ class StepScores:
             with nullcontext() if is_last_pass else without_sync(model):
                 with autocast():
                     reduces = is_last_pass and self._is_last(cut.number + 1)
-                    output = _run(self.plan.forwards, index, model, batch, reduces, is_first=index == passes[0])
+                    output = _run(self.plan.forwards, index, model, batch, record, reduces)
                 pairs = [
                     (getattr(output, name), constant.grad[rows])
                     for name, constant in cut.constants.items()
@@ -204,23 +213,25 @@ def _run(
     number: int,
     model: nn.Module,
     batch: Batch,
+    record: PassRecord,
     reduces: bool = False,
-    is_first: bool = True,
 ) -> FusedCausalLMOutput:
     """Run a pass, and before it each trunk that no earlier pass has needed.
 
     Args:
+        record: gets what the forwards compute; it is that of all passes whose tokens are counted together.
         reduces: the backward of this pass is the last one of the optimizer step.
-        is_first: this pass is the first of those whose tokens are counted together.
     """
     # DDP decides in the forward whether the backward will reduce gradients, but the backward of this pass may only run
     # with a later micro-batch.
     reduces = reduces and isinstance(model, DistributedDataParallel)
-    for forward in forwards.of_pass(number, is_first):
+    for forward in forwards.of_pass(number, record):
         with patch.multiple(model, require_backward_grad_sync=True) if reduces else nullcontext():
             output = model(**batch.arguments(), num_images=batch.num_images, forward=forward, fused_lm_head=True)
         if forward.view.trunk is not None and output.log_probs.requires_grad:
             forwards.trunk_outputs[forward.view.trunk] = output.log_probs
+    if forward.sequences.needs_all and output.aux_loss is None:
+        raise CannotKeep("its forward returns no router logits")
     return output
 
 

@@ -32,20 +32,18 @@ def _packed_attention(module, query, key, value, mask: RowMask, base: str, kwarg
     own_function = own_attention_function(base, module)
     packed_row = mask.packed_row
     try:
-        if packed_row.view is not None:
-            is_recomputed = packed_row.is_computed
-            slot = packed_row.view.slot(module, is_recomputed)
-            key = packed_row.view.extended((*slot, "key"), key, is_recomputed)
-            value = packed_row.view.extended((*slot, "value"), value, is_recomputed)
+        slot = packed_row.view.slot(module)
+        key = packed_row.view.extended((*slot, "key"), key)
+        value = packed_row.view.extended((*slot, "value"), value)
         options = options_of(module, query, packed_row, kwargs)
         call = AttentionCall(module, query, key, value, packed_row, base, own_function, **options)
         name, out, kernel = compute(call)
     except (UnsupportedAttention, RuntimeError) as error:
         record_problem(packed_row, error)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]) + 0 * query.sum(), None
-    packed_row.layer_calls.append(name)
+    packed_row.record.layer_calls.append(name)
     kind = "full attention" if call.window is None else f"attention through a window of {call.window}"
-    packed_row.kernels[kind] = kernel
+    packed_row.record.kernels[kind] = kernel
     return out, None
 
 

@@ -78,7 +78,7 @@ def _packed_forward(module: nn.Module, args: tuple, kwargs: dict, mask: RowMask)
     except RuntimeError as error:
         record_problem(packed_row, error, f"{type(module).__name__}: ")
         out = 0 * tokens["hidden_states"]
-    packed_row.layer_calls.append("recurrent")
+    packed_row.record.layer_calls.append("recurrent")
     return out
 
 

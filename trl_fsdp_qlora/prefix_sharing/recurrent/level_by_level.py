@@ -106,7 +106,7 @@ def compute(module: nn.Module, tokens: dict, packed_row: PackedRow) -> torch.Ten
 
 def _keep_states(module: nn.Module, packed_row: PackedRow, batch: "_Batch", after: dict) -> None:
     """Keep the final states of a trunk's segments, see `prefix_cache.py`."""
-    if packed_row.view is None or packed_row.is_computed or batch.run is None:
+    if packed_row.view.is_computed or batch.run is None:
         return
     start, count, length = batch.run
     for prefix, first, _ in packed_row.view.computed:
@@ -119,7 +119,7 @@ def _keep_states(module: nn.Module, packed_row: PackedRow, batch: "_Batch", afte
 def _kept_states(module: nn.Module, packed_row: PackedRow, level: int) -> list[dict]:
     """Returns the states of the kept segments of a level, in their order."""
     forest = packed_row.forest
-    if packed_row.view is None or not forest.kept:
+    if not forest.kept:
         return []
     levels = forest.levels[forest.computed :].tolist()
     states = []

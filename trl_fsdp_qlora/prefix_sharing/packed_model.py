@@ -1,0 +1,314 @@
+"""`PackedModel`: the model's side of prompt sharing: it reads calls, runs forwards over packed rows and merges them.
+
+A call is read ([`PackedModel.read`]), planned (`passes.py`), run forward by forward ([`PackedModel.run`]) and merged
+([`PackedModel.merge`]). A forward is laid out ([`row.lay_out`]), run, scored
+([`trl_fsdp_qlora.scoring.logprobs.score_with_head`]) and scattered. Whether rows may be packed is decided elsewhere
+(`sharing.py`).
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ..compat.trl import FusedCausalLMOutput, FusedHead, fused_head
+from ..scoring.logprobs import score_with_head
+from ..scoring.transfer import to_device, to_host
+from .attention.call import UnsupportedAttention
+from .attention.implementation import can_nest
+from .attention.layers import install
+from .batch import IGNORED_LABEL, Batch, Sequences, UnpackableBatch, decode, encode
+from .facts import read_facts, unsupported_reason
+from .forest import Forest, build_forest
+from .images import Images
+from .passes import Forward, PassRules
+from .ranks import is_sharded, reduced_over_ranks
+from .recurrent.layers import install as install_recurrent
+from .router_loss import router_loss, router_sums
+from .row import PackedRow, lay_out
+from .row_mask import masks_of
+
+# Arguments of a forward that do not change its values.
+_NEUTRAL = {"use_cache", "return_dict"}
+# A layer spends about 24 h² operations on a token (projections and MLP) and 4 h on a query-key pair.
+_PAIRS_PER_TOKEN = 6.0
+
+# torch.compile compiles the model's own forward and no code of this room, because every batch has another layout and
+# would be traced anew.
+not_compiled = torch.compiler.disable
+but_for_the_model = torch.compiler.disable(recursive=False)
+
+
+class PackedModel:
+    """A causal language model, without wrappers, whose layers can compute packed rows.
+
+    Attributes:
+        base: the model.
+        attention: `"auto"` or the name of the attention backend that computes every layer.
+        lm_head_kernel, entropy_gradient: see [`sharing.install_sharing`].
+        facts: what it is.
+        images: images in its prompts.
+
+    Raises:
+        UnsupportedAttention: the model's layers cannot compute packed rows.
+    """
+
+    def __init__(self, base: PreTrainedModel):
+        reason = unsupported_reason(base)
+        if reason is not None:
+            raise UnsupportedAttention(reason)
+        self.base = base
+        self.attention = "auto"
+        self.lm_head_kernel = "auto"
+        self.entropy_gradient = True
+        install(base)
+        install_recurrent(base)
+        self.facts = read_facts(base)
+        self.images = Images(base)
+
+    # --- read --------------------------------------------------------------------------------------------------------
+
+    @not_compiled
+    def read(self, *batches: Batch) -> Sequences:
+        """Read batches of equal width on the host, as one. Tokens that must not be shared get numbers of their own.
+
+        Raises:
+            UnpackableBatch: the rows cannot be packed.
+        """
+        width = batches[0].input_ids.shape[1]
+        if width > self.facts.position_limit:
+            raise UnpackableBatch(f"rows of {width} positions switch the rotary tables at {self.facts.position_limit}")
+        has_images = any(batch.has_images for batch in batches)
+        if has_images and self.images.reason is not None:
+            raise UnpackableBatch(self.images.reason)
+        codes = [encode(batch.input_ids, batch.attention_mask, batch.labels) for batch in batches]
+        to_send = {"code": codes[0] if len(codes) == 1 else torch.cat(codes)}
+        for number, batch in enumerate(batches):
+            if batch.has_images:
+                to_send.update({(number, name): x for name, x in self.images.to_send(batch).items()})
+        on_host = to_host(to_send)  # the host waits for the device here, once for all batches
+        sequences = decode(on_host.pop("code").numpy())
+        sequences.needs_all = any(batch.router_loss for batch in batches)
+        if has_images:
+            sequences.image_keys_B = self._image_keys(batches, sequences, on_host)
+            self.images.mark(sequences)
+        if not self.facts.sees_distances:
+            # Rows that begin in different columns have different positions, so they must not share tokens.
+            sequences.tokens_BL[:, 0] += sequences.offsets_B << 40
+        return sequences
+
+    def _image_keys(self, batches: tuple[Batch, ...], sequences: Sequences, on_host: dict) -> np.ndarray:
+        """Returns keys that are equal for rows with the same images.
+
+        `on_host` has the tensors of [`images.Images.to_send`], by the number of their batch and their name.
+        """
+        keys = []
+        first = 0
+        for number, batch in enumerate(batches):
+            last = first + len(batch.input_ids)
+            if batch.has_images:
+                received = {name: x for (of_batch, name), x in on_host.items() if of_batch == number}
+                keys.append(self.images.receive(batch, sequences.tokens_BL[first:last], received))
+            else:
+                keys.append(np.zeros(last - first, int))
+            first = last
+        return np.concatenate(keys)
+
+    def count_images(self, batch: Batch) -> None:
+        """Set the number of images of each row, if the caller has not counted them."""
+        if batch.has_images and batch.num_images is None:
+            batch.num_images = self.images.count(batch)
+
+    # --- lay out -----------------------------------------------------------------------------------------------------
+
+    @property
+    def can_be_dense(self) -> bool:
+        """Whether prefixes of completions can be computed once under a dense mask.
+
+        Recurrent layers cannot: they do not keep a state at every token.
+        """
+        return can_nest(self.base, self.attention) and not self.facts.is_recurrent
+
+    def build_forest(self, sequences: Sequences, is_dense: bool = False) -> Forest:
+        """Returns the forest of some rows; with `is_dense` it has a dense mask if this saves any token."""
+        lengths_B = sequences.needed_B
+        # Without labels one token is computed, so that the graph contains the model and collectives are reached.
+        if not lengths_B.any():
+            lengths_B = (np.arange(len(lengths_B)) == 0).astype(int)
+        pairs_per_token = None
+        if self.can_be_dense and not sequences.has_images:
+            pairs_per_token = float("inf") if is_dense else _PAIRS_PER_TOKEN * self.facts.hidden_size
+        return build_forest(
+            sequences.tokens_BL,
+            lengths_B,
+            sequences.spans_B2,
+            min_length=self.facts.shortest_segment,
+            pairs_per_token=pairs_per_token,
+        )
+
+    def pass_rules(self, device: torch.device) -> PassRules:
+        """Returns what passes of this model have to keep to; ranks agree by tensors on `device`."""
+
+        def reduce(values: list[int], how: str) -> list[int]:
+            return [int(value) for value in reduced_over_ranks(values, device, how)]
+
+        return PassRules(self.build_forest, self.facts.shortest_segment, reduce, is_sharded(self.base))
+
+    @not_compiled
+    def _lay_out(self, batch: Batch, forward: Forward) -> PackedRow:
+        # transformers takes one token for a step of decoding, and gives recurrent layers no mask, so no row.
+        shortest = 2 if self.facts.is_recurrent else 1
+        position_ids_BL = None
+        if self.facts.stock_positions is not None:
+            mask = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask
+            position_ids_BL = self.facts.stock_positions(batch.input_ids, mask)
+        return lay_out(
+            batch.input_ids,
+            batch.labels,
+            forward.sequences,
+            forward.forest,
+            shortest=shortest,
+            position_ids_BL=position_ids_BL,
+            backend=self.attention,
+            view=forward.view,
+            record=forward.record,
+        )
+
+    # --- run, score, scatter -----------------------------------------------------------------------------------------
+
+    @but_for_the_model
+    def run(self, batch: Batch, forward: Forward) -> FusedCausalLMOutput:
+        """Run one forward over the rows of `batch`.
+
+        Returns:
+            TRL's output without its loss. `aux_loss` has the [`router_loss.router_sums`] of the rows, if a router loss
+            is needed and the model's forward returns what it is made of.
+        """
+        self.count_images(batch)
+        packed_row = self._lay_out(batch, forward)
+        hidden_NH, sums_M2E = self._last_hidden_states(batch, forward, packed_row)
+        values = score_with_head(
+            self.base,
+            hidden_NH,
+            packed_row.targets_N,
+            head_of(self.base),
+            self.entropy_gradient,
+            self.lm_head_kernel,
+        )
+        values = {name: None if x is None else packed_row.scatter(x) for name, x in values.items()}
+        values["log_probs"] = forward.view.with_collected(values["log_probs"])
+        forward.record.add(packed_row)
+        return FusedCausalLMOutput(label_mask=batch.labels[:, 1:] != IGNORED_LABEL, aux_loss=sums_M2E, **values)
+
+    @but_for_the_model
+    def _last_hidden_states(
+        self, batch: Batch, forward: Forward, packed_row: PackedRow
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the last hidden states `(N, H)` that predict labels, and the router sums if they are needed.
+
+        All other hidden states are freed here, before the head needs memory.
+        """
+        needs_router_loss = forward.sequences.needs_all
+        arguments = {"input_ids": packed_row.input_ids, "use_cache": False}
+        if self.facts.takes_positions:
+            arguments["position_ids"] = packed_row.position_ids
+        if batch.has_images:
+            of_images, own_masks = self.images.arguments(batch, packed_row, forward.sequences)
+            packed_row = packed_row.with_own_masks(own_masks)
+            arguments.update(of_images)
+        arguments["attention_mask"] = masks_of(packed_row, self.facts.mask_names, self.facts.is_recurrent)
+        if needs_router_loss:
+            arguments["output_router_logits"] = True
+        with self.images.in_every_forward():
+            outputs = self.base.base_model(**arguments)
+        sums_M2E = None
+        if needs_router_loss and isinstance(getattr(outputs, "router_logits", None), tuple):
+            sums_M2E = router_sums(outputs.router_logits, packed_row, self._experts_per_token(), forward.batches)
+        forward.view.end(outputs.last_hidden_state)
+        hidden_TH = outputs.last_hidden_state.flatten(0, 1)
+        return hidden_TH[packed_row.score_index_N.to(hidden_TH.device)], sums_M2E
+
+    # --- router losses -----------------------------------------------------------------------------------------------
+
+    def with_router_loss(self, output: FusedCausalLMOutput) -> FusedCausalLMOutput:
+        """Returns the output of one forward with its router loss, as transformers adds it to the loss."""
+        # transformers returns 0 for a model without router logits.
+        aux_loss = 0 if output.aux_loss is None else self.router_losses(output.aux_loss)[0]
+        coefficient = getattr(self.base.config.get_text_config(), "router_aux_loss_coef", 0.0)
+        return replace(output, loss=output.loss + coefficient * aux_loss, aux_loss=aux_loss)
+
+    def router_losses(self, sums_M2E: torch.Tensor) -> torch.Tensor:
+        """Returns the router losses `(M,)` of batches from the sums that their forwards returned."""
+        return router_loss(sums_M2E, self._experts_per_token())
+
+    def _experts_per_token(self) -> int:
+        return self.base.config.get_text_config().num_experts_per_tok
+
+
+@not_compiled
+def batch_of(base: PreTrainedModel, arguments: dict[str, Any], num_images: list[int] | None) -> Batch:
+    """Returns the arguments of a fused call of a model as a batch.
+
+    Args:
+        base: the model, without wrappers.
+        arguments: of the call.
+        num_images: number of images of each row, if known.
+
+    Raises:
+        UnpackableBatch: the meaning of an argument on a packed row is not known.
+    """
+    arguments = {name: x for name, x in arguments.items() if x is not None and x is not False}
+    for name in _NEUTRAL:
+        arguments.pop(name, None)
+    router_loss = arguments.pop("output_router_logits", False)
+    router_loss = router_loss or getattr(base.config.get_text_config(), "output_router_logits", False)
+    input_ids = arguments.pop("input_ids", None)
+    labels = arguments.pop("labels", None)
+    mask = arguments.pop("attention_mask", None)
+    num_items = arguments.pop("num_items_in_batch", None)
+    vision = {name: arguments.pop(name) for name in Images.ARGUMENTS if name in arguments}
+    if arguments:
+        raise UnpackableBatch(f"its forward takes {sorted(arguments)}, whose meaning on a packed row is not known")
+    if input_ids is None or labels is None or labels.shape != input_ids.shape or input_ids.ndim != 2:
+        raise UnpackableBatch("it takes input_ids and labels of one shape (rows, tokens)")
+    if mask is not None and mask.shape != input_ids.shape:
+        raise UnpackableBatch(f"its attention mask has the shape {tuple(mask.shape)}")
+    return Batch(input_ids, mask, labels, vision, num_images, bool(router_loss), num_items)
+
+
+@not_compiled
+def merge(
+    outputs: list[FusedCausalLMOutput], rows: list[np.ndarray | None], num_items: torch.Tensor | int | None
+) -> FusedCausalLMOutput:
+    """Returns TRL's output of a call, in the order of its rows, from the outputs of forwards that score some of them.
+
+    Args:
+        outputs: of the forwards.
+        rows: the rows of each; `None` if one forward has all of them.
+        num_items: divisor of the loss; the number of labels if absent.
+    """
+    merged = outputs[0]
+    if rows[0] is not None:
+        order = to_device(torch.from_numpy(np.argsort(np.concatenate(rows))), merged.log_probs.device)
+        fields = {}
+        for name in ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask"):
+            parts = [getattr(output, name) for output in outputs]
+            fields[name] = None if parts[0] is None else torch.cat(parts)[order]
+        merged = FusedCausalLMOutput(**fields)
+    count = merged.label_mask.sum().clamp(min=1) if num_items is None else num_items
+    return replace(merged, loss=-merged.log_probs.sum() / count)
+
+
+@not_compiled
+def head_of(base: PreTrainedModel) -> FusedHead | None:
+    """Returns TRL's fused head of a model, which lies inside our forward, or around it if it was added later."""
+    # Accelerate's mixed precision wraps the forward, and keeps the wrapped one under the second name.
+    forwards = [vars(base).get(name) for name in ("forward", "_original_forward")]
+    forwards += [getattr(forward, "stock_forward", None) for forward in forwards]
+    for forward in forwards:
+        head = fused_head(forward)
+        if head is not None:
+            return head
+    return None
