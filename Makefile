@@ -1,8 +1,10 @@
 # `make quickstart` trains a small model on this machine (`make quickstart-images` one that sees). `make test` runs the tests, `make test-exhaustive` the rest of
-# their long tables, `make test-vllm` those that need vLLM, in an environment of its own, and `make test-fast` those that are quick, in WORKERS processes.
+# their long tables, `make test-vllm` those that need vLLM, in an environment of its own, `make test-newest` the tests with the newest of all dependencies, and
+# `make test-fast` those that are quick, in WORKERS processes.
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+NEWEST_VENV ?= .venv-newest
 DOCS_VENV ?= .venv-docs
 SITE ?= site
 VLLM_TESTS ?= tests/vllm tests/decode tests/selection
@@ -14,7 +16,7 @@ TASK ?= addition
 CONFIG ?= grpo/config_quickstart
 BIN := $(VENV)/bin
 
-.PHONY: quickstart quickstart-images test test-exhaustive test-fast test-vllm gpu docs lint clean
+.PHONY: quickstart quickstart-images test test-exhaustive test-fast test-newest test-vllm gpu docs lint clean
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/python recipes/small_base.py $(BASE) --task $(TASK) --seed $(SEED)
@@ -43,6 +45,13 @@ gpu: $(VENV)/.dev
 # Minutes without a process of its own: for the inner loop.
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not exhaustive and not processes and not gpu and not vllm"
+
+# The tests of `make test` without constraints.txt: with what pip takes today inside the ranges of pyproject.toml. Its figures belong into docs/releasing.md.
+test-newest:
+	test -d $(NEWEST_VENV) || $(PYTHON) -m venv $(NEWEST_VENV)
+	$(NEWEST_VENV)/bin/pip install --quiet --upgrade --upgrade-strategy eager -e '.[dev]'
+	$(NEWEST_VENV)/bin/pip list | grep -E '^(torch|trl|transformers|peft|accelerate|datasets|bitsandbytes|deepspeed) '
+	$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not exhaustive"
 
 test-vllm: $(VLLM_VENV)/.done
 	$(VLLM_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --durations=25 $(VLLM_TESTS)
@@ -81,4 +90,4 @@ $(VLLM_VENV)/.done: tests/vllm/environment.sh constraints.txt
 
 # What a run left, `runs/`, stays: remove it by hand.
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(DOCS_VENV) $(SITE) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(NEWEST_VENV) $(DOCS_VENV) $(SITE) build dist *.egg-info

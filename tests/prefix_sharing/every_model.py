@@ -51,6 +51,7 @@ OWN_SIZES = {
         ({"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}, "dots1"),
         ({"num_experts_per_tok": 1}, "zaya"),
         ({"sliding_window": 6}, "step3p7"),
+        ({"unpadded_vocab_size": helpers.VOCABULARY}, "inkling2 inkling2_text inkling2_loop inkling2_loop_text"),
     )
     for name in names.split()
 }

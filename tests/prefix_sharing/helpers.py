@@ -144,7 +144,6 @@ UNSUPPORTED = {
     "falcon with ALiBi": small("Falcon", alibi=True),
     # Their attention is code of their own.
     "falcon": small("Falcon"),
-    "gptj": small("GPTJ"),
     "bloom": small("Bloom"),
     "bart": small("Bart"),
     # Its cache is a class of its own.

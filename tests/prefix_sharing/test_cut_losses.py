@@ -82,8 +82,11 @@ def inputs_of(trainer) -> dict[str, torch.Tensor]:
     width = inputs["completion_ids"].shape[1]
     with torch.no_grad(), trainer.sharing.closed():
         logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, width, **vision)[0]
-    noise = torch.randn(logps.shape, generator=torch.Generator().manual_seed(4))
-    inputs["old_per_token_logps"] = logps + 0.1 * noise
+    noise = 0.1 * torch.randn(logps.shape, generator=torch.Generator().manual_seed(4))
+    # No ratio is near an end of the clipped range (log 0.8 is -0.22): rounding would clip a token or not, and with it
+    # a part of the gradient is there or not.
+    noise = torch.where(noise.abs() < 0.1, noise, 0.5 * noise.sign())
+    inputs["old_per_token_logps"] = logps + noise
     if vision:  # as a generation batch is cut into micro-batches
         inputs.update(split_pixel_values_by_grid(vision))
     return inputs

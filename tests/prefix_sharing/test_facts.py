@@ -39,7 +39,6 @@ from .helpers import (
 REASONS = {
     "falcon with ALiBi": "adds ALiBi biases",
     "falcon": "attends by code of its own",
-    "gptj": "attends by code of its own",
     "bloom": "takes no position_ids",
     "bart": "takes no position_ids",
     "minimax": "do not keep their state in transformers' cache",

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from transformers.utils import logging
 from trl import ModelConfig
 
 from trl_fsdp_qlora import EfficientGRPOConfig
@@ -37,6 +38,17 @@ def begun(tmp_path, monkeypatch):
 def test_the_same_command_goes_on_and_may_train_longer(words, begun):
     assert resume_of(words) == "auto"
     assert resume_of(words) == "auto"
+
+
+def test_another_verbosity_of_transformers_is_the_same_run(begun):
+    """It decides the default of `disable_tqdm`."""
+    verbosity = logging.get_verbosity()
+    try:
+        for level in (logging.ERROR, logging.WARNING):
+            logging.set_verbosity(level)
+            assert resume_of() == "auto"
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 @pytest.mark.parametrize(

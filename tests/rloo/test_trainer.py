@@ -86,7 +86,8 @@ def test_batch_loss_and_gradients_are_stocks(name, lora, tmp_path):
     sharing = trainers[1].sharing
     assert sharing.is_active and trainers[1]._metrics["train"]["prefix_sharing/policy/tokens_fraction"][-1] < 0.9
     assert trainers[1]._metrics["train"]["prefix_sharing/no_grad/tokens_fraction"]
-    assert our_loss == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    # A mean of advantages times ratios near 1, which cancel: stock's is off from float64's by up to 1.0e-6 (Qwen3.5).
+    assert our_loss == pytest.approx(loss, rel=1e-5, abs=5e-6)
     assert_equal_gradients(our_gradients, expected, tolerance=2e-5)
     for metric, values in trainers[0]._metrics["train"].items():
         if metric != "step_time":

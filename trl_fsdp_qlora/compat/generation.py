@@ -5,7 +5,9 @@ ours. If a release of transformers differs, [`MISFIT`] names the difference and 
 """
 
 import copy
-from typing import Any
+import inspect
+from dataclasses import fields, is_dataclass
+from typing import Any, get_args
 
 import torch
 import transformers
@@ -119,9 +121,14 @@ def pad_token(config: GenerationConfig) -> torch.Tensor | None:
 def takes_dynamic_cache(model: PreTrainedModel) -> bool:
     """Whether `generate` passes the model a `DynamicCache`, and the model uses it.
 
-    The oldest models have no cache, and run the whole rows for each token.
+    The oldest models have no cache, and run the whole rows for each token. XLM takes one and does not return it.
     """
-    return cache_name(type(model)) is not None and model._supports_default_dynamic_cache()
+    name = cache_name(type(model))
+    if name is None or not model._supports_default_dynamic_cache():
+        return False
+    annotation = inspect.signature(type(model).forward).return_annotation
+    outputs = [part for part in (annotation, *get_args(annotation)) if is_dataclass(part)]
+    return not outputs or any(name in {item.name for item in fields(output)} for output in outputs)
 
 
 def prepares_inputs_itself(model: PreTrainedModel) -> bool:

@@ -15,10 +15,11 @@ from .arguments import ScriptArguments
 
 # The arguments of the run in a folder. Transformers uploads nothing that begins with an underscore.
 ARGUMENTS = "_arguments.json"
-# Fields that say where a run is, how it goes on, how long it is, and which process this one is.
+# Fields that say where a run is, how it goes on, how long it is, which process this one is, and whether it prints bars
+# (by default TRANSFORMERS_VERBOSITY decides).
 _NOT_COMPARED = {
     "output_dir", "resume_from_checkpoint", "max_steps", "num_train_epochs", "max_train_seconds", "local_rank",
-    "ddp_local_rank", "run_name",
+    "ddp_local_rank", "run_name", "disable_tqdm",
 }  # fmt: skip
 
 
