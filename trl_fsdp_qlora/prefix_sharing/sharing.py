@@ -54,7 +54,7 @@ CHOICES = ("auto", "off", *BACKENDS)
 # The attribute of the model (without wrappers) that holds its `PromptSharing`.
 _ATTRIBUTE = "prompt_sharing"
 # As many passes with gradients in another way than TRL's fused head show that a trainer does not call it.
-_OTHER_PASSES = 3
+_OTHER_PASSES = 2
 
 
 class PrefixSharingError(UserError):
