@@ -354,7 +354,7 @@ def describe_model(model: nn.Module, adapter: str | None = None) -> dict:
     for name, weight in model.named_parameters():
         if hasattr(weight, "ds_tensor"):  # under ZeRO-3 no rank has the whole weight
             description["name"] = model.config.name_or_path
-            description["revision"] = getattr(model.config, "_commit_hash", None)
+            description["revision"] = vars(model.config).get("_commit_hash")
             return description
         parts = name.removeprefix("base_model.model.").split(".")
         if not other_adapters.intersection(parts):

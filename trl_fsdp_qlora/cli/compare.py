@@ -55,7 +55,6 @@ from ..prefix_sharing.sharing import install_sharing
 from ..recipe.arguments import ScriptArguments, parse_recipe
 from ..recipe.checks import check_recipe
 from ..recipe.episodes import agent_of
-from ..recipe.keys import read_yaml
 from ..recipe.pairs import DPOScriptArguments, must_be_made, read_pairs
 from ..recipe.problems import load_data
 from ..recipe.runner import agent_arguments, build_trainer, model_arguments, reward_functions
@@ -191,27 +190,14 @@ def trainer_of_recipe(words: list[str], trainer: str | None) -> str:
 
     It is `trainer` if the user named one, and otherwise the one whose fields the recipe has.
     """
-    comparable = f"compare takes recipes of {', '.join(METHODS)}"
-    if trainer is not None:
-        if trainer not in METHODS:
-            raise UserError(f"--trainer {trainer} cannot be compared: {comparable}")
-        return trainer
     path = pop_options(words, ("--config",))[0].get("--config")
-    command = next((recipe.command for recipe in all_recipes() if path and recipe.path == Path(path)), None)
+    command = trainer or next((recipe.command for recipe in all_recipes() if path and recipe.path == Path(path)), None)
     if command is None:
-        used = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
-        if path:
-            used.update(read_yaml(path))
-        used -= {"config", "debug_errors", "env", "stage"}
-        for name, method in METHODS.items():
-            if used <= {item.name for kind in (method.script, method.config, ModelConfig) for item in fields(kind)}:
-                return name
-        command = "grpo"  # GRPO's parser names the unknown fields
-    kind = {"TSPMOConfig": "T-SPMO", "AStarPOConfig": "A*-PO"}.get(method_of(words).__name__)
-    if command not in ("rloo", "dpo") and kind is not None:
-        raise UserError(f"stock TRL has no {kind} to compare with: {comparable}")
+        by_config = {method.config: name for name, method in METHODS.items()}
+        config = method_of(words, {method.config: method.script for method in METHODS.values()})
+        command = by_config.get(config, config.__name__.removesuffix("Config"))
     if command not in METHODS:
-        raise UserError(f"a recipe of {command} cannot be compared: {comparable}")
+        raise UserError(f"a recipe of {command} cannot be compared: compare takes recipes of {', '.join(METHODS)}")
     return command
 
 

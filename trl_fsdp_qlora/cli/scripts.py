@@ -79,7 +79,7 @@ def method_of(words: Sequence[str], further: Mapping[type, type] | None = None) 
     used = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in rest if word.startswith("--")}
     if options:
         used.update(read_yaml(options["--config"]))
-    used -= {item.name for item in fields(ModelConfig)} | {"env", "stage"}
+    used -= {item.name for item in fields(ModelConfig)} | {"env", "stage", "debug_errors"}
     methods = dict.fromkeys((EfficientGRPOConfig, TSPMOConfig, AStarPOConfig), ScriptArguments) | dict(further or {})
     for config, script in methods.items():
         if used <= {item.name for kind in (config, script) for item in fields(kind)}:
