@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from ..compat.deepspeed import is_zero3
 from ..compat.transformers import CACHE
 from ..compat.trl import is_padded_by_row, rows_of_images, split_pixel_values_by_grid
 from ..scoring.transfer import to_device
@@ -165,7 +166,7 @@ class Images:
                 text_ids.update(map(id, part.parameters()))
         # Derived in each call, because FSDP2 replaces the parameters.
         tower = (p for p in self.model.parameters() if id(p) not in text_ids)
-        return any(p.requires_grad or isinstance(p, DTensor) or hasattr(p, "ds_id") for p in tower)
+        return any(p.requires_grad or isinstance(p, DTensor) or is_zero3(p) for p in tower)
 
     def mark(self, sequences: Sequences) -> None:
         """Give the placeholder tokens of different images different numbers, so that they are never shared.

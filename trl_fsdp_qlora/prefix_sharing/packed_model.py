@@ -18,7 +18,7 @@ from ..scoring.logprobs import score_with_head
 from ..scoring.transfer import to_device, to_host
 from .attention.call import UnsupportedAttention
 from .attention.implementation import can_nest
-from .attention.layers import install
+from .attention.layers import install, remove
 from .batch import IGNORED_LABEL, Batch, Sequences, UnpackableBatch, decode, encode
 from .facts import read_facts, unsupported_reason
 from .forest import Forest, build_forest
@@ -26,6 +26,7 @@ from .images import Images
 from .passes import Forward, PassRules
 from .ranks import is_sharded, reduced_over_ranks
 from .recurrent.layers import install as install_recurrent
+from .recurrent.layers import remove as remove_recurrent
 from .router_loss import router_loss, router_sums
 from .row import PackedRow, lay_out
 from .row_mask import masks_of
@@ -67,6 +68,11 @@ class PackedModel:
         install_recurrent(base)
         self.facts = read_facts(base)
         self.images = Images(base)
+
+    def remove(self) -> None:
+        """Give the model's layers back what they were before."""
+        remove(self.base)
+        remove_recurrent(self.base)
 
     # --- read --------------------------------------------------------------------------------------------------------
 

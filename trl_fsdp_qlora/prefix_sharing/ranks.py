@@ -8,6 +8,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from ..compat.deepspeed import is_zero3
 from ..scoring.transfer import to_device
 
 
@@ -35,5 +36,5 @@ def deciding_alone() -> Iterator[None]:
 
 def is_sharded(model: torch.nn.Module) -> bool:
     """Whether forwards of `model`, or of a part of it, are collective, because ranks hold parts of the weights."""
-    is_part = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
+    is_part = any(isinstance(p, DTensor) or is_zero3(p) for p in model.parameters())
     return is_part or any(isinstance(module, FullyShardedDataParallel) for module in model.modules())

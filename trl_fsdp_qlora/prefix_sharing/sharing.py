@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
+from ..compat.deepspeed import is_zero3
 from ..compat.fsdp import forget_forward
 from ..compat.peft import looks_beyond_tokens, rows_have_adapters
 from ..compat.trl import FusedCausalLMOutput, add_fused_lm_head
@@ -53,6 +54,8 @@ logger = logging.getLogger(__name__)
 CHOICES = ("auto", "off", *BACKENDS)
 # The attribute of the model (without wrappers) that holds its `PromptSharing`.
 _ATTRIBUTE = "prompt_sharing"
+# Where a model keeps its forward, and the one that accelerate's mixed precision has wrapped.
+_FORWARDS = ("forward", "_original_forward")
 # As many passes with gradients in another way than TRL's fused head show that a trainer does not call it.
 _OTHER_PASSES = 2
 
@@ -78,7 +81,8 @@ def share_prompts(
 
     Such a call returns a `FusedCausalLMOutput` with the same fields as before, equal up to rounding. Every other call
     (`generate`, a forward with logits) runs the model's own forward. Calling `share_prompts` twice changes nothing,
-    and `attention="off"` undoes it.
+    and `attention="off"` takes everything back: the forward, the head if it was added here, the attention
+    implementation, the recurrent layers' forwards and the hooks.
 
     Args:
         model: a causal language model as TRL's trainers hold it: with or without PEFT, before or after it was wrapped.
@@ -125,13 +129,13 @@ def install_sharing(
     if attention not in CHOICES:
         raise PrefixSharingError(f"prefix_sharing={attention!r} is not known; use one of {', '.join(CHOICES)}")
     base = causal_language_model(model)
-    sharing = vars(base).get(_ATTRIBUTE)
-    if sharing is None:
-        sharing = PromptSharing(base)
-        setattr(base, _ATTRIBUTE, sharing)
+    sharing = vars(base).get(_ATTRIBUTE) or PromptSharing(base)
     sharing.expects_images = expects_images
     sharing.configure(model, attention, lm_head_kernel, entropy_gradient, compares)
-    if attention != "off":
+    if attention == "off":
+        sharing.remove()
+    else:
+        setattr(base, _ATTRIBUTE, sharing)
         sharing.wrap_forward(temperature, outputs)
     return sharing
 
@@ -169,7 +173,11 @@ class PromptSharing:
         self.images_may_come = True
         self._cannot_keep: str | None = None
         self._logged: set[str] = set()
+        # The forward that `wrap_forward` put on the model, and what the model had in its place.
         self._own_forward = None
+        self._forwards_before: dict[str, Callable] = {}
+        # The hook that [`_wrap_again`] is.
+        self._of_later_heads = None
         # While one thread compares, others wait.
         self._lock = threading.RLock()
         # Until the first fused call: the hook that counts other passes with gradients, and their number.
@@ -238,26 +246,58 @@ class PromptSharing:
 
     def wrap_forward(self, temperature: float, outputs: tuple[str, ...]) -> None:
         """Wrap the model's fused forward, unless it is wrapped already."""
+        before = {name: vars(self.base)[name] for name in _FORWARDS if name in vars(self.base)}
         if head_of(self.base) is None:
             if not isinstance(self.base, PreTrainedModel):
                 return
+            # Accelerate's mixed precision has to stay outside, so that the head runs in mixed precision, too.
+            if "_original_forward" in before:
+                self.base.forward = before["_original_forward"]
             add_fused_lm_head(self.base, temperature=temperature, outputs=outputs)
-            self.base.base_model.register_forward_pre_hook(self._wrap_again)
+            if "_original_forward" in before:
+                self.base._original_forward = self.base.forward
+            self._of_later_heads = self.base.base_model.register_forward_pre_hook(self._wrap_again)
         forward = vars(self.base).get("forward")
         wrapped = vars(self.base).get("_original_forward")
         if self._own_forward is not None and self._own_forward in (forward, wrapped):
             return
         if self._watch is None:
             self._watch = self.base.base_model.register_forward_pre_hook(self._count_other_passes)
+        self._forwards_before = before
         inner = forward if wrapped is None else wrapped
         self._own_forward = types.MethodType(_with_sharing(self.base, inner), self.base)
         if wrapped is None:
             self.base.forward = self._own_forward
             return
-        # Accelerate's mixed precision has to stay outside, so that packed passes run in mixed precision, too.
         self.base._original_forward = self._own_forward
-        in_autocast = get_mixed_precision_context_manager(native_amp=True)(self._own_forward.__func__)
-        self.base.forward = types.MethodType(convert_outputs_to_fp32(in_autocast), self.base)
+        self.base.forward = _in_mixed_precision(self._own_forward)
+
+    def remove(self) -> None:
+        """Take everything back that was put on the model. A wrapper that was put on later stays."""
+        if vars(self.base).pop(_ATTRIBUTE, None) is None:
+            return
+        for hook in (self._of_later_heads, self._watch):
+            if hook is not None:
+                hook.remove()
+        self._unwrap_forward()
+        if self.packed_model is not None:
+            self.packed_model.remove()
+            self.packed_model = None
+
+    def _unwrap_forward(self) -> None:
+        """Give the model the forward back that it had before [`wrap_forward`]."""
+        forwards = vars(self.base)
+        wrapped = forwards.get("_original_forward")
+        if self._own_forward is None or self._own_forward not in (forwards.get("forward"), wrapped):
+            return  # a later head lies on top, and calls ours for what is not its own
+        is_wrapped_since = wrapped is not None and "_original_forward" not in self._forwards_before
+        for name in _FORWARDS:
+            forwards.pop(name, None)
+        forwards.update(self._forwards_before)
+        if is_wrapped_since:
+            # Accelerate's mixed precision, which lay around ours.
+            self.base._original_forward = self.base.forward
+            self.base.forward = _in_mixed_precision(self.base._original_forward)
 
     @not_compiled
     def _wrap_again(self, *_) -> None:
@@ -444,7 +484,7 @@ class PromptSharing:
 
     def _why_not_keep(self) -> str | None:
         """Returns why passes of this model cannot use values of other passes; `None` if they can."""
-        if any(hasattr(parameter, "ds_id") for parameter in self.base.parameters()):
+        if any(map(is_zero3, self.base.parameters())):
             return "DeepSpeed's ZeRO-3 gathers weights in the order of one forward and its backward"
         if any(isinstance(module, FullyShardedDataParallel) for module in self.base.modules()):
             return "FSDP1 frees weights that the graph of an earlier forward needs"
@@ -723,6 +763,12 @@ class PromptSharing:
             self.disable(problem)
 
 
+def _in_mixed_precision(forward: types.MethodType) -> types.MethodType:
+    """Returns a model's forward in accelerate's mixed precision, as `Accelerator.prepare` wraps it."""
+    in_autocast = get_mixed_precision_context_manager(native_amp=True)(forward.__func__)
+    return types.MethodType(convert_outputs_to_fp32(in_autocast), forward.__self__)
+
+
 def _with_sharing(base: PreTrainedModel, stock):
     """Returns a forward that lets [`PromptSharing`] answer fused calls, and `stock` all other calls.
 
@@ -739,12 +785,14 @@ def _with_sharing(base: PreTrainedModel, stock):
     # `wraps` keeps the signature: `generate` validates its arguments against it.
     @functools.wraps(type(base).forward)
     def forward(self, *args, **kwargs):
+        sharing = vars(self).get(_ATTRIBUTE)
+        if sharing is None:  # it was removed, but a later wrapper still calls this forward
+            return function(self, *args, **kwargs)
         if not kwargs.pop("fused_lm_head", False):
             return function(self, *args, **kwargs)
         arguments = dict(zip(names, args, strict=False)) | kwargs
         if arguments.pop("as_stock", False):
             return function(self, fused_lm_head=True, **arguments)
-        sharing = getattr(self, _ATTRIBUTE)
         sharing.stop_watching()
         num_images = arguments.pop("num_images", None)
         planned = arguments.pop("forward", None)

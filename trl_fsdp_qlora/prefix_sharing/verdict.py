@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from ..compat.deepspeed import is_zero3
 from ..compat.fsdp import has_unreduced_gradients, misfit, reducing
 from .problems import is_out_of_memory, reason_of
 from .ranks import reduced_over_ranks
@@ -82,7 +83,7 @@ def compares_gradients(model: torch.nn.Module) -> bool:
     is_known = isinstance(model, (DistributedDataParallel, PreTrainedModel, PeftModel))
     if not (torch.is_grad_enabled() and is_known):
         return False
-    return not any(hasattr(p, "ds_id") or p._post_accumulate_grad_hooks for p in model.parameters())
+    return not any(is_zero3(p) or p._post_accumulate_grad_hooks for p in model.parameters())
 
 
 class Cut(NamedTuple):
@@ -240,7 +241,7 @@ def _added_over_ranks(sums: dict[str, float], device: torch.device) -> dict[str,
 def _is_collective(model: torch.nn.Module) -> bool:
     """Whether a pass of `model` gathers weights, so that the other ranks wait for a rank that leaves the pass."""
     is_known = isinstance(model, (DistributedDataParallel, PreTrainedModel, PeftModel))
-    return not is_known or any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
+    return not is_known or any(isinstance(p, DTensor) or is_zero3(p) for p in model.parameters())
 
 
 class _PassFailed(Exception):
