@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from peft import PeftModel
 from torch import nn
 from transformers import (
@@ -19,6 +20,7 @@ from transformers import (
     AutoModelForImageTextToText,
     GenerationMixin,
     PretrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
     Trainer,
@@ -112,3 +114,30 @@ def attention_named(config: PretrainedConfig, name: str) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = registered
+
+
+def has_accelerator() -> bool:
+    """Whether torch has a device next to the host."""
+    return torch.accelerator.is_available()
+
+
+def take_checkpointing_options_apart(model: PreTrainedModel) -> None:
+    """Let `model` take `offload` and `every_n_layers` among `gradient_checkpointing_kwargs`, as its trainer does.
+
+    transformers' Trainer passes the two as arguments of their own when it begins to train. TRL 1.16 switches
+    checkpointing off for a rollout, and on again with all keys in one dictionary. transformers hands that to torch,
+    which ends the run with "Unexpected keyword arguments: offload". On a machine without an accelerator nothing is
+    offloaded: the activations are on the host, and torch has no pinned memory there.
+    """
+    enable = model.gradient_checkpointing_enable
+
+    def gradient_checkpointing_enable(gradient_checkpointing_kwargs: dict | None = None, **options):
+        for_torch = dict(gradient_checkpointing_kwargs or {})
+        for name in ("every_n_layers", "offload"):
+            if name in for_torch:
+                options[name] = for_torch.pop(name)
+        if not has_accelerator():
+            options.pop("offload", None)
+        enable(for_torch or None, **options)
+
+    model.gradient_checkpointing_enable = gradient_checkpointing_enable

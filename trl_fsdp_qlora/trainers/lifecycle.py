@@ -16,9 +16,11 @@ from ..checkpoints.checkpoints import WholeCheckpoints, describe_rollouts, descr
 from ..checkpoints.stopping import stopping_after_step
 from ..compat.older_gpus import casting_wide_sums
 from ..compat.peft import adapted_parts
+from ..compat.transformers import take_checkpointing_options_apart
 from ..compat.trl import counts_experts
 from ..cpu.linear import fast_linears
 from ..fsdp2_qlora.loading import experts_in_16_bit, keep_plain_kernel
+from ..prefix_sharing.sharing import causal_language_model
 from ..publishing.card import CardInfo, write_card, write_first_card
 from ..publishing.logits import record
 from ..run.plain import counted
@@ -47,6 +49,7 @@ class EfficientTraining:
     def begin(self, method: str) -> None:
         """Set up clock, checkpoints and card after TRL's constructor. `method` is the method's name on the card."""
         keep_plain_kernel(self.model)
+        take_checkpointing_options_apart(causal_language_model(self.model))
         self.aux_loss_enabled = self.aux_loss_enabled and counts_experts(self.model.config.get_text_config())
         self.card_info = CardInfo(method=method)
         self.checkpointing = WholeCheckpoints(self.args, self.accelerator, self._describe_run)
