@@ -245,10 +245,10 @@ def test_tools_and_a_common_beginning_are_computed_once_in_training(tmp_path, mo
     passes = []
     score = PromptSharing.score
 
-    def seen(self, stock, arguments):
+    def seen(self, stock, arguments, *options):
         ids = arguments["input_ids"]
         masks = arguments["attention_mask"].bool()
-        output = score(self, stock, arguments)
+        output = score(self, stock, arguments, *options)
         read = [row[mask].tolist() for row, mask in zip(ids, masks, strict=True)]
         passes.append((read, self.figures.tokens))
         return output

@@ -95,10 +95,10 @@ def why_stock(model: nn.Module, config: GenerationConfig, vision: dict[str, Any]
             return f"{name}={vars(config)[name]}"
     if config.stop_strings is not None:
         return "stop_strings need the tokenizer, which TRL does not hand over"
-    if not takes_dynamic_cache(model):
-        return f"{type(model).__name__} keeps no cache, or one of its own"
     if keeps_states_itself(model):
         return f"{type(model).__name__} keeps recurrent states in its layers, not in transformers' cache"
+    if not takes_dynamic_cache(model):
+        return f"{type(model).__name__} keeps no cache, or one of its own"
     reason = unrepeatable(model.config.get_text_config(decoder=True))
     if reason is None and vision:
         reason = _why_stock_with_images(model, vision)
