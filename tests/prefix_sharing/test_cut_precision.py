@@ -9,6 +9,7 @@ import copy
 import pytest
 import torch
 
+from tests.tiny import these_first
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.prefix_sharing import passes
 
@@ -58,8 +59,10 @@ def assert_as_near_as_stock(trainer, inputs, exact_of, monkeypatch, select=lambd
         assert cut <= MOST_TIMES_STOCK * stock, (count, pass_count)
 
 
-@pytest.mark.parametrize("adapted", [True, False], ids=["lora", "full"])
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "lfm2"])
+MODELS = [(name, adapted) for name in ("qwen3", "gemma3", "lfm2") for adapted in (True, False)]
+
+
+@pytest.mark.parametrize(("name", "adapted"), these_first(MODELS, ("qwen3", True), ("lfm2", False)))
 def test_a_model_in_bfloat16(tmp_path, monkeypatch, name, adapted):
     rounded = build(name).to(torch.bfloat16)
     wide = trainer_of(copy.deepcopy(rounded).float(), tmp_path, adapted)

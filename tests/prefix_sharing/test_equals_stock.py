@@ -10,6 +10,7 @@ import transformers as tf
 from peft import LoraConfig
 from trl import GRPOTrainer
 
+from tests.tiny import these_first
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.prefix_sharing import PrefixSharingError
 from trl_fsdp_qlora.prefix_sharing.attention.call import UnsupportedAttention
@@ -127,7 +128,8 @@ def test_loss_of_models_with_code_of_their_own(name, options, tmp_path):
     assert_same_loss(trainers, inputs)
 
 
-@pytest.mark.parametrize("name", MULTIMODAL)
+# First, one of each kind: positions in three dimensions, windows, a recurrence.
+@pytest.mark.parametrize("name", these_first(MULTIMODAL, "qwen2_5_vl", "gemma4", "qwen3_5"))
 def test_loss_of_text_through_classes_that_could_take_images(name, tmp_path):
     """The batch decides, not the class and not TRL's `_is_vlm`."""
     trainers = [make_trainer(cls, build(MULTIMODAL[name]), tmp_path, processing_class=processor()) for cls in BOTH]
