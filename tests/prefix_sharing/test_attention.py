@@ -277,7 +277,7 @@ def test_the_calls_for_cuda_equal_dense_mask(name, kv_heads, window, monkeypatch
     forward = Mock(wraps=dense_forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", dense_backward)
-    monkeypatch.setattr(cascade, "_CpuKernels", cascade._CudaKernels)
+    monkeypatch.setitem(cascade._KERNELS, "cpu", cascade._KERNELS["cuda"])
     calls = []
     for most in (cascade._EXPANDED_KEYS, 1):  # all ancestors in one call, and each in one of its own
         monkeypatch.setattr(cascade, "_EXPANDED_KEYS", most)
@@ -313,8 +313,8 @@ def test_layers_on_two_devices_get_tensors_of_their_own():
         derived = [
             two_part._batches(layout, device),
             two_part._mask(call, 2, 4, call.query),
-            cascade._CudaKernels._calls(layout, device, None),
-            cascade._CudaKernels._calls(layout, device, 3),
+            cascade._calls_on_cuda(layout, device, None),
+            cascade._calls_on_cuda(layout, device, 3),
             level_by_level._plan(layout, device),
             tree.tree_mask(SimpleNamespace(**vars(call) | {"packed_row": dense}), 0, 3),
         ]

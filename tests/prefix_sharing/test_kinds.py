@@ -27,7 +27,6 @@ NOT_COMPARED = {
     "inkling2.Inkling2ShortConvolution",
     "inkling2_loop.Inkling2LoopDynamicShortConvolution",
     "inkling2_loop.Inkling2LoopShortConvolution",
-    "lara_mini.LaraMiniGatedDeltaNet",
     "qwen4_exp.Qwen4ExpTextGatedDeltaNet",
     "qwen4_exp.Qwen4ExpTextNGramEmbedding",
     "qwen4_exp.Qwen4ExpTextPLELayer",

@@ -129,7 +129,7 @@ def test_the_calls_for_cuda_take_kept_keys(name, multiple, monkeypatch):
     """Windows among them, in rows filled up to a multiple, with a dense stand-in for flash attention."""
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", dense_forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", dense_backward)
-    monkeypatch.setattr(cascade, "_CpuKernels", cascade._CudaKernels)
+    monkeypatch.setitem(cascade._KERNELS, "cpu", cascade._KERNELS["cuda"])
     monkeypatch.setattr(cascade, "refuses", lambda call: None)
     monkeypatch.setattr(row, "row_multiple", lambda device: multiple)
     model = with_stock_head(build(FAMILIES[name]))

@@ -23,7 +23,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -184,39 +183,28 @@ def _compute_dtype(x: torch.Tensor) -> torch.dtype:
 class _Cascade(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, packed_row: PackedRow, scale: float, window: int | None):
-        kernels = _CudaKernels if q.device.type == "cuda" else _CpuKernels
-        out, lse, random_states = kernels.forward(q, k, v, packed_row, scale, window)
+        forward, _ = _KERNELS[q.device.type]
+        out, lse, random_states = forward(q, k, v, packed_row, scale, window)
         ctx.save_for_backward(q, k, v, out, lse, *random_states)
         ctx.packed_row = packed_row
         ctx.scale = scale
         ctx.window = window
-        ctx.kernels = kernels
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
         q, k, v, out, lse, *random_states = ctx.saved_tensors
-        grads = ctx.kernels.backward(grad_out, q, k, v, out, lse, random_states, ctx.packed_row, ctx.scale, ctx.window)
+        _, backward = _KERNELS[q.device.type]
+        grads = backward(grad_out, q, k, v, out, lse, random_states, ctx.packed_row, ctx.scale, ctx.window)
         return *grads, None, None, None
 
 
 # --- CPU -------------------------------------------------------------------------------------------------------------
 
 
-class _Tokens(NamedTuple):
-    """Tokens of the row as one sequence: a view if they are neighbours, and otherwise a copy."""
-
-    index: slice | torch.Tensor
-
-    def batch_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the tokens `(1, H, tokens, D)` of a `(1, H, T, D)` tensor."""
-        return x[:, :, self.index]
-
-    def without_padding(self, tokens: torch.Tensor) -> torch.Tensor:
-        return tokens
-
-
-def _kernel_calls(packed_row: PackedRow) -> tuple[list[Run | PaddedSegments], list[tuple[_Tokens, _Tokens]]]:
+def _kernel_calls(
+    packed_row: PackedRow,
+) -> tuple[list[Run | PaddedSegments], list[tuple[slice | torch.Tensor, slice]]]:
     """Returns the batches of the kernel's calls, derived once from the layout.
 
     Returns:
@@ -233,72 +221,67 @@ def _kernel_calls(packed_row: PackedRow) -> tuple[list[Run | PaddedSegments], li
         for crossing in itertools.chain.from_iterable(forest.crossings()):
             start = int(forest.starts[crossing.ancestor])
             keys = slice(start, start + int(forest.lengths[crossing.ancestor]))
-            cross.append((_Tokens(_neighbours(crossing.tokens, device)), _Tokens(keys)))
+            cross.append((_neighbours(crossing.tokens, device), keys))
         packed_row.derived["cascade"] = own, cross
     return packed_row.derived["cascade"]
 
 
-def _tokens_of(x: torch.Tensor, batch: Run | PaddedSegments | _Tokens) -> torch.Tensor:
+def _tokens_of(x: torch.Tensor, batch: Run | PaddedSegments) -> torch.Tensor:
     """Returns a batch `(n, H, length, D)` as the tokens of its segments `(tokens, H, D)`, in the order of the row."""
     return batch.without_padding(x.transpose(1, 2).flatten(0, 1))
 
 
-class _CpuKernels:
-    """CPU flash kernels over batches of stretches of equal length.
+# The kernels compute batches of segments of equal length, which are views of the row. Unequal completions are padded
+# to the longest. An ancestor and the queries that attend to it are a batch of one.
 
-    The batches are views of the row; unequal completions are padded to the longest.
-    """
 
-    @staticmethod
-    def forward(q, k, v, packed_row, scale, window):
-        own, cross = _kernel_calls(packed_row)
-        outputs = []
-        log_sums = []
-        for segments in own:
-            part_out, part_lse = _cpu_forward(*(segments.batch_of(x) for x in (q, k, v)), 0.0, True, scale=scale)
-            outputs.append(_tokens_of(part_out, segments))
-            log_sums.append(_tokens_of(part_lse, segments))
-        out = join(outputs)
-        lse = join(log_sums)
-        for queries, ancestor in cross:
-            of_part = queries.batch_of(q), ancestor.batch_of(k), ancestor.batch_of(v)
-            part_out, part_lse = _cpu_forward(*of_part, 0.0, False, scale=scale)
-            part_lse = _tokens_of(part_lse, queries)
-            own_lse = lse[queries.index]
-            merged = merge(out[queries.index], own_lse, _tokens_of(part_out, queries), part_lse)
-            out[queries.index] = merged.to(out.dtype)
-            lse[queries.index] = torch.logaddexp(own_lse, part_lse)
-        return out.unsqueeze(0), lse.unsqueeze(0), ()
+def _forward_on_cpu(q, k, v, packed_row, scale, window):
+    own, cross = _kernel_calls(packed_row)
+    outputs = []
+    log_sums = []
+    for segments in own:
+        part_out, part_lse = _cpu_forward(*(segments.batch_of(x) for x in (q, k, v)), 0.0, True, scale=scale)
+        outputs.append(_tokens_of(part_out, segments))
+        log_sums.append(_tokens_of(part_lse, segments))
+    out = join(outputs)
+    lse = join(log_sums)
+    for queries, ancestor in cross:
+        of_part = q[:, :, queries], k[:, :, ancestor], v[:, :, ancestor]
+        part_out, part_lse = _cpu_forward(*of_part, 0.0, False, scale=scale)
+        part_lse = part_lse[0].transpose(0, 1)
+        own_lse = lse[queries]
+        merged = merge(out[queries], own_lse, part_out[0].transpose(0, 1), part_lse)
+        out[queries] = merged.to(out.dtype)
+        lse[queries] = torch.logaddexp(own_lse, part_lse)
+    return out.unsqueeze(0), lse.unsqueeze(0), ()
 
-    @staticmethod
-    def backward(grad_out, q, k, v, out, lse, random_states, packed_row, scale, window):
-        own, cross = _kernel_calls(packed_row)
-        # The kernels take (batch, H, length, D).
-        grad_h = grad_out.transpose(1, 2)
-        out_h = out.transpose(1, 2)
-        lse_h = lse.transpose(1, 2).unsqueeze(-1)
 
-        def gradients(queries, keys, is_causal) -> list[torch.Tensor]:
-            """Returns the part's gradients of the tokens of `queries`, `keys` and, for the values, `keys` again."""
-            of_part = queries.batch_of(q), keys.batch_of(k), keys.batch_of(v), queries.batch_of(out_h)
-            part_lse = queries.batch_of(lse_h).squeeze(-1)
-            if isinstance(queries, PaddedSegments):
-                # The kernel computes weights as exp(logit - lse). Padding is a query of another segment, so its logit
-                # over these keys may exceed its lse without limit. An infinite lse makes its weights and gradients 0.
-                is_padding = torch.ones(queries.index_NL.numel(), dtype=torch.bool).index_fill_(0, queries.real, False)
-                part_lse = part_lse.masked_fill(is_padding.view(len(part_lse), 1, -1), torch.inf)
-            part_grads = _cpu_backward(queries.batch_of(grad_h), *of_part, part_lse, 0.0, is_causal, scale=scale)
-            return [_tokens_of(x, part) for x, part in zip(part_grads, (queries, keys, keys), strict=True)]
-
-        dq, dk, dv = (join(x) for x in zip(*(gradients(part, part, True) for part in own), strict=True))
-        dk = _with_kept(dk, k.shape[2])
-        dv = _with_kept(dv, v.shape[2])
-        for queries, ancestor in cross:
-            of_queries, of_keys, of_values = gradients(queries, ancestor, False)
-            dq[queries.index] += of_queries
-            dk[ancestor.index] += of_keys
-            dv[ancestor.index] += of_values
-        return tuple(x.unsqueeze(0).transpose(1, 2) for x in (dq, dk, dv))
+def _backward_on_cpu(grad_out, q, k, v, out, lse, random_states, packed_row, scale, window):
+    own, cross = _kernel_calls(packed_row)
+    # The kernels take (batch, H, length, D).
+    of_queries = grad_out.transpose(1, 2), q, out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1)
+    of_segments = []
+    for segments in own:
+        grad_part, q_part, out_part, lse_part = (segments.batch_of(x) for x in of_queries)
+        lse_part = lse_part.squeeze(-1)
+        if isinstance(segments, PaddedSegments):
+            # The kernel computes weights as exp(logit - lse). Padding is a query of another segment, so its logit
+            # over these keys may exceed its lse without limit. An infinite lse makes its weights and gradients 0.
+            is_padding = torch.ones(segments.index_NL.numel(), dtype=torch.bool).index_fill_(0, segments.real, False)
+            lse_part = lse_part.masked_fill(is_padding.view(len(lse_part), 1, -1), torch.inf)
+        of_part = grad_part, q_part, segments.batch_of(k), segments.batch_of(v), out_part, lse_part
+        part_grads = _cpu_backward(*of_part, 0.0, True, scale=scale)
+        of_segments.append([_tokens_of(x, segments) for x in part_grads])
+    dq, dk, dv = map(join, zip(*of_segments, strict=True))
+    dk = _with_kept(dk, k.shape[2])
+    dv = _with_kept(dv, v.shape[2])
+    for queries, ancestor in cross:
+        grad_part, q_part, out_part, lse_part = (x[:, :, queries] for x in of_queries)
+        of_part = grad_part, q_part, k[:, :, ancestor], v[:, :, ancestor], out_part, lse_part.squeeze(-1)
+        part_grads = _cpu_backward(*of_part, 0.0, False, scale=scale)
+        for total, index, part in zip((dq, dk, dv), (queries, ancestor, ancestor), part_grads, strict=True):
+            total[index] += part[0].transpose(0, 1)
+    return tuple(x.unsqueeze(0).transpose(1, 2) for x in (dq, dk, dv))
 
 
 # --- CUDA ------------------------------------------------------------------------------------------------------------
@@ -323,82 +306,76 @@ class _Call:
     siblings: _Siblings | None = None
 
 
-class _CudaKernels:
-    """CUDA flash attention with cumulative lengths.
+def _calls_on_cuda(packed_row: PackedRow, device: torch.device, window: int | None) -> list[_Call]:
+    """One call computes all segments over themselves, and one per level of ancestors computes them over ancestors."""
+    key = ("varlen", device, window)
+    if key not in packed_row.derived:
+        lengths = packed_row.forest.lengths[: packed_row.forest.computed]
+        cu, longest = cumulative(lengths, device)
+        all_tokens = slice(0, packed_row.tokens)
+        if window is None:
+            kernel_window = {}
+            of_ancestors = _whole_ancestors(packed_row.forest, device)
+        else:
+            kernel_window = {"window_size_left": window - 1, "window_size_right": 0}
+            of_ancestors = _ends_of_ancestors(packed_row.forest, window, device)
+        of_segments = _Call(all_tokens, all_tokens, (cu, cu, longest, longest), True, kernel_window)
+        packed_row.derived[key] = [of_segments, *of_ancestors]
+    return packed_row.derived[key]
 
-    One call computes all segments over themselves, and one call per level computes them over ancestors.
-    """
 
-    @staticmethod
-    def _calls(packed_row: PackedRow, device: torch.device, window: int | None) -> list[_Call]:
-        key = ("varlen", device, window)
-        if key not in packed_row.derived:
-            lengths = packed_row.forest.lengths[: packed_row.forest.computed]
-            cu, longest = cumulative(lengths, device)
-            all_tokens = slice(0, packed_row.tokens)
-            if window is None:
-                kernel_window = {}
-                of_ancestors = _whole_ancestors(packed_row.forest, device)
-            else:
-                kernel_window = {"window_size_left": window - 1, "window_size_right": 0}
-                of_ancestors = _ends_of_ancestors(packed_row.forest, window, device)
-            of_segments = _Call(all_tokens, all_tokens, (cu, cu, longest, longest), True, kernel_window)
-            packed_row.derived[key] = [of_segments, *of_ancestors]
-        return packed_row.derived[key]
+def _forward_on_cuda(q, k, v, packed_row, scale, window):
+    q_T, k_T, v_T = (x[0].transpose(0, 1) for x in (q, k, v))
+    out = lse = None
+    random_states = []  # two tensors of each call, which its backward takes
+    for call in _calls_on_cuda(packed_row, q.device, window):
+        k_part = k_T[call.keys]
+        v_part = v_T[call.keys]
+        q_part = q_T[call.queries] if call.siblings is None else call.siblings.take(q_T, k.shape[1])
+        flash = torch.ops.aten._flash_attention_forward
+        of_part = q_part, k_part, v_part, *call.lengths, 0.0, call.is_causal
+        part, part_lse, *random_state, _ = flash(*of_part, False, scale=scale, **call.window)
+        random_states += random_state
+        if out is None:
+            out, lse = part, part_lse  # (T, H, D) and, for variable lengths, (H, T)
+            continue
+        part_lse = part_lse.t()
+        if call.siblings is not None:
+            part, part_lse = (call.siblings.rows(x, k.shape[1]) for x in (part, part_lse))
+        own_lse = lse[:, call.queries].t()
+        out[call.queries] = merge(out[call.queries], own_lse, part, part_lse).to(out.dtype)
+        lse[:, call.queries] = torch.logaddexp(own_lse, part_lse).t()
+    return out.unsqueeze(0), lse, random_states
 
-    @staticmethod
-    def forward(q, k, v, packed_row, scale, window):
-        q_T, k_T, v_T = (x[0].transpose(0, 1) for x in (q, k, v))
-        out = lse = None
-        random_states = []  # two tensors of each call, which its backward takes
-        for call in _CudaKernels._calls(packed_row, q.device, window):
-            k_part = k_T[call.keys]
-            v_part = v_T[call.keys]
-            q_part = q_T[call.queries] if call.siblings is None else call.siblings.take(q_T, k.shape[1])
-            flash = torch.ops.aten._flash_attention_forward
-            of_part = q_part, k_part, v_part, *call.lengths, 0.0, call.is_causal
-            part, part_lse, *random_state, _ = flash(*of_part, False, scale=scale, **call.window)
-            random_states += random_state
-            if out is None:
-                out, lse = part, part_lse  # (T, H, D) and, for variable lengths, (H, T)
-                continue
-            part_lse = part_lse.t()
-            if call.siblings is not None:
-                part, part_lse = (call.siblings.rows(x, k.shape[1]) for x in (part, part_lse))
-            own_lse = lse[:, call.queries].t()
-            out[call.queries] = merge(out[call.queries], own_lse, part, part_lse).to(out.dtype)
-            lse[:, call.queries] = torch.logaddexp(own_lse, part_lse).t()
-        return out.unsqueeze(0), lse, random_states
 
-    @staticmethod
-    def backward(grad_out, q, k, v, out, lse, random_states, packed_row, scale, window):
-        q_T, k_T, v_T = (x[0].transpose(0, 1) for x in (q, k, v))
-        grad_T = grad_out[0].contiguous()
-        out_T = out[0]
-        grads = None
-        for i, call in enumerate(_CudaKernels._calls(packed_row, q.device, window)):
-            k_part = k_T[call.keys]
-            v_part = v_T[call.keys]
-            if call.siblings is None:
-                grad_part, q_part, out_part = (x[call.queries] for x in (grad_T, q_T, out_T))
-                lse_part = lse[:, call.queries].contiguous()
-            else:
-                grad_part, q_part, out_part = (call.siblings.take(x, k.shape[1]) for x in (grad_T, q_T, out_T))
-                lse_part = call.siblings.take_lse(lse, k.shape[1])
-            flash = torch.ops.aten._flash_attention_backward
-            random_state = random_states[2 * i : 2 * i + 2]
-            of_part = grad_part, q_part, k_part, v_part, out_part, lse_part, *call.lengths, 0.0, call.is_causal
-            dq, dk, dv = flash(*of_part, *random_state, scale=scale, **call.window)
-            if grads is None:
-                grads = dq, _with_kept(dk, len(k_T)), _with_kept(dv, len(v_T))
-                continue
-            if call.siblings is not None:
-                dq = call.siblings.rows(dq, k.shape[1])
-            total_dq, total_dk, total_dv = grads
-            total_dq[call.queries] += dq
-            total_dk[call.keys] += dk
-            total_dv[call.keys] += dv
-        return tuple(g.transpose(0, 1).unsqueeze(0) for g in grads)
+def _backward_on_cuda(grad_out, q, k, v, out, lse, random_states, packed_row, scale, window):
+    q_T, k_T, v_T = (x[0].transpose(0, 1) for x in (q, k, v))
+    grad_T = grad_out[0].contiguous()
+    out_T = out[0]
+    grads = None
+    for i, call in enumerate(_calls_on_cuda(packed_row, q.device, window)):
+        k_part = k_T[call.keys]
+        v_part = v_T[call.keys]
+        if call.siblings is None:
+            grad_part, q_part, out_part = (x[call.queries] for x in (grad_T, q_T, out_T))
+            lse_part = lse[:, call.queries].contiguous()
+        else:
+            grad_part, q_part, out_part = (call.siblings.take(x, k.shape[1]) for x in (grad_T, q_T, out_T))
+            lse_part = call.siblings.take_lse(lse, k.shape[1])
+        flash = torch.ops.aten._flash_attention_backward
+        random_state = random_states[2 * i : 2 * i + 2]
+        of_part = grad_part, q_part, k_part, v_part, out_part, lse_part, *call.lengths, 0.0, call.is_causal
+        dq, dk, dv = flash(*of_part, *random_state, scale=scale, **call.window)
+        if grads is None:
+            grads = dq, _with_kept(dk, len(k_T)), _with_kept(dv, len(v_T))
+            continue
+        if call.siblings is not None:
+            dq = call.siblings.rows(dq, k.shape[1])
+        total_dq, total_dk, total_dv = grads
+        total_dq[call.queries] += dq
+        total_dk[call.keys] += dk
+        total_dv[call.keys] += dv
+    return tuple(g.transpose(0, 1).unsqueeze(0) for g in grads)
 
 
 def _whole_ancestors(forest: Forest, device: torch.device) -> list[_Call]:
@@ -541,3 +518,7 @@ def _neighbours(tokens: np.ndarray, device: torch.device) -> slice | torch.Tenso
     if (np.diff(tokens) == 1).all():
         return slice(int(tokens[0]), int(tokens[-1]) + 1)
     return to_device(torch.from_numpy(tokens), device)
+
+
+# By the type of device: forward and backward.
+_KERNELS = {"cpu": (_forward_on_cpu, _backward_on_cpu), "cuda": (_forward_on_cuda, _backward_on_cuda)}

@@ -8,6 +8,7 @@ from .kind import RecurrentKind
 
 GATED_DELTA_NET = RecurrentKind(
     layers=(
+        "lara_mini.LaraMiniGatedDeltaNet",
         "olmo_hybrid.OlmoHybridGatedDeltaNet",
         "qwen3_5.Qwen3_5GatedDeltaNet",
         "qwen3_5_moe.Qwen3_5MoeGatedDeltaNet",
