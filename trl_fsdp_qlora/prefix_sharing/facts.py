@@ -146,7 +146,7 @@ def _layers_reason(model: PreTrainedModel, text: PreTrainedConfig) -> str | None
             f"{name} has recurrent layers that do not keep their state in transformers' cache; it would run on from "
             "one completion into the next"
         )
-    for layer_class in {type(module) for module in recurrent_layers(model)}:
+    for layer_class in dict.fromkeys(map(type, recurrent_layers(model))):  # in order, so that ranks give one reason
         kind = kind_of(layer_class)
         if kind is None:
             return f"{layer_class.__name__} keeps a state, and its kind is not known"
