@@ -187,7 +187,7 @@ class Contender:
         loss = gradient = None
         if generation_only:
             prompt_ids = trainer._tokenize_prompts([row["prompt"] for row in batch])[0]
-            with trainer.own_attention() if hasattr(trainer, "own_attention") else contextlib.nullcontext():
+            with trainer.sharing.original_attention() if hasattr(trainer, "sharing") else contextlib.nullcontext():
                 trainer._generate_single_turn(prompt_ids, None, {}, trainer.num_generations)
         else:
             loss = self._timed("training_step", trainer.training_step)(trainer.model, batch, None).item()

@@ -1,6 +1,7 @@
-"""The floors of the house: a room imports only from rooms below it."""
+"""The floors of the house: a room imports only from rooms below it; a trainer overrides a method of TRL's once."""
 
 import ast
+import inspect
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
@@ -8,8 +9,17 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
 import trl_fsdp_qlora
+from trl_fsdp_qlora import (
+    AStarPOTrainer,
+    EfficientDPOTrainer,
+    EfficientGRPOTrainer,
+    EfficientRLOOTrainer,
+    TSPMOTrainer,
+)
+from trl_fsdp_qlora.fsdp2_qlora.trainer import ShardedQLoRAMixin
 
 PACKAGE = Path(trl_fsdp_qlora.__file__).parent
 # From the ground up; rooms of one floor do not know each other. A file at the top level is a floor of its own.
@@ -120,6 +130,55 @@ def test_circles_are_found():
 def test_no_files_import_each_other():
     """Also under TYPE_CHECKING, which shows only that two files do not know which of them comes first."""
     assert in_circles(IMPORTS) == set()
+
+
+# Each trainer, TRL's own below it, and ours that it builds on.
+TRAINERS = [
+    (EfficientGRPOTrainer, GRPOTrainer, set()),
+    (TSPMOTrainer, GRPOTrainer, {EfficientGRPOTrainer}),
+    (AStarPOTrainer, GRPOTrainer, {EfficientGRPOTrainer}),
+    (EfficientRLOOTrainer, RLOOTrainer, set()),
+    (EfficientDPOTrainer, DPOTrainer, set()),
+]
+
+
+def classes_above(trainer: type, stock: type) -> list[type]:
+    return [cls for cls in trainer.__mro__ if cls not in stock.__mro__]
+
+
+def overridden_twice(trainer: type, stock: type) -> set[str]:
+    """Methods and properties of `stock` that two classes or more above it define, but for constructors."""
+    seen = set()
+    twice = set()
+    for cls in classes_above(trainer, stock):
+        for name, value in vars(cls).items():
+            is_method = inspect.isfunction(value) or isinstance(value, property)
+            if not is_method or name == "__init__" or not hasattr(stock, name):
+                continue
+            if name in seen:
+                twice.add(name)
+            seen.add(name)
+    return twice
+
+
+def test_no_class_stands_between_a_trainer_and_trls():
+    """The public mixin may, and a trainer of ours under an algorithm that builds on it."""
+    for trainer, stock, builds_on in TRAINERS:
+        assert set(classes_above(trainer, stock)) <= {trainer, ShardedQLoRAMixin} | builds_on, trainer.__name__
+
+
+def test_a_trainer_overrides_a_method_of_trls_once():
+    for trainer, stock, _ in TRAINERS:
+        assert overridden_twice(trainer, stock) == set(), trainer.__name__
+
+
+def test_second_overrides_are_found():
+    class Again(ShardedQLoRAMixin, EfficientGRPOTrainer):
+        def log(self, logs):
+            pass
+
+    assert {"log", "training_step", "save_model"} <= overridden_twice(Again, GRPOTrainer)
+    assert "create_model_card" not in overridden_twice(Again, GRPOTrainer)
 
 
 ROOT = PACKAGE.parent

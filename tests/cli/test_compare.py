@@ -5,12 +5,12 @@ import pytest
 import yaml
 
 from tests.tiny import save_tiny_model
-from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.cli import compare as module
 from trl_fsdp_qlora.cli.compare import OURS, PHASES, STOCK, verdict
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.planning.plan import format_bytes
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
+from trl_fsdp_qlora.trainers.scoring import Scoring
 
 REWARDS = """
 from trl_fsdp_qlora.data.answers import completion_text
@@ -131,13 +131,13 @@ def test_groups_of_equal_rewards_get_advantages_from_a_seed(compare):
 
 
 def test_a_wrong_gradient_is_different(compare, monkeypatch):
-    score = EfficientGRPOTrainer._score
+    run = Scoring.run
 
     def off_by_a_percent(self, *args):
-        values = score(self, *args)
+        values = run(self, *args)
         return (1.01 * values[0], *values[1:])
 
-    monkeypatch.setattr(EfficientGRPOTrainer, "_score", off_by_a_percent)
+    monkeypatch.setattr(Scoring, "run", off_by_a_percent)
     status, stdout, steps = compare("--steps 1 --beta 0")
     assert_different(status, stdout)
     assert steps[0].apart[1] == pytest.approx(0.01, rel=0.01)

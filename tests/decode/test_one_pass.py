@@ -64,13 +64,13 @@ def ours_with(tmp_path, monkeypatch):
         monkeypatch.setattr(engines, "start_engine", lambda *_, **__: engine)
         trainer = make_trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "ours", use_vllm=True, **changes)
         trainer.kinds = []
-        score = trainer._score
+        run = trainer.scoring.run
 
-        def recorded(stock, wanted, kind, arguments):
+        def recorded(stock, request, kind, arguments):
             trainer.kinds.append(kind)
-            return score(stock, wanted, kind, arguments)
+            return run(stock, request, kind, arguments)
 
-        trainer._score = recorded
+        trainer.scoring.run = recorded
         return trainer
 
     return make

@@ -121,11 +121,6 @@ class FixedCompletions(EfficientGRPOTrainer):
             batch["advantages"] = torch.zeros_like(batch["advantages"])
         return batch
 
-    def _scores_of_step(self, sharing):
-        scores = super()._scores_of_step(sharing)
-        self.trunks += 0 if scores is None else int(scores.plan.forwards.trunks.sum())
-        return scores
-
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         seen = {}
         completions = []
@@ -137,7 +132,11 @@ class FixedCompletions(EfficientGRPOTrainer):
         return completions, None
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        before = self.look_ahead.scores
         values = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        scores = self.look_ahead.scores
+        if scores is not None and scores is not before:
+            self.trunks += int(scores.plan.forwards.trunks.sum())
         logps = values[0].detach()[values[0] != 0]
         self.unrounded = (*self.unrounded, (logps != logps.bfloat16()).float().mean().item())
         return values

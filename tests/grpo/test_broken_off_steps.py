@@ -67,7 +67,7 @@ def assert_as_alone(tmp_path, split, run=train, cls=EfficientGRPOTrainer, tolera
     assert moved > 1e-4
     for name, weight in actual.items():
         assert (weight - expected[name]).abs().max() <= tolerance * moved, name
-    assert grpo.step_scores is None and grpo.sharing.keeps_beginnings
+    assert grpo.look_ahead.scores is None and grpo.sharing.keeps_beginnings
     return grpo
 
 

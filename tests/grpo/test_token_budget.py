@@ -11,7 +11,7 @@ from tests.tiny import LOSS_TYPES, lora, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.grpo import token_budget
 from trl_fsdp_qlora.scoring.token_selection import TokenSelection
-from trl_fsdp_qlora.trainers.scoring import padded_batch
+from trl_fsdp_qlora.trainers.rows import padded_batch
 
 
 def make_trainer(tmp_path, model=None, **changes):

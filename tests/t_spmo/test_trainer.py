@@ -17,7 +17,7 @@ from tests.distributed.launch import launch
 from tests.tiny import lora, trainer
 from trl_fsdp_qlora import TSPMOConfig, TSPMOTrainer
 from trl_fsdp_qlora.t_spmo.credit import group_credit, prefix_transitions
-from trl_fsdp_qlora.trainers.scoring import padded_batch
+from trl_fsdp_qlora.trainers.rows import padded_batch
 
 
 def make_trainer(tmp_path, **changes):

@@ -14,7 +14,6 @@ from trl.data_utils import is_conversational
 
 from ..compat.trl import (
     GROUP_SPREAD,
-    OLD_LOGPS,
     REFERENCE_LOGPS,
     has_response_format,
     parse_response,
@@ -27,7 +26,7 @@ from ..grpo.trainer import EfficientGRPOTrainer
 from ..run.input_checks import columns_of
 from ..selection.dynamic_sampling import combine
 from ..trainers.arguments import config_or_default
-from ..trainers.scoring import LossPass
+from ..trainers.scoring import Request
 from .config import AStarPOConfig
 from .estimators import ROUNDING, check_reward_range
 from .objectives import advantage_weighted_loss, normalised_advantage, regression_loss
@@ -50,6 +49,8 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     _tag_names = ["trl", "a-star-po", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)
     _weighs_in_loss = True  # the losses have no ratio, so a pass for weights would be wasted
+    # If a generation batch serves several optimizer steps, TRL asks for these values for its importance ratio.
+    _needs_old_policy = False
 
     def __init__(self, model, reward_funcs=None, args: AStarPOConfig | None = None, *positional, **kwargs):
         args = config_or_default(AStarPOConfig, args, model, "A-star-PO")
@@ -85,7 +86,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     # --- stage 1 -----------------------------------------------------------------------------------------------------
 
-    def train(self, *args, **kwargs):
+    def _before_training(self):
         # The key of the values is a hash of the reference policy, and only before the sharding rank 0 has all of it.
         self.values.open(self._describe_context)
         # A sharded model can generate only once `Trainer.train` has prepared it; an endless dataset has no stage 1.
@@ -95,7 +96,6 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             if self.args.filter_all_failed:
                 rows = self._remove_unused_columns(self.train_dataset, "training")
                 self.train_dataset = self.values.without_all_failed(rows)
-        return super().train(*args, **kwargs)
 
     def estimate_values(self, dataset=None) -> Report:
         """Run stage 1 for every row of `dataset` (default: the training dataset): draw the samples the cache lacks.
@@ -209,27 +209,22 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     # --- stage 2 -----------------------------------------------------------------------------------------------------
 
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._rewards_of_batch = rewards
-        return rewards
-
-    def _generate_and_score_completions(self, inputs):
+    def _before_rollouts(self, inputs):
         is_endless = isinstance(self.train_dataset, IterableDataset)
         if self.model.training and not self.values.estimated and not is_endless:
             self.estimate_values()
-        output = super()._generate_and_score_completions(inputs)
-        output.pop(OLD_LOGPS, None)
-        prompts = zip(output["prompt_ids"].cpu(), output["prompt_mask"].bool().cpu(), strict=True)
+
+    def _finish_batch(self, batch, inputs):
+        prompts = zip(batch["prompt_ids"].cpu(), batch["prompt_mask"].bool().cpu(), strict=True)
         values_B = self.values.of(inputs, [ids[mask].tolist() for ids, mask in prompts])
         # Rewards, r − V* and advantages of all ranks, this rank's rows among them.
-        rewards = combine(self._rewards_of_batch, self.reward_weights)
+        rewards = self.groups.rewards_N()
         check_reward_range(rewards.cpu(), self.args.value_estimator, self.args.value_reward_range)
         first = self.accelerator.process_index * len(inputs)
         of_rank = slice(first, first + len(inputs))
         target = self.accelerator.gather(rewards[of_rank] - values_B.to(self.accelerator.device))
         advantage = normalised_advantage(target) if self.args.objective == "advantage_weighted" else target
-        output["advantages"] = advantage[of_rank]
+        batch["advantages"] = advantage[of_rank]
         # TRL logged the spread within groups, but a group of one completion has none.
         self._metrics["train" if self.model.training else "eval"].pop(GROUP_SPREAD, None)
         rewards, target, advantage = torch.stack([rewards, target, advantage]).cpu()
@@ -238,22 +233,14 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         for _ in range(min(len(target), len(logged))):
             logged.pop()
         logged.extend(advantage.tolist())
-        return output
-
-    def _score(self, stock, wanted, kind, arguments):
-        if kind == "old_policy":
-            # If a generation batch serves several optimizer steps, TRL asks for these values for its importance
-            # ratio. A*-PO has no such ratio.
-            ids = arguments["input_ids"]
-            return torch.zeros(len(ids), arguments["logits_to_keep"], device=ids.device), None, None
-        return super()._score(stock, wanted, kind, arguments)
+        return batch
 
     def _scored_tokens(self, inputs, ahead):
         return None  # both losses sum over every token
 
-    def _compute_loss(self, model, inputs):
+    def _loss(self, stock, model, inputs):
         mask_BC = inputs["completion_mask"]
-        logps_BC, entropies_BC, aux_loss = self._score_completions(LossPass(model, inputs=inputs), inputs)
+        logps_BC, entropies_BC, aux_loss = self._score_completions(Request(model, inputs), inputs)
         ref_logps_BC = inputs[REFERENCE_LOGPS]
         advantages_B = inputs["advantages"]
         if self.args.objective == "advantage_weighted":
@@ -278,8 +265,8 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
-    def evaluation_loop(
-        self, dataloader, description, *args, metric_key_prefix: str = "eval", **kwargs
+    def _evaluation(
+        self, stock, dataloader, description, *args, metric_key_prefix: str = "eval", **kwargs
     ) -> EvalLoopOutput:
         """Greedy accuracy on every problem exactly once, spread over the ranks, with n and a 95% Wilson interval.
 

@@ -1,27 +1,17 @@
-"""`ShardedQLoRAMixin`: FSDP2 + QLoRA for any TRL trainer; this package's trainers use it.
+"""`ShardedQLoRAMixin`: FSDP2 + QLoRA for any TRL trainer.
 
     class ShardedSFTTrainer(ShardedQLoRAMixin, SFTTrainer):
         pass
 
 Under an accelerate config with FSDP2 the trainer shards a 4-bit base. It saves plain PEFT adapters and resumes from
 them (with unquantized bases as well), can evaluate before it trains, and gathers weights once for generation. Under
-every other config the mixin changes nothing.
+every other config the mixin changes nothing. This package's trainers need no mixin: their own methods call the same
+functions, those of `sharded.py`.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import patch
-
-import torch
-from peft import PeftModel
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
-
 from ..compat.transformers import no_optimizer_read
-from .adapters import gather_adapter, gather_optimizer, has_sharded_adapter, load_adapter, load_optimizer
-from .generation import gathered_as, keep_gathered
+from . import sharded
+from .adapters import has_sharded_adapter, load_adapter
 from .prepare import shard_quantized_base
 
 
@@ -41,82 +31,35 @@ class ShardedQLoRAMixin:
 
         It is `None` if the model's base is not sharded.
         """
-        return getattr(self.model, "base_bytes", None)
+        return sharded.base_bytes_of(self.model)
 
     def training_step(self, model, *args, **kwargs):
-        if vars(self.args).get("fsdp_keep_gathered") and self.base_bytes is not None:
-            keep_gathered(self.model, last_micro_batch=self.accelerator.sync_gradients)
+        sharded.gather_for_step(self.args, self.model, last_micro_batch=self.accelerator.sync_gradients)
         return super().training_step(model, *args, **kwargs)
 
     def compute_loss(self, *args, **kwargs):
-        with self._head_on_device():
+        with sharded.head_on_device(self.model, self.accelerator):
             return super().compute_loss(*args, **kwargs)
 
-    @contextmanager
-    def _head_on_device(self) -> Iterator[None]:
-        """Let TRL's fused LM head find its weight on the device although the shards are offloaded.
-
-        The fused head computes on the device of its weight. If that is the host, the device's collectives refuse the
-        results.
-        """
-        plugin = self.accelerator.state.fsdp_plugin if isinstance(self.model, FSDPModule) else None
-        if plugin is None or not isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-            yield
-            return
-        language_model = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
-        head = language_model.get_output_embeddings()
-        device = self.accelerator.device
-
-        def head_on_device():
-            bias = getattr(head, "bias", None)
-            return SimpleNamespace(weight=head.weight.to(device), bias=None if bias is None else bias.to(device))
-
-        with patch.multiple(language_model, get_output_embeddings=head_on_device):
-            yield
-
     def _generate_and_score_completions(self, inputs):  # of trainers that generate
-        with self.weights_gathered():
+        with sharded.weights_gathered(self.args, self.model, self.accelerator.device):
             return super()._generate_and_score_completions(inputs)
 
-    @contextmanager
-    def weights_gathered(self) -> Iterator[None]:
-        """Keep all weights gathered inside the block, if `args.fsdp_gather` and the free memory allow it.
-
-        The block is meant for generation and for the passes of the old policy and the reference: many forwards without
-        gradient, with the same weights.
-        """
-        # With vLLM the model does not generate, and TRL's sync of the weights expects them sharded.
-        options = vars(self.args)  # TRL's own configs have not every field
-        mode = "per_layer" if options.get("use_vllm") else options.get("fsdp_gather", "auto")
-        with gathered_as(mode, self.model, self.accelerator.device):
-            yield
-
     def evaluation_loop(self, *args, **kwargs):
-        if self.accelerator.is_fsdp2 and not isinstance(self.model, FSDPModule):  # an evaluation before training
-            # Accelerate prepares the optimizer with the model, and an evaluation alone does not create it.
-            self.create_optimizer()
-            self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
-            register_fsdp_forward_method(self.model, "generate")
-            self.model_wrapped = self.model
+        sharded.prepare_for_evaluation(self)
         return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not has_sharded_adapter(self.model):
             return super().save_model(output_dir, _internal_call)
-        adapter = gather_adapter(self.model)
-        if self.args.should_save:  # transformers 5.17's `_save` writes on every rank that calls it
-            self._save(output_dir or self.args.output_dir, state_dict=adapter)
-        self.accelerator.wait_for_everyone()
+        sharded.save_adapter(self, output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not has_sharded_adapter(self.model):
             return super()._save_optimizer_and_scheduler(output_dir)
-        state = gather_optimizer(self.optimizer)
-        if self.args.should_save:
-            torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+        sharded.save_optimizer_and_scheduler(self, output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         model = self.model if model is None else model
@@ -127,11 +70,7 @@ class ShardedQLoRAMixin:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not has_sharded_adapter(self.model):
             return super()._load_optimizer_and_scheduler(checkpoint)
-        optimizer = Path(checkpoint) / OPTIMIZER_NAME
-        schedule = Path(checkpoint) / SCHEDULER_NAME
-        if optimizer.is_file() and schedule.is_file():  # otherwise both start anew, as in transformers
-            load_optimizer(self.optimizer, torch.load(optimizer, map_location="cpu", weights_only=True))
-            self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+        sharded.load_optimizer_and_scheduler(self, checkpoint)
         # The trainer's own method restores its other states, such as TRL's entropy controller.
         with no_optimizer_read():
             super()._load_optimizer_and_scheduler(checkpoint)
@@ -139,4 +78,4 @@ class ShardedQLoRAMixin:
     def _load_best_model(self) -> None:
         if not has_sharded_adapter(self.model):
             return super()._load_best_model()
-        load_adapter(self.model, self.state.best_model_checkpoint)
+        sharded.load_best_adapter(self)

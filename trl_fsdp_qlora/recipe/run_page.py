@@ -82,8 +82,8 @@ class RunPage(TrainerCallback):
 
     @nonfatal("keeping completions")
     def _keep_completions(self, step: int) -> None:
-        drawn = self.trainer.last_drawn
-        self.trainer.last_drawn = None
+        drawn = self.trainer.generation_batches.last
+        self.trainer.generation_batches.last = None
         if drawn is not None:
             write_completions(self.folder, step, drawn)
 

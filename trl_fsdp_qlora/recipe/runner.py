@@ -251,7 +251,7 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
         if accuracy is not None:
             accuracy.begin(0 if resume is None else step_of(resume))
         page = RunPage(trainer, record, warnings)
-        trainer.keeps_completions = True
+        trainer.generation_batches.keeps = True
         for callback in filter(None, (limit, accuracy, page)):
             trainer.add_callback(callback)
         use_terminal(trainer)
@@ -286,10 +286,10 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
         say(next_commands(args.output_dir, script, is_adapter))
         if results:
             say(results)
-        if trainer.scored_completions.nothing_scored:
+        if trainer.generation_batches.scored.nothing_scored:
             raise UserError(
                 f"nothing was learned: {', '.join(trainer.reward_func_names)} gave none of "
-                f"{trainer.scored_completions.drawn:,} completions a value (None or NaN for all); look at the "
+                f"{trainer.generation_batches.scored.drawn:,} completions a value (None or NaN for all); look at the "
                 "function and at the columns that it reads"
             )
         return record.content

@@ -3,9 +3,8 @@
 import torch
 
 from ..grpo.trainer import EfficientGRPOTrainer
-from ..selection.dynamic_sampling import combine
 from ..trainers.arguments import config_or_default
-from ..trainers.scoring import LossPass
+from ..trainers.scoring import Request
 from .config import TSPMOConfig
 from .credit import group_credit
 
@@ -41,24 +40,18 @@ class TSPMOTrainer(EfficientGRPOTrainer):
         features.append(("on", f"T-SPMO: branching tokens only, objective {self.args.t_spmo_objective}"))
         return features
 
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._rewards = combine(rewards_per_func, self.reward_weights)
-        return rewards_per_func
-
-    def _generate_and_score_completions(self, inputs):
-        output = super()._generate_and_score_completions(inputs)
-        ids = output["completion_ids"]
-        mask = output["completion_mask"]
+    def _finish_batch(self, batch, inputs):
+        ids = batch["completion_ids"]
+        mask = batch["completion_mask"]
         # A group may span ranks, so the completions of all ranks are gathered, in the order of the gathered rewards.
         all_ids = self.accelerator.gather(self.accelerator.pad_across_processes(ids, dim=1))
         all_masks = self.accelerator.gather(self.accelerator.pad_across_processes(mask, dim=1))
-        credit_BC, metrics = group_credit(all_ids, all_masks, self._rewards, self._group_size)
+        credit_BC, metrics = group_credit(all_ids, all_masks, self.groups.rewards_N(), self._group_size)
         first = self.accelerator.process_index * len(ids)
         credit_BC = credit_BC[first : first + len(ids), : ids.shape[1]]
-        output["advantages"] = credit_BC * output["tool_mask"] if "tool_mask" in output else credit_BC
+        batch["advantages"] = credit_BC * batch["tool_mask"] if "tool_mask" in batch else credit_BC
         self._add_metrics({f"t_spmo/{name}": value for name, value in metrics.items()})
-        return output
+        return batch
 
     @property
     def _group_size(self) -> int:
@@ -67,17 +60,17 @@ class TSPMOTrainer(EfficientGRPOTrainer):
     def _scored_tokens(self, inputs, ahead):
         return inputs["advantages"] != 0
 
-    def _compute_loss(self, model, inputs):
+    def _loss(self, stock, model, inputs):
         credit_BC = inputs["advantages"]
-        loss_pass = LossPass(model, scored_BC=credit_BC != 0, inputs=inputs)
-        logps_BC, entropies_BC, aux_loss = self._score_completions(loss_pass, inputs)
+        request = Request(model, inputs, scored_BC=credit_BC != 0)
+        logps_BC, entropies_BC, aux_loss = self._score_completions(request, inputs)
         value_BC = logps_BC.exp() if self.args.t_spmo_objective == "probability" else logps_BC
         # The loss is the mean over the groups of the optimizer step: the credit contains 1/|U|, so the sum over a
         # group's rows is the group's objective.
         loss = -(credit_BC * value_BC).sum() * self._group_size / len(credit_BC)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss
-        counts = torch.stack([inputs["completion_mask"].sum(), loss_pass.scored_BC.sum(), entropies_BC.sum()]).float()
+        counts = torch.stack([inputs["completion_mask"].sum(), request.scored_BC.sum(), entropies_BC.sum()]).float()
         counts = self.accelerator.reduce(counts.detach(), reduction="sum")
         metrics = self._metrics["train" if self.model.training else "eval"]
 

@@ -1,93 +1,113 @@
-"""`PackedScoring`: TRL's scoring passes on packed rows, each pass timed as a phase."""
+"""`Scoring`: TRL's passes for log-probabilities on packed rows, each pass timed as a phase.
+
+A pass has three parts. [`Request`] is what a loss asks of it. TRL's own method runs it, with a function in the model's
+place that adds what sharing needs to the arguments. Then the values are finished: weights on gradients, ties.
+"""
 
 import inspect
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from ..compat.fsdp import forget_forward
 from ..compat.peft import is_reference
-from ..prefix_sharing.batch import IGNORED_LABEL, Batch
+from ..prefix_sharing.batch import IGNORED_LABEL
 from ..prefix_sharing.images import fingerprints
 from ..prefix_sharing.prefix_cache import CannotKeep
 from ..prefix_sharing.sharing import PromptSharing, install_sharing
 from ..scoring.contexts import fill_masked_rows, share_values
 from ..scoring.token_selection import weight_gradient
-from .step_scores import StepScores
+from ..telemetry.phases import PhaseTimer
+from .look_ahead import LookAhead
+from .rows import batch_of
 
 LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-# Arguments that TRL's pass takes from a batch in addition to ids and masks.
-OF_IMAGES = (
-    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
-    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
-class LossPass:
-    """The policy and a request for scores; a loss passes it to TRL in the place of the model.
+class Request:
+    """What a loss asks of its pass of the policy; see [`Scoring.requested`].
 
     Attributes:
-        model: the root module, wrappers included.
+        model: the policy as TRL hands it to the loss, wrappers included.
+        inputs: the inputs of the loss.
         scored_BC: completion tokens whose values are wanted (bool); every unmasked token if `None`. All others get
             zeros. A caller that leaves out tokens must also zero the old and reference values of these tokens:
             `exp(0 - old)` overflows, and infinity times a zero mask is not zero.
         weight_BC: factor on the gradient of each log-probability; one if `None`.
-        inputs: the inputs of the loss.
         values: the result of this pass, if the pass ran before the loss because importance weights needed its
             log-probabilities.
     """
 
     model: nn.Module
+    inputs: dict[str, Any] | None = None
     scored_BC: torch.Tensor | None = None
     weight_BC: torch.Tensor | None = None
-    inputs: dict[str, Any] | None = None
     values: LogProbs | None = None
 
 
-class PackedScoring:
-    """Part of a trainer: `_get_per_token_logps_and_entropies` of TRL's GRPO and RLOO trainers on packed rows.
+class Scoring:
+    """`_get_per_token_logps_and_entropies` of TRL's GRPO and RLOO trainers on packed rows.
 
     Old and reference passes are cut by the tokens they compute instead of by rows.
+
+    Args:
+        policy, reference: the sharing of prompts in the two models; `reference` is `None` without a reference model.
+        reference_model: TRL's, with its wrappers; `None` if there is none.
+        look_ahead: the scores of an optimizer step.
+        add_metrics: logs values by name.
+        selects_by_entropy: whether the loss selects tokens by a quantile of the entropies.
+        needs_old_policy: whether the loss reads the log-probabilities of the old policy. Without it that pass returns
+            zeros and runs nothing.
     """
 
-    # Defaults for a trainer that was built without `__init__`, as in some tests of TRL.
-    sharing: PromptSharing | None = None
-    reference_sharing: PromptSharing | None = None
-    step_scores: StepScores | None = None
+    def __init__(
+        self,
+        policy: PromptSharing,
+        reference: PromptSharing | None,
+        reference_model: nn.Module | None,
+        args: Any,
+        accelerator: Accelerator,
+        clock: PhaseTimer,
+        look_ahead: LookAhead,
+        add_metrics: Callable[[dict[str, float]], None],
+        selects_by_entropy: bool = False,
+        needs_old_policy: bool = True,
+    ):
+        self.policy = policy
+        self.reference = reference
+        self.reference_model = reference_model
+        self.args = args
+        self.accelerator = accelerator
+        self.clock = clock
+        self.look_ahead = look_ahead
+        self.selects_by_entropy = selects_by_entropy
+        self.needs_old_policy = needs_old_policy
+        self._add_metrics = add_metrics
+        self._request: Request | None = None  # of the loss that is being computed
 
-    def install_sharing(self, entropy_gradient: bool) -> None:
-        """Share prompts in the policy and the reference model, once both exist.
+    @contextmanager
+    def requested(self, request: Request) -> Iterator[None]:
+        """Inside the block the pass of `request.model` is the one of a loss, and does what the request says.
 
-        `entropy_gradient`: whether the loss has an entropy term.
+        TRL's loss calls the pass itself, with arguments of its own, so the request cannot travel as one. A trainer
+        computes one loss at a time, as its `_step` and its buffer of inputs already require.
         """
-        columns = set(getattr(self.train_dataset, "column_names", None) or ())
-        may_have_images = bool({"image", "images"} & columns)
-        # GRPO's tools and environments may return images.
-        may_have_images |= bool(getattr(self, "tools", None) or getattr(self, "environments", None))
-        options = {
-            "attention": self.args.prefix_sharing,
-            "lm_head_kernel": self.args.lm_head_kernel,
-            "entropy_gradient": entropy_gradient,
-            "expects_images": may_have_images,
-            "compares": False,
-        }
-        policy = self.accelerator.unwrap_model(self.model)
-        self.sharing = install_sharing(policy, **options)
-        if self.ref_model is not None:
-            self.reference_sharing = install_sharing(self.accelerator.unwrap_model(self.ref_model), **options)
-
-    def own_attention(self):
-        """Context in which the policy has its own attention implementation, as generation expects."""
-        return nullcontext() if self.sharing is None else self.sharing.original_attention()
+        outer = self._request
+        self._request = request
+        try:
+            yield
+        finally:
+            self._request = outer
 
     def forget_images(self) -> None:
         """Let the ranks ask each other again whether images have come, see [`look_for_images`]."""
-        for sharing in (self.sharing, self.reference_sharing):
+        for sharing in (self.policy, self.reference):
             if sharing is not None:
                 sharing.forget_images()
 
@@ -96,52 +116,46 @@ class PackedScoring:
 
         `here`: whether this rank's part of the batch has images.
         """
-        for sharing in (self.sharing, self.reference_sharing):
+        for sharing in (self.policy, self.reference):
             if sharing is not None:
                 sharing.look_for_images(here, self.accelerator.device)
 
-    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs) -> LogProbs:
-        stock = super()._get_per_token_logps_and_entropies
-        if self.sharing is None:
-            return stock(model, *args, **kwargs)
-        wanted = model if isinstance(model, LossPass) else LossPass(model)
-        if wanted.values is not None:
-            return wanted.values
+    def score(self, stock: Callable[..., LogProbs], is_training: bool, model: nn.Module, *args, **kwargs) -> LogProbs:
+        """Run a pass. `stock` is TRL's method, `model` and what follows are its arguments."""
+        request = self._request
+        if request is not None and request.model is model:
+            if request.values is not None:
+                return request.values
+            kind = "policy" if is_training else "evaluation"
+        else:
+            request = Request(model)
+            is_for_reference = model is self.reference_model or is_reference(model)
+            kind = "reference" if is_for_reference else "old_policy"
         arguments = inspect.signature(stock).bind(model, *args, **kwargs).arguments
         del arguments["model"]
-        if isinstance(model, LossPass):
-            kind = "policy" if self.model.training else "evaluation"
-        elif model is self.ref_model or is_reference(model):
-            kind = "reference"
-        else:
-            kind = "old_policy"
-        return self._score(stock, wanted, kind, arguments)
-
-    def _score(
-        self, stock: Callable[..., LogProbs], wanted: LossPass, kind: str, arguments: dict[str, Any]
-    ) -> LogProbs:
-        """Run and time a pass of this kind. `stock` is TRL's method, `arguments` are its arguments but the model."""
-        is_phase = self.model.training and kind in ("old_policy", "reference")
+        if kind == "old_policy" and not self.needs_old_policy:
+            ids = arguments["input_ids"]
+            return torch.zeros(len(ids), arguments["logits_to_keep"], device=ids.device), None, None
+        is_phase = is_training and kind in ("old_policy", "reference")
         with self.clock.phase(f"{kind}_pass") if is_phase else nullcontext():
-            return self._score_packed(stock, wanted, kind, arguments)
+            return self.run(stock, request, kind, arguments)
 
-    def _score_packed(
-        self, stock: Callable[..., LogProbs], wanted: LossPass, kind: str, arguments: dict[str, Any]
-    ) -> LogProbs:
-        sharing = (
-            self.reference_sharing if wanted.model is self.ref_model and self.ref_model is not None else self.sharing
-        )
+    def run(self, stock: Callable[..., LogProbs], request: Request, kind: str, arguments: dict[str, Any]) -> LogProbs:
+        """Run a pass of this kind. `arguments` are those of `stock` but the model, which the request has."""
+        model = request.model
+        is_other_model = self.reference_model is not None and model is self.reference_model
+        sharing = self.reference if is_other_model else self.policy
         batch = batch_of(arguments)
         rows, width = batch.input_ids.shape
         batch_size = arguments.get("batch_size") or rows
         tokens_per_pass = batch_size * width if batch_size < rows else None
         # If a micro-batch is cut to fit into memory, the comparison passes have to be cut as well.
         limit = tokens_per_pass or self.args.tokens_per_pass or None
-        sharing.compare_with_stock(wanted.model, batch, self.accelerator.autocast, limit)
+        sharing.compare_with_stock(model, batch, self.accelerator.autocast, limit)
         step_scores = None
         number = 0
-        if kind == "policy" and torch.is_grad_enabled():
-            step_scores, number = self._look_ahead(sharing, wanted.inputs)
+        if kind == "policy" and torch.is_grad_enabled() and request.inputs is not None:
+            step_scores, number = self.look_ahead.scores_of(sharing, request.inputs)
         for_sharing = {}
         # TRL's router loss is the mean over TRL's own slices of the batch, so a batch with it is sliced by TRL.
         if sharing.is_active and not (arguments.get("compute_aux_loss") and tokens_per_pass):
@@ -151,17 +165,17 @@ class PackedScoring:
                 for_sharing["tokens_per_pass"] = tokens_per_pass
 
         def call(**model_arguments):
-            if wanted.scored_BC is not None:
-                of_completions = model_arguments["labels"][:, -wanted.scored_BC.shape[1] :]
-                of_completions.masked_fill_(~wanted.scored_BC, IGNORED_LABEL)
+            if request.scored_BC is not None:
+                of_completions = model_arguments["labels"][:, -request.scored_BC.shape[1] :]
+                of_completions.masked_fill_(~request.scored_BC, IGNORED_LABEL)
             if step_scores is not None:
                 try:
-                    return step_scores.score(number, wanted.model)
+                    return step_scores.score(number, model)
                 except CannotKeep as error:
-                    forget_forward(wanted.model)
+                    forget_forward(model)
                     sharing.cannot_keep(str(error))
-                    self.step_scores = None
-            return wanted.model(**model_arguments, **for_sharing)
+                    self.look_ahead.scores = None
+            return model(**model_arguments, **for_sharing)
 
         values = stock(call, **arguments)
         # TRL leaves the values on the LM head's device. That is the last device of a model that is split over several
@@ -173,7 +187,7 @@ class PackedScoring:
                 name = "policy" if kind == "policy" else "no_grad"
                 self._add_metrics(sharing.figures.metrics(f"prefix_sharing/{name}"))
             # Equal tokens need equal entropies: the quantile may fall on a tie.
-            if getattr(self, "top_entropy_quantile", 1.0) < 1.0 and entropies_BC is not None:
+            if self.selects_by_entropy and entropies_BC is not None:
                 keys_B1 = None
                 if batch.has_images:
                     sharing.packed_model.count_images(batch)
@@ -181,38 +195,41 @@ class PackedScoring:
                 entropies_BC = share_values(
                     entropies_BC, batch.input_ids, batch.attention_mask, arguments["logits_to_keep"], keys_B1
                 )
-            if wanted.scored_BC is None and entropies_BC is not None and arguments["logits_to_keep"] == 1:
+            if request.scored_BC is None and entropies_BC is not None and arguments["logits_to_keep"] == 1:
                 entropies_BC = fill_masked_rows(entropies_BC, batch.attention_mask[:, -1:])
-        if wanted.weight_BC is not None:
-            logps_BC = weight_gradient(logps_BC, wanted.weight_BC)
+        if request.weight_BC is not None:
+            logps_BC = weight_gradient(logps_BC, request.weight_BC)
         return logps_BC, entropies_BC, aux_loss
 
-    def _look_ahead(self, sharing: PromptSharing, inputs: dict[str, Any] | None) -> tuple[StepScores | None, int]:
-        """The scores of this optimizer step, and the number of the micro-batch with these `inputs` in it."""
-        return None, 0
 
-    def _add_metrics(self, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._metrics["train" if self.model.training else "eval"][name].append(value)
+def share_in_models(
+    args: Any,
+    policy: nn.Module,
+    reference: nn.Module | None,
+    entropy_gradient: bool = False,
+    expects_images: bool = False,
+) -> tuple[PromptSharing, PromptSharing | None]:
+    """Share prompts in the policy and in the reference model, both unwrapped, once both exist.
 
-
-def padded_batch(inputs: dict[str, Any]) -> dict[str, Any]:
-    """A micro-batch as the arguments of `GRPOTrainer._get_per_token_logps_and_entropies`."""
-    return {
-        "input_ids": torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-        "attention_mask": torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-        "logits_to_keep": inputs["completion_ids"].size(1),
-        **{name: inputs[name] for name in OF_IMAGES if name in inputs},
+    Args:
+        args: a config of this package.
+        reference: `None` if there is no such model.
+        entropy_gradient: whether the loss has an entropy term.
+        expects_images: whether batches may have images.
+    """
+    options = {
+        "attention": args.prefix_sharing,
+        "lm_head_kernel": args.lm_head_kernel,
+        "entropy_gradient": entropy_gradient,
+        "expects_images": expects_images,
+        "compares": False,
     }
+    of_policy = install_sharing(policy, **options)
+    return of_policy, None if reference is None else install_sharing(reference, **options)
 
 
-def batch_of(arguments: dict[str, Any]) -> Batch:
-    """The batch of a pass, with every completion token labelled, from the arguments of TRL's method."""
-    input_ids = arguments["input_ids"]
-    attention_mask = arguments["attention_mask"]
-    labels = input_ids.masked_fill(attention_mask == 0, IGNORED_LABEL)
-    labels[:, : -arguments["logits_to_keep"]] = IGNORED_LABEL
-    vision = {name: arguments[name] for name in OF_IMAGES if arguments.get(name) is not None}
-    num_images = vision.pop("num_images", None)
-    router_loss = bool(arguments.get("compute_aux_loss"))
-    return Batch(input_ids, attention_mask, labels, vision, num_images, router_loss)
+def may_have_images(trainer: Any) -> bool:
+    """Whether a trainer's rows may have images: by its dataset's columns, or from tools and environments (GRPO's)."""
+    columns = set(getattr(trainer.train_dataset, "column_names", None) or ())
+    from_tools = getattr(trainer, "tools", None) or getattr(trainer, "environments", None)
+    return bool({"image", "images"} & columns) or bool(from_tools)

@@ -1,0 +1,107 @@
+"""What a trainer does otherwise under FSDP2, as functions: weights gathered for a while, an adapter that is sharded.
+
+`ShardedQLoRAMixin` calls them for any TRL trainer; the trainers of this package call them in their own methods. Under
+every other config they change nothing.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from accelerate import Accelerator
+from peft import PeftModel
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
+from transformers import Trainer, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from .adapters import gather_adapter, gather_optimizer, load_adapter, load_optimizer
+from .generation import gathered_as, keep_gathered
+
+
+def base_bytes_of(model: nn.Module) -> Any | None:
+    """[`distribute.BaseBytes`] of this rank, measured when the model was prepared; `None` if no base is sharded."""
+    return getattr(model, "base_bytes", None)
+
+
+def gather_for_step(args: TrainingArguments, model: nn.Module, last_micro_batch: bool) -> None:
+    """With `fsdp_keep_gathered`, gather a sharded base once for an optimizer step; call before each micro-batch."""
+    if getattr(args, "fsdp_keep_gathered", False) and base_bytes_of(model) is not None:
+        keep_gathered(model, last_micro_batch)
+
+
+def weights_gathered(args: TrainingArguments, model: nn.Module, device: torch.device) -> AbstractContextManager[None]:
+    """Keep all weights gathered inside the block, if `args.fsdp_gather` and the free memory allow it.
+
+    The block is meant for generation and for the passes of the old policy and the reference: many forwards without
+    gradient, with the same weights.
+    """
+    # With vLLM the model does not generate, and TRL's sync of the weights expects them sharded.
+    mode = "per_layer" if getattr(args, "use_vllm", False) else getattr(args, "fsdp_gather", "auto")
+    return gathered_as(mode, model, device)
+
+
+@contextmanager
+def head_on_device(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
+    """Let TRL's fused LM head find its weight on the device although the shards are offloaded.
+
+    The fused head computes on the device of its weight. If that is the host, the device's collectives refuse the
+    results.
+    """
+    plugin = accelerator.state.fsdp_plugin if isinstance(model, FSDPModule) else None
+    if plugin is None or not isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        yield
+        return
+    language_model = model.get_base_model() if isinstance(model, PeftModel) else model
+    head = language_model.get_output_embeddings()
+    device = accelerator.device
+
+    def moved_head():
+        bias = getattr(head, "bias", None)
+        return SimpleNamespace(weight=head.weight.to(device), bias=None if bias is None else bias.to(device))
+
+    with patch.multiple(language_model, get_output_embeddings=moved_head):
+        yield
+
+
+def prepare_for_evaluation(trainer: Trainer) -> None:
+    """Shard a trainer's model if an evaluation comes before training."""
+    if trainer.accelerator.is_fsdp2 and not isinstance(trainer.model, FSDPModule):
+        # Accelerate prepares the optimizer with the model, and an evaluation alone does not create it.
+        trainer.create_optimizer()
+        trainer.model, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+        register_fsdp_forward_method(trainer.model, "generate")
+        trainer.model_wrapped = trainer.model
+
+
+# --- saving and loading, if the adapter is sharded: see `adapters.has_sharded_adapter` -------------------------------
+
+
+def save_adapter(trainer: Trainer, output_dir: str | None) -> None:
+    adapter = gather_adapter(trainer.model)
+    if trainer.args.should_save:  # transformers 5.17's `_save` writes on every rank that calls it
+        trainer._save(output_dir or trainer.args.output_dir, state_dict=adapter)
+    trainer.accelerator.wait_for_everyone()
+
+
+def save_optimizer_and_scheduler(trainer: Trainer, output_dir: str) -> None:
+    state = gather_optimizer(trainer.optimizer)
+    if trainer.args.should_save:
+        torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
+        torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+
+def load_optimizer_and_scheduler(trainer: Trainer, checkpoint: str) -> None:
+    optimizer = Path(checkpoint) / OPTIMIZER_NAME
+    schedule = Path(checkpoint) / SCHEDULER_NAME
+    if optimizer.is_file() and schedule.is_file():  # otherwise both start anew, as in transformers
+        load_optimizer(trainer.optimizer, torch.load(optimizer, map_location="cpu", weights_only=True))
+        trainer.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+
+
+def load_best_adapter(trainer: Trainer) -> None:
+    load_adapter(trainer.model, trainer.state.best_model_checkpoint)
