@@ -3,6 +3,7 @@
 import copy
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -206,6 +207,24 @@ def test_training_moves_the_policy_and_not_the_reference(make_trainer, full, obj
         assert log["advantage"] == pytest.approx(log["reward"] - log["v_star"], abs=1e-6)
         assert "frac_reward_zero_std" not in log
     assert logs[0]["kl"] == pytest.approx(0, abs=1e-6) and logs[2]["kl"] > 1e-6
+
+
+def test_vllm_is_not_compared_with_old_log_probabilities_that_nothing_computes(make_trainer):
+    """A generation batch that serves two optimizer steps: TRL asks for the old policy, whose values nothing needs."""
+    trainer = make_trainer(per_device_train_batch_size=4, gradient_accumulation_steps=1, steps_per_generation=2)
+    trainer.estimate_values()
+    trainer.model.train()
+    completions = [[5, 6, 7], [8, 9], [5, 5, 5], [6]] * 2
+    logprobs = [[[-3.0] for _ in tokens] for tokens in completions]
+    engine = SimpleNamespace(
+        sync_weights=lambda: None, generate=lambda prompts, *_, **__: (prompts, completions, logprobs, None)
+    )
+    trainer.use_vllm = True
+    trainer._last_loaded_step = -1
+    trainer.vllm_generation = engine
+    trainer._generate_and_score_completions(problems(8).to_list())
+    trainer.telemetry.flush()
+    assert not [name for name in trainer._metrics["train"] if name.startswith("sampling/")]
 
 
 def test_gradient_accumulation_equals_one_large_batch(make_trainer):
