@@ -30,7 +30,7 @@ def base_bytes_of(model: nn.Module) -> Any | None:
 
 def gather_for_step(args: TrainingArguments, model: nn.Module, last_micro_batch: bool) -> None:
     """With `fsdp_keep_gathered`, gather a sharded base once for an optimizer step; call before each micro-batch."""
-    if getattr(args, "fsdp_keep_gathered", False) and base_bytes_of(model) is not None:
+    if vars(args).get("fsdp_keep_gathered") and base_bytes_of(model) is not None:
         keep_gathered(model, last_micro_batch)
 
 
@@ -41,7 +41,8 @@ def weights_gathered(args: TrainingArguments, model: nn.Module, device: torch.de
     gradient, with the same weights.
     """
     # With vLLM the model does not generate, and TRL's sync of the weights expects them sharded.
-    mode = "per_layer" if getattr(args, "use_vllm", False) else getattr(args, "fsdp_gather", "auto")
+    options = vars(args)  # TRL's own configs have not every field
+    mode = "per_layer" if options.get("use_vllm") else options.get("fsdp_gather", "auto")
     return gathered_as(mode, model, device)
 
 

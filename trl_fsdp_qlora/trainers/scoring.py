@@ -20,6 +20,7 @@ from ..prefix_sharing.batch import IGNORED_LABEL
 from ..prefix_sharing.images import fingerprints
 from ..prefix_sharing.prefix_cache import CannotKeep
 from ..prefix_sharing.sharing import PromptSharing, install_sharing
+from ..run.input_checks import columns_of
 from ..scoring.contexts import fill_masked_rows, share_values
 from ..scoring.token_selection import weight_gradient
 from ..telemetry.phases import PhaseTimer
@@ -230,6 +231,5 @@ def share_in_models(
 
 def may_have_images(trainer: Any) -> bool:
     """Whether a trainer's rows may have images: by its dataset's columns, or from tools and environments (GRPO's)."""
-    columns = set(getattr(trainer.train_dataset, "column_names", None) or ())
     from_tools = getattr(trainer, "tools", None) or getattr(trainer, "environments", None)
-    return bool({"image", "images"} & columns) or bool(from_tools)
+    return bool({"image", "images"} & columns_of(trainer.train_dataset)) or bool(from_tools)
