@@ -8,6 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
+    BitsAndBytesConfig,
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -36,32 +37,35 @@ def args(**changes):
 
 
 @pytest.mark.parametrize(
-    "changes, sync, quantized, reason",
+    "changes, sync, quantization, reason",
     [
-        ({"vllm_mode": "server"}, ADAPTER, False, "server"),
-        ({}, Sync("merge", ""), False, "rollout_sync: adapter"),
-        ({}, ADAPTER, True, "4 bits"),
-        ({"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, ADAPTER, False, "DDP"),
-        ({"vllm_tensor_parallel_size": 2}, ADAPTER, False, "vllm_tensor_parallel_size: 1"),
-        ({"vllm_engine_kwargs": {"quantization": "fp8"}}, ADAPTER, False, "quantization"),
-        ({"model_init_kwargs": None}, ADAPTER, False, "held in float32 and vLLM draws in bfloat16"),
-        ({"model_init_kwargs": None, "fp16": True}, ADAPTER, False, "dtype: float16"),
-        ({"vllm_engine_kwargs": {"dtype": torch.float16}}, ADAPTER, False, "dtype: float16"),
+        ({"vllm_mode": "server"}, ADAPTER, None, "server"),
+        ({}, Sync("merge", ""), None, "rollout_sync: adapter"),
+        ({}, ADAPTER, BitsAndBytesConfig(load_in_8bit=True), "another way than bitsandbytes' 4 bits"),
+        ({}, ADAPTER, {"quant_method": "awq", "bits": 4}, "another way than bitsandbytes' 4 bits"),
+        ({"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, ADAPTER, None, "DDP"),
+        ({"vllm_tensor_parallel_size": 2}, ADAPTER, None, "vllm_tensor_parallel_size: 1"),
+        ({"vllm_engine_kwargs": {"quantization": "fp8"}}, ADAPTER, None, "quantization"),
+        ({"model_init_kwargs": None}, ADAPTER, None, "held in float32 and vLLM draws in bfloat16"),
+        ({"model_init_kwargs": None, "fp16": True}, ADAPTER, None, "dtype: float16"),
+        ({"vllm_engine_kwargs": {"dtype": torch.float16}}, ADAPTER, None, "dtype: float16"),
     ],
 )
-def test_where_the_base_cannot_be_shared_is_said_before_it_is_loaded(changes, sync, quantized, reason):
+def test_where_the_base_cannot_be_shared_is_said_before_it_is_loaded(changes, sync, quantization, reason):
     """With `on` it is an error, with `auto` a line of the start-up block."""
     with pytest.raises(RolloutError, match=reason):
-        why_own_base(args(**changes), sync, quantized, "model")
-    assert reason in why_own_base(args(vllm_share_base="auto", **changes), sync, quantized, "model")
+        why_own_base(args(**changes), sync, quantization, "model")
+    assert reason in why_own_base(args(vllm_share_base="auto", **changes), sync, quantization, "model")
 
 
 def test_a_base_is_shared_on_a_gpu_or_if_asked_for(monkeypatch):
-    assert why_own_base(args(), ADAPTER, False, "model") is None
-    assert "CPUs" in why_own_base(args(vllm_share_base="auto"), ADAPTER, False, "model")
-    assert why_own_base(args(vllm_share_base="off"), ADAPTER, False, "model") == "vllm_share_base is off"
+    assert why_own_base(args(), ADAPTER, None, "model") is None
+    for in_4_bits in (BitsAndBytesConfig(load_in_4bit=True), {"load_in_4bit": True}):  # whatever the rest is held in
+        assert why_own_base(args(model_init_kwargs=None), ADAPTER, in_4_bits, "model") is None
+    assert "CPUs" in why_own_base(args(vllm_share_base="auto"), ADAPTER, None, "model")
+    assert why_own_base(args(vllm_share_base="off"), ADAPTER, None, "model") == "vllm_share_base is off"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert why_own_base(args(vllm_share_base="auto"), ADAPTER, False, "model") is None
+    assert why_own_base(args(vllm_share_base="auto"), ADAPTER, None, "model") is None
 
 
 SIZES = {
@@ -97,6 +101,24 @@ def model_of(llm):
     return worker.model_runner.model
 
 
+def drawn_logps(llm, prompt, tokens=20):
+    """Tokens that an engine draws, and its log-probabilities of them."""
+    from vllm import SamplingParams
+
+    (answer,) = llm.generate(
+        [{"prompt_token_ids": prompt}], SamplingParams(max_tokens=tokens, logprobs=0, ignore_eos=True), use_tqdm=False
+    )
+    drawn = list(answer.outputs[0].token_ids)
+    logps = [row[token].logprob for row, token in zip(answer.outputs[0].logprobs, drawn, strict=True)]
+    return drawn, torch.tensor(logps)
+
+
+@torch.no_grad()
+def policy_logps(model, prompt, drawn):
+    logps = model(torch.tensor([prompt + drawn])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+    return logps.gather(1, torch.tensor(drawn)[:, None])[:, 0]
+
+
 @pytest.mark.vllm
 @pytest.mark.parametrize(
     "name",
@@ -107,7 +129,7 @@ def model_of(llm):
 )
 def test_the_trainer_computes_with_the_engines_bytes(name, tmp_path):
     """Bit for bit as a copy of its own, and both hold no more than the engine alone and what is not shared."""
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     from trl_fsdp_qlora.vllm.shared_base import sharing
 
@@ -134,15 +156,8 @@ def test_the_trainer_computes_with_the_engines_bytes(name, tmp_path):
     assert sum(storages(model_of(llm), policy.get_base_model()).values()) == of_engine + own
     assert 0 < own < 0.05 * of_engine  # norms and biases
     prompt = list(range(5, 15))
-    (answer,) = llm.generate(
-        [{"prompt_token_ids": prompt}], SamplingParams(max_tokens=20, logprobs=0, ignore_eos=True), use_tqdm=False
-    )
-    drawn = list(answer.outputs[0].token_ids)
-    sampled = torch.tensor([row[token].logprob for row, token in zip(answer.outputs[0].logprobs, drawn, strict=True)])
-    with torch.no_grad():
-        logps = alone(torch.tensor([prompt + drawn])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    expected = logps.gather(1, torch.tensor(drawn)[:, None])[:, 0]
-    torch.testing.assert_close(sampled, expected, rtol=0, atol=1e-4)
+    drawn, sampled = drawn_logps(llm, prompt)
+    torch.testing.assert_close(sampled, policy_logps(alone, prompt, drawn), rtol=0, atol=1e-4)
 
 
 @pytest.fixture

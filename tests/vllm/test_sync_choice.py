@@ -93,16 +93,17 @@ def test_a_checkpoint_that_is_stored_quantized_is_seen_by_its_config(tmp_path):
         config = tiny.config(EfficientGRPOConfig, tmp_path, use_vllm=use_vllm, model_init_kwargs=model_init_kwargs)
         return adapter_and_base({"model": checkpoint, "args": config, "peft_config": LORA})
 
-    assert choice() == (LORA, False)
+    assert choice() == (LORA, None)
     config = json.loads((tmp_path / "base" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "base" / "config.json").write_text(json.dumps(config))
     (tmp_path / "base" / "model.safetensors").unlink()  # told without a weight
-    assert choice(dtype="float32") == (LORA, True)
-    assert choice(use_vllm=False) == (LORA, False)  # nothing depends on it
-    assert choice(use_vllm=False, quantization_config=object()) == (LORA, True)
+    assert choice(dtype="float32") == (LORA, config["quantization_config"])
+    assert choice(use_vllm=False) == (LORA, None)  # nothing depends on it
+    asked_for = object()
+    assert choice(use_vllm=False, quantization_config=asked_for) == (LORA, asked_for)
     shutil.rmtree(checkpoint)
-    assert choice() == (LORA, False)  # TRL says what is wrong with it
+    assert choice() == (LORA, None)  # TRL says what is wrong with it
 
 
 def test_ranks_are_rounded_up():

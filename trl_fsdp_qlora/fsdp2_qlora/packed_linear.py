@@ -162,6 +162,13 @@ class PackedLinear4bit(Linear4bit):
         return self._unpacked[1:]
 
 
+def weight_and_state(layer: Linear4bit) -> tuple[torch.Tensor, QuantState]:
+    """The packed weight of a 4-bit layer and its quantization state. Nothing is copied."""
+    if isinstance(layer, PackedLinear4bit):
+        return from_bytes(layer.weight.data, layer.layout)
+    return layer.weight.data, layer.weight.quant_state
+
+
 def convert_layer(layer: Linear4bit, flat: torch.Tensor, layout: ByteLayout) -> None:
     """Turn a `Linear4bit` into a [`PackedLinear4bit`] that holds `flat` (which may be on the meta device)."""
     layer.__class__ = PackedLinear4bit

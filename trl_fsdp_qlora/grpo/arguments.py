@@ -29,7 +29,7 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync, str |
             f"dataset, and there is {', '.join(not_single_turn_text + not_indexed)}: set dynamic_sampling=False"
         )
     # `choose_sync` raises, before anything is loaded, if vLLM cannot serve the model.
-    peft_config, is_quantized = adapter_and_base(call)
-    sync = choose_sync(args, peft_config, is_quantized, ask=True, model=call["model"])
-    own_base = why_own_base(args, sync, is_quantized, call["model"])
+    peft_config, quantization = adapter_and_base(call)
+    sync = choose_sync(args, peft_config, quantization is not None, ask=True, model=call["model"])
+    own_base = why_own_base(args, sync, quantization, call["model"])
     return with_base_loaded(call, needs_reference=args.beta != 0.0), sync, own_base

@@ -15,8 +15,8 @@ from ..run import input_checks as checks
 logger = get_logger(__name__)
 
 
-def adapter_and_base(call: dict[str, Any]) -> tuple[Any, bool]:
-    """The config of the adapter to train (or `None`), and whether a trainer's arguments name a quantized base."""
+def adapter_and_base(call: dict[str, Any]) -> tuple[Any, Any]:
+    """The config of the adapter to train, and that of the base's quantization; `None` if there is none."""
     model = call["model"]
     peft_config = call.get("peft_config")
     args = call.get("args")
@@ -31,7 +31,7 @@ def adapter_and_base(call: dict[str, Any]) -> tuple[Any, bool]:
         if peft_config is None and is_peft_model(model):
             peft_config = model.peft_config[model.active_adapters[0]]
         stored = getattr(getattr(model, "config", None), "quantization_config", None)
-    return peft_config, (call.get("quantization_config") or stored) is not None
+    return peft_config, call.get("quantization_config") or stored
 
 
 def config_or_default(cls: type, args: Any, model: Any, suffix: str) -> Any:

@@ -8,7 +8,10 @@ those.
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -23,36 +26,75 @@ from ..checkpoints.disk import written_whole
 from .adapter_sync import RolloutError
 
 DONE = "dequantized.json"
+_LAYERS = ("Linear4bit", "PackedLinear4bit")  # by name, because bitsandbytes need not be installed
 
 
 def has_packed_base(model: nn.Module) -> bool:
     """Whether a layer of `model` is a 4-bit one of bitsandbytes."""
-    return any(type(module).__name__ == "Linear4bit" for module in model.modules())
+    return any(type(module).__name__ in _LAYERS for module in model.modules())
+
+
+def dense_weights(base: nn.Module) -> dict[str, Callable[[], torch.Tensor]]:
+    """Name in transformers' model -> a function that dequantizes this weight, of all weights in 4 bits."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    from ..fsdp2_qlora.experts import packed_experts
+    from ..fsdp2_qlora.packed_linear import weight_and_state
+
+    def dense(layer: nn.Module) -> torch.Tensor:
+        weight, state = weight_and_state(layer)
+        return dequantize_4bit(weight, state).reshape(state.shape)
+
+    of_layers = {
+        f"{name}.weight": partial(dense, layer)
+        for name, layer in base.named_modules()
+        if type(layer).__name__ in _LAYERS
+    }
+    of_experts = {
+        f"{name}.{projection}": partial(experts.dense, projection)
+        for name, experts in packed_experts(base).items()
+        for projection in experts.layouts
+    }
+    return {**of_layers, **of_experts}
+
+
+def is_of_adapter_or_state(name: str) -> bool:
+    """Whether a tensor is an adapter's, or the quantization state of a weight."""
+    return any(part in name for part in (".lora_", ".absmax", ".quant_", ".nested_"))
 
 
 def _dense(base: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """`(name in transformers' model, dense weight)`, one at a time."""
-    from bitsandbytes.functional import dequantize_4bit
-
-    from ..fsdp2_qlora.experts import packed_experts
-
-    experts = {f"{name}.{p}": (module, p) for name, module in packed_experts(base).items() for p in module.layouts}
-    packed = {f"{name}.weight": x for name, x in base.named_modules() if type(x).__name__ == "Linear4bit"}
+    in_4_bits = dense_weights(base)
     written = set()
     for name, tensor in base.state_dict().items():
         if tensor.data_ptr() in written:
             continue  # a tied head
         written.add(tensor.data_ptr())
-        plain = name.replace(".base_layer.", ".")
-        if ".lora_" in plain or ".absmax" in plain or ".quant_" in plain or ".nested_" in plain:
+        if is_of_adapter_or_state(name):
             continue
-        if name in experts:
-            module, projection = experts[name]
-            tensor = module.dense(projection)
-        elif name in packed:
-            weight = packed[name].weight
-            tensor = dequantize_4bit(weight.data, weight.quant_state).reshape(weight.quant_state.shape)
-        yield plain, (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous().cpu()
+        if name in in_4_bits:
+            tensor = in_4_bits[name]()
+        tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        yield name.replace(".base_layer.", "."), tensor.contiguous().cpu()
+
+
+def config_of_dequantized(model: PreTrainedModel, tokenizer, cache: str | Path, dtype: torch.dtype) -> Path:
+    """Write what a dequantized copy has besides its weights into `cache`, once per content; returns the folder."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    cache = Path(cache)
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        written = Path(scratch) / "config"
+        written.mkdir()
+        _write_without_weights(written, base, tokenizer, dtype)
+        files = sorted(path for path in written.rglob("*") if path.is_file())
+        content = b"".join(path.read_bytes() for path in files)
+        folder = cache / f"config-{hashlib.blake2b(content, digest_size=16).hexdigest()}"
+        # Another run that started at the same time may have written the same.
+        with suppress(OSError):
+            written.rename(folder)
+    return folder
 
 
 def _fingerprint(base: nn.Module, dtype: torch.dtype) -> str:
@@ -132,10 +174,15 @@ def _write(folder: Path, base: PreTrainedModel, tokenizer, content: str, dtype: 
         size += sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    _write_without_weights(folder, base, tokenizer, dtype)
+    (folder / DONE).write_text(json.dumps({"content": content, "dtype": str(dtype)}) + "\n", encoding="utf-8")
+
+
+def _write_without_weights(folder: Path, base: PreTrainedModel, tokenizer, dtype: torch.dtype) -> None:
+    """Write what a checkpoint of the dense weights has besides the weights: its config and the tokenizer's files."""
     config = base.config.to_dict()
     config.pop("quantization_config", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf-8")
     tokenizer.save_pretrained(folder)
     base.generation_config.save_pretrained(folder)
-    (folder / DONE).write_text(json.dumps({"content": content, "dtype": str(dtype)}) + "\n", encoding="utf-8")

@@ -32,7 +32,7 @@ from .adapter_sync import (
     check_trained,
     served_rank,
 )
-from .dequantized_base import DONE, dequantized_base, has_packed_base
+from .dequantized_base import DONE, config_of_dequantized, dequantized_base, has_packed_base
 from .drawn_dtype import engine_options, other_dtype, trainer_dtype
 
 logger = logging.getLogger(__name__)
@@ -290,7 +290,10 @@ def why_not_shared(args: Any, model, accelerator) -> str | None:
     """Why a loaded base cannot be shared with an engine in this process; `None` if it can."""
     drawn = str(engine_options(args, model, accelerator)["dtype"]).removeprefix("torch.")
     held = str(model.dtype).removeprefix("torch.")
-    if held != drawn:
+    in_4_bits = has_packed_base(model)
+    if getattr(model, "is_quantized", False) and not in_4_bits:
+        return "the base is quantized in another way than bitsandbytes' 4 bits"
+    if held != drawn and not in_4_bits:
         return other_dtype(held, drawn)
     if model.device.type != accelerator.device.type:
         return f"the base is on {model.device.type}"
@@ -316,14 +319,17 @@ def start_engine(args: Any, own_base: str | None, *, model, accelerator, process
     rank = served_rank(model.peft_config[model.active_adapters[0]])
     base = model.name_or_path
     packed = has_packed_base(model)
-    if packed and mode == "colocate":
-        dtype = trainer_dtype(model, accelerator)
-        cache = cache_folder() / "dequantized"
-        base = str(on_main(lambda: dequantized_base(model, processing_class, cache, dtype)))
     if own_base is None:
         own_base = why_not_shared(args, model, accelerator)
         if own_base is not None and args.vllm_share_base == "on":
             raise RolloutError(f"vllm_share_base: true cannot be: {own_base}, or leave vllm_share_base out")
+    if packed and mode == "colocate":
+        dtype = trainer_dtype(model, accelerator)
+        cache = cache_folder() / "dequantized"
+        if own_base is None:
+            base = str(on_main(lambda: config_of_dequantized(model, processing_class, cache, dtype)))
+        else:
+            base = str(on_main(lambda: dequantized_base(model, processing_class, cache, dtype)))
     one_node = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)) == accelerator.num_processes
     folder = args.vllm_adapter_dir or Path(args.output_dir) / ".rollout"
     in_memory = args.vllm_adapter_dir is None and mode == "colocate" and one_node
@@ -340,7 +346,7 @@ def start_engine(args: Any, own_base: str | None, *, model, accelerator, process
         mode=mode,
         **options,
     )
-    if packed and not (Path(engine.base) / DONE).is_file() and accelerator.is_main_process:
+    if packed and mode == "server" and not (Path(engine.base) / DONE).is_file() and accelerator.is_main_process:
         logger.warning(
             f"the base is trained in 4 bits and the vLLM server holds {engine.base}: serve the dequantized copy "
             "instead, which `trl-fsdp-qlora dequantize --model_name_or_path ...` writes, or rollouts come from "

@@ -5,8 +5,11 @@ what belongs together into one parameter (the rows of q, k and v, those of gate 
 become views of those rows, and what they held before is freed. So the peak is one copy and one layer.
 
 A weight is shared only if the trainer's and vLLM's rows were equal bit for bit, and if vLLM's parameter is still the
-same after vLLM prepared it for its kernels. Everything else keeps a copy of its own. This module imports vLLM, so only
-the code that starts an engine imports it.
+same after vLLM prepared it for its kernels. Everything else keeps a copy of its own.
+
+vLLM has no 4-bit layers of bitsandbytes. For these its loader is handed tensors without data, and vLLM's own functions
+tell which rows of which of its layers they are. The layer then multiplies by the trainer's packed bytes, by the
+function that the trainer multiplies with. This module imports vLLM, so only the code that starts an engine imports it.
 """
 
 import logging
@@ -25,12 +28,13 @@ from transformers.core_model_loading import revert_weight_conversion
 from vllm.config import LoadConfig
 from vllm.model_executor import model_loader
 from vllm.model_executor.layers import utils as linears
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from .adapter_sync import RolloutError
+from .dequantized_base import dense_weights, has_packed_base, is_of_adapter_or_state
 
 logger = logging.getLogger(__name__)
 
@@ -42,15 +46,39 @@ class SharedBase:
     """The weights of a trainer's base that are rows of an engine's parameters.
 
     Attributes:
-        parameters: name in the base, without an adapter -> the trainer's parameter, a view of vLLM's.
+        parameters: name in the base, without an adapter -> the trainer's parameter: a view of vLLM's, or packed bytes
+            that vLLM multiplies by.
         own: name -> why the trainer keeps a copy of its own.
+        packed: name -> the 4-bit layer, of those by whose bytes vLLM can multiply.
+        dense: name -> a function that dequantizes this weight, of all in 4 bits.
     """
 
     def __init__(self, model: PeftModel):
         self.base = model.get_base_model()
         self.parameters: dict[str, nn.Parameter] = {}
         self.own: dict[str, str] = {}
+        self.packed: dict[str, nn.Module] = {}
+        self.dense: dict[str, Callable[[], torch.Tensor]] = {}
+        self._without_data: dict[int, tuple[str, torch.Tensor]] = {}
         self._sums: torch.Tensor | None = None
+        if has_packed_base(self.base):
+            self._find_packed()
+
+    def _find_packed(self) -> None:
+        # bitsandbytes need not be installed for a base in 16 bits.
+        from ..fsdp2_qlora.loading import keep_plain_kernel
+        from ..fsdp2_qlora.packed_linear import quantized_layers
+        from .packed_product import why_not_readable
+
+        keep_plain_kernel(self.base)
+        self.dense = {_plain(name): dense for name, dense in dense_weights(self.base).items()}
+        for name, layer in quantized_layers(self.base).items():
+            name = _plain(f"{name}.weight")
+            reason = why_not_readable(layer)
+            if reason is None:
+                self.packed[name] = layer
+            else:
+                self.own[name] = reason
 
     def describe(self) -> str:
         """A line of the start-up block."""
@@ -71,11 +99,17 @@ class SharedBase:
         """
         if not self.parameters:
             return
-        sums = torch.stack([_bits(parameter).sum(dtype=torch.int64) for parameter in self.parameters.values()])
+        sums = torch.stack([_sum_of_bits(parameter) for parameter in self.parameters.values()])
         if self._sums is None:
             self._sums = sums
         changed = (sums != self._sums).tolist()
-        names = [name for name, is_changed in zip(self.parameters, changed, strict=True) if is_changed]
+        frozen = self._frozen()
+        names = [
+            name
+            for (name, parameter), is_written in zip(self.parameters.items(), changed, strict=True)
+            # PEFT merges into a 4-bit weight by another parameter in its place.
+            if is_written or frozen.get(name) is not parameter
+        ]
         if names:
             raise RolloutError(
                 f"{names[0]} of the frozen base was written (of {len(names)} weights), and vLLM draws from the same "
@@ -85,7 +119,7 @@ class SharedBase:
     def _frozen(self) -> dict[str, nn.Parameter]:
         """The base's frozen parameters by their names without an adapter; tied ones once."""
         return {
-            name.replace(".base_layer.", "."): parameter
+            _plain(name): parameter
             for name, parameter in self.base.named_parameters()
             if not parameter.requires_grad and ".lora_" not in name
         }
@@ -96,11 +130,41 @@ class SharedBase:
         """The base's tensors under the names of a checkpoint, one decoder layer after the other; tied ones once."""
         tensors = {}
         for name, tensor in self.base.state_dict(keep_vars=True).items():
-            if ".lora_" not in name and all(tensor is not other for other in tensors.values()):
-                tensors[name.replace(".base_layer.", ".")] = tensor
+            if not is_of_adapter_or_state(name) and all(tensor is not other for other in tensors.values()):
+                tensors[_plain(name)] = tensor
         for _, layer in groupby(tensors.items(), lambda item: re.match(r"(.*?\.\d+\.)?", item[0])[0]):
             # The data of each layer is asked for when its turn has come, so that nothing holds what was freed.
-            yield revert_weight_conversion(self.base, {name: tensor.data for name, tensor in layer})
+            yield revert_weight_conversion(self.base, {name: self._data(name, tensor) for name, tensor in layer})
+            self._without_data.clear()
+
+    def _data(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What vLLM is handed; in the place of packed bytes by which it can multiply, a tensor without data."""
+        if name not in self.packed:
+            return self.dense[name]() if name in self.dense else tensor.data
+        layer = self.packed[name]
+        without_data = torch.empty(layer.out_features, layer.in_features, device="meta")
+        self._without_data[id(without_data)] = (name, without_data)
+        return without_data
+
+    def packed_name(self, tensor: torch.Tensor) -> str | None:
+        """The name of the 4-bit weight for which a tensor of [`layers`] stands; `None` if it has data of its own."""
+        return self._without_data.get(id(tensor), (None,))[0]
+
+    def place_packed(
+        self, target: nn.Parameter, load: Callable, parts: list[tuple[str, tuple, dict]]
+    ) -> LinearMethodBase | None:
+        """A product by packed bytes in the place of vLLM's weight `target`; `None` if they do not fill it row by row.
+
+        `parts`: names of weights, with the further arguments that vLLM's function `load` gets for each.
+        """
+        from .packed_product import PackedProduct, in_order_of_rows
+
+        layers = [(self.packed[name], positional, named) for name, positional, named in parts]
+        order = in_order_of_rows(target, load, layers)
+        if order is None:
+            return None
+        self.parameters.update((name, self.packed[name].weight) for name, _, _ in parts)
+        return PackedProduct(order)
 
     def take_rows(self, parts: list[torch.Tensor], target: torch.Tensor) -> None:
         """Make the trainer's parameters views of vLLM's `target`, into which `parts`, their tensors, were copied."""
@@ -118,7 +182,7 @@ class SharedBase:
         """Forget weights that vLLM no longer reads, because it prepared others for its kernels, and name the rest."""
         read = {parameter.untyped_storage().data_ptr() for parameter in engine_model.parameters()}
         for name, parameter in list(self.parameters.items()):
-            if parameter.untyped_storage().data_ptr() not in read:
+            if name not in self.packed and parameter.untyped_storage().data_ptr() not in read:
                 del self.parameters[name]
                 self.own[name] = "vLLM's kernels want another layout"
         self._sums = None
@@ -129,16 +193,33 @@ class SharedBase:
 
     def give_up(self, reason: str) -> None:
         """Give the trainer copies of its own again."""
-        for parameter in self.parameters.values():
-            parameter.data = parameter.data.clone()
+        for name, parameter in self.parameters.items():
+            if name not in self.packed:
+                parameter.data = parameter.data.clone()
         self.parameters.clear()
+        self.packed.clear()
         self.own = dict.fromkeys(self._frozen(), reason)
         self._sums = None
+
+
+def _plain(name: str) -> str:
+    """The name that a parameter of the base has without an adapter."""
+    return name.replace(".base_layer.", ".")
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's elements, their bits read as integers."""
     return tensor.detach().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a contiguous tensor's bits, read as integers. It may overflow."""
+    flat = _bits(tensor).flatten()
+    # A sum in another dtype makes a copy in it: four times the bytes of a tensor in 16 bits.
+    per_sum = 8 // flat.element_size()
+    if flat.numel() % per_sum == 0 and flat.storage_offset() % per_sum == 0:
+        flat = flat.view(torch.int64)
+    return flat.sum(dtype=torch.int64)
 
 
 def _rows_of(part: torch.Tensor, target: torch.Tensor, lengths: list[int]) -> torch.Tensor | None:
@@ -200,8 +281,16 @@ class _Loader(BaseModelLoader):
             return super().create_model(*args, **kwargs)
 
     def load_weights(self, model: nn.Module, model_config) -> None:
+        shared = self.shared
         waiting = {parameter for parameter in model.parameters() if set(parameter.stride()) == {0}}
+        linear_layers = {
+            layer.weight: layer
+            for layer in model.modules()
+            if isinstance(layer, LinearBase) and type(layer.quant_method) is UnquantizedLinearMethod
+        }
         parts: dict[nn.Parameter, list[torch.Tensor]] = {}
+        packed_parts: dict[nn.Parameter, list[tuple[str, tuple, dict]]] = {}
+        products: dict[nn.Parameter, LinearMethodBase] = {}
         vllms_own = DefaultModelLoader(LoadConfig())
 
         def allocate(parameter: nn.Parameter) -> None:
@@ -211,36 +300,69 @@ class _Loader(BaseModelLoader):
 
         def watched(load: Callable) -> Callable:
             def weight_loader(parameter, tensor, *args, **kwargs):
+                name = shared.packed_name(tensor)
+                if name is not None and parameter in linear_layers:
+                    packed_parts.setdefault(parameter, []).append((name, args, kwargs))
+                    return None
                 allocate(parameter)
+                if name is not None:
+                    shared.own[name] = "vLLM multiplies by it in another way than by a linear layer"
+                    return load(parameter, shared.dense[name](), *args, **kwargs)
                 parts.setdefault(parameter, []).append(tensor)
                 return load(parameter, tensor, *args, **kwargs)
 
             return weight_loader
+
+        def place_packed(parameter: nn.Parameter) -> None:
+            load = loaders[parameter]
+            product = None
+            if parameter in waiting:
+                product = shared.place_packed(parameter, load, packed_parts[parameter])
+            if product is not None:
+                products[parameter] = product
+                return
+            allocate(parameter)
+            for name, args, kwargs in packed_parts[parameter]:
+                shared.own[name] = "vLLM stacks its rows with rows that are not in 4 bits"
+                dense = shared.dense[name]()
+                parts.setdefault(parameter, []).append(dense)
+                load(parameter, dense, *args, **kwargs)
 
         loaders = {parameter: parameter.weight_loader for parameter in waiting}
         try:
             for parameter, load in loaders.items():
                 parameter.weight_loader = watched(load)
             loaded = set()
-            for layer in self.shared.layers():
+            for layer in shared.layers():
                 parts.clear()
+                packed_parts.clear()
                 loaded |= model.load_weights(layer.items())
+                for parameter in packed_parts:
+                    place_packed(parameter)
                 for parameter, tensors in parts.items():
-                    self.shared.take_rows(tensors, parameter.data)
+                    shared.take_rows(tensors, parameter.data)
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()  # what the trainer held before goes back, also to vLLM's own pool
             vllms_own.track_weights_loading(model, loaded)  # raises if vLLM misses a weight
-            if waiting:
-                raise ValueError(f"the trainer has no weights for {len(waiting)} of vLLM's parameters")
-            self.shared.check()
+            missing = waiting - products.keys()
+            if missing:
+                raise ValueError(f"the trainer has no weights for {len(missing)} of vLLM's parameters")
+            shared.check()
+            for parameter, product in products.items():
+                linear_layers[parameter].quant_method = product
+                parameter.data = parameter.data.new_empty(0)
         except Exception as error:
             logger.warning(f"vLLM loads a copy of the base of its own ({type(error).__name__}: {error})")
-            self.shared.give_up("vLLM's loading differs from what is known")
+            shared.give_up("vLLM's loading differs from what is known")
             for parameter in list(waiting):
                 allocate(parameter)
             for parameter, load in loaders.items():
                 parameter.weight_loader = load
-            vllms_own.load_weights(model, model_config)
+            if shared.dense:  # the checkpoint has other numbers
+                for layer in shared.layers():
+                    model.load_weights(layer.items())
+            else:
+                vllms_own.load_weights(model, model_config)
         for parameter, load in loaders.items():
             parameter.weight_loader = load
 

@@ -93,11 +93,12 @@ def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: bool = False,
     return Sync("merge", "one unquantized device: merged weights decode faster than LoRA kernels")
 
 
-def why_own_base(args: Any, sync: Sync, quantized: bool, model: Any) -> str | None:
+def why_own_base(args: Any, sync: Sync, quantization: Any, model: Any) -> str | None:
     """Why engine and trainer each hold a copy of the base; `None` if nothing that is known before loading says so.
 
     Args:
-        args, sync, quantized: see [`choose_sync`].
+        args, sync: see [`choose_sync`].
+        quantization: the base's quantization config, an object or a dict, or `None`.
         model: the model or its name.
 
     Raises:
@@ -108,15 +109,21 @@ def why_own_base(args: Any, sync: Sync, quantized: bool, model: Any) -> str | No
     drawn = str((args.vllm_engine_kwargs or {}).get("dtype", of_autocast)).removeprefix("torch.")
     other_weights = {"load_format", "quantization", "model"}.intersection(args.vllm_engine_kwargs or ())
     zero_stage = getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", None)
+    field = quantization.get if isinstance(quantization, dict) else partial(getattr, quantization)
+    in_4_bits = field("load_in_4bit", False)
+    in_16_bits = quantization is None
     reasons = (
         (sync.mode == "off", "use_vllm is off"),
         (args.vllm_mode == "server", "the engine is a server; set vllm_mode: colocate"),
         (sync.mode == "merge", "vLLM gets all weights, the adapter merged; set rollout_sync: adapter"),
-        (quantized, "the base is in 4 bits, of which vLLM holds a dequantized copy"),
+        (not (in_4_bits or in_16_bits), "the base is quantized in another way than bitsandbytes' 4 bits"),
         (is_fsdp_launch() or zero_stage == 3, "each rank has a part of the base; DDP shares it"),
         (args.vllm_tensor_parallel_size > 1, "each engine has a part of the base; set vllm_tensor_parallel_size: 1"),
         (other_weights, f"vllm_engine_kwargs has {min(other_weights, default='')}, so vLLM holds other weights"),
-        (isinstance(model, str) and held not in ("auto", "None", drawn), other_dtype(held, drawn)),
+        (
+            in_16_bits and isinstance(model, str) and held not in ("auto", "None", drawn),
+            other_dtype(held, drawn),
+        ),
     )
     reason = next((text for holds, text in reasons if holds), None)
     if args.vllm_share_base == "on" and reason is not None:
