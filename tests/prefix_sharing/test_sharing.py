@@ -472,6 +472,9 @@ def test_what_the_door_does_not_know_runs_as_stock(name, caplog):
     assert len(calls) == 2 and not model.prompt_sharing.figures.tokens
     assert torch.equal(outputs[0].log_probs, call(reference, arguments).log_probs)
     assert len([record for record in caplog.records if record.name == sharing_module.__name__]) == 1
+    if "input_ids" in arguments:  # nobody knows which part of the argument belongs to a row
+        whole = call(model, {**arguments, "tokens_per_pass": 2 * batch["input_ids"].shape[1]})
+        assert torch.equal(whole.log_probs, outputs[0].log_probs)
     share_prompts(model, attention="cascade")
     with pytest.raises(PrefixSharingError, match="prefix_sharing='auto'"):
         call(model, arguments)

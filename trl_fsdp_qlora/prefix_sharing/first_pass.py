@@ -52,6 +52,8 @@ def difference(
 ) -> str | None:
     """Returns the fault of packed passes over a few rows of a batch; `None` if there is none. Collective.
 
+    If no rank has rows that can be packed and have labels, the result is `NOTHING_TO_COMPARE`.
+
     Args:
         packed_model: the model that is compared.
         model: its root module, wrappers included.

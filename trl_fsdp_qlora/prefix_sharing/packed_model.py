@@ -1,7 +1,7 @@
 """`PackedModel`: the model's side of prompt sharing: it reads calls, runs forwards over packed rows and merges them.
 
 A call is read ([`PackedModel.read`]), planned (`passes.py`), run forward by forward ([`PackedModel.run`]) and merged
-([`PackedModel.merge`]). A forward is laid out ([`row.lay_out`]), run, scored
+([`merge`]). A forward is laid out ([`row.lay_out`]), run, scored
 ([`trl_fsdp_qlora.scoring.logprobs.score_with_head`]) and scattered. Whether rows may be packed is decided elsewhere
 (`sharing.py`).
 """

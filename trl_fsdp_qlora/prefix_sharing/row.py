@@ -33,7 +33,7 @@ class PassRecord:
     Attributes:
         tokens, padded_tokens: number of tokens computed, and number of tokens of the padded batches.
         levels: tokens of each level of the forests.
-        seconds: time until the forwards returned (on CUDA: until they were queued).
+        seconds: time until the calls returned (on CUDA: until they were queued), the first one's comparison included.
         layer_calls: backend name of each layer that ran, in order, recomputation included.
         kernels: the kernel that computed the layers of each kind, by the kind's name.
         problems: if this is a list, a layer that cannot be computed adds the reason to it and returns zeros, so that
@@ -147,7 +147,7 @@ def lay_out(
     view: CacheView | None = None,
     record: PassRecord | None = None,
 ) -> PackedRow:
-    """Returns the packed row of a forest that was built from all rows of a batch; one transfer to its device.
+    """Returns the packed row of the forest of a batch, which may be a part of it; one transfer to its device.
 
     The row is filled up to `shortest` tokens, and to a multiple of [`row_multiple`], with copies of the last token of
     its last leaf, whose results are not read. A row that ends with an image, or not with a leaf, is not filled up.

@@ -539,9 +539,12 @@ class PromptSharing:
         """Returns the output of a call as in stock TRL, in slices of as many rows as fit into `tokens_per_pass`."""
         if tokens_per_pass is None:
             return stock(fused_lm_head=True, **arguments)
-        rows, width = arguments["input_ids"].shape
+        try:
+            batch = batch_of(self.base, arguments, num_images)
+        except UnpackableBatch:  # rows of an argument that is not known cannot be told apart
+            return stock(fused_lm_head=True, **arguments)
+        rows, width = batch.input_ids.shape
         rows_per_pass = max(1, tokens_per_pass // width)
-        batch = batch_of(self.base, arguments, num_images)
         slices = np.split(np.arange(rows), range(rows_per_pass, rows, rows_per_pass))
         outputs = [stock(fused_lm_head=True, **batch.rows(part).arguments()) for part in slices]
         return merge(outputs, slices, batch.num_items)
