@@ -3,6 +3,7 @@ layers.
 """
 
 import contextlib
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -64,9 +65,10 @@ def measured(run, model, packed: bool, grad: bool = True) -> int:
     mask = torch.ones_like(ids)
     labels = ids.clone()
     labels[:, :prompt] = -100
-    sharing = install_sharing(model, attention="auto" if packed else "off", compares=False, entropy_gradient=False)
+    sharing = install_sharing(model, compares=False, entropy_gradient=False)
+    as_stock = nullcontext() if packed else sharing.closed()
     tracker = PeakTracker(*model.parameters(), *model.buffers(), *(parameter.grad for parameter in trained))
-    with tracker, torch.set_grad_enabled(grad):
+    with tracker, as_stock, torch.set_grad_enabled(grad):
         before = tracker.now
         out = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
         if grad:
