@@ -66,6 +66,7 @@ def test_a_base_is_shared_on_a_gpu_or_if_asked_for(monkeypatch):
     assert why_own_base(args(vllm_share_base="off"), ADAPTER, None, "model") == "vllm_share_base is off"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert why_own_base(args(vllm_share_base="auto"), ADAPTER, None, "model") is None
+    assert "in 4 bits" in why_own_base(args(vllm_share_base="auto"), ADAPTER, {"load_in_4bit": True}, "model")
 
 
 SIZES = {

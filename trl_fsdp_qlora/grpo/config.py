@@ -88,9 +88,9 @@ class EfficientGRPOConfig(EfficientConfig, GRPOConfig):
     vllm_share_base: str = option(
         "auto",
         "With vLLM in this process and only the adapter sent: whether engine and trainer hold one copy of a frozen "
-        "base. 'auto': on a GPU, if rollout_sync is 'adapter' and the base is in bitsandbytes' 4 bits, or in the "
-        "dtype in which both compute. 'on' also makes rollout_sync 'auto' send the adapter alone, and is an error "
-        "where the base cannot be shared.",
+        "base. 'auto': on a GPU, if rollout_sync is 'adapter' and the base is in the dtype in which both compute. "
+        "A base in bitsandbytes' 4 bits is shared with 'on'. 'on' also makes rollout_sync 'auto' send the adapter "
+        "alone, and is an error where the base cannot be shared.",
         choices=SHARING,
     )
     vllm_engine_kwargs: dict | str | None = option(  # noqa: RUF009 (a string, as in TRL, is JSON)
