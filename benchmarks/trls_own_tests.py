@@ -82,21 +82,24 @@ def _share_prompts_of(trainer: type) -> None:
 
 
 def _count_passes() -> None:
-    score = PromptSharing.score
     log = PromptSharing.fall_back
 
-    @functools.wraps(score)
-    def counted(self, *args):
-        output = score(self, *args)
-        if not self.is_closed:
-            counts["packed" if self.figures.tokens else "padded"] += 1
-            counts["tokens"] += self.figures.tokens
-            counts["padded_tokens"] += self.figures.padded_tokens
-        return output
+    def counted(score):
+        @functools.wraps(score)
+        def counting(self, *args):
+            output = score(self, *args)
+            if not self.is_closed:
+                counts["packed" if self.figures.tokens else "padded"] += 1
+                counts["tokens"] += self.figures.tokens
+                counts["padded_tokens"] += self.figures.padded_tokens
+            return output
+
+        return counting
 
     def counted_reason(self, what, reason):
         reasons[f"{type(self.base).__name__}: {reason}"] += 1
         log(self, what, reason)
 
-    PromptSharing.score = counted
+    PromptSharing.score = counted(PromptSharing.score)
+    PromptSharing.run_planned = counted(PromptSharing.run_planned)
     PromptSharing.fall_back = counted_reason
