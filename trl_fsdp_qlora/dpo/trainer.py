@@ -13,7 +13,7 @@ from ..compat.older_gpus import casting_wide_sums
 from ..compat.transformers import no_optimizer_read
 from ..cpu.linear import fast_linears
 from ..fsdp2_qlora import sharded
-from ..fsdp2_qlora.adapters import has_sharded_adapter, load_adapter
+from ..fsdp2_qlora.adapters import has_sharded_adapter
 from ..fsdp2_qlora.loading import experts_in_4bit
 from ..fsdp2_qlora.prepare import shard_quantized_base
 from ..prefix_sharing.batch import IGNORED_LABEL, Batch, UnpackableBatch
@@ -178,17 +178,10 @@ class EfficientDPOTrainer(DPOTrainer):
             super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir):
-        if has_sharded_adapter(self.model):
-            sharded.save_optimizer_and_scheduler(self, output_dir)
-        else:
-            super()._save_optimizer_and_scheduler(output_dir)
+        sharded.save_optimizer_and_scheduler(super()._save_optimizer_and_scheduler, self, output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        model = self.model if model is None else model
-        if has_sharded_adapter(model):
-            load_adapter(model, resume_from_checkpoint)
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        sharded.load_from_checkpoint(super()._load_from_checkpoint, self, resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         if checkpoint is None or not has_sharded_adapter(self.model):
@@ -199,10 +192,7 @@ class EfficientDPOTrainer(DPOTrainer):
                 super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self):
-        if has_sharded_adapter(self.model):
-            sharded.load_best_adapter(self)
-        else:
-            super()._load_best_model()
+        sharded.load_best_model(super()._load_best_model, self)
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         """Write the adapter's card; see [`trl_fsdp_qlora.publishing.card.card_of`]."""

@@ -4,7 +4,7 @@
 every other config they change nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_f
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from .adapters import gather_adapter, gather_optimizer, load_adapter, load_optimizer
+from .adapters import gather_adapter, gather_optimizer, has_sharded_adapter, load_adapter, load_optimizer
 from .generation import gathered_as, keep_gathered
 
 
@@ -79,7 +79,7 @@ def prepare_for_evaluation(trainer: Trainer) -> None:
         trainer.model_wrapped = trainer.model
 
 
-# --- saving and loading, if the adapter is sharded: see `adapters.has_sharded_adapter` -------------------------------
+# --- saving and loading: `stock` is the trainer's own method, which does it unless the adapter is sharded ------------
 
 
 def save_adapter(trainer: Trainer, output_dir: str | None) -> None:
@@ -89,11 +89,22 @@ def save_adapter(trainer: Trainer, output_dir: str | None) -> None:
     trainer.accelerator.wait_for_everyone()
 
 
-def save_optimizer_and_scheduler(trainer: Trainer, output_dir: str) -> None:
+def save_optimizer_and_scheduler(stock: Callable, trainer: Trainer, output_dir: str) -> None:
+    if not has_sharded_adapter(trainer.model):
+        stock(output_dir)
+        return
     state = gather_optimizer(trainer.optimizer)
     if trainer.args.should_save:
         torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
         torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+
+def load_from_checkpoint(stock: Callable, trainer: Trainer, checkpoint: str, model: nn.Module | None) -> None:
+    model = trainer.model if model is None else model
+    if has_sharded_adapter(model):
+        load_adapter(model, checkpoint)
+    else:
+        stock(checkpoint, model)
 
 
 def load_optimizer_and_scheduler(trainer: Trainer, checkpoint: str) -> None:
@@ -104,5 +115,8 @@ def load_optimizer_and_scheduler(trainer: Trainer, checkpoint: str) -> None:
         trainer.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
 
 
-def load_best_adapter(trainer: Trainer) -> None:
-    load_adapter(trainer.model, trainer.state.best_model_checkpoint)
+def load_best_model(stock: Callable, trainer: Trainer) -> None:
+    if has_sharded_adapter(trainer.model):
+        load_adapter(trainer.model, trainer.state.best_model_checkpoint)
+    else:
+        stock()

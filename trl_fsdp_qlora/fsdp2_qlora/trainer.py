@@ -11,7 +11,7 @@ functions, those of `sharded.py`.
 
 from ..compat.transformers import no_optimizer_read
 from . import sharded
-from .adapters import has_sharded_adapter, load_adapter
+from .adapters import has_sharded_adapter
 from .prepare import shard_quantized_base
 
 
@@ -57,25 +57,18 @@ class ShardedQLoRAMixin:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not has_sharded_adapter(self.model):
-            return super()._save_optimizer_and_scheduler(output_dir)
-        sharded.save_optimizer_and_scheduler(self, output_dir)
+        sharded.save_optimizer_and_scheduler(super()._save_optimizer_and_scheduler, self, output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
-        model = self.model if model is None else model
-        if not has_sharded_adapter(model):
-            return super()._load_from_checkpoint(resume_from_checkpoint, model)
-        load_adapter(model, resume_from_checkpoint)
+        sharded.load_from_checkpoint(super()._load_from_checkpoint, self, resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not has_sharded_adapter(self.model):
-            return super()._load_optimizer_and_scheduler(checkpoint)
-        sharded.load_optimizer_and_scheduler(self, checkpoint)
-        # The trainer's own method restores its other states, such as TRL's entropy controller.
-        with no_optimizer_read():
             super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            sharded.load_optimizer_and_scheduler(self, checkpoint)
+            with no_optimizer_read():  # TRL's own method restores its other states, such as its entropy controller
+                super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
-        if not has_sharded_adapter(self.model):
-            return super()._load_best_model()
-        sharded.load_best_adapter(self)
+        sharded.load_best_model(super()._load_best_model, self)

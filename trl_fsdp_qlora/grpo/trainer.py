@@ -28,7 +28,7 @@ from ..decode.completions import EngineModel
 from ..decode.rollout import GenerateSettings, Rollout
 from ..decode.tools import fitted, limited
 from ..fsdp2_qlora import sharded
-from ..fsdp2_qlora.adapters import has_sharded_adapter, load_adapter
+from ..fsdp2_qlora.adapters import has_sharded_adapter
 from ..fsdp2_qlora.loading import experts_in_4bit
 from ..fsdp2_qlora.prepare import shard_quantized_base
 from ..run.input_checks import too_long
@@ -491,17 +491,10 @@ class EfficientGRPOTrainer(GRPOTrainer):
             super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir):
-        if has_sharded_adapter(self.model):
-            sharded.save_optimizer_and_scheduler(self, output_dir)
-        else:
-            super()._save_optimizer_and_scheduler(output_dir)
+        sharded.save_optimizer_and_scheduler(super()._save_optimizer_and_scheduler, self, output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        model = self.model if model is None else model
-        if has_sharded_adapter(model):
-            load_adapter(model, resume_from_checkpoint)
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        sharded.load_from_checkpoint(super()._load_from_checkpoint, self, resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         if checkpoint is None or not has_sharded_adapter(self.model):
@@ -524,10 +517,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     def _load_best_model(self):
         self._last_loaded_step = -1  # makes TRL send the best weights, because the engine holds the last ones
-        if has_sharded_adapter(self.model):
-            sharded.load_best_adapter(self)
-        else:
-            super()._load_best_model()
+        sharded.load_best_model(super()._load_best_model, self)
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         """Write the adapter's card; see [`trl_fsdp_qlora.publishing.card.card_of`]."""

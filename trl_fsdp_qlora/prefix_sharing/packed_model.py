@@ -222,7 +222,7 @@ class PackedModel:
             arguments["position_ids"] = packed_row.position_ids
         if batch.has_images:
             of_images, own_masks = self.images.arguments(batch, packed_row, forward.sequences)
-            packed_row = packed_row.with_own_masks(own_masks)
+            packed_row = replace(packed_row, own_masks=own_masks)
             arguments.update(of_images)
         arguments["attention_mask"] = masks_of(packed_row, self.facts.mask_names, self.facts.is_recurrent)
         if needs_router_loss:

@@ -9,7 +9,7 @@ then get the columns of one of them.
 """
 
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -117,10 +117,6 @@ class PackedRow:
         """Returns the padded batch's entry for each token of the row: `(..., 1, T)` of `(..., B, L)`."""
         source_T = torch.from_numpy(self.row_T * x_BL.shape[-1] + self.column_T)
         return x_BL.flatten(-2)[..., to_device(source_T, x_BL.device)].unsqueeze(-2)
-
-    def with_own_masks(self, own_masks: dict) -> "PackedRow":
-        """Returns the row with masks of its roots."""
-        return replace(self, own_masks=own_masks)
 
     def scatter(self, values_N: torch.Tensor) -> torch.Tensor:
         """Put one value per label back into `(B, L - 1)`, with zeros elsewhere; differentiable."""

@@ -337,7 +337,8 @@ def _forward_on_cuda(q, k, v, packed_row, scale, window):
         part, part_lse, *random_state, _ = flash(*of_part, False, scale=scale, **call.window)
         random_states += random_state
         if out is None:
-            out, lse = part, part_lse  # (T, H, D) and, for variable lengths, (H, T)
+            out = part  # (T, H, D)
+            lse = part_lse  # (H, T), because lengths vary
             continue
         part_lse = part_lse.t()
         if call.siblings is not None:
