@@ -8,29 +8,25 @@ runs as in stock TRL, and one line of the log has the reason.
 
 import contextlib
 import functools
-import inspect
 import itertools
 import logging
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import convert_outputs_to_fp32, extract_model_from_parallel
-from accelerate.utils.modeling import get_mixed_precision_context_manager
+from accelerate.utils import extract_model_from_parallel
 from peft import PeftModel
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from transformers import PreTrainedModel
 
 from ..compat.deepspeed import is_zero3
 from ..compat.fsdp import forget_forward
 from ..compat.peft import looks_beyond_tokens, rows_have_adapters
-from ..compat.trl import FusedCausalLMOutput, add_fused_lm_head
+from ..compat.trl import FusedCausalLMOutput
 from ..errors import UserError
 from .attention.backends import BACKENDS
 from .attention.call import UnsupportedAttention
@@ -41,23 +37,18 @@ from .facts import stamp
 from .first_pass import NOTHING_TO_COMPARE, TwoWays, difference
 from .forest import sort_by_prefix
 from .images import Images
-from .packed_model import PackedModel, batch_of, but_for_the_model, head_of, merge, not_compiled
+from .packed_model import PackedModel, batch_of, but_for_the_model, merge, not_compiled
 from .passes import Forward, StepPlan, plan_call, plan_step
 from .prefix_cache import keeps_no_graph
 from .ranks import deciding_alone, is_sharded, reduced_over_ranks
 from .recurrent.layers import gathered_per_call
 from .row import PassRecord
 from .verdict import compares_gradients, copied_leaves, rounding_unit
+from .wrapped_forward import ATTRIBUTE, WrappedForward
 
 logger = logging.getLogger(__name__)
 
 CHOICES = ("auto", "off", *BACKENDS)
-# The attribute of the model (without wrappers) that holds its `PromptSharing`.
-_ATTRIBUTE = "prompt_sharing"
-# Where a model keeps its forward, and the one that accelerate's mixed precision has wrapped.
-_FORWARDS = ("forward", "_original_forward")
-# As many passes with gradients in another way than TRL's fused head show that a trainer does not call it.
-_OTHER_PASSES = 2
 
 
 class PrefixSharingError(UserError):
@@ -129,14 +120,14 @@ def install_sharing(
     if attention not in CHOICES:
         raise PrefixSharingError(f"prefix_sharing={attention!r} is not known; use one of {', '.join(CHOICES)}")
     base = causal_language_model(model)
-    sharing = vars(base).get(_ATTRIBUTE) or PromptSharing(base)
+    sharing = vars(base).get(ATTRIBUTE) or PromptSharing(base)
     sharing.expects_images = expects_images
     sharing.configure(model, attention, lm_head_kernel, entropy_gradient, compares)
     if attention == "off":
         sharing.remove()
     else:
-        setattr(base, _ATTRIBUTE, sharing)
-        sharing.wrap_forward(temperature, outputs)
+        setattr(base, ATTRIBUTE, sharing)
+        sharing.wrapped_forward.put_on(temperature, outputs)
     return sharing
 
 
@@ -152,6 +143,7 @@ class PromptSharing:
 
     Attributes:
         base: the causal language model, without wrappers.
+        wrapped_forward: what lets it answer the model's fused calls.
         packed_model: the same model with layers for packed rows; `None` if it cannot have them.
         attention, compares, expects_images: see [`install_sharing`].
         reason: why passes run as in stock TRL; `None` if they run packed.
@@ -163,6 +155,7 @@ class PromptSharing:
 
     def __init__(self, base: nn.Module):
         self.base = base
+        self.wrapped_forward = WrappedForward(base)
         self.packed_model: PackedModel | None = None
         self.attention = "off"
         self.reason: str | None = None
@@ -173,16 +166,8 @@ class PromptSharing:
         self.images_may_come = True
         self._cannot_keep: str | None = None
         self._logged: set[str] = set()
-        # The forward that `wrap_forward` put on the model, and what the model had in its place.
-        self._own_forward = None
-        self._forwards_before: dict[str, Callable] = {}
-        # The hook that [`_wrap_again`] is.
-        self._of_later_heads = None
         # While one thread compares, others wait.
         self._lock = threading.RLock()
-        # Until the first fused call: the hook that counts other passes with gradients, and their number.
-        self._watch = None
-        self._other_passes = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy of the model copies: a lock cannot be copied."""
@@ -244,88 +229,14 @@ class PromptSharing:
         except (ValueError, ImportError) as error:
             self.disable(str(error))
 
-    def wrap_forward(self, temperature: float, outputs: tuple[str, ...]) -> None:
-        """Wrap the model's fused forward, unless it is wrapped already."""
-        before = {name: vars(self.base)[name] for name in _FORWARDS if name in vars(self.base)}
-        if head_of(self.base) is None:
-            if not isinstance(self.base, PreTrainedModel):
-                return
-            # Accelerate's mixed precision has to stay outside, so that the head runs in mixed precision, too.
-            if "_original_forward" in before:
-                self.base.forward = before["_original_forward"]
-            add_fused_lm_head(self.base, temperature=temperature, outputs=outputs)
-            if "_original_forward" in before:
-                self.base._original_forward = self.base.forward
-            self._of_later_heads = self.base.base_model.register_forward_pre_hook(self._wrap_again)
-        forward = vars(self.base).get("forward")
-        wrapped = vars(self.base).get("_original_forward")
-        if self._own_forward is not None and self._own_forward in (forward, wrapped):
-            return
-        if self._watch is None:
-            self._watch = self.base.base_model.register_forward_pre_hook(self._count_other_passes)
-        self._forwards_before = before
-        inner = forward if wrapped is None else wrapped
-        self._own_forward = types.MethodType(_with_sharing(self.base, inner), self.base)
-        if wrapped is None:
-            self.base.forward = self._own_forward
-            return
-        self.base._original_forward = self._own_forward
-        self.base.forward = _in_mixed_precision(self._own_forward)
-
     def remove(self) -> None:
         """Take everything back that was put on the model. A wrapper that was put on later stays."""
-        if vars(self.base).pop(_ATTRIBUTE, None) is None:
+        if vars(self.base).pop(ATTRIBUTE, None) is None:
             return
-        for hook in (self._of_later_heads, self._watch):
-            if hook is not None:
-                hook.remove()
-        self._unwrap_forward()
+        self.wrapped_forward.take_off()
         if self.packed_model is not None:
             self.packed_model.remove()
             self.packed_model = None
-
-    def _unwrap_forward(self) -> None:
-        """Give the model the forward back that it had before [`wrap_forward`]."""
-        forwards = vars(self.base)
-        wrapped = forwards.get("_original_forward")
-        if self._own_forward is None or self._own_forward not in (forwards.get("forward"), wrapped):
-            return  # a later head lies on top, and calls ours for what is not its own
-        is_wrapped_since = wrapped is not None and "_original_forward" not in self._forwards_before
-        for name in _FORWARDS:
-            forwards.pop(name, None)
-        forwards.update(self._forwards_before)
-        if is_wrapped_since:
-            # Accelerate's mixed precision, which lay around ours.
-            self.base._original_forward = self.base.forward
-            self.base.forward = _in_mixed_precision(self.base._original_forward)
-
-    @not_compiled
-    def _wrap_again(self, *_) -> None:
-        """Stand in front of the head that a trainer, made after `share_prompts`, has put on; the next pass is packed.
-
-        That head runs the backbone without coming through this wrapper, so this is a hook of the backbone.
-        """
-        if self.attention != "off":
-            self.wrap_forward(1.0, ())
-
-    @not_compiled
-    def _count_other_passes(self, backbone: nn.Module, _) -> None:
-        """Log a line if several passes with gradients have come without TRL's fused head, and none with it."""
-        if self.attention == "off" or not (torch.is_grad_enabled() and backbone.training):
-            return
-        self._other_passes += 1
-        if self._other_passes == _OTHER_PASSES:
-            self._log_once(
-                f"share_prompts has no effect so far: {_OTHER_PASSES} passes with gradients came, and none with "
-                "fused_lm_head=True. Trainers that do not call the model with it run as in stock TRL "
-                "(docs/share_prompts.md names them)"
-            )
-
-    @not_compiled
-    def stop_watching(self) -> None:
-        """Count other passes no more, because a fused call has come."""
-        if self._watch is not None:
-            self._watch.remove()
 
     # --- questions of a trainer -------------------------------------------------------------------------------------
 
@@ -764,45 +675,3 @@ class PromptSharing:
             self.images.reason = problem
         else:
             self.disable(problem)
-
-
-def _in_mixed_precision(forward: types.MethodType) -> types.MethodType:
-    """Returns a model's forward in accelerate's mixed precision, as `Accelerator.prepare` wraps it."""
-    in_autocast = get_mixed_precision_context_manager(native_amp=True)(forward.__func__)
-    return types.MethodType(convert_outputs_to_fp32(in_autocast), forward.__self__)
-
-
-def _with_sharing(base: PreTrainedModel, stock):
-    """Returns a forward that lets [`PromptSharing`] answer fused calls, and `stock` all other calls.
-
-    Next to the model's own arguments a fused call may have
-
-    - `num_images`, `tokens_per_pass`: see [`PromptSharing.score`];
-    - `forward`: the [`passes.Forward`] of a plan that is to be run;
-    - `as_stock`: run `stock`.
-    """
-    names = list(inspect.signature(type(base).forward).parameters)[1:]
-    # The function and not the bound method: a copy of the model has to call the copy's forward, not the original's.
-    function = getattr(stock, "__func__", None) or (lambda self, *args, **kwargs: stock(*args, **kwargs))
-
-    # `wraps` keeps the signature: `generate` validates its arguments against it.
-    @functools.wraps(type(base).forward)
-    def forward(self, *args, **kwargs):
-        sharing = vars(self).get(_ATTRIBUTE)
-        if sharing is None:  # it was removed, but a later wrapper still calls this forward
-            return function(self, *args, **kwargs)
-        if not kwargs.pop("fused_lm_head", False):
-            return function(self, *args, **kwargs)
-        arguments = dict(zip(names, args, strict=False)) | kwargs
-        if arguments.pop("as_stock", False):
-            return function(self, fused_lm_head=True, **arguments)
-        sharing.stop_watching()
-        num_images = arguments.pop("num_images", None)
-        planned = arguments.pop("forward", None)
-        if planned is not None:
-            return sharing.run_planned(planned, arguments, num_images)
-        tokens_per_pass = arguments.pop("tokens_per_pass", None)
-        return sharing.score(functools.partial(function, self), arguments, num_images, tokens_per_pass)
-
-    forward.stock_forward = stock
-    return forward

@@ -1,0 +1,166 @@
+"""`WrappedForward`: the forward by which a model's fused calls come to prompt sharing.
+
+It lies inside accelerate's mixed precision and around TRL's fused head. A trainer that is made later puts a head of
+its own on the model; then ours is put on again, around that one. [`WrappedForward.take_off`] takes everything back.
+"""
+
+import functools
+import inspect
+import logging
+import types
+from collections.abc import Callable
+
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from accelerate.utils.modeling import get_mixed_precision_context_manager
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..compat.trl import add_fused_lm_head
+from .packed_model import head_of, not_compiled
+
+logger = logging.getLogger(__name__)
+
+# The attribute of the model (without wrappers) that holds its `PromptSharing`.
+ATTRIBUTE = "prompt_sharing"
+# Where a model keeps its forward, and the one that accelerate's mixed precision has wrapped.
+_FORWARDS = ("forward", "_original_forward")
+# As many passes with gradients in another way than TRL's fused head show that a trainer does not call it.
+_OTHER_PASSES = 2
+
+
+class WrappedForward:
+    """Puts a forward of ours on a causal language model, and takes it off.
+
+    Args:
+        base: the model, without wrappers.
+    """
+
+    def __init__(self, base: nn.Module):
+        self.base = base
+        # The forward that was put on the model, and what the model had in its place.
+        self._own_forward: Callable | None = None
+        self._before: dict[str, Callable] = {}
+        # The hook that puts the forward on again, and the one that counts passes without a fused head.
+        self._of_later_heads = None
+        self._watch = None
+        self._other_passes = 0
+
+    def put_on(self, temperature: float, outputs: tuple[str, ...]) -> None:
+        """Wrap the model's fused forward, unless it is wrapped already.
+
+        Args:
+            temperature, outputs: of the head that a model without TRL's gets, see [`sharing.share_prompts`].
+        """
+        before = {name: vars(self.base)[name] for name in _FORWARDS if name in vars(self.base)}
+        if head_of(self.base) is None:
+            if not isinstance(self.base, PreTrainedModel):
+                return
+            # Accelerate's mixed precision has to stay outside, so that the head runs in mixed precision, too.
+            if "_original_forward" in before:
+                self.base.forward = before["_original_forward"]
+            add_fused_lm_head(self.base, temperature=temperature, outputs=outputs)
+            if "_original_forward" in before:
+                self.base._original_forward = self.base.forward
+            self._of_later_heads = self.base.base_model.register_forward_pre_hook(self._put_on_again)
+        forward = vars(self.base).get("forward")
+        wrapped = vars(self.base).get("_original_forward")
+        if self._own_forward is not None and self._own_forward in (forward, wrapped):
+            return
+        if self._watch is None:
+            self._watch = self.base.base_model.register_forward_pre_hook(self._count_other_passes)
+        self._before = before
+        inner = forward if wrapped is None else wrapped
+        self._own_forward = types.MethodType(_with_sharing(self.base, inner), self.base)
+        if wrapped is None:
+            self.base.forward = self._own_forward
+            return
+        self.base._original_forward = self._own_forward
+        self.base.forward = _in_mixed_precision(self._own_forward)
+
+    def take_off(self) -> None:
+        """Give the model the forward back that it had before. A wrapper that was put on later stays."""
+        for hook in (self._of_later_heads, self._watch):
+            if hook is not None:
+                hook.remove()
+        forwards = vars(self.base)
+        wrapped = forwards.get("_original_forward")
+        if self._own_forward is None or self._own_forward not in (forwards.get("forward"), wrapped):
+            return  # a later head lies on top, and calls ours for what is not its own
+        is_wrapped_since = wrapped is not None and "_original_forward" not in self._before
+        for name in _FORWARDS:
+            forwards.pop(name, None)
+        forwards.update(self._before)
+        if is_wrapped_since:
+            # Accelerate's mixed precision, which lay around ours.
+            self.base._original_forward = self.base.forward
+            self.base.forward = _in_mixed_precision(self.base._original_forward)
+
+    @not_compiled
+    def _put_on_again(self, *_) -> None:
+        """Stand in front of the head that a trainer, made after `share_prompts`, has put on; the next pass is packed.
+
+        That head runs the backbone without coming through our forward, so this is a hook of the backbone.
+        """
+        self.put_on(1.0, ())
+
+    @not_compiled
+    def _count_other_passes(self, backbone: nn.Module, _) -> None:
+        """Log a line if several passes with gradients have come without TRL's fused head, and none with it."""
+        if not (torch.is_grad_enabled() and backbone.training):
+            return
+        self._other_passes += 1
+        if self._other_passes == _OTHER_PASSES:
+            logger.warning(
+                f"share_prompts has no effect so far: {_OTHER_PASSES} passes with gradients came, and none with "
+                "fused_lm_head=True. Trainers that do not call the model with it run as in stock TRL "
+                "(docs/share_prompts.md names them)."
+            )
+
+    @not_compiled
+    def stop_watching(self) -> None:
+        """Count other passes no more, because a fused call has come."""
+        if self._watch is not None:
+            self._watch.remove()
+
+
+def _in_mixed_precision(forward: types.MethodType) -> types.MethodType:
+    """Returns a model's forward in accelerate's mixed precision, as `Accelerator.prepare` wraps it."""
+    in_autocast = get_mixed_precision_context_manager(native_amp=True)(forward.__func__)
+    return types.MethodType(convert_outputs_to_fp32(in_autocast), forward.__self__)
+
+
+def _with_sharing(base: PreTrainedModel, stock: Callable) -> Callable:
+    """Returns a forward that lets [`sharing.PromptSharing`] answer fused calls, and `stock` all other calls.
+
+    Next to the model's own arguments a fused call may have
+
+    - `num_images`, `tokens_per_pass`: see [`sharing.PromptSharing.score`];
+    - `forward`: the [`passes.Forward`] of a plan that is to be run;
+    - `as_stock`: run `stock`.
+    """
+    names = list(inspect.signature(type(base).forward).parameters)[1:]
+    # The function and not the bound method: a copy of the model has to call the copy's forward, not the original's.
+    function = getattr(stock, "__func__", None) or (lambda self, *args, **kwargs: stock(*args, **kwargs))
+
+    # `wraps` keeps the signature: `generate` validates its arguments against it.
+    @functools.wraps(type(base).forward)
+    def forward(self, *args, **kwargs):
+        sharing = vars(self).get(ATTRIBUTE)
+        if sharing is None:  # it was removed, but a later wrapper still calls this forward
+            return function(self, *args, **kwargs)
+        if not kwargs.pop("fused_lm_head", False):
+            return function(self, *args, **kwargs)
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        if arguments.pop("as_stock", False):
+            return function(self, fused_lm_head=True, **arguments)
+        sharing.wrapped_forward.stop_watching()
+        num_images = arguments.pop("num_images", None)
+        planned = arguments.pop("forward", None)
+        if planned is not None:
+            return sharing.run_planned(planned, arguments, num_images)
+        tokens_per_pass = arguments.pop("tokens_per_pass", None)
+        return sharing.score(functools.partial(function, self), arguments, num_images, tokens_per_pass)
+
+    forward.stock_forward = stock
+    return forward
