@@ -39,7 +39,7 @@ def args(**changes):
         "use_vllm": True, "vllm_mode": "colocate", "rollout_sync": "auto", "vllm_importance_sampling_correction": True,
         "vllm_importance_sampling_mode": "sequence_mask", "max_completion_length": 256, "top_p": 1.0, "top_k": 0,
         "min_p": None, "generation_kwargs": None, "learning_rate": 1e-5, "vllm_engine_kwargs": None,
-        "vllm_share_base": "auto",
+        "vllm_share_base": "auto", "rollouts_ahead": 0,
     }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
@@ -195,6 +195,10 @@ def test_warnings(monkeypatch):
         ({"generation_kwargs": {"min_p": 0.1}}, r"under min_p=0\.1"),
         ({"vllm_mode": "server", "vllm_engine_kwargs": {"quantization": "fp8"}}, "vllm_engine_kwargs"),
         ({"learning_rate": 1e-6}, "learning_rate"),
+        (
+            {"rollouts_ahead": 1, "vllm_importance_sampling_correction": False},
+            "nothing corrects for it.* vllm_importance_sampling_correction: true",
+        ),
     ):
         (warning,) = warnings_for(args(**changes), Sync("adapter", ""))
         assert re.search(named, warning)

@@ -121,6 +121,11 @@ class AStarPOConfig(EfficientGRPOConfig):
         low, high = self.value_reward_range or (0.0, 1.0)
         for name, wrong, reason in (
             ("beta", self.beta <= 0, "TRL keeps no reference policy without it; for a weak term use 1e-6"),
+            (
+                "rollouts_ahead",
+                self.rollouts_ahead > 0,
+                "its losses have no importance ratio, which corrects for completions of an older policy; use 0",
+            ),
             ("beta1", self.beta1 < 0, "it is a temperature; use 0.5, or 0 for the mean"),
             ("value_samples", self.value_samples < 1, "it must be at least 1"),
             ("value_batch_size", self.value_batch_size < 1, "it must be at least 1"),

@@ -54,7 +54,8 @@ _TRAINING = [
 _LAYOUT = "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"
 # Fields of a method's own config that have no influence on completions.
 _WITHOUT_INFLUENCE = re.compile(
-    r"vllm_(?!importance)|log_|show_|fsdp_|phase_|value_|prefix_sharing|lm_head|num_completions|model_init"
+    r"vllm_(?!importance)|rollouts_ahead|log_|show_|fsdp_|phase_|value_|prefix_sharing|lm_head|num_completions|"
+    r"model_init"
 )
 
 

@@ -21,6 +21,7 @@ from trl.chat_template_utils import (
     parse_response,
     supports_tool_calling,
 )
+from trl.data_utils import prepare_multimodal_messages
 from trl.kernels import chunked_logprob
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from trl.models import unwrap_model_for_generation
@@ -85,6 +86,20 @@ def rewards_of_rank(trainer: GRPOTrainer, rows: list, prompts: list, completions
     unlogged = patch.multiple(trainer, _log_completion_extra=lambda *_: None, _log_metric=lambda *_: None)
     with patch.multiple(grpo_trainer, gather=lambda rewards: rewards), unlogged:
         return GRPOTrainer._calculate_rewards(trainer, rows, prompts, completions, ids)
+
+
+def prompts_of(rows: list[dict[str, Any]]) -> list:
+    """The prompts of rows, with their images, as `_generate_and_score_completions` gives them to `_generate`."""
+    prompts = [row["prompt"] for row in rows]
+    if "images" in rows[0]:
+        images = [row.get("images") for row in rows]
+    elif "image" in rows[0]:
+        images = [None if row.get("image") is None else [row["image"]] for row in rows]
+    else:
+        return prompts
+    if all(of_row == [] for of_row in images):
+        return prompts
+    return [prepare_multimodal_messages(*pair) for pair in zip(prompts, images, strict=True)]
 
 
 def has_response_format(tokenizer: Any) -> bool:

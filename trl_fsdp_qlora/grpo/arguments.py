@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..trainers.arguments import adapter_and_base, check_prompts, completed, with_base_loaded
+from ..vllm import ahead
 from ..vllm.sync_choice import Sync, choose_sync, why_own_base
 from .config import EfficientGRPOConfig
 
@@ -28,6 +29,7 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync, str |
             "dynamic_sampling draws single-turn completions of further text prompts, by their index in the "
             f"dataset, and there is {', '.join(not_single_turn_text + not_indexed)}: set dynamic_sampling=False"
         )
+    ahead.check_call(call)
     # `choose_sync` raises, before anything is loaded, if vLLM cannot serve the model.
     peft_config, quantization = adapter_and_base(call)
     sync = choose_sync(args, peft_config, quantization is not None, ask=True, model=call["model"])

@@ -7,6 +7,7 @@ from trl import GRPOConfig
 from ..run.config_fields import documented, option
 from ..trainers import options
 from ..trainers.options import EfficientConfig
+from ..vllm import ahead
 from ..vllm.sync_choice import CHOICES as SYNCS
 from ..vllm.sync_choice import SHARING
 from .token_budget import check_config
@@ -98,6 +99,7 @@ class EfficientGRPOConfig(EfficientConfig, GRPOConfig):
         "With vLLM in this process: further arguments of `vllm.LLM`, such as {'quantization': 'fp8'}, which take "
         "precedence.",
     )
+    rollouts_ahead: int = option(**options.ROLLOUTS_AHEAD)
     tool_timeout: float | None = option(
         300.0,
         "With tools and environments: seconds after which a call of a tool is an error, which the model reads like "
@@ -116,4 +118,5 @@ class EfficientGRPOConfig(EfficientConfig, GRPOConfig):
             raise ValueError(f"num_generations={self.num_generations} must be at least 1; try 8")
         super().__post_init__()
         check_config(self)
+        ahead.check_config(self)
         self.check_choices()

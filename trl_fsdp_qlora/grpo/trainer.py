@@ -21,6 +21,7 @@ from ..compat.trl import (
     Generated,
     Turn,
     joined_images,
+    prompts_of,
     token_types_of_images,
 )
 from ..cpu.linear import fast_linears
@@ -40,6 +41,8 @@ from ..trainers.look_ahead import LookAhead
 from ..trainers.rollouts import GenerationBatches, groups_feature
 from ..trainers.rows import padded_batch
 from ..trainers.scoring import Request, Scoring, may_have_images, share_in_models
+from ..trainers.upcoming import UpcomingRows
+from ..vllm.ahead import RolloutsAhead
 from ..vllm.correction import (
     WeightSyncCheck,
     draws_from_policy,
@@ -84,6 +87,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
     reference_sharing = None
     scoring: Scoring | None = None
     rollout: Rollout | None = None
+    ahead: RolloutsAhead | None = None
     go_on = lifecycle.GO_ON
 
     @wraps(GRPOTrainer.__init__)
@@ -97,13 +101,23 @@ class EfficientGRPOTrainer(GRPOTrainer):
         self.rollout = Rollout(self.args, self.accelerator, self._dist)
         if self.use_vllm:
             self.vllm_generation.sync_weights = self.clock.phase("weight_sync")(self.vllm_generation.sync_weights)
+        if self.args.rollouts_ahead:
+            self.upcoming = UpcomingRows(self._generate_every, self.args.gradient_accumulation_steps)
+            self.ahead = RolloutsAhead(
+                self.vllm_generation,
+                self.clock,
+                step=lambda: self.state.global_step,
+                is_training=lambda: self.model.training,
+                upcoming=self._upcoming_prompts,
+                add_metrics=self._add_metrics,
+            )
         if line := too_long(self.args.max_completion_length, self.model.config):
             logger.warning(line)
         normalizes_each_reward = self.args.multi_objective_aggregation == "normalize_then_sum"
         self.groups = GroupStatistics(self.reward_weights, normalizes_each_reward)
         self.dynamic_sampling = DynamicSampling(self.args, self.train_dataset, self.accelerator, self.reward_weights)
         engine_draws_from_policy = self.use_vllm and self.rollout_func is None and draws_from_policy(self.args)
-        self.weight_sync_check = WeightSyncCheck(engine_draws_from_policy)
+        self.weight_sync_check = WeightSyncCheck(engine_draws_from_policy, draws_ahead=self.args.rollouts_ahead > 0)
         for warning in warnings_for(self.args, self.sync):
             logger.warning(warning)  # accelerate's logger: on the main rank
         self.sharing, self.reference_sharing = share_in_models(
@@ -220,7 +234,8 @@ class EfficientGRPOTrainer(GRPOTrainer):
         """
         self._before_training()
         self.look_ahead.forget()  # a run that broke off may have left a plan
-        with self.checkpointing.alone(), stopping_after_step(self, self.go_on):
+        drawn_ahead = nullcontext() if self.ahead is None else self.ahead.run()
+        with self.checkpointing.alone(), stopping_after_step(self, self.go_on), drawn_ahead:
             return super().train(self.checkpointing.resume_from(resume_from_checkpoint), *args, **kwargs)
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *further):
@@ -262,11 +277,21 @@ class EfficientGRPOTrainer(GRPOTrainer):
         # TRL's method with one change: whole groups are shuffled, so a prompt's completions stay in one micro-batch.
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
-        generate_every = self.args.steps_per_generation * self.num_iterations
-        if self._step % generate_every == 0 or self._buffered_inputs is None:
+        if self._step % self._generate_every == 0 or self._buffered_inputs is None:
             batch = self._generate_and_score_completions(generation_batch)
             self._buffered_inputs = self.generation_batches.split(batch, self.num_generations, self._logs)
         return joined_images(self._buffered_inputs[self._step % self.args.steps_per_generation])
+
+    @property
+    def _generate_every(self) -> int:
+        """Micro-batches of a generation batch, each as often as it is trained on."""
+        return self.args.steps_per_generation * self.num_iterations
+
+    def _upcoming_prompts(self):
+        """Token ids and images of the prompts of the next generation batch; `None` if the run ends before it."""
+        number = self._step // self._generate_every + 1
+        rows = self.upcoming.rows(self.callback_handler.train_dataloader, number, self.state.max_steps)
+        return None if rows is None else self._tokenize_prompts(prompts_of(rows))[:2]
 
     def _generate_and_score_completions(self, inputs):
         self._before_rollouts(inputs)
@@ -414,8 +439,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
         """
         weighs_sequences = self.args.vllm_importance_sampling_mode.startswith("sequence")
         scores_enough = self.budget.strategy == "all" or not weighs_sequences
-        generate_every = self.args.steps_per_generation * self.num_iterations
-        serves_one_step = self.args.gradient_accumulation_steps % generate_every == 0
+        serves_one_step = self.args.gradient_accumulation_steps % self._generate_every == 0
         return self.use_vllm and serves_one_step and scores_enough and WEIGHS_AS_1_16
 
     def _requested_loss(self, stock, request: Request, inputs):
@@ -475,6 +499,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
             "step": self._step,
             "buffer": self._buffered_inputs,
             "further": {"taken": self.dynamic_sampling.taken},
+            "ahead": None if self.ahead is None or self.args.save_only_model else self.ahead.state(),
         }
         with lifecycle.writing_checkpoint(self, trial, rollouts):
             super()._save_checkpoint(model, trial)
@@ -514,6 +539,8 @@ class EfficientGRPOTrainer(GRPOTrainer):
         self._step = rollouts["step"]
         self._buffered_inputs = rollouts["buffer"]
         self.dynamic_sampling.taken = rollouts["further"]["taken"]
+        if self.ahead is not None:
+            self.ahead.restore(rollouts.get("ahead"))
 
     def _load_best_model(self):
         self._last_loaded_step = -1  # makes TRL send the best weights, because the engine holds the last ones
@@ -545,6 +572,8 @@ class EfficientGRPOTrainer(GRPOTrainer):
         if not self.use_vllm:
             return []
         lines = [("on" if self.sync.mode == "adapter" else "as stock TRL", self.sync.describe())]
+        if self.ahead is not None:
+            lines.append(("on", "vLLM draws the next generation batch while this one is trained on"))
         if self.args.vllm_mode == "colocate":
             lines.append(("on", describe_dtype(self.args, self.model, self.accelerator)))
         if self.sync.mode == "adapter" and self.args.vllm_mode == "colocate":

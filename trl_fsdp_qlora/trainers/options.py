@@ -51,6 +51,12 @@ FSDP_KEEP_GATHERED = {
     "help": "Under FSDP2 with a 4-bit base, gather it once for all micro-batches of an optimizer step. Every rank "
     "then holds the whole 4-bit base while it trains.",
 }
+ROLLOUTS_AHEAD = {
+    "default": 0,
+    "help": "With a vLLM server: 1 lets it draw the next generation batch while this one is rewarded and trained on. "
+    "The same prompts in the same order; their completions come from the policy of one generation ago, which "
+    "importance weights correct. 0 waits for each batch.",
+}
 PHASE_METRICS = {
     "default": "on",
     "help": "Seconds and peak memory of each phase of a step, as metrics: 'on'; 'peaks', which on CUDA also resets "

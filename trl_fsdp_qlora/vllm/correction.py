@@ -136,10 +136,13 @@ class WeightSyncCheck:
     Args:
         is_enabled: whether the engine draws from the policy itself, see [`draws_from_policy`]; if not, it checks
             nothing.
+        draws_ahead: whether batches after the first come from an older policy, which differs by what was learnt since.
+            Then only the first is checked.
     """
 
-    def __init__(self, is_enabled: bool):
+    def __init__(self, is_enabled: bool, draws_ahead: bool = False):
         self.is_enabled = is_enabled
+        self.draws_ahead = draws_ahead
         self.warned = False
         self.first: float | None = None  # mean after the first sync, once there are enough tokens
         self._tokens = 0.0
@@ -166,6 +169,8 @@ class WeightSyncCheck:
                     "no rounding explains: vLLM holds another model, or ignores the adapter. Compare "
                     "model_name_or_path with what it serves"
                 )
+        if self.draws_ahead:
+            return
         if total / tokens > min(HIGH, max(GROWN * self.first, SMALL)) and not self.warned:
             self.warned = True
             logger.warning(

@@ -182,6 +182,11 @@ def warnings_for(args: Any, sync: Sync) -> list[str]:
             f"vllm_importance_sampling_mode={mode!r} with completions of up to {longest} tokens: the weight is "
             "exp(sum of all differences), which long completions push out of any clip; consider token_truncate"
         )
+    if args.rollouts_ahead and not corrects:
+        warnings.append(
+            "rollouts_ahead=1 without vllm_importance_sampling_correction: completions come from the policy of one "
+            "generation ago, and nothing corrects for it. Set vllm_importance_sampling_correction: true"
+        )
     cuts = ", ".join(f"{name}={value}" for name, value in truncations(args).items())
     if corrects and cuts and WEIGHS_AS_1_16:
         warnings.append(

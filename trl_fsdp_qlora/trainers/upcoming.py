@@ -1,0 +1,66 @@
+"""`UpcomingRows`: the rows of a later generation batch, looked up through a copy of the data loader's sampler."""
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+
+class UpcomingRows:
+    """This rank's rows of generation batches that the data loader has not given yet.
+
+    The loader's own iterator is left alone, and no random number is drawn from the global generator, so a run sees the
+    same rows in the same order.
+
+    Args:
+        generate_every: micro-batches of a generation batch. The loader gives its rows so many times.
+        accumulation: micro-batches of an optimizer step.
+    """
+
+    def __init__(self, generate_every: int, accumulation: int):
+        self.generate_every = generate_every
+        self.accumulation = accumulation
+        self._epoch = -1
+        self._place = 0  # of the batch that comes next from `_batches`, in its epoch
+        self._batches: Iterator[list[int]] = iter(())
+
+    def rows(self, loader: Any, number: int, max_steps: int) -> list[dict[str, Any]] | None:
+        """The rows of generation batch `number` of a run; `None` if the run ends before it.
+
+        Args:
+            loader: the prepared data loader of a dataset with indices.
+            number: counted from 0 over all epochs.
+            max_steps: optimizer steps of the run.
+        """
+        epoch, in_epoch = divmod(number, len(loader) // self.generate_every)
+        place = in_epoch * self.generate_every
+        steps_per_epoch = math.ceil(len(loader) / self.accumulation)
+        if epoch * steps_per_epoch + place // self.accumulation >= max_steps:
+            return None
+        if epoch != self._epoch or place < self._place:
+            self._epoch = epoch
+            self._place = 0
+            self._batches = iter(_of_epoch(loader.batch_sampler, epoch))
+        for _ in range(self._place, place):
+            next(self._batches)
+        indices = next(self._batches)
+        self._place = place + 1
+        once = DataLoader(
+            loader.dataset, batch_sampler=[indices], collate_fn=loader.collate_fn, generator=torch.Generator()
+        )
+        return next(iter(once))
+
+
+def _of_epoch(batch_sampler: Any, epoch: int) -> Any:
+    """A copy of a batch sampler, or of accelerate's share of one, that gives the batches of `epoch`."""
+    copied = copy.copy(batch_sampler)
+    if hasattr(copied, "batch_sampler"):
+        copied.batch_sampler = _of_epoch(copied.batch_sampler, epoch)
+        return copied
+    sampler: Sampler = copy.copy(copied.sampler)
+    sampler.set_epoch(epoch)
+    copied.sampler = sampler
+    return copied
