@@ -49,21 +49,23 @@ def test_every_script_has_a_test_and_is_short_and_listed():
 
 @pytest.fixture
 def passes(monkeypatch):
-    """Prompt sharing of each scored pass, in order."""
-    sharing_module = []
+    """Prompt sharing of each scored pass, in order, and what the pass computed."""
+    scored = []
     score = PromptSharing.score
 
     def counted(sharing, *call):
-        sharing_module.append(sharing)
-        return score(sharing, *call)
+        output = score(sharing, *call)
+        scored.append((sharing, sharing.figures))
+        return output
 
     monkeypatch.setattr(PromptSharing, "score", counted)
-    return sharing_module
+    return scored
 
 
 def check_that_prompts_were_shared(passes):
-    assert passes and all(sharing.is_active for sharing in passes), passes[-1].describe()
-    assert passes[-1].figures.tokens < passes[-1].figures.padded_tokens
+    assert passes and all(sharing.is_active for sharing, _ in passes), passes[-1][0].describe()
+    figures = passes[-1][1]
+    assert figures.tokens < figures.padded_tokens
 
 
 @pytest.mark.parametrize("name", these_first(["grpo", "qlora", "pictures", "dpo", "rloo"], "grpo", "dpo"))

@@ -148,7 +148,7 @@ def test_every_label_is_predicted_from_its_own_history(kind, rows):
         for token in scored:
             wanted[row * (width - 1) + rows.offsets[row] + token - 1] = word[:token], word[token]
     assert sorted(layout.scatter_index_N.tolist()) == sorted(wanted)
-    columns = layout.score_index_N, layout.targets_N, layout.scatter_index_N
+    columns = layout.result_index_N, layout.targets_N, layout.scatter_index_N
     for index, target, result in zip(*(column.tolist() for column in columns), strict=True):
         seen = seen_from(forest, index)
         history, token = wanted[result]

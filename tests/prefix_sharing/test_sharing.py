@@ -590,28 +590,3 @@ def test_rows_that_begin_alike_are_compared_wherever_they_stand(monkeypatch):
     labels[:, :20] = -100
     model(input_ids=ids, labels=labels, fused_lm_head=True)
     assert "difference in log-probability" in model.prompt_sharing.describe()
-
-
-@pytest.mark.parametrize("called", ["the model", "its backbone"])
-def test_a_trainer_that_never_calls_the_fused_head_is_named_in_a_line(called, caplog):
-    """CPO calls the model for its logits, and Distillation its backbone, so nothing comes through prompt sharing."""
-    model = share_prompts(with_stock_head(build("llama"))).train()
-    ids = torch.randint(3, VOCABULARY, (2, 8))
-
-    def lines():
-        return [record.getMessage() for record in caplog.records if "no effect so far" in record.getMessage()]
-
-    def passes():
-        for _ in range(5):
-            (model if called == "the model" else model.base_model)(input_ids=ids)
-
-    with torch.no_grad():
-        passes()
-    assert not lines()
-    passes()
-    assert len(lines()) == 1
-    caplog.clear()
-    model = share_prompts(with_stock_head(build("llama"))).train()
-    model(input_ids=ids, labels=ids, fused_lm_head=True)
-    passes()
-    assert not lines()

@@ -257,7 +257,7 @@ def test_ten_thousand_healthy_starts_in_half_precision(monkeypatch):
     """
     starts = []
 
-    def recorded(figures, exact):
+    def recorded(figures, exact, of):
         if "gradient_noise" not in figures:
             return "a difference beyond the fixed limits, after which the effect of rounding is measured"
         starts.append(figures)
@@ -323,7 +323,7 @@ def test_missing_values_and_first_tokens_by_hand():
     first = packed.clone()
     tail = packed.clone()
     missing[2, 7] = 0.0  # one of two hundred, which no mean shows
-    assert "1 log-probabilities" in judged(missing) and "1 log-probabilities" in judged(missing, exact=True)
+    assert "1 values" in judged(missing) and "1 values" in judged(missing, exact=True)
     assert judged(missing, scored=missing != 0) is None
     assert "not finite" in judged(padded * float("nan"))
     assert "mean" in judged(packed, [], exact=True)

@@ -1,7 +1,8 @@
-"""The padded rows of one call of a model's fused forward: [`Batch`] on the device, [`Sequences`] on the host.
+"""The padded rows of one call of a model: [`Batch`] on the device, [`Sequences`] on the host.
 
 A row of the batch may be padded on either side. Tokens are counted from the row's first real token. The last token
-that has a label is only ever a target, so a row is computed up to the token before it.
+that has a label is only ever a target, so a row is computed up to the token before it. A call without labels wants
+the last hidden state of every token.
 """
 
 from dataclasses import dataclass, field, replace
@@ -35,10 +36,11 @@ def on_host(vision: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class Batch:
-    """A call of the fused forward: B padded rows of L tokens.
+    """A call of the fused forward, or of the backbone: B padded rows of L tokens.
 
     Attributes:
-        input_ids, attention_mask, labels: `(B, L)`; the mask may be absent.
+        input_ids, attention_mask, labels: `(B, L)`; the mask may be absent. Without labels the last hidden states of
+            all tokens are wanted, and not the scores of some.
         vision: the model's further arguments, those for images and those with one entry per token.
         num_images: number of images of each row, if the caller counted them.
         router_loss: whether the router loss of a mixture of experts is needed.
@@ -47,7 +49,7 @@ class Batch:
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor | None
-    labels: torch.Tensor
+    labels: torch.Tensor | None
     vision: dict[str, Any] = field(default_factory=dict)
     num_images: list[int] | None = None
     router_loss: bool = False
@@ -57,9 +59,21 @@ class Batch:
     def has_images(self) -> bool:
         return any(name.startswith("pixel_values") for name in self.vision)
 
+    def is_wanted(self) -> torch.Tensor:
+        """Returns where a result is wanted: `(B, L - 1)`, whether the next token has a label; without labels `(B, L)`,
+        whether there is a token.
+        """
+        if self.labels is not None:
+            return self.labels[:, 1:] != IGNORED_LABEL
+        if self.attention_mask is None:
+            return torch.ones_like(self.input_ids, dtype=torch.bool)
+        return self.attention_mask.bool()
+
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of the forward call for this batch."""
-        arguments = {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "labels": self.labels}
+        arguments = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
+        if self.labels is not None:
+            arguments["labels"] = self.labels
         # After `rows` some tensors of images are on the host.
         for name, x in self.vision.items():
             arguments[name] = to_device(x, self.input_ids.device) if isinstance(x, torch.Tensor) else x
@@ -165,9 +179,9 @@ def read_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, lab
     return decode(encode(input_ids, attention_mask, labels).cpu().numpy())
 
 
-def encode(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
+def encode(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, labels: torch.Tensor | None) -> torch.Tensor:
     """Returns all that the host has to know of a batch of text as one tensor `(B, L)` of int64."""
-    is_scored = labels != IGNORED_LABEL
+    is_scored = torch.zeros_like(input_ids, dtype=torch.bool) if labels is None else labels != IGNORED_LABEL
     is_scored[:, 0] = False  # no token predicts the first one, and stock leaves its label out as well
     code = input_ids.long() * 2 + is_scored
     return code if attention_mask is None else torch.where(attention_mask.bool(), code, -1 - is_scored.long())

@@ -21,7 +21,7 @@ from .packed_model import PackedModel
 from .passes import Forward, cut_rows
 from .ranks import reduced_over_ranks
 from .row import PassRecord
-from .verdict import ROWS_FP32, ROWS_HALF, compare, cut_sample
+from .verdict import HIDDEN_STATES, LOG_PROBABILITY, ROWS_FP32, ROWS_HALF, compare, cut_sample
 
 NOTHING_TO_COMPARE = "nothing to compare"
 # Every second row that is compared stands this many columns further left.
@@ -30,15 +30,26 @@ MOVED_BY = 2
 
 @dataclass(frozen=True, eq=False)
 class TwoWays:
-    """The two ways to score rows.
+    """The two ways to compute rows.
 
     Attributes:
-        padded: returns the log-probabilities `(n, L - 1)` of a batch as in stock TRL.
+        padded: returns the log-probabilities `(n, L - 1)` of a batch as in stock TRL; if it has no labels, the
+            [`projections`] `(n, L)` of its last hidden states.
         packed: returns them from one forward.
     """
 
     padded: Callable[[Batch], torch.Tensor]
     packed: Callable[[Batch, Forward], torch.Tensor]
+
+
+def projections(hidden_BLH: torch.Tensor) -> torch.Tensor:
+    """Returns a number of order 1 for each last hidden state, for comparisons: its direction along a random vector.
+
+    Hidden states differ in length by model and by token, and log-probabilities, for which the limits of a comparison
+    are made, do not.
+    """
+    random_H = torch.randn(hidden_BLH.shape[-1], generator=torch.Generator().manual_seed(0))
+    return functional.normalize(hidden_BLH.float(), dim=-1) @ random_H.to(hidden_BLH.device)
 
 
 def difference(
@@ -52,13 +63,13 @@ def difference(
 ) -> str | None:
     """Returns the fault of packed passes over a few rows of a batch; `None` if there is none. Collective.
 
-    If no rank has rows that can be packed and have labels, the result is `NOTHING_TO_COMPARE`.
+    If no rank has rows that can be packed and of which anything is wanted, the result is `NOTHING_TO_COMPARE`.
 
     Args:
         packed_model: the model that is compared.
         model: its root module, wrappers included.
         ways: the two ways to compute rows.
-        batch: the batch that is about to be scored; rows with a common prompt are neighbours.
+        batch: the batch that is about to be computed; rows with a common prompt are neighbours.
         unit: the result of [`verdict.rounding_unit`].
         tokens_per_pass: limit of the pass, if it has one. No forward of the comparison holds more tokens.
         cannot_pack: gets the reason why the rows cannot be packed.
@@ -79,7 +90,7 @@ def difference(
             return None
 
     sequences = try_to_read(sampled)
-    is_packable = sequences is not None and bool(sequences.scored_BL.any())
+    is_packable = sequences is not None and bool(sequences.needed_B.any())
     if not any(reduced_over_ranks([int(is_packable)], device)):
         return NOTHING_TO_COMPARE
     whole = try_to_read(batch)
@@ -92,14 +103,15 @@ def difference(
         sampled, packed_forwards = _in_forwards(packed_model, sampled, sequences, max(tokens, width))
     cuts = cut_sample(packed_forwards, rows, width, tokens, device)
     sample = _Sample(packed_model, ways, sampled, is_packable)
-    is_scored = sampled.labels[:, 1:] != IGNORED_LABEL
+    is_scored = sampled.is_wanted()
+    of = HIDDEN_STATES if batch.labels is None else LOG_PROBABILITY
     embeddings = packed_model.base.get_input_embeddings()
     problem = attention_reason(packed_model.base)  # dropout may have been set since
     with without_dropout(model), packed_model.images.in_every_forward():
         for is_dense in (False, True) if packed_model.can_be_dense else (False,):
             if problem is None:
                 packed = functools.partial(sample.packed, is_dense)
-                problem = compare(model, packed, sample.padded, is_scored, cuts, embeddings, unit)
+                problem = compare(model, packed, sample.padded, is_scored, cuts, embeddings, unit, of)
     return problem
 
 
@@ -123,7 +135,7 @@ class _Sample:
         packed_model: the model that is compared.
         ways: the two ways.
         batch: the rows.
-        is_packable: whether this rank can pack its rows, and some have labels.
+        is_packable: whether this rank can pack its rows, and something of them is wanted.
     """
 
     packed_model: PackedModel
@@ -132,7 +144,7 @@ class _Sample:
     is_packable: bool
 
     def padded(self, part: slice) -> torch.Tensor:
-        """Returns log-probabilities `(n, L - 1)` of some of the rows as in stock TRL."""
+        """Returns the values of some of the rows as in stock TRL, see [`TwoWays`]."""
         return self.ways.padded(self._rows(part))
 
     def packed(self, is_dense: bool, part: slice) -> torch.Tensor:
@@ -172,14 +184,17 @@ def in_two_columns(batch: Batch, image_token: int | None) -> Batch:
     """
     columns = batch.input_ids.shape[1]
     mask = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask
-    labels = batch.labels.clone()
-    labels[:, : MOVED_BY + 1] = IGNORED_LABEL  # a label needs a token in front of it
+    labels = None
+    if batch.labels is not None:
+        labels = batch.labels.clone()
+        labels[:, : MOVED_BY + 1] = IGNORED_LABEL  # a label needs a token in front of it
     is_too_short = columns < MOVED_BY + 2 or bool((mask[:, MOVED_BY:].sum(1) < 2).any())
     # An image may have a token of its own in front.
     begins_with_image = batch.has_images and bool((batch.input_ids[:, : MOVED_BY + 2] == image_token).any())
-    if is_too_short or begins_with_image or not bool((labels != IGNORED_LABEL).any()):
+    has_results = labels is None or bool((labels != IGNORED_LABEL).any())
+    if is_too_short or begins_with_image or not has_results:
         return batch
-    is_moved_B1 = torch.arange(len(labels), device=labels.device).unsqueeze(1) % 2 == 1
+    is_moved_B1 = torch.arange(len(mask), device=mask.device).unsqueeze(1) % 2 == 1
 
     def in_place(x: torch.Tensor, filling: int) -> torch.Tensor:
         kept = x[:, MOVED_BY:]
@@ -188,13 +203,13 @@ def in_two_columns(batch: Batch, image_token: int | None) -> Batch:
 
     vision = dict(batch.vision)
     for name, x in vision.items():
-        if isinstance(x, torch.Tensor) and x.shape == labels.shape:
+        if isinstance(x, torch.Tensor) and x.shape == mask.shape:
             vision[name] = in_place(x, 0)
     return replace(
         batch,
         input_ids=in_place(batch.input_ids, 0),
         attention_mask=in_place(mask, 0),
-        labels=in_place(labels, IGNORED_LABEL),
+        labels=None if labels is None else in_place(labels, IGNORED_LABEL),
         vision=vision,
     )
 

@@ -2,8 +2,8 @@
 
 A call is read ([`PackedModel.read`]), planned (`passes.py`), run forward by forward ([`PackedModel.run`]) and merged
 ([`merge`]). A forward is laid out ([`row.lay_out`]), run, scored
-([`trl_fsdp_qlora.scoring.logprobs.score_with_head`]) and scattered. Whether rows may be packed is decided elsewhere
-(`sharing.py`).
+([`trl_fsdp_qlora.scoring.logprobs.score_with_head`]) if the call has labels, and scattered. Whether rows may be packed
+is decided elsewhere (`sharing.py`).
 """
 
 from dataclasses import replace
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from ..compat.trl import FusedCausalLMOutput, FusedHead, fused_head
 from ..scoring.logprobs import score_with_head
@@ -33,6 +34,8 @@ from .row_mask import masks_of
 
 # Arguments of a forward that do not change its values.
 _NEUTRAL = {"use_cache", "return_dict"}
+# Arguments of a model that come to its backbone and mean nothing there. RewardTrainer passes the margin of its loss.
+_NEUTRAL_IN_BACKBONE = {"logits_to_keep", "num_items_in_batch", "shift_labels", "margin"}
 # A layer spends about 24 h² operations on a token (projections and MLP) and 4 h on a query-key pair.
 _PAIRS_PER_TOKEN = 6.0
 
@@ -96,7 +99,7 @@ class PackedModel:
                 to_send.update({(number, name): x for name, x in self.images.to_send(batch).items()})
         on_host = to_host(to_send)  # the host waits for the device here, once for all batches
         sequences = decode(on_host.pop("code").numpy())
-        sequences.needs_all = any(batch.router_loss for batch in batches)
+        sequences.needs_all = any(batch.router_loss or batch.labels is None for batch in batches)
         if has_images:
             sequences.image_keys_B = self._image_keys(batches, sequences, on_host)
             self.images.mark(sequences)
@@ -185,16 +188,34 @@ class PackedModel:
     # --- run, score, scatter -----------------------------------------------------------------------------------------
 
     @but_for_the_model
-    def run(self, batch: Batch, forward: Forward) -> FusedCausalLMOutput:
+    def run(self, batch: Batch, forward: Forward) -> FusedCausalLMOutput | ModelOutput:
         """Run one forward over the rows of `batch`.
 
         Returns:
-            TRL's output without its loss. `aux_loss` has the [`router_loss.router_sums`] of the rows, if a router loss
-            is needed and the model's forward returns what it is made of.
+            If the batch has labels, TRL's output without its loss. `aux_loss` has the [`router_loss.router_sums`] of
+            the rows, if a router loss is needed and the model's forward returns what it is made of.
+            If not, the backbone's output: last hidden states `(B, L, H)`, and router logits if a router loss is
+            needed, with zeros where there is no token. Its other fields are empty.
         """
         self.count_images(batch)
         packed_row = self._lay_out(batch, forward)
-        hidden_NH, sums_M2E = self._last_hidden_states(batch, forward, packed_row)
+        needs_router = forward.sequences.needs_all if batch.labels is not None else batch.router_loss
+        outputs = self._run_backbone(batch, forward, packed_row, needs_router)
+        router_logits = getattr(outputs, "router_logits", None) if needs_router else None
+        router_logits = router_logits if isinstance(router_logits, tuple) else None
+        hidden_TH = outputs.last_hidden_state.flatten(0, 1)
+        hidden_NH = hidden_TH[packed_row.result_index_N.to(hidden_TH.device)]
+        if batch.labels is None:
+            forward.record.add(packed_row)
+            results = {"last_hidden_state": packed_row.scatter(hidden_NH)}
+            if router_logits is not None:
+                of_tokens = (logits.flatten(0, -2)[packed_row.result_index_N] for logits in router_logits)
+                results["router_logits"] = tuple(packed_row.scatter(x).flatten(0, 1) for x in of_tokens)
+            return type(outputs)(**results)
+        sums_M2E = None
+        if router_logits is not None:
+            sums_M2E = router_sums(router_logits, packed_row, self._experts_per_token(), forward.batches)
+        del outputs, hidden_TH  # so that all other hidden states are freed before the head needs memory
         values = score_with_head(
             self.base,
             hidden_NH,
@@ -209,14 +230,8 @@ class PackedModel:
         return FusedCausalLMOutput(label_mask=batch.labels[:, 1:] != IGNORED_LABEL, aux_loss=sums_M2E, **values)
 
     @but_for_the_model
-    def _last_hidden_states(
-        self, batch: Batch, forward: Forward, packed_row: PackedRow
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the last hidden states `(N, H)` that predict labels, and the router sums if they are needed.
-
-        All other hidden states are freed here, before the head needs memory.
-        """
-        needs_router_loss = forward.sequences.needs_all
+    def _run_backbone(self, batch: Batch, forward: Forward, packed_row: PackedRow, needs_router: bool) -> ModelOutput:
+        """Returns the backbone's output for a packed row."""
         arguments = {"input_ids": packed_row.input_ids, "use_cache": False}
         if self.facts.takes_positions:
             arguments["position_ids"] = packed_row.position_ids
@@ -225,16 +240,12 @@ class PackedModel:
             packed_row = replace(packed_row, own_masks=own_masks)
             arguments.update(of_images)
         arguments["attention_mask"] = masks_of(packed_row, self.facts.mask_names, self.facts.is_recurrent)
-        if needs_router_loss:
+        if needs_router:
             arguments["output_router_logits"] = True
         with self.images.in_every_forward():
             outputs = self.base.base_model(**arguments)
-        sums_M2E = None
-        if needs_router_loss and isinstance(getattr(outputs, "router_logits", None), tuple):
-            sums_M2E = router_sums(outputs.router_logits, packed_row, self._experts_per_token(), forward.batches)
         forward.view.end(outputs.last_hidden_state)
-        hidden_TH = outputs.last_hidden_state.flatten(0, 1)
-        return hidden_TH[packed_row.score_index_N.to(hidden_TH.device)], sums_M2E
+        return outputs
 
     # --- router losses -----------------------------------------------------------------------------------------------
 
@@ -254,19 +265,22 @@ class PackedModel:
 
 
 @not_compiled
-def batch_of(base: PreTrainedModel, arguments: dict[str, Any], num_images: list[int] | None) -> Batch:
-    """Returns the arguments of a fused call of a model as a batch.
+def batch_of(
+    base: PreTrainedModel, arguments: dict[str, Any], num_images: list[int] | None, of_backbone: bool = False
+) -> Batch:
+    """Returns the arguments of a fused call of a model, or of a call of its backbone, as a batch.
 
     Args:
         base: the model, without wrappers.
         arguments: of the call.
         num_images: number of images of each row, if known.
+        of_backbone: whether the backbone is called, which takes no labels.
 
     Raises:
         UnpackableBatch: the meaning of an argument on a packed row is not known.
     """
     arguments = {name: x for name, x in arguments.items() if x is not None and x is not False}
-    for name in _NEUTRAL:
+    for name in _NEUTRAL | _NEUTRAL_IN_BACKBONE if of_backbone else _NEUTRAL:
         arguments.pop(name, None)
     router_loss = arguments.pop("output_router_logits", False)
     router_loss = router_loss or getattr(base.config.get_text_config(), "output_router_logits", False)
@@ -275,12 +289,23 @@ def batch_of(base: PreTrainedModel, arguments: dict[str, Any], num_images: list[
     mask = arguments.pop("attention_mask", None)
     num_items = arguments.pop("num_items_in_batch", None)
     vision = {name: arguments.pop(name) for name in Images.ARGUMENTS if name in arguments}
+    # Some models hand their config's settings on to their backbone.
+    arguments = {
+        name: x
+        for name, x in arguments.items()
+        if isinstance(x, torch.Tensor) or not hasattr(base.config, name) or getattr(base.config, name) != x
+    }
     if arguments:
         raise UnpackableBatch(f"its forward takes {sorted(arguments)}, whose meaning on a packed row is not known")
-    if input_ids is None or labels is None or labels.shape != input_ids.shape or input_ids.ndim != 2:
-        raise UnpackableBatch("it takes input_ids and labels of one shape (rows, tokens)")
-    if mask is not None and mask.shape != input_ids.shape:
-        raise UnpackableBatch(f"its attention mask has the shape {tuple(mask.shape)}")
+    if input_ids is None or input_ids.ndim != 2:
+        raise UnpackableBatch("it takes input_ids of the shape (rows, tokens)")
+    if of_backbone:
+        if labels is not None:
+            raise UnpackableBatch("its backbone takes labels, whose meaning is not known")
+    elif labels is None or labels.shape != input_ids.shape:
+        raise UnpackableBatch("it takes labels of the shape of input_ids")
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape):
+        raise UnpackableBatch(f"its attention mask has the shape {tuple(getattr(mask, 'shape', ()))}")
     return Batch(input_ids, mask, labels, vision, num_images, bool(router_loss), num_items)
 
 

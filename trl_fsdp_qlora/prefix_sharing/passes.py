@@ -63,6 +63,8 @@ class PassRules:
 class Forward:
     """One forward of the model over one packed row: the only thing that is run.
 
+    It returns the scores of the labels of its batch, or the last hidden states of all tokens if the batch has none.
+
     It is not a dataclass: FSDP2 and DDP look for tensors in dataclasses among a forward's arguments, and take these
     tensors for inputs of the forward.
 

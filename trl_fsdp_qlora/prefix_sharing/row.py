@@ -78,9 +78,10 @@ class PackedRow:
     Attributes:
         forest: the segments of the row.
         input_ids, position_ids: `(1, T)`.
-        score_index_N, targets_N, scatter_index_N: for each of the N labels the index in the row that predicts it, the
-            label, and the index of its result in the flattened `(B, L - 1)`. The first two may have filling entries
-            behind the last label.
+        result_index_N, targets_N, scatter_index_N: for each of the N results that are wanted its index in the row, its
+            label, and its index in the flattened `results`. A result belongs to the token that predicts a label; if
+            the call has no labels, to each token. The first two may have filling entries behind the last label.
+        results: the shape of the results: `(B, L - 1)`, or `(B, L)` without labels.
         shape: `(B, L)` of the padded batch.
         row_T, column_T: row and column of each token in the padded batch, on the host.
         backend: `"auto"` or the name of the attention backend to use.
@@ -93,9 +94,10 @@ class PackedRow:
     forest: Forest
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    score_index_N: torch.Tensor
-    targets_N: torch.Tensor
+    result_index_N: torch.Tensor
+    targets_N: torch.Tensor | None
     scatter_index_N: torch.Tensor
+    results: tuple[int, int]
     shape: tuple[int, int]
     row_T: np.ndarray
     column_T: np.ndarray
@@ -119,11 +121,14 @@ class PackedRow:
         return x_BL.flatten(-2)[..., to_device(source_T, x_BL.device)].unsqueeze(-2)
 
     def scatter(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Put one value per label back into `(B, L - 1)`, with zeros elsewhere; differentiable."""
-        rows, width = self.shape
-        flat = values_N.new_zeros(rows * (width - 1))
+        """Put each result, a number or a vector, into its place in the batch, with zeros elsewhere; differentiable."""
+        rows, width = self.results
         values_N = values_N[: len(self.scatter_index_N)]
-        return flat.index_copy(0, self.scatter_index_N, values_N).view(rows, width - 1)
+        if len(values_N) == rows * width:  # each place has a result, in their order
+            return values_N.unflatten(0, self.results)
+        # A new tensor may be written in place, which saves a copy of the results.
+        flat = values_N.new_zeros(rows * width, *values_N.shape[1:])
+        return flat.index_copy_(0, self.scatter_index_N, values_N).unflatten(0, self.results)
 
 
 def row_multiple(device: torch.device) -> int:
@@ -133,7 +138,7 @@ def row_multiple(device: torch.device) -> int:
 
 def lay_out(
     input_ids: torch.Tensor,
-    labels: torch.Tensor,
+    labels: torch.Tensor | None,
     sequences: Sequences,
     forest: Forest,
     *,
@@ -149,7 +154,7 @@ def lay_out(
     its last leaf, whose results are not read. A row that ends with an image, or not with a leaf, is not filled up.
 
     Args:
-        input_ids, labels: `(B, L)` of the batch.
+        input_ids, labels: `(B, L)` of the batch; without labels each token has a result.
         sequences: the batch on the host.
         forest: its segments.
         shortest: the smallest number of tokens that the row may have.
@@ -171,17 +176,25 @@ def lay_out(
         forest = forest.lengthened(filling)
         row_T, column_T, position_T = (np.pad(x, (0, filling), "edge") for x in (row_T, column_T, position_T))
 
-    scored_row, scored_token = sequences.scored_BL.nonzero()
-    target_column = scored_token + sequences.offsets_B[scored_row]
-    result = scored_row * (width - 1) + target_column - 1
-    target = scored_row * width + target_column
-    predicting = forest.index_BL[scored_row, scored_token - 1]
-    if len(target):
-        predicting, target = (np.pad(x, (0, -len(x) % multiple), "edge") for x in (predicting, target))
+    if labels is None:
+        results = (rows, width)
+        row_N, token_N = (forest.index_BL >= 0).nonzero()
+        result = row_N * width + token_N + sequences.offsets_B[row_N]
+        result_index = forest.index_BL[row_N, token_N]
+        target = result[:0]
+    else:
+        results = (rows, width - 1)
+        row_N, token_N = sequences.scored_BL.nonzero()
+        target_column = token_N + sequences.offsets_B[row_N]
+        result = row_N * (width - 1) + target_column - 1
+        result_index = forest.index_BL[row_N, token_N - 1]
+        target = row_N * width + target_column
+        if len(target):
+            result_index, target = (np.pad(x, (0, -len(x) % multiple), "edge") for x in (result_index, target))
 
-    parts = [row_T * width + column_T, position_T, predicting, target, result]
+    parts = [row_T * width + column_T, position_T, result_index, target, result]
     sent = to_device(torch.from_numpy(np.concatenate(parts).astype(np.int64)), input_ids.device)
-    source_T, position_ids_T, score_index_N, target_N, scatter_index_N = sent.split([len(part) for part in parts])
+    source_T, position_ids_T, result_index_N, target_N, scatter_index_N = sent.split([len(part) for part in parts])
     if position_ids_BL is None:
         position_ids = position_ids_T.unsqueeze(0)
     else:
@@ -190,9 +203,10 @@ def lay_out(
         forest=forest,
         input_ids=input_ids.reshape(-1)[source_T].unsqueeze(0),
         position_ids=position_ids,
-        score_index_N=score_index_N,
-        targets_N=labels.reshape(-1)[target_N],
+        result_index_N=result_index_N,
+        targets_N=None if labels is None else labels.reshape(-1)[target_N],
         scatter_index_N=scatter_index_N,
+        results=results,
         shape=(rows, width),
         row_T=row_T,
         column_T=column_T,

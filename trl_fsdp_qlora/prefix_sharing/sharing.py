@@ -1,9 +1,10 @@
 """`share_prompts(model)` computes equal beginnings of a batch's rows once.
 
-TRL's trainers score with `model(..., labels=labels, fused_lm_head=True)`. [`PromptSharing`] stands in front of that
-forward and inside the root module's forward, so DDP, FSDP2, PEFT and autocast stay as they are. It decides whether a
-call runs packed; [`packed_model.PackedModel`] reads, runs and merges it. If packed rows would not be exact, the call
-runs as in stock TRL, and one line of the log has the reason.
+TRL's trainers score with `model(..., labels=labels, fused_lm_head=True)`, or call the model for logits or classes, or
+its backbone for last hidden states. [`PromptSharing`] stands in front of the fused forward and of the backbone's, and
+inside the root module's forward, so DDP, FSDP2, PEFT and autocast stay as they are. It decides whether a call runs
+packed; [`packed_model.PackedModel`] reads, runs and merges it. If packed rows would not be exact, the call runs as in
+stock TRL, and one line of the log has the reason.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from accelerate.utils import extract_model_from_parallel
 from peft import PeftModel
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers.utils import ModelOutput
 
 from ..compat.deepspeed import is_zero3
 from ..compat.fsdp import forget_forward
@@ -34,7 +36,7 @@ from .attention.implementation import original_attention
 from .batch import Batch, Sequences, UnpackableBatch
 from .dropout import noise_reason, other_dropout
 from .facts import stamp
-from .first_pass import NOTHING_TO_COMPARE, TwoWays, difference
+from .first_pass import NOTHING_TO_COMPARE, TwoWays, difference, projections
 from .forest import sort_by_prefix
 from .images import Images
 from .packed_model import PackedModel, batch_of, but_for_the_model, merge, not_compiled
@@ -44,11 +46,15 @@ from .ranks import deciding_alone, is_sharded, reduced_over_ranks
 from .recurrent.layers import gathered_per_call
 from .row import PassRecord
 from .verdict import compares_gradients, copied_leaves, rounding_unit
+from .wrapped_backbone import WrappedBackbone, further_output, is_decoding
 from .wrapped_forward import ATTRIBUTE, WrappedForward
 
 logger = logging.getLogger(__name__)
 
 CHOICES = ("auto", "off", *BACKENDS)
+# A call for last hidden states runs packed if that leaves out at least this fraction of its padded tokens. A packed
+# row is read by the host and laid out, and its results are copied into the batch's places.
+LEAST_SAVED = 0.05
 
 
 class PrefixSharingError(UserError):
@@ -65,19 +71,21 @@ def share_prompts(
 ) -> nn.Module:
     """Compute equal beginnings of a batch's rows once.
 
-    This changes every call of `model` with `fused_lm_head=True`, by which TRL's trainers score.
+    This changes every call of `model` with `fused_lm_head=True`, and every call of `model` or of its backbone for
+    logits, classes, a loss or last hidden states, that neither reads a cache nor returns one.
 
         trainer = trl.DPOTrainer(...)
         share_prompts(trainer.model)
 
-    Such a call returns a `FusedCausalLMOutput` with the same fields as before, equal up to rounding. Every other call
-    (`generate`, a forward with logits) runs the model's own forward. Calling `share_prompts` twice changes nothing,
-    and `attention="off"` takes everything back: the forward, the head if it was added here, the attention
-    implementation, the recurrent layers' forwards and the hooks.
+    Such a call returns what it returned before, equal up to rounding at every position that the attention mask keeps.
+    Last hidden states are zero at the others. A call that asks for more (`generate`, a cache, all hidden states) runs
+    the model's own forward. Calling `share_prompts` twice changes nothing, and `attention="off"` takes everything
+    back: the forwards, the head if it was added here, the attention implementation, the recurrent layers' forwards
+    and the hooks.
 
     Args:
-        model: a causal language model as TRL's trainers hold it: with or without PEFT, before or after it was wrapped.
-            A model without TRL's fused head gets one.
+        model: a causal language model or a classifier as TRL's trainers hold it: with or without PEFT, before or after
+            it was wrapped. A language model without TRL's fused head gets one.
         attention: `"auto"`, `"off"`, or the name of an attention backend, `"cascade"` or `"two_part"`. `"auto"` packs
             rows if that is exact; otherwise the pass runs as in stock TRL, and the reason is logged once. A backend
             that is named is used, or an error is raised.
@@ -139,16 +147,17 @@ def causal_language_model(model: nn.Module) -> nn.Module:
 
 
 class PromptSharing:
-    """Stands in front of a causal language model's fused forward, see the module docstring.
+    """Stands in front of a model's fused forward and of its backbone's, see the module docstring.
 
     Attributes:
         base: the causal language model, without wrappers.
-        wrapped_forward: what lets it answer the model's fused calls.
+        wrapped_forward, wrapped_backbone: what lets it answer the model's fused calls, and the calls of its backbone.
         packed_model: the same model with layers for packed rows; `None` if it cannot have them.
         attention, compares, expects_images: see [`install_sharing`].
         reason: why passes run as in stock TRL; `None` if they run packed.
         figures: what the last call of the model computed; empty if it ran as in stock TRL.
-        checked: the kinds of passes that were compared with stock TRL's, as `(gradients, images)`.
+        checked: the kinds of passes that were compared with stock TRL's, as `(gradients, images)`; those for last
+            hidden states have `"last hidden states"` as their third part.
         is_closed: whether passes run as in stock TRL for now, see [`closed`].
         images_may_come: whether some rank's batch may have images, see [`look_for_images`].
     """
@@ -156,11 +165,12 @@ class PromptSharing:
     def __init__(self, base: nn.Module):
         self.base = base
         self.wrapped_forward = WrappedForward(base)
+        self.wrapped_backbone = WrappedBackbone(base)
         self.packed_model: PackedModel | None = None
         self.attention = "off"
         self.reason: str | None = None
         self.figures = PassRecord()
-        self.checked: set[tuple[bool, bool]] = set()
+        self.checked: set[tuple] = set()
         self.is_closed = False
         self.expects_images = False
         self.images_may_come = True
@@ -201,9 +211,11 @@ class PromptSharing:
             reason = looks_beyond_tokens(model)
             if reason is not None:
                 raise UnsupportedAttention(reason)
+            self.wrapped_backbone.put_on(self)
             self._prepare()
         except (ValueError, ImportError) as error:
             # A named backend raises. Later passes run as in stock TRL in any case, because no layer was installed.
+            self.wrapped_backbone.take_off()
             self.reason = str(error)
             self.disable(self.reason)
 
@@ -234,6 +246,7 @@ class PromptSharing:
         if vars(self.base).pop(ATTRIBUTE, None) is None:
             return
         self.wrapped_forward.take_off()
+        self.wrapped_backbone.take_off()
         if self.packed_model is not None:
             self.packed_model.remove()
             self.packed_model = None
@@ -444,6 +457,35 @@ class PromptSharing:
         return self.packed_model.with_router_loss(output) if batch.router_loss else output
 
     @but_for_the_model
+    def last_hidden_states(self, stock: Callable[..., ModelOutput], arguments: dict[str, Any]) -> ModelOutput:
+        """Returns the output of a call of the backbone, with equal beginnings computed once if that pays.
+
+        Last hidden states, and router logits if they are asked for, are those of stock wherever the attention mask
+        has a token, and zero elsewhere.
+
+        Args:
+            stock: the backbone's own forward.
+            arguments: of the call.
+        """
+        if is_decoding(arguments):
+            return stock(**arguments)
+        self.wrapped_forward.stop_watching()
+        if not self.is_active or self.is_closed:
+            return stock(**arguments)
+        start = time.perf_counter()
+        self._look_at_model()
+        batch, sequences = self._read_backbone(arguments)
+        forwards = self._plan_whole(stock, batch, sequences, of_backbone=True)
+        self.figures = PassRecord()
+        if forwards is None:
+            return stock(**arguments)
+        (forward,) = forwards
+        output = self.packed_model.run(batch, forward)
+        forward.record.seconds = time.perf_counter() - start
+        self.figures = forward.record
+        return output
+
+    @but_for_the_model
     def _as_stock(
         self, stock, arguments: dict[str, Any], num_images: list[int] | None, tokens_per_pass: int | None
     ) -> FusedCausalLMOutput:
@@ -494,13 +536,39 @@ class PromptSharing:
             return batch, None
 
     @not_compiled
-    def _plan_whole(self, stock, batch: Batch | None, sequences: Sequences | None) -> list[Forward] | None:
+    def _read_backbone(self, arguments: dict[str, Any]) -> tuple[Batch | None, Sequences | None]:
+        """Returns the batch of a call of the backbone, also as the host sees it; without the latter it runs as stock.
+
+        With a backend that was named it does so, too: its caller may ask for more than a packed row has.
+        """
+        batch = None
+        if not self.is_active:
+            return batch, None
+        try:
+            further = further_output(self.base, arguments)
+            if further is not None:
+                raise UnpackableBatch(f"its caller asks for {further}")
+            if rows_have_adapters(self.base):
+                raise UnpackableBatch("its rows have adapters of their own (adapter_names)")
+            batch = batch_of(self.base, arguments, None, of_backbone=True)
+            return batch, self.packed_model.read(batch)
+        except UnpackableBatch as error:
+            self._log_once(f"A call for hidden states or logits runs padded as in stock TRL: {error}")
+            return batch, None
+
+    @not_compiled
+    def _plan_whole(
+        self, stock, batch: Batch | None, sequences: Sequences | None, of_backbone: bool = False
+    ) -> list[Forward] | None:
         """Returns the one forward of a call; `None` if the call runs as in stock TRL."""
-        if not self._is_compared() and not self._compare_inside(stock, batch, sequences):
+        if not self._is_compared(of_backbone) and not self._compare_inside(stock, batch, sequences):
             return None
         if sequences is None:
             return None
-        return [Forward(sequences, self.packed_model.build_forest(sequences))]
+        forest = self.packed_model.build_forest(sequences)
+        if of_backbone and forest.tokens > (1 - LEAST_SAVED) * batch.input_ids.numel():
+            return None
+        return [Forward(sequences, forest)]
 
     @not_compiled
     def _plan_parts(
@@ -522,13 +590,13 @@ class PromptSharing:
 
     # --- the comparison of first passes ------------------------------------------------------------------------------
 
-    def _is_compared(self) -> bool:
+    def _is_compared(self, of_backbone: bool = False) -> bool:
         """Whether nothing is left to compare from inside the forward."""
-        if not (self.compares and self.is_active) or self.is_closed:
+        # No trainer compares calls of the backbone.
+        if not ((self.compares or of_backbone) and self.is_active) or self.is_closed:
             return True
-        gradients = torch.is_grad_enabled()
         may_have_images = self.images.token is not None and self.images.reason is None
-        return {(gradients, False), (gradients, may_have_images)} <= self.checked
+        return _kinds({torch.is_grad_enabled()}, {False, may_have_images}, of_backbone) <= self.checked
 
     def compare_with_stock(
         self,
@@ -614,16 +682,22 @@ class PromptSharing:
         cannot, with_images = reduced_over_ranks([int(sequences is None), int(has_images)], device)
         if cannot:
             return False
-        if (recorded, bool(with_images)) in self.checked:
+        of_backbone = batch.labels is None
+        if _kinds({recorded}, {bool(with_images)}, of_backbone) <= self.checked:
             return True
         if not has_images:
             # The comparison needs rows that begin alike. In a batch of pairs (all chosen, then all rejected) they are
             # not neighbours.
             order, _ = sort_by_prefix(sequences.tokens_BL, sequences.lengths_B)
             batch = batch.rows(order)
+
+        def values_of(output: FusedCausalLMOutput | ModelOutput) -> torch.Tensor:
+            return projections(output.last_hidden_state) if of_backbone else output.log_probs
+
+        way = {"use_cache": False} if of_backbone else {"fused_lm_head": True}
         ways = TwoWays(
-            padded=lambda rows: stock(fused_lm_head=True, **rows.arguments()).log_probs,
-            packed=lambda rows, planned: self.packed_model.run(rows, planned).log_probs,
+            padded=lambda rows: values_of(stock(**way, **rows.arguments())),
+            packed=lambda rows, planned: values_of(self.packed_model.run(rows, planned)),
         )
         leaves = copied_leaves(self.base) if gradients else contextlib.nullcontext()
         with torch.set_grad_enabled(gradients), leaves:
@@ -670,8 +744,14 @@ class PromptSharing:
         if problem == NOTHING_TO_COMPARE:
             return
         if problem is None:
-            self.checked.update(itertools.product({False, gradients}, {False, with_images}))
+            self.checked |= _kinds({False, gradients}, {False, with_images}, of_backbone=batch.labels is None)
         elif with_images and self.attention == "auto":  # batches without images may still run packed
             self.images.reason = problem
         else:
             self.disable(problem)
+
+
+def _kinds(gradients: set[bool], images: set[bool], of_backbone: bool) -> set[tuple]:
+    """Returns kinds of passes, see [`PromptSharing.checked`]."""
+    returned = ["last hidden states"] if of_backbone else []
+    return {(*kind, *returned) for kind in itertools.product(gradients, images)}

@@ -1,4 +1,6 @@
-"""Compare packed with padded rows before a model's first pass: log-probabilities and gradients of a few rows.
+"""Compare packed with padded rows before a model's first pass: values and gradients of a few rows.
+
+Values are log-probabilities, or [`first_pass.projections`] of hidden states, which are numbers of the same size.
 
 A difference within fixed limits is no fault. In float32 the two agree to a few units in the last place, and the limits
 decide. In half precision (or TF32) single tokens differ by hundredths of a nat, and the model decides by how much. So
@@ -46,6 +48,9 @@ NOISE_PASSES = 5
 # remains in a projection (10,000 healthy starts, docs/LOG.md).
 PROJECTION_OFF = 0.01
 PROJECTION_OVER_NOISE = 4.0
+# What is compared.
+LOG_PROBABILITY = "log-probability"
+HIDDEN_STATES = "hidden states"
 # Number of rows to compare: more in half precision, because a single token proves little. If a batch has fewer rows,
 # the effect of rounding is measured in more passes.
 ROWS_FP32 = 4
@@ -125,6 +130,7 @@ def compare(
     cuts: Cuts,
     embeddings: torch.nn.Module,
     unit: float,
+    of: str = LOG_PROBABILITY,
 ) -> str | None:
     """Returns the fault of the packed pass over a few rows, the same on every rank; `None` if there is no fault.
 
@@ -133,12 +139,13 @@ def compare(
 
     Args:
         model: the root module, wrappers included.
-        packed: returns log-probabilities `(n, C)` of some of the rows from one packed forward, or raises.
+        packed: returns values `(n, C)` of some of the rows from one packed forward, or raises.
         padded: the same from one padded forward.
-        scored_BC: `(R, C)`, the completion tokens to compare.
+        scored_BC: `(R, C)`, the tokens to compare.
         cuts: the result of [`cut_sample`].
         embeddings: the module whose output is perturbed.
         unit: the result of [`rounding_unit`].
+        of: what the values are.
     """
     device = scored_BC.device
     together = functools.partial(_together, _is_collective(model), device)
@@ -153,7 +160,7 @@ def compare(
                 packed_BC[cut.rows] = values_BC
             sums, padded_BC = together(passes.compare_with_padded, packed_BC)
             sums = _added_over_ranks(sums, device)
-            problem = verdict(sums, exact=not unit)
+            problem = verdict(sums, exact=not unit, of=of)
             if problem is None or not unit:
                 return problem
             # Beyond the fixed limits the effect of rounding decides. It takes most of the passes, and can only raise
@@ -161,7 +168,7 @@ def compare(
             rounding = together(passes.measure_rounding, packed_BC, padded_BC)
     except _PassFailed as failure:
         return str(failure)
-    return verdict(sums | _added_over_ranks(rounding, device), exact=False)
+    return verdict(sums | _added_over_ranks(rounding, device), exact=False, of=of)
 
 
 class _Passes:
@@ -306,7 +313,7 @@ def statistics(
     return {name: float(value) for name, value in sums.items()}
 
 
-def verdict(sums: dict[str, float], exact: bool) -> str | None:
+def verdict(sums: dict[str, float], exact: bool, of: str = LOG_PROBABILITY) -> str | None:
     """The fault of a packed pass; `None` if the difference is within the fixed limits, or if rounding explains it.
 
     Args:
@@ -314,9 +321,10 @@ def verdict(sums: dict[str, float], exact: bool) -> str | None:
             gradient, of its difference from the padded one, of the change of the latter by rounding
             (`gradient_noise`), of the padded one, and of the changed padded ones (`gradient_moved_1`, ...).
         exact: whether the fixed limits of float32 apply.
+        of: what the values are.
     """
     if sums["missing"]:
-        return f"{sums['missing']:.0f} log-probabilities are missing or not finite: a difference in log-probability"
+        return f"{sums['missing']:.0f} values are missing or not finite: a difference in {of}"
     mean_limit = MEAN_DIFFERENCE_FP32 if exact else MEAN_DIFFERENCE_HALF
     first_limit = MEAN_DIFFERENCE_FP32 if exact else FIRST_DIFFERENCE_HALF
     noise = 0.0
@@ -326,10 +334,7 @@ def verdict(sums: dict[str, float], exact: bool) -> str | None:
         off = sums[f"{name}off"] / count
         limit = max(least, OVER_NOISE * (1 + count**-0.5) * noise)
         if off > limit:
-            return (
-                f"{description} difference in log-probability from the padded pass is {off:.2g} nats (limit "
-                f"{limit:.2g})"
-            )
+            return f"{description} difference in {of} from the padded pass is {off:.2g} (limit {limit:.2g})"
     size = sums.get("gradient", 0.0) ** 0.5
     off = sums.get("gradient_off", 0.0) ** 0.5
     noise = sums.get("gradient_noise", 0.0) ** 0.5  # not measured yet in the first verdict

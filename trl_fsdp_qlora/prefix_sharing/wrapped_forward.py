@@ -2,6 +2,7 @@
 
 It lies inside accelerate's mixed precision and around TRL's fused head. A trainer that is made later puts a head of
 its own on the model; then ours is put on again, around that one. [`WrappedForward.take_off`] takes everything back.
+All other calls come by `wrapped_backbone.py`.
 """
 
 import functools
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 ATTRIBUTE = "prompt_sharing"
 # Where a model keeps its forward, and the one that accelerate's mixed precision has wrapped.
 _FORWARDS = ("forward", "_original_forward")
-# As many passes with gradients in another way than TRL's fused head show that a trainer does not call it.
+# As many passes with gradients that come by neither forward show that a trainer calls the model in another way.
 _OTHER_PASSES = 2
 
 
@@ -41,7 +42,7 @@ class WrappedForward:
         # The forward that was put on the model, and what the model had in its place.
         self._own_forward: Callable | None = None
         self._before: dict[str, Callable] = {}
-        # The hook that puts the forward on again, and the one that counts passes without a fused head.
+        # The hook that puts the forward on again, and the one that counts passes that do not come to prompt sharing.
         self._of_later_heads = None
         self._watch = None
         self._other_passes = 0
@@ -52,13 +53,20 @@ class WrappedForward:
         Args:
             temperature, outputs: of the head that a model without TRL's gets, see [`sharing.share_prompts`].
         """
+        if not isinstance(self.base, PreTrainedModel):
+            return
+        if self._watch is None:
+            self._watch = self.base.get_decoder().register_forward_pre_hook(self._count_other_passes)
         before = {name: vars(self.base)[name] for name in _FORWARDS if name in vars(self.base)}
+        # The forward of all other calls, if the head is ours: TRL's would call this model's also in a copy of it.
+        below = None
         if head_of(self.base) is None:
-            if not isinstance(self.base, PreTrainedModel):
+            if self.base.get_output_embeddings() is None:  # a classifier; its backbone is wrapped
                 return
             # Accelerate's mixed precision has to stay outside, so that the head runs in mixed precision, too.
             if "_original_forward" in before:
                 self.base.forward = before["_original_forward"]
+            below = self.base.forward
             add_fused_lm_head(self.base, temperature=temperature, outputs=outputs)
             if "_original_forward" in before:
                 self.base._original_forward = self.base.forward
@@ -67,11 +75,9 @@ class WrappedForward:
         wrapped = vars(self.base).get("_original_forward")
         if self._own_forward is not None and self._own_forward in (forward, wrapped):
             return
-        if self._watch is None:
-            self._watch = self.base.base_model.register_forward_pre_hook(self._count_other_passes)
         self._before = before
         inner = forward if wrapped is None else wrapped
-        self._own_forward = types.MethodType(_with_sharing(self.base, inner), self.base)
+        self._own_forward = types.MethodType(_with_sharing(self.base, inner, below or inner), self.base)
         if wrapped is None:
             self.base.forward = self._own_forward
             return
@@ -105,21 +111,20 @@ class WrappedForward:
         self.put_on(1.0, ())
 
     @not_compiled
-    def _count_other_passes(self, backbone: nn.Module, _) -> None:
-        """Log a line if several passes with gradients have come without TRL's fused head, and none with it."""
-        if not (torch.is_grad_enabled() and backbone.training):
+    def _count_other_passes(self, decoder: nn.Module, _) -> None:
+        """Log a line if several passes with gradients have not come to prompt sharing, and none has."""
+        if not (torch.is_grad_enabled() and decoder.training and vars(self.base)[ATTRIBUTE].is_active):
             return
         self._other_passes += 1
         if self._other_passes == _OTHER_PASSES:
             logger.warning(
-                f"share_prompts has no effect so far: {_OTHER_PASSES} passes with gradients came, and none with "
-                "fused_lm_head=True. Trainers that do not call the model with it run as in stock TRL "
-                "(docs/share_prompts.md names them)."
+                f"share_prompts has no effect so far: {_OTHER_PASSES} passes with gradients came, and none by the "
+                "forward of the model or of its backbone. They run as in stock TRL (docs/share_prompts.md)."
             )
 
     @not_compiled
     def stop_watching(self) -> None:
-        """Count other passes no more, because a fused call has come."""
+        """Count other passes no more, because a call has come to prompt sharing."""
         if self._watch is not None:
             self._watch.remove()
 
@@ -130,8 +135,15 @@ def _in_mixed_precision(forward: types.MethodType) -> types.MethodType:
     return types.MethodType(convert_outputs_to_fp32(in_autocast), forward.__self__)
 
 
-def _with_sharing(base: PreTrainedModel, stock: Callable) -> Callable:
-    """Returns a forward that lets [`sharing.PromptSharing`] answer fused calls, and `stock` all other calls.
+def _of_any_copy(forward: Callable) -> Callable:
+    """Returns the function of a bound method, because a copy of a model has to call the copy's forward."""
+    return getattr(forward, "__func__", None) or (lambda self, *args, **kwargs: forward(*args, **kwargs))
+
+
+def _with_sharing(base: PreTrainedModel, stock: Callable, below: Callable) -> Callable:
+    """Returns a forward that lets [`sharing.PromptSharing`] answer fused calls, and `below` all other calls.
+
+    `stock` is TRL's fused forward, and `below` the same or the one that it wraps.
 
     Next to the model's own arguments a fused call may have
 
@@ -140,8 +152,7 @@ def _with_sharing(base: PreTrainedModel, stock: Callable) -> Callable:
     - `as_stock`: run `stock`.
     """
     names = list(inspect.signature(type(base).forward).parameters)[1:]
-    # The function and not the bound method: a copy of the model has to call the copy's forward, not the original's.
-    function = getattr(stock, "__func__", None) or (lambda self, *args, **kwargs: stock(*args, **kwargs))
+    function, function_below = map(_of_any_copy, (stock, below))
 
     # `wraps` keeps the signature: `generate` validates its arguments against it.
     @functools.wraps(type(base).forward)
@@ -150,17 +161,20 @@ def _with_sharing(base: PreTrainedModel, stock: Callable) -> Callable:
         if sharing is None:  # it was removed, but a later wrapper still calls this forward
             return function(self, *args, **kwargs)
         if not kwargs.pop("fused_lm_head", False):
-            return function(self, *args, **kwargs)
+            return function_below(self, *args, **kwargs)
         arguments = dict(zip(names, args, strict=False)) | kwargs
+        # TRL's head passes the argument on to the backbone, which runs as in stock TRL, too.
+        of_backbone = {"as_stock": True} if sharing.wrapped_backbone.is_on else {}
+        stock = functools.partial(function, self, **of_backbone)
         if arguments.pop("as_stock", False):
-            return function(self, fused_lm_head=True, **arguments)
+            return stock(fused_lm_head=True, **arguments)
         sharing.wrapped_forward.stop_watching()
         num_images = arguments.pop("num_images", None)
         planned = arguments.pop("forward", None)
         if planned is not None:
             return sharing.run_planned(planned, arguments, num_images)
         tokens_per_pass = arguments.pop("tokens_per_pass", None)
-        return sharing.score(functools.partial(function, self), arguments, num_images, tokens_per_pass)
+        return sharing.score(stock, arguments, num_images, tokens_per_pass)
 
     forward.stock_forward = stock
     return forward

@@ -1,0 +1,353 @@
+"""Calls without TRL's fused head: for logits, a loss, classes, or the backbone's last hidden states."""
+
+import copy
+import logging
+
+import pytest
+import torch
+import transformers as tf
+from peft import PrefixTuningConfig, get_peft_model
+
+from tests.tiny import lora
+from trl_fsdp_qlora import share_prompts
+from trl_fsdp_qlora.prefix_sharing import packed_model, row
+from trl_fsdp_qlora.prefix_sharing.attention import cascade
+from trl_fsdp_qlora.prefix_sharing.sharing import causal_language_model
+
+from .helpers import (
+    COUNTING,
+    assert_equal_gradients,
+    build,
+    counting_padded_forwards,
+    gradients,
+    small,
+    with_stock_head,
+)
+from .test_sharing import FAMILIES, FAST, SLOW, awkward, groups, make_batch, padded, random_tokens
+
+NO_CACHE = {"use_cache": False}
+
+
+def without_labels(batch) -> dict[str, torch.Tensor]:
+    return {name: x for name, x in batch.items() if name != "labels"}
+
+
+def weighted(x: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
+    """A sum of all entries of `(B, L, ...)` with random weights, which are zero where there is no token."""
+    weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    return (x * weight * mask_BL.reshape(*mask_BL.shape, *[1] * (x.ndim - 2))).sum()
+
+
+def assert_same(model, run, is_packed=True):
+    """`run(model)` returns what it returns in stock TRL, gradients too: tensors, and a number to run backward from."""
+    base = causal_language_model(model)
+    with base.prompt_sharing.closed():
+        stock, loss = run(model)
+        loss.backward()
+    reference = gradients(model)
+    ours, loss = run(model)
+    loss.backward()
+    sharing = base.prompt_sharing
+    assert sharing.is_active and (sharing.figures.tokens > 0) == is_packed, sharing.describe()
+    for mine, theirs in zip(ours, stock, strict=True):
+        # Rounding of float32 behind two layers with large weights, in sums of other shapes.
+        torch.testing.assert_close(mine, theirs, atol=3e-5, rtol=1e-5)
+    assert_equal_gradients(gradients(model), reference, tolerance=2e-5)
+    return sharing.figures
+
+
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in SLOW)])
+def test_logits_and_hidden_states_equal_stock(name):
+    for make_rows in (groups, awkward):
+        for side in ("right", "left", "mixed"):
+            model = share_prompts(build(FAMILIES[name]).train())
+            # To some models rows in other columns are other rows, so there may be nothing to save.
+            batch = make_batch(make_rows, "right" if name in COUNTING else side)
+            mask_BL = batch["attention_mask"].bool()
+
+            def logits(model, batch=batch, mask_BL=mask_BL):
+                values = model(**without_labels(batch), **NO_CACHE).logits
+                return [values[mask_BL]], weighted(values, mask_BL)
+
+            def hidden(model, batch=batch, mask_BL=mask_BL):
+                values = model.base_model(**without_labels(batch), **NO_CACHE).last_hidden_state
+                return [values[mask_BL]], weighted(values, mask_BL)
+
+            figures = assert_same(model, hidden)
+            if name != "opt":  # its forward calls the decoder inside of its backbone
+                assert_same(model, logits)
+            assert make_rows is awkward or len(figures.levels) >= 2
+            assert model.prompt_sharing.checked == {(g, False, "last hidden states") for g in (False, True)}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_rows_filled_up_to_a_multiple_equal_stock(name, monkeypatch):
+    monkeypatch.setattr(row, "row_multiple", lambda device: 64)
+    model = share_prompts(build(FAMILIES[name]).train())
+    batch = make_batch(groups, "mixed")
+    mask_BL = batch["attention_mask"].bool()
+
+    def run(model):
+        values = model(**without_labels(batch)).logits
+        return [values[mask_BL]], weighted(values, mask_BL)
+
+    assert assert_same(model, run).tokens % 64 == 0
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_the_models_own_loss_and_logits_to_keep(adapter):
+    """The head is the model's own, so its loss is; only the positions that are kept are projected."""
+    model = build("gemma2").train()
+    model = share_prompts(get_peft_model(model, lora()) if adapter else model)
+    batch = make_batch(groups, "left")
+
+    def own_loss(model):
+        output = model(**batch)
+        return [output.loss], output.loss
+
+    def kept(model):
+        values = model(**without_labels(batch), logits_to_keep=5).logits
+        assert values.shape[1] == 5
+        return [values], weighted(values, batch["attention_mask"][:, -5:])
+
+    def kept_in_the_backbone(model):
+        """As TRL's DistillationTrainer calls it, which keeps all positions."""
+        values = causal_language_model(model).base_model(**without_labels(batch), **NO_CACHE, logits_to_keep=5)
+        values = values.last_hidden_state
+        mask_BL = batch["attention_mask"].bool()
+        return [values[mask_BL]], weighted(values, mask_BL)
+
+    for run in (own_loss, kept, kept_in_the_backbone):
+        assert_same(model, run)
+
+
+def test_no_position_without_a_token_has_a_value():
+    model = share_prompts(build("qwen3").train())
+    batch = without_labels(make_batch(groups, "mixed"))
+    hidden = model.base_model(**batch).last_hidden_state
+    is_token = batch["attention_mask"].bool()
+    assert not hidden[~is_token].any() and hidden[is_token].any(-1).all()
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma3Text", "GptOss"])
+def test_a_classifier(family):
+    """RewardTrainer's model: a class for each row, from its last token that is no padding."""
+    draw = torch.Generator().manual_seed(0)
+    batch = without_labels(padded(groups(draw), "right", draw))
+    batch["input_ids"].masked_fill_(batch["attention_mask"] == 0, 0)  # where the classifier looks for padding
+    config = build({"Qwen3": "qwen3", "Gemma3Text": "gemma3", "GptOss": "gpt_oss"}[family]).config
+    config.num_labels = 1
+    config.pad_token_id = 0
+    torch.manual_seed(0)
+    model = share_prompts(getattr(tf, f"{family}ForSequenceClassification")(config).train())
+
+    def run(model):
+        values = model(**batch, **NO_CACHE).logits
+        return [values], values.pow(2).sum()
+
+    figures = assert_same(model, run)
+    assert figures.tokens < 0.4 * figures.padded_tokens
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_the_routers_loss(family):
+    """CPO and ORPO ask for it; transformers computes it from the router logits of every token."""
+    model = build(family).train()
+    model.config.router_aux_loss_coef = 0.5
+    share_prompts(model)
+    batch = make_batch(awkward, "mixed")
+
+    def run(model):
+        output = model(**batch, output_router_logits=True)
+        return [output.loss, output.aux_loss], output.loss
+
+    assert_same(model, run)
+
+
+def test_the_fused_call_in_stocks_way_is_packed_nowhere():
+    """TRL's fused head calls the backbone itself."""
+    model = share_prompts(with_stock_head(build("llama")).train())
+    batch = make_batch()
+    wanted = with_stock_head(build("llama"))(**batch, fused_lm_head=True).log_probs
+    assert torch.equal(model(**batch, fused_lm_head=True, as_stock=True).log_probs, wanted)
+    batch["attention_mask"][0, 1] = 0  # a hole, so the batch cannot be packed
+    with counting_padded_forwards(model) as calls:
+        model(**batch, fused_lm_head=True)
+    assert len(calls) == 1 and not model.prompt_sharing.checked
+
+
+def of_generation():
+    return {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_generation_is_the_models_own(use_cache, caplog):
+    model, plain = (build("qwen3_5") for _ in range(2))
+    share_prompts(model)
+    batch = without_labels(make_batch(side="left"))
+    model.train()
+    ours = model.generate(**batch, **of_generation(), use_cache=use_cache)
+    assert torch.equal(ours, plain.generate(**batch, **of_generation(), use_cache=use_cache))
+    assert not model.prompt_sharing.checked and "stock TRL" not in caplog.text
+
+
+REFUSED = {
+    "all hidden states": ({"output_hidden_states": True}, "output_hidden_states"),
+    "attentions": ({"output_attentions": True}, "output_attentions"),
+    "a cache": ({"use_cache": True}, "use_cache=True"),
+    "a tuple": ({"return_dict": False}, "return_dict=False"),
+    "positions": ({"position_ids": torch.arange(29).expand(9, -1)}, "position_ids"),
+    "a mask of pairs": ({"attention_mask": torch.ones(9, 1, 29, 29, dtype=torch.bool)}, "attention mask"),
+    "lengths": ({"cu_seq_lens_q": torch.tensor([0, 29])}, "cu_seq_lens_q"),
+    "holes": ({"attention_mask": torch.ones(9, 29).long().index_fill(1, torch.tensor([3]), 0)}, "holes"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_call_that_asks_for_more_is_the_models_own(kind, caplog):
+    changes, reason = REFUSED[kind]
+    model, plain = (build("llama").train() for _ in range(2))
+    model.set_attn_implementation("eager")
+    plain.set_attn_implementation("eager")
+    share_prompts(model)
+    batch = without_labels(make_batch()) | changes
+    for _ in range(2):
+        # A model makes its own tuple.
+        ours, wanted = ((one.base_model if kind == "a tuple" else one)(**batch)[0] for one in (model, plain))
+        assert torch.equal(ours, wanted)
+    lines = [record.getMessage() for record in caplog.records if "stock TRL" in record.getMessage()]
+    assert len(lines) == 1 and reason in lines[0] and not model.prompt_sharing.figures.tokens
+
+
+def test_embeddings_of_the_callers_own_are_the_models_own(caplog):
+    model, plain = (build("llama").train() for _ in range(2))
+    share_prompts(model)
+    embeddings = plain.get_input_embeddings()(make_batch()["input_ids"]).detach()
+    assert torch.equal(model(inputs_embeds=embeddings).logits, plain(inputs_embeds=embeddings).logits)
+    assert "input_ids" in caplog.text or "inputs_embeds" in caplog.text
+
+
+def test_a_cache_that_a_call_returns_by_default_is_returned(caplog):
+    """Outside of training somebody may decode with it; a trainer sets `config.use_cache=False` on its model."""
+    batch = without_labels(make_batch(side="left"))
+    model = share_prompts(build("llama"))
+    with torch.no_grad():
+        output = model(**batch)
+    assert getattr(output, "cache", None) is not None or output.past_key_values is not None
+    assert "config.use_cache=False" in caplog.text and not model.prompt_sharing.figures.tokens
+    model.config.use_cache = False
+    with torch.no_grad():
+        packed = model(**batch)
+    is_token = batch["attention_mask"].bool()
+    torch.testing.assert_close(packed.logits[is_token], output.logits[is_token], atol=3e-5, rtol=1e-5)
+    assert model.prompt_sharing.figures.tokens
+
+
+def test_models_that_cannot_be_packed_say_why(caplog):
+    batch = without_labels(make_batch())
+    encoder = small("Bert", "ForSequenceClassification", is_decoder=False)
+    model = share_prompts(build(encoder).train())
+    plain = build(encoder).train()
+    assert torch.equal(model(**batch).logits, plain(**batch).logits)
+    assert "stock TRL" in caplog.text
+    caplog.clear()
+    prompt = PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    share_prompts(get_peft_model(build("llama"), prompt))
+    assert "puts tokens or states of its own in front of every row" in caplog.text
+
+
+def test_rows_without_anything_in_common_run_as_stock(monkeypatch):
+    """Nothing is saved, so nothing is packed; and the host waits for the device once."""
+    waits = []
+    to_host = packed_model.to_host
+    monkeypatch.setattr(packed_model, "to_host", lambda tensors: waits.append(1) or to_host(tensors))
+    model, plain = (build("llama").train() for _ in range(2))
+    share_prompts(model)
+    ids = torch.arange(3, 3 + 40).view(4, 10)
+    model(input_ids=ids)  # compared
+    waits.clear()
+    assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+    assert len(waits) == 1 and not model.prompt_sharing.figures.tokens
+    ids = ids[:1].expand(4, -1).contiguous()
+    model(input_ids=ids)
+    assert len(waits) == 2 and model.prompt_sharing.figures.tokens == 10
+
+
+def test_a_difference_lets_calls_run_as_stock(monkeypatch):
+    monkeypatch.setattr(cascade, "merge", lambda out, lse, ancestor_out, ancestor_lse: out)  # ancestors are not seen
+    model, plain = (build("llama").train() for _ in range(2))
+    share_prompts(model)
+    batch = without_labels(make_batch())
+    assert torch.equal(model(**batch).logits, plain(**batch).logits)
+    assert "difference in hidden states" in model.prompt_sharing.describe()
+
+
+def test_a_difference_in_gradients_alone_is_seen(monkeypatch):
+    scatter = row.PackedRow.scatter
+
+    def scaled(self, values_N):
+        result = scatter(self, values_N)
+        return result.detach() + 1.1 * (result - result.detach()) if values_N.ndim == 2 else result
+
+    monkeypatch.setattr(row.PackedRow, "scatter", scaled)
+    model = share_prompts(build("llama").train())
+    model(**without_labels(make_batch()))
+    assert "gradients differ" in model.prompt_sharing.describe()
+
+
+def test_a_copy_calls_itself():
+    """SDPO's teacher is a copy of its student."""
+    model = share_prompts(build("llama").train())
+    batch = without_labels(make_batch())
+    before = model(**batch).logits
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.mul_(1.05)
+    ours = copied(**batch).logits
+    assert copied.prompt_sharing.figures.tokens and copied.prompt_sharing is not model.prompt_sharing
+    share_prompts(copied, attention="off")
+    is_token = batch["attention_mask"].bool()
+    torch.testing.assert_close(ours[is_token], copied(**batch).logits[is_token], atol=3e-5, rtol=1e-5)
+    assert (ours - before).abs().max() > 1e-3
+    assert torch.equal(model(**batch).logits, before)
+
+
+def test_off_gives_the_backbone_its_forward_back():
+    model = build("llama").train()
+    share_prompts(model)
+    assert "forward" in vars(model.base_model)
+    share_prompts(model, attention="off")
+    assert "forward" not in vars(model.base_model) and not hasattr(model.base_model, "prompt_sharing")
+    wrapped = lambda *args, **kwargs: type(model.base_model).forward(model.base_model, *args, **kwargs)  # noqa: E731
+    model.base_model.forward = wrapped
+    share_prompts(model)
+    model(input_ids=torch.arange(3, 13).expand(4, -1))
+    assert model.prompt_sharing.figures.tokens
+    share_prompts(model, attention="off")
+    assert model.base_model.forward is wrapped
+
+
+@pytest.mark.parametrize("name", ["opt", "gemma3 (images)"])
+def test_a_trainer_whose_passes_come_another_way_is_named_in_a_line(name, caplog):
+    """It calls the decoder inside of a model's backbone, as OPT's own forward does."""
+    caplog.set_level(logging.WARNING)
+    ids = random_tokens(16, torch.Generator().manual_seed(0)).view(2, 8)
+
+    def lines():
+        return [record.getMessage() for record in caplog.records if "no effect so far" in record.getMessage()]
+
+    model = share_prompts(build(FAMILIES[name])).train()
+    call = model if name == "opt" else model.get_decoder()
+    with torch.no_grad():
+        for _ in range(5):
+            call(input_ids=ids, attention_mask=torch.ones_like(ids))
+    assert not lines()
+    for _ in range(5):
+        call(input_ids=ids, attention_mask=torch.ones_like(ids))
+    assert len(lines()) == 1
+    caplog.clear()
+    model = share_prompts(build(FAMILIES[name])).train()
+    for _ in range(5):
+        model.base_model(input_ids=ids)
+    assert not lines()

@@ -1,0 +1,130 @@
+"""`WrappedBackbone`: the forward by which all calls but the fused ones come to prompt sharing.
+
+A model's own forward calls its backbone for last hidden states, and makes logits, classes or a loss of them. So a
+forward in front of the backbone serves whoever calls the model for logits, a classifier, or the backbone itself. The
+tokens and the layers are computed once; the head computes what it computes in stock TRL: all positions, or those of
+`logits_to_keep`.
+"""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .row_mask import RowMask
+from .wrapped_forward import ATTRIBUTE
+
+# Outputs of a backbone that have no counterpart on a packed row, by the arguments that ask for them.
+_FURTHER_OUTPUTS = ("output_hidden_states", "output_attentions")
+
+
+class WrappedBackbone:
+    """Puts a forward of ours on the backbone of a model, and takes it off.
+
+    Args:
+        base: the model, without wrappers.
+    """
+
+    def __init__(self, base: nn.Module):
+        self.base = base
+        # The forward that was put on the backbone, and the one that the backbone had in its place, if any.
+        self._own_forward: Callable | None = None
+        self._before: Callable | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether calls of the backbone come to prompt sharing."""
+        return self._own_forward is not None
+
+    def put_on(self, sharing: Any) -> None:
+        """Let calls of the backbone come to `sharing`, unless they do already, or the model has no backbone."""
+        backbone = getattr(self.base, "base_model", self.base)
+        if self.is_on or backbone is self.base or not isinstance(backbone, PreTrainedModel):
+            return
+        self._before = vars(backbone).get("forward")
+        self._own_forward = types.MethodType(_with_sharing(type(backbone), self._before), backbone)
+        backbone.forward = self._own_forward
+        setattr(backbone, ATTRIBUTE, sharing)
+
+    def take_off(self) -> None:
+        """Give the backbone the forward back that it had before. A wrapper that was put on later stays."""
+        if not self.is_on:
+            return
+        backbone = self._own_forward.__self__
+        vars(backbone).pop(ATTRIBUTE, None)
+        if vars(backbone).get("forward") == self._own_forward:
+            del backbone.forward
+            if self._before is not None:
+                backbone.forward = self._before
+        self._own_forward = None
+
+
+def _with_sharing(cls: type[PreTrainedModel], before: Callable | None) -> Callable:
+    """Returns a forward that lets [`sharing.PromptSharing`] answer calls of a backbone of class `cls`.
+
+    Args:
+        cls: class of the backbone.
+        before: the forward that lay on the backbone itself.
+    """
+    names = list(inspect.signature(cls.forward).parameters)[1:]
+
+    def stock(self, *args, **kwargs):
+        if before is None:
+            return type(self).forward(self, *args, **kwargs)
+        # The function and not the bound method: a copy of the model has to call the copy's forward.
+        function = getattr(before, "__func__", None)
+        return before(*args, **kwargs) if function is None else function(self, *args, **kwargs)
+
+    @functools.wraps(cls.forward)
+    def forward(self, *args, **kwargs):
+        sharing = vars(self).get(ATTRIBUTE)
+        as_stock = kwargs.pop("as_stock", False)
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        if sharing is None or as_stock or _is_packed(arguments.get("attention_mask")):
+            return stock(self, *args, **kwargs)
+        return sharing.last_hidden_states(functools.partial(stock, self), arguments)
+
+    return forward
+
+
+def _is_packed(mask: Any) -> bool:
+    """Whether the attention mask of a call carries a packed row, see `row_mask.py`."""
+    masks = mask.values() if isinstance(mask, dict) else (mask,)
+    return any(isinstance(mask, RowMask) for mask in masks)
+
+
+def is_decoding(arguments: dict[str, Any]) -> bool:
+    """Whether a call of a backbone is a step of generation, with a cache or without one."""
+    has_cache = any(arguments.get(name) is not None for name in ("cache", "past_key_values"))
+    has_positions = arguments.get("position_ids") is not None
+    return has_cache or (not torch.is_grad_enabled() and (bool(arguments.get("use_cache")) or has_positions))
+
+
+def further_output(base: PreTrainedModel, arguments: dict[str, Any]) -> str | None:
+    """Returns what a call of a backbone asks for besides last hidden states and router logits; `None` for nothing.
+
+    Args:
+        base: the model, without wrappers.
+        arguments: of the call.
+    """
+    config = base.config
+    for name in _FURTHER_OUTPUTS:
+        asked = arguments.get(name)
+        if getattr(config, name, False) if asked is None else asked:
+            return name
+    return_dict = arguments.get("return_dict")
+    if (getattr(config, "return_dict", True) if return_dict is None else return_dict) is False:
+        return "return_dict=False"
+    use_cache = arguments.get("use_cache")
+    if use_cache is None and not (torch.is_grad_enabled() and base.training):
+        # In a step of training nobody decodes, so the cache that models return by default is not missed there.
+        text = config.get_text_config(decoder=True)
+        use_cache = getattr(config, "use_cache", getattr(text, "use_cache", True))
+        if use_cache is not False:
+            return "a cache, by default (config.use_cache=False avoids that)"
+    return "use_cache=True" if use_cache else None
