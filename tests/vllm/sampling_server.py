@@ -28,6 +28,7 @@ class Draw:
 
     adapter: str
     prompts: list[list[int]]
+    n: int
     began: float
     ended: float | None = None
     status: str = "running"  # then "answered", "disconnected" or "failed"
@@ -86,7 +87,7 @@ class SamplingServer:
                     self.answer(404, {"detail": f"no such adapter: {error}"})
 
             def complete(self, content):
-                draw = Draw(content["model"], content["prompt"], time.perf_counter())
+                draw = Draw(content["model"], content["prompt"], content["n"], time.perf_counter())
                 held = len(server.draws) >= server.holds_from
                 server.draws.append(draw)
                 while (held and not server.fails) or time.perf_counter() < draw.began + server.seconds:
