@@ -154,6 +154,16 @@ def test_no_length_is_found_beyond_the_models_positions(positions, longest, monk
     assert largest(plan, "max_length", 16) == paired.get(positions, longest)  # it contains the prompt
 
 
+def test_no_more_completions_are_tried_than_a_step_can_have(tmp_path, monkeypatch):
+    """With vLLM and micro-batches of a row, nothing grows with the group."""
+    plan = make_plan(settings(folder(tmp_path, num_hidden_layers=2), gradient_accumulation_steps=16), hardware=CARD)
+    fits = SimpleNamespace(settings=plan.settings, config=plan.config, step=plan.step, peak=0, capacity=1, fits=True)
+    monkeypatch.setattr(module, "changed", lambda plan, **values: fits)
+    assert largest(plan, "per_device_train_batch_size", 4) == 8192 // 16
+    # Eight rows in each of sixteen micro-batches are 32 groups of four.
+    assert module.most_that_fits(plan)[module.HERE]["num_generations"] == 8192 // 32
+
+
 @pytest.mark.slow  # some thirty plans
 @pytest.mark.exhaustive
 def test_what_is_found_to_fit_fits_and_the_next_larger_does_not(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The passes of an optimizer step in numbers, against prompt sharing's own plan of the same batches."""
+"""The passes of an optimizer step of full length, against prompt sharing's plan of batches of tokens."""
 
 import random
 
@@ -8,9 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.planning.models import config, folder, settings
 from trl_fsdp_qlora.planning.settings import Launch
-from trl_fsdp_qlora.planning.steps import plan_step
+from trl_fsdp_qlora.planning.steps import Pass, held_tokens, passes_like, plan_step
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
-from trl_fsdp_qlora.prefix_sharing.passes import build_pass_forest
 from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
 
 
@@ -50,32 +49,36 @@ CASES = [
 
 @pytest.mark.parametrize("kind", ["single", "zero2"])
 @pytest.mark.parametrize("fields", CASES, ids=str)
-def test_passes_trunks_and_tokens_are_those_of_the_door(tmp_path, sharing, fields, kind):
+def test_a_step_is_planned_as_the_trainer_plans_batches_of_tokens(tmp_path, sharing, fields, kind):
+    """Numbers that stand for tokens have the passes that a model's own batches have."""
     run = settings(folder(tmp_path), Launch(kind, use_cpu=True), **fields)
     torch.manual_seed(0)
-    batches = batches_of(run)
     step = plan_step(run)
-    trainer = sharing.plan_step(batches, run.tokens_per_pass, one_by_one=kind == "zero2")
-    if trainer is None:
+    plan = sharing.plan_step(batches_of(run), run.tokens_per_pass, one_by_one=kind == "zero2")
+    if plan is None:
         assert not step.is_shared
         return
-    forwards = trainer.forwards
-    assert (step.batches_per_pass, step.passes_per_batch) == (trainer.batches_per_pass, trainer.passes_per_batch)
-    assert (step.passes, step.trunks) == (len(forwards.rows_of_pass), int(forwards.trunks.sum()))
-    assert step.values == (0 if trainer.values is None else trainer.values.count)
-    of_passes = [
-        build_pass_forest(forwards.sequences, forwards.kept, rows, forwards.rules).of_pass()[0].tokens
-        for rows in forwards.rows_of_pass
-    ]
-    of_trunks = [node.depth - (forwards.kept[node.parent].depth if node.parent >= 0 else 0) for node in forwards.kept]
-    assert step.computed == sum(of_passes) + sum(of_trunks)
-    alive = [
-        sum(tokens for tokens, node in zip(of_trunks, forwards.kept, strict=True) if node.first <= number <= node.last)
-        for number in range(step.passes)
-    ]
-    held = [a + b for a, b in zip(of_passes, alive, strict=True)]
-    assert step.longest.tokens + step.longest.trunk == max(held)
-    assert (step.longest.tokens, step.longest.trunk) in zip(of_passes, alive, strict=True)
+    assert (step.batches_per_pass, step.passes_per_batch) == (plan.batches_per_pass, plan.passes_per_batch)
+    forwards = [list(plan.forwards.of_pass(number)) for number in range(step.passes)]
+    assert step.trunks == sum(map(len, forwards)) - step.passes
+    assert step.values == (step.passes + step.trunks if step.passes_per_batch > 1 else 0)
+    assert step.computed == sum(forward.forest.tokens for of_pass in forwards for forward in of_pass)
+    held = [int(of_pass[-1].forest.lengths.sum()) for of_pass in forwards]
+    assert held_tokens(step.longest) == max(held)
+
+
+# Rows, trunks, prompts that a pass has for itself, tokens of a prompt: trunks of 9 tokens pay in nine passes.
+@pytest.mark.parametrize("rows, shared, own, prompt", [(3, 1, 0, 200), (3, 1, 2, 200), (4, 2, 0, 10), (7, 2, 3, 70)])
+def test_passes_like_the_longest_one_have_its_size(rows, shared, own, prompt):
+    size = Pass(rows * 19 + shared + own * prompt, rows, shared * (prompt - 1), shared)
+    schedule = passes_like(size, completion=20)
+    last = len(schedule.rows_of_pass) - 1
+    for number in (0, last):
+        *trunks, forward = schedule.of_pass(number)
+        assert [trunk.forest.tokens for trunk in trunks] == ([] if number else [size.trunk])
+        read = forward.forest.lengths[forward.forest.computed :]
+        assert Pass(forward.forest.tokens, len(forward.rows), int(read.sum()), len(read)) == size
+        assert len(forward.view.ending) == (shared if number == last else 0)
 
 
 def test_a_step_without_a_look_ahead_computes_prompts_per_micro_batch(tmp_path):

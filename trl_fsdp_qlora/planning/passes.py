@@ -6,7 +6,6 @@ two layers. Gradients exist from the start, because earlier micro-batches left t
 is read; the number of tokens is that of the run.
 """
 
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,14 +14,14 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..prefix_sharing.facts import keeps_keys, layer_types
-from ..prefix_sharing.prefix_cache import CacheView, PrefixCache
+from ..prefix_sharing.passes import Forward
 from ..prefix_sharing.recurrent.kinds import goes_on_from_a_state, recurrent_layers, state_bytes
 from ..prefix_sharing.verdict import ROWS_HALF
 from ..scoring.logprobs import VOCABULARY_TILE, choose_head_kernel
 from . import fake_ops
 from .model import build, causal_model
 from .settings import Settings
-from .steps import Pass, Step
+from .steps import Pass, Step, passes_like
 
 
 class Shape(NamedTuple):
@@ -212,7 +211,7 @@ def measure_of(settings: Settings, config: PretrainedConfig, step: Step, on_gpu:
 def measure_step(
     settings: Settings, config: PretrainedConfig, longest: Pass, on_gpu: bool, is_cut: bool = False
 ) -> int:
-    """Peak bytes that an optimizer step adds if its passes share trunks, measured on a group's last two passes.
+    """Peak bytes that an optimizer step adds if its passes share trunks, measured on its first and its last pass.
 
     Args:
         longest: the pass that holds most; both passes are as long as this one.
@@ -246,17 +245,17 @@ def _run_step(settings: Settings, config, layers, longest: Pass, on_gpu: bool, i
     """Run a step of a model of few layers.
 
     Returns:
-        Three peaks in bytes: of the trunk and a pass that is not its last one, of the last pass, and of the trunk's
-        backward.
+        Three peaks in bytes: of the trunk and its first pass, of its last pass, and of the trunk's backward.
     """
     from ..compat.memory import PeakTracker
 
     model, mode = _few_layers(settings, config, layers)
     causal = causal_model(model)
+    layer_kinds = layer_types(causal.config.get_text_config())
+    # Fake layers keep no states, so the backward of a trunk with recurrent layers begins at its end.
+    ties_ends = settings.launch.kind == "fsdp2" or not all(map(keeps_keys, layer_kinds))
+    attends = any(map(keeps_keys, layer_kinds))
     peaks = []
-    every_layer = settings.launch.kind == "fsdp2" or not all(
-        map(keeps_keys, layer_types(causal.config.get_text_config()))
-    )
     with torch.random.fork_rng(devices=[]), mode:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in trained:
@@ -265,51 +264,45 @@ def _run_step(settings: Settings, config, layers, longest: Pass, on_gpu: bool, i
         before = tracker.now
         autocast = torch.autocast("cpu", getattr(torch, settings.mixed or "bfloat16"), settings.mixed is not None)
 
-        def forward(tokens: int, view: CacheView) -> torch.Tensor:
-            row = SimpleNamespace(view=view)
-            ids = torch.zeros(1, tokens, dtype=torch.long)
+        def run(forward: Forward) -> torch.Tensor | None:
+            ids = torch.zeros(1, forward.forest.tokens, dtype=torch.long)
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-            mask.packed_row = row  # a fake tensor cannot be a `RowMask`
-            attends = any(map(keeps_keys, layer_types(causal.config.get_text_config())))
+            mask.view_of_pass = forward.view  # a fake tensor cannot be a `RowMask`
             inputs = {"attention_mask": mask if attends else None, "position_ids": torch.zeros_like(ids)}
             hidden = causal.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
-            view.end(hidden)
-            return hidden.flatten(0, 1)
+            forward.view.end(hidden)
+            if forward.view.is_trunk:
+                return None
+            scored = torch.zeros(int(forward.sequences.scored_BL.sum()), dtype=torch.long)
+            weight_VH = causal.get_output_embeddings().weight
+            scores = score(hidden.flatten(0, 1)[scored], weight_VH, True, on_gpu, settings)
+            return forward.view.with_collected(scores)
 
-        def score_pass(hidden_TH: torch.Tensor) -> torch.Tensor:
-            count = longest.rows * settings.max_completion_length
-            hidden_NH = hidden_TH[torch.zeros(count, dtype=torch.long)]
-            return score(hidden_NH, causal.get_output_embeddings().weight, True, on_gpu, settings)
-
-        def next_part(*_) -> None:
+        def end_part() -> None:
             peaks.append(tracker.peak - before)
             tracker.peak = tracker.now
 
         with tracker, autocast:
-            trunk = (0, 1)
             if is_cut:
-                values = PrefixCache()
                 with torch.no_grad():
-                    forward(longest.trunk, CacheView(values, computed=[(0, 0, longest.trunk)], is_trunk=True))
-                    score_pass(forward(longest.tokens, CacheView(values, used=[0])))
-            cache = PrefixCache()
-            computes = CacheView(
-                cache, computed=[(0, 0, longest.trunk)], trunk=trunk if every_layer else None, is_trunk=True
-            )
-            forward(longest.trunk, computes)
-            used = [0] if cache.of(0) else []
-            # The trunk's backward begins with the last value that the trunk kept, after the pass's backward.
-            last_kept = cache.trunk_ends[trunk] if every_layer else cache.of(0)[-1].value
-            for is_last in (False, True):
-                ending = frozenset([0]) if is_last else frozenset()
-                view = CacheView(cache, used=used, ending=ending, ending_trunks=(trunk,) if is_last else ())
-                scores = view.with_collected(score_pass(forward(longest.tokens, view)))
-                if is_last:
-                    last_kept.register_hook(next_part)
+                    values = passes_like(longest, settings.max_completion_length)
+                    for forward in values.of_pass(0):
+                        run(forward)
+            schedule = passes_like(longest, settings.max_completion_length, ties_ends)
+            for number in (0, len(schedule.rows_of_pass) - 1):
+                *trunks, forward = schedule.of_pass(number)
+                for trunk in trunks:
+                    run(trunk)
+                scores = run(forward)
+                if number:
+                    # The trunk's backward begins with the last value that the trunk kept. Without a border between the
+                    # two backwards, the larger peak of few layers would hide the one that grows with more of them.
+                    ends = [*schedule.cache.trunk_ends.values()] or [schedule.cache.of(0)[-1].value]
+                    ends[0].register_hook(lambda _: end_part())
                 with torch.autocast("cpu", enabled=False):
                     scores.sum().backward()
                 del scores
-                next_part()
+                end_part()
     return peaks
 
 

@@ -31,7 +31,9 @@ GATHERED = "gathered weights"
 ENGINE = "vLLM"
 PROCESS = "process"
 ROOM = "allocator slack"
-_MOST = 2**17  # largest number of tokens or completions that is tried
+# The largest numbers that are tried: tokens of a row, and completions of a rank's optimizer step.
+_MOST_TOKENS = 2**17
+_MOST_COMPLETIONS = 2**13
 _CARDS = (1, 2, 3, 4, 6, 8, 16, 24, 32, 48, 64)  # of a node, then whole nodes of eight
 
 
@@ -44,7 +46,7 @@ class Plan:
             measures by.
         capacity: bytes that a rank can use.
         parameters: numbers of parameters, `(of the base, trained)`.
-        step: the passes of an optimizer step.
+        step: the passes of an optimizer step; `None` if planning stopped before them.
     """
 
     settings: Settings = field(repr=False)
@@ -53,7 +55,7 @@ class Plan:
     phases: dict[str, dict[str, int]]
     capacity: int
     parameters: tuple[int, int]
-    step: Step
+    step: Step | None
 
     def total(self, phase: str) -> int:
         """Bytes of a phase at its peak."""
@@ -142,8 +144,7 @@ def make_plan(
     logger.setLevel(logging.ERROR)  # the libraries' messages are for a user who trains the model
     try:
         with warnings.catch_warnings(action="ignore"):
-            step = plan_step(settings, passes.why_not_keep(settings, config))
-            phases = _phases(settings, config, hardware, step, stops_early)
+            phases, step = _phases(settings, config, hardware, stops_early)
     finally:
         logger.setLevel(level)
     weights = dict(passes.whole(settings, config).named_parameters())
@@ -155,9 +156,9 @@ def make_plan(
 
 
 def _phases(
-    settings: Settings, config: PretrainedConfig, hardware: Hardware, step: Step, stops_early: bool
-) -> dict[str, dict[str, int]]:
-    """Bytes by phase and component; see [`Plan`], and [`make_plan`] for `stops_early`."""
+    settings: Settings, config: PretrainedConfig, hardware: Hardware, stops_early: bool
+) -> tuple[dict[str, dict[str, int]], Step | None]:
+    """Bytes by phase and component, and the passes of a step; see [`Plan`], and [`make_plan`] for `stops_early`."""
     launch = settings.launch
     skeleton = passes.whole(settings, config)
     gpu = hardware.gpu
@@ -194,10 +195,11 @@ def _phases(
             parts[TURNS] = min(parts[CACHE], max(0, int(FREE_SHARE * free)))
         phases["generate"] = completed("generate", parts)
         if stops_early and sum(phases["generate"].values()) > hardware.per_rank(launch.processes):
-            return phases
+            return phases, None
     if settings.scores_again:
         scored = passes.measure(settings, config, passes.scored_shape(settings, gpu), gpu)
         phases["score"] = completed("score", {**weights, ACTIVATIONS: scored, ENGINE: waiting_engine})
+    step = plan_step(settings, passes.why_not_keep(settings, config))
     loss = _loss_bytes(settings, config, step, gpu)
     parts = {**weights, **gradients, ACTIVATIONS: loss, ENGINE: waiting_engine}
     phases["forward_backward"] = completed("forward_backward", parts)
@@ -205,7 +207,7 @@ def _phases(
     update = 0 if "fused" in optimizer_name(settings) else static[model.GRADIENTS]
     parts = {**weights, **gradients, "optimizer's update": update, ENGINE: waiting_engine}
     phases["optimizer"] = completed("optimizer", parts)
-    return phases
+    return phases, step
 
 
 def _engine_bytes(settings: Settings, hardware: Hardware) -> int:
@@ -327,9 +329,10 @@ def largest(plan: Plan, name: str, step: int = 1) -> int:
 
     It is 0 if not even the smallest one fits. A length is never more than the model's positions leave.
     """
-    most = _MOST
     if name == plan.settings.length_field:
         most = _longest(plan)
+    else:
+        most = _MOST_COMPLETIONS // plan.settings.gradient_accumulation_steps
     now = getattr(plan.settings, name) or 0
 
     def planned(count: int) -> Plan:
@@ -343,9 +346,9 @@ def _longest(plan: Plan) -> int:
     settings = plan.settings
     positions = getattr(plan.config.get_text_config(), "max_position_embeddings", None)
     if not positions:
-        return _MOST
+        return _MOST_TOKENS
     prompt = 0 if settings.is_paired else settings.prompt_tokens  # `max_length` of pairs contains it
-    return min(_MOST, max(0, positions - prompt))
+    return min(_MOST_TOKENS, max(0, positions - prompt))
 
 
 def _most_that_fits(plan_of: Callable[[int], Plan], most: int, start: int = 1) -> int:
@@ -416,6 +419,8 @@ def most_that_fits(plan: Plan, found: Callable[[], Any] = int) -> dict[str, dict
     settings = plan.settings
     # The number of prompts per step stays the same.
     step = settings.num_generations // math.gcd(settings.num_generations, settings.gradient_accumulation_steps)
+    completions = settings.gradient_accumulation_steps * settings.rows
+    most_groups = settings.num_generations * _MOST_COMPLETIONS // (completions * step)
     changes = {
         STOCK: _STOCK,
         HERE: {"prefix_sharing": "auto"} if settings.prefix_sharing == "off" else {},
@@ -428,7 +433,7 @@ def most_that_fits(plan: Plan, found: Callable[[], Any] = int) -> dict[str, dict
             return with_group(plan, groups * step, stops_early=True, **values)
 
         base = with_group(plan, settings.num_generations, **values)
-        group = step * _most_that_fits(planned, _MOST // step, settings.num_generations // step)
+        group = step * _most_that_fits(planned, most_groups, settings.num_generations // step)
         found()
         length = largest(base, "max_completion_length", 16)
         found()

@@ -1,14 +1,18 @@
-"""The forwards of an optimizer step, in numbers: `PromptSharing.plan_step` for completions of full length.
+"""The forwards of an optimizer step: the trainer's own plan of them, for completions of full length.
 
 Every prompt has the same length and shares no token with another prompt. The rows of a step are its groups, one after
-the other.
+the other. [`passes.plan_step`] needs no model, so it plans the step on numbers that stand for tokens.
 """
 
+from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from ..prefix_sharing.passes import MIN_SAVED_TOKENS
+from ..prefix_sharing import passes
+from ..prefix_sharing.batch import Sequences
+from ..prefix_sharing.forest import Forest, build_forest
 from .settings import Settings
 
 
@@ -18,7 +22,7 @@ class Pass(NamedTuple):
     Attributes:
         tokens: tokens of its packed row.
         rows: completions that it scores.
-        trunk: tokens of the trunks that are alive during the pass, whose keys it reads.
+        trunk: tokens of the trunks whose keys it reads.
         prompts: number of prompts whose trunks these are.
     """
 
@@ -83,8 +87,8 @@ def plan_step(settings: Settings, reason: str | None = None) -> Step:
     if limit == 0:
         reason = "tokens_per_pass: 0"
     if reason is None and (ahead > 1 or limit is not None):
-        shape = rows, ahead, settings.num_generations, prompt, completion
-        step = _shared(shape, limit, one_by_one=settings.launch.kind.startswith("zero"))
+        one_by_one = settings.launch.kind.startswith("zero")
+        step = _shared(rows, ahead, settings.num_generations, prompt, completion, limit, one_by_one)
         if step is not None:
             return step._replace(
                 passes=repeats * step.passes,
@@ -100,69 +104,88 @@ def _separate(one: Pass, count: int, reason: str | None) -> Step:
     return Step(longest=one, passes=count, trunks=0, values=0, computed=count * one.tokens, reason=reason)
 
 
-def _shared(shape: tuple[int, int, int, int, int], tokens_per_pass: int | None, one_by_one: bool) -> Step | None:
-    """The passes of micro-batches that are planned together; `None` if each computes its own prompts.
-
-    `one_by_one` is for DeepSpeed, under which each micro-batch has a pass of its own.
-    """
-    rows, batches, _, prompt, completion = shape
-    limit = tokens_per_pass or rows * (prompt + completion)
-    sizes = [rows * count for count in range(batches, 0, -1) if batches % count == 0]
-    sizes += [rows // count for count in range(2, rows + 1) if rows % count == 0]
-    if one_by_one:
-        sizes = [rows]
-    # A pass gets as many rows as fit; a single row that is too long runs alone.
-    size = next((size for size in sizes if _held_tokens(_cut(shape, size).longest) <= limit), 0)
-    if size < rows and tokens_per_pass is None:
+@lru_cache(maxsize=64)  # most fields that a search for what fits changes do not change the passes
+def _shared(
+    rows: int,
+    batches: int,
+    group: int,
+    prompt: int,
+    completion: int,
+    tokens_per_pass: int | None,
+    one_by_one: bool,
+) -> Step | None:
+    """The passes of micro-batches that are planned together; `None` if each computes its own prompts."""
+    sequences = sequences_of(np.arange(rows * batches) // group, prompt, completion)
+    plan = passes.plan_step(sequences, batches, RULES, tokens_per_pass, one_by_one)
+    if plan is None:
         return None
-    size = max(size, rows if one_by_one else 1)
-    if size >= rows and not _cut(shape, rows).trunks:
-        return None
-    return _cut(shape, size)
-
-
-def _held_tokens(longest: Pass) -> int:
-    return longest.tokens + longest.trunk
-
-
-def _cut(shape: tuple[int, int, int, int, int], size: int) -> Step:
-    """A step whose passes score `size` rows each."""
-    rows, batches, group, prompt, completion = shape
-    total = rows * batches
-    passes = -(-total // size)
-    groups = -(-total // group)
-    # Of each group: the passes that score its first and its last row, and whether a trunk computes its prompt.
-    first_row = np.arange(groups) * group
-    first_pass = first_row // size
-    last_pass = (np.minimum(first_row + group, total) - 1) // size
-    # A trunk ends before the last token of its prompt, because that token predicts the first label.
-    trunk_tokens = prompt - 1
-    has_trunk = (last_pass - first_pass) * trunk_tokens >= MIN_SAVED_TOKENS
-    # Of each pass: its groups, which are in order as the passes are, and the number of them that have a trunk.
-    numbers = np.arange(passes)
-    first_group = np.searchsorted(last_pass, numbers)
-    end_group = np.searchsorted(first_pass, numbers, side="right")
-    trunks_before = np.concatenate([[0], np.cumsum(has_trunk)])
-    in_trunks = trunks_before[end_group] - trunks_before[first_group]
-    # A pass computes its completions but for their last tokens, whole prompts, and the last token of a trunk's prompt.
-    end_row = np.minimum((numbers + 1) * size, total)
-    whole_prompts = end_group - first_group - in_trunks
-    tokens = (end_row - numbers * size) * (completion - 1) + whole_prompts * prompt + in_trunks
-    longest = int(np.argmax(tokens + in_trunks * trunk_tokens))
-    # Prompts that the same passes need are computed by one trunk.
-    trunks = len(set(zip(first_pass[has_trunk].tolist(), last_pass[has_trunk].tolist(), strict=True)))
-    is_cut = size < rows
+    longest = Pass(0, 0)
+    computed = 0
+    for number in range(len(plan.forwards.rows_of_pass)):
+        *trunks, forward = plan.forwards.of_pass(number)
+        computed += sum(trunk.forest.tokens for trunk in trunks) + forward.forest.tokens
+        longest = max(longest, _size(forward), key=held_tokens)
     return Step(
-        longest=Pass(
-            tokens=int(tokens[longest]),
-            rows=min(size, total),
-            trunk=int(in_trunks[longest]) * trunk_tokens,
-            prompts=int(in_trunks[longest]),
-        ),
-        passes=passes,
-        trunks=trunks,
-        values=passes + trunks if is_cut else 0,
-        computed=int(tokens.sum()) + int(has_trunk.sum()) * trunk_tokens,
-        batches_per_pass=max(1, size // rows),
-        passes_per_batch=rows // size if is_cut else 1,
+        longest=longest,
+        passes=len(plan.forwards.rows_of_pass),
+        trunks=int(plan.forwards.trunks.sum()),
+        # A row that is longer than the limit runs alone, in one pass: it is not cut.
+        values=plan.values.count if plan.passes_per_batch > 1 else 0,
+        computed=computed,
+        batches_per_pass=plan.batches_per_pass,
+        passes_per_batch=plan.passes_per_batch,
     )
+
+
+def held_tokens(one: Pass) -> int:
+    """Tokens that a pass holds with a graph, those of the trunks included."""
+    return one.tokens + one.trunk
+
+
+def _size(forward: passes.Forward) -> Pass:
+    forest = forward.forest
+    of_trunks = int(forest.lengths[forest.computed :].sum())
+    return Pass(forest.tokens, len(forward.rows), of_trunks, forest.kept)
+
+
+def sequences_of(prompt_B: np.ndarray, prompt: int, completion: int) -> Sequences:
+    """Rows with `prompt` and `completion` tokens: rows with the same number in `prompt_B` have the same prompt."""
+    rows = len(prompt_B)
+    width = prompt + completion
+    # A number for all tokens of a prompt, and one for all of a completion, is enough to tell rows apart.
+    tokens_BL = np.empty((rows, width), dtype=np.int32)
+    tokens_BL[:, :prompt] = prompt_B[:, None]
+    tokens_BL[:, prompt:] = prompt_B.max() + 1 + np.arange(rows)[:, None]
+    scored_BL = np.zeros((rows, width), dtype=bool)
+    scored_BL[:, prompt:] = True
+    offsets_B = np.zeros(rows, dtype=int)
+    return Sequences(tokens_BL, offsets_B, offsets_B + width, scored_BL, width, code_BL=tokens_BL)
+
+
+def _build_forest(sequences: Sequences) -> Forest:
+    return build_forest(sequences.tokens_BL, sequences.needed_B)
+
+
+# No two completions begin alike, so a row with a dense mask would save nothing.
+RULES = passes.PassRules(_build_forest)
+
+
+def passes_like(longest: Pass, completion: int, ties_ends: bool = False) -> passes.PassSchedule:
+    """Passes of the size of `longest` that share its trunks.
+
+    Args:
+        longest: a pass that reads trunks.
+        completion: tokens of a completion.
+        ties_ends: see [`passes.PassRules`].
+    """
+    prompt = longest.trunk // longest.prompts + 1  # a trunk ends before the last token of its prompt
+    # Number of prompts that a pass computes itself.
+    own = (longest.tokens - longest.prompts - longest.rows * (completion - 1)) // prompt
+    # As many passes as make the trunks worth a forward.
+    count = 1 + -(-passes.MIN_SAVED_TOKENS // (prompt - 1))
+    of_trunks = np.arange(longest.rows - own) % longest.prompts
+    own_prompts = longest.prompts + np.arange(count * own).reshape(count, own)
+    prompt_of_pass = np.concatenate([np.tile(of_trunks, (count, 1)), own_prompts], axis=1)
+    sequences = sequences_of(prompt_of_pass.ravel(), prompt, completion)
+    rows_of_pass = list(np.arange(count * longest.rows).reshape(count, longest.rows))
+    return passes.PassSchedule(sequences, rows_of_pass, replace(RULES, ties_ends=ties_ends))
