@@ -109,10 +109,10 @@ def as_reference(model: PreTrainedModel) -> None:
     keep_plain_kernel(model)
 
 
-def quantization(double: bool = True, storage="uint8", compute="float32", **options) -> BitsAndBytesConfig:
+def quantization(double: bool = True, storage="uint8", compute="float32", kind="nf4", **options) -> BitsAndBytesConfig:
     return BitsAndBytesConfig(
         load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
+        bnb_4bit_quant_type=kind,
         bnb_4bit_use_double_quant=double,
         bnb_4bit_quant_storage=storage,
         bnb_4bit_compute_dtype=compute,

@@ -1,4 +1,4 @@
-"""One rank of a run with vLLM: rank.py WAY MODEL OUT [URL]; WAY is ddp, fsdp, zero3, tp or shared."""
+"""One rank of a run with vLLM: rank.py WAY MODEL OUT [URL]; WAY is ddp, fsdp, zero3, tp, shared or shared_4_bits."""
 
 import json
 import sys
@@ -21,9 +21,9 @@ def main(way: str, model: str, out: str, url: str = "") -> None:
     settings = {"per_device_train_batch_size": 4, "max_steps": 4, **(on_server(url) if url else {})}
     if way == "tp":
         settings["vllm_tensor_parallel_size"] = 2
-    if way == "shared":
+    if way.startswith("shared"):
         settings["vllm_share_base"] = "on"
-    trainer = on_quantized(model, out, quantized=way == "fsdp", **settings)
+    trainer = on_quantized(model, out, quantized=way in ("fsdp", "shared_4_bits"), **settings)
     result = {"sync": trainer.sync.mode, "reason": trainer.sync.reason}
     trainer.train()
     result["shared"] = trainer.vllm_generation.shared_base is not None

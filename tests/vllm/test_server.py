@@ -130,9 +130,10 @@ def test_two_fsdp2_ranks_with_an_engine_each(quantized_base, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ddp_ranks_that_share_their_base_with_an_engine_each(quantized_base, tmp_path):
+@pytest.mark.parametrize("way", ["shared", "shared_4_bits"])
+def test_two_ddp_ranks_that_share_their_base_with_an_engine_each(quantized_base, tmp_path, way):
     """DDP sends rank 0's weights to all ranks when training begins, into the engines' bytes, too."""
-    results = two_ranks("shared", quantized_base[1], tmp_path / "out")
+    results = two_ranks(way, quantized_base[0 if way == "shared_4_bits" else 1], tmp_path / "out")
     assert_synced(results, sharded=False)
     assert all(result["shared"] for result in results)
 

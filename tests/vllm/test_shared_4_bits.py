@@ -34,7 +34,7 @@ def engine_of(policy, folder):
 
 KINDS = {
     "double": {}, "single": {"double": False}, "float storage": {"storage": "float32"}, "our bytes": {"packs": True},
-    "biases": {"family": "qwen2"},
+    "biases": {"family": "qwen2"}, "fp4": {"kind": "fp4"},
 }  # fmt: skip
 
 

@@ -6,7 +6,6 @@ cache by the adapter's name, so a name that is used twice may answer from the pr
 
 import copy
 import math
-import os
 import shutil
 import tempfile
 from dataclasses import MISSING, fields
@@ -47,7 +46,7 @@ _WHY = {
 }
 _DOWN = ".lora_A.weight"
 _UP = ".lora_B.weight"
-_MEMORY = Path("/dev/shm")
+_SCRATCH = ".adapters-"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's `max_lora_rank` can be
 
 
@@ -167,14 +166,14 @@ def as_one_rank(model: PeftModel, weights: dict[str, torch.Tensor]) -> tuple[dic
 class AdapterVersions:
     """Folders `<prefix>-v1`, `-v2`, … under a scratch folder in `folder`, each written whole before it has its name.
 
-    The prefix is unique to a run, so that two can share a server. `in_memory` takes `/dev/shm` if it has room for
-    four versions.
+    The prefix is unique to a run, so that two can share a server. `owns_folder`: no other run uses `folder`, so what a
+    killed run left there is removed.
     """
 
-    def __init__(self, prefix: str, folder: str | Path, in_memory: bool = False):
+    def __init__(self, prefix: str, folder: str | Path, owns_folder: bool = False):
         self.prefix = prefix
         self.folder = Path(folder)
-        self.in_memory = in_memory
+        self.owns_folder = owns_folder
         self.root: Path | None = None
         self.bytes = 0
 
@@ -182,11 +181,10 @@ class AdapterVersions:
         """Write version `version` and return its folder."""
         self.bytes = sum(tensor.nbytes for tensor in weights.values())
         if self.root is None:
-            parent = self.folder
-            if self.in_memory and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 4 * self.bytes:
-                parent = _MEMORY
-            parent.mkdir(parents=True, exist_ok=True)
-            self._scratch = tempfile.TemporaryDirectory(prefix=".adapters-", dir=parent, ignore_cleanup_errors=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for left in self.folder.glob(f"{_SCRATCH}*") if self.owns_folder else ():
+                shutil.rmtree(left, ignore_errors=True)
+            self._scratch = tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=self.folder, ignore_cleanup_errors=True)
             self.root = Path(self._scratch.name).resolve()
         folder = self.root / f"{self.prefix}-v{version}"
         with written_whole(folder) as scratch:

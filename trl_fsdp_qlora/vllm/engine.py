@@ -330,10 +330,9 @@ def start_engine(args: Any, own_base: str | None, *, model, accelerator, process
             base = str(on_main(lambda: config_of_dequantized(model, processing_class, cache, dtype)))
         else:
             base = str(on_main(lambda: dequantized_base(model, processing_class, cache, dtype)))
-    one_node = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)) == accelerator.num_processes
+    # The run's own folder: writing to /dev/shm took as long, and a killed run would leave an adapter in memory.
     folder = args.vllm_adapter_dir or Path(args.output_dir) / ".rollout"
-    in_memory = args.vllm_adapter_dir is None and mode == "colocate" and one_node
-    versions = AdapterVersions(f"policy-{uuid.uuid4().hex[:8]}", folder, in_memory)
+    versions = AdapterVersions(f"policy-{uuid.uuid4().hex[:8]}", folder, owns_folder=args.vllm_adapter_dir is None)
     engine = AdapterEngine(
         base=base,
         versions=versions,

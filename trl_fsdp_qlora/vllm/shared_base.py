@@ -16,7 +16,7 @@ import logging
 import re
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from unittest.mock import patch
 
@@ -40,6 +40,10 @@ logger = logging.getLogger(__name__)
 
 # The layers whose weights are shared. On GPUs vLLM leaves these weights as they were loaded.
 _METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+_dispatch_on_cpu = linears.dispatch_cpu_unquantized_gemm
+_OTHER_LOADING = "vLLM's loading differs from what is known"
+# Inputs of a convolution in a recurrent layer at most, which vLLM writes as a linear layer.
+_OF_CONVOLUTION = 8
 
 
 class SharedBase:
@@ -244,9 +248,23 @@ class _WithoutMemory(TorchFunctionMode):
         return out.new_empty(1).expand(out.shape) if function is torch.empty else out
 
 
+def _refuse_views(model: nn.Module) -> None:
+    """Raise if a module holds a view of a weight without memory: it would not see the weight that is loaded."""
+    without_memory = {
+        parameter.untyped_storage().data_ptr() for parameter in model.parameters() if set(parameter.stride()) == {0}
+    }
+    for module_name, module in model.named_modules():
+        for name, value in {**vars(module), **module._buffers}.items():
+            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in without_memory:
+                raise ValueError(f"{module_name}.{name} is a view of a weight that is not loaded yet")
+
+
 def _plain_product(layer: nn.Module, remove_weight: bool) -> None:
     """vLLM on CPUs repacks a layer's weight for its kernels and drops the plain one; this keeps the plain one."""
-    layer.cpu_linear = nn.functional.linear
+    if layer.weight.dim() == 2:
+        layer.cpu_linear = nn.functional.linear
+    else:  # of a convolution, which is not shared
+        _dispatch_on_cpu(layer, remove_weight)
 
 
 class _Loader(BaseModelLoader):
@@ -264,21 +282,33 @@ class _Loader(BaseModelLoader):
         self.shared.settle(model)
         return model
 
-    def create_model(self, *args, **kwargs) -> nn.Module:
+    def create_model(self, vllm_config, *args, **kwargs) -> nn.Module:
         def without_memory(create: Callable) -> Callable:
-            def create_weights(*args, **kwargs):
-                with _WithoutMemory():
-                    create(*args, **kwargs)
+            def create_weights(method, layer, input_size_per_partition, *args, **kwargs):
+                # Of a convolution's weight recurrent layers keep a view, and it is small.
+                linear = input_size_per_partition > _OF_CONVOLUTION
+                with _WithoutMemory() if linear else nullcontext():
+                    create(method, layer, input_size_per_partition, *args, **kwargs)
 
             return create_weights
 
         linear, embedding = (patch.object(of, "create_weights", without_memory(of.create_weights)) for of in _METHODS)
+        compilation = vllm_config.compilation_config
+        layers = dict(compilation.static_forward_context)
+        mixtures = list(compilation.static_all_moe_layers)
         try:
             with linear, embedding:
-                return super().create_model(*args, **kwargs)
-        except Exception as error:  # a class that writes into a weight before it is loaded
+                model = super().create_model(vllm_config, *args, **kwargs)
+            _refuse_views(model)
+            return model
+        except Exception as error:  # a class that writes into a weight, or keeps a view of it, before it is loaded
             logger.warning(f"vLLM loads a copy of the base of its own ({type(error).__name__}: {error})")
-            return super().create_model(*args, **kwargs)
+            self.shared.give_up(_OTHER_LOADING)
+            # vLLM takes a layer of this name that was created before for another one.
+            compilation.static_forward_context.clear()
+            compilation.static_forward_context.update(layers)
+            compilation.static_all_moe_layers[:] = mixtures
+            return super().create_model(vllm_config, *args, **kwargs)
 
     def load_weights(self, model: nn.Module, model_config) -> None:
         shared = self.shared
@@ -353,7 +383,7 @@ class _Loader(BaseModelLoader):
                 parameter.data = parameter.data.new_empty(0)
         except Exception as error:
             logger.warning(f"vLLM loads a copy of the base of its own ({type(error).__name__}: {error})")
-            shared.give_up("vLLM's loading differs from what is known")
+            shared.give_up(_OTHER_LOADING)
             for parameter in list(waiting):
                 allocate(parameter)
             for parameter, load in loaders.items():
