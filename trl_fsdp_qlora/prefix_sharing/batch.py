@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
+from ..compat.peft import rows_have_adapters
 from ..compat.trl import rows_of_images
 from ..scoring.transfer import to_device, to_host
 
@@ -208,3 +210,88 @@ def decode(code_BL: np.ndarray) -> Sequences:
     if scored_BL[:, 0].any():
         raise UnpackableBatch("a row begins with a label, which no token of it predicts")
     return Sequences(tokens_BL, offsets_B, lengths_B, scored_BL, width, code_BL)
+
+
+# --- the arguments of a call -----------------------------------------------------------------------------------------
+
+# Arguments of a forward that do not change its values.
+_NEUTRAL = {"use_cache", "return_dict"}
+# Arguments of a model that come to its backbone and mean nothing there. RewardTrainer passes the margin of its loss.
+_NEUTRAL_IN_BACKBONE = {"logits_to_keep", "num_items_in_batch", "shift_labels", "margin"}
+# Outputs of a backbone that have no counterpart on a packed row, by the arguments that ask for them.
+_FURTHER_OUTPUTS = ("output_hidden_states", "output_attentions")
+
+
+@torch.compiler.disable
+def batch_of(
+    base: PreTrainedModel, arguments: dict[str, Any], num_images: list[int] | None, of_backbone: bool = False
+) -> Batch:
+    """Returns the arguments of a fused call of a model, or of a call of its backbone, as a batch.
+
+    Args:
+        base: the model, without wrappers.
+        arguments: of the call.
+        num_images: number of images of each row, if known.
+        of_backbone: whether the backbone is called, which takes no labels.
+
+    Raises:
+        UnpackableBatch: the meaning of an argument on a packed row is not known.
+    """
+    if rows_have_adapters(base):
+        raise UnpackableBatch("its rows have adapters of their own (adapter_names)")
+    further = further_output(base, arguments) if of_backbone else None
+    if further is not None:
+        raise UnpackableBatch(f"its caller asks for {further}")
+    arguments = {name: x for name, x in arguments.items() if x is not None and x is not False}
+    for name in _NEUTRAL | _NEUTRAL_IN_BACKBONE if of_backbone else _NEUTRAL:
+        arguments.pop(name, None)
+    router_loss = arguments.pop("output_router_logits", False)
+    router_loss = router_loss or getattr(base.config.get_text_config(), "output_router_logits", False)
+    input_ids = arguments.pop("input_ids", None)
+    labels = arguments.pop("labels", None)
+    mask = arguments.pop("attention_mask", None)
+    num_items = arguments.pop("num_items_in_batch", None)
+    vision = {name: arguments.pop(name) for name in (*PER_IMAGE, *PER_TOKEN) if name in arguments}
+    # Some models hand their config's settings on to their backbone.
+    arguments = {
+        name: x
+        for name, x in arguments.items()
+        if isinstance(x, torch.Tensor) or not hasattr(base.config, name) or getattr(base.config, name) != x
+    }
+    if arguments:
+        raise UnpackableBatch(f"its forward takes {sorted(arguments)}, whose meaning on a packed row is not known")
+    if input_ids is None or input_ids.ndim != 2:
+        raise UnpackableBatch("it takes input_ids of the shape (rows, tokens)")
+    if of_backbone:
+        if labels is not None:
+            raise UnpackableBatch("its backbone takes labels, whose meaning is not known")
+    elif labels is None or labels.shape != input_ids.shape:
+        raise UnpackableBatch("it takes labels of the shape of input_ids")
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape):
+        raise UnpackableBatch(f"its attention mask has the shape {tuple(getattr(mask, 'shape', ()))}")
+    return Batch(input_ids, mask, labels, vision, num_images, bool(router_loss), num_items)
+
+
+def further_output(base: PreTrainedModel, arguments: dict[str, Any]) -> str | None:
+    """Returns what a call of a backbone asks for besides last hidden states and router logits; `None` for nothing.
+
+    Args:
+        base: the model, without wrappers.
+        arguments: of the call.
+    """
+    config = base.config
+    for name in _FURTHER_OUTPUTS:
+        asked = arguments.get(name)
+        if getattr(config, name, False) if asked is None else asked:
+            return name
+    return_dict = arguments.get("return_dict")
+    if (getattr(config, "return_dict", True) if return_dict is None else return_dict) is False:
+        return "return_dict=False"
+    use_cache = arguments.get("use_cache")
+    if use_cache is None and not (torch.is_grad_enabled() and base.training):
+        # In a step of training nobody decodes, so the cache that models return by default is not missed there.
+        text = config.get_text_config(decoder=True)
+        use_cache = getattr(config, "use_cache", getattr(text, "use_cache", True))
+        if use_cache is not False:
+            return "a cache, by default (config.use_cache=False avoids that)"
+    return "use_cache=True" if use_cache else None

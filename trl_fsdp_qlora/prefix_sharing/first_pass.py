@@ -1,45 +1,210 @@
 """Before the first packed pass of each kind, a few rows are also computed as in stock TRL.
 
-This file chooses the rows and cuts them into forwards; [`verdict.compare`] computes both ways and decides. When passes
-are compared, and what follows from a difference, is decided in `sharing.py`.
+[`FirstPasses`] knows which kinds of passes were compared, and compares the next one. [`difference`] chooses the rows
+and cuts them into forwards, and [`verdict.compare`] computes both ways and decides. None of them knows a trainer: the
+two ways to compute rows are callables.
 """
 
+import contextlib
 import functools
 import itertools
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers.utils import ModelOutput
 
 from .attention.call import UnsupportedAttention
 from .batch import IGNORED_LABEL, Batch, Sequences, UnpackableBatch
 from .dropout import attention_reason, without_dropout
-from .packed_model import PackedModel
+from .forest import sort_by_prefix
+from .packed_model import PackedModel, not_compiled
 from .passes import Forward, cut_rows
-from .ranks import reduced_over_ranks
+from .ranks import deciding_alone, is_sharded, reduced_over_ranks
 from .row import PassRecord
-from .verdict import HIDDEN_STATES, LOG_PROBABILITY, ROWS_FP32, ROWS_HALF, compare, cut_sample
+from .verdict import (
+    HIDDEN_STATES,
+    LOG_PROBABILITY,
+    ROWS_FP32,
+    ROWS_HALF,
+    compare,
+    compares_gradients,
+    copied_leaves,
+    cut_sample,
+    rounding_unit,
+)
 
 NOTHING_TO_COMPARE = "nothing to compare"
 # Every second row that is compared stands this many columns further left.
 MOVED_BY = 2
 
+# The two ways to compute rows: as in stock TRL, and by one packed forward. Each returns log-probabilities
+# `(n, L - 1)`, or of rows without labels the [`projections`] `(n, L)` of last hidden states.
+Padded = Callable[[Batch], torch.Tensor]
+Packed = Callable[[Batch, Forward], torch.Tensor]
 
-@dataclass(frozen=True, eq=False)
-class TwoWays:
-    """The two ways to compute rows.
+
+class FirstPasses:
+    """Which kinds of passes of a model were compared with stock TRL's, and the comparison of the next.
 
     Attributes:
-        padded: returns the log-probabilities `(n, L - 1)` of a batch as in stock TRL; if it has no labels, the
-            [`projections`] `(n, L)` of its last hidden states.
-        packed: returns them from one forward.
+        checked: the kinds whose passes were found equal, as `(gradients, images)`: whether gradients are recorded, and
+            whether some rank's batch has images. Those for last hidden states have `"last hidden states"` as their
+            third part.
+        expects_images: whether batches may have images, on some ranks earlier than on others.
+        images_may_come: whether that may be so in the next batch, see [`sharing.PromptSharing.look_for_images`].
     """
 
-    padded: Callable[[Batch], torch.Tensor]
-    packed: Callable[[Batch, Forward], torch.Tensor]
+    def __init__(self):
+        self.checked: set[tuple] = set()
+        self.expects_images = False
+        self.images_may_come = True
+        # While one thread compares, others wait.
+        self._lock = threading.RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy of the model copies: a lock cannot be copied."""
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock = threading.RLock()
+
+    def compare_pass(
+        self,
+        packed_model: PackedModel,
+        model: nn.Module,
+        batch: Batch,
+        padded: Padded,
+        packed: Packed,
+        autocast: Callable[[], contextlib.AbstractContextManager],
+        tokens_per_pass: int | None,
+        order: np.ndarray | None,
+    ) -> str | None:
+        """Compare before a pass that a trainer is about to run. Collective: every rank calls this before every pass.
+
+        Args:
+            packed_model: the model that is compared.
+            model: its root module, wrappers included.
+            batch: the batch that is about to be computed.
+            padded, packed: the two ways to compute rows.
+            autocast: factory of the context manager in which they run.
+            tokens_per_pass: limit of the pass, if it has one. No forward of the comparison holds more tokens.
+            order: indices of the batch's rows in an order in which rows with a common prompt are neighbours; `None` if
+                they are.
+
+        Returns:
+            Why no pass of the model may be packed; `None` if passes may be.
+        """
+        images = packed_model.images
+        gradients = compares_gradients(model)
+        with_images = batch.has_images and images.reason is None
+        may_come = self.expects_images and self.images_may_come and images.reason is None
+        if may_come and (gradients, True) not in self.checked:
+            # Some ranks see their first images earlier than others.
+            with_images = bool(reduced_over_ranks([int(with_images)], batch.input_ids.device)[0])
+        if (gradients, with_images) in self.checked:
+            return None
+        with autocast():
+            unit = rounding_unit(packed_model.base, batch.input_ids.device)
+        problem = difference(packed_model, model, batch, padded, packed, unit, with_images, tokens_per_pass, order)
+        return self._judged(problem, packed_model, gradients, with_images)
+
+    def compare_call(
+        self,
+        packed_model: PackedModel,
+        stock: Callable[..., ModelOutput],
+        batch: Batch | None,
+        of_backbone: bool = False,
+    ) -> str | None:
+        """Compare before a call, from inside the forward, for trainers that do not know of prompt sharing.
+
+        Gradients are compared, too, if they are recorded, unless the model is sharded: a backward inside of a sharded
+        forward would gather weights in another order.
+
+        If the model is sharded, its forwards are collective, so the ranks compare together as soon as all of them can
+        pack. Otherwise a rank may be alone in this forward (an evaluation on the first rank), so it decides alone.
+
+        Args:
+            packed_model: the model that is compared.
+            stock: its fused forward, or its backbone's own.
+            batch: the rows of the call; `None` if its arguments are not known.
+            of_backbone: whether the backbone is called.
+
+        Returns:
+            Why no pass of the model may be packed; `None` if passes may be.
+        """
+        recorded = torch.is_grad_enabled()
+        takes_images = packed_model.images.reason is None
+        if _kinds({recorded}, {False, takes_images}, of_backbone) <= self.checked:
+            return None
+        base = packed_model.base
+        sharded = is_sharded(base)
+        with self._lock, contextlib.nullcontext() if sharded else deciding_alone():
+            device = next(base.parameters()).device if batch is None else batch.input_ids.device
+            sequences = None if batch is None else _read(packed_model, batch)
+            has_images = sequences is not None and batch.has_images
+            cannot, with_images = reduced_over_ranks([int(sequences is None), int(has_images)], device)
+            with_images = bool(with_images)
+            if cannot or _kinds({recorded}, {with_images}, of_backbone) <= self.checked:
+                return None
+            # The comparison needs rows that begin alike. In a batch of pairs (all chosen, then all rejected) they are
+            # not neighbours.
+            order, _ = sort_by_prefix(sequences.tokens_BL, sequences.lengths_B)
+            gradients = recorded and not sharded
+            leaves = copied_leaves(base) if gradients else contextlib.nullcontext()
+
+            def values_of(output: ModelOutput) -> torch.Tensor:
+                return projections(output.last_hidden_state) if of_backbone else output.log_probs
+
+            way = {"use_cache": False} if of_backbone else {"fused_lm_head": True}
+            with torch.set_grad_enabled(gradients), leaves:
+                problem = difference(
+                    packed_model,
+                    base,
+                    batch,
+                    padded=lambda rows: values_of(stock(**way, **rows.arguments())),
+                    packed=lambda rows, forward: values_of(packed_model.run(rows, forward)),
+                    unit=rounding_unit(base, device),
+                    with_images=with_images,
+                    order=order,
+                )
+            return self._judged(problem, packed_model, recorded, with_images, of_backbone)
+
+    @not_compiled
+    def may_pack(self, batch: Batch, sequences: Sequences) -> bool:
+        """Whether a call was compared, so that it may be packed, or has nothing to compare."""
+        kind = _kinds({torch.is_grad_enabled()}, {batch.has_images}, batch.labels is None)
+        return kind <= self.checked or not sequences.needed_B.any()
+
+    def _judged(
+        self,
+        problem: str | None,
+        packed_model: PackedModel,
+        gradients: bool,
+        with_images: bool,
+        of_backbone: bool = False,
+    ) -> str | None:
+        """Note the result of [`difference`] for passes of a kind; return it if no pass of the model may be packed."""
+        if problem == NOTHING_TO_COMPARE:
+            return None
+        if problem is None:
+            self.checked |= _kinds({False, gradients}, {False, with_images}, of_backbone)
+        elif with_images and packed_model.attention == "auto":  # batches without images may still run packed
+            packed_model.images.reason = problem
+            return None
+        return problem
+
+
+def _kinds(gradients: set[bool], images: set[bool], of_backbone: bool) -> set[tuple]:
+    """Returns kinds of passes, see [`FirstPasses`]."""
+    returned = ["last hidden states"] if of_backbone else []
+    return {(*kind, *returned) for kind in itertools.product(gradients, images)}
 
 
 def projections(hidden_BLH: torch.Tensor) -> torch.Tensor:
@@ -55,11 +220,13 @@ def projections(hidden_BLH: torch.Tensor) -> torch.Tensor:
 def difference(
     packed_model: PackedModel,
     model: nn.Module,
-    ways: TwoWays,
     batch: Batch,
+    padded: Padded,
+    packed: Packed,
     unit: float,
-    tokens_per_pass: int | None,
-    cannot_pack: Callable[[str], None],
+    with_images: bool,
+    tokens_per_pass: int | None = None,
+    order: np.ndarray | None = None,
 ) -> str | None:
     """Returns the fault of packed passes over a few rows of a batch; `None` if there is none. Collective.
 
@@ -68,51 +235,67 @@ def difference(
     Args:
         packed_model: the model that is compared.
         model: its root module, wrappers included.
-        ways: the two ways to compute rows.
-        batch: the batch that is about to be computed; rows with a common prompt are neighbours.
+        batch: the batch that is about to be computed.
+        padded, packed: the two ways to compute rows.
         unit: the result of [`verdict.rounding_unit`].
+        with_images: whether some rank's batch has images.
         tokens_per_pass: limit of the pass, if it has one. No forward of the comparison holds more tokens.
-        cannot_pack: gets the reason why the rows cannot be packed.
+        order: indices of the batch's rows in an order in which rows with a common prompt are neighbours; `None` if
+            they are.
     """
     device = batch.input_ids.device
+    try:
+        packed_model.count_images(batch)
+    except UnpackableBatch:  # the pass itself logs the reason
+        batch = replace(batch, vision={}, num_images=None)
+    if with_images:
+        packed_model.images.share(batch)
     # A single row is taken twice, so that something is shared.
     count_here = max(2, min(ROWS_HALF if unit else ROWS_FP32, len(batch.input_ids)))
     (count,) = reduced_over_ranks([count_here], device)
-    sampled = replace(batch.rows(sampled_rows(batch, int(count))), router_loss=False)
-    if packed_model.facts.sees_distances:
-        sampled = in_two_columns(sampled, packed_model.images.token)
-
-    def try_to_read(rows: Batch) -> Sequences | None:
-        try:
-            return packed_model.read(rows)
-        except UnpackableBatch as error:
-            cannot_pack(str(error))
-            return None
-
-    sequences = try_to_read(sampled)
-    is_packable = sequences is not None and bool(sequences.needed_B.any())
-    if not any(reduced_over_ranks([int(is_packable)], device)):
-        return NOTHING_TO_COMPARE
-    whole = try_to_read(batch)
+    whole = _read(packed_model, batch)
     tokens = batch.input_ids.numel() if whole is None else packed_model.build_forest(whole).tokens
     if tokens_per_pass is not None:
         tokens = min(tokens, tokens_per_pass)
-    rows, width = sampled.input_ids.shape
+    sample = replace(batch.rows(sampled_rows(batch, int(count), order)), router_loss=False)
+    if packed_model.facts.sees_distances:
+        sample = in_two_columns(sample, packed_model.images.token)
+    sequences = _read(packed_model, sample)
+    is_packable = sequences is not None and bool(sequences.needed_B.any())
+    if not any(reduced_over_ranks([int(is_packable)], device)):
+        return NOTHING_TO_COMPARE
+    rows, width = sample.input_ids.shape
     packed_forwards = [(0, rows)]
     if is_packable:
-        sampled, packed_forwards = _in_forwards(packed_model, sampled, sequences, max(tokens, width))
+        sample, packed_forwards = _in_forwards(packed_model, sample, sequences, max(tokens, width))
     cuts = cut_sample(packed_forwards, rows, width, tokens, device)
-    sample = _Sample(packed_model, ways, sampled, is_packable)
-    is_scored = sampled.is_wanted()
+
+    def padded_part(part: slice) -> torch.Tensor:
+        return padded(sample.rows(np.arange(part.start, part.stop)))
+
+    def packed_part(is_dense: bool, part: slice) -> torch.Tensor:
+        if not is_packable:  # the other ranks' forwards may be collective, so this rank runs one, too
+            return padded_part(part)
+        return _packed_values(packed_model, sample.rows(np.arange(part.start, part.stop)), packed, is_dense)
+
+    is_scored = sample.is_wanted()
     of = HIDDEN_STATES if batch.labels is None else LOG_PROBABILITY
     embeddings = packed_model.base.get_input_embeddings()
     problem = attention_reason(packed_model.base)  # dropout may have been set since
     with without_dropout(model), packed_model.images.in_every_forward():
         for is_dense in (False, True) if packed_model.can_be_dense else (False,):
             if problem is None:
-                packed = functools.partial(sample.packed, is_dense)
-                problem = compare(model, packed, sample.padded, is_scored, cuts, embeddings, unit, of)
+                of_kind = functools.partial(packed_part, is_dense)
+                problem = compare(model, of_kind, padded_part, is_scored, cuts, embeddings, unit, of)
     return problem
+
+
+def _read(packed_model: PackedModel, batch: Batch) -> Sequences | None:
+    """Returns a batch on the host; `None` if it cannot be packed, for which the pass itself logs the reason."""
+    try:
+        return packed_model.read(batch)
+    except UnpackableBatch:
+        return None
 
 
 def _in_forwards(
@@ -127,52 +310,24 @@ def _in_forwards(
     return batch.rows(np.concatenate(sets)), list(itertools.pairwise(borders))
 
 
-@dataclass(eq=False)
-class _Sample:
-    """Rows to compare, and the two ways to compute some of them in one forward.
+def _packed_values(packed_model: PackedModel, rows: Batch, packed: Packed, is_dense: bool) -> torch.Tensor:
+    """Returns the values of rows from one packed forward.
 
-    Attributes:
-        packed_model: the model that is compared.
-        ways: the two ways.
-        batch: the rows.
-        is_packable: whether this rank can pack its rows, and something of them is wanted.
+    A layer that cannot be computed records the reason instead of raising, so that this rank reaches every collective.
+
+    Raises:
+        UnsupportedAttention: a layer cannot be computed.
     """
-
-    packed_model: PackedModel
-    ways: TwoWays
-    batch: Batch
-    is_packable: bool
-
-    def padded(self, part: slice) -> torch.Tensor:
-        """Returns the values of some of the rows as in stock TRL, see [`TwoWays`]."""
-        return self.ways.padded(self._rows(part))
-
-    def packed(self, is_dense: bool, part: slice) -> torch.Tensor:
-        """Returns them from one packed row.
-
-        A layer that cannot be computed records the reason instead of raising, so that this rank reaches every
-        collective.
-
-        Raises:
-            UnsupportedAttention: a layer cannot be computed.
-        """
-        if not self.is_packable:  # the other ranks' forwards may be collective, so this rank runs one, too
-            return self.padded(part)
-        rows = self._rows(part)
-        sequences = self.packed_model.read(rows)
-        record = PassRecord(problems=[])
-        forest = self.packed_model.build_forest(sequences, is_dense)
-        values = self.ways.packed(rows, Forward(sequences, forest, record=record))
-        calls = len(record.layer_calls)
-        layers = self.packed_model.facts.layers
-        if not calls or calls % layers:  # differential attention calls its function twice a layer
-            record.problems.append(f"prefix-aware layers ran {calls} times in a forward of {layers}")
-        if record.problems:
-            raise UnsupportedAttention(record.problems[0])
-        return values
-
-    def _rows(self, part: slice) -> Batch:
-        return self.batch.rows(np.arange(part.start, part.stop))
+    sequences = packed_model.read(rows)
+    record = PassRecord(problems=[])
+    values = packed(rows, Forward(sequences, packed_model.build_forest(sequences, is_dense), record=record))
+    calls = len(record.layer_calls)
+    layers = packed_model.facts.layers
+    if not calls or calls % layers:  # differential attention calls its function twice a layer
+        record.problems.append(f"prefix-aware layers ran {calls} times in a forward of {layers}")
+    if record.problems:
+        raise UnsupportedAttention(record.problems[0])
+    return values
 
 
 def in_two_columns(batch: Batch, image_token: int | None) -> Batch:
@@ -214,15 +369,21 @@ def in_two_columns(batch: Batch, image_token: int | None) -> Batch:
     )
 
 
-def sampled_rows(batch: Batch, count: int) -> np.ndarray:
+def sampled_rows(batch: Batch, count: int, order: np.ndarray | None = None) -> np.ndarray:
     """Returns `count` row indices: half from the first row with images (or row 0) on, half from the end of the batch.
 
     Neighbouring rows mostly share a prompt. If the batch has fewer rows, the last row is repeated, so that ranks have
     equally many.
+
+    Args:
+        batch: the batch.
+        count: number of rows.
+        order: the rows in an order in which those that begin alike are neighbours; as they stand if absent.
     """
-    rows = list(range(len(batch.input_ids)))
+    rows = list(range(len(batch.input_ids))) if order is None else order.tolist()
+    has_images = [bool(batch.num_images and batch.num_images[row]) for row in rows]
     rows += rows[-1:] * (count - len(rows))
-    first = next((row for row, images in enumerate(batch.num_images or ()) if images), 0)
+    first = has_images.index(True) if any(has_images) else 0
     first = min(first, len(rows) - count)
     last = count // 2
     return np.array(rows[first : first + count - last] + rows[len(rows) - last :])

@@ -138,8 +138,6 @@ class Images:
         reason: why batches with images run padded, or `None`.
     """
 
-    ARGUMENTS = (*PER_IMAGE, *PER_TOKEN)
-
     def __init__(self, model: PreTrainedModel):
         self.model = model
         self.inner = model.base_model

@@ -7,7 +7,6 @@ is decided elsewhere (`sharing.py`).
 """
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,10 +31,6 @@ from .router_loss import router_loss, router_sums
 from .row import PackedRow, lay_out
 from .row_mask import masks_of
 
-# Arguments of a forward that do not change its values.
-_NEUTRAL = {"use_cache", "return_dict"}
-# Arguments of a model that come to its backbone and mean nothing there. RewardTrainer passes the margin of its loss.
-_NEUTRAL_IN_BACKBONE = {"logits_to_keep", "num_items_in_batch", "shift_labels", "margin"}
 # A layer spends about 24 h² operations on a token (projections and MLP) and 4 h on a query-key pair.
 _PAIRS_PER_TOKEN = 6.0
 
@@ -140,6 +135,7 @@ class PackedModel:
         """
         return can_nest(self.base, self.attention) and not self.facts.is_recurrent
 
+    @not_compiled
     def build_forest(self, sequences: Sequences, is_dense: bool = False) -> Forest:
         """Returns the forest of some rows; with `is_dense` it has a dense mask if this saves any token."""
         lengths_B = sequences.needed_B
@@ -157,6 +153,7 @@ class PackedModel:
             pairs_per_token=pairs_per_token,
         )
 
+    @not_compiled
     def pass_rules(self, device: torch.device) -> PassRules:
         """Returns what passes of this model have to keep to; ranks agree by tensors on `device`."""
 
@@ -262,51 +259,6 @@ class PackedModel:
 
     def _experts_per_token(self) -> int:
         return self.base.config.get_text_config().num_experts_per_tok
-
-
-@not_compiled
-def batch_of(
-    base: PreTrainedModel, arguments: dict[str, Any], num_images: list[int] | None, of_backbone: bool = False
-) -> Batch:
-    """Returns the arguments of a fused call of a model, or of a call of its backbone, as a batch.
-
-    Args:
-        base: the model, without wrappers.
-        arguments: of the call.
-        num_images: number of images of each row, if known.
-        of_backbone: whether the backbone is called, which takes no labels.
-
-    Raises:
-        UnpackableBatch: the meaning of an argument on a packed row is not known.
-    """
-    arguments = {name: x for name, x in arguments.items() if x is not None and x is not False}
-    for name in _NEUTRAL | _NEUTRAL_IN_BACKBONE if of_backbone else _NEUTRAL:
-        arguments.pop(name, None)
-    router_loss = arguments.pop("output_router_logits", False)
-    router_loss = router_loss or getattr(base.config.get_text_config(), "output_router_logits", False)
-    input_ids = arguments.pop("input_ids", None)
-    labels = arguments.pop("labels", None)
-    mask = arguments.pop("attention_mask", None)
-    num_items = arguments.pop("num_items_in_batch", None)
-    vision = {name: arguments.pop(name) for name in Images.ARGUMENTS if name in arguments}
-    # Some models hand their config's settings on to their backbone.
-    arguments = {
-        name: x
-        for name, x in arguments.items()
-        if isinstance(x, torch.Tensor) or not hasattr(base.config, name) or getattr(base.config, name) != x
-    }
-    if arguments:
-        raise UnpackableBatch(f"its forward takes {sorted(arguments)}, whose meaning on a packed row is not known")
-    if input_ids is None or input_ids.ndim != 2:
-        raise UnpackableBatch("it takes input_ids of the shape (rows, tokens)")
-    if of_backbone:
-        if labels is not None:
-            raise UnpackableBatch("its backbone takes labels, whose meaning is not known")
-    elif labels is None or labels.shape != input_ids.shape:
-        raise UnpackableBatch("it takes labels of the shape of input_ids")
-    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape):
-        raise UnpackableBatch(f"its attention mask has the shape {tuple(getattr(mask, 'shape', ()))}")
-    return Batch(input_ids, mask, labels, vision, num_images, bool(router_loss), num_items)
 
 
 @not_compiled

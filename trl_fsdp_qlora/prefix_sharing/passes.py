@@ -473,19 +473,31 @@ class StepPlan:
 # --- plans -----------------------------------------------------------------------------------------------------------
 
 
-def plan_call(sequences: Sequences, tokens_per_pass: int, rules: PassRules, shares: bool) -> PassSchedule:
-    """Returns the forwards of a call in passes of no more tokens than a limit.
+@torch.compiler.disable
+def plan_call(
+    sequences: Sequences | None, tokens_per_pass: int, rules: PassRules, shares: bool
+) -> Iterator[Forward] | None:
+    """Returns the forwards of a call in passes of no more tokens than a limit, as many as on the rank that needs most.
+
+    Collective. If one rank cannot pack its rows, the result is `None` on all ranks.
 
     Args:
-        sequences: the rows of the call.
+        sequences: the rows of the call; `None` if they cannot be packed.
         tokens_per_pass: the limit; a row that is longer runs alone.
         rules: what passes of the model have to keep to.
         shares: whether a beginning that several passes share is computed once. The call must not record gradients.
     """
-    rows_of_pass = cut_rows(sequences, tokens_per_pass, lambda rows: rules.build_forest(sequences.rows(rows)).tokens)
-    # Each rank has trunks of its own: the ranks agree on the number of forwards only.
-    rules = replace(rules, reduce=of_this_rank)
-    return PassSchedule(sequences, rows_of_pass, rules, shares=shares and len(rows_of_pass) > 1)
+    schedule = None
+    if sequences is not None:
+        rows_of_pass = cut_rows(
+            sequences, tokens_per_pass, lambda rows: rules.build_forest(sequences.rows(rows)).tokens
+        )
+        # Each rank has trunks of its own: the ranks agree on the number of forwards only.
+        alone = replace(rules, reduce=of_this_rank)
+        schedule = PassSchedule(sequences, rows_of_pass, alone, shares=shares and len(rows_of_pass) > 1)
+    count = 0 if schedule is None else schedule.count
+    most, cannot = rules.reduce([count, int(schedule is None)], "MAX")
+    return None if cannot else schedule.forwards(at_least=most)
 
 
 def plan_step(

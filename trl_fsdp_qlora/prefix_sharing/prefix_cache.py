@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from ..compat.deepspeed import is_zero3
 
 # The name of a thing that a layer keeps: the layer's `id` (or a name), and whatever tells its things apart.
 Slot = tuple
@@ -27,8 +30,17 @@ class CannotKeep(Exception):
     """A layer's keys or states cannot be kept for later passes; the message is the reason."""
 
 
-def keeps_no_graph(model: nn.Module) -> bool:
-    """Whether layers of `model` (with all wrappers) have reentrant checkpointing, whose forward records no graph.
+def cannot_keep_reason(model: nn.Module) -> str | None:
+    """Returns why passes of `model` cannot use values of other passes; `None` if they can."""
+    if any(map(is_zero3, model.parameters())):
+        return "DeepSpeed's ZeRO-3 gathers weights in the order of one forward and its backward"
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        return "FSDP1 frees weights that the graph of an earlier forward needs"
+    return None
+
+
+def no_graph_reason(model: nn.Module) -> str | None:
+    """Returns that layers of `model` (with all wrappers) are checkpointed without a graph; `None` if they are not.
 
     A wrapper of the user's own is not found here; [`CacheView.keep`] raises then.
     """
@@ -38,8 +50,11 @@ def keeps_no_graph(model: nn.Module) -> bool:
         # Where transformers' layers and torch's `checkpoint_wrapper` have the function that checkpoints them.
         for name in ("_gradient_checkpointing_func", "checkpoint_fn"):
             if getattr(vars(module).get(name), "keywords", {}).get("use_reentrant"):
-                return True
-    return False
+                return (
+                    "its layers run without a graph (gradient_checkpointing_kwargs={'use_reentrant': True}); "
+                    "use_reentrant=False keeps one"
+                )
+    return None
 
 
 # --- gradients that wait for a later backward ------------------------------------------------------------------------

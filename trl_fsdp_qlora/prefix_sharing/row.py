@@ -33,7 +33,7 @@ class PassRecord:
     Attributes:
         tokens, padded_tokens: number of tokens computed, and number of tokens of the padded batches.
         levels: tokens of each level of the forests.
-        seconds: time until the calls returned (on CUDA: until they were queued), the first one's comparison included.
+        seconds: time until the calls returned (on CUDA: until they were queued).
         layer_calls: backend name of each layer that ran, in order, recomputation included.
         kernels: the kernel that computed the layers of each kind, by the kind's name.
         problems: if this is a list, a layer that cannot be computed adds the reason to it and returns zeros, so that

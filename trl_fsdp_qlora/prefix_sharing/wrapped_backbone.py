@@ -19,9 +19,6 @@ from transformers import PreTrainedModel
 from .row_mask import RowMask
 from .wrapped_forward import ATTRIBUTE
 
-# Outputs of a backbone that have no counterpart on a packed row, by the arguments that ask for them.
-_FURTHER_OUTPUTS = ("output_hidden_states", "output_attentions")
-
 
 class WrappedBackbone:
     """Puts a forward of ours on the backbone of a model, and takes it off.
@@ -85,9 +82,14 @@ def _with_sharing(cls: type[PreTrainedModel], before: Callable | None) -> Callab
         sharing = vars(self).get(ATTRIBUTE)
         as_stock = kwargs.pop("as_stock", False)
         arguments = dict(zip(names, args, strict=False)) | kwargs
-        if sharing is None or as_stock or _is_packed(arguments.get("attention_mask")):
+        is_packed = _is_packed(arguments.get("attention_mask"))
+        if sharing is None or as_stock or is_packed or _is_decoding(arguments):
             return stock(self, *args, **kwargs)
-        return sharing.last_hidden_states(functools.partial(stock, self), arguments)
+        sharing.wrapped_forward.stop_watching()
+        own_forward = functools.partial(stock, self)
+        sharing.look_at_model()
+        sharing.compare_call_with_stock(own_forward, arguments, of_backbone=True)
+        return sharing.last_hidden_states(own_forward, arguments)
 
     return forward
 
@@ -98,33 +100,8 @@ def _is_packed(mask: Any) -> bool:
     return any(isinstance(mask, RowMask) for mask in masks)
 
 
-def is_decoding(arguments: dict[str, Any]) -> bool:
+def _is_decoding(arguments: dict[str, Any]) -> bool:
     """Whether a call of a backbone is a step of generation, with a cache or without one."""
     has_cache = any(arguments.get(name) is not None for name in ("cache", "past_key_values"))
     has_positions = arguments.get("position_ids") is not None
     return has_cache or (not torch.is_grad_enabled() and (bool(arguments.get("use_cache")) or has_positions))
-
-
-def further_output(base: PreTrainedModel, arguments: dict[str, Any]) -> str | None:
-    """Returns what a call of a backbone asks for besides last hidden states and router logits; `None` for nothing.
-
-    Args:
-        base: the model, without wrappers.
-        arguments: of the call.
-    """
-    config = base.config
-    for name in _FURTHER_OUTPUTS:
-        asked = arguments.get(name)
-        if getattr(config, name, False) if asked is None else asked:
-            return name
-    return_dict = arguments.get("return_dict")
-    if (getattr(config, "return_dict", True) if return_dict is None else return_dict) is False:
-        return "return_dict=False"
-    use_cache = arguments.get("use_cache")
-    if use_cache is None and not (torch.is_grad_enabled() and base.training):
-        # In a step of training nobody decodes, so the cache that models return by default is not missed there.
-        text = config.get_text_config(decoder=True)
-        use_cache = getattr(config, "use_cache", getattr(text, "use_cache", True))
-        if use_cache is not False:
-            return "a cache, by default (config.use_cache=False avoids that)"
-    return "use_cache=True" if use_cache else None

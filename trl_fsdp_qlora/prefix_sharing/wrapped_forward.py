@@ -174,6 +174,8 @@ def _with_sharing(base: PreTrainedModel, stock: Callable, below: Callable) -> Ca
         if planned is not None:
             return sharing.run_planned(planned, arguments, num_images)
         tokens_per_pass = arguments.pop("tokens_per_pass", None)
+        sharing.look_at_model()
+        sharing.compare_call_with_stock(stock, arguments, num_images)
         return sharing.score(stock, arguments, num_images, tokens_per_pass)
 
     forward.stock_forward = stock
