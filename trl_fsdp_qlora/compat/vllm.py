@@ -1,8 +1,9 @@
 """Names borrowed from TRL's vLLM code and from vLLM, checked when an adapter is to be sent to an engine."""
 
+import sys
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -36,12 +37,13 @@ def adapter_misfits() -> list[str]:
         return [str(error)]
 
 
+@contextmanager
 def trl_starts(
     make_engine: Callable[..., Any] | None, engine_kwargs: Callable[[Any, Any], dict[str, Any]]
-) -> AbstractContextManager:
-    """Make TRL's trainer start another engine inside the block, or its own engine with further options.
+) -> Iterator[None]:
+    """Make a trainer of TRL's start another engine inside the block, or its own engine with further options.
 
-    TRL has no argument for either. Its trainer and its engine look the classes up by name in their modules, so these
+    TRL has no argument for either. Its trainers and its engine look the classes up by name in their modules, so these
     names are replaced.
 
     Args:
@@ -51,7 +53,11 @@ def trl_starts(
     """
     if make_engine is None:
         make_engine = partial(_start_trls_own, grpo_trainer.VLLMGeneration, engine_kwargs)
-    return patch.multiple(grpo_trainer, VLLMGeneration=make_engine)
+    with patch.multiple(grpo_trainer, VLLMGeneration=make_engine), ExitStack() as stack:
+        of_rloo = sys.modules.get("trl.trainer.rloo_trainer")  # if a trainer of RLOO is what starts
+        if of_rloo is not None:
+            stack.enter_context(patch.multiple(of_rloo, VLLMGeneration=make_engine))
+        yield
 
 
 def _start_trls_own(stock: Callable[..., Any], engine_kwargs: Callable[[Any, Any], dict[str, Any]], **options) -> Any:

@@ -8,8 +8,6 @@ from ..run.config_fields import documented, option
 from ..trainers import options
 from ..trainers.options import EfficientConfig
 from ..vllm import ahead
-from ..vllm.sync_choice import CHOICES as SYNCS
-from ..vllm.sync_choice import SHARING
 from .token_budget import check_config
 
 
@@ -73,31 +71,11 @@ class EfficientGRPOConfig(EfficientConfig, GRPOConfig):
         "group (MaxRL), for rewards of 0 and more. Without effect, as in TRL, under "
         "multi_objective_aggregation='normalize_then_sum'.",
     )
-    rollout_sync: str = option(
-        "auto",
-        "With vLLM, what is sent to the engine after an optimizer step: 'adapter' (the LoRA adapter alone), 'merge' "
-        "(every weight, the adapter merged, as in TRL), or 'auto': the adapter if the base is quantized, sharded, "
-        "not on a GPU, or held by a server that takes adapters.",
-        choices=SYNCS,
-    )
-    vllm_adapter_dir: str | None = option(
-        None,
-        "With vLLM and rollout_sync 'adapter': the folder through which adapters reach the engine, which has to see "
-        "it under the same path. By default memory, if the engine is in this process on one node, and otherwise a "
-        "folder under output_dir.",
-    )
-    vllm_share_base: str = option(
-        "auto",
-        "With vLLM in this process and only the adapter sent: whether engine and trainer hold one copy of a frozen "
-        "base. 'auto': on a GPU, if rollout_sync is 'adapter' and the base is in the dtype in which both compute. "
-        "A base in bitsandbytes' 4 bits is shared with 'on'. 'on' also makes rollout_sync 'auto' send the adapter "
-        "alone, and is an error where the base cannot be shared.",
-        choices=SHARING,
-    )
+    rollout_sync: str = option(**options.ROLLOUT_SYNC)
+    vllm_adapter_dir: str | None = option(**options.VLLM_ADAPTER_DIR)
+    vllm_share_base: str = option(**options.VLLM_SHARE_BASE)
     vllm_engine_kwargs: dict | str | None = option(  # noqa: RUF009 (a string, as in TRL, is JSON)
-        None,
-        "With vLLM in this process: further arguments of `vllm.LLM`, such as {'quantization': 'fp8'}, which take "
-        "precedence.",
+        **options.VLLM_ENGINE_KWARGS
     )
     rollouts_ahead: int = option(**options.ROLLOUTS_AHEAD)
     tool_timeout: float | None = option(

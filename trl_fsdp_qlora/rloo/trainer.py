@@ -1,15 +1,17 @@
 """`EfficientRLOOTrainer`: the interface of `trl.RLOOTrainer`; it computes the same numbers in another way."""
 
 import inspect
+from contextlib import nullcontext
 from functools import wraps
 
+import torch
 from accelerate.logging import get_logger
 from trl import RLOOTrainer
 
 from ..checkpoints.stopping import stopping_after_step
 from ..compat.older_gpus import casting_wide_sums
 from ..compat.transformers import no_optimizer_read
-from ..compat.trl import Turn, joined_images
+from ..compat.trl import SAMPLING_METRICS, Turn, joined_images, prompts_of
 from ..cpu.linear import fast_linears
 from ..decode.rollout import GenerateSettings, Rollout
 from ..fsdp2_qlora import sharded
@@ -18,21 +20,26 @@ from ..fsdp2_qlora.loading import experts_in_4bit
 from ..fsdp2_qlora.prepare import shard_quantized_base
 from ..run.input_checks import too_long
 from ..trainers import lifecycle
-from ..trainers.arguments import check_prompts, completed, with_base_loaded
+from ..trainers.arguments import adapter_and_base, check_prompts, completed, with_base_loaded
 from ..trainers.groups import EpochRepeatSampler
 from ..trainers.look_ahead import LookAhead
 from ..trainers.rollouts import GenerationBatches, groups_feature
 from ..trainers.scoring import Request, Scoring, may_have_images, share_in_models
+from ..trainers.upcoming import UpcomingRows
+from ..vllm.ahead import RolloutsAhead, check_call
+from ..vllm.correction import completion_weights
+from ..vllm.sync_choice import choose_sync, trl_starts_engine, warnings_for, why_own_base
 from .config import EfficientRLOOConfig
 
 logger = get_logger(__name__)
+
+WEIGHT_METRICS = SAMPLING_METRICS[2:]  # of importance weights: least, mean, largest
 
 
 class EfficientRLOOTrainer(RLOOTrainer):
     """Drop-in replacement of [`trl.RLOOTrainer`]: same arguments, losses, metrics, checkpoints, options.
 
-    The trainer computes the same numbers in another way, with the collaborators of `EfficientGRPOTrainer`. With vLLM
-    it uses TRL's own engine and sends it every weight.
+    The trainer computes the same numbers in another way, with the collaborators of `EfficientGRPOTrainer`.
 
     Raises:
         ValueError: no `prompt` column, an empty or too small dataset; before the first step.
@@ -46,6 +53,7 @@ class EfficientRLOOTrainer(RLOOTrainer):
     reference_sharing = None
     scoring: Scoring | None = None
     rollout: Rollout | None = None
+    ahead: RolloutsAhead | None = None
     go_on = lifecycle.GO_ON
 
     @wraps(RLOOTrainer.__init__)
@@ -53,13 +61,34 @@ class EfficientRLOOTrainer(RLOOTrainer):
         call = inspect.signature(RLOOTrainer.__init__).bind(self, *positional, **named).arguments
         call.pop("self")
         call = completed(call, EfficientRLOOConfig, "RLOO")
+        args = call["args"]
         check_prompts(call)
-        with experts_in_4bit():
-            super().__init__(**with_base_loaded(call, needs_reference=call["args"].beta != 0.0))
+        check_call(call)
+        peft_config, quantization = adapter_and_base(call)
+        self.sync = choose_sync(args, peft_config, quantization is not None, ask=True, model=call["model"])
+        own_base = why_own_base(args, self.sync, quantization, call["model"])
+        call = with_base_loaded(call, needs_reference=args.beta != 0.0)
+        with experts_in_4bit(), trl_starts_engine(args, self.sync, own_base):
+            super().__init__(**call)
         lifecycle.begin(self, "RLOO ([arXiv 2402.14740](https://arxiv.org/abs/2402.14740))")
         self.rollout = Rollout(self.args, self.accelerator, self._dist)
         if self.use_vllm:
             self.vllm_generation.sync_weights = self.clock.phase("weight_sync")(self.vllm_generation.sync_weights)
+        if self.args.rollouts_ahead:
+            self.vllm_generation.logprobs = 0  # RLOO asks for none; the drawn token's are enough for a weight
+            self.upcoming = UpcomingRows(self._generate_every, self.args.gradient_accumulation_steps)
+            self.ahead = RolloutsAhead(
+                self.vllm_generation,
+                self.clock,
+                step=lambda: self.state.global_step,
+                is_training=lambda: self.model.training,
+                upcoming=self._upcoming_prompts,
+                add_metrics=self._add_metrics,
+            )
+        # TRL's RLOO has no importance weights; here it has them for what is drawn ahead.
+        corrects = self.args.rollouts_ahead > 0 and self.args.vllm_importance_sampling_correction
+        for warning in warnings_for(self.args, self.sync, corrects):
+            logger.warning(warning)  # accelerate's logger: on the main rank
         if line := too_long(self.args.max_completion_length, self.model.config):
             logger.warning(line)
         self.sharing, self.reference_sharing = share_in_models(
@@ -123,7 +152,8 @@ class EfficientRLOOTrainer(RLOOTrainer):
             [`trl_fsdp_qlora.checkpoints.checkpoints.WholeCheckpoints`].
         """
         self.look_ahead.forget()  # a run that broke off may have left a plan
-        with self.checkpointing.alone(), stopping_after_step(self, self.go_on):
+        drawn_ahead = nullcontext() if self.ahead is None else self.ahead.run()
+        with self.checkpointing.alone(), stopping_after_step(self, self.go_on), drawn_ahead:
             return super().train(self.checkpointing.resume_from(resume_from_checkpoint), *args, **kwargs)
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *further):
@@ -166,17 +196,37 @@ class EfficientRLOOTrainer(RLOOTrainer):
         # TRL's method with one change: whole groups are shuffled, so a prompt's completions stay in one micro-batch.
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
-        generate_every = self.args.steps_per_generation * self.num_iterations
-        if self._step % generate_every == 0 or self._buffered_inputs is None:
+        if self._step % self._generate_every == 0 or self._buffered_inputs is None:
             batch = self._generate_and_score_completions(generation_batch)
             self._buffered_inputs = self.generation_batches.split(batch, self.num_generations, self._logs)
         return joined_images(self._buffered_inputs[self._step % self.args.steps_per_generation])
+
+    @property
+    def _generate_every(self) -> int:
+        """Micro-batches of a generation batch, each as often as it is trained on."""
+        return self.args.steps_per_generation * self.num_iterations
+
+    def _upcoming_prompts(self):
+        """Token ids and images of the prompts of the next generation batch; `None` if the run ends before it."""
+        number = self._step // self._generate_every + 1
+        rows = self.upcoming.rows(self.callback_handler.train_dataloader, number, self.state.max_steps)
+        return None if rows is None else self._tokenize_prompts(prompts_of(rows))[:2]
 
     def _generate_and_score_completions(self, inputs):
         self.scoring.forget_images()
         gathered = sharded.weights_gathered(self.args, self.model, self.accelerator.device)
         with self.clock.phase("prepare"), gathered:
-            return super()._generate_and_score_completions(inputs)
+            batch = super()._generate_and_score_completions(inputs)
+        if self.ahead is not None and self.model.training and self.args.vllm_importance_sampling_correction:
+            # RLOO's loss has its advantages as a factor, so a completion's weight is a factor of its advantage.
+            weights_B = completion_weights(
+                batch["old_logps"], self.ahead.logprobs, batch["completion_mask"], self.args
+            )
+            batch["advantages"] = batch["advantages"] * weights_B
+            weights_N = self.accelerator.gather(weights_B)
+            figures = [weights_N.amin(), weights_N.mean(), weights_N.amax()]
+            self._add_metrics(dict(zip(WEIGHT_METRICS, torch.stack(figures).tolist(), strict=True)))
+        return batch
 
     def _generate(self, prompts):
         if self.rollout is None:
@@ -230,7 +280,11 @@ class EfficientRLOOTrainer(RLOOTrainer):
     # --- saving and loading ------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model, trial):
-        rollouts = {"step": self._step, "buffer": self._buffered_inputs}
+        rollouts = {
+            "step": self._step,
+            "buffer": self._buffered_inputs,
+            "ahead": None if self.ahead is None or self.args.save_only_model else self.ahead.state(),
+        }
         with lifecycle.writing_checkpoint(self, trial, rollouts):
             super()._save_checkpoint(model, trial)
 
@@ -268,6 +322,8 @@ class EfficientRLOOTrainer(RLOOTrainer):
             return
         self._step = rollouts["step"]
         self._buffered_inputs = rollouts["buffer"]
+        if self.ahead is not None:
+            self.ahead.restore(rollouts.get("ahead"))
 
     def _load_best_model(self):
         self._last_loaded_step = -1  # makes TRL send the best weights, because the engine holds the last ones
@@ -291,8 +347,7 @@ class EfficientRLOOTrainer(RLOOTrainer):
             *self.rollout.features(self.model, self._generate_settings(), tools=False),
         ]
         if self.use_vllm:
-            line = (
-                "vLLM gets all weights, the adapter merged, as in TRL (EfficientGRPOTrainer sends the adapter alone)"
-            )
-            lines.append(("as stock TRL", line))
+            lines.append(("on" if self.sync.mode == "adapter" else "as stock TRL", self.sync.describe()))
+        if self.ahead is not None:
+            lines.append(("on", "vLLM draws the next generation batch while this one is trained on"))
         return [*lines, *lifecycle.features_of_base(self)]

@@ -11,6 +11,8 @@ from ..run import redaction
 from ..run.config_fields import SWITCHES, left_at_default, note_derived, spelled
 from ..scoring.logprobs import HEAD_KERNELS
 from ..telemetry.phases import MODES as CLOCKS
+from ..vllm.sync_choice import CHOICES as SYNCS
+from ..vllm.sync_choice import SHARING
 
 # Arguments of `run.config_fields.option`, by the name of the field.
 PREFIX_SHARING = {
@@ -50,6 +52,32 @@ FSDP_KEEP_GATHERED = {
     "default": False,
     "help": "Under FSDP2 with a 4-bit base, gather it once for all micro-batches of an optimizer step. Every rank "
     "then holds the whole 4-bit base while it trains.",
+}
+ROLLOUT_SYNC = {
+    "default": "auto",
+    "help": "With vLLM, what is sent to the engine after an optimizer step: 'adapter' (the LoRA adapter alone), "
+    "'merge' (every weight, the adapter merged, as in TRL), or 'auto': the adapter if the base is quantized, sharded, "
+    "not on a GPU, or held by a server that takes adapters.",
+    "choices": SYNCS,
+}
+VLLM_ADAPTER_DIR = {
+    "default": None,
+    "help": "With vLLM and rollout_sync 'adapter': the folder through which adapters reach the engine, which has to "
+    "see it under the same path. By default memory, if the engine is in this process on one node, and otherwise a "
+    "folder under output_dir.",
+}
+VLLM_SHARE_BASE = {
+    "default": "auto",
+    "help": "With vLLM in this process and only the adapter sent: whether engine and trainer hold one copy of a "
+    "frozen base. 'auto': on a GPU, if rollout_sync is 'adapter' and the base is in the dtype in which both compute. "
+    "A base in bitsandbytes' 4 bits is shared with 'on'. 'on' also makes rollout_sync 'auto' send the adapter alone, "
+    "and is an error where the base cannot be shared.",
+    "choices": SHARING,
+}
+VLLM_ENGINE_KWARGS = {
+    "default": None,
+    "help": "With vLLM in this process: further arguments of `vllm.LLM`, such as {'quantization': 'fp8'}, which take "
+    "precedence.",
 }
 ROLLOUTS_AHEAD = {
     "default": 0,

@@ -214,6 +214,7 @@ class RolloutsAhead:
 
     Attributes:
         batch: on rank 0, the batch in flight, or the one that has come and waits for its turn.
+        logprobs: of this rank's part of the batch that was handed out last, by completion and token.
     """
 
     def __init__(
@@ -228,6 +229,7 @@ class RolloutsAhead:
         self.engine = engine
         self.clock = clock
         self.batch: Batch | None = None
+        self.logprobs: list[list[list[float | None]]] | None = None
         self._step = step
         self._is_training = is_training
         self._upcoming = upcoming
@@ -250,6 +252,7 @@ class RolloutsAhead:
         taking = _Client(self, takes=True)
         with self._client_is(taking):
             drawn = self._stock_generate(prompts, images, num_generations, profiler)
+        self.logprobs = drawn[2]
         metrics = on_main(taking.metrics)
         upcoming = self._upcoming()
         if upcoming is not None:

@@ -169,12 +169,15 @@ def low_adapter_rate(rate: float) -> str | None:
     return f"learning_rate={rate:g} is one for full fine-tuning; adapters usually need 1e-5 to 1e-4"
 
 
-def warnings_for(args: Any, sync: Sync) -> list[str]:
-    """Warnings about a run with vLLM, each with the line to change; the trainer logs them before the first step."""
+def warnings_for(args: Any, sync: Sync, corrects: bool | None = None) -> list[str]:
+    """Warnings about a run with vLLM, each with the line to change; the trainer logs them before the first step.
+
+    `corrects`: whether the loss has importance weights; by default what `args` says.
+    """
     if sync.mode == "off":
         return []
     warnings = []
-    corrects = args.vllm_importance_sampling_correction
+    corrects = args.vllm_importance_sampling_correction if corrects is None else corrects
     mode = args.vllm_importance_sampling_mode
     longest = args.max_completion_length or 0
     if corrects and mode.startswith("sequence") and longest > LONG_COMPLETION:
