@@ -1,0 +1,276 @@
+"""Two steps of each of TRL's trainers that does not call the fused head, with and without `share_prompts`.
+
+Those that do are in `test_trainers.py`.
+"""
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+from PIL import Image
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
+from trl.experimental import a2po, cpo, gkd, gold, iw_opd, online_dpo, orpo, sdft, sdpo, tpo
+
+from tests.distributed.fsdp_on_gloo import fsdp_environment
+from tests.distributed.launch import launch
+from tests.tiny import these_first, tool_tokenizer
+from trl_fsdp_qlora import share_prompts
+from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing, causal_language_model
+
+from .helpers import build, llava_processor, mean_token, tokenizer
+from .test_images import MORE
+
+BEGINNING = "ABCDEFGH*" * 3
+PROMPTS = [f"{BEGINNING}IJKL=", f"{BEGINNING}MN=", "OPQRS=", f"{BEGINNING}T="]
+CHOSEN = ["AB", "CDE", "F", "GH"]
+REJECTED = ["AC", "CDFGH", "GABAB", "G"]
+
+
+def pairs(**more):
+    return Dataset.from_dict({"prompt": PROMPTS * 2, "chosen": CHOSEN * 2, "rejected": REJECTED * 2} | more)
+
+
+def prompts(**more):
+    return Dataset.from_dict({"prompt": [PROMPTS[0], PROMPTS[2]] * 4} | more)
+
+
+def dialogues():
+    """Two answers to each question."""
+    questions = [prompt for prompt in PROMPTS for _ in range(2)]
+    answers = [answer for both in zip(CHOSEN, REJECTED, strict=True) for answer in both]
+    said = [
+        [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        for question, answer in zip(questions, answers, strict=True)
+    ]
+    return Dataset.from_dict({"messages": said})
+
+
+def zero_or_one(completions, **_columns):
+    return [float(ord(completion[-1:] or "A") % 2) for completion in completions]
+
+
+DRAWS = {"max_completion_length": 6}
+GROUPS = DRAWS | {"num_generations": 4, "distillation_topk": 20}
+# A trainer and its config; the config's fields; its data; further arguments; further models that it runs.
+TRAINERS = {
+    "reward": (trl.RewardTrainer, trl.RewardConfig, {"per_device_train_batch_size": 4}, pairs, {}),
+    "cpo": (cpo.CPOTrainer, cpo.CPOConfig, {"per_device_train_batch_size": 4}, pairs, {}),
+    "orpo": (orpo.ORPOTrainer, orpo.ORPOConfig, {"per_device_train_batch_size": 4}, pairs, {}),
+    "tpo": (
+        tpo.TPOTrainer, tpo.TPOConfig, {"per_device_train_batch_size": 4}, lambda: pairs(reference=CHOSEN * 2), {},
+    ),
+    "a2po": (a2po.A2POTrainer, a2po.A2POConfig, DRAWS, prompts, {"reward_funcs": zero_or_one}),
+    "online_dpo": (
+        online_dpo.OnlineDPOTrainer, online_dpo.OnlineDPOConfig, {"max_new_tokens": 6, "max_length": 64}, prompts,
+        {"reward_funcs": mean_token},
+    ),
+    "gkd": (gkd.GKDTrainer, gkd.GKDConfig, {"lmbda": 0.0, "max_length": 64}, dialogues, {"teacher_model": None}),
+    "gold": (
+        gold.GOLDTrainer, gold.GOLDConfig, {"lmbda": 0.0, "max_length": 64} | DRAWS, dialogues,
+        {"teacher_model": None},
+    ),
+    "iw_opd": (
+        iw_opd.IWOPDTrainer, iw_opd.IWOPDConfig, {"max_length": 64} | DRAWS, dialogues, {"teacher_model": None},
+    ),
+    "distillation": (trl.DistillationTrainer, trl.DistillationConfig, DRAWS, prompts, {"teacher_model": None}),
+    "sdft": (
+        sdft.SDFTTrainer, sdft.SDFTConfig, GROUPS,
+        lambda: prompts(privileged_context=["TUV", "WXY"] * 4), {},
+    ),
+    "sdpo": (sdpo.SDPOTrainer, sdpo.SDPOConfig, GROUPS, prompts, {"reward_funcs": zero_or_one}),
+}  # fmt: skip
+
+
+class Recorder(TrainerCallback):
+    """The gradients of each step."""
+
+    def __init__(self):
+        self.gradients = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        self.gradients.append([g.full_tensor() if isinstance(g, DTensor) else g.clone() for g in gradients])
+
+
+def chat_tokenizer():
+    tokens = tokenizer()
+    tokens.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return tokens
+
+
+def common(out) -> dict:
+    return {
+        "output_dir": str(out), "per_device_train_batch_size": 8, "use_cpu": True, "bf16": False, "report_to": [],
+        "gradient_checkpointing": False, "disable_tqdm": True, "max_steps": 2, "optim": "sgd", "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "save_strategy": "no", "logging_steps": 1, "seed": 1,
+    }  # fmt: skip
+
+
+def adapters():
+    return LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+
+
+def save_base(kind, name, folder):
+    model = build(name)
+    # Smaller weights than the other tests': long recurrences of large ones leave less than five digits of a gradient.
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5 if parameter.ndim > 1 else 1.0)
+    if kind == "gold":
+        model.resize_token_embeddings(len(tool_tokenizer()))
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+
+
+def make_trainer(kind, folder, adapter, out, **changes):
+    trainer_class, config_class, sizes, data, further = TRAINERS[kind]
+    torch.manual_seed(0)
+    if kind == "reward":
+        model = tf.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, num_labels=1)
+    else:
+        model = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if "teacher_model" in further:
+        further = {"teacher_model": tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)}
+        for parameter in further["teacher_model"].parameters():
+            parameter.data.mul_(1.1)
+    if adapter:
+        further = further | {"peft_config": adapters()}
+    torch.manual_seed(0)
+    return trainer_class(
+        model=model,
+        args=config_class(**(common(out) | sizes | changes)),
+        train_dataset=data(),
+        processing_class=tool_tokenizer() if kind == "gold" else chat_tokenizer(),
+        **further,
+    )
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Tokens computed and padded of each call that prompt sharing answered."""
+    calls = []
+    of_backbone = PromptSharing.last_hidden_states
+
+    def last_hidden_states(sharing, stock, arguments):
+        output = of_backbone(sharing, stock, arguments)
+        if sharing.figures.tokens:
+            calls.append((sharing.figures.tokens, sharing.figures.padded_tokens))
+        return output
+
+    monkeypatch.setattr(PromptSharing, "last_hidden_states", last_hidden_states)
+    return calls
+
+
+def further_models(trainer) -> list:
+    """A reference or a teacher that is a model of its own."""
+    models = [getattr(trainer, name, None) for name in ("ref_model", "teacher_model")]
+    return [model for model in models if model is not None and model is not trainer.model]
+
+
+def share(trainer) -> None:
+    """As docs/share_prompts.md says it."""
+    share_prompts(trainer.model)
+    for model in further_models(trainer):
+        share_prompts(model)
+        model.config.use_cache = False
+
+
+def the_sharings(trainer) -> list[PromptSharing]:
+    return [causal_language_model(model).prompt_sharing for model in (trainer.model, *further_models(trainer))]
+
+
+def assert_equal_steps(ours, stock):
+    for of_step, of_stock in zip(ours, stock, strict=True):
+        largest = max(g.abs().max() for g in of_stock)
+        worst = max((a - b).abs().max() for a, b in zip(of_step, of_stock, strict=True))
+        assert largest > 0 and worst <= 2e-5 * largest, worst / largest
+
+
+def assert_steps_are_stocks(make, counted):
+    runs = []
+    for shares in (False, True):
+        trainer = make()
+        if shares:
+            share(trainer)
+        recorder = Recorder()
+        trainer.add_callback(recorder)
+        torch.manual_seed(0)
+        trainer.train()
+        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        runs.append((losses, recorder.gradients))
+    (stock_losses, stock), (losses, ours) = runs
+    assert len(losses) == 2 and losses == pytest.approx(stock_losses, rel=1e-5, abs=1e-6)
+    assert_equal_steps(ours, stock)
+    for sharing in the_sharings(trainer):
+        assert sharing.is_active and sharing.figures.tokens, sharing.describe()
+    assert max(tokens / padded for tokens, padded in counted) < 0.6
+
+
+CASES = [
+    (name, kind, adapter)
+    for name in ("qwen3", "gemma3", "gpt_oss", "qwen3_5")
+    for kind in TRAINERS
+    for adapter in (True, False)
+    if not (kind == "a2po" and adapter)  # it takes no adapter
+]
+# Each trainer once, and each family with each way to call a model: for logits, for a class, by the backbone.
+OFTEN = [case for case in CASES if case[0] == "qwen3" and (case[2] or case[1] == "a2po")]
+OFTEN += [
+    (name, kind, False) for name in ("gemma3", "gpt_oss", "qwen3_5") for kind in ("reward", "orpo", "distillation")
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "adapter"), these_first(CASES, *OFTEN))
+def test_two_steps_are_what_they_were(name, kind, adapter, tmp_path, counted):
+    save_base(kind, name, tmp_path / "base")
+    assert_steps_are_stocks(lambda: make_trainer(kind, tmp_path / "base", adapter, tmp_path / "out"), counted)
+
+
+@pytest.mark.parametrize("adapter", [True, False])
+def test_distillation_of_a_model_that_sees(adapter, tmp_path, counted):
+    """Two pictures, each with four answers."""
+    random = np.random.default_rng(0)
+    pictures = [Image.fromarray(random.integers(0, 255, (16, 16, 3), dtype=np.uint8)) for _ in range(2)] * 4
+    asked = [[{"role": "user", "content": "A+B="}], [{"role": "user", "content": f"{BEGINNING}="}]] * 4
+    data = Dataset.from_dict({"prompt": asked, "image": pictures})
+
+    def make():
+        tokens = tokenizer()
+        tokens.add_special_tokens({"additional_special_tokens": ["<image>"]})
+        student, teacher = build(MORE["llava"]), build(MORE["llava"], seed=1)
+        for model in (student, teacher):
+            model.config.image_token_id = tokens.convert_tokens_to_ids("<image>")
+            torch.manual_seed(0)
+            model.resize_token_embeddings(len(tokens))
+        torch.manual_seed(0)
+        return trl.DistillationTrainer(
+            model=student,
+            teacher_model=teacher,
+            args=trl.DistillationConfig(**(common(tmp_path) | DRAWS)),
+            train_dataset=data,
+            processing_class=llava_processor(tokens),
+            peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if adapter else None,
+        )
+
+    assert_steps_are_stocks(make, counted)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", these_first(["ddp", "fsdp2"], "ddp"))
+def test_two_ranks(wrapper, tmp_path):
+    """A teacher that is a model of its own, called by its backbone, and one that is the student, called for logits."""
+    save_base("sdpo", "qwen3", tmp_path / "base")
+    environment = fsdp_environment() if wrapper == "fsdp2" else None
+    worker = "tests/prefix_sharing/trainers_worker.py"
+    launch(worker, tmp_path / "base", tmp_path, "distillation", "sdpo", environment=environment, timeout=300)
+    for rank in range(2):
+        results = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
+        for kind in ("distillation", "sdpo"):
+            stock, ours = (results[kind, shares] for shares in (False, True))
+            assert ours["shared"] and ours["dtensors"] == stock["dtensors"] == (wrapper == "fsdp2")
+            assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-5, abs=1e-6)
+            assert_equal_steps(ours["gradients"], stock["gradients"])
