@@ -7,6 +7,7 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
+from trl.experimental import gmpo
 
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.prefix_sharing.sharing import causal_language_model
@@ -28,6 +29,7 @@ DATA = {
     "sft": {"prompt": PROMPTS * 2, "completion": CHOSEN * 2},
     "rloo": {"prompt": PROMPTS * 4},
     "grpo": {"prompt": PROMPTS * 4},
+    "gmpo": {"prompt": PROMPTS * 4},
 }
 TRAINERS = {
     "dpo": (trl.DPOTrainer, trl.DPOConfig, {"per_device_train_batch_size": 3}),
@@ -35,7 +37,9 @@ TRAINERS = {
     "sft": (trl.SFTTrainer, trl.SFTConfig, {"per_device_train_batch_size": 6}),
     "rloo": (trl.RLOOTrainer, trl.RLOOConfig, {"num_generations": 4, "max_completion_length": 6}),
     "grpo": (trl.GRPOTrainer, trl.GRPOConfig, {"num_generations": 4, "max_completion_length": 6, "beta": 0.1}),
+    "gmpo": (gmpo.GMPOTrainer, gmpo.GMPOConfig, {"num_generations": 4, "max_completion_length": 6}),
 }
+DRAWING = ("rloo", "grpo", "gmpo")
 OPTIONS = {
     "dpo": {"ipo": {"loss_type": ["ipo", "sft"], "loss_weights": [1.0, 0.5]}, "ld_alpha": {"ld_alpha": 0.5}},
     "kto": {"apo": {"loss_type": "apo_zero_unpaired"}},
@@ -58,7 +62,7 @@ def make_trainer(kind, base, folder, adapter, **options):
         train_dataset=Dataset.from_dict(DATA[kind]),
         processing_class=tokenizer(),
         peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if adapter else None,
-        **({"reward_funcs": mean_token} if kind in ("rloo", "grpo") else {}),
+        **({"reward_funcs": mean_token} if kind in DRAWING else {}),
     )
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
@@ -85,7 +89,7 @@ def test_loss_and_gradients_are_what_they_were(name, kind, adapter, option, tmp_
     if getattr(shared, "ref_model", None) is not None:
         share_prompts(shared.ref_model)
     batch = next(iter(stock.get_train_dataloader()))
-    if kind in ("rloo", "grpo"):
+    if kind in DRAWING:
         batch = stock._generate_and_score_completions(batch)
         batch["advantages"] = torch.linspace(-1, 1, len(batch["advantages"]))
     losses = []

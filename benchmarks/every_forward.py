@@ -1,0 +1,306 @@
+"""CPU seconds and peak memory of a loss with its backward: TRL's trainers that call no fused head, as they are and
+after `share_prompts`.
+
+    python benchmarks/every_forward.py   # the table of docs/share_prompts.md; one thread, some minutes
+
+Both contestants are the same trainer class of TRL on the same batch in one process. Runs alternate, and medians of the
+process's CPU time are compared, so that other work on the machine counts little. The peak is the highest sum of live
+allocations during a loss and its backward, above the level at its start.
+
+Every trainer makes its logits as in stock TRL, so the larger the vocabulary, the less is gained: it is small here.
+"""
+
+import argparse
+import copy
+import json
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+from synthetic import RESULTS, cpu_name, make_model, peak_bytes, small_tokenizer
+from transformers import Qwen3ForSequenceClassification
+
+from trl_fsdp_qlora import share_prompts
+from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
+
+warnings.filterwarnings("ignore", category=FutureWarning)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from trl.experimental import cpo, gkd, orpo, sdft, sdpo, tpo
+
+
+class Tokens:
+    """Batches from a seed."""
+
+    def __init__(self, vocabulary: int):
+        self.vocabulary = vocabulary
+        self.draw = torch.Generator().manual_seed(1)
+
+    def rows(self, count: int, length: int) -> torch.Tensor:
+        return torch.randint(2, self.vocabulary, (count, length), generator=self.draw)
+
+    def pairs(self, branches: int = 2, prompts: int = 2) -> dict[str, torch.Tensor]:
+        """Rows of 512 + 256 tokens, branch by branch: all chosen, then all rejected."""
+        prompt = self.rows(prompts, 512).repeat(branches, 1)
+        ids = torch.cat([prompt, self.rows(branches * prompts, 256)], dim=1)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def group(self) -> dict[str, torch.Tensor]:
+        """Eight completions of 128 tokens behind one prompt of 512."""
+        prompt = self.rows(1, 512).repeat(8, 1)
+        completion = self.rows(8, 128)
+        return {
+            "prompt_ids": prompt,
+            "prompt_mask": torch.ones_like(prompt),
+            "completion_ids": completion,
+            "completion_mask": torch.ones_like(completion),
+        }
+
+
+def of_reward(tokens: Tokens) -> dict:
+    return tokens.pairs()
+
+
+def of_pairs(tokens: Tokens) -> dict:
+    """As CPO and ORPO take pairs."""
+    batch = {}
+    both = tokens.pairs()
+    for name, part in (("chosen", slice(0, 2)), ("rejected", slice(2, 4))):
+        ids = both["input_ids"][part]
+        labels = ids.clone()
+        labels[:, :512] = -100
+        batch |= {
+            f"{name}_input_ids": ids,
+            f"{name}_attention_mask": torch.ones_like(ids),
+            f"{name}_labels": labels,
+        }
+    return batch
+
+
+def of_triples(tokens: Tokens) -> dict:
+    batch = tokens.pairs(branches=3)
+    mask = batch["attention_mask"].clone()
+    mask[:, :512] = 0
+    return batch | {"completion_mask": mask}
+
+
+def with_teacher(demonstrations: int) -> Callable[[Tokens], dict]:
+    """A group whose teacher reads 128 tokens more: one demonstration for all, or one of several for each."""
+
+    def make(tokens: Tokens) -> dict:
+        batch = tokens.group()
+        shown = tokens.rows(demonstrations, 128).repeat(8 // demonstrations, 1)
+        ids = torch.cat([batch["prompt_ids"], shown, batch["completion_ids"]], dim=1)
+        return batch | {"teacher_input_ids": ids, "teacher_attention_mask": torch.ones_like(ids)}
+
+    return make
+
+
+def of_dialogues(tokens: Tokens) -> dict:
+    """Eight dialogues with a system prompt of 256 tokens in common, 256 of a question's own, and 128 of an answer."""
+    system = tokens.rows(1, 256).repeat(8, 1)
+    ids = torch.cat([system, tokens.rows(8, 256 + 128)], dim=1)
+    labels = ids.clone()
+    labels[:, :512] = -100
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+PREFERENCES = Dataset.from_dict({"prompt": ["a"], "chosen": ["a"], "rejected": ["a"], "reference": ["a"]})
+PROMPTS = Dataset.from_dict({"prompt": ["a"] * 8, "privileged_context": ["a"] * 8})
+DIALOGUES = Dataset.from_dict(
+    {"messages": [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]]}
+)
+IN_GROUPS = {"num_generations": 8, "per_device_train_batch_size": 8, "teacher_model_kind": "base"}
+# name: trainer, its config, the config's fields, its dataset, its batch
+POINTS = {
+    "SDPO 512/128, 8 rows": (sdpo.SDPOTrainer, sdpo.SDPOConfig, IN_GROUPS, PROMPTS, with_teacher(2)),
+    "SDFT 512/128, 8 rows": (
+        sdft.SDFTTrainer,
+        sdft.SDFTConfig,
+        IN_GROUPS | {"distillation_mode": "full_logits"},
+        PROMPTS,
+        with_teacher(1),
+    ),
+    "Distillation 512/128, 8 rows": (
+        trl.DistillationTrainer,
+        trl.DistillationConfig,
+        {"per_device_train_batch_size": 8},
+        PROMPTS,
+        Tokens.group,
+    ),
+    "GKD 256+256/128, 8 rows": (
+        gkd.GKDTrainer,
+        gkd.GKDConfig,
+        {"lmbda": 0.0, "per_device_train_batch_size": 8},
+        DIALOGUES,
+        of_dialogues,
+    ),
+    "Reward 512/256, 2 pairs": (trl.RewardTrainer, trl.RewardConfig, {}, PREFERENCES, of_reward),
+    "CPO 512/256, 2 pairs": (cpo.CPOTrainer, cpo.CPOConfig, {}, PREFERENCES, of_pairs),
+    "ORPO 512/256, 2 pairs": (orpo.ORPOTrainer, orpo.ORPOConfig, {}, PREFERENCES, of_pairs),
+    "TPO 512/256, 2 triples": (tpo.TPOTrainer, tpo.TPOConfig, {}, PREFERENCES, of_triples),
+}
+
+
+def make_trainer(name: str, vocabulary: int):
+    """TRL's own trainer with a LoRA adapter, ready for `compute_loss`; a teacher is a copy with other weights."""
+    trainer_class, config_class, fields, rows, _ = POINTS[name]
+    model = make_model(SimpleNamespace(device="cpu", vocabulary=vocabulary, shape="cpu"))
+    options = {"model": model}
+    if trainer_class is trl.RewardTrainer:
+        model.config.num_labels = 1
+        classifier = Qwen3ForSequenceClassification(model.config)
+        classifier.model.load_state_dict(model.model.state_dict())
+        torch.nn.init.normal_(classifier.score.weight, generator=torch.Generator().manual_seed(0))
+        options = {"model": classifier}
+    if trainer_class in (trl.DistillationTrainer, gkd.GKDTrainer):
+        options["teacher_model"] = copy.deepcopy(model)
+        for parameter in options["teacher_model"].parameters():
+            parameter.data.mul_(1.1)
+    if trainer_class is sdpo.SDPOTrainer:
+        options["reward_funcs"] = lambda completions, **columns: [0.0] * len(completions)
+    tokenizer = small_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    common = {"output_dir": tempfile.mkdtemp(), "use_cpu": True, "bf16": False, "report_to": []}
+    torch.manual_seed(0)
+    trainer = trainer_class(
+        args=config_class(**common, gradient_checkpointing=False, **fields),
+        train_dataset=rows,
+        processing_class=tokenizer,
+        peft_config=LoraConfig(r=16, target_modules="all-linear", init_lora_weights=False),
+        **options,
+    )
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
+
+
+def shared(trainer):
+    """The trainer after the lines of docs/share_prompts.md."""
+    share_prompts(trainer.model)
+    teacher = getattr(trainer, "teacher_model", None)
+    if teacher is not None and teacher is not trainer.model:
+        share_prompts(teacher)
+        teacher.config.use_cache = False
+    return trainer
+
+
+def loss_and_backward(trainer, batch: dict) -> None:
+    trainer.model.zero_grad(set_to_none=True)
+    trainer.compute_loss(trainer.model, dict(batch)).backward()
+
+
+def cpu_seconds(trainer, batch: dict) -> float:
+    start = time.process_time()
+    loss_and_backward(trainer, batch)
+    return time.process_time() - start
+
+
+def difference(trainer, reference) -> float:
+    """Largest gradient difference over the largest gradient."""
+    pairs = zip(trainer.model.parameters(), reference.model.parameters(), strict=True)
+    pairs = [(p.grad, r.grad) for p, r in pairs if r.grad is not None]
+    largest = max(r.abs().max() for _, r in pairs)
+    return max((p - r).abs().max() / largest for p, r in pairs).item()
+
+
+def counted_tokens(trainer, batch: dict) -> tuple[int, int]:
+    """Tokens of all forwards of a loss that run packed, padded and computed."""
+    counts = [0, 0]
+    answer = PromptSharing.last_hidden_states
+
+    def counting(sharing, *call):
+        output = answer(sharing, *call)
+        counts[0] += sharing.figures.padded_tokens
+        counts[1] += sharing.figures.tokens
+        return output
+
+    PromptSharing.last_hidden_states = counting
+    try:
+        loss_and_backward(trainer, batch)
+    finally:
+        PromptSharing.last_hidden_states = answer
+    return counts[0], counts[1]
+
+
+def measure(name: str, args) -> dict:
+    batch = POINTS[name][-1](Tokens(args.vocabulary))
+    contestants = {"stock": make_trainer(name, args.vocabulary), "shared": None}
+    contestants["shared"] = shared(make_trainer(name, args.vocabulary))
+    loss_and_backward(contestants["stock"], batch)
+    padded, computed = counted_tokens(contestants["shared"], batch)  # compares with stock, too
+    gradients = difference(contestants["shared"], contestants["stock"])
+    seconds: dict[str, list[float]] = {key: [] for key in contestants}
+    for _ in range(args.runs):
+        for key, trainer in contestants.items():
+            seconds[key].append(cpu_seconds(trainer, batch))
+    peaks = {}
+    for key, trainer in contestants.items():
+        trainer.model.zero_grad(set_to_none=True)
+        peaks[key] = peak_bytes(lambda trainer=trainer: loss_and_backward(trainer, batch), "cpu")
+    medians = {key: statistics.median(values) for key, values in seconds.items()}
+    return {
+        "point": name,
+        "padded_tokens": padded,
+        "tokens": computed,
+        "seconds": medians,
+        "spread": {key: [min(values), max(values)] for key, values in seconds.items()},
+        "speedup": medians["stock"] / medians["shared"],
+        "peak_bytes": peaks,
+        "gradient_difference": gradients,
+    }
+
+
+def table(rows: list[dict]) -> str:
+    lines = [
+        "| batch | tokens, padded | computed | fewer | stock, s | shared, s | speed-up | stock, MiB | shared, MiB |",
+        "|---" * 9 + "|",
+    ]
+    for row in rows:
+        seconds = row["seconds"]
+        stock, ours = (row["peak_bytes"][key] / 2**20 for key in ("stock", "shared"))
+        fewer = row["padded_tokens"] / row["tokens"]
+        lines.append(
+            f"| {row['point']} | {row['padded_tokens']:,} | {row['tokens']:,} | {fewer:.2f}× | {seconds['stock']:.2f} "
+            f"| {seconds['shared']:.2f} | {row['speedup']:.2f}× | {stock:.0f} | {ours:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3, help="timed runs of each contestant")
+    parser.add_argument("--vocabulary", type=int, default=1024)
+    parser.add_argument("--points", nargs="*", help="only points whose name contains one of these")
+    parser.add_argument("--output", default="every_forward", help="file stem under benchmarks/results")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for name in POINTS:
+        if args.points is None or any(part in name for part in args.points):
+            rows.append(measure(name, args))
+            print(table(rows[-1:]).splitlines()[-1], rows[-1]["gradient_difference"], flush=True)
+    setting = {
+        "device": cpu_name(),
+        "threads": 1,
+        "runs": args.runs,
+        "vocabulary": args.vocabulary,
+        "torch": torch.__version__,
+        "trl": trl.__version__,
+        "model": "Qwen3, hidden 256, 4 layers, LoRA r=16",
+    }
+    path = Path(RESULTS) / f"{args.output}.json"
+    path.write_text(json.dumps({"setting": setting, "rows": rows}, indent=1) + "\n")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
