@@ -48,11 +48,8 @@ NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4, "eight": 8}
 # Hidden size, layers, heads, heads of keys and values, inner size, vocabulary, tied head: their config.json; and the
 # weights that their model cards state, in billions.
 SHAPES = {
-    "Qwen2.5-0.5B": (896, 24, 14, 2, 4864, 151936, True, 0.49),
     "Qwen2.5-1.5B": (1536, 28, 12, 2, 8960, 151936, True, 1.54),
-    "Qwen2.5-3B": (2048, 36, 16, 2, 11008, 151936, True, 3.09),
     "Qwen2.5-7B": (3584, 28, 28, 4, 18944, 152064, False, 7.62),
-    "Qwen2.5-32B": (5120, 64, 40, 8, 27648, 152064, False, 32.8),
     "Llama-3.1-70B": (8192, 80, 64, 8, 28672, 128256, False, 70.6),
     "Qwen3-30B-A3B": (2048, 48, 32, 4, 6144, 151936, False, 30.5),
 }
