@@ -6,7 +6,8 @@ Run it after a field was added or changed: tests/test_docs.py compares the page 
 import dataclasses
 from pathlib import Path
 
-from trl_fsdp_qlora import AStarPOConfig, EfficientDPOConfig, EfficientGRPOConfig, EfficientRLOOConfig, TSPMOConfig
+from trl_fsdp_qlora.cli.scripts import config_of
+from trl_fsdp_qlora.methods import METHODS
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.run.config_fields import default_of, own_fields, type_name
 
@@ -22,12 +23,13 @@ Every config takes all fields of TRL's of the same trainer ([`trl.GRPOConfig`](h
 
 `python docs/config_reference.py` writes this page from the classes; do not edit it by hand.
 """
+HEIRS = " and ".join(method.title for method in METHODS if not method.stock)
 SECTIONS = [
-    (EfficientGRPOConfig, "GRPO, and what T-SPMO and A*-PO inherit."),
-    (TSPMOConfig, "`EfficientGRPOConfig`, and"),
-    (AStarPOConfig, "`EfficientGRPOConfig`, and"),
-    (EfficientRLOOConfig, "RLOO."),
-    (EfficientDPOConfig, "DPO."),
+    (config_of(METHODS[0]), f"{METHODS[0].title}, and what {HEIRS} inherit."),
+    *(
+        (config_of(method), f"{method.title}." if method.stock else f"`{METHODS[0].config}`, and")
+        for method in METHODS[1:]
+    ),
     (
         ScriptArguments,
         "Data, rewards and accuracy of a recipe (`recipes/*.py`), in addition to the fields of its trainer's config.",

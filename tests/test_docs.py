@@ -18,6 +18,7 @@ from tests.tiny import config as small_config
 from tests.tiny import save_tiny_model, tiny_model
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.cli.scripts import LAUNCHER
+from trl_fsdp_qlora.methods import METHODS
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.recipe.episodes import agent_of
 from trl_fsdp_qlora.run.config_fields import own_fields
@@ -118,8 +119,7 @@ def test_the_api_reference_has_the_public_names():
 def test_a_field_is_documented_once_and_the_reference_is_what_the_classes_say():
     reference = script(ROOT / "docs" / "config_reference.py")
     assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run python docs/config_reference.py"
-    names = ("EfficientGRPOConfig", "TSPMOConfig", "AStarPOConfig", "EfficientRLOOConfig", "EfficientDPOConfig")
-    for config in (getattr(trl_fsdp_qlora, name) for name in names):
+    for config in (getattr(trl_fsdp_qlora, method.config) for method in METHODS):
         for item in own_fields(config):
             assert item.metadata["help"].endswith("."), item.name
             assert f"        {item.name} (`" in config.__doc__
@@ -137,7 +137,8 @@ def options_of(name: str) -> set[str]:
 def test_commands_use_options_that_their_script_has():
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES).replace("\\\n", " ")
     used: dict[str, set[str]] = {}
-    commands = re.findall(r"trl-fsdp-qlora (grpo|t-spmo|a-star-po|rloo|dpo|evaluate|merge|dequantize) ([^\n`]*)", text)
+    names = "|".join([*(method.command for method in METHODS), "evaluate", "merge", "dequantize"])
+    commands = re.findall(rf"trl-fsdp-qlora ({names}) ([^\n`]*)", text)
     commands = [(f"{name.replace('-', '_')}.py", words) for name, words in commands]
     for name, words in [*re.findall(r"recipes/(\w+\.py)([^\n`]*)", text), *commands]:
         if (ROOT / "recipes" / name).is_file() and "parse_recipe((" in (ROOT / "recipes" / name).read_text("utf-8"):

@@ -7,24 +7,20 @@ import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import trl
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
+from trl import GRPOTrainer
 
 import trl_fsdp_qlora
-from trl_fsdp_qlora import (
-    AStarPOTrainer,
-    EfficientDPOTrainer,
-    EfficientGRPOTrainer,
-    EfficientRLOOTrainer,
-    TSPMOTrainer,
-)
+from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.fsdp2_qlora.trainer import ShardedQLoRAMixin
+from trl_fsdp_qlora.methods import METHODS
 
 PACKAGE = Path(trl_fsdp_qlora.__file__).parent
 # From the ground up; rooms of one floor do not know each other. A file at the top level is a floor of its own.
 FLOORS = [
-    {"errors"},
+    {"errors", "methods"},
     {"compat"},
     {"scoring"},
     {"prefix_sharing", "fsdp2_qlora"},
@@ -42,7 +38,7 @@ FLOORS = [
     {"planning"},
     {"trainers"},
     {"grpo"},
-    {"t_spmo", "a_star_po", "rloo", "dpo"},
+    {method.room for method in METHODS[1:]},
     {"cli"},
     {"__init__", "__main__"},
 ]
@@ -134,11 +130,12 @@ def test_no_files_import_each_other():
 
 # Each trainer, TRL's own below it, and ours that it builds on.
 TRAINERS = [
-    (EfficientGRPOTrainer, GRPOTrainer, set()),
-    (TSPMOTrainer, GRPOTrainer, {EfficientGRPOTrainer}),
-    (AStarPOTrainer, GRPOTrainer, {EfficientGRPOTrainer}),
-    (EfficientRLOOTrainer, RLOOTrainer, set()),
-    (EfficientDPOTrainer, DPOTrainer, set()),
+    (
+        getattr(trl_fsdp_qlora, method.trainer),
+        getattr(trl, f"{method.stock or 'GRPO'}Trainer"),
+        set() if method.stock else {EfficientGRPOTrainer},
+    )
+    for method in METHODS
 ]
 
 

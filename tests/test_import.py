@@ -1,6 +1,7 @@
 """What an import and the command itself pull in, and what they do without."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -27,6 +28,13 @@ def test_every_public_name_is_there():
         assert getattr(trl_fsdp_qlora, name) is not None
     with pytest.raises(AttributeError, match="'GRPO'"):
         _ = trl_fsdp_qlora.GRPO
+
+
+def test_a_type_checker_reads_the_names_that_an_import_finds():
+    lines = Path(trl_fsdp_qlora.__file__).read_text(encoding="utf-8")
+    read = dict(re.findall(r"^    from \.([\w.]+) import \w+ as (\w+)$", lines, re.MULTILINE))
+    assert {name: module for module, name in read.items()} == trl_fsdp_qlora._EXPORTS
+    assert sorted([*read.values(), "__version__"]) == trl_fsdp_qlora.__all__
 
 
 def test_every_command_is_there_and_help_names_it(capsys):

@@ -13,27 +13,30 @@ from typing import NamedTuple
 
 from . import __version__
 from .errors import UserError, did_you_mean
+from .methods import METHODS
 from .run.one_line import in_one_line, stop_at_once, stop_by_exception
 
 
 class _Command(NamedTuple):
+    """A command: a function of a module of this package.
+
+    The functions of `cli.scripts` run the script in recipes/ that `script` names.
+    """
+
     module: str
     function: str
     does: str
+    script: str | None = None
 
 
 COMMANDS = {
-    "grpo": _Command("cli.scripts", "grpo", "train with GRPO: --config FILE.yaml and any field"),
-    "t-spmo": _Command("cli.scripts", "t_spmo", "train with T-SPMO, credit for single tokens"),
-    "a-star-po": _Command("cli.scripts", "a_star_po", "train with A*-PO, one completion per prompt"),
-    "rloo": _Command("cli.scripts", "rloo", "train with RLOO"),
-    "dpo": _Command("cli.scripts", "dpo", "train with DPO, on pairs of the model's right and wrong answers"),
-    "sft": _Command("cli.scripts", "sft", "teach worked answers first, if a base is never right"),
-    "evaluate": _Command("cli.scripts", "evaluate", "measure accuracy on held-out problems"),
-    "merge": _Command("cli.scripts", "merge", "merge an adapter into its unquantized base"),
+    **{method.command: _Command("cli.scripts", "launched", method.does, method.room) for method in METHODS},
+    "sft": _Command("cli.scripts", "launched", "teach worked answers first, if a base is never right", "sft"),
+    "evaluate": _Command("cli.scripts", "launched", "measure accuracy on held-out problems", "evaluate"),
+    "merge": _Command("cli.scripts", "called", "merge an adapter into its unquantized base", "merge"),
     "publish": _Command("publishing.publish", "run_publish", "check an adapter, upload it, prove that it loads"),
-    "dequantize": _Command("cli.scripts", "dequantize", "write a 4-bit base for a vLLM server to hold"),
-    "small-base": _Command("cli.scripts", "small_base", "build the quickstart's small model"),
+    "dequantize": _Command("cli.scripts", "called", "write a 4-bit base for a vLLM server to hold", "dequantize"),
+    "small-base": _Command("cli.scripts", "called", "build the quickstart's small model", "small_base"),
     "plan": _Command("cli.plan", "plan", "bytes of each phase of a run, and whether it fits"),
     "compare": _Command("cli.compare", "compare", "a few steps next to stock TRL's, on the same completions"),
     "report": _Command("cli.report", "report", "a page with the curves and the completions of runs"),
@@ -47,11 +50,12 @@ COMMANDS = {
 def _help() -> str:
     width = max(map(len, COMMANDS)) + 2
     lines = "\n".join(f"  {name:<{width}}{command.does}" for name, command in COMMANDS.items())
+    launched = ", ".join(name for name, command in COMMANDS.items() if command.function == "launched")
     return (
         "usage: trl-fsdp-qlora COMMAND ...\n\n"
         f"{lines}\n\n"
         "trl-fsdp-qlora COMMAND --help has each command's options; --version prints the version.\n"
-        "The first six and evaluate also take --accelerate_config NAME and --num_processes N."
+        f"{launched} also take --accelerate_config NAME and --num_processes N."
     )
 
 
@@ -77,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         stop_at_once()
         function = getattr(import_module(f".{command.module}", __package__), command.function)
         stop_by_exception()
-        return function(words)
+        return function(words) if command.script is None else function(command.script, words)
 
 
 if __name__ == "__main__":

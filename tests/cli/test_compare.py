@@ -248,7 +248,7 @@ def test_a_shipped_recipe_names_its_trainer():
         ("--trainer sft", "sft.* grpo, rloo, dpo, kto"),
         ("--accelerate_config fsdp2_qlora", "--accelerate_config"),
         ("--steps none", "--steps none"),
-        ("--value_samples 4", "AStarPO"),
+        ("--value_samples 4", "a-star-po"),
         ("--rewards nothing", "'nothing'"),
     ],
 )

@@ -11,7 +11,7 @@ from trl import ModelConfig
 from tests.tiny import these_first
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.cli.recipes import recipe_name
-from trl_fsdp_qlora.cli.scripts import method_of
+from trl_fsdp_qlora.cli.scripts import config_of, method_of
 from trl_fsdp_qlora.planning.plan import format_plan, plan_recipe
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_training
@@ -78,7 +78,7 @@ FOR_GPUS = [path for path in PATHS if re.search(r"GPUs? with \d", head(path, "ha
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: "/".join(path.parts[-3:]))
 def test_every_recipe_parses_and_says_what_it_is(path):
     words = ["--config", str(path), *HERE]
-    script, config, model = parse_recipe((ScriptArguments, method_of(words), ModelConfig), words)
+    script, config, model = parse_recipe((ScriptArguments, config_of(method_of(words)), ModelConfig), words)
     # Whole groups on as many processes as its launch line starts, not only on the one that parses it here.
     name, processes = launch_of(path)
     processes = processes or yaml.safe_load(accelerate_config(name).read_text())["num_processes"]
@@ -112,6 +112,6 @@ def test_a_recipe_fits_the_hardware_that_its_head_names(path, tmp_path):
     words = ["--config", str(path), "--model_name_or_path", str(tmp_path)]
     cards = f"{gigabytes}GB x{ranks or NUMBERS[number]}"  # a server may have a card of its own
     prompt = 512 if "up to 512 tokens" in path.read_text(encoding="utf-8") else 256
-    plan = plan_recipe(words, method_of(words), config, cards, prompt_tokens=prompt)
+    plan = plan_recipe(words, config_of(method_of(words)), config, cards, prompt_tokens=prompt)
     assert plan.parameters[0] == pytest.approx(billions * 1e9, rel=0.01)
     assert plan.fits, format_plan(plan)

@@ -23,30 +23,16 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import trl
 from transformers import TrainerCallback
 from transformers.utils import logging
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    ModelConfig,
-    RLOOConfig,
-    RLOOTrainer,
-)
+from trl import ModelConfig
 
-from .. import (
-    EfficientDPOConfig,
-    EfficientDPOTrainer,
-    EfficientGRPOConfig,
-    EfficientGRPOTrainer,
-    EfficientRLOOConfig,
-    EfficientRLOOTrainer,
-)
+import trl_fsdp_qlora
+
 from ..compat.trl import joined_images
 from ..errors import UserError
+from ..methods import METHODS
 from ..planning.plan import changed, format_bytes, make_plan
 from ..planning.plan_vs_actual import longest_prompt
 from ..planning.settings import from_config
@@ -66,7 +52,7 @@ from ..telemetry import terminal
 from ..telemetry.startup import StartupCallback
 from ..trainers.groups import micro_batches
 from .recipes import all_recipes
-from .scripts import LAUNCHER, method_of, with_recipe
+from .scripts import LAUNCHER, config_of, have_all_fields, script_of, with_recipe
 
 STOCK, OURS = "stock TRL", "this package"
 _PLANNED_PROMPTS = 64  # number of training prompts whose lengths are read
@@ -74,7 +60,7 @@ PHASES = ("scoring", "loss and backward")
 
 
 @dataclass(frozen=True)
-class Method:
+class Compared:
     """Stock TRL's trainer and this package's, their configs, and the arguments of its recipes.
 
     If both are one class, this package's is that class after `share_prompts`.
@@ -87,12 +73,18 @@ class Method:
     script: type
 
 
-METHODS = {
-    "grpo": Method(GRPOTrainer, EfficientGRPOTrainer, GRPOConfig, EfficientGRPOConfig, ScriptArguments),
-    "rloo": Method(RLOOTrainer, EfficientRLOOTrainer, RLOOConfig, EfficientRLOOConfig, ScriptArguments),
-    "dpo": Method(DPOTrainer, EfficientDPOTrainer, DPOConfig, EfficientDPOConfig, DPOScriptArguments),
-    "kto": Method(KTOTrainer, KTOTrainer, KTOConfig, KTOConfig, DPOScriptArguments),
+COMPARED = {
+    method.command: Compared(
+        getattr(trl, f"{method.stock}Trainer"),
+        getattr(trl_fsdp_qlora, method.trainer),
+        getattr(trl, f"{method.stock}Config"),
+        config_of(method),
+        script_of(method),
+    )
+    for method in METHODS
+    if method.stock
 }
+COMPARED["kto"] = Compared(trl.KTOTrainer, trl.KTOTrainer, trl.KTOConfig, trl.KTOConfig, DPOScriptArguments)
 # Side effects of a run that a comparison does not need.
 _QUIET = {
     "skip_accuracy": "true",
@@ -155,7 +147,7 @@ def compare(words: list[str]) -> int:
     return 0 if equal else 1
 
 
-def _parsed(words: list[str], folder: str) -> tuple[Method, ScriptArguments, Any, ModelConfig, int]:
+def _parsed(words: list[str], folder: str) -> tuple[Compared, ScriptArguments, Any, ModelConfig, int]:
     """(method, script, config, model, steps) of a recipe that can be compared; prints what is levelled."""
     launcher, rest = pop_options(words, LAUNCHER)
     if launcher or int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -170,7 +162,7 @@ def _parsed(words: list[str], folder: str) -> tuple[Method, ScriptArguments, Any
     rest = with_recipe(rest)
     if not rest:
         raise UserError("compare needs a recipe: --config FILE.yaml")
-    method = METHODS[trainer_of_recipe(rest, options.get("--trainer"))]
+    method = COMPARED[trainer_of_recipe(rest, options.get("--trainer"))]
     known = {item.name for kind in (method.script, method.config) for item in fields(kind)}
     quiet = [f"--{name}={value}" for name, value in _QUIET.items() if name in known]
     words = [*rest, *quiet, "--output_dir", f"{folder}/run"]
@@ -186,18 +178,18 @@ def _parsed(words: list[str], folder: str) -> tuple[Method, ScriptArguments, Any
 
 
 def trainer_of_recipe(words: list[str], trainer: str | None) -> str:
-    """The name in `METHODS` of the recipe in `words`.
+    """The name in `COMPARED` of the recipe in `words`.
 
     It is `trainer` if the user named one, and otherwise the one whose fields the recipe has.
     """
     path = pop_options(words, ("--config",))[0].get("--config")
     command = trainer or next((recipe.command for recipe in all_recipes() if path and recipe.path == Path(path)), None)
     if command is None:
-        by_config = {method.config: name for name, method in METHODS.items()}
-        config = method_of(words, {method.config: method.script for method in METHODS.values()})
-        command = by_config.get(config, config.__name__.removesuffix("Config"))
-    if command not in METHODS:
-        raise UserError(f"a recipe of {command} cannot be compared: compare takes recipes of {', '.join(METHODS)}")
+        classes = {method.command: (config_of(method), script_of(method)) for method in METHODS}
+        classes["kto"] = COMPARED["kto"].config, COMPARED["kto"].script
+        command = next((name for name, both in classes.items() if have_all_fields(words, *both)), "grpo")
+    if command not in COMPARED:
+        raise UserError(f"a recipe of {command} cannot be compared: compare takes recipes of {', '.join(COMPARED)}")
     return command
 
 
@@ -289,7 +281,7 @@ class _Ready(TrainerCallback, Exception):
         raise self
 
 
-def _trainers(method: Method, script: Any, config: Any, model: Any, train: Any) -> dict[str, Any]:
+def _trainers(method: Compared, script: Any, config: Any, model: Any, train: Any) -> dict[str, Any]:
     """Both trainers with weights of their own, prepared by `train` for a first step."""
     stock_config = copy.deepcopy(config)
     stock_config.__class__ = method.stock_config  # stock TRL reads its own fields alone
@@ -341,7 +333,7 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
     ours = trainers[OURS]
     args = ours.args
     endless = itertools.chain.from_iterable(itertools.repeat(ours.get_train_dataloader()))
-    is_online = isinstance(ours, GRPOTrainer | RLOOTrainer)
+    is_online = isinstance(ours, trl.GRPOTrainer | trl.RLOOTrainer)
     for i in range(steps + 1):
         step = Step()
         weights = _trainable(ours)

@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import UserError
+from ..methods import METHODS
 from ..run.one_line import pop_options
 from ..run.plain import counted, name_of
 from ..run.resources import accelerate_config
-from .scripts import LAUNCHER, default_config, method_of, with_recipe
+from .scripts import LAUNCHER, config_of, default_config, method_of, with_recipe
 
 _OPTIONAL = ("bitsandbytes", "deepspeed", "vllm", "math-verify", "matplotlib")
 LEVELS = ("error", "warning", "ok")
@@ -199,7 +200,8 @@ def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any, list[Fi
     from ..recipe.keys import read_yaml
 
     path = pop_options(rest, ("--config",))[0].get("--config")
-    types = (ScriptArguments, method_of(rest), ModelConfig)
+    method = method_of(rest, [method for method in METHODS if not method.is_paired])
+    types = (ScriptArguments, config_of(method), ModelConfig)
     words = list(rest)
     if processes > 1:
         # Here this process is the only one, so whole groups are counted over more accumulation in place of ranks.

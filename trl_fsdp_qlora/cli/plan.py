@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..errors import UserError
 from ..run.one_line import OneLineParser, check_num_processes, stop_at_once, stop_by_exception
-from .scripts import method_of, with_recipe
+from .scripts import config_of, method_of, script_of, with_recipe
 
 
 def _parser() -> OneLineParser:
@@ -38,21 +38,17 @@ def plan(words: Sequence[str]) -> int:
     # file, because nothing is written.
     stop_at_once()
     try:
-        from .. import EfficientDPOConfig, EfficientRLOOConfig
         from ..planning import plan as planning
-        from ..recipe.arguments import ScriptArguments
-        from ..recipe.pairs import DPOScriptArguments
 
-        scripts = {EfficientRLOOConfig: ScriptArguments, EfficientDPOConfig: DPOScriptArguments}
-        config = method_of(rest, scripts)
+        method = method_of(rest)
         named = {word.partition("=")[0] for word in rest}
         planned = planning.plan_recipe(
             rest,
-            config,
+            config_of(method),
             options.accelerate_config,
             options.hardware,
             options.num_processes,
-            script=scripts.get(config, ScriptArguments),
+            script=script_of(method),
             counts_data=bool({"--dataset", "--pairs"} & named),
             prompt_tokens=options.prompt_tokens,
         )

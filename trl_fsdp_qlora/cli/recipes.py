@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import UserError, did_you_mean
+from ..methods import METHODS
 from ..run.one_line import OneLineParser
 from ..run.resources import accelerate_config, accelerate_config_names, resource_folder
 
@@ -51,13 +52,10 @@ def all_recipes() -> list[Recipe]:
     root = resource_folder("recipes")
     for path in sorted(root.glob("*/*/config_*.yaml")):
         head = _head(path.read_text(encoding="utf-8"))
-        command = next(
-            (name for name in ("t_spmo", "a_star_po", "rloo", "dpo", "sft") if path.parent.name.startswith(name)),
-            "grpo",
-        )
+        command = next((method.command for method in METHODS if path.parent.name.startswith(method.room)), "sft")
         was_run = _WAS_RUN.match(head["expect"])[0]
         name = recipe_name(path.relative_to(root).as_posix())
-        recipes.append(Recipe(name, path, command.replace("_", "-"), head["hardware"], was_run))
+        recipes.append(Recipe(name, path, command, head["hardware"], was_run))
     return recipes
 
 

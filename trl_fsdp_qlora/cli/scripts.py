@@ -1,13 +1,14 @@
 """The scripts in recipes/ as commands: accelerate launches those that run in several processes, others are called."""
 
-import functools
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 
 from ..errors import UserError, mistyped_path
+from ..methods import METHODS, Method
 from ..run.launch import launch
 from ..run.one_line import pop_options
 from ..run.resources import accelerate_config, resource_folder
@@ -21,18 +22,18 @@ LAUNCHER = (
 )  # fmt: skip
 
 
-def _called(name: str, words: list[str]) -> int:
+def called(name: str, words: list[str]) -> int:
     """Run the script `name` in this process."""
     sys.argv = [str(resource_folder("recipes") / f"{name}.py"), *words]
     runpy.run_path(sys.argv[0], run_name="__main__")
     return 0
 
 
-def _launched(name: str, words: list[str]) -> int:
+def launched(name: str, words: list[str]) -> int:
     """Run the script `name` like `accelerate launch`, in the requested number of processes."""
     if {"--help", "-h"} & set(words):
         print(f"Of the launcher: {', '.join(LAUNCHER)}. Of the script, in a YAML (--config FILE) or here:\n")
-        return _called(name, ["--help"])
+        return called(name, ["--help"])
     launcher, rest = pop_options(words, LAUNCHER)
     rest = with_recipe(rest)
     config = launcher.pop("--accelerate_config", None) or launcher.pop("--config_file", None)
@@ -63,28 +64,39 @@ def with_recipe(words: list[str]) -> list[str]:
         raise UserError(f"--config {config}: there is no such file{hint}") from None
 
 
-def method_of(words: Sequence[str], further: Mapping[type, type] | None = None) -> type:
-    """The config class that has every field in `words`, or in the recipe that they name; GRPO's if no class has.
+def config_of(method: Method) -> type:
+    """The config class of a method."""
+    return getattr(import_module(f"..{method.room}.config", __package__), method.config)
 
-    Args:
-        further: classes next to those of GRPO, T-SPMO and A*-PO, and the further arguments of each one's script.
-    """
+
+def script_of(method: Method) -> type:
+    """The class with the further arguments of a method's recipes."""
+    from ..recipe.arguments import ScriptArguments
+    from ..recipe.pairs import DPOScriptArguments
+
+    return DPOScriptArguments if method.is_paired else ScriptArguments
+
+
+def method_of(words: Sequence[str], methods: Sequence[Method] = METHODS) -> Method:
+    """The first of `methods` that has every field in `words`, or in the recipe that they name; GRPO if none has."""
+    for method in methods:
+        if have_all_fields(words, config_of(method), script_of(method)):
+            return method
+    return METHODS[0]
+
+
+def have_all_fields(words: Sequence[str], *classes: type) -> bool:
+    """Whether a model's arguments and `classes` have every field in `words` and in the recipe that they name."""
     from trl import ModelConfig
 
-    from .. import AStarPOConfig, EfficientGRPOConfig, TSPMOConfig
-    from ..recipe.arguments import ScriptArguments
     from ..recipe.keys import read_yaml
 
     options, rest = pop_options(words, ("--config",))
     used = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in rest if word.startswith("--")}
     if options:
         used.update(read_yaml(options["--config"]))
-    used -= {item.name for item in fields(ModelConfig)} | {"env", "stage", "debug_errors"}
-    methods = dict.fromkeys((EfficientGRPOConfig, TSPMOConfig, AStarPOConfig), ScriptArguments) | dict(further or {})
-    for config, script in methods.items():
-        if used <= {item.name for kind in (config, script) for item in fields(kind)}:
-            return config
-    return EfficientGRPOConfig
+    known = {item.name for kind in (ModelConfig, *classes) for item in fields(kind)}
+    return used <= known | {"env", "stage", "debug_errors"}
 
 
 def _config_flags(config: str | None, launcher: dict[str, str]) -> list[str]:
@@ -119,15 +131,3 @@ def default_config(num_processes: str | None) -> tuple[str, int]:
     processes = int(num_processes) if num_processes else max(gpus, 1)
     one, several = ("single_gpu", "ddp") if gpus else ("cpu", "ddp_cpu")
     return several if processes > 1 else one, processes
-
-
-grpo = functools.partial(_launched, "grpo")
-t_spmo = functools.partial(_launched, "t_spmo")
-a_star_po = functools.partial(_launched, "a_star_po")
-rloo = functools.partial(_launched, "rloo")
-dpo = functools.partial(_launched, "dpo")
-sft = functools.partial(_launched, "sft")
-evaluate = functools.partial(_launched, "evaluate")
-merge = functools.partial(_called, "merge")
-dequantize = functools.partial(_called, "dequantize")
-small_base = functools.partial(_called, "small_base")

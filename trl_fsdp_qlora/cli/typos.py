@@ -6,6 +6,7 @@ What is not found here is refused by the parser of the script, with the same tex
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..methods import METHODS
 from ..recipe.keys import check_keys, check_options, read_yaml
 from ..run.one_line import DEBUG_ERRORS, pop_options
 from ..run.resources import resource_folder
@@ -13,14 +14,10 @@ from ..run.source_fields import option_fields, written_options
 from .scripts import LAUNCHER, with_recipe
 
 _PACKAGE = Path(__file__).parents[1]
-_TRAINING = ("grpo", "t_spmo", "a_star_po", "rloo", "dpo")
+_TRAINING = tuple(method.room for method in METHODS)
 # By command, the scripts in recipes/ whose options it takes. `doctor` is not here: it lists a typo among its findings.
 SCRIPTS = {
-    "grpo": ("grpo",),
-    "t-spmo": ("t_spmo",),
-    "a-star-po": ("a_star_po",),
-    "rloo": ("rloo",),
-    "dpo": ("dpo",),
+    **{method.command: (method.room,) for method in METHODS},
     "sft": ("sft",),
     "evaluate": ("evaluate",),
     "merge": ("merge",),

@@ -15,11 +15,12 @@ from typing import Any
 import yaml
 
 from ..evaluation.stats import format_accuracy, wilson_interval
+from ..methods import METHODS
 from ..run.plain import counted
 from ..run.redaction import text_for_others
 
 LARGEST_FILE = 200 * 2**20  # bytes; a larger JSON file or card is not read
-_METHODS = {"t-spmo": "T-SPMO", "a-star-po": "A*-PO", "grpo": "GRPO", "rloo": "RLOO", "dpo": "DPO", "sft": "SFT"}
+_TITLES = {**{method.command: method.title for method in METHODS}, "sft": "SFT"}  # by tag of a card
 
 
 @dataclass
@@ -162,9 +163,9 @@ def _finite(logged: list[dict], warnings: list[str]) -> list[dict[str, float]]:
 def _of_files(folder: Path, notes: list[str]) -> dict[str, Any]:
     """Facts from the card's head and from PEFT's and transformers' configs."""
     head = _card_head(folder / "README.md", notes)
-    tags = [tag for tag in _texts(head.get("tags")) if tag in _METHODS]
+    tags = [tag for tag in _texts(head.get("tags")) if tag in _TITLES]
     facts: dict[str, Any] = {
-        "method": _METHODS[tags[-1]] if tags else None,
+        "method": _TITLES[tags[-1]] if tags else None,
         "model": head.get("base_model"),
         "data": ", ".join(_texts(head.get("datasets"))),
     }
