@@ -22,7 +22,7 @@ PACKAGE = Path(trl_fsdp_qlora.__file__).parent
 FLOORS = [
     {"errors", "methods"},
     {"compat"},
-    {"scoring"},
+    {"token_tiles", "scoring"},
     {"prefix_sharing", "fsdp2_qlora"},
     {"run"},
     {"checkpoints", "telemetry"},

@@ -83,6 +83,11 @@ def adapted_parts(model: nn.Module) -> list[tuple[str, str]]:
     return [("on", f"LoRA on the language model's linear layers, {extent}")]
 
 
+def wraps_experts(module: nn.Module) -> bool:
+    """Whether `module` is PEFT's wrapper around all experts of a layer, with an adapter of their parameters."""
+    return isinstance(module, ParamWrapper) and hasattr(module.get_base_layer(), "_is_expert_parallel")
+
+
 def let_lora_adapt_packed_experts() -> None:
     """Let PEFT adapt parameters (`LoraConfig.target_parameters`) that hold packed bytes instead of numbers.
 

@@ -22,6 +22,7 @@ class EfficientDPOConfig(EfficientConfig, DPOConfig):
 
     prefix_sharing: str = option(**options.PREFIX_SHARING)
     lm_head_kernel: str = option(**options.LM_HEAD_KERNEL)
+    mlp_tokens_per_tile: str = option(**options.MLP_TOKENS_PER_TILE)
     fsdp_keep_gathered: bool = option(**options.FSDP_KEEP_GATHERED)
     phase_metrics: str = option(**options.PHASE_METRICS)
 

@@ -28,6 +28,7 @@ class EfficientGRPOConfig(EfficientConfig, GRPOConfig):
     prefix_sharing: str = option(**options.PREFIX_SHARING)
     tokens_per_pass: int | None = option(**options.TOKENS_PER_PASS)
     lm_head_kernel: str = option(**options.LM_HEAD_KERNEL)
+    mlp_tokens_per_tile: str = option(**options.MLP_TOKENS_PER_TILE)
     skip_zero_advantage: bool = option(
         True,
         "Leave completions with zero advantage out of the forward and backward if no other term of the "

@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 
 from ..fsdp2_qlora.grouped_product import SCRATCH_BYTES
 from ..scoring.frozen_head import TOKEN_TILE, TOKEN_TILE_GPU, VOCABULARY_CHUNK, VOCABULARY_CHUNK_GPU
+from ..token_tiles import Tiled, install, per_token, tile_size
 
 ATTENTION = "planned_attention"
 
@@ -149,6 +150,7 @@ def replace_experts(experts: nn.Module) -> None:
         of_expert = weight.to(x.dtype)[0]
         return x @ (of_expert if self.is_transposed else of_expert.t())
 
+    @per_token("experts")
     def forward(self, hidden, top_k_index, top_k_weights):
         rows = hidden.repeat_interleave(top_k_index.shape[-1], 0)
         inner = project(self, first, rows)
@@ -161,6 +163,25 @@ def replace_experts(experts: nn.Module) -> None:
         return out.view(len(hidden), -1, out.shape[-1]).sum(1).to(hidden.dtype)
 
     experts.forward = MethodType(forward, experts)
+
+
+class FewTiles(Tiled):
+    """`token_tiles.Tiled` whose calls compute two of their tiles: the others hold the same bytes, one after the other.
+
+    What a call returns has no numbers, so it need not be written.
+    """
+
+    def tiles(self, inputs):
+        tiles = super().tiles(inputs)
+        return None if tiles is None else tiles[:2]
+
+
+def install_tiles(model: nn.Module, tokens_per_tile: int | str) -> None:
+    """Let `model` compute long rows in tiles, see [`FewTiles`]."""
+    install(model, tile_size(tokens_per_tile))
+    for module in model.modules():
+        if isinstance(getattr(module, "token_tiles", None), Tiled):
+            module.token_tiles.__class__ = FewTiles
 
 
 class FrozenHead(torch.autograd.Function):

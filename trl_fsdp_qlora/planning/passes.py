@@ -89,6 +89,7 @@ def _modules_key(settings: Settings, config: PretrainedConfig) -> tuple:
         repr(settings.model),
         settings.mixed,
         settings.gradient_checkpointing,
+        settings.mlp_tokens_per_tile,
         settings.lm_head_kernel,
         settings.launch.kind,
         config.to_json_string(use_diff=False),
@@ -140,6 +141,7 @@ def _few_layers(settings: Settings, config, layers) -> tuple[nn.Module, Any]:
 
     model = build(settings, config, layers).train()
     causal = causal_model(model)
+    fake_ops.install_tiles(model, settings.mlp_tokens_per_tile)
     mode = FakeTensorMode()
     if settings.gradient_checkpointing:
         causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -387,7 +387,7 @@ def _next_count(free: dict[int, int], fitting: int, too_many: int, most: int) ->
 
 
 # The runs that `most_that_fits` plans.
-_STOCK = {"prefix_sharing": "off", "compact_generation": False}
+_STOCK = {"prefix_sharing": "off", "mlp_tokens_per_tile": "off", "compact_generation": False}
 STOCK = "stock TRL"
 HERE = "here"
 

@@ -25,6 +25,7 @@ class EfficientRLOOConfig(EfficientConfig, RLOOConfig):
     prefix_sharing: str = option(**options.PREFIX_SHARING)
     tokens_per_pass: int | None = option(**options.TOKENS_PER_PASS)
     lm_head_kernel: str = option(**options.LM_HEAD_KERNEL)
+    mlp_tokens_per_tile: str = option(**options.MLP_TOKENS_PER_TILE)
     compact_generation: bool = option(**options.COMPACT_GENERATION)
     rollout_sync: str = option(**options.ROLLOUT_SYNC)
     vllm_adapter_dir: str | None = option(**options.VLLM_ADAPTER_DIR)

@@ -14,7 +14,7 @@ from .plain import plain
 Config = TypeVar("Config", bound=type)
 
 # Fields of this package's configs that hold a word, with `on` or `off` among the choices.
-SWITCHES = ("prefix_sharing", "phase_metrics", "vllm_share_base")
+SWITCHES = ("prefix_sharing", "mlp_tokens_per_tile", "phase_metrics", "vllm_share_base")
 
 
 def spelled(value: Any, known: Collection[Any] = ("on", "off")) -> Any:

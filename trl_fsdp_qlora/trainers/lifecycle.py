@@ -22,6 +22,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from .. import token_tiles
 from ..checkpoints.checkpoints import WholeCheckpoints, describe_rollouts, describe_training
 from ..compat.peft import adapted_parts
 from ..compat.transformers import take_checkpointing_options_apart
@@ -48,6 +49,8 @@ def begin(trainer: Trainer, method: str) -> None:
     """Set up clock, checkpoints and card after TRL's constructor. `method` is the method's name on the card."""
     keep_plain_kernel(trainer.model)
     take_checkpointing_options_apart(causal_language_model(trainer.model))
+    for model in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
+        token_tiles.install(model, trainer.args.mlp_tokens_per_tile)
     trainer.aux_loss_enabled = trainer.aux_loss_enabled and counts_experts(trainer.model.config.get_text_config())
     trainer.card_info = CardInfo(method=method)
     trainer.checkpointing = WholeCheckpoints(trainer.args, trainer.accelerator, partial(_describe_run, trainer))
@@ -67,10 +70,11 @@ def report_start(trainer: Trainer, tokenize: Callable | None = None) -> None:
 
 
 def features_of_base(trainer: Trainer) -> list[tuple[str, str]]:
-    """Lines of the start-up block on the base and the adapter."""
+    """Lines of the start-up block on the base, its long rows and the adapter."""
     base_bytes = base_bytes_of(trainer.model)
     in_16_bit = experts_in_16_bit(trainer.model)
     return [
+        token_tiles.describe(trainer.model, trainer.args.mlp_tokens_per_tile),
         *([] if base_bytes is None else [("on", str(base_bytes))]),
         *([] if in_16_bit is None else [("as stock TRL", in_16_bit)]),
         *adapted_parts(trainer.accelerator.unwrap_model(trainer.model)),

@@ -11,6 +11,7 @@ from ..run import redaction
 from ..run.config_fields import SWITCHES, left_at_default, note_derived, spelled
 from ..scoring.logprobs import HEAD_KERNELS
 from ..telemetry.phases import MODES as CLOCKS
+from ..token_tiles import tile_size
 from ..vllm.sync_choice import CHOICES as SYNCS
 from ..vllm.sync_choice import SHARING
 
@@ -40,6 +41,13 @@ COMPACT_GENERATION = {
     "help": "When transformers generates: prefill each prompt once, let finished rows leave the batch, and sample "
     "with one random number per row: the same distribution, but not the completions that stock TRL draws from the "
     "same seed. If that is not exact, it runs as stock and logs the reason.",
+}
+MLP_TOKENS_PER_TILE = {
+    "default": "auto",
+    "help": "Long rows: MLPs, experts and norms compute so many tokens at a time, and again in the backward, instead "
+    "of keeping several times the width of an MLP for every token. Same gradients, up to the order of sums. 'auto': "
+    "4,096 tokens (experts 8,192), if a row has more than twice as many and the layer's activations are checkpointed; "
+    "a number: if a row has more, with and without checkpointing; 'off': never.",
 }
 FSDP_GATHER = {
     "default": "auto",
@@ -127,6 +135,7 @@ class EfficientConfig:
         tokens = getattr(self, "tokens_per_pass", None)  # DPO has no such field
         if tokens is not None and tokens < 0:
             raise ValueError(f"tokens_per_pass={tokens} is a number of tokens; use one from 0, or leave it out")
+        self.mlp_tokens_per_tile = tile_size(self.mlp_tokens_per_tile)
         for item in fields(self):
             value = getattr(self, item.name)
             known = item.metadata.get("choices")
