@@ -200,6 +200,10 @@ class PackedModel:
         outputs = self._run_backbone(batch, forward, packed_row, needs_router)
         router_logits = getattr(outputs, "router_logits", None) if needs_router else None
         router_logits = router_logits if isinstance(router_logits, tuple) else None
+        sums_M2E = None
+        if router_logits is not None and batch.labels is not None:
+            sums_M2E = router_sums(router_logits, packed_row, self._experts_per_token(), forward.batches)
+        forward.view.end(outputs.last_hidden_state)  # a trunk has kept its router logits, too
         hidden_TH = outputs.last_hidden_state.flatten(0, 1)
         hidden_NH = hidden_TH[packed_row.result_index_N.to(hidden_TH.device)]
         if batch.labels is None:
@@ -209,9 +213,6 @@ class PackedModel:
                 of_tokens = (logits.flatten(0, -2)[packed_row.result_index_N] for logits in router_logits)
                 results["router_logits"] = tuple(packed_row.scatter(x).flatten(0, 1) for x in of_tokens)
             return type(outputs)(**results)
-        sums_M2E = None
-        if router_logits is not None:
-            sums_M2E = router_sums(router_logits, packed_row, self._experts_per_token(), forward.batches)
         del outputs, hidden_TH  # so that all other hidden states are freed before the head needs memory
         values = score_with_head(
             self.base,
@@ -240,9 +241,7 @@ class PackedModel:
         if needs_router:
             arguments["output_router_logits"] = True
         with self.images.in_every_forward():
-            outputs = self.base.base_model(**arguments)
-        forward.view.end(outputs.last_hidden_state)
-        return outputs
+            return self.base.base_model(**arguments)
 
     # --- router losses -----------------------------------------------------------------------------------------------
 
