@@ -1,7 +1,9 @@
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 
@@ -81,6 +83,12 @@ def test_a_recipe_that_is_right_and_no_folder_is_left(findings, user_folder):
         ("--use_vllm true --rollout_sync merge --load_in_4bit true", "error", "rollout_sync='merge' with a quantized"),
         ("--use_vllm true --use_dora true --rollout_sync adapter", "error", "use_dora=True adds a magnitude"),
         ("--use_vllm true --top_p 0.9", "warning", "under top_p=0.9 vLLM's log-probabilities are of the tokens that"),
+        ("--rollouts_ahead 1", "error", "rollouts_ahead=1 with use_vllm=False: only a vLLM server draws while"),
+        (
+            "--rollouts_ahead 1 --use_vllm true --vllm_mode server --save_strategy steps --save_steps 1",
+            "warning",
+            "save_steps=1 with rollouts_ahead: a checkpoint holds the batch in flight and waits for it",
+        ),
         ("--learning_rate 1e-6", "warning", "learning_rate=1e-06 is one for full fine-tuning"),
         ("--use_peft false", "warning", "learning_rate=0.0005 without an adapter"),
         ("--lora_target_modules nothing", "error", "lora_target_modules: "),
@@ -201,3 +209,18 @@ def test_for_people_and_one_finding_does_not_hide_the_next(capsys, user_folder, 
     ]
     assert lines[3].startswith("warning")
     assert lines[-1] == "3 errors, 1 warning"
+
+
+def test_a_server_on_this_machine_needs_a_card_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    settings = {"vllm_mode": "server", "vllm_server_host": "0.0.0.0", "rollouts_ahead": 0}
+
+    def texts(processes, url=None):
+        config = SimpleNamespace(**settings, vllm_server_base_url=url)
+        return [finding.text for finding in doctor._of_server(config, processes)]
+
+    advice = "4 training processes on 4 cards leave none to the vLLM server on this machine: --num_processes 2"
+    assert advice in texts(4)[0]
+    assert "rollouts_ahead: 1 makes both work at once" in texts(4)[1]
+    assert len(texts(3)) == len(texts(4, "http://other-node:8000")) == 1
+    assert len(texts(4, "http://localhost:8000")) == 2

@@ -100,6 +100,7 @@ _QUIET = {
 _LEVELLED = (
     ("token_selection", "all", "a subset of tokens is another objective, which stock TRL does not have"),
     ("dynamic_sampling", False, "it changes which prompts are trained on, which stock TRL cannot"),
+    ("rollouts_ahead", 0, "stock TRL waits for its completions"),
     ("use_vllm", False, "completions come from transformers, and what is compared is the loss"),
     ("precompute_ref_log_probs", False, "both compute the reference in their steps, so that it is compared, too"),
     ("lora_dropout", 0.0, "each trainer would draw masks of its own"),

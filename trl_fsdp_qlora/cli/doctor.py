@@ -24,6 +24,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from ..errors import UserError
 from ..methods import METHODS
@@ -265,8 +266,38 @@ def _of_launch(config: Any, model: Any, launch: dict[str, str]) -> Iterator[Find
             yield Finding("error", "vllm", str(error))
             return
         yield Finding("ok", "vllm", sync.describe())
+        yield from _of_server(config, int(launch["WORLD_SIZE"]))
         for line in warnings_for(config, sync):
             yield Finding("warning", "vllm", line)
+
+
+def _of_server(config: Any, processes: int) -> Iterator[Finding]:
+    """A server on this machine needs cards of its own, and then both sides can work at once."""
+    import torch
+
+    if config.vllm_mode != "server":
+        return
+    cards = torch.cuda.device_count()
+    host = urlsplit(config.vllm_server_base_url).hostname if config.vllm_server_base_url else config.vllm_server_host
+    is_here = host in ("0.0.0.0", "127.0.0.1", "localhost", "::1")
+    if is_here and cards and processes >= cards:
+        reason = f"{processes} training process{'es' * (processes > 1)} on {cards} card{'s' * (cards > 1)} leave none"
+        advice = f"--num_processes {cards // 2}" if cards > 1 else "vllm_mode: colocate"
+        yield Finding("warning", "vllm", f"{reason} to the vLLM server on this machine: {advice} (docs/scaling.md)")
+    if config.rollouts_ahead:
+        text = "the server draws the next generation batch while this one is trained on: off-policy by one generation"
+        yield Finding("ok", "vllm", text)
+        if config.save_strategy == "steps" and config.save_steps == 1:
+            yield Finding(
+                "warning",
+                "vllm",
+                "save_steps=1 with rollouts_ahead: a checkpoint holds the batch in flight and waits for it, so the "
+                "server idles in every step; save less often",
+            )
+    else:
+        yield Finding(
+            "ok", "vllm", "server and trainer wait for each other; rollouts_ahead: 1 makes both work at once"
+        )
 
 
 def _of_recipe(script: Any, config: Any, model: Any) -> Iterator[Finding]:

@@ -140,6 +140,7 @@ def _of_one_step(config: Any, folder: str) -> Any:
     for name in ("do_eval", "load_best_model_at_end", "push_to_hub", "torch_compile", "use_vllm"):
         setattr(config, name, False)
     config.use_transformers_continuous_batching = False
+    config.rollouts_ahead = 0
     config.resume_from_checkpoint = None
     config.disable_tqdm = True
     config._n_gpu = min(1, config.n_gpu)

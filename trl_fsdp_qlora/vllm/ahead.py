@@ -65,12 +65,13 @@ def check_config(args: Any) -> None:
 
 
 def check_call(call: dict[str, Any]) -> None:
-    """The same for a trainer's arguments, by name.
+    """The same for a trainer's arguments, by name. The config is looked at again, since fields can be set later.
 
     Raises:
         ValueError: the message names the line to change.
     """
     args = call["args"]
+    check_config(args)
     if not args.rollouts_ahead:
         return
     reasons = {
