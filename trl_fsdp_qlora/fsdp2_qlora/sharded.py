@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_f
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from ..compat.transformers import no_optimizer_read
 from .adapters import gather_adapter, gather_optimizer, has_sharded_adapter, load_adapter, load_optimizer
 from .generation import gathered_as, keep_gathered
 
@@ -89,6 +90,14 @@ def save_adapter(trainer: Trainer, output_dir: str | None) -> None:
     trainer.accelerator.wait_for_everyone()
 
 
+def save_model(stock: Callable, trainer: Trainer, output_dir: str | None) -> None:
+    """Save the weights, and push nothing."""
+    if has_sharded_adapter(trainer.model):
+        save_adapter(trainer, output_dir)
+    else:
+        stock(output_dir, _internal_call=True)
+
+
 def save_optimizer_and_scheduler(stock: Callable, trainer: Trainer, output_dir: str) -> None:
     if not has_sharded_adapter(trainer.model):
         stock(output_dir)
@@ -107,12 +116,18 @@ def load_from_checkpoint(stock: Callable, trainer: Trainer, checkpoint: str, mod
         stock(checkpoint, model)
 
 
-def load_optimizer_and_scheduler(trainer: Trainer, checkpoint: str) -> None:
+def load_optimizer_and_scheduler(above: Any, trainer: Trainer, checkpoint: str | None) -> None:
+    """`above` is the trainer's `super()`, whose method is looked up only when transformers' is out of the way."""
+    if checkpoint is None or not has_sharded_adapter(trainer.model):
+        above._load_optimizer_and_scheduler(checkpoint)
+        return
     optimizer = Path(checkpoint) / OPTIMIZER_NAME
     schedule = Path(checkpoint) / SCHEDULER_NAME
     if optimizer.is_file() and schedule.is_file():  # otherwise both start anew, as in transformers
         load_optimizer(trainer.optimizer, torch.load(optimizer, map_location="cpu", weights_only=True))
         trainer.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+    with no_optimizer_read():  # TRL's own method restores its other states, such as its entropy controller
+        above._load_optimizer_and_scheduler(checkpoint)
 
 
 def load_best_model(stock: Callable, trainer: Trainer) -> None:

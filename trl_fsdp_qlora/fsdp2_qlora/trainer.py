@@ -9,7 +9,6 @@ every other config the mixin changes nothing. This package's trainers need no mi
 functions, those of `sharded.py`.
 """
 
-from ..compat.transformers import no_optimizer_read
 from . import sharded
 from .adapters import has_sharded_adapter
 from .prepare import shard_quantized_base
@@ -63,12 +62,7 @@ class ShardedQLoRAMixin:
         sharded.load_from_checkpoint(super()._load_from_checkpoint, self, resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not has_sharded_adapter(self.model):
-            super()._load_optimizer_and_scheduler(checkpoint)
-        else:
-            sharded.load_optimizer_and_scheduler(self, checkpoint)
-            with no_optimizer_read():  # TRL's own method restores its other states, such as its entropy controller
-                super()._load_optimizer_and_scheduler(checkpoint)
+        sharded.load_optimizer_and_scheduler(super(), self, checkpoint)
 
     def _load_best_model(self) -> None:
         sharded.load_best_model(super()._load_best_model, self)

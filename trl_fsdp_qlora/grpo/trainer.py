@@ -11,7 +11,6 @@ from trl import GRPOTrainer
 
 from ..checkpoints.stopping import stopping_after_step
 from ..compat.older_gpus import casting_wide_sums
-from ..compat.transformers import no_optimizer_read
 from ..compat.trl import (
     IMPORTANCE_RATIO,
     OLD_LOGPS,
@@ -29,7 +28,6 @@ from ..decode.completions import EngineModel
 from ..decode.rollout import GenerateSettings, Rollout
 from ..decode.tools import fitted, limited
 from ..fsdp2_qlora import sharded
-from ..fsdp2_qlora.adapters import has_sharded_adapter
 from ..fsdp2_qlora.loading import experts_in_4bit
 from ..fsdp2_qlora.prepare import shard_quantized_base
 from ..run.input_checks import too_long
@@ -505,10 +503,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
             super()._save_checkpoint(model, trial)
 
     def save_model(self, output_dir=None, _internal_call=False):
-        if has_sharded_adapter(self.model):
-            sharded.save_adapter(self, output_dir)
-        else:
-            super().save_model(output_dir, _internal_call=True)
+        sharded.save_model(super().save_model, self, output_dir)
         lifecycle.finish_saving(self, output_dir, pushes=not _internal_call)
 
     def _save(self, output_dir=None, state_dict=None):
@@ -522,12 +517,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
         sharded.load_from_checkpoint(super()._load_from_checkpoint, self, resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
-        if checkpoint is None or not has_sharded_adapter(self.model):
-            super()._load_optimizer_and_scheduler(checkpoint)
-        else:
-            sharded.load_optimizer_and_scheduler(self, checkpoint)
-            with no_optimizer_read():  # TRL's own method restores its other states, such as its entropy controller
-                super()._load_optimizer_and_scheduler(checkpoint)
+        sharded.load_optimizer_and_scheduler(super(), self, checkpoint)
         if checkpoint is not None:
             self._take_rollouts(self.checkpointing.load_rollouts(checkpoint))
 

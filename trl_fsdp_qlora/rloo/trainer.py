@@ -10,12 +10,10 @@ from trl import RLOOTrainer
 
 from ..checkpoints.stopping import stopping_after_step
 from ..compat.older_gpus import casting_wide_sums
-from ..compat.transformers import no_optimizer_read
 from ..compat.trl import SAMPLING_METRICS, Turn, joined_images, prompts_of
 from ..cpu.linear import fast_linears
 from ..decode.rollout import GenerateSettings, Rollout
 from ..fsdp2_qlora import sharded
-from ..fsdp2_qlora.adapters import has_sharded_adapter
 from ..fsdp2_qlora.loading import experts_in_4bit
 from ..fsdp2_qlora.prepare import shard_quantized_base
 from ..run.input_checks import too_long
@@ -289,10 +287,7 @@ class EfficientRLOOTrainer(RLOOTrainer):
             super()._save_checkpoint(model, trial)
 
     def save_model(self, output_dir=None, _internal_call=False):
-        if has_sharded_adapter(self.model):
-            sharded.save_adapter(self, output_dir)
-        else:
-            super().save_model(output_dir, _internal_call=True)
+        sharded.save_model(super().save_model, self, output_dir)
         lifecycle.finish_saving(self, output_dir, pushes=not _internal_call)
 
     def _save(self, output_dir=None, state_dict=None):
@@ -306,12 +301,7 @@ class EfficientRLOOTrainer(RLOOTrainer):
         sharded.load_from_checkpoint(super()._load_from_checkpoint, self, resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
-        if checkpoint is None or not has_sharded_adapter(self.model):
-            super()._load_optimizer_and_scheduler(checkpoint)
-        else:
-            sharded.load_optimizer_and_scheduler(self, checkpoint)
-            with no_optimizer_read():  # TRL's own method restores its other states, such as its entropy controller
-                super()._load_optimizer_and_scheduler(checkpoint)
+        sharded.load_optimizer_and_scheduler(super(), self, checkpoint)
         if checkpoint is not None:
             self._take_rollouts(self.checkpointing.load_rollouts(checkpoint))
 
