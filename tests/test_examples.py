@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
 # What each one starts from; a script that is missing here has no test.
 MODELS = {
+    "distillation": save_tiny_model,
     "dpo": save_tiny_model,
     "environment": lambda folder: save_tool_calling_model(folder, "guess", {"number": 50}),
     "grpo": save_tiny_model,
@@ -22,6 +23,7 @@ MODELS = {
     "pictures": save_tiny_vision_model,
     "qlora": save_tiny_model,
     "rloo": save_tiny_model,
+    "self_distillation": save_tiny_model,
     "tools": lambda folder: save_tool_calling_model(folder, "multiply", {"a": 12, "b": 13}),
 }
 
@@ -33,7 +35,8 @@ def run_example(tmp_path, monkeypatch):
     def run(name: str) -> dict:
         model = MODELS[name](tmp_path / "tiny")
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", [str(EXAMPLES[name]), "--model", model, "--steps", "2"])
+        teacher = ["--teacher", model] if name == "distillation" else []
+        monkeypatch.setattr(sys, "argv", [str(EXAMPLES[name]), "--model", model, "--steps", "2", *teacher])
         return runpy.run_path(str(EXAMPLES[name]), run_name="__main__")
 
     return run
@@ -49,16 +52,20 @@ def test_every_script_has_a_test_and_is_short_and_listed():
 
 @pytest.fixture
 def passes(monkeypatch):
-    """Prompt sharing of each scored pass, in order, and what the pass computed."""
+    """Prompt sharing of each scored pass and of each packed pass of a backbone, in order, and what it computed."""
     scored = []
-    score = PromptSharing.score
 
-    def counted(sharing, *call):
-        output = score(sharing, *call)
-        scored.append((sharing, sharing.figures))
-        return output
+    def counting(method):
+        def counted(sharing, *call):
+            output = method(sharing, *call)
+            if method.__name__ == "score" or sharing.figures.tokens:
+                scored.append((sharing, sharing.figures))
+            return output
 
-    monkeypatch.setattr(PromptSharing, "score", counted)
+        return counted
+
+    for method in (PromptSharing.score, PromptSharing.last_hidden_states):
+        monkeypatch.setattr(PromptSharing, method.__name__, counting(method))
     return scored
 
 
@@ -68,7 +75,10 @@ def check_that_prompts_were_shared(passes):
     assert figures.tokens < figures.padded_tokens
 
 
-@pytest.mark.parametrize("name", these_first(["grpo", "qlora", "pictures", "dpo", "rloo"], "grpo", "dpo"))
+SHARING = ["grpo", "qlora", "pictures", "dpo", "rloo", "self_distillation", "distillation"]
+
+
+@pytest.mark.parametrize("name", these_first(SHARING, "grpo", "dpo", "self_distillation"))
 def test_it_trains_and_shares_prompts(name, run_example, tmp_path, passes):
     trainer = run_example(name)["trainer"]
     assert trainer.state.global_step == 2
