@@ -12,10 +12,10 @@ import math
 import tempfile
 from pathlib import Path
 
-from transformers import AutoConfig
-
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.planning.hardware import read_hardware
+from trl_fsdp_qlora.planning.known_models import MODELS, known_config
+from trl_fsdp_qlora.planning.largest_model import BASES, largest_models
 from trl_fsdp_qlora.planning.plan import Plan, plan_recipe
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -25,60 +25,13 @@ FEW, MANY = 8, 32  # completions that are planned; the others lie on a line
 MOST = 256  # completions; nobody asks for larger groups
 CARDS = ("16GB", "24GB", "48GB", "80GB", "24GB x2")
 ADAPTERS = ("LoRA", "QLoRA")
-SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-)
-
-
-def _shape(kind: str, *sizes: int, tied: bool, **further) -> dict:
-    return {"model_type": kind, **dict(zip(SIZES, sizes, strict=True)), "tie_word_embeddings": tied, **further}
-
-
-# The sizes in each model's config.json, and the weights that its card states, in billions.
-MODELS = {
-    "SmolLM2-135M": (_shape("llama", 576, 1536, 30, 9, 3, 49152, tied=True), 0.135),
-    "Qwen2.5-0.5B": (_shape("qwen2", 896, 4864, 24, 14, 2, 151936, tied=True), 0.49),
-    "Qwen3-0.6B": (_shape("qwen3", 1024, 3072, 28, 16, 8, 151936, tied=True, head_dim=128), 0.596),
-    "gemma-3-1b": (
-        _shape("gemma3_text", 1152, 6912, 26, 4, 1, 262144, tied=True, head_dim=256, sliding_window=512),
-        1.0,
-    ),
-    "Llama-3.2-1B": (_shape("llama", 2048, 8192, 16, 32, 8, 128256, tied=True, head_dim=64), 1.236),
-    "Qwen2.5-1.5B": (_shape("qwen2", 1536, 8960, 28, 12, 2, 151936, tied=True), 1.54),
-    "SmolLM2-1.7B": (_shape("llama", 2048, 8192, 24, 32, 32, 49152, tied=True), 1.71),
-    "Qwen3-1.7B": (_shape("qwen3", 2048, 6144, 28, 16, 8, 151936, tied=True, head_dim=128), 1.72),
-    "Qwen2.5-3B": (_shape("qwen2", 2048, 11008, 36, 16, 2, 151936, tied=True), 3.09),
-    "Llama-3.2-3B": (_shape("llama", 3072, 8192, 28, 24, 8, 128256, tied=True, head_dim=128), 3.21),
-    "Qwen3-4B": (_shape("qwen3", 2560, 9728, 36, 32, 8, 151936, tied=True, head_dim=128), 4.02),
-    "Mistral-7B-v0.3": (_shape("mistral", 4096, 14336, 32, 32, 8, 32768, tied=False, sliding_window=None), 7.25),
-    "Qwen2.5-7B": (_shape("qwen2", 3584, 18944, 28, 28, 4, 152064, tied=False), 7.62),
-    "Llama-3.1-8B": (_shape("llama", 4096, 14336, 32, 32, 8, 128256, tied=False), 8.03),
-    "Qwen3-8B": (_shape("qwen3", 4096, 12288, 36, 32, 8, 151936, tied=False, head_dim=128), 8.19),
-    "phi-4": (_shape("phi3", 5120, 17920, 40, 40, 10, 100352, tied=False, pad_token_id=0), 14.66),
-    "Qwen3-14B": (_shape("qwen3", 5120, 17408, 40, 40, 8, 151936, tied=False, head_dim=128), 14.77),
-    "Qwen3-30B-A3B": (
-        _shape(
-            "qwen3_moe", 2048, 6144, 48, 32, 4, 151936, tied=False,
-            head_dim=128, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
-        ),
-        30.5,
-    ),
-    "Qwen3-32B": (_shape("qwen3", 5120, 25600, 64, 64, 8, 151936, tied=False, head_dim=128), 32.76),
-    "Llama-3.1-70B": (_shape("llama", 8192, 28672, 80, 64, 8, 128256, tied=False), 70.6),
-}  # fmt: skip
+WITH_VLLM = "with vLLM"
+GROUP = 8  # completions of a group, with vLLM
 
 
 def write_config(name: str, folder: str | Path) -> None:
     """Write the model's `config.json` into `folder`."""
-    shape = dict(MODELS[name][0])
-    config = AutoConfig.for_model(shape.pop("model_type"), **shape, max_position_embeddings=32768, dtype="bfloat16")
-    config.architectures = [type(config).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"]
-    config.save_pretrained(folder)
+    known_config(name).save_pretrained(folder)
 
 
 def has_experts(folder: str) -> bool:
@@ -136,11 +89,33 @@ def row(name: str) -> list[str]:
     return [weights, *("–" if cell == 0 else f"{MOST}+" if cell >= MOST else str(cell) for cell in cells)]
 
 
-def page(rows: dict[str, list[str]]) -> str:
+def rows_with_vllm() -> list[list[str]]:
+    """`[card, largest model for each adapter with each of BASES]`, as the second table shows them."""
+    plans = {}
+    with tempfile.TemporaryDirectory() as folder:
+        write_config("SmolLM2-135M", folder)  # its settings are those of every model
+        for card in filter(lambda cards: "x" not in cards, CARDS):
+            for adapter in ADAPTERS:
+                plans[card, adapter] = plan_of(folder, adapter, card, GROUP)
+        rows = []
+        sizes = {adapter: {} for adapter in ADAPTERS}
+        for card in filter(lambda cards: "x" not in cards, CARDS):
+            cells = [card.replace("GB", "")]
+            for adapter in ADAPTERS:
+                largest = largest_models(plans[card, adapter], sizes[adapter])
+                cells += [largest[base] or "–" for base in reversed(BASES)]
+            rows.append(cells)
+    return rows
+
+
+def page(rows: dict[str, list]) -> str:
     """The text of docs/planned_memory.md."""
+    vllm_head = ["card, GB", *(f"{adapter}, {base}" for adapter in ADAPTERS for base in reversed(BASES))]
+    vllm_lines = [vllm_head, ["---:", *["---"] * (len(vllm_head) - 1)], *rows[WITH_VLLM]]
+    vllm_table = "\n".join(f"| {' | '.join(line)} |" for line in vllm_lines)
     cards = [cards.replace("GB x2", " ×2").replace("GB", "") for cards in CARDS]
     head = ["model", "weights", *(f"{adapter} {card}" for adapter in ADAPTERS for card in cards)]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *([name, *cells] for name, cells in rows.items())]
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *([name, *rows[name]] for name in MODELS if name in rows)]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"""# The largest group, planned
 
@@ -165,19 +140,29 @@ line through these two.
   ([prefix_sharing.md](prefix_sharing.md#any-batch-size)).
 - On two cards of 24 GB, the whole bf16 base of an 8B model is not gathered for generating: `fsdp_gather="auto"` takes half of the free memory at most.
 
+## The largest model next to vLLM
+
+A vLLM engine in the trainer's process needs the base, too. With [one copy](rollouts.md#with-vllm-only-the-adapter-moves) (`vllm_share_base: true`) it draws from the
+trainer's. The largest of the dense models above that fits a card together with its engine:
+
+{vllm_table}
+
+A group of {GROUP} completions, in one micro-batch; the engine holds a cache for these and takes 1 GiB for its passes (assumed). **Planned, not measured.** For your own
+lengths: `trl-fsdp-qlora plan --config MY.yaml --hardware 24GB --use_vllm true --vllm_mode colocate --solve`.
+
 [plan.md](plan.md#what-is-counted) lists what a plan counts and what it leaves out.
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--only", nargs="+", choices=[*MODELS, WITH_VLLM], default=[*MODELS, WITH_VLLM])
     rows = json.loads(ROWS.read_text(encoding="utf-8")) if ROWS.is_file() else {}
     for name in parser.parse_args().only:
-        rows[name] = row(name)
+        rows[name] = rows_with_vllm() if name == WITH_VLLM else row(name)
         print(name, *rows[name], flush=True)
         ROWS.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-        PAGE.write_text(page({name: rows[name] for name in MODELS if name in rows}), encoding="utf-8")
+        PAGE.write_text(page({WITH_VLLM: [], **rows}), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -82,6 +82,11 @@ def test_a_recipe_that_is_right_and_no_folder_is_left(findings, user_folder):
         ("--model_name_or_path stored --accelerate_config zero3", "error", "zero_stage: 3 with a quantized base"),
         ("--use_vllm true --rollout_sync merge --load_in_4bit true", "error", "rollout_sync='merge' with a quantized"),
         ("--use_vllm true --use_dora true --rollout_sync adapter", "error", "use_dora=True adds a magnitude"),
+        (
+            "--use_vllm true --vllm_share_base on --vllm_mode server",
+            "error",
+            "vllm_share_base: true cannot be: the engine",
+        ),
         ("--use_vllm true --top_p 0.9", "warning", "under top_p=0.9 vLLM's log-probabilities are of the tokens that"),
         ("--rollouts_ahead 1", "error", "rollouts_ahead=1 with use_vllm=False: only a vLLM server draws while"),
         (

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.planning.models import folder, settings, words
 from trl_fsdp_qlora import EfficientGRPOConfig
@@ -16,6 +17,8 @@ from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.planning import passes
 from trl_fsdp_qlora.planning import plan as module
 from trl_fsdp_qlora.planning.hardware import CONTEXT, GIB, Hardware, read_hardware
+from trl_fsdp_qlora.planning.known_models import MODELS
+from trl_fsdp_qlora.planning.largest_model import largest_models
 from trl_fsdp_qlora.planning.plan import changed, fewest_cards, largest, make_plan, plan_recipe
 from trl_fsdp_qlora.planning.settings import Launch, from_config, from_words, read_launch
 
@@ -51,6 +54,56 @@ def test_turns_keep_as_much_as_generation_holds_and_at_most_half_of_what_is_free
     for changes in ({"compact_generation": False}, {"use_vllm": True, "vllm_mode": "server"}):
         other = replace(of_turns, values=of_turns.values | changes)
         assert module.TURNS not in make_plan(other, hardware=CARD, config=plan.config).phases["generate"]
+
+
+def test_a_base_that_vllm_shares_counts_once(tmp_path):
+    """The engine's own copy is what a model in the dtype of its products takes; its share has to hold it and a row."""
+    changes = {"load_in_4bit": True, "use_vllm": True, "vllm_mode": "colocate", "bf16": True, "dtype": "bfloat16"}
+    run = settings(folder(tmp_path), launch=Launch(), vllm_gpu_memory_utilization=0.5, **changes)
+    with torch.device("meta"):
+        weights = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)).num_parameters()
+    plan = make_plan(run, hardware=CARD)
+    one = changed(plan, vllm_share_base="on")
+    assert (plan.engine.base, one.engine.base) == (2 * weights, 0)
+    for phase in plan.phases:
+        parts = plan.phases[phase]
+        assert (
+            parts[module.ENGINE] + parts[module.ENGINES_BASE] == one.phases[phase][module.ENGINE] == CARD.memory // 2
+        )
+    asleep = changed(plan, vllm_enable_sleep_mode=True)
+    assert asleep.phases["optimizer"][module.ENGINES_BASE] == 2 * weights
+    assert module.ENGINE not in asleep.phases["optimizer"]
+    # With a share of less than its base an engine cannot start, and the line to change is sharing.
+    tight = make_plan(run, hardware=replace(CARD, memory=int(2 * 1.9 * weights)), config=plan.config)
+    assert not tight.engine.starts and not tight.fits and "it cannot start" in module.format_plan(tight)
+    assert changed(tight, vllm_share_base="on").engine.starts
+    dense = settings(folder(tmp_path), launch=Launch(), **changes | {"load_in_4bit": False})
+    shared = {
+        (sync, choice): make_plan(
+            replace(dense, values=dense.values | {"rollout_sync": sync, "vllm_share_base": choice}), CARD, plan.config
+        ).engine.is_shared
+        for sync in ("auto", "adapter")
+        for choice in ("auto", "on", "off")
+    }
+    assert {key for key, is_shared in shared.items() if is_shared} == {
+        ("adapter", "auto"),
+        ("auto", "on"),
+        ("adapter", "on"),
+    }
+
+
+def test_the_largest_model_next_to_vllm_is_larger_with_one_base(tmp_path):
+    """Both fit as they were planned, and the next larger ones do not."""
+    card = Hardware("16 GB", 16 * GIB)
+    run = settings(folder(tmp_path), launch=Launch(), load_in_4bit=True, use_vllm=True, vllm_mode="colocate")
+    sizes = {}
+    largest = largest_models(make_plan(run, hardware=card), sizes)
+    names = list(MODELS)
+    assert names.index(largest["one base"]) > names.index(largest["a base each"])
+    for base, name in largest.items():
+        assert sizes[name][base] <= card.memory < sizes[names[names.index(name) + 1]][base]
+    difference = sizes[largest["one base"]]["a base each"] - sizes[largest["one base"]]["one base"]
+    assert difference == pytest.approx(MODELS[largest["one base"]][1] * 1e9 * 4, rel=0.01)  # float32
 
 
 def test_the_first_step_counts_with_the_padded_rows_that_it_compares(tmp_path):

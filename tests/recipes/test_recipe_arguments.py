@@ -37,6 +37,8 @@ def test_what_a_file_says_is_what_the_command_line_says_which_wins(tmp_path):
     assert (config.prefix_sharing, config.phase_metrics, config.save_strategy) == ("off", "on", "no")
     assert EfficientGRPOConfig(str(tmp_path), bf16=False, use_cpu=True, prefix_sharing=False).prefix_sharing == "off"
     check_training(config, model)
+    for written, word in {"true": "on", "false": "off", "on": "on", "no": "off", "auto": "auto"}.items():
+        assert parse(f"vllm_share_base: {written}\n")[1].vllm_share_base == word
     _, config, model = parse("prefix_sharing: on\n")
     with pytest.raises(ConfigError, match=r"prefix_sharing='on'.* auto, off"):
         check_training(config, model)
@@ -50,6 +52,8 @@ NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4, "eight": 8}
 SHAPES = {
     "Qwen2.5-1.5B": (1536, 28, 12, 2, 8960, 151936, True, 1.54),
     "Qwen2.5-7B": (3584, 28, 28, 4, 18944, 152064, False, 7.62),
+    "Qwen2.5-14B": (5120, 48, 40, 8, 13824, 152064, False, 14.7),
+    "Qwen2.5-32B": (5120, 64, 40, 8, 27648, 152064, False, 32.8),
     "Llama-3.1-70B": (8192, 80, 64, 8, 28672, 128256, False, 70.6),
     "Qwen3-30B-A3B": (2048, 48, 32, 4, 6144, 151936, False, 30.5),
 }

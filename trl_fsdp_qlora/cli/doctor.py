@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -238,7 +239,7 @@ def _of_launch(config: Any, model: Any, launch: dict[str, str]) -> Iterator[Find
     from ..compat.transformers import quantization_of
     from ..fsdp2_qlora.launch_checks import check_launch, check_reference, is_fsdp_launch
     from ..recipe.checks import lora_config, read_config
-    from ..vllm.sync_choice import choose_sync, warnings_for
+    from ..vllm.sync_choice import choose_sync, warnings_for, why_own_base
 
     quantization = get_quantization_config(model)
     if quantization is None:  # the checkpoint may be stored quantized
@@ -267,6 +268,15 @@ def _of_launch(config: Any, model: Any, launch: dict[str, str]) -> Iterator[Find
             return
         yield Finding("ok", "vllm", sync.describe())
         yield from _of_server(config, int(launch["WORLD_SIZE"]))
+        run = SimpleNamespace(**vars(config) | {"deepspeed_plugin": config.deepspeed_plugin})
+        run.model_init_kwargs = {"dtype": model.dtype or "float32", **(config.model_init_kwargs or {})}
+        try:
+            own_base = why_own_base(run, sync, quantization, model.model_name_or_path)
+        except UserError as error:
+            yield Finding("error", "vllm", str(error))
+            return
+        one_base = "one copy of the base for trainer and engine"
+        yield Finding("ok", "vllm", one_base if own_base is None else f"not {one_base}: {own_base}")
         for line in warnings_for(config, sync):
             yield Finding("warning", "vllm", line)
 

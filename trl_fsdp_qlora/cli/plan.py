@@ -66,6 +66,9 @@ def plan(words: Sequence[str]) -> int:
             print(f"longest that fits: {planned.settings.length_field}: {largest[planned.settings.length_field]}")
             if planned.hardware.gpu:
                 print(f"fewest cards that it fits: {largest['cards'] or 'none'}")
+            if "with_vllm" in solved:
+                names = ", ".join(f"{name or 'none'} with {base}" for base, name in solved["with_vllm"].items())
+                print(f"largest model with vLLM on this card, of those that plan knows: {names}")
             if "at_most" in solved:
                 print(planning.format_most(planned, solved["at_most"]))
         return 0 if planned.fits else 1
@@ -76,6 +79,7 @@ def plan(words: Sequence[str]) -> int:
 def _solve(planned) -> dict:
     """The most that fits, for this run and for the ways to compute groups."""
     from ..planning import plan as planning
+    from ..planning.largest_model import largest_models
     from ..telemetry.terminal import progress
 
     settings = planned.settings
@@ -93,4 +97,6 @@ def _solve(planned) -> dict:
     solved = {"largest": {"per_device_train_batch_size": batch, length: longest, "cards": cards}}
     if at_most:
         solved["at_most"] = at_most
+    if planned.engine is not None and settings.model.use_peft:
+        solved["with_vllm"] = largest_models(planned)
     return solved

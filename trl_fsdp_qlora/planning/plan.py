@@ -18,6 +18,7 @@ from ..prefix_sharing.recurrent.kinds import recurrent_layers, state_bytes
 from ..recipe.checks import read_config
 from ..run.plain import counted
 from . import model, passes
+from .engine import Engine, plan_engine
 from .hardware import CONTEXT, GIB, SLACK, Hardware, read_hardware
 from .settings import Settings, from_words, optimizer_name, read_launch
 from .steps import Step, plan_step
@@ -28,6 +29,7 @@ CACHE = "cache of generation"
 TURNS = "caches kept between turns"
 TOKEN_STEP = "token step's copies"
 GATHERED = "gathered weights"
+ENGINES_BASE = "vLLM's own base"
 ENGINE = "vLLM"
 PROCESS = "process"
 ROOM = "allocator slack"
@@ -56,6 +58,7 @@ class Plan:
     capacity: int
     parameters: tuple[int, int]
     step: Step | None
+    engine: Engine | None = None
 
     def total(self, phase: str) -> int:
         """Bytes of a phase at its peak."""
@@ -77,8 +80,9 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """The fullest phase fits a rank, and there is a card for each."""
-        return self.peak <= self.capacity and self.enough_cards
+        """The fullest phase fits a rank, there is a card for each, and vLLM's share holds what vLLM needs."""
+        starts = self.engine is None or self.engine.starts
+        return self.peak <= self.capacity and self.enough_cards and starts
 
     @property
     def warning(self) -> str | None:
@@ -144,7 +148,9 @@ def make_plan(
     logger.setLevel(logging.ERROR)  # the libraries' messages are for a user who trains the model
     try:
         with warnings.catch_warnings(action="ignore"):
-            phases, step = _phases(settings, config, hardware, stops_early)
+            row = cache_bytes(settings, config)[0] // settings.rollout_rows if settings.values.get("use_vllm") else 0
+            engine = plan_engine(settings, config, hardware, passes.whole(settings, config), row)
+            phases, step = _phases(settings, config, hardware, engine, stops_early)
     finally:
         logger.setLevel(level)
     weights = dict(passes.whole(settings, config).named_parameters())
@@ -152,11 +158,11 @@ def make_plan(
     # Two 4-bit weights are packed in a byte: count the weights that the byte unpacks to.
     base = sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for name, p in weights.items() if "lora_" not in name)
     capacity = hardware.per_rank(settings.launch.processes)
-    return Plan(settings, config, hardware, phases, capacity, (base, trained), step)
+    return Plan(settings, config, hardware, phases, capacity, (base, trained), step, engine)
 
 
 def _phases(
-    settings: Settings, config: PretrainedConfig, hardware: Hardware, stops_early: bool
+    settings: Settings, config: PretrainedConfig, hardware: Hardware, engine: Engine | None, stops_early: bool
 ) -> tuple[dict[str, dict[str, int]], Step | None]:
     """Bytes by phase and component, and the passes of a step; see [`Plan`], and [`make_plan`] for `stops_early`."""
     launch = settings.launch
@@ -168,10 +174,11 @@ def _phases(
         on_device = {name: size if name == model.BUCKETS else 0 for name, size in static.items()}
     gradients = {name: on_device[name] for name in (model.GRADIENTS, model.BUCKETS)}
     weights = {name: size for name, size in on_device.items() if name not in gradients}  # with optimizer and reference
-    engine = _engine_bytes(settings, hardware)
-    waiting_engine = engine
-    if not settings.is_paired and settings.vllm_enable_sleep_mode:
-        waiting_engine = 0
+    drawing_engine = waiting_engine = {}
+    if engine is not None:
+        drawing_engine = waiting_engine = {ENGINES_BASE: engine.base, ENGINE: engine.rest}
+        if settings.vllm_enable_sleep_mode:
+            waiting_engine = {ENGINES_BASE: engine.base} if engine.keeps_base else {}
     # On a CPU it is this process without the model: whatever planning leaves in the process is in the run as well.
     process = CONTEXT if gpu else psutil.Process().memory_info().rss
     free = hardware.per_rank(launch.processes) - sum(weights.values()) - process
@@ -189,7 +196,7 @@ def _phases(
 
     phases = {}
     if not settings.is_paired:
-        parts = {**weights, **_generation(settings, config, gpu), ENGINE: engine}
+        parts = {**weights, **_generation(settings, config, gpu), **drawing_engine}
         if settings.keeps_turns:
             # A row's cache is kept when its turn has ended; the last rows of a batch are then still in the cache.
             parts[TURNS] = min(parts[CACHE], max(0, int(FREE_SHARE * free)))
@@ -198,23 +205,16 @@ def _phases(
             return phases, None
     if settings.scores_again:
         scored = passes.measure(settings, config, passes.scored_shape(settings, gpu), gpu)
-        phases["score"] = completed("score", {**weights, ACTIVATIONS: scored, ENGINE: waiting_engine})
+        phases["score"] = completed("score", {**weights, ACTIVATIONS: scored, **waiting_engine})
     step = plan_step(settings, passes.why_not_keep(settings, config))
     loss = _loss_bytes(settings, config, step, gpu)
-    parts = {**weights, **gradients, ACTIVATIONS: loss, ENGINE: waiting_engine}
+    parts = {**weights, **gradients, ACTIVATIONS: loss, **waiting_engine}
     phases["forward_backward"] = completed("forward_backward", parts)
     # TRL's default optimizer is fused, and updates in place.
     update = 0 if "fused" in optimizer_name(settings) else static[model.GRADIENTS]
-    parts = {**weights, **gradients, "optimizer's update": update, ENGINE: waiting_engine}
+    parts = {**weights, **gradients, "optimizer's update": update, **waiting_engine}
     phases["optimizer"] = completed("optimizer", parts)
     return phases, step
-
-
-def _engine_bytes(settings: Settings, hardware: Hardware) -> int:
-    """Bytes that vLLM takes of a card; 0 if it runs on another machine or not at all."""
-    if settings.is_paired or not settings.use_vllm or settings.vllm_mode != "colocate" or not hardware.gpu:
-        return 0
-    return int(hardware.memory * settings.vllm_gpu_memory_utilization)
 
 
 def _loss_bytes(settings: Settings, config: PretrainedConfig, step: Step, gpu: bool) -> int:
@@ -507,10 +507,12 @@ def changes_that_fit(plan: Plan, most: int = 3) -> list[str]:
     batches = 1 if settings.is_paired else settings.rollout_batches
     sharded = settings.launch.kind == "fsdp2" and not settings.is_paired
     dense = settings.model.use_peft and not settings.model.load_in_4bit and stored_format(plan.config) is None
+    can_share = plan.engine is not None and not plan.engine.is_shared
     changes = [
         (not settings.gradient_checkpointing, {"gradient_checkpointing": True}),
         (sharded and settings.fsdp_gather != "per_layer", {"fsdp_gather": "per_layer"}),
         (batches > 1, {"steps_per_generation": max(1, batches // 4)}),
+        (can_share, {"vllm_share_base": True}),
         (dense, {"load_in_4bit": True}),
         (length >= 32, {settings.length_field: length // 2}),
         (length >= 64, {settings.length_field: length // 4}),
@@ -562,6 +564,19 @@ def _format_step(plan: Plan) -> str:
 def format_bytes(size: float) -> str:
     """`3.04 GiB`, or MiB if the size is less than a tenth of one GiB."""
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
+
+
+def _format_engine(engine: Engine) -> str:
+    """A line on the share of a vLLM engine."""
+    base = "the base is the trainer's" if engine.is_shared else "the rest is its own base"
+    if engine.is_shared and engine.base:
+        base += f", but for {format_bytes(engine.base)}"
+    rest = f"{format_bytes(engine.rest)} of {format_bytes(engine.share)}"
+    row = format_bytes(engine.row)
+    line = f"vLLM: {rest} for its cache and passes, {base}"
+    if engine.starts:
+        return f"{line}; a row's cache at full length is {row}"
+    return f"{line}; it cannot start, because a row's cache is {row}: raise vllm_gpu_memory_utilization"
 
 
 def _assumed(settings: Settings) -> list[str]:
@@ -627,6 +642,7 @@ def format_plan(plan: Plan) -> str:
         "",
         f"* {plan.limiting} needs most: {format_bytes(plan.peak)} of {format_bytes(plan.capacity)}, {fits}",
         None if settings.is_paired else _format_step(plan),
+        plan.engine and _format_engine(plan.engine),
         plan.warning and f"warning: {plan.warning}",
         *_assumed(settings),
         "assumed, not measured: the CUDA context and the allocator's slack"

@@ -14,7 +14,7 @@ import yaml
 from transformers.hf_argparser import string_to_bool
 from trl import TrlParser
 
-from ..run.config_fields import option
+from ..run.config_fields import option, spelled
 from ..run.input_checks import mistakes
 from ..run.one_line import DEBUG_ERRORS, NEGATIVE_NUMBER, pop_options
 from .keys import ConfigError, check_keys, check_options, read_yaml
@@ -214,6 +214,8 @@ def _words_of_file(path: str, parser: _Parser) -> list[str]:
             words += [f"--{key}", *texts[key]]
         elif isinstance(value, bool) and actions[key].type is string_to_bool:  # which knows neither `on` nor `off`
             words.append(f"--{key}={str(value).lower()}")
+        elif isinstance(value, bool) and isinstance(spelled(value, actions[key].choices or ()), str):
+            words.append(f"--{key}={spelled(value, actions[key].choices)}")  # `true` for a field whose word is `on`
         else:
             words.append(f"--{key}={texts[key]}")
     parser.set_defaults_with_config(**inexpressible)
