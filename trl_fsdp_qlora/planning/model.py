@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -122,7 +123,12 @@ def build(settings: Settings, config: PretrainedConfig, layers: Sequence[int] | 
 
 def causal_model(model: nn.Module) -> nn.Module:
     """The causal language model under the adapter."""
-    return model.get_base_model() if hasattr(model, "peft_config") else model
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def state_bytes(model: nn.Module) -> int:
+    """Bytes of the quantization state of a model or a part of it; [`_quantize`] notes those of each module."""
+    return sum(vars(module).get("state_bytes", 0) for module in model.modules())
 
 
 def static_bytes(model: nn.Module, settings: Settings) -> dict[str, int]:
@@ -148,7 +154,7 @@ def static_bytes(model: nn.Module, settings: Settings) -> dict[str, int]:
             sizes[BASE_8BIT] += parameter.nbytes
         else:
             sizes[BASE] += parameter.nbytes
-    sizes[STATE] = sum(getattr(module, "state_bytes", 0) for module in model.modules())
+    sizes[STATE] = state_bytes(model)
     sizes[BASE] += sum(buffer.nbytes for buffer in model.buffers())
     sizes[GRADIENTS] = sizes[TRAINED]
     if kind.startswith("zero"):
@@ -160,7 +166,7 @@ def static_bytes(model: nn.Module, settings: Settings) -> dict[str, int]:
         sizes[OPTIMIZER] = numbers * (sizes[TRAINED] if number_bytes is None else trained * number_bytes)
     if kind == "ddp" and ranks > 1:
         sizes[BUCKETS] = sizes[TRAINED]
-    if settings.beta and not hasattr(model, "peft_config"):
+    if settings.beta and not isinstance(model, PeftModel):
         sizes[REFERENCE] = sizes[BASE] + sizes[TRAINED]
     sharded = ()
     if kind in ("fsdp2", "zero3"):

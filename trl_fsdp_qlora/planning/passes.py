@@ -145,10 +145,14 @@ def _few_layers(settings: Settings, config, layers) -> tuple[nn.Module, Any]:
     mode = FakeTensorMode()
     if settings.gradient_checkpointing:
         causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if hasattr(model, "peft_config"):
+        if model is not causal:
             model.enable_input_require_grads()
     _fake(model, mode)
     return model, mode
+
+
+def _autocast(settings: Settings) -> torch.autocast:
+    return torch.autocast("cpu", getattr(torch, settings.mixed or "bfloat16"), settings.mixed is not None)
 
 
 def _run(settings: Settings, config, layers, shape: Shape, on_gpu: bool, grad: bool) -> tuple[int, int]:
@@ -167,7 +171,7 @@ def _run(settings: Settings, config, layers, shape: Shape, on_gpu: bool, grad: b
         stacks = (part for part in causal.get_decoder().modules() if isinstance(part, nn.ModuleList))
         for layer in next(stack for stack in stacks if len(stack) == len(layers)):
             layer.register_forward_hook(lambda *_: after_layers.append(tracker.now))
-        autocast = torch.autocast("cpu", getattr(torch, settings.mixed or "bfloat16"), settings.mixed is not None)
+        autocast = _autocast(settings)
         with tracker:
             with torch.set_grad_enabled(grad), autocast:
                 size = (1, 1, 1, 1) if shape.packed else (shape.rows, 1, shape.length, shape.length)
@@ -264,7 +268,7 @@ def _run_step(settings: Settings, config, layers, longest: Pass, on_gpu: bool, i
             parameter.grad = torch.zeros_like(parameter)
         tracker = PeakTracker(*model.parameters(), *model.buffers(), *(parameter.grad for parameter in trained))
         before = tracker.now
-        autocast = torch.autocast("cpu", getattr(torch, settings.mixed or "bfloat16"), settings.mixed is not None)
+        autocast = _autocast(settings)
 
         def run(forward: Forward) -> torch.Tensor | None:
             ids = torch.zeros(1, forward.forest.tokens, dtype=torch.long)

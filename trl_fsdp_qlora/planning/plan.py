@@ -87,7 +87,7 @@ class Plan:
     @property
     def warning(self) -> str | None:
         """A line if prompt and completion are longer than the model has positions; `None` if they are not."""
-        positions = getattr(self.config.get_text_config(), "max_position_embeddings", None) or math.inf
+        positions = _positions(self.config)
         prompt = self.settings.prompt_tokens
         completion = self.settings.completion_tokens
         if prompt + completion <= positions:
@@ -98,6 +98,11 @@ class Plan:
             f"{completions} {completion} and prompts of {prompt} tokens are more than the {positions} positions of "
             f"the model; {room}"
         )
+
+
+def _positions(config: PretrainedConfig) -> float:
+    """Number of positions of a model; infinite if it has no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
 
 
 def plan_recipe(
@@ -250,7 +255,7 @@ def gathered_bytes(skeleton: nn.Module, settings: Settings, on_gpu: bool) -> tup
         return 0, 0
 
     def weights(module: nn.Module) -> int:
-        total = sum(getattr(part, "state_bytes", 0) for part in module.modules())
+        total = model.state_bytes(module)
         for parameter in module.parameters():
             cast = parameter.is_floating_point() and settings.mixed is not None
             total += parameter.numel() * 2 if cast else parameter.nbytes
@@ -344,8 +349,8 @@ def largest(plan: Plan, name: str, step: int = 1) -> int:
 def _longest(plan: Plan) -> int:
     """The most tokens that the length field may allow: prompt and completion have positions in the model."""
     settings = plan.settings
-    positions = getattr(plan.config.get_text_config(), "max_position_embeddings", None)
-    if not positions:
+    positions = _positions(plan.config)
+    if math.isinf(positions):
         return _MOST_TOKENS
     prompt = 0 if settings.is_paired else settings.prompt_tokens  # `max_length` of pairs contains it
     return min(_MOST_TOKENS, max(0, positions - prompt))
@@ -503,7 +508,7 @@ def changes_that_fit(plan: Plan, most: int = 3) -> list[str]:
     settings = plan.settings
     lines = []
     rows = settings.per_device_train_batch_size
-    length = getattr(settings, settings.length_field) or 0
+    length = settings.values[settings.length_field] or 0
     batches = 1 if settings.is_paired else settings.rollout_batches
     sharded = settings.launch.kind == "fsdp2" and not settings.is_paired
     dense = settings.model.use_peft and not settings.model.load_in_4bit and stored_format(plan.config) is None

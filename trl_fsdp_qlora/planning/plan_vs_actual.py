@@ -9,6 +9,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import ModelConfig
 
+from ..compat.deepspeed import zero_stage
 from ..evaluation.accuracy import encode_images
 from ..evaluation.episodes import Agent, begin
 from ..recipe.arguments import ConfigError, ScriptArguments
@@ -40,7 +41,7 @@ def plan_first(
     """
     plan = None
     refusal = None
-    if getattr(config.deepspeed_plugin, "zero_stage", None) == 3:
+    if zero_stage(config.deepspeed_plugin) == 3:
         # Under ZeRO-3 transformers initialises every model that it builds, which is collective.
         say("memory is not planned under ZeRO-3")
     elif PartialState().is_main_process:
@@ -52,7 +53,7 @@ def plan_first(
             # A KeyboardInterrupt that a callback on fake tensors raises would be lost.
             stop_at_once()
             settings = from_config(config, model, prompt_tokens=longest)
-            of_episodes = {name: getattr(script, name, None) for name in ("tools", "environment")}
+            of_episodes = {"tools": script.tools, "environment": script.environment}
             plan = make_plan(replace(settings, values=settings.values | of_episodes))
         except Exception as error:
             say(f"memory was not planned: {type(error).__name__}: {' '.join(str(error).split())[:200]}")

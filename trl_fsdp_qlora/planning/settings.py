@@ -11,6 +11,7 @@ from typing import Any
 
 from trl import ModelConfig
 
+from ..compat.deepspeed import zero_stage
 from ..fsdp2_qlora.launch_checks import is_fsdp2_launch
 from ..recipe.arguments import ScriptArguments, recipe_fields
 from ..recipe.keys import read_yaml
@@ -137,7 +138,7 @@ def from_config(config: Any, model: ModelConfig, **further: Any) -> Settings:
     # Accelerate reports FSDP only after a trainer has made its `Accelerator`; on a CPU it turns FSDP into DDP.
     if is_fsdp2_launch() and kind in ("NO", "MULTI_GPU") and config.device.type != "cpu":
         kind = "FSDP"
-    zero = getattr(config.deepspeed_plugin, "zero_stage", None)
+    zero = zero_stage(config.deepspeed_plugin)
     kind = _KINDS.get(kind, "single" if config.world_size == 1 else "ddp").format(zero)
     offload = os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
     mixed = None if config.bf16 or config.fp16 else "no"

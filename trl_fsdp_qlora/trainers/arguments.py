@@ -5,9 +5,11 @@ from typing import Any
 
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
+from torch import nn
 from transformers import PreTrainedConfig
 
-from ..compat.transformers import model_name
+from ..compat.deepspeed import zero_stage
+from ..compat.transformers import model_name, quantization_of
 from ..fsdp2_qlora import launch_checks
 from ..fsdp2_qlora.loading import load_quantized_base
 from ..run import input_checks as checks
@@ -30,8 +32,13 @@ def adapter_and_base(call: dict[str, Any]) -> tuple[Any, Any]:
     else:
         if peft_config is None and is_peft_model(model):
             peft_config = model.peft_config[model.active_adapters[0]]
-        stored = getattr(getattr(model, "config", None), "quantization_config", None)
+        stored = _stored_with(model)
     return peft_config, call.get("quantization_config") or stored
+
+
+def _stored_with(model: Any) -> Any:
+    """How the weights of a model object are quantized; `None` for a model's name, and if they are not."""
+    return quantization_of(model.config) if isinstance(model, nn.Module) else None
 
 
 def config_or_default(cls: type, args: Any, model: Any, suffix: str) -> Any:
@@ -85,10 +92,10 @@ def with_base_loaded(call: dict[str, Any], needs_reference: bool) -> dict[str, A
     args = call["args"]
     quantization_config = call.get("quantization_config")
     options = args.model_init_kwargs or {}
-    stored = getattr(getattr(model, "config", None), "quantization_config", None)
+    stored = _stored_with(model)
     launch_checks.check_launch(
         quantization_config or options.get("quantization_config") or stored,
-        getattr(args.deepspeed_plugin, "zero_stage", None),
+        zero_stage(args.deepspeed_plugin),
     )
     launch_checks.check_reference(needs_reference and adapter_and_base(call)[0] is None)
     is_sharded = launch_checks.is_fsdp2_launch() and launch_checks.accelerate_shards_on(args.device)

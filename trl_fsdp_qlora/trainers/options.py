@@ -121,10 +121,10 @@ class EfficientConfig:
         self._left_at_default = left_at_default(self)
 
     def __post_init__(self):
-        if not hasattr(self, "_left_at_default"):
+        if "_left_at_default" not in vars(self):
             self.note_defaults()
         for name in {item.name for item in fields(self)}.intersection(SWITCHES):
-            setattr(self, name, spelled(getattr(self, name)))
+            setattr(self, name, spelled(vars(self)[name]))
         super().__post_init__()
 
     def check_choices(self) -> None:
@@ -132,12 +132,12 @@ class EfficientConfig:
 
         Called last.
         """
-        tokens = getattr(self, "tokens_per_pass", None)  # DPO has no such field
+        tokens = vars(self).get("tokens_per_pass")  # DPO has no such field
         if tokens is not None and tokens < 0:
             raise ValueError(f"tokens_per_pass={tokens} is a number of tokens; use one from 0, or leave it out")
         self.mlp_tokens_per_tile = tile_size(self.mlp_tokens_per_tile)
         for item in fields(self):
-            value = getattr(self, item.name)
+            value = vars(self)[item.name]
             known = item.metadata.get("choices")
             if known and item.name not in self.STOCK.__dataclass_fields__ and value not in known:
                 raise ValueError(f"{item.name}={value!r} is unknown; use one of {', '.join(map(repr, known))}")
@@ -180,7 +180,7 @@ class EfficientConfig:
         return redaction.without_secrets(super().to_dict())
 
     def __str__(self):
-        values = redaction.without_secrets({item.name: getattr(self, item.name) for item in fields(self)})
+        values = redaction.without_secrets({item.name: vars(self)[item.name] for item in fields(self)})
         lines = "".join(f"{name}={value},\n" for name, value in sorted(values.items()))
         return f"{type(self).__name__}(\n{lines})"
 

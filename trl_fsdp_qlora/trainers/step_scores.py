@@ -16,7 +16,6 @@ In both cases TRL's loss sees each micro-batch unchanged.
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -148,7 +147,8 @@ class StepScores:
                 _run(self.plan.values, index, model, batch, record)
                 for index, batch in zip(passes, batches, strict=True)
             ]
-        values = {name: torch.cat([getattr(output, name) for output in outputs]) for name in _tensors(outputs[0])}
+        parts = [_tensors(output) for output in outputs]
+        values = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         # A loss may take gradients of these two only.
         constants = {name: values[name].requires_grad_() for name in ("log_probs", "entropy") if name in values}
         sums = None
@@ -195,17 +195,18 @@ class StepScores:
                 with autocast():
                     reduces = is_last_pass and self._is_last(cut.number + 1)
                     output = _run(self.plan.forwards, index, model, batch, record, reduces)
+                values = _tensors(output)
                 pairs = [
-                    (getattr(output, name), constant.grad[rows])
+                    (values[name], constant.grad[rows])
                     for name, constant in cut.constants.items()
-                    if constant.grad is not None and getattr(output, name).requires_grad
+                    if constant.grad is not None and values[name].requires_grad
                 ]
                 if cut.router_sums is not None and cut.router_sums.grad is not None and output.aux_loss.requires_grad:
                     # The sums of the micro-batch are the sum of all passes' sums.
                     pairs.append((output.aux_loss, cut.router_sums.grad))
                 torch.autograd.backward([value for value, _ in pairs], [owed.to(value.dtype) for value, owed in pairs])
                 # Otherwise the tensors of this pass's graph would stay in memory during the next pass.
-                del output, pairs
+                del output, values, pairs
 
 
 def _run(
@@ -237,8 +238,7 @@ def _run(
 
 def _tensors(output: FusedCausalLMOutput) -> dict[str, torch.Tensor]:
     """The values `(B, L - 1)` of an output."""
-    values = {item.name: getattr(output, item.name) for item in fields(output)}
-    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and value.ndim == 2}
+    return {name: value for name, value in vars(output).items() if isinstance(value, torch.Tensor) and value.ndim == 2}
 
 
 def _parts(
