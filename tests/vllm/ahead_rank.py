@@ -7,12 +7,17 @@ import json
 import sys
 from pathlib import Path
 
-import torch
-from trl.generation import vllm_client, vllm_generation
+from tests.distributed.fsdp_on_gloo import force_fsdp
 
-from tests import tiny
-from tests.vllm.runs import figures
-from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+force_fsdp()
+
+import torch  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+from trl.generation import vllm_client, vllm_generation  # noqa: E402
+
+from tests import tiny  # noqa: E402
+from tests.vllm.runs import figures  # noqa: E402
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer  # noqa: E402
 
 
 def main(url: str, out: str, changes: str) -> None:
@@ -44,8 +49,11 @@ def main(url: str, out: str, changes: str) -> None:
     except Exception as error:
         result.write_text(json.dumps({"error": f"{type(error).__name__}: {error}", "step": trainer.state.global_step}))
         raise
-    weights = [value.detach().flatten() for value in trainer.model.parameters() if value.requires_grad]
-    written = {"trained": trained, "weights": torch.cat(weights).tolist()}
+    weights = [value.detach() for value in trainer.model.parameters() if value.requires_grad]
+    sharded = [isinstance(value, DTensor) for value in weights]
+    weights = [value.full_tensor() if isinstance(value, DTensor) else value for value in weights]
+    written = {"trained": trained, "weights": torch.cat([value.flatten() for value in weights]).tolist()}
+    written["sharded"] = all(sharded)
     for name in ("loss", "sampling/staleness", "reward"):
         written[name] = figures(trainer, name)
     result.write_text(json.dumps(written))

@@ -1,11 +1,15 @@
 """One generation ahead: the same prompts in the same order, one version at a time, the formula's weights."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
+import requests
 import torch
+from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
 from peft import get_peft_model
+from PIL import Image
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 from trl.generation import vllm_client, vllm_generation
@@ -14,7 +18,10 @@ from tests import tiny
 from tests.vllm.runs import figures
 from tests.vllm.sampling_server import SamplingServer
 from trl_fsdp_qlora import AStarPOConfig, EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
+from trl_fsdp_qlora.telemetry.phases import PhaseTimer
+from trl_fsdp_qlora.vllm import ahead as ahead_module
 from trl_fsdp_qlora.vllm.adapter_sync import RolloutError
+from trl_fsdp_qlora.vllm.ahead import RolloutsAhead
 
 CORRECTION = "vllm_importance_sampling_"
 
@@ -301,3 +308,60 @@ def test_data_that_change_under_the_run_are_drawn_anew(server, tmp_path, monkeyp
     asked = [draw.prompts for draw in server.draws]
     assert all(ids in asked for ids in trained_ids)
     assert figures(trainer, "sampling/staleness") == [0, 0, 0]
+
+
+class ClientWithImages:
+    """TRL's client, without a server: says what it was asked for, and gives a completion for each prompt."""
+
+    def __init__(self):
+        self.base_url = "http://nowhere"
+        self.session = requests.Session()
+        self.rendered = []
+        self.asked = []
+
+    def image_features(self, images):
+        self.rendered.append(images)
+        return [{"mm_placeholders": {"image": [{}] * len(of_prompt)}} for of_prompt in images]
+
+    def generate(self, prompts, features, n, **_):
+        self.asked.append((prompts, features))
+        ids = [[10 + prompt[0], i] for prompt in prompts for i in range(n)]
+        return {"prompt_ids": prompts, "completion_ids": ids, "logprobs": [[[-1.0]] * 2] * len(ids)}
+
+
+def test_images_are_sent_once_and_others_than_those_asked_for_are_drawn_anew():
+    client = ClientWithImages()
+    engine = object.__new__(vllm_generation.VLLMGeneration)
+    settings = dict.fromkeys(("top_p", "top_k", "min_p", "structured_outputs_regex", "generation_kwargs"))
+    settings |= {"temperature": 1.0, "repetition_penalty": 1.0, "max_completion_length": 4, "logprobs": 0}
+    vars(engine).update(settings, mode="server", vllm_client=client, accelerator=Accelerator(cpu=True))
+    engine.processing_class = SimpleNamespace(image_token_id=9)
+    pictures = [Image.new("RGB", (2, 2), color) for color in ("red", "green", "blue", "white")]
+    # A prompt's completions are rows of their own, as in TRL.
+    batches = [([[i, 9, 1]] * 2, [[pictures[i]]] * 2) for i in range(3)]
+    upcoming = iter([batches[1], batches[2], None])
+    metrics = []
+    clock = PhaseTimer(torch.device("cpu"), "off")
+    ahead = RolloutsAhead(engine, clock, lambda: len(metrics), lambda: True, lambda: next(upcoming), metrics.append)
+    for prompts, images in batches[:2]:
+        _, ids, _, _ = engine.generate(prompts, images, 2)
+        assert ids == [[10 + prompts[0][0], i] for i in range(2)]
+    assert client.rendered == [[[picture]] for picture in pictures[:3]]  # not once more when a batch is taken
+    assert [features[0]["mm_placeholders"]["image"] for _, features in client.asked] == [
+        [{"offset": 1, "length": 1}]
+    ] * len(client.asked)
+    engine.generate(batches[2][0], [[pictures[3]]] * 2, 2)  # the same tokens, another picture
+    assert client.rendered[3:] == [[[pictures[3]]]] and len(client.asked) == 4
+    assert [values["sampling/staleness"] for values in metrics] == [0, 1, 0]
+    assert ahead.batch is None
+
+
+def test_a_slow_server_is_waited_for_and_the_log_says_who_waits(tmp_path, monkeypatch):
+    lines = []
+    monkeypatch.setattr(ahead_module, "PATIENCE", 0.05)
+    monkeypatch.setattr(ahead_module.logger, "warning", lines.append)
+    with SamplingServer(seconds=0.3) as slow:
+        trainer = make(slow, tmp_path, rollouts_ahead=1, max_steps=2)
+        trainer.train()
+    assert lines and "rank 0 has waited 0 s for the vLLM server" in lines[0]
+    assert "the other ranks wait for rank 0" in lines[0] and trainer.state.global_step == 2

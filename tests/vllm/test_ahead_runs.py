@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from tests import tiny
 from tests.benchmark_modules import benchmark
+from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import launch
 from tests.vllm.runs import figures
 from tests.vllm.sampling_server import SamplingServer
@@ -120,10 +121,11 @@ def test_an_evaluation_in_the_middle_waits_and_its_batch_keeps_its_place(tmp_pat
     assert runs[0][1] == runs[1][1] == [0, 1, 1, 1]
 
 
-def on_ranks(server, out, meanwhile=None, processes=2, check=True, **changes):
+def on_ranks(server, out, meanwhile=None, processes=2, check=True, environment=None, **changes):
     out.mkdir(exist_ok=True)
     words = ("tests/vllm/ahead_rank.py", server.url, out, json.dumps(changes))
-    outputs = launch(*words, processes=processes, timeout=240, check=check, grace=20, meanwhile=meanwhile)
+    limits = {"timeout": 240, "grace": 20}
+    outputs = launch(*words, processes=processes, check=check, meanwhile=meanwhile, environment=environment, **limits)
     written = [out / f"rank{rank}.json" for rank in range(processes)]
     if meanwhile is None:
         assert all(path.is_file() for path in written), "\n".join(text[-3000:] for _, text in outputs)
@@ -143,6 +145,18 @@ def test_two_ranks_train_on_the_same_prompts_in_the_same_order(tmp_path):
         assert with_it["trained"] == without["trained"]
         torch.testing.assert_close(torch.tensor(with_it["loss"]), torch.tensor(without["loss"]), rtol=0, atol=1e-5)
     assert runs[1][0]["sampling/staleness"] == [0, 1, 1, 1, 1]
+
+
+def test_two_ranks_under_fsdp2_learn_what_they_learn_under_ddp(tmp_path):
+    sizes = {"per_device_train_batch_size": 4, "max_steps": 4, "rollouts_ahead": 1}
+    runs = []
+    for environment in (None, fsdp_environment()):
+        with SamplingServer() as server:
+            out = tmp_path / str(len(runs))
+            runs.append(on_ranks(server, out, environment=environment, **sizes)[0])
+    assert [run["sharded"] for run in runs] == [False, True]
+    assert runs[0]["sampling/staleness"] == runs[1]["sampling/staleness"] == [0, 1, 1, 1]
+    torch.testing.assert_close(*(torch.tensor(run["weights"]) for run in runs), rtol=0, atol=1e-5)
 
 
 def test_a_reward_that_raises_on_one_rank_and_a_server_that_dies(tmp_path):

@@ -243,7 +243,13 @@ class RolloutsAhead:
 
     def sync_weights(self) -> None:
         """Send the policy, once the server has nothing in flight that the policy before it draws. Collective."""
-        on_main(self._wait)
+
+        def settle() -> None:
+            self._wait()
+            if self.batch is not None and self.batch.error is not None:
+                raise self.error(self.batch.error)
+
+        on_main(settle)
         self._stock_sync_weights()
 
     def generate(self, prompts, images, num_generations, profiler=None):
@@ -269,6 +275,13 @@ class RolloutsAhead:
         if not self.engine.accelerator.is_main_process:
             return nullcontext()
         return patch.object(self.engine, "vllm_client", stand_in)
+
+    def error(self, cause: Exception) -> RolloutError:
+        """What every rank raises if the server has not drawn a batch."""
+        return RolloutError(
+            f"the vLLM server at {self.engine.vllm_client.base_url} did not draw a generation batch (rollouts_ahead): "
+            f"{cause}. Once it runs, the run can go on from its last checkpoint"
+        )
 
     def _wait(self) -> None:
         """Wait until the batch in flight has come, or its error has. Rank 0 calls it."""
@@ -387,10 +400,7 @@ class _Client:
     def metrics(self) -> dict[str, float]:
         """Metrics of the request; raises its error, for every rank to raise it."""
         if self._error is not None:
-            raise RolloutError(
-                f"the vLLM server at {self._client.base_url} did not draw a generation batch (rollouts_ahead): "
-                f"{self._error}. Once it runs, the run can go on from its last checkpoint"
-            ) from self._error
+            raise self.ahead.error(self._error) from self._error
         batch = self._batch
         free_since = self.ahead._free_since
         if not self.takes:
