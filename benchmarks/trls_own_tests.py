@@ -27,7 +27,7 @@ import trl_fsdp_qlora
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 
-SHARING = ("DPOTrainer", "KTOTrainer", "RLOOTrainer", "SFTTrainer")
+SHARING = ("DPOTrainer", "KTOTrainer", "RLOOTrainer", "SFTTrainer", "RewardTrainer", "DistillationTrainer")
 OURS = [f"{algorithm}{kind}" for algorithm in ("GRPO", "RLOO", "DPO") for kind in ("Config", "Trainer")]
 counts: collections.Counter = collections.Counter()
 reasons: collections.Counter = collections.Counter()
@@ -74,7 +74,7 @@ def _share_prompts_of(trainer: type) -> None:
     @functools.wraps(stock)
     def init(self, *args, **kwargs):
         stock(self, *args, **kwargs)
-        for model in (self.model, getattr(self, "ref_model", None)):
+        for model in (self.model, getattr(self, "ref_model", None), getattr(self, "teacher_model", None)):
             if model is not None:
                 share_prompts(model)
 
@@ -102,4 +102,5 @@ def _count_passes() -> None:
 
     PromptSharing.score = counted(PromptSharing.score)
     PromptSharing.run_planned = counted(PromptSharing.run_planned)
+    PromptSharing.last_hidden_states = counted(PromptSharing.last_hidden_states)
     PromptSharing.fall_back = counted_reason
