@@ -14,7 +14,7 @@ from trl.trainer.utils import add_fused_lm_head
 from trl_fsdp_qlora.data.answers import completion_text
 from trl_fsdp_qlora.grpo.config import EfficientGRPOConfig
 from trl_fsdp_qlora.prefix_sharing import forest
-from trl_fsdp_qlora.prefix_sharing.batch import Batch, read_batch
+from trl_fsdp_qlora.prefix_sharing.batch import Batch, Sequences, decode, encode
 from trl_fsdp_qlora.prefix_sharing.row import PackedRow, PassRecord, lay_out
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing, causal_language_model, install_sharing
 
@@ -201,6 +201,11 @@ def every_level_made():
     """Inside, a forest has every level that saves anything."""
     with mock.patch.multiple(forest, MIN_SAVED_TOKENS=1, MIN_SAVED_FRACTION=0.0):
         yield
+
+
+def read_batch(ids, mask, labels) -> Sequences:
+    """A batch of text on the host."""
+    return decode(encode(ids, mask, labels).numpy())
 
 
 def pack(ids, mask, labels, is_whole=False, **grown) -> PackedRow:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trl_fsdp_qlora.prefix_sharing import packed_model as packed_model_module
 from trl_fsdp_qlora.prefix_sharing.attention import tree
 from trl_fsdp_qlora.prefix_sharing.attention.cascade import _whole_ancestors
-from trl_fsdp_qlora.prefix_sharing.batch import UnpackableBatch, read_batch
+from trl_fsdp_qlora.prefix_sharing.batch import UnpackableBatch
 from trl_fsdp_qlora.prefix_sharing.forest import build_forest
 from trl_fsdp_qlora.prefix_sharing.passes import cut_rows
 
@@ -28,6 +28,7 @@ from .helpers import (
     make_batch,
     pack,
     prepared,
+    read_batch,
 )
 
 ALWAYS = float("inf")
@@ -226,20 +227,20 @@ def test_whole_rows_count_every_real_token_as_often_as_the_padded_batch(kind, ro
 @settings(max_examples=50, deadline=None)
 @given(batches().map(not_empty))
 def test_every_segment_attends_to_each_of_its_ancestors_once(kind, rows):
-    """There is one crossing for each ancestor, whose queries are as few runs of the row as there can be."""
+    """Its queries are whole segments, in the order of the row."""
     forest = packed_as(kind, rows).forest
     wanted = {(s, a) for s in range(forest.segments) for a in forest.path(s)}
     pairs = []
     ends = forest.starts + forest.lengths
-    for level, crossings in enumerate(forest.crossings()):
-        ancestors = [crossing.ancestor for crossing in crossings]
+    for level, queries in enumerate(forest.queries()):
+        ancestors = list(queries)
         assert (forest.levels[ancestors] == level).all() and (np.diff(ancestors) > 0).all()
-        for crossing in crossings:
-            assert (crossing.starts[1:] > crossing.starts[:-1] + crossing.lengths[:-1]).all()
-            inside = np.flatnonzero(np.isin(forest.starts, crossing.tokens))
-            assert np.isin(ends[inside] - 1, crossing.tokens).all()
-            assert forest.lengths[inside].sum() == len(crossing.tokens)
-            pairs += [(int(segment), crossing.ancestor) for segment in inside]
+        for ancestor, tokens in queries.items():
+            assert (np.diff(tokens) > 0).all()
+            inside = np.flatnonzero(np.isin(forest.starts, tokens))
+            assert np.isin(ends[inside] - 1, tokens).all()
+            assert forest.lengths[inside].sum() == len(tokens)
+            pairs += [(int(segment), ancestor) for segment in inside]
     assert sorted(pairs) == sorted(wanted)
     for segment, parent in enumerate(forest.parents.tolist()):
         assert forest.is_leaf[segment] == (segment not in forest.parents)

@@ -277,7 +277,7 @@ def _run_step(settings: Settings, config, layers, longest: Pass, on_gpu: bool, i
             inputs = {"attention_mask": mask if attends else None, "position_ids": torch.zeros_like(ids)}
             hidden = causal.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
             forward.view.end(hidden)
-            if forward.view.is_trunk:
+            if forward.view.scores_nothing:
                 return None
             scored = torch.zeros(int(forward.sequences.scored_BL.sum()), dtype=torch.long)
             weight_VH = causal.get_output_embeddings().weight
@@ -303,7 +303,7 @@ def _run_step(settings: Settings, config, layers, longest: Pass, on_gpu: bool, i
                 if number:
                     # The trunk's backward begins with the last value that the trunk kept. Without a border between the
                     # two backwards, the larger peak of few layers would hide the one that grows with more of them.
-                    ends = [*schedule.cache.trunk_ends.values()] or [schedule.cache.of(0)[-1].value]
+                    ends = [*schedule.cache.trunk_ends.values()] or [schedule.cache.of(0)[-1][0]]
                     ends[0].register_hook(lambda _: end_part())
                 with torch.autocast("cpu", enabled=False):
                     scores.sum().backward()

@@ -133,6 +133,7 @@ class Sequences:
         image_keys_B: numbers that are equal for rows with the same images; `None` for a batch without images.
         spans_B2: first and last token that stands for an image, (0, -1) for none; `None` for a batch without images.
         needs_all: whether all tokens are needed, and not only those up to the last label of a row.
+        router_loss: whether router losses are needed, for which all tokens are.
     """
 
     tokens_BL: np.ndarray
@@ -144,6 +145,7 @@ class Sequences:
     image_keys_B: np.ndarray | None = None
     spans_B2: np.ndarray | None = None
     needs_all: bool = False
+    router_loss: bool = False
 
     @property
     def has_images(self) -> bool:
@@ -169,18 +171,6 @@ class Sequences:
         return [self.rows(rows[first : first + count]) for first in range(0, len(rows), count)]
 
 
-def read_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, labels: torch.Tensor) -> Sequences:
-    """Returns a batch on the host, copied in one transfer.
-
-    Args:
-        input_ids, attention_mask, labels: `(B, L)`; a label in column t is predicted from the columns before t.
-
-    Raises:
-        UnpackableBatch: a mask has holes, or a label has no token of its row in front of it.
-    """
-    return decode(encode(input_ids, attention_mask, labels).cpu().numpy())
-
-
 def encode(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, labels: torch.Tensor | None) -> torch.Tensor:
     """Returns all that the host has to know of a batch of text as one tensor `(B, L)` of int64."""
     is_scored = torch.zeros_like(input_ids, dtype=torch.bool) if labels is None else labels != IGNORED_LABEL
@@ -190,7 +180,11 @@ def encode(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, labels:
 
 
 def decode(code_BL: np.ndarray) -> Sequences:
-    """Returns the sequences that [`encode`] encoded, see [`read_batch`]."""
+    """Returns the sequences that [`encode`] encoded, from its result on the host.
+
+    Raises:
+        UnpackableBatch: a mask has holes, or a label has no token of its row in front of it.
+    """
     if (code_BL == -2).any():
         raise UnpackableBatch("a label stands where the attention mask has no token")
     is_token = code_BL >= 0

@@ -14,7 +14,7 @@ kind and level:
 A segment's level is the number of its ancestors. An inner segment has descendants, a leaf has none. Inside a stretch,
 segments with a common ancestor are neighbours, in the order in which the ancestors lie in the row. So in each stretch
 at most one run of tokens attends to an ancestor, and the tokens that attend to it are a few such runs
-([`Forest.crossings`]).
+([`Forest.queries`]).
 """
 
 import itertools
@@ -41,20 +41,6 @@ class Node(NamedTuple):
     @property
     def rows(self) -> int:
         return self.last - self.first + 1
-
-
-class Crossing(NamedTuple):
-    """An ancestor, and the tokens of the row that attend to it: the runs `[starts, starts + lengths)`, in order."""
-
-    ancestor: int
-    starts: np.ndarray
-    lengths: np.ndarray
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """The indices in the row of the tokens that attend to the ancestor, in order."""
-        runs = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
-        return np.concatenate([np.arange(start, start + length) for start, length in runs])
 
 
 @dataclass
@@ -128,18 +114,20 @@ class Forest:
             by_level.append(dict(zip(ancestors.tolist(), np.split(below, firsts[1:]), strict=True)))
         return by_level[::-1]
 
-    def crossings(self) -> list[list[Crossing]]:
-        """Returns the queries that attend to ancestors: for each level of ancestors that has any, one for each."""
+    def queries(self) -> list[dict[int, np.ndarray]]:
+        """Returns for each level of ancestors that has any the tokens that attend to each of them, both in order.
+
+        The tokens are indices in the row, in a few runs of neighbours.
+        """
+        ends = self.starts + self.lengths
         levels = []
         for level in self.descendants():
-            crossings = []
+            queries = {}
             for ancestor, segments in level.items():
-                firsts = np.flatnonzero(np.diff(segments, prepend=-2) > 1)  # of runs of neighbouring segments
-                starts = self.starts[segments[firsts]]
-                lasts = segments[np.append(firsts[1:], len(segments)) - 1]
-                crossings.append(Crossing(ancestor, starts, self.starts[lasts] + self.lengths[lasts] - starts))
-            if crossings:
-                levels.append(crossings)
+                runs = zip(self.starts[segments].tolist(), ends[segments].tolist(), strict=True)
+                queries[ancestor] = np.concatenate([np.arange(start, end) for start, end in runs])
+            if queries:
+                levels.append(queries)
         return levels
 
     def path(self, segment: int) -> list[int]:
@@ -151,18 +139,11 @@ class Forest:
             ancestor = int(self.parents[ancestor])
         return path[::-1]
 
-    def part(self, segments: np.ndarray, rows: np.ndarray, offset_S: np.ndarray) -> tuple["Forest", list[int]]:
-        """Returns the forest of a pass over some rows that computes only some segments.
+    def part(self, segments: np.ndarray) -> tuple["Forest", list[int]]:
+        """Returns the forest of a pass over the same rows that computes only some segments, in increasing order.
 
-        The ancestors of these segments are kept from earlier passes.
-
-        Args:
-            segments: indices, in increasing order.
-            rows: rows of the batch. Together they hold all of these segments.
-            offset_S: offsets of this forest's segments, see the attribute.
-
-        Returns:
-            The forest of the pass, and the indices that its kept segments have in this forest.
+        The ancestors of these segments are kept from earlier passes. The indices that the kept segments have in this
+        forest are returned, too.
         """
         ancestors = {ancestor for segment in segments.tolist() for ancestor in self.path(segment)}
         kept = sorted(ancestors.difference(segments.tolist()))
@@ -174,7 +155,7 @@ class Forest:
         starts = np.cumsum(lengths) - lengths
         parents = self.parents[order]
 
-        index_BL = self.index_BL[rows]
+        index_BL = self.index_BL.copy()
         row, column = (index_BL >= 0).nonzero()
         index = index_BL[row, column]
         old_segment = np.repeat(np.arange(self.segments), self.lengths)[index]
@@ -195,7 +176,7 @@ class Forest:
             trees=segment_of_pass[self.trees[order]],
             index_BL=index_BL,
             kept=len(kept),
-            offset_S=offset_S[order],
+            offset_S=None if self.offset_S is None else self.offset_S[order],
         )
         return forest, kept
 
@@ -396,9 +377,14 @@ def build_forest(
 
 def segments_of(rows: np.ndarray, lengths: np.ndarray, nodes: list[Node], shape: tuple[int, int]) -> Forest:
     """Returns the forest in which `nodes` are computed once, for sorted `rows` of the batch and their `lengths`."""
-    pieces = _pieces(rows, lengths, nodes)
-    columns = (np.array(column, dtype=int) for column in zip(*pieces, strict=True))
-    parents, levels, depths, segment_lengths, source, first, last = columns
+    pieces, parents = _pieces(lengths, nodes)
+    ends, first, last = (np.array(column, dtype=int) for column in zip(*pieces, strict=True))
+    levels = np.zeros(len(pieces), dtype=int)
+    for piece, parent in enumerate(parents.tolist()):  # parents before their children
+        levels[piece] = levels[parent] + 1 if parent >= 0 else 0
+    depths = np.where(parents >= 0, ends[parents], 0)
+    segment_lengths = ends - depths
+    source = rows[first]
     # An inner piece without any piece below it (equal rows) is a leaf.
     is_leaf = ~np.isin(np.arange(len(pieces)), parents)
     order = _row_order(parents, levels, segment_lengths, is_leaf, first)
@@ -428,47 +414,36 @@ def segments_of(rows: np.ndarray, lengths: np.ndarray, nodes: list[Node], shape:
     )
 
 
-class _Piece(NamedTuple):
-    """A segment whose index in the packed row is not known yet; sorted rows `[first, last]` share it."""
+def _pieces(lengths: np.ndarray, nodes: list[Node]) -> tuple[list[Node], np.ndarray]:
+    """Returns the segments of sorted rows before it is known where they lie in the packed row.
 
-    parent: int  # another piece, -1 for none
-    level: int
-    depth: int
-    length: int
-    source: int
-    first: int
-    last: int
+    Each is given by the node in which it ends. A node of the prefix tree has one, and so have the tokens that a row
+    shares with no other.
 
-    @property
-    def end(self) -> int:
-        """Number of tokens of its sequences up to its last token."""
-        return self.depth + self.length
+    Args:
+        lengths: number of tokens of each row.
+        nodes: those that are computed once.
 
-
-_NOTHING_ABOVE = _Piece(parent=-1, level=-1, depth=0, length=0, source=-1, first=-1, last=-1)
-
-
-def _pieces(rows: np.ndarray, lengths: np.ndarray, nodes: list[Node]) -> list[_Piece]:
-    """Returns a piece for each node, parents first, and then one for the tokens that a row shares with no other."""
-    pieces: list[_Piece] = []
+    Returns:
+        The pieces, parents first, and the index of each one's parent; -1 for none.
+    """
+    pieces: list[Node] = []
+    parents: list[int] = []
     path: list[int] = []  # the pieces that contain the current one
-    innermost_of_row = np.full(len(rows), -1)
+    innermost_of_row = np.full(len(lengths), -1)
     for node in sorted(nodes, key=lambda node: (node.first, -node.last, node.depth)):
         while path and pieces[path[-1]].last < node.first:
             path.pop()
-        parent = path[-1] if path else -1
-        above = pieces[parent] if path else _NOTHING_ABOVE
-        source = rows[node.first]
-        length = node.depth - above.end
+        parents.append(path[-1] if path else -1)
         innermost_of_row[node.first : node.last + 1] = len(pieces)
         path.append(len(pieces))
-        pieces.append(_Piece(parent, above.level + 1, above.end, length, source, node.first, node.last))
+        pieces.append(node)
     for row, length in enumerate(lengths.tolist()):
         parent = int(innermost_of_row[row])
-        above = pieces[parent] if parent >= 0 else _NOTHING_ABOVE
-        if length > above.end:
-            pieces.append(_Piece(parent, above.level + 1, above.end, length - above.end, rows[row], row, row))
-    return pieces
+        if length > (pieces[parent].depth if parent >= 0 else 0):
+            pieces.append(Node(length, row, row))
+            parents.append(parent)
+    return pieces, np.array(parents, dtype=int)
 
 
 def _row_order(parents, levels, lengths, is_leaf, first) -> np.ndarray:

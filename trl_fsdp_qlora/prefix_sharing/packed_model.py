@@ -94,7 +94,8 @@ class PackedModel:
                 to_send.update({(number, name): x for name, x in self.images.to_send(batch).items()})
         on_host = to_host(to_send)  # the host waits for the device here, once for all batches
         sequences = decode(on_host.pop("code").numpy())
-        sequences.needs_all = any(batch.router_loss or batch.labels is None for batch in batches)
+        sequences.router_loss = any(batch.router_loss for batch in batches)
+        sequences.needs_all = sequences.router_loss or any(batch.labels is None for batch in batches)
         if has_images:
             sequences.image_keys_B = self._image_keys(batches, sequences, on_host)
             self.images.mark(sequences)
@@ -196,7 +197,7 @@ class PackedModel:
         """
         self.count_images(batch)
         packed_row = self._lay_out(batch, forward)
-        needs_router = forward.sequences.needs_all if batch.labels is not None else batch.router_loss
+        needs_router = forward.sequences.router_loss
         outputs = self._run_backbone(batch, forward, packed_row, needs_router)
         router_logits = getattr(outputs, "router_logits", None) if needs_router else None
         router_logits = router_logits if isinstance(router_logits, tuple) else None

@@ -152,49 +152,27 @@ def shared_prefixes(sequences: Sequences, pass_B: np.ndarray, min_length: int = 
     return kept
 
 
-@dataclass
-class PassForest:
-    """All segments of one pass's rows, including those that other passes compute.
-
-    Attributes:
-        forest: the forest of the pass's rows.
-        segment_of: the segment of each kept node with which rows of the pass begin.
-        offset_S: see [`forest.Forest`]; `None` if no row begins with a kept node.
-    """
-
-    forest: Forest
-    segment_of: dict[int, int]
-    offset_S: np.ndarray | None
-
-    def of_trunk(self, nodes: list[int]) -> tuple[Forest, list[int]]:
-        """Returns the forest of the forward that computes some kept nodes, and the node of each kept segment in it."""
-        return self._part(np.sort([self.segment_of[node] for node in nodes]))
-
-    def of_pass(self) -> tuple[Forest, list[int]]:
-        """Returns the forest of the forward that computes all else, and the node of each kept segment in it."""
-        if not self.segment_of:
-            return self.forest, []
-        return self._part(np.setdiff1d(np.arange(self.forest.segments), list(self.segment_of.values())))
-
-    def _part(self, segments: np.ndarray) -> tuple[Forest, list[int]]:
-        rows = np.arange(len(self.forest.index_BL))
-        forest, kept = self.forest.part(segments.astype(int), rows, self.offset_S)
-        node_of = {segment: node for node, segment in self.segment_of.items()}
-        return forest, [node_of[segment] for segment in kept]
-
-
 def build_pass_forest(
-    sequences: Sequences, kept: list[SharedPrefix], rows: np.ndarray, rules: "PassRules"
-) -> PassForest:
-    """Returns the forest of some rows of the step (`sequences` has all rows), with kept beginnings as segments.
+    sequences: Sequences, kept: list[SharedPrefix], rows: np.ndarray, rules: PassRules
+) -> tuple[Forest, dict[int, int]]:
+    """Returns the forest of all segments of some rows of the step, including those that other passes compute.
 
     Tokens that rows share behind the same kept beginning are computed once, as in any pass.
+
+    Args:
+        sequences: all rows of the step.
+        kept: its kept beginnings, as segments of the forest.
+        rows: the rows of the pass.
+        rules: what passes of the model have to keep to.
+
+    Returns:
+        The forest, and the segment of each kept node with which rows of the pass begin.
     """
     subset = sequences.rows(rows)
     needed_B = subset.needed_B
     rows_of_node = _rows_of_nodes(kept, rows) if needed_B.any() else {}
     if not rows_of_node:
-        return PassForest(rules.build_forest(subset), {}, None)
+        return rules.build_forest(subset), {}
     # Parents come first, so the longest of a row's kept beginnings is its last one.
     node_B = np.full(len(rows), -1)
     depth_B = np.zeros(len(rows), dtype=int)
@@ -221,7 +199,7 @@ def build_pass_forest(
         segment = int(segment_T[forest.index_BL[rows_with_it[0], kept[node].depth - 1]])
         segment_of[node] = segment
         offset_S[forest.trees == forest.trees[segment]] = kept[node].offset
-    return PassForest(forest, segment_of, offset_S)
+    return replace(forest, offset_S=offset_S), segment_of
 
 
 def _rows_of_nodes(kept: list[SharedPrefix], rows: np.ndarray) -> dict[int, list[int]]:
@@ -298,7 +276,8 @@ class PassSchedule:
         self.batches_per_pass = batches_per_pass
         # The scores that a trunk's forward returned, by its first and last pass, if each of its layers is collective.
         self.trunk_outputs: dict[Trunk, torch.Tensor] = {}
-        self._forests: dict[int, PassForest] = {}  # by pass, because planning and running use the same forests
+        # By pass, because planning and running use the same forests, see `build_pass_forest`.
+        self._forests: dict[int, tuple[Forest, dict[int, int]]] = {}
         # Forwards are collective, so each rank runs the trunks of all ranks. A trunk lives from the first pass that
         # needs it to the last one.
         count = len(rows_of_pass)
@@ -324,15 +303,33 @@ class PassSchedule:
         """Number of tokens that this rank computes in all passes and trunks."""
         tokens = sum(self._length(node) for node in self.kept)
         for number in range(len(self.rows_of_pass)):
-            tokens += self._forest_of(number).of_pass()[0].tokens
+            tokens += self._forest_of_pass(number)[0].tokens
         return tokens
 
-    def _forest_of(self, number: int) -> PassForest:
-        """Returns the forest of a pass's rows, which is built once."""
+    def _forest_of(self, number: int) -> tuple[Forest, dict[int, int]]:
+        """Returns all segments of a pass's rows, and those of its kept nodes, which are found once."""
         if number not in self._forests:
             rows = self.rows_of_pass[number]
             self._forests[number] = build_pass_forest(self.sequences, self.kept, rows, self.rules)
         return self._forests[number]
+
+    def _forest_of_trunk(self, number: int, nodes: list[int]) -> tuple[Forest, list[int]]:
+        """Returns the forest of the forward that computes kept nodes of a pass, and the node of each kept segment."""
+        forest, segment_of = self._forest_of(number)
+        return self._part(forest, segment_of, np.sort([segment_of[node] for node in nodes]))
+
+    def _forest_of_pass(self, number: int) -> tuple[Forest, list[int]]:
+        """Returns the forest of the forward that computes all else, and the node of each kept segment in it."""
+        forest, segment_of = self._forest_of(number)
+        if not segment_of:
+            return forest, []
+        return self._part(forest, segment_of, np.setdiff1d(np.arange(forest.segments), list(segment_of.values())))
+
+    @staticmethod
+    def _part(forest: Forest, segment_of: dict[int, int], segments: np.ndarray) -> tuple[Forest, list[int]]:
+        part, kept = forest.part(segments.astype(int))
+        node_of = {segment: node for node, segment in segment_of.items()}
+        return part, [node_of[segment] for segment in kept]
 
     def _length(self, node: SharedPrefix) -> int:
         """Returns the number of tokens of a kept beginning that its parent does not have."""
@@ -341,7 +338,7 @@ class PassSchedule:
     def fits(self, limit: int) -> bool:
         """Whether no pass, together with the trunks that are alive then, has more tokens with a graph than `limit`."""
         for number in range(len(self.rows_of_pass)):
-            tokens = self._forest_of(number).of_pass()[0].tokens
+            tokens = self._forest_of_pass(number)[0].tokens
             for node in self.kept:
                 if node.first <= number <= node.last:
                     tokens += self._length(node)
@@ -349,7 +346,7 @@ class PassSchedule:
                 return False
         return True
 
-    def forwards(self, at_least: int) -> Iterator[Forward]:
+    def filled_up(self, at_least: int) -> Iterator[Forward]:
         """Yields the forwards of all passes, counted together, and empty ones up to a number of forwards.
 
         Other ranks have as many forwards, which may be collective.
@@ -360,9 +357,9 @@ class PassSchedule:
         for _ in range(at_least - self.count):
             rows = np.array([0])
             unscored = self._unscored(rows)
-            nothing = replace(unscored, needs_all=False)
+            nothing = replace(unscored, needs_all=False, router_loss=False)
             yield Forward(
-                nothing, self.rules.build_forest(nothing), CacheView(self.cache, is_trunk=True), record, rows
+                nothing, self.rules.build_forest(nothing), CacheView(self.cache, scores_nothing=True), record, rows
             )
 
     def of_pass(self, number: int, record: PassRecord | None = None) -> Iterator[Forward]:
@@ -376,7 +373,7 @@ class PassSchedule:
         self.cache.drop(*self._ended_before(number))
         for last in reversed(np.flatnonzero(self.trunks[number]).tolist()):
             yield self._trunk(number, last, record)
-        forest, used_nodes = self._forest_of(number).of_pass()
+        forest, used_nodes = self._forest_of_pass(number)
         first_passes = np.flatnonzero(self.trunks[:, number]).tolist()
         for first in first_passes:
             # The backward of this pass begins the trunk's, so `finish` must not.
@@ -404,10 +401,10 @@ class PassSchedule:
         computed_nodes = []
         used_nodes = []
         if nodes:
-            pass_forest = self._forest_of(first)
-            forest, used_nodes = pass_forest.of_trunk(nodes)
+            forest, used_nodes = self._forest_of_trunk(first, nodes)
+            _, segment_of = self._forest_of(first)
             # The trunk's own segments come first, in the order of the pass's forest.
-            for segment, node in enumerate(sorted(nodes, key=pass_forest.segment_of.__getitem__)):
+            for segment, node in enumerate(sorted(nodes, key=segment_of.__getitem__)):
                 computed_nodes.append((node, int(forest.starts[segment]), int(forest.lengths[segment])))
         else:  # another rank's trunk: this rank computes one token
             forest = self.rules.build_forest(replace(unscored, needs_all=False))
@@ -417,7 +414,7 @@ class PassSchedule:
             used=used_nodes,
             ending=self._ending_in(last),
             trunk=(first, last) if self.rules.ties_ends else None,
-            is_trunk=True,
+            scores_nothing=True,
         )
         return Forward(unscored, forest, view, record, rows)
 
@@ -429,7 +426,7 @@ class PassSchedule:
             values = []
             for number, prefix in enumerate(self.kept):
                 if (prefix.first, prefix.last) == trunk:
-                    values += [(kept.value, kept.collected) for kept in self.cache.of(number)]
+                    values += self.cache.of(number)
             if trunk in self.trunk_outputs:
                 # Its backward begins at the output, where the model's hooks gather sharded weights.
                 output = self.trunk_outputs[trunk]
@@ -497,7 +494,7 @@ def plan_call(
         schedule = PassSchedule(sequences, rows_of_pass, alone, shares=shares and len(rows_of_pass) > 1)
     count = 0 if schedule is None else schedule.count
     most, cannot = rules.reduce([count, int(schedule is None)], "MAX")
-    return None if cannot else schedule.forwards(at_least=most)
+    return None if cannot else schedule.filled_up(at_least=most)
 
 
 def plan_step(

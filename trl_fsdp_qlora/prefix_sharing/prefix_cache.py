@@ -144,12 +144,8 @@ def backward_collected(values: list[tuple[torch.Tensor, GradAccumulator]]) -> No
 # --- what is kept, and how a forward reads and writes it -------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class KeptValue:
-    """A tensor of a trunk's graph, and the gradients that passes have collected for it."""
-
-    value: torch.Tensor
-    collected: GradAccumulator = field(default_factory=GradAccumulator)
+# A tensor of a trunk's graph, and the gradients that passes have collected for it.
+KeptValue = tuple[torch.Tensor, GradAccumulator]
 
 
 @dataclass(eq=False)
@@ -168,7 +164,7 @@ class PrefixCache:
         slots = self.prefixes.setdefault(prefix, {})
         if slot in slots:
             raise CannotKeep("a layer keeps two things under one name")
-        slots[slot] = KeptValue(value)
+        slots[slot] = value, GradAccumulator()
 
     def of(self, prefix: int) -> list[KeptValue]:
         """Returns all that is kept of a prefix."""
@@ -198,7 +194,7 @@ class CacheView:
         trunk: this trunk, if each of its layers has to be in the backward, for which its last hidden states are kept;
             else `None`.
         ending_trunks: such trunks that no later forward needs; their last hidden states are attached to the output.
-        is_trunk: whether the forward is a trunk, which scores nothing.
+        scores_nothing: whether the forward is a trunk, or one that other ranks' forwards wait for.
         has_gradients: whether a backward will follow.
         is_computed: whether the forward is over. Every later call of a layer is a recomputation, which keeps nothing
             and raises if it fails.
@@ -212,7 +208,7 @@ class CacheView:
     ending: frozenset[int] = frozenset()
     trunk: Trunk | None = None
     ending_trunks: tuple[Trunk, ...] = ()
-    is_trunk: bool = False
+    scores_nothing: bool = False
     has_gradients: bool = field(default_factory=torch.is_grad_enabled)
     is_computed: bool = False
     calls: Counter = field(default_factory=Counter)
@@ -233,8 +229,8 @@ class CacheView:
 
     def kept(self, prefix: int, slot: Slot) -> torch.Tensor:
         """Returns the value that a layer kept of a prefix, as part of the graph or as a constant."""
-        kept = self.cache.prefixes[prefix][slot]
-        return kept.value if prefix in self.ending else detach_and_collect(kept.value, kept.collected)
+        value, collected = self.cache.prefixes[prefix][slot]
+        return value if prefix in self.ending else detach_and_collect(value, collected)
 
     def extended(self, slot: Slot, x: torch.Tensor) -> torch.Tensor:
         """Returns keys or values `(1, H, T, D)` of the row followed by the kept ones: `(1, H, T + kept, D)`."""
@@ -253,9 +249,9 @@ class CacheView:
 
     def with_collected(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the scores of a pass; their backward passes on what was collected for the prefixes that end."""
-        values = []
+        values: list[tuple[torch.Tensor, GradAccumulator | None]] = []
         for prefix in self.ending:
-            values += [(kept.value, kept.collected) for kept in self.cache.of(prefix)]
+            values += self.cache.of(prefix)
         for trunk in self.ending_trunks:  # nothing is collected for last hidden states
             if trunk in self.cache.trunk_ends:
                 values.append((self.cache.trunk_ends[trunk], None))

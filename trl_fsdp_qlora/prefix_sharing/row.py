@@ -1,7 +1,7 @@
 """Turns a batch of sequences with labels into one packed row, and results back into the batch's shape.
 
-[`batch.read_batch`] copies the batch to the host, [`forest.build_forest`] finds equal beginnings there, and
-[`lay_out`] makes the model's inputs.
+[`packed_model.PackedModel.read`] copies the batch to the host, [`forest.build_forest`] finds equal beginnings there,
+and [`lay_out`] makes the model's inputs.
 
 Positions are those of stock's forward: columns of the padded batch. Rows of one tree may stand in different columns
 if the model sees positions only by their differences ([`relative_positions.sees_distances`]). All rows of the tree
@@ -53,7 +53,7 @@ class PassRecord:
     def add(self, packed_row: "PackedRow") -> None:
         """Count one more row."""
         self.tokens += packed_row.tokens
-        if not packed_row.view.is_trunk:
+        if not packed_row.view.scores_nothing:
             self.padded_tokens += packed_row.shape[0] * packed_row.shape[1]
         forest = packed_row.forest
         computed = slice(0, forest.computed)

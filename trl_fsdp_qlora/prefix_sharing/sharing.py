@@ -362,7 +362,7 @@ class PromptSharing:
         if any(rules.reduce([int(sequences is None)], "MAX")):
             return None
         plan = plan_step(sequences, len(batches), rules, tokens_per_pass, one_by_one, self._log_once)
-        if plan is not None and sequences.needs_all:
+        if plan is not None and sequences.router_loss:
             plan.router_losses = self.packed_model.router_losses
         return plan
 
@@ -512,7 +512,7 @@ class PromptSharing:
         for forward in forwards:
             rows_of_forward = batch if forward.rows is None else batch.rows(forward.rows)
             output = self.packed_model.run(rows_of_forward, forward)
-            if not forward.view.is_trunk:
+            if not forward.view.scores_nothing:
                 outputs.append(output)
                 rows.append(forward.rows)
         forward.record.seconds = time.perf_counter() - start
@@ -554,7 +554,11 @@ class PromptSharing:
 
     @but_for_the_model
     def _as_stock(
-        self, stock, arguments: dict[str, Any], num_images: list[int] | None, tokens_per_pass: int | None
+        self,
+        stock: Callable[..., FusedCausalLMOutput],
+        arguments: dict[str, Any],
+        num_images: list[int] | None,
+        tokens_per_pass: int | None,
     ) -> FusedCausalLMOutput:
         """Returns the output of a call as in stock TRL, in slices of as many rows as fit into `tokens_per_pass`."""
         if tokens_per_pass is None:

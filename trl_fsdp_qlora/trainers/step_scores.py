@@ -231,7 +231,7 @@ def _run(
             output = model(**batch.arguments(), num_images=batch.num_images, forward=forward, fused_lm_head=True)
         if forward.view.trunk is not None and output.log_probs.requires_grad:
             forwards.trunk_outputs[forward.view.trunk] = output.log_probs
-    if forward.sequences.needs_all and output.aux_loss is None:
+    if forward.sequences.router_loss and output.aux_loss is None:
         raise CannotKeep("its forward returns no router logits")
     return output
 

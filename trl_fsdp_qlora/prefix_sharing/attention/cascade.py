@@ -20,7 +20,6 @@ log-sum-exp of its own forward (docs/LOG.md).
 # The annotations of kernels must stay text: `tl` exists only if Triton is installed.
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -218,10 +217,11 @@ def _kernel_calls(
             own += padded_batches(forest.starts[stretch], forest.lengths[stretch], packed_row.tokens)
         device = torch.device("cpu")
         cross = []
-        for crossing in itertools.chain.from_iterable(forest.crossings()):
-            start = int(forest.starts[crossing.ancestor])
-            keys = slice(start, start + int(forest.lengths[crossing.ancestor]))
-            cross.append((_neighbours(crossing.tokens, device), keys))
+        for level in forest.queries():
+            for ancestor, queries in level.items():
+                start = int(forest.starts[ancestor])
+                keys = slice(start, start + int(forest.lengths[ancestor]))
+                cross.append((_neighbours(queries, device), keys))
         packed_row.derived["cascade"] = own, cross
     return packed_row.derived["cascade"]
 
@@ -385,14 +385,14 @@ def _whole_ancestors(forest: Forest, device: torch.device) -> list[_Call]:
     An ancestor and all queries that attend to it are one sequence.
     """
     calls = []
-    for crossings in forest.crossings():
-        ancestors = np.array([crossing.ancestor for crossing in crossings])
+    for queries in forest.queries():
+        ancestors = np.array(list(queries))
         starts = forest.starts[ancestors].tolist()
         key_lengths = forest.lengths[ancestors].tolist()
         keys = [np.arange(start, start + length) for start, length in zip(starts, key_lengths, strict=True)]
         cu_k, max_k = cumulative(key_lengths, device)
-        cu_q, max_q = cumulative([int(crossing.lengths.sum()) for crossing in crossings], device)
-        query_tokens = _neighbours(np.concatenate([crossing.tokens for crossing in crossings]), device)
+        cu_q, max_q = cumulative([len(tokens) for tokens in queries.values()], device)
+        query_tokens = _neighbours(np.concatenate(list(queries.values())), device)
         key_tokens = _neighbours(np.concatenate(keys), device)
         calls.append(_Call(query_tokens, key_tokens, (cu_q, cu_k, max_q, max_k), False, {}))
     return calls
