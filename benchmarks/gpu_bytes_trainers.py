@@ -158,7 +158,7 @@ def skip_the_comparison() -> None:
 
     def only_packed(model, packed, padded, scored_BC, cuts, *args) -> None:
         with torch.no_grad():
-            packed(cuts.packed[0].rows)
+            packed(cuts.packed[0][0])
 
     first_pass.compare = only_packed
 

@@ -91,18 +91,14 @@ def compares_gradients(model: torch.nn.Module) -> bool:
     return not any(is_zero3(p) or p._post_accumulate_grad_hooks for p in model.parameters())
 
 
-class Cut(NamedTuple):
-    """Rows of one forward of the comparison; `counts` is 0 if only other ranks need the forward."""
-
-    rows: slice
-    counts: int = 1
-
-
 class Cuts(NamedTuple):
-    """The forwards of one packed and of one padded pass over the rows to compare; every rank has the same number."""
+    """The forwards of one packed and of one padded pass over the rows to compare; every rank has the same number.
 
-    packed: list[Cut]
-    padded: list[Cut]
+    Each is given as its rows and how often it counts: 0 if only other ranks need the forward, else 1.
+    """
+
+    packed: list[tuple[slice, int]]
+    padded: list[tuple[slice, int]]
 
 
 def cut_sample(packed: list[tuple[int, int]], rows: int, width: int, tokens: int, device: torch.device) -> Cuts:
@@ -115,10 +111,10 @@ def cut_sample(packed: list[tuple[int, int]], rows: int, width: int, tokens: int
     """
     # The largest number of packed forwards of all ranks, and the smallest number of padded rows at once.
     forwards, negative_rows = reduced_over_ranks([len(packed), -max(1, tokens // width)], device)
-    packed_cuts = [Cut(slice(*ends)) for ends in packed]
-    packed_cuts += [Cut(packed_cuts[-1].rows, 0)] * (int(forwards) - len(packed_cuts))
+    packed_cuts = [(slice(*ends), 1) for ends in packed]
+    packed_cuts += [(slice(*packed[-1]), 0)] * (int(forwards) - len(packed))
     at_once = int(-negative_rows)
-    padded_cuts = [Cut(slice(first, min(first + at_once, rows))) for first in range(0, rows, at_once)]
+    padded_cuts = [(slice(first, min(first + at_once, rows)), 1) for first in range(0, rows, at_once)]
     return Cuts(packed_cuts, padded_cuts)
 
 
@@ -150,14 +146,13 @@ def compare(
     device = scored_BC.device
     together = functools.partial(_together, _is_collective(model), device)
     try:
-        with _separate_gradients(model) as gradients:
-            passes = _Passes(packed, padded, scored_BC, cuts, embeddings, unit, gradients)
+        with _separate_gradients(model) as parameters:
+            passes = _Passes(packed, padded, scored_BC, cuts, embeddings, unit, parameters)
             packed_BC = torch.zeros_like(passes.weight_BC)
-            for cut in cuts.packed:
+            for rows, counts in cuts.packed:
                 # The backward may be collective, so it begins only after the forward has ended well on all ranks.
-                values_BC = together(packed, cut.rows)
-                values_BC = together(passes.backward, values_BC, cut, 1.0)
-                packed_BC[cut.rows] = values_BC
+                values_BC = together(packed, rows)
+                packed_BC[rows] = together(passes.backward, values_BC, rows, counts)
             sums, padded_BC = together(passes.compare_with_padded, packed_BC)
             sums = _added_over_ranks(sums, device)
             problem = verdict(sums, exact=not unit, of=of)
@@ -175,7 +170,8 @@ class _Passes:
     """The packed and the padded passes over the rows to compare; the arguments are those of [`compare`].
 
     The compared gradients are those of a sum over the scored tokens with random weights. Each pass adds its gradients
-    with a sign to `gradients`, so there is never more than one copy of them.
+    with a sign to `.grad` of `parameters`, so there is never more than one copy of them. Without parameters gradients
+    are not compared.
     """
 
     def __init__(
@@ -186,7 +182,7 @@ class _Passes:
         cuts: Cuts,
         embeddings: torch.nn.Module,
         unit: float,
-        gradients: "_Gradients",
+        parameters: list[torch.nn.Parameter],
     ):
         self.packed = packed
         self.padded = padded
@@ -194,35 +190,37 @@ class _Passes:
         self.cuts = cuts
         self.embeddings = embeddings
         self.unit = unit
-        self.gradients = gradients
+        self.parameters = parameters
         # Normal numbers, because the gradients of equal rows with opposite signs would cancel.
         random_BC = torch.randn(scored_BC.shape, generator=torch.Generator().manual_seed(0)).to(scored_BC.device)
         self.weight_BC = torch.where(scored_BC, random_BC, 0.0)
 
-    def backward(self, values_BC: torch.Tensor, cut: Cut, sign: float) -> torch.Tensor:
-        """Add the gradients of one forward with this sign; return its values as constants."""
+    def backward(self, values_BC: torch.Tensor, rows: slice, factor: float) -> torch.Tensor:
+        """Add the gradients of one forward times a factor; return its values as constants."""
         # TRL leaves the values on the LM head's device: the last of a model that is split over several devices.
         values_BC = values_BC.to(self.weight_BC.device)
         # Without an adapter a pass may have no gradient, although gradients are recorded.
         if torch.is_grad_enabled() and values_BC.requires_grad:
-            (values_BC * (sign * cut.counts * self.weight_BC[cut.rows])).sum().backward()
+            (values_BC * (factor * self.weight_BC[rows])).sum().backward()
         return values_BC.detach()
 
-    def run(self, forward: Callable[[slice], torch.Tensor], cuts: list[Cut], sign: float) -> torch.Tensor:
-        """Run a whole pass; return its values `(R, C)`."""
+    def run(
+        self, forward: Callable[[slice], torch.Tensor], cuts: list[tuple[slice, int]], sign: float
+    ) -> torch.Tensor:
+        """Run a whole pass and add its gradients with this sign; return its values `(R, C)`."""
         values_BC = torch.zeros_like(self.weight_BC)
-        for cut in cuts:
-            values_BC[cut.rows] = self.backward(forward(cut.rows), cut, sign)
+        for rows, counts in cuts:
+            values_BC[rows] = self.backward(forward(rows), rows, sign * counts)
         return values_BC
 
     def compare_with_padded(self, packed_BC: torch.Tensor) -> tuple[dict[str, float], torch.Tensor]:
         """Run the padded pass after the packed one; return sums for [`verdict`] and the padded values."""
-        sums = {"gradient": self.gradients.squared_norm()}
+        sums = {"gradient": _squared_norm(self.parameters)}
         padded_BC = self.run(self.padded, self.cuts.padded, -1.0)
-        sums["gradient_off"] = self.gradients.squared_norm()
+        sums["gradient_off"] = _squared_norm(self.parameters)
         if self.unit and torch.is_grad_enabled():
             self.run(self.packed, self.cuts.packed, -1.0)  # the negative padded gradient remains
-            sums["gradient_padded"] = self.gradients.squared_norm()
+            sums["gradient_padded"] = _squared_norm(self.parameters)
         return sums | statistics(packed_BC, padded_BC, [], self.scored_BC), padded_BC
 
     def measure_rounding(self, packed_BC: torch.Tensor, padded_BC: torch.Tensor) -> dict[str, float]:
@@ -232,11 +230,11 @@ class _Passes:
         passes = NOISE_PASSES * max(1, ROWS_HALF // len(self.scored_BC))
         for seed in range(min(passes, MOST_NOISE_PASSES)):
             if seed:
-                self.gradients.clear()
+                _clear_gradients(self.parameters)
             with perturbed(self.embeddings, self.unit, seed):
                 noise_NBC.append(self.run(self.padded, self.cuts.padded, 1.0) - padded_BC)
             # The first is the norm of the change of the gradient, the others are norms of changed gradients.
-            sums[f"gradient_moved_{seed}" if seed else "gradient_noise"] = self.gradients.squared_norm()
+            sums[f"gradient_moved_{seed}" if seed else "gradient_noise"] = _squared_norm(self.parameters)
         return sums | statistics(packed_BC, padded_BC, noise_NBC, self.scored_BC)
 
 
@@ -384,23 +382,18 @@ def perturbed(embeddings: torch.nn.Module, unit: float, seed: int) -> Iterator[N
         handle.remove()
 
 
-class _Gradients:
-    """The sum of the gradients of a comparison's passes, in `.grad`; no parameters if gradients are not compared."""
+def _clear_gradients(parameters: list[torch.nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
 
-    def __init__(self, parameters: list[torch.nn.Parameter]):
-        self.parameters = parameters
 
-    def clear(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def squared_norm(self) -> float:
-        """The squared norm of all gradients together; of this rank's shards if they are sharded."""
-        grads = (parameter.grad for parameter in self.parameters if parameter.grad is not None)
-        grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-        # Summed in float32 without a copy in a wider type: the gradient of an embedding has gigabytes.
-        dtype = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
-        return sum(float(torch.linalg.vector_norm(grad, dtype=dtype)) ** 2 for grad in grads)
+def _squared_norm(parameters: list[torch.nn.Parameter]) -> float:
+    """The squared norm of all gradients together; of this rank's shards if they are sharded."""
+    grads = (parameter.grad for parameter in parameters if parameter.grad is not None)
+    grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    # Summed in float32 without a copy in a wider type: the gradient of an embedding has gigabytes.
+    dtype = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
+    return sum(float(torch.linalg.vector_norm(grad, dtype=dtype)) ** 2 for grad in grads)
 
 
 @contextlib.contextmanager
@@ -428,11 +421,14 @@ def copied_leaves(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _separate_gradients(model: torch.nn.Module) -> Iterator[_Gradients]:
-    """Inside the block gradients start from nothing; afterwards the gradients from before it are restored."""
+def _separate_gradients(model: torch.nn.Module) -> Iterator[list[torch.nn.Parameter]]:
+    """Inside the block the gradients of the yielded parameters start from nothing; afterwards they are restored.
+
+    There are no parameters if gradients are not compared.
+    """
     if not compares_gradients(model):
         with torch.no_grad():
-            yield _Gradients([])
+            yield []
         return
     # Under DDP each rank compares its own gradients. FSDP2 has to reduce them, because unreduced gradients are as
     # large as the whole model and are kept until the next backward.
@@ -440,12 +436,12 @@ def _separate_gradients(model: torch.nn.Module) -> Iterator[_Gradients]:
     for module in model.modules():
         if isinstance(module, FSDPModule):  # only a sharded module has the parameters that the optimizer knows
             module.reshard()
-    gradients = _Gradients([parameter for parameter in model.parameters() if parameter.requires_grad])
-    before = [parameter.grad for parameter in gradients.parameters]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    before = [parameter.grad for parameter in parameters]
     try:
-        gradients.clear()
+        _clear_gradients(parameters)
         with reduction:
-            yield gradients
+            yield parameters
     finally:
-        for parameter, gradient in zip(gradients.parameters, before, strict=True):
+        for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
