@@ -3,6 +3,8 @@
 A row of the batch may be padded on either side. Tokens are counted from the row's first real token. The last token
 that has a label is only ever a target, so a row is computed up to the token before it. A call without labels wants
 the last hidden state of every token.
+
+Suffixes of shapes: B rows of a batch, L columns of it or tokens of a row.
 """
 
 from dataclasses import dataclass, field, replace

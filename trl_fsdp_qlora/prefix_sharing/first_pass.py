@@ -3,6 +3,8 @@
 [`FirstPasses`] knows which kinds of passes were compared, and compares the next one. [`difference`] chooses the rows
 and cuts them into forwards, and [`verdict.compare`] computes both ways and decides. None of them knows a trainer: the
 two ways to compute rows are callables.
+
+Suffixes of shapes: B rows of a batch, L tokens of a row, H hidden size.
 """
 
 import contextlib

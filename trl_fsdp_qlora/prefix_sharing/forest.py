@@ -15,6 +15,8 @@ A segment's level is the number of its ancestors. An inner segment has descendan
 segments with a common ancestor are neighbours, in the order in which the ancestors lie in the row. So in each stretch
 at most one run of tokens attends to an ancestor, and the tokens that attend to it are a few such runs
 ([`Forest.queries`]).
+
+Suffixes of shapes: B rows of a batch, L tokens of a row, T tokens of the packed row, S segments.
 """
 
 import itertools

@@ -8,6 +8,8 @@ positions of the group's completions continue from there.
 
 Rows share a prompt if tokens *and pixels* agree: "How many are red?" is asked of many pictures. If the tokens of an
 image see each other in both directions (Gemma 3 and 4), a prompt's segment has the model's own mask.
+
+Suffixes of shapes: B rows of a batch, L tokens of a row, T tokens of the packed row, N entries of the images' tensors.
 """
 
 import inspect
@@ -147,10 +149,12 @@ class Images:
         if self.token is None:
             self.token = getattr(model.config, "image_token_index", None)
         self.reason = None
+        # Whether the model makes masks in which an image is seen in both directions.
+        self.makes_masks = hasattr(model, _MASKS)
         kind = model.config.model_type
         if not hasattr(self.inner, "get_image_features"):
             self.reason = f"{kind} has no get_image_features"
-        elif "token_type_ids" in _parameters(type(self.inner).forward) and not hasattr(model, _MASKS):
+        elif "token_type_ids" in _parameters(type(self.inner).forward) and not self.makes_masks:
             self.reason = f"{kind} attends in both directions inside an image"
         elif self.token is None:
             self.reason = f"{kind} does not say which token stands for an image"
@@ -186,7 +190,7 @@ class Images:
         number_B = -2 - number_B
         sequences.tokens_BL = np.where(is_image_BL, number_B[:, None], sequences.tokens_BL)
         sequences.spans_B2 = np.stack([first_B, last_B], axis=1)
-        if hasattr(self.model, _MASKS):
+        if self.makes_masks:
             # Masks of images are made for roots only, so a row shares tokens only with rows that are equal up to the
             # last image.
             up_to_images_BL = np.where(np.arange(width) <= last_B[:, None], sequences.tokens_BL, 0)

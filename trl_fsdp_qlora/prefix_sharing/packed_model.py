@@ -4,6 +4,9 @@ A call is read ([`PackedModel.read`]), planned (`passes.py`), run forward by for
 ([`merge`]). A forward is laid out ([`row.lay_out`]), run, scored
 ([`trl_fsdp_qlora.scoring.logprobs.score_with_head`]) if the call has labels, and scattered. Whether rows may be packed
 is decided elsewhere (`sharing.py`).
+
+Suffixes of shapes: B rows of a batch, L columns, T tokens of the packed row, N results, H hidden size, M batches,
+E experts.
 """
 
 from dataclasses import replace
@@ -199,7 +202,7 @@ class PackedModel:
         packed_row = self._lay_out(batch, forward)
         needs_router = forward.sequences.router_loss
         outputs = self._run_backbone(batch, forward, packed_row, needs_router)
-        router_logits = getattr(outputs, "router_logits", None) if needs_router else None
+        router_logits = outputs.get("router_logits") if needs_router else None
         router_logits = router_logits if isinstance(router_logits, tuple) else None
         sums_M2E = None
         if router_logits is not None and batch.labels is not None:

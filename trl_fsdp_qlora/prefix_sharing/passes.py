@@ -18,6 +18,8 @@ result is that of one pass over all rows, up to the order of sums.
 
 A token that predicts a label belongs to the pass that scores the label. So a trunk ends one token before the first
 label of its rows.
+
+Suffixes of shapes: B rows of a call, a step or a pass, L tokens of a row, T tokens of the packed row, S segments.
 """
 
 from collections.abc import Callable, Iterator

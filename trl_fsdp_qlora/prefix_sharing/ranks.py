@@ -17,7 +17,8 @@ def reduced_over_ranks(values: list[float], device: torch.device, reduce: str = 
     if not torch.distributed.is_initialized() or _decides_alone.get():
         return values
     tensor = to_device(torch.tensor(values), device)
-    torch.distributed.all_reduce(tensor, op=getattr(torch.distributed.ReduceOp, reduce))
+    operations = {"MAX": torch.distributed.ReduceOp.MAX, "SUM": torch.distributed.ReduceOp.SUM}
+    torch.distributed.all_reduce(tensor, op=operations[reduce])
     return tensor.tolist()
 
 

@@ -7,6 +7,8 @@ to 6, https://huggingface.co/papers/2101.03961; `load_balancing_loss_func` in tr
 Both are sums over tokens. A token of a packed row is weighed with the number of tokens of the batch that it stands
 for. Tokens that an earlier pass computed are counted with the router logits that the pass kept. The sums of passes
 that together compute one batch are added before the loss is taken.
+
+Suffixes of shapes: M batches, T tokens of the packed row, E experts, K experts that a token selects.
 """
 
 import numpy as np
@@ -24,7 +26,7 @@ def router_sums(
 
     Args:
         router_logits: of each layer, `(T, E)`.
-        layout: the packed row of T tokens.
+        packed_row: of T tokens.
         top_k: number of experts that a token selects.
         batches: number of batches in the row, M; each has equally many neighbouring rows.
 

@@ -6,6 +6,8 @@ and [`lay_out`] makes the model's inputs.
 Positions are those of stock's forward: columns of the padded batch. Rows of one tree may stand in different columns
 if the model sees positions only by their differences ([`relative_positions.sees_distances`]). All rows of the tree
 then get the columns of one of them.
+
+Suffixes of shapes: B rows of a batch, L tokens or columns of a row, T tokens of the packed row, S segments, N results.
 """
 
 import itertools

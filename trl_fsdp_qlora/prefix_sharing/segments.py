@@ -1,4 +1,7 @@
-"""Segments of a packed row as batches for kernels: neighbours of equal length as a view, others padded."""
+"""Segments of a packed row as batches for kernels: neighbours of equal length as a view, others padded.
+
+Suffixes of shapes: N segments, L tokens of the longest one.
+"""
 
 from collections.abc import Iterable
 from typing import NamedTuple

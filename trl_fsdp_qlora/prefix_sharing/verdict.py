@@ -11,6 +11,8 @@ visible in single tokens. It is visible in the gradient's projection, in which r
 
 No forward holds more tokens than the step's own ([`cut_sample`]). All ranks decide by the same sums, so they decide
 alike.
+
+Suffixes of shapes: B compared rows, C values of a row, N passes, L tokens of a row, H hidden size.
 """
 
 import contextlib

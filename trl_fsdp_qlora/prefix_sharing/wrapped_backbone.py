@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .row_mask import RowMask
-from .wrapped_forward import ATTRIBUTE
+from .wrapped_forward import ATTRIBUTE, of_any_copy
 
 
 class WrappedBackbone:
@@ -71,11 +71,8 @@ def _with_sharing(cls: type[PreTrainedModel], before: Callable | None) -> Callab
     names = list(inspect.signature(cls.forward).parameters)[1:]
 
     def stock(self, *args, **kwargs):
-        if before is None:
-            return type(self).forward(self, *args, **kwargs)
-        # The function and not the bound method: a copy of the model has to call the copy's forward.
-        function = getattr(before, "__func__", None)
-        return before(*args, **kwargs) if function is None else function(self, *args, **kwargs)
+        function = type(self).forward if before is None else of_any_copy(before)
+        return function(self, *args, **kwargs)
 
     @functools.wraps(cls.forward)
     def forward(self, *args, **kwargs):

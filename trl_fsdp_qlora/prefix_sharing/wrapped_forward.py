@@ -135,7 +135,7 @@ def _in_mixed_precision(forward: types.MethodType) -> types.MethodType:
     return types.MethodType(convert_outputs_to_fp32(in_autocast), forward.__self__)
 
 
-def _of_any_copy(forward: Callable) -> Callable:
+def of_any_copy(forward: Callable) -> Callable:
     """Returns the function of a bound method, because a copy of a model has to call the copy's forward."""
     return getattr(forward, "__func__", None) or (lambda self, *args, **kwargs: forward(*args, **kwargs))
 
@@ -152,7 +152,7 @@ def _with_sharing(base: PreTrainedModel, stock: Callable, below: Callable) -> Ca
     - `as_stock`: run `stock`.
     """
     names = list(inspect.signature(type(base).forward).parameters)[1:]
-    function, function_below = map(_of_any_copy, (stock, below))
+    function, function_below = map(of_any_copy, (stock, below))
 
     # `wraps` keeps the signature: `generate` validates its arguments against it.
     @functools.wraps(type(base).forward)

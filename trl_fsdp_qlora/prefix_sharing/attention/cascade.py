@@ -15,6 +15,9 @@ This backend is the best one if it applies (no softcap, no sinks, one head size;
 Keys and values are never copied for a segment or repeated for grouped queries. Only q, k, v, o and l are kept for the
 backward, and there is no mask. torch's public `varlen_attn` cannot be used: its backward takes the output and the
 log-sum-exp of its own forward (docs/LOG.md).
+
+Suffixes of shapes: T tokens of the packed row, H heads, N segments, L tokens of the longest one; [`_Siblings`] has
+further ones.
 """
 
 # The annotations of kernels must stay text: `tl` exists only if Triton is installed.

@@ -2,6 +2,8 @@
 
 A dense row computes prefixes of completions once, too. There a token may have its ancestors anywhere in the tree, so
 the function gets a mask of all pairs of a tree's tokens.
+
+Suffixes of shapes: T tokens of the packed row.
 """
 
 import torch

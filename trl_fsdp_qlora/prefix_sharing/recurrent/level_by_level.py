@@ -7,6 +7,8 @@ states of their parents. Autograd adds up the gradients that segments send back 
 
 No kernel is changed. Leaves are padded behind their last token. Segments that others go on from are not padded: that
 would need a mask that differs from layer to layer.
+
+Suffixes of shapes: S segments.
 """
 
 from typing import NamedTuple
