@@ -238,14 +238,14 @@ def test_a_shipped_recipe_names_its_trainer():
     model = "SmolLM2-135M-Instruct"
     assert trainer_of(f"{model}/dpo/svamp_pairs") == "dpo"
     assert trainer_of(f"{model}/grpo/svamp") == "grpo"
-    with pytest.raises(UserError, match=r"sft.* grpo, rloo, dpo, kto"):
+    with pytest.raises(UserError, match=r"sft.* grpo, .*kto"):
         trainer_of(f"{model}/sft/svamp")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--trainer sft", "sft.* grpo, rloo, dpo, kto"),
+        ("--trainer sft", "sft.* grpo, .*kto"),
         ("--accelerate_config fsdp2_qlora", "--accelerate_config"),
         ("--steps none", "--steps none"),
         ("--value_samples 4", "a-star-po"),
