@@ -105,8 +105,9 @@ SLOW = [name for name in FAMILIES if name not in FAST]
 def test_cut_passes_give_the_gradients_of_padded_ones(name, count):
     model = with_stock_head(build(FAMILIES[name]))
     batch = shuffled(groups(torch.Generator().manual_seed(0)))
-    # Zamba's layers add up their own outputs: one packed pass differs from padded ones by as much.
-    tolerance = 2e-5 if name == "zamba2" else 1e-5
+    # Zamba's layers add up their own outputs: stock's own float32 gradients are off from float64's by up to 6.8e-5 of
+    # the largest (with AVX2; 2.9e-5 without, 5.2e-5 with AVX-512).
+    tolerance = 7e-5 if name == "zamba2" else 1e-5
     tokens = compare(model, batch, count, tolerance=tolerance)
     trie = len({tuple(row.tolist()[:n]) for row in without_padding(batch) for n in range(1, len(row))})
     # Every row computes the token in front of its first label again.
