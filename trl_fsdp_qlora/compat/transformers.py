@@ -141,3 +141,11 @@ def take_checkpointing_options_apart(model: PreTrainedModel) -> None:
         enable(for_torch or None, **options)
 
     model.gradient_checkpointing_enable = gradient_checkpointing_enable
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether transformers dispatches this module's forward as "experts".
+
+    Its decorator `use_experts_implementation` gives the module two attributes.
+    """
+    return hasattr(module, "_is_expert_parallel") and hasattr(module, "is_transposed")

@@ -34,6 +34,7 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 
 from ..compat.peft import let_lora_adapt_packed_experts
+from ..compat.transformers import is_experts
 from ..compat.triton_kernels import log_fallback
 from .grouped_product import (
     SCRATCH_BYTES,
@@ -52,14 +53,10 @@ _STRIDE_BYTES = 16
 
 
 def dense_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules whose experts are 3-D parameters of numbers, by name.
-
-    Transformers' decorator `use_experts_implementation` gives such a module two attributes.
-    """
+    """Modules whose experts are 3-D parameters of numbers, by name."""
     dense = {}
     for name, module in model.named_modules():
-        is_experts = hasattr(module, "_is_expert_parallel") and hasattr(module, "is_transposed")
-        if is_experts and any(getattr(module, x, torch.empty(0)).ndim == 3 for x in PROJECTIONS):
+        if is_experts(module) and any(getattr(module, x, torch.empty(0)).ndim == 3 for x in PROJECTIONS):
             dense[name] = module
     return dense
 

@@ -120,14 +120,6 @@ def _attention(module, query, key, value, attention_mask, **kwargs):
 AttentionInterface.register(ATTENTION, _attention)
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether transformers dispatches this module's forward as "experts".
-
-    `fsdp2_qlora.experts` has the same function, but imports bitsandbytes.
-    """
-    return hasattr(module, "_is_expert_parallel") and hasattr(module, "is_transposed")
-
-
 def replace_experts(experts: nn.Module) -> None:
     """Replace the forward of transformers' experts by one in which one expert computes the k rows of every token."""
     first = "gate_up_proj" if hasattr(experts, "gate_up_proj") else "up_proj"

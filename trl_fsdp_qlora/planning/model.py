@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..compat.peft import let_lora_adapt_packed_experts
+from ..compat.transformers import is_experts
 from ..recipe.checks import build_bare, with_adapter
 from . import fake_ops
 from .settings import Settings, optimizer_name
@@ -60,7 +61,7 @@ def _quantize(model: nn.Module, dtype: torch.dtype, stored: Stored) -> None:
             module.__class__ = fake_ops.FourBitLinear
             module.weight, module.state_bytes = _pack(module.weight.shape, stored)
             module.compute_dtype = dtype
-        elif fake_ops.is_experts(module):
+        elif is_experts(module):
             let_lora_adapt_packed_experts()
             module.state_bytes = 0
             module.layouts = {}
@@ -103,7 +104,7 @@ def build(settings: Settings, config: PretrainedConfig, layers: Sequence[int] | 
             bare = build_bare(name, config, dtype=dtype, attn_implementation=fake_ops.ATTENTION)
         except KeyError:  # Falcon and GPT-J look up their attention class in their own table
             bare = build_bare(name, config, dtype=dtype, attn_implementation="eager")
-        for module in filter(fake_ops.is_experts, bare.modules()):
+        for module in filter(is_experts, bare.modules()):
             fake_ops.replace_experts(module)
         stored = stored_format(config)
         if stored is None and settings.model.load_in_4bit:

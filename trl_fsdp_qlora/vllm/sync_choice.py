@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from peft import PeftModel
 
+from ..compat.deepspeed import zero_stage
 from ..compat.trl import WEIGHS_AS_1_16
 from ..compat.vllm import adapter_misfits, trl_starts
 from ..fsdp2_qlora.launch_checks import is_fsdp_launch
@@ -84,7 +85,7 @@ def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: bool = False,
             return Sync("merge", "the server was started without --enable-lora")
         if info["weight_transfer_config"] is not None and on_gpu:
             return Sync("merge", "the server was started with --weight-transfer-config")
-    if is_fsdp_launch() or getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", None) == 3:
+    if is_fsdp_launch() or zero_stage(args.deepspeed_plugin) == 3:
         return Sync("adapter", "the base is sharded")
     if args.vllm_mode == "server":
         return Sync("adapter", "the engine is a server" + ("" if ask else " (if it was started to take them)"))
@@ -107,8 +108,8 @@ def why_own_base(args: Any, sync: Sync, quantization: Any, model: Any) -> str | 
     held = str((args.model_init_kwargs or {}).get("dtype", "float32")).removeprefix("torch.")  # TRL's default
     of_autocast = "float16" if args.fp16 else "bfloat16" if args.bf16 else held
     drawn = str((args.vllm_engine_kwargs or {}).get("dtype", of_autocast)).removeprefix("torch.")
+    is_sharded = is_fsdp_launch() or zero_stage(args.deepspeed_plugin) == 3
     other_weights = {"load_format", "quantization", "model"}.intersection(args.vllm_engine_kwargs or ())
-    zero_stage = getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", None)
     field = quantization.get if isinstance(quantization, dict) else partial(getattr, quantization)
     in_4_bits = field("load_in_4bit", False)
     in_16_bits = quantization is None
@@ -117,7 +118,7 @@ def why_own_base(args: Any, sync: Sync, quantization: Any, model: Any) -> str | 
         (args.vllm_mode == "server", "the engine is a server; set vllm_mode: colocate"),
         (sync.mode == "merge", "vLLM gets all weights, the adapter merged; set rollout_sync: adapter"),
         (not (in_4_bits or in_16_bits), "the base is quantized in another way than bitsandbytes' 4 bits"),
-        (is_fsdp_launch() or zero_stage == 3, "each rank has a part of the base; DDP shares it"),
+        (is_sharded, "each rank has a part of the base; DDP shares it"),
         (args.vllm_tensor_parallel_size > 1, "each engine has a part of the base; set vllm_tensor_parallel_size: 1"),
         (other_weights, f"vllm_engine_kwargs has {min(other_weights, default='')}, so vLLM holds other weights"),
         (
