@@ -28,7 +28,7 @@ ELSEWHERE = {
     "Python": "_actions _asdict _current_frames _exit _replace",
     "bitsandbytes": "_convert_weight_packed_for_cpu_inverse _functions",
     "transformers, of a config that came from the Hub": "_commit_hash",
-    "transformers, of Gemma's norms": "_norm",
+    "transformers, of Gemma's norms, and of layers that may be checkpointed": "_norm _gradient_checkpointing_func",
     "TRL, of a trainer with vLLM and of its engine": "_last_loaded_step _llm_weights_sleeping",
     "accelerate, where mixed precision keeps the forward that it wraps": "_original_forward",
     "TRL, of the DPO trainer": "_is_vision_dataset",

@@ -66,7 +66,8 @@ from tests.grpo.test_token_budget import batch_of
 from tests.grpo.test_token_budget import make_trainer as make_tiny_trainer
 from tests.publishing.hub_server import TOKEN, hub
 from tests.vllm import whole_engine
-from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, token_tiles
+from trl_fsdp_qlora.compat import transformers as compat_transformers
 from trl_fsdp_qlora.compat.fsdp import reshard_settings
 from trl_fsdp_qlora.fsdp2_qlora import generation
 from trl_fsdp_qlora.fsdp2_qlora.adapters import gather_adapter
@@ -286,14 +287,45 @@ def sft(path, out, resume=None, final="", fails=0, **settings):
 
 
 def grpo(
-    path, out, model="", bf16=0, evaluate=0, head=0, full=0, resume=None, loses_node=0, idle=0, early=0, **settings
+    path,
+    out,
+    model="",
+    bf16=0,
+    evaluate=0,
+    head=0,
+    full=0,
+    resume=None,
+    loses_node=0,
+    idle=0,
+    early=0,
+    offload=0,
+    **settings,
 ):
     """`model` is empty for one in 4 bits, "whole", or "made": an object that no folder has the weights of.
 
     Even a short prompt is computed once per optimizer step. With `idle` the last rank has nothing to learn from, and
-    the optimizer steps after micro-batch `early`, too.
+    the optimizer steps after micro-batch `early`, too. With `offload` activations are copied, without pinned memory.
     """
     passes.MIN_SAVED_TOKENS = 1
+    copies = []
+    tiled = []
+    if offload:
+        settings.update(gradient_checkpointing=True, gradient_checkpointing_kwargs={"offload": True})
+        copied = torch.autograd.graph.save_on_cpu
+
+        def unpinned(pin_memory, device_type):
+            copies.append(device_type)
+            return copied(pin_memory=False)
+
+        transformers.modeling_utils.save_on_cpu = unpinned
+        compat_transformers.has_accelerator = lambda: True
+    run_in_tiles = token_tiles._Call.run
+
+    def run(call, inputs):
+        tiled.append(len(call.tiles))
+        return run_in_tiles(call, inputs)
+
+    token_tiles._Call.run = run
     if bf16:
         settings["bf16"] = True
     if evaluate:
@@ -318,7 +350,8 @@ def grpo(
     trainer.train(resume_from_checkpoint=resume)
     if evaluate:
         trainer.evaluate()
-    return result(trainer, record) | {"trunks": trainer.trunks}
+    token_tiles._Call.run = run_in_tiles
+    return result(trainer, record) | {"trunks": trainer.trunks, "copies": len(copies), "tiled": len(tiled)}
 
 
 def by_name(path, out, base="", stored="", experts=0, gather="auto", keep=0):

@@ -71,6 +71,8 @@ def plan(words: Sequence[str]) -> int:
                 print(f"largest model with vLLM on this card, of those that plan knows: {names}")
             if "at_most" in solved:
                 print(planning.format_most(planned, solved["at_most"]))
+            if "longest" in solved:
+                print(planning.format_longest(planned, solved["longest"]))
         return 0 if planned.fits else 1
     finally:
         stop_by_exception()
@@ -87,16 +89,20 @@ def _solve(planned) -> dict:
     # Micro-batches of a rank and of all have to be whole groups together.
     together = settings.gradient_accumulation_steps * settings.launch.processes
     rows = 1 if settings.is_paired else settings.num_generations // math.gcd(settings.num_generations, together)
-    with progress("solving", 3 if settings.is_paired else 6, "searches") as bar:
+    on_gpu = planned.hardware.gpu
+    with progress("solving", (3 if settings.is_paired else 6) + 4 * on_gpu, "searches") as bar:
         at_most = {} if settings.is_paired else planning.most_that_fits(planned, bar.update)
         batch = planning.largest(planned, "per_device_train_batch_size", rows)
         bar.update()
         longest = at_most[planning.HERE][length] if at_most else planning.largest(planned, length, 16)
-        cards = planning.fewest_cards(planned) if planned.hardware.gpu else None
+        cards = planning.fewest_cards(planned) if on_gpu else None
+        rows_by_option = planning.longest_rows(planned, bar.update) if on_gpu else {}
         bar.update(bar.total - bar.n)
     solved = {"largest": {"per_device_train_batch_size": batch, length: longest, "cards": cards}}
     if at_most:
         solved["at_most"] = at_most
     if planned.engine is not None and settings.model.use_peft:
         solved["with_vllm"] = largest_models(planned)
+    if rows_by_option:
+        solved["longest"] = rows_by_option
     return solved

@@ -5,6 +5,7 @@ device, the frozen head reads a value of its logits, experts check which of them
 be installed. Each function names the operation that it replaces; tests/planning compares the two.
 """
 
+from collections.abc import Callable
 from types import MethodType
 
 import torch
@@ -155,6 +156,27 @@ def replace_experts(experts: nn.Module) -> None:
         return out.view(len(hidden), -1, out.shape[-1]).sum(1).to(hidden.dtype)
 
     experts.forward = MethodType(forward, experts)
+
+
+def offloaded(checkpoint: Callable, host_bytes: list[int]) -> Callable:
+    """`checkpoint`, whose saved tensors leave the device as those of `torch.autograd.graph.save_on_cpu` do.
+
+    Each appends its bytes to `host_bytes`. Torch takes pinned memory in powers of two.
+    """
+
+    def pack(x: torch.Tensor) -> tuple:
+        host_bytes.append(1 << max(0, x.nbytes - 1).bit_length())
+        return x.shape, x.dtype
+
+    def unpack(saved: tuple) -> torch.Tensor:
+        shape, dtype = saved
+        return torch.empty(shape, dtype=dtype)
+
+    def run(function, *args, **kwargs):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return checkpoint(function, *args, **kwargs)
+
+    return run
 
 
 class FewTiles(Tiled):

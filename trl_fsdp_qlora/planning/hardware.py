@@ -17,6 +17,8 @@ CARDS = {
 CONTEXT = 512 * 2**20  # bytes of a CUDA process with its libraries; assumed, differs by card and driver
 SLACK = 0.05  # fraction of temporary bytes that the caching allocator holds in addition; assumed
 
+PCIE = 25e9  # bytes per second between host and card (16 lanes of PCIe 4, pinned memory); assumed
+
 
 @dataclass(frozen=True)
 class Hardware:

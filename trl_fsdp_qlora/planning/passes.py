@@ -89,6 +89,7 @@ def _modules_key(settings: Settings, config: PretrainedConfig) -> tuple:
         repr(settings.model),
         settings.mixed,
         settings.gradient_checkpointing,
+        settings.offloads,
         settings.mlp_tokens_per_tile,
         settings.lm_head_kernel,
         settings.launch.kind,
@@ -121,6 +122,8 @@ def measure(settings: Settings, config: PretrainedConfig, shape: Shape, on_gpu: 
         for layers in kinds.values():
             chosen = one_of_each if has_one_layer else [*one_of_each, layers[-1]]
             peak, kept = _run(settings, config, chosen, shape, on_gpu, grad)
+            if settings.offloads and on_gpu:
+                kept = 0  # what the second layer found is the first one's input, which the model itself holds
             kept_by_others += (len(layers) - 1) * kept
             peaks.append(peak - kept)
         _measured[key] = kept_by_others + max(peaks)
@@ -135,7 +138,7 @@ def _layers_by_kind(config: PretrainedConfig) -> dict[str, list[int]]:
     return kinds
 
 
-def _few_layers(settings: Settings, config, layers) -> tuple[nn.Module, Any]:
+def _few_layers(settings: Settings, config, layers, on_gpu: bool) -> tuple[nn.Module, Any]:
     """Build the model of these layers on fake tensors; return the model and its mode."""
     from ..compat.memory import FakeTensorMode  # a name that some versions of torch or TRL lack
 
@@ -147,6 +150,11 @@ def _few_layers(settings: Settings, config, layers) -> tuple[nn.Module, Any]:
         causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if model is not causal:
             model.enable_input_require_grads()
+        if settings.offloads and on_gpu:  # on a CPU the activations are on the host already
+            for module in causal.modules():
+                checkpoint = vars(module).get("_gradient_checkpointing_func")
+                if checkpoint is not None:
+                    module._gradient_checkpointing_func = fake_ops.offloaded(checkpoint, [])
     _fake(model, mode)
     return model, mode
 
@@ -159,7 +167,7 @@ def _run(settings: Settings, config, layers, shape: Shape, on_gpu: bool, grad: b
     """Run a pass of few layers; return its peak and the last layer's bytes for the backward."""
     from ..compat.memory import PeakTracker
 
-    model, mode = _few_layers(settings, config, layers)
+    model, mode = _few_layers(settings, config, layers, on_gpu)
     causal = causal_model(model)
     with torch.random.fork_rng(devices=[]), mode:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad and grad]
@@ -197,7 +205,7 @@ def why_not_keep(settings: Settings, config: PretrainedConfig) -> str | None:
     """
     if settings.launch.kind == "zero3":
         return "ZeRO-3"
-    if settings.gradient_checkpointing and (settings.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+    if settings.gradient_checkpointing and settings.checkpointing_kwargs.get("use_reentrant"):
         return "reentrant gradient checkpointing"
     if not all(goes_on_from_a_state(type(layer)) for layer in recurrent_layers(whole(settings, config))):
         return "its recurrent layers go on from no state"
@@ -255,7 +263,7 @@ def _run_step(settings: Settings, config, layers, longest: Pass, on_gpu: bool, i
     """
     from ..compat.memory import PeakTracker
 
-    model, mode = _few_layers(settings, config, layers)
+    model, mode = _few_layers(settings, config, layers, on_gpu)
     causal = causal_model(model)
     layer_kinds = layer_types(causal.config.get_text_config())
     # Fake layers keep no states, so the backward of a trunk with recurrent layers begins at its end.

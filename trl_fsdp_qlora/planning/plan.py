@@ -19,7 +19,7 @@ from ..recipe.checks import read_config
 from ..run.plain import counted
 from . import model, passes
 from .engine import Engine, plan_engine
-from .hardware import CONTEXT, GIB, SLACK, Hardware, read_hardware
+from .hardware import CONTEXT, GIB, PCIE, SLACK, Hardware, read_hardware
 from .settings import Settings, from_words, optimizer_name, read_launch
 from .steps import Step, plan_step
 from .stored import stored_format
@@ -72,6 +72,29 @@ class Plan:
     @property
     def peak(self) -> int:
         return self.total(self.limiting)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of pinned host memory in which a rank's checkpointed activations wait for the backward."""
+        if not (self.settings.offloads and self.hardware.gpu):
+            return 0
+        longest = self.step.longest
+        return sum(map(self._bytes_of_inputs, (longest.tokens, longest.trunk)))
+
+    def _bytes_of_inputs(self, tokens: int) -> int:
+        """Bytes of the inputs of all layers; torch takes pinned memory in powers of two."""
+        text = self.config.get_text_config()
+        size = tokens * text.hidden_size * model.compute_dtype(self.settings, self.config).itemsize
+        return text.num_hidden_layers * (1 << (size - 1).bit_length()) if tokens else 0
+
+    @property
+    def pcie_seconds(self) -> float:
+        """Estimated seconds of an optimizer step in which activations cross PCIe, out and back."""
+        if not self.host_bytes:
+            return 0.0
+        text = self.config.get_text_config()
+        token = text.num_hidden_layers * text.hidden_size * model.compute_dtype(self.settings, self.config).itemsize
+        return 2 * self.step.computed * token / PCIE
 
     @property
     def enough_cards(self) -> bool:
@@ -329,6 +352,54 @@ def changed(plan: Plan, stops_early: bool = False, **values: Any) -> Plan:
     return make_plan(replace(settings, values=settings.values | values), plan.hardware, plan.config, stops_early)
 
 
+# What makes rows longer on one card, in the order in which it costs time.
+NONE = "checkpointing alone"
+TILES = "tiles"
+OFFLOAD = "offload"
+BOTH = "offload and tiles"
+
+
+def longest_rows(plan: Plan, found: Callable[[], Any] = int) -> dict[str, dict[str, float]]:
+    """The most tokens of the length field that fit, by what makes rows longer, with everything else as planned.
+
+    Each entry has the field, the bytes of pinned host memory of a rank, and the seconds of a step on PCIe. `found` is
+    called after each of the four searches.
+    """
+    settings = plan.settings
+    name = settings.length_field
+    tiles = "auto" if settings.mlp_tokens_per_tile == "off" else settings.mlp_tokens_per_tile
+    rows = {}
+    for label, size, offload in (
+        (NONE, "off", False),
+        (TILES, tiles, False),
+        (OFFLOAD, "off", True),
+        (BOTH, tiles, True),
+    ):
+        kwargs = {**settings.checkpointing_kwargs, "offload": offload}
+        values = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs, "mlp_tokens_per_tile": size}
+        here = changed(plan, stops_early=True, **values)
+        length = largest(here, name, 16)
+        found()
+        here = changed(here, **{name: length}) if length else here
+        rows[label] = {name: length, "host_bytes": here.host_bytes, "pcie_seconds": here.pcie_seconds}
+    return rows
+
+
+def format_longest(plan: Plan, rows: dict[str, dict[str, float]]) -> str:
+    """The result of [`longest_rows`] as a table."""
+    name = plan.settings.length_field
+    width = max(len(name), *map(len, rows))
+    lines = [f"{'longest row':<{width}}  {name:>21}  {'host memory':>11}  {'PCIe, s a step':>14}"]
+    for label, row in rows.items():
+        host = format_bytes(row["host_bytes"]) if row["host_bytes"] else "-"
+        seconds = f"{row['pcie_seconds']:.1f}" if row["host_bytes"] else "-"
+        lines.append(f"{label:<{width}}  {row[name]:>21,}  {host:>11}  {seconds:>14}")
+    limit = _longest(plan)
+    if any(row[name] > limit - 16 for row in rows.values()):
+        lines.append(f"the model has positions for {limit:,} tokens of it")
+    return "\n".join(lines)
+
+
 def largest(plan: Plan, name: str, step: int = 1) -> int:
     """The largest value of the field `name`, in multiples of `step`, with which the run fits.
 
@@ -478,6 +549,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "peak": plan.peak,
         "capacity": plan.capacity,
         "fits": plan.fits,
+        "host_bytes": plan.host_bytes,
+        "pcie_seconds": plan.pcie_seconds,
         "step": {
             **step._asdict(),
             "longest": step.longest._asdict(),
@@ -515,9 +588,14 @@ def changes_that_fit(plan: Plan, most: int = 3) -> list[str]:
     can_share = plan.engine is not None and not plan.engine.is_shared
     changes = [
         (not settings.gradient_checkpointing, {"gradient_checkpointing": True}),
+        (settings.mlp_tokens_per_tile == "off", {"mlp_tokens_per_tile": "auto"}),
         (sharded and settings.fsdp_gather != "per_layer", {"fsdp_gather": "per_layer"}),
         (batches > 1, {"steps_per_generation": max(1, batches // 4)}),
         (can_share, {"vllm_share_base": True}),
+        (
+            settings.gradient_checkpointing and not settings.offloads and plan.hardware.gpu,
+            {"gradient_checkpointing_kwargs": {**settings.checkpointing_kwargs, "offload": True}},
+        ),
         (dense, {"load_in_4bit": True}),
         (length >= 32, {settings.length_field: length // 2}),
         (length >= 64, {settings.length_field: length // 4}),
@@ -563,6 +641,21 @@ def _format_step(plan: Plan) -> str:
         line += f"; the weights are gathered {step.gathers} times"
     if step.reason and settings.prefix_sharing != "off":
         line += f"; each micro-batch computes its own prompts ({step.reason})"
+    return line
+
+
+def _format_host(plan: Plan) -> str | None:
+    """A line on the host memory that offloaded activations take; `None` if none are."""
+    if not plan.host_bytes:
+        return None
+    ranks = plan.settings.launch.processes
+    together = plan.host_bytes * ranks
+    here = psutil.virtual_memory().available
+    line = f"offloaded activations: {format_bytes(plan.host_bytes)} of pinned host memory per rank"
+    line += f", {format_bytes(together)} together" if ranks > 1 else ""
+    line += f"; about {plan.pcie_seconds:.1f} s of a step on PCIe (at {PCIE / 1e9:.0f} GB/s, assumed)"
+    if together > here:
+        line += f". Warning: this machine has {format_bytes(here)} free"
     return line
 
 
@@ -648,6 +741,7 @@ def format_plan(plan: Plan) -> str:
         f"* {plan.limiting} needs most: {format_bytes(plan.peak)} of {format_bytes(plan.capacity)}, {fits}",
         None if settings.is_paired else _format_step(plan),
         plan.engine and _format_engine(plan.engine),
+        _format_host(plan),
         plan.warning and f"warning: {plan.warning}",
         *_assumed(settings),
         "assumed, not measured: the CUDA context and the allocator's slack"

@@ -3,6 +3,7 @@
 A config cannot be built for another machine's hardware: on a machine without a GPU it refuses `bf16: true`.
 """
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -116,6 +117,17 @@ class Settings:
             return "float16"
         # TRL's default is bf16 if nothing is set; the accelerate config comes second.
         return "bfloat16" if self.bf16 or self.bf16 is None or launched == "bf16" else None
+
+    @property
+    def checkpointing_kwargs(self) -> dict[str, Any]:
+        """How activations are checkpointed; on a command line the field is JSON."""
+        kwargs = self.gradient_checkpointing_kwargs or {}
+        return json.loads(kwargs) if isinstance(kwargs, str) else kwargs
+
+    @property
+    def offloads(self) -> bool:
+        """Whether checkpointed activations wait for the backward in the host's memory."""
+        return bool(self.gradient_checkpointing and self.checkpointing_kwargs.get("offload"))
 
     @property
     def scores_again(self) -> bool:

@@ -20,8 +20,9 @@ _LIBRARIES = [*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), Path(_
 _REMEDIES = {
     r"No space left on device|Disk quota exceeded|PytorchStreamWriter failed|unexpected pos \d+ vs \d+": "the disk is "
     "full: free some space or set another output_dir; --resume_from_checkpoint auto goes on",
-    r"^OutOfMemoryError": "lower per_device_train_batch_size or max_completion_length; `trl-fsdp-qlora plan` counts "
-    "each phase, docs/out_of_memory.md has more",
+    r"^OutOfMemoryError": "lower per_device_train_batch_size; with one row, gradient_checkpointing_kwargs: {offload: "
+    "true} keeps activations on the host; `trl-fsdp-qlora plan --solve` has the longest row that fits, "
+    "docs/out_of_memory.md has more",
     r"^MemoryError": "this machine's memory is full: `trl-fsdp-qlora plan` counts what a run takes",
     r"Connection closed by peer|remote process exited": "another process of this run ended first, for the reason in "
     "its own line",
