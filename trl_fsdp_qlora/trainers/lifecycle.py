@@ -114,7 +114,8 @@ def writing_checkpoint(trainer: Trainer, trial: Any, rollouts: dict[str, Any] | 
 def finish_saving(trainer: Trainer, output_dir: str | None, pushes: bool) -> None:
     """After a model was saved: record a few of its logits, unless it is part of a checkpoint, and push it."""
     if trainer.checkpointing.staging is None:
-        record(output_dir or trainer.args.output_dir, trainer)
+        with trainer.sharing.closed():  # one rank calls the model alone there, and stock's logits are wanted
+            record(output_dir or trainer.args.output_dir, trainer)
     if trainer.args.push_to_hub and pushes:
         trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
 
