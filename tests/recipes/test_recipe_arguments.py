@@ -39,11 +39,14 @@ def test_what_a_file_says_is_what_the_command_line_says_which_wins(tmp_path):
     check_training(config, model)
     for written, word in {"true": "on", "false": "off", "on": "on", "no": "off", "auto": "auto"}.items():
         assert parse(f"vllm_share_base: {written}\n")[1].vllm_share_base == word
+        assert parse("", "--vllm_share_base", written)[1].vllm_share_base == word
     _, config, model = parse("prefix_sharing: on\n")
     with pytest.raises(ConfigError, match=r"prefix_sharing='on'.* auto, off"):
         check_training(config, model)
     with pytest.raises(ConfigError, match="save_strategy"):
         parse("save_strategy: yes\n")
+    with pytest.raises(ConfigError, match="save_strategy.*'true'"):
+        parse("", "--save_strategy=true")
 
 
 NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4, "eight": 8}

@@ -88,12 +88,26 @@ class ScriptArguments:
     require_fit: bool = option(False, "Stop before anything is loaded if the plan does not fit; otherwise warn.")
 
 
+# How YAML spells truth values.
+_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
 class _Parser(TrlParser):
-    """TRL's parser, except that errors are exceptions instead of two pages of usage."""
+    """TRL's parser, except that errors are exceptions instead of two pages of usage.
+
+    A field of words takes a truth value for `on` or `off`, as it does in a YAML file.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._negative_number_matcher = NEGATIVE_NUMBER
+
+    def _get_value(self, action, word):
+        value = super()._get_value(action, word)
+        if action.choices is None or value in action.choices:
+            return value
+        meant = spelled(_TRUTH.get(word.lower(), word), action.choices)
+        return meant if isinstance(meant, str) else value
 
     def error(self, message: str):
         # argparse names both spellings of an option: argument --max_steps/--max-steps: ...
@@ -214,8 +228,6 @@ def _words_of_file(path: str, parser: _Parser) -> list[str]:
             words += [f"--{key}", *texts[key]]
         elif isinstance(value, bool) and actions[key].type is string_to_bool:  # which knows neither `on` nor `off`
             words.append(f"--{key}={str(value).lower()}")
-        elif isinstance(value, bool) and isinstance(spelled(value, actions[key].choices or ()), str):
-            words.append(f"--{key}={spelled(value, actions[key].choices)}")  # `true` for a field whose word is `on`
         else:
             words.append(f"--{key}={texts[key]}")
     parser.set_defaults_with_config(**inexpressible)

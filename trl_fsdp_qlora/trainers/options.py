@@ -71,8 +71,7 @@ ROLLOUT_SYNC = {
 VLLM_ADAPTER_DIR = {
     "default": None,
     "help": "With vLLM and rollout_sync 'adapter': the folder through which adapters reach the engine, which has to "
-    "see it under the same path. By default memory, if the engine is in this process on one node, and otherwise a "
-    "folder under output_dir.",
+    "see it under the same path. By default a folder under output_dir.",
 }
 VLLM_SHARE_BASE = {
     "default": "auto",
