@@ -45,7 +45,7 @@ def test_what_a_file_says_is_what_the_command_line_says_which_wins(tmp_path):
         check_training(config, model)
     with pytest.raises(ConfigError, match="save_strategy"):
         parse("save_strategy: yes\n")
-    with pytest.raises(ConfigError, match="save_strategy.*'true'"):
+    with pytest.raises(ConfigError, match=r"save_strategy.*'true'"):
         parse("", "--save_strategy=true")
 
 

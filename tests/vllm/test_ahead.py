@@ -144,6 +144,21 @@ def test_the_same_prompts_in_the_same_order_and_no_batch_for_nobody(tmp_path, ch
     assert trained[1] == trained[0] and asked[1] == asked[0]
 
 
+def test_another_run_of_the_same_trainer_is_drawn_ahead_too(tmp_path):
+    """The first run ends in the middle of a generation, so the second begins with what is left of it, as in TRL."""
+    halves = {"steps_per_generation": 2, "per_device_train_batch_size": 4, "num_iterations": 2, "max_steps": 10}
+    trained, asked = {}, {}
+    for ahead in (0, 1):
+        with SamplingServer() as server:
+            trainer = make(server, tmp_path / str(ahead), rollouts_ahead=ahead, **halves)
+            trained[ahead] = trained_prompts(trainer)
+            trainer.train()
+            trainer.train()
+            asked[ahead] = [draw.prompts for draw in server.draws]
+    assert trained[1] == trained[0] and asked[1] == asked[0] and len(asked[0]) == 5
+    assert figures(trainer, "sampling/staleness") == [0, 4]
+
+
 LOSSES = [
     ("grpo", {}),
     ("dapo", {"beta": 0.1}),

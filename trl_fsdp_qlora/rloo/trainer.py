@@ -74,7 +74,7 @@ class EfficientRLOOTrainer(RLOOTrainer):
             self.vllm_generation.sync_weights = self.clock.phase("weight_sync")(self.vllm_generation.sync_weights)
         if self.args.rollouts_ahead:
             self.vllm_generation.logprobs = 0  # RLOO asks for none; the drawn token's are enough for a weight
-            self.upcoming = UpcomingRows(self._generate_every, self.args.gradient_accumulation_steps)
+            self.upcoming = UpcomingRows(self.args.gradient_accumulation_steps)
             self.ahead = RolloutsAhead(
                 self.vllm_generation,
                 self.clock,
@@ -161,6 +161,7 @@ class EfficientRLOOTrainer(RLOOTrainer):
     def get_batch_samples(self, *args, **kwargs):
         # Called once before each optimizer step; the previous step may have ended early.
         self.look_ahead.end_update()
+        self._first_micro_batch = self._step
         return super().get_batch_samples(*args, **kwargs)
 
     def training_step(self, model, *args, **kwargs):
@@ -206,8 +207,11 @@ class EfficientRLOOTrainer(RLOOTrainer):
 
     def _upcoming_prompts(self):
         """Token ids and images of the prompts of the next generation batch; `None` if the run ends before it."""
-        number = self._step // self._generate_every + 1
-        rows = self.upcoming.rows(self.callback_handler.train_dataloader, number, self.state.max_steps)
+        # `_step` counts micro-batches over all runs of this trainer, so the place is counted from this optimizer step.
+        drawn_at = self._step - self._step % self._generate_every + self._generate_every
+        further = drawn_at - self._first_micro_batch
+        loader = self.callback_handler.train_dataloader
+        rows = self.upcoming.rows(loader, self.state.global_step, further, self.state.max_steps)
         return None if rows is None else self._tokenize_prompts(prompts_of(rows))[:2]
 
     def _generate_and_score_completions(self, inputs):

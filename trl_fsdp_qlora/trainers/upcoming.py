@@ -16,28 +16,29 @@ class UpcomingRows:
     same rows in the same order.
 
     Args:
-        generate_every: micro-batches of a generation batch. The loader gives its rows so many times.
         accumulation: micro-batches of an optimizer step.
     """
 
-    def __init__(self, generate_every: int, accumulation: int):
-        self.generate_every = generate_every
+    def __init__(self, accumulation: int):
         self.accumulation = accumulation
         self._epoch = -1
         self._place = 0  # of the batch that comes next from `_batches`, in its epoch
         self._batches: Iterator[list[int]] = iter(())
 
-    def rows(self, loader: Any, number: int, max_steps: int) -> list[dict[str, Any]] | None:
-        """The rows of generation batch `number` of a run; `None` if the run ends before it.
+    def rows(self, loader: Any, step: int, further: int, max_steps: int) -> list[dict[str, Any]] | None:
+        """This rank's rows of a generation batch that is drawn later; `None` if the run ends before it.
 
         Args:
             loader: the prepared data loader of a dataset with indices.
-            number: counted from 0 over all epochs.
+            step: optimizer steps that the run has behind it.
+            further: micro-batches from the beginning of this step to the first one of the generation batch.
             max_steps: optimizer steps of the run.
         """
-        epoch, in_epoch = divmod(number, len(loader) // self.generate_every)
-        place = in_epoch * self.generate_every
         steps_per_epoch = math.ceil(len(loader) / self.accumulation)
+        epoch, step_in_epoch = divmod(step, steps_per_epoch)
+        place = step_in_epoch * self.accumulation + further
+        epoch += place // len(loader)
+        place %= len(loader)
         if epoch * steps_per_epoch + place // self.accumulation >= max_steps:
             return None
         if epoch != self._epoch or place < self._place:

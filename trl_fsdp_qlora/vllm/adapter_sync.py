@@ -200,7 +200,7 @@ class AdapterVersions:
                     lock.release()
             self._scratch = tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=self.folder, ignore_cleanup_errors=True)
             self.root = Path(self._scratch.name).resolve()
-            self._lock = _lock_of(self.root) if self.owns_folder else None  # held as long as this process lives
+            self._lock = _lock_of(self.root) if self.owns_folder else None  # held until this process ends
         folder = self.root / f"{self.prefix}-v{version}"
         with written_whole(folder) as scratch:
             scratch.mkdir()
