@@ -1,5 +1,8 @@
 """Long rows in tiles: values, gradients and memory next to a forward without tiles."""
 
+import copy
+import functools
+import io
 import itertools
 import logging
 import weakref
@@ -7,7 +10,7 @@ import weakref
 import pytest
 import torch
 import transformers as tf
-from peft import LoraConfig, get_peft_model
+from peft import LoKrConfig, LoraConfig, get_peft_model
 from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
@@ -180,10 +183,17 @@ def test_memory_does_not_grow_with_the_width_of_the_mlp():
     assert kept[1024, 8] <= kept[1024, "off"]
 
 
-def test_dropout_draws_in_the_backward_what_it_drew_in_the_forward():
+@pytest.mark.parametrize(
+    "kind, dropout",
+    [(LoraConfig, {"lora_dropout": 0.5}), (LoKrConfig, {"rank_dropout": 0.5}), (LoKrConfig, {"module_dropout": 0.5})],
+)
+def test_dropout_draws_in_the_backward_what_it_drew_in_the_forward(kind, dropout):
     """The gradient of a forward with these masks, by differences in float64."""
-    config = LoraConfig(r=4, target_modules=["gate_proj", "down_proj"], lora_dropout=0.5, init_lora_weights=False)
+    config = kind(r=4, target_modules=["gate_proj", "down_proj"], **dropout)
     model = get_peft_model(build("llama").double().train(), config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.1)
     install(model, TILE)
     mlp = model.get_base_model().model.layers[0].mlp
     x = torch.randn(1, 40, 32, dtype=torch.float64, requires_grad=True)
@@ -202,6 +212,45 @@ def test_dropout_draws_in_the_backward_what_it_drew_in_the_forward():
     step = 1e-6
     difference = (value(step) - value(-step)).item() / (2 * step)
     assert (x.grad * direction).sum().item() == pytest.approx(difference, rel=1e-6)
+    for _ in range(10):  # LoKr leaves out whole adapters, so a tile may have nothing with gradients
+        mlp(x.detach()).sum().backward()
+
+
+def changed_in_place(layer):
+    layer.mlp.register_forward_hook(lambda module, args, out: out.mul_(out.detach().abs() + 0.5))
+
+
+def called_twice(layer):
+    norm = layer.post_feedforward_layernorm
+    norm.register_forward_hook(lambda norm, args, out: out + 0.5 * norm.forward(*args))
+
+
+@pytest.mark.parametrize("change", [changed_in_place, called_twice])
+def test_the_norm_behind_an_mlp(change, calls):
+    model = build("gemma2").train()
+    for layer in model.model.layers:
+        change(layer)
+    logits, expected = loss_of(model)
+    install(model, TILE)
+    actual = loss_of(model)
+    assert calls
+    torch.testing.assert_close(actual[0], logits, atol=5e-6, rtol=1e-5)
+    assert_equal_gradients(actual[1], expected, TOLERANCE)
+
+
+def test_a_model_that_was_pickled():
+    """What was read back runs without tiles, until they are installed again."""
+    model = build("llama")
+    install(model, TILE)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    read = torch.load(file, weights_only=False)
+    copied = copy.deepcopy(model)
+    for other in (read, copied):
+        mlp = other.model.layers[0].mlp
+        assert mlp.forward.__self__ is mlp
+        torch.testing.assert_close(loss_of(other)[0], loss_of(model)[0], atol=5e-6, rtol=1e-5)
 
 
 def test_mixed_precision_gives_every_weight_its_gradient():
@@ -305,6 +354,21 @@ def with_hook(model):
         layer.mlp.up_proj.register_forward_hook(lambda *_: None)
 
 
+def with_wrapper_of_the_users(model):
+    """It says which function it wraps, and looks at the last token."""
+
+    def wrapped(forward):
+        @functools.wraps(forward)
+        def with_larger_end(x):
+            out = forward(x)
+            return torch.cat([out[:, :-1], 2 * out[:, -1:]], 1)
+
+        return with_larger_end
+
+    for layer in model.model.layers:
+        layer.mlp.forward = wrapped(layer.mlp.forward)
+
+
 def with_mixing_mlp(model):
     for layer in model.model.layers:
         layer.mlp = Mixing(model.config)
@@ -316,6 +380,7 @@ def with_mixing_mlp(model):
         (with_batch_norm, "Flatten inside LlamaMLP is not known to compute each token by itself"),
         (with_hook, "Linear inside LlamaMLP has a hook"),
         (with_mixing_mlp, None),
+        (with_wrapper_of_the_users, None),
     ],
 )
 def test_a_module_with_something_unknown_runs_as_before(change, line, calls, caplog, monkeypatch):
@@ -332,6 +397,25 @@ def test_a_module_with_something_unknown_runs_as_before(change, line, calls, cap
     assert_equal_gradients(actual, expected[1], TOLERANCE)
     lines = [record.getMessage() for record in caplog.records if "without tiles" in record.getMessage()]
     assert len(lines) == (line is not None) and all(line in text for text in lines)
+
+
+def test_weights_that_are_no_parameters_get_their_gradients(calls):
+    """FSDP1 puts parts of one large parameter in their places, for a call."""
+    model = build("qwen3_moe").train()
+    experts = [module for module in model.modules() if token_tiles.kind_of(module) == "experts"]
+    large = [module._parameters.pop("gate_up_proj") for module in experts]
+
+    def gradients_of_large():
+        for module, parameter in zip(experts, large, strict=True):
+            module.gate_up_proj = parameter * 1.0
+            parameter.grad = None
+        loss_of(model)
+        return [parameter.grad for parameter in large]
+
+    expected = gradients_of_large()
+    install(model, TILE)
+    assert_equal_gradients(gradients_of_large(), expected, TOLERANCE)
+    assert calls  # of the norms
 
 
 def test_the_start_up_line():

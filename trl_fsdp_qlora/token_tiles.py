@@ -27,7 +27,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.modules.dropout import _DropoutNd
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .compat.deepspeed import is_zero3
@@ -168,6 +167,8 @@ def is_experts(module: nn.Module) -> bool:
 def kind_of(module: nn.Module) -> str | None:
     """The kind of a module that is known to compute each token by itself; `None` if it is not known."""
     forward = vars(module).get("forward", type(module).forward)
+    if "forward" in vars(module) and hasattr(forward, "__wrapped__"):
+        return None  # a wrapper of the user's own, of which only what it wraps is known
     # Transformers calls every class of experts by one contract: `(tokens, hidden)`, and the experts of each token.
     if wraps_experts(module) or (is_experts(module) and forward is type(module).forward):
         return "experts"
@@ -186,8 +187,9 @@ def _why_whole(module: nn.Module) -> str | None:
         hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
         if part is not module and any(hooks):
             return f"{cls.__name__} inside {type(module).__name__} has a hook, which would run once for each tile"
-        if isinstance(vars(part).get("weight"), torch.Tensor):
-            return f"the weight of {cls.__name__} is part of one large parameter (FSDP1)"
+        plain = {name: x for name, x in vars(part).items() if isinstance(x, torch.Tensor)}
+        if "weight" in plain or any(x.requires_grad for x in plain.values()):
+            return f"a weight of {cls.__name__} is part of one large parameter (FSDP1)"
     if any(map(is_zero3, module.parameters())):
         return "DeepSpeed's ZeRO-3 gathers a layer in each of its calls, whose number differs between ranks"
     return None
@@ -333,10 +335,13 @@ def _forward(self, *args, **kwargs):
             _logged.add(reason)
             logger.warning("a long row runs without tiles: %s", reason)
         return tiled.own_forward(*args, **kwargs)
-    call, anchor = getattr(inputs[0], "token_tiles", (None, None))
-    if call is not None and call.norm is self and torch.is_grad_enabled():
+    call, anchor, version = getattr(inputs[0], "token_tiles", (None, None, None))
+    if call is not None and call.norm is self and torch.is_grad_enabled() and inputs[0]._version == version:
         return call.run_norm(inputs[0], anchor)
     return _Call(self, tiles, inputs, tuple(kwargs)).run(inputs)
+
+
+_forward.__name__ = "forward"  # pickle looks a method up by this name; a model that was read back runs without tiles
 
 
 class _Call:
@@ -366,8 +371,8 @@ class _Call:
         self.grads: list[torch.Tensor | None] = [None, None]
         kind = self.device.type
         self.autocast_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        draws = any(isinstance(x, _DropoutNd) and x.training and x.p > 0 for x in modules)
-        self.random_state = _random_state(self.device) if draws else None
+        # Any part may draw in training: dropout, and PEFT's layers in ways of their own.
+        self.random_states = _random_states(self.device) if any(x.training for x in modules) else []
 
     def run(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """The module's output."""
@@ -377,7 +382,7 @@ class _Call:
         anchor = _KeepInputs.apply(self, len(inputs), *inputs, *self.weights)
         out = _TakeGradient.apply(self, 0, anchor, self._in_tiles(self._call_function, inputs))
         if self.norm is not None:
-            out.token_tiles = (self, anchor)
+            out.token_tiles = (self, anchor, out._version)  # the norm of what is changed in place is another
         return out
 
     def run_norm(self, out: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
@@ -414,13 +419,16 @@ class _Call:
                 outs = [self._call_function(*parts)]
                 if self.grads[1] is not None:
                     outs.append(self.norm.token_tiles.own_forward(outs[0]))
-                known = [i for i, grad in enumerate(self.grads) if grad is not None]
-                of_tile = torch.autograd.grad(
-                    [outs[i] for i in known],
-                    wanted,
-                    [self._cut(self.grads[i], tile) for i in known],
-                    allow_unused=True,
-                )
+                # An adapter that this tile was drawn to leave out leaves nothing that has gradients.
+                known = [i for i, out in enumerate(outs) if self.grads[i] is not None and out.requires_grad]
+                of_tile = [None] * len(wanted)
+                if known:
+                    of_tile = torch.autograd.grad(
+                        [outs[i] for i in known],
+                        wanted,
+                        [self._cut(self.grads[i], tile) for i in known],
+                        allow_unused=True,
+                    )
                 of_tile = iter(of_tile)
                 del parts, wanted, outs
                 for grad in filter(torch.is_tensor, grads):
@@ -448,21 +456,27 @@ class _Call:
     @contextmanager
     def _replayed(self) -> Iterator[None]:
         """Inside the block, dropout draws what it drew in the forward."""
-        if self.random_state is None:
+        if not self.random_states:
             yield
             return
-        on_host = self.device.type == "cpu"
-        devices = [] if on_host else [self.device]
-        with torch.random.fork_rng(devices, device_type="cuda" if on_host else self.device.type):
-            if on_host:
-                torch.set_rng_state(self.random_state)
-            else:
-                torch.get_device_module(self.device).set_rng_state(self.random_state, self.device)
+        before = _random_states(self.device)
+        _set_random_states(self.device, self.random_states)
+        try:
             yield
+        finally:
+            _set_random_states(self.device, before)
 
 
-def _random_state(device: torch.device) -> torch.Tensor:
-    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+def _random_states(device: torch.device) -> list[torch.Tensor]:
+    """The states of the generators that a module on `device` may draw from: the host's, and the device's own."""
+    states = [torch.get_rng_state()]
+    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
+
+
+def _set_random_states(device: torch.device, states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 class _KeepInputs(torch.autograd.Function):
@@ -493,5 +507,6 @@ class _TakeGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        ctx.call.grads[ctx.which] = grad
+        before = ctx.call.grads[ctx.which]  # of another call of the norm
+        ctx.call.grads[ctx.which] = grad if before is None else before + grad
         return None, None, grad.new_empty(0), None

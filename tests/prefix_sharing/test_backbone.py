@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers as tf
 from peft import PrefixTuningConfig, get_peft_model
+from torch.utils.checkpoint import checkpoint
 
 from tests.tiny import lora
 from trl_fsdp_qlora import share_prompts
@@ -311,6 +312,37 @@ def test_a_copy_calls_itself():
     torch.testing.assert_close(ours[is_token], copied(**batch).logits[is_token], atol=3e-5, rtol=1e-5)
     assert (ours - before).abs().max() > 1e-3
     assert torch.equal(model(**batch).logits, before)
+
+
+def test_a_checkpoint_around_a_call():
+    """It sees only what the call itself saves, and not what the comparison of the first call saves."""
+    model = share_prompts(build("llama").train())
+    batch = without_labels(make_batch())
+    mask_BL = batch["attention_mask"].bool()
+
+    def run(model):
+        return model.base_model(**batch, **NO_CACHE).last_hidden_state
+
+    weighted(checkpoint(run, model, use_reentrant=False), mask_BL).backward()
+    ours = gradients(model)
+    assert model.prompt_sharing.is_active and model.prompt_sharing.checked
+    weighted(run(model), mask_BL).backward()
+    assert_equal_gradients(ours, gradients(model), tolerance=1e-7)
+
+
+def test_a_call_that_was_compared_is_read_once(monkeypatch):
+    """Of a model that could see, too, although no call with images has been compared."""
+    model = share_prompts(build(FAMILIES["gemma3 (images)"]).train())
+    batch = without_labels(make_batch())
+    model(**batch, **NO_CACHE)
+    reads = []
+    to_host = packed_model.to_host
+    monkeypatch.setattr(packed_model, "to_host", lambda tensors: reads.append(tensors) or to_host(tensors))
+    model(**batch, **NO_CACHE)
+    assert len(reads) == 1 and model.prompt_sharing.figures.tokens
+    with model.prompt_sharing.closed():
+        model(**batch, **NO_CACHE)
+    assert not model.prompt_sharing.figures.tokens  # it ran as in stock TRL
 
 
 def test_off_gives_the_backbone_its_forward_back():

@@ -147,6 +147,8 @@ class FirstPasses:
             return None
         base = packed_model.base
         sharded = is_sharded(base)
+        if not sharded and batch is not None and _kinds({recorded}, {batch.has_images}, of_backbone) <= self.checked:
+            return None  # without a wait for the device
         with self._lock, contextlib.nullcontext() if sharded else deciding_alone():
             device = next(base.parameters()).device if batch is None else batch.input_ids.device
             sequences = None if batch is None else _read(packed_model, batch)
@@ -160,12 +162,14 @@ class FirstPasses:
             order, _ = sort_by_prefix(sequences.tokens_BL, sequences.lengths_B)
             gradients = recorded and not sharded
             leaves = copied_leaves(base) if gradients else contextlib.nullcontext()
+            # A checkpoint around this call, and offloading, must not see what the comparison saves for its backward.
+            own_tensors = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
             def values_of(output: ModelOutput) -> torch.Tensor:
                 return projections(output.last_hidden_state) if of_backbone else output.log_probs
 
             way = {"use_cache": False} if of_backbone else {"fused_lm_head": True}
-            with torch.set_grad_enabled(gradients), leaves:
+            with torch.set_grad_enabled(gradients), leaves, own_tensors:
                 problem = difference(
                     packed_model,
                     base,

@@ -532,10 +532,10 @@ class PromptSharing:
             stock: the backbone's own forward.
             arguments: of the call.
         """
-        if not self.is_active or self.is_closed:
-            return stock(**arguments)
         start = time.perf_counter()
         self.figures = PassRecord()
+        if not self.is_active or self.is_closed:
+            return stock(**arguments)
         try:
             batch = batch_of(self.base, arguments, None, of_backbone=True)
             sequences = self.packed_model.read(batch)
