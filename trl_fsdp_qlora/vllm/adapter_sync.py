@@ -178,8 +178,8 @@ def _lock_of(folder: Path) -> FileLock | None:
 class AdapterVersions:
     """Folders `<prefix>-v1`, `-v2`, … under a scratch folder in `folder`, each written whole before it has its name.
 
-    The prefix is unique to a run, so that two can share a server. `owns_folder`: `folder` belongs to the output folder,
-    so what killed runs left there is removed. A scratch folder in use is locked by its process.
+    The prefix is unique to a run, so that two can share a server. `owns_folder`: `folder` belongs to the output
+    folder, so what killed runs left there is removed. A scratch folder in use is locked by its process.
     """
 
     def __init__(self, prefix: str, folder: str | Path, owns_folder: bool = False):
