@@ -22,7 +22,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from tests import tiny
 from tests.decode.test_decoding import SIZES
 from tests.fsdp2_qlora import tiny as qlora
-from trl_fsdp_qlora import EfficientGRPOConfig
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientRLOOConfig
 from trl_fsdp_qlora.decode.completions import sampling
 from trl_fsdp_qlora.trainers.arguments import adapter_and_base
 from trl_fsdp_qlora.vllm import adapter_sync, engine, sync_choice
@@ -187,7 +187,7 @@ def test_trl_refuses_the_same_adapters():
             asynchronous.validate_lora_for_vllm_sync(SimpleNamespace(active_adapters=["x"], peft_config={"x": config}))
 
 
-def test_warnings(monkeypatch):
+def test_warnings(tmp_path, monkeypatch):
     assert warnings_for(args(), Sync("adapter", "")) == []
     for changes, named in (
         ({"max_completion_length": 4096}, "token_truncate"),
@@ -202,6 +202,14 @@ def test_warnings(monkeypatch):
     ):
         (warning,) = warnings_for(args(**changes), Sync("adapter", ""))
         assert re.search(named, warning)
+    long = {
+        "use_vllm": True, "vllm_mode": "server", "max_completion_length": 4096, "top_p": 0.9, "learning_rate": 1e-5,
+        "use_cpu": True, "bf16": False,
+    }  # fmt: skip
+    for ahead, named in (0, []), (1, ["importance_sampling_ratio/mean", "trl#6789"]):  # the weights RLOO has
+        rloo = EfficientRLOOConfig(str(tmp_path), rollouts_ahead=ahead, **long)
+        lines = warnings_for(rloo, Sync("adapter", ""))
+        assert len(lines) == len(named) and all(map(str.__contains__, lines, named))
     monkeypatch.setattr(sync_choice, "WEIGHS_AS_1_16", False)  # TRL corrects them itself
     assert warnings_for(args(top_p=0.9), Sync("adapter", "")) == []
 

@@ -83,9 +83,7 @@ class EfficientRLOOTrainer(RLOOTrainer):
                 upcoming=self._upcoming_prompts,
                 add_metrics=self._add_metrics,
             )
-        # TRL's RLOO has no importance weights; here it has them for what is drawn ahead.
-        corrects = self.args.rollouts_ahead > 0 and self.args.vllm_importance_sampling_correction
-        for warning in warnings_for(self.args, self.sync, corrects):
+        for warning in warnings_for(self.args, self.sync):
             logger.warning(warning)  # accelerate's logger: on the main rank
         if line := too_long(self.args.max_completion_length, self.model.config):
             logger.warning(line)

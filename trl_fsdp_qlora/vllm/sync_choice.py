@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
+from trl import RLOOConfig
 
 from ..compat.deepspeed import zero_stage
 from ..compat.trl import WEIGHS_AS_1_16
@@ -170,21 +171,21 @@ def low_adapter_rate(rate: float) -> str | None:
     return f"learning_rate={rate:g} is one for full fine-tuning; adapters usually need 1e-5 to 1e-4"
 
 
-def warnings_for(args: Any, sync: Sync, corrects: bool | None = None) -> list[str]:
-    """Warnings about a run with vLLM, each with the line to change; the trainer logs them before the first step.
-
-    `corrects`: whether the loss has importance weights; by default what `args` says.
-    """
+def warnings_for(args: Any, sync: Sync) -> list[str]:
+    """Warnings about a run with vLLM, each with the line to change; the trainer logs them before the first step."""
     if sync.mode == "off":
         return []
     warnings = []
-    corrects = args.vllm_importance_sampling_correction if corrects is None else corrects
+    # TRL's RLOO has no importance weights; here it has them, of whole completions, for what is drawn ahead.
+    is_rloo = isinstance(args, RLOOConfig)
+    corrects = args.vllm_importance_sampling_correction and (args.rollouts_ahead > 0 or not is_rloo)
     mode = args.vllm_importance_sampling_mode
     longest = args.max_completion_length or 0
     if corrects and mode.startswith("sequence") and longest > LONG_COMPLETION:
+        advice = "look at sampling/importance_sampling_ratio/mean" if is_rloo else "consider token_truncate"
         warnings.append(
             f"vllm_importance_sampling_mode={mode!r} with completions of up to {longest} tokens: the weight is "
-            "exp(sum of all differences), which long completions push out of any clip; consider token_truncate"
+            f"exp(sum of all differences), which long completions push out of any clip; {advice}"
         )
     if args.rollouts_ahead and not corrects:
         warnings.append(
