@@ -2,14 +2,17 @@
 
     python docs/longest_rows.py
 
-Run it when `plan` has changed; it needs no weight and no GPU, and some minutes of a core. Three lengths are planned:
-the bytes of a phase grow with the length and with its square, because the comparison of the first pass has a mask.
+Run it when `plan` has changed; it needs no weight and no GPU, and some minutes of a core. Three lengths are planned,
+and then others near the one that is looked for: the bytes of a phase grow with the length and with its square, because
+the comparison of the first pass has a mask.
 """
 
 import json
 import math
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +29,8 @@ PROMPT, GROUP = 1024, 8
 POSITIONS = 262144  # nobody asks for longer rows
 LENGTHS = (16384, 32768, 65536)
 CARDS = (16, 24, 48, 80)  # GB
+# Plans are made until one lies so near to the length that is looked for, as a part of it.
+NEAR, TRIES = 0.01, 6
 _SIZES = {"vocab_size": 151936, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 MODELS = {
     "Qwen3-8B QLoRA": ("qwen3", {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}, True),
@@ -56,10 +61,13 @@ def plan_of(name: str, option: str, card: int, completion: int) -> Plan:
         return changed(plan, max_completion_length=completion, **OPTIONS[option])
 
 
-def longest(plans: list[Plan], card: int) -> int:
-    """The longest completion, in multiples of 16, with which every phase fits a card; 0 if none does."""
+def solved(plans: list[Plan], card: int) -> int:
+    """The longest completion with which every phase fits a card, in multiples of 16; 0 if none does.
+
+    It lies on the parabolas through the phases of three plans.
+    """
     most = POSITIONS - PROMPT
-    x = np.array(LENGTHS) / LENGTHS[0]
+    x = np.array([plan.settings.completion_tokens for plan in plans]) / LENGTHS[0]
     for phase in plans[0].phases:
         if plans[0].total(phase) == plans[-1].total(phase):  # the optimizer's update
             continue
@@ -68,6 +76,18 @@ def longest(plans: list[Plan], card: int) -> int:
         positive = [float(root.real) for root in roots if abs(root.imag) < 1e-9 and root.real > 0]
         most = min(most, math.floor(min(positive, default=0) * LENGTHS[0]))
     return most // 16 * 16
+
+
+def longest(plan_at: Callable[[int], Plan], card: int) -> int:
+    """[`solved`] with plans ever nearer to it: a phase is the larger of a pass and of its comparison, no parabola."""
+    lengths = list(LENGTHS)
+    for _ in range(TRIES):
+        found = solved([plan_at(length) for length in lengths], card)
+        nearest = min(lengths, key=lambda length: abs(length - found))
+        if not found or abs(found - nearest) <= NEAR * found:
+            return found
+        lengths = sorted([*lengths, found], key=lambda length: abs(length - found))[:3]
+    return found
 
 
 def with_rows_of(plan: Plan, completion: int) -> Plan:
@@ -81,9 +101,9 @@ def row(name: str) -> dict[str, list]:
     """By option, the longest completion on each card, and the host memory of the longest of them in GiB."""
     cells = {}
     for option in OPTIONS:
-        plans = [plan_of(name, option, CARDS[-1], length) for length in LENGTHS]
-        lengths = [longest(plans, card) for card in CARDS]
-        host = [with_rows_of(plans[0], length).host_bytes / GIB for length in lengths]
+        plan_at = cache(partial(plan_of, name, option, CARDS[-1]))
+        lengths = [longest(plan_at, card) for card in CARDS]
+        host = [with_rows_of(plan_at(LENGTHS[0]), length).host_bytes / GIB for length in lengths]
         cells[option] = [[length, round(size, 1)] for length, size in zip(lengths, host, strict=True)]
     return cells
 

@@ -205,7 +205,7 @@ def every_level_made():
 
 def read_batch(ids, mask, labels) -> Sequences:
     """A batch of text on the host."""
-    return decode(encode(ids, mask, labels).numpy())
+    return decode(encode(ids, mask, labels).cpu().numpy())
 
 
 def pack(ids, mask, labels, is_whole=False, **grown) -> PackedRow:

@@ -17,6 +17,7 @@ from accelerate.utils import is_peft_model
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, constants
 from transformers import AutoConfig, ProcessorMixin
 
+from .. import __version__
 from ..compat.transformers import auto_class_of, model_name
 from ..run.config_fields import DERIVED
 from ..run.input_checks import columns_of
@@ -71,8 +72,9 @@ def hardware() -> str:
 
 
 def software() -> str:
-    names = ("trl-fsdp-qlora", "trl", "torch", "transformers", "peft", "accelerate")
-    return ", ".join(f"{name} {version(name)}" for name in names)
+    # A checkout on PYTHONPATH has no metadata.
+    others = [f"{name} {version(name)}" for name in ("trl", "torch", "transformers", "peft", "accelerate")]
+    return ", ".join([f"trl-fsdp-qlora {__version__}", *others])
 
 
 @functools.cache  # once per run: a card is written with every checkpoint
