@@ -31,6 +31,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .compat.deepspeed import is_zero3
 from .compat.peft import looks_beyond_tokens, wraps_experts
+from .compat.transformers import is_experts
 
 logger = logging.getLogger(__name__)
 
@@ -159,18 +160,14 @@ def _rms_norm_around_one(self, x):  # Gemma, Qwen3-Next, Qwen3.5
     return output.type_as(x)
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether transformers dispatches this module's forward as "experts", whose experts are all on this rank."""
-    return hasattr(module, "is_transposed") and getattr(module, "_is_expert_parallel", None) is False
-
-
 def kind_of(module: nn.Module) -> str | None:
     """The kind of a module that is known to compute each token by itself; `None` if it is not known."""
     forward = vars(module).get("forward", type(module).forward)
     if "forward" in vars(module) and hasattr(forward, "__wrapped__"):
         return None  # a wrapper of the user's own, of which only what it wraps is known
     # Transformers calls every class of experts by one contract: `(tokens, hidden)`, and the experts of each token.
-    if wraps_experts(module) or (is_experts(module) and forward is type(module).forward):
+    is_whole = is_experts(module) and not module._is_expert_parallel  # all experts are on this rank
+    if wraps_experts(module) or (is_whole and forward is type(module).forward):
         return "experts"
     return _by_code.get(_code(forward)) if hasattr(unwrap(forward), "__code__") else None
 
@@ -280,7 +277,7 @@ def _install_in(module: nn.Module, layer: nn.Module | None, tokens_per_tile: int
     mlp = getattr(getattr(module, "mlp", None), "token_tiles", None)
     if mlp is not None:
         norms = [getattr(module, name) for name in _NORMS_BEHIND if hasattr(module, name)]
-        mlp.norm = next((norm for norm in norms if hasattr(norm, "token_tiles")), None)
+        mlp.norm = next((norm for norm in norms if "token_tiles" in vars(norm)), None)
 
 
 def remove(model: nn.Module) -> None:

@@ -125,13 +125,15 @@ def train(name: str, path: str, out: Path, quantized: bool) -> dict:
     trainer.add_callback(first)
     trainer.train()
     sharing = vars(causal_language_model(trainer.model)).get("prompt_sharing")
+    # Before the model is saved: a few of its logits are computed as in stock TRL then.
+    shared = sharing is not None and 0 < sharing.figures.tokens < sharing.figures.padded_tokens
     policy = trainer.accelerator.unwrap_model(trainer.model)
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     trainer.save_model(str(out / "final"))
     trainer.accelerator.wait_for_everyone()
     return {
         "loss": [entry["loss"] for entry in history],
-        "shared": sharing is not None and 0 < sharing.figures.tokens < sharing.figures.padded_tokens,
+        "shared": shared,
         "gradients": first.gradients,
         "adapter": {name: value.float() for name, value in gather_adapter(policy).items()},
         "dtensors": all(isinstance(parameter, DTensor) for parameter in policy.parameters()),

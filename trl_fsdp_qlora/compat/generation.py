@@ -50,7 +50,7 @@ def foreign_generation(model: nn.Module) -> str | None:
     for name, library_methods in _LIBRARY_METHODS.items():
         method = _without_fsdp(getattr(model, name))
         # The library's methods are bound; anything without a `__func__` is not the library's.
-        function = getattr(method, "__func__", None)
+        function = method.__func__ if inspect.ismethod(method) else None
         if not any(function is each for each in library_methods):
             return f"{type(model).__name__}.{name}"
     return None

@@ -238,7 +238,7 @@ def fused_head(forward: Callable) -> FusedHead | None:
 
     TRL keeps the settings in the closure of that method.
     """
-    function = getattr(forward, "__func__", None)
+    function = forward.__func__ if inspect.ismethod(forward) else None
     if function is None or "final_logit_softcapping" not in function.__code__.co_freevars:
         return None
     settings = inspect.getclosurevars(function).nonlocals

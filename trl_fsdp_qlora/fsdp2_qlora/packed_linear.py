@@ -77,11 +77,16 @@ class ByteLayout:
         return self.total_bytes - self.sizes[0]
 
 
+def is_repacked(state: QuantState) -> bool:
+    """Whether bitsandbytes repacked a weight for inference on a CPU with AVX512-BF16."""
+    return getattr(state, "packing_format_for_cpu", False)
+
+
 def to_bytes(layer: Linear4bit) -> tuple[torch.Tensor, ByteLayout]:
     """A quantized layer's weight and quantization state as one uint8 vector `(layout.total_bytes,)` on its device."""
     data = layer.weight.data
     state = layer.weight.quant_state
-    if getattr(state, "packing_format_for_cpu", False):  # repacked for inference on AVX512-BF16
+    if is_repacked(state):
         data, state = _convert_weight_packed_for_cpu_inverse(data, state)
     return state_to_bytes(data, state)
 

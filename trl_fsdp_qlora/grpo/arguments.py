@@ -1,7 +1,9 @@
 """The arguments of `EfficientGRPOTrainer`, checked and made ready for TRL."""
 
+from collections.abc import Sized
 from typing import Any
 
+from ..run.input_checks import columns_of
 from ..trainers.arguments import adapter_and_base, check_prompts, completed, with_base_loaded
 from ..vllm import ahead
 from ..vllm.sync_choice import Sync, choose_sync, why_own_base
@@ -21,9 +23,8 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync, str |
     dataset = call.get("train_dataset")
     check_prompts(call, needs_prompt=call.get("environment_factory") is None)
     not_single_turn_text = [name for name in ("tools", "environment_factory", "rollout_func") if call.get(name)]
-    columns = getattr(dataset, "column_names", None) or ()
-    not_single_turn_text += [name for name in ("image", "images") if name in columns]
-    not_indexed = ["a streaming dataset"] if dataset is not None and not hasattr(dataset, "__len__") else []
+    not_single_turn_text += [name for name in ("image", "images") if name in columns_of(dataset)]
+    not_indexed = ["a streaming dataset"] if dataset is not None and not isinstance(dataset, Sized) else []
     if args.dynamic_sampling and (not_single_turn_text or not_indexed):
         raise ValueError(
             "dynamic_sampling draws single-turn completions of further text prompts, by their index in the "

@@ -85,14 +85,18 @@ class Batch:
             arguments["output_router_logits"] = True
         return arguments
 
+    def of_tokens(self) -> dict[str, torch.Tensor | None]:
+        """Returns the tensors `(B, L)` by name."""
+        return {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "labels": self.labels}
+
     @classmethod
     def joined(cls, batches: list["Batch"]) -> "Batch":
         """Returns batches of equal width joined into one."""
         if len(batches) == 1:
             return batches[0]
         joined = {}
-        for name in ("input_ids", "attention_mask", "labels"):
-            parts = [getattr(batch, name) for batch in batches]
+        for name in batches[0].of_tokens():
+            parts = [batch.of_tokens()[name] for batch in batches]
             joined[name] = None if any(part is None for part in parts) else torch.cat(parts)
         parts_of_vision: dict[str, list[torch.Tensor]] = {}
         for batch in batches:
@@ -110,8 +114,7 @@ class Batch:
     def rows(self, rows: np.ndarray) -> "Batch":
         """Returns a batch of the rows with these indices."""
         tensors = {}
-        for name in ("input_ids", "attention_mask", "labels"):
-            x = getattr(self, name)
+        for name, x in self.of_tokens().items():
             tensors[name] = None if x is None else x[to_device(torch.from_numpy(rows), x.device)]
         vision = self.vision
         num_images = None

@@ -137,7 +137,9 @@ def _in_mixed_precision(forward: types.MethodType) -> types.MethodType:
 
 def of_any_copy(forward: Callable) -> Callable:
     """Returns the function of a bound method, because a copy of a model has to call the copy's forward."""
-    return getattr(forward, "__func__", None) or (lambda self, *args, **kwargs: forward(*args, **kwargs))
+    if inspect.ismethod(forward):
+        return forward.__func__
+    return lambda self, *args, **kwargs: forward(*args, **kwargs)
 
 
 def _with_sharing(base: PreTrainedModel, stock: Callable, below: Callable) -> Callable:

@@ -18,7 +18,7 @@ import copy
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -86,7 +86,7 @@ def check_call(call: dict[str, Any]) -> None:
                 "set rollouts_ahead: 0"
             )
     dataset = call.get("train_dataset")
-    if dataset is not None and not hasattr(dataset, "__len__"):
+    if dataset is not None and not isinstance(dataset, Sized):
         raise ValueError(
             "rollouts_ahead=1 with a streaming dataset: the next prompts are looked up by their index. Load it "
             "whole, or set rollouts_ahead: 0"

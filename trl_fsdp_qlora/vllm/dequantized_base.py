@@ -16,6 +16,7 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
+from peft import PeftModel
 from safetensors.torch import save_file
 from torch import nn
 from tqdm.auto import tqdm
@@ -81,7 +82,7 @@ def _dense(base: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Ten
 
 def config_of_dequantized(model: PreTrainedModel, tokenizer, cache: str | Path, dtype: torch.dtype) -> Path:
     """Write what a dequantized copy has besides its weights into `cache`, once per content; returns the folder."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
     cache = Path(cache)
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
@@ -135,7 +136,7 @@ def dequantized_base(
     Raises:
         RolloutError: `output` holds something else.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
     content = _fingerprint(base, dtype)
     folder = Path(cache) / content if output is None else Path(output)
     if _holds(folder, content):

@@ -14,7 +14,7 @@ from bitsandbytes.nn import Linear4bit
 from torch import nn
 from vllm.model_executor.layers.linear import LinearMethodBase
 
-from ..fsdp2_qlora.packed_linear import weight_and_state
+from ..fsdp2_qlora.packed_linear import is_repacked, weight_and_state
 
 # Of block maxima per nested maximum; bitsandbytes' operator knows no other number.
 _NESTED_BLOCK = 256
@@ -23,7 +23,7 @@ _NESTED_BLOCK = 256
 def why_not_readable(layer: Linear4bit) -> str | None:
     """Why the product cannot read a 4-bit layer; `None` if it can."""
     state = weight_and_state(layer)[1]
-    if getattr(state, "packing_format_for_cpu", False):
+    if is_repacked(state):
         return "bitsandbytes repacked it for this CPU"
     if tuple(state.shape) != (layer.out_features, layer.in_features):
         return "it is stored transposed"
