@@ -83,6 +83,7 @@ def test_host_bytes_are_those_that_are_saved(tmp_path, monkeypatch):
     assert sum(saved) == plan.host_bytes
 
 
+@pytest.mark.exhaustive
 def test_tiles_make_a_wider_mlp_cost_nothing_per_token(tmp_path):
     models = {width: folder(tmp_path / str(width), intermediate_size=width) for width in (512, 1024)}
     shape = passes.Shape(1, 2048, 0, True)
@@ -95,6 +96,7 @@ def test_tiles_make_a_wider_mlp_cost_nothing_per_token(tmp_path):
     assert grows[16] < grows["off"] / 4
 
 
+@pytest.mark.exhaustive
 def test_longer_rows_by_what_makes_them_longer(tmp_path, monkeypatch):
     plan = planned(folder(tmp_path, num_hidden_layers=8, max_position_embeddings=100_000))
     free = 2 * activations(plan)
