@@ -20,7 +20,6 @@ from ..compat.trl import (
     Generated,
     Turn,
     joined_images,
-    prompts_of,
     token_types_of_images,
 )
 from ..cpu.linear import fast_linears
@@ -36,10 +35,10 @@ from ..selection.group_statistics import GroupStatistics
 from ..trainers import lifecycle
 from ..trainers.groups import EpochRepeatSampler
 from ..trainers.look_ahead import LookAhead
-from ..trainers.rollouts import GenerationBatches, groups_feature
+from ..trainers.rollouts import GenerationBatches, generate_every, groups_feature
 from ..trainers.rows import padded_batch
 from ..trainers.scoring import Request, Scoring, may_have_images, share_in_models
-from ..trainers.upcoming import UpcomingRows
+from ..trainers.upcoming import drawing_ahead
 from ..vllm.ahead import RolloutsAhead
 from ..vllm.correction import (
     WeightSyncCheck,
@@ -49,7 +48,6 @@ from ..vllm.correction import (
     sampling_figures,
     sampling_metrics,
 )
-from ..vllm.drawn_dtype import describe_dtype
 from ..vllm.sync_choice import trl_starts_engine, warnings_for
 from .arguments import checked_arguments
 from .mean_scaled import mean_scaled_advantages
@@ -99,16 +97,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
         self.rollout = Rollout(self.args, self.accelerator, self._dist)
         if self.use_vllm:
             self.vllm_generation.sync_weights = self.clock.phase("weight_sync")(self.vllm_generation.sync_weights)
-        if self.args.rollouts_ahead:
-            self.upcoming = UpcomingRows(self.args.gradient_accumulation_steps)
-            self.ahead = RolloutsAhead(
-                self.vllm_generation,
-                self.clock,
-                step=lambda: self.state.global_step,
-                is_training=lambda: self.model.training,
-                upcoming=self._upcoming_prompts,
-                add_metrics=self._add_metrics,
-            )
+        self.ahead = drawing_ahead(self)
         if line := too_long(self.args.max_completion_length, self.model.config):
             logger.warning(line)
         normalizes_each_reward = self.args.multi_objective_aggregation == "normalize_then_sum"
@@ -243,7 +232,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
     def get_batch_samples(self, *args, **kwargs):
         # Called once before each optimizer step; the previous step may have ended early.
         self.look_ahead.end_update()
-        self._first_micro_batch = self._step
+        self.first_micro_batch = self._step
         return super().get_batch_samples(*args, **kwargs)
 
     def training_step(self, model, *args, **kwargs):
@@ -276,24 +265,10 @@ class EfficientGRPOTrainer(GRPOTrainer):
         # TRL's method with one change: whole groups are shuffled, so a prompt's completions stay in one micro-batch.
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
-        if self._step % self._generate_every == 0 or self._buffered_inputs is None:
+        if self._step % generate_every(self) == 0 or self._buffered_inputs is None:
             batch = self._generate_and_score_completions(generation_batch)
             self._buffered_inputs = self.generation_batches.split(batch, self.num_generations, self._logs)
         return joined_images(self._buffered_inputs[self._step % self.args.steps_per_generation])
-
-    @property
-    def _generate_every(self) -> int:
-        """Micro-batches of a generation batch, each as often as it is trained on."""
-        return self.args.steps_per_generation * self.num_iterations
-
-    def _upcoming_prompts(self):
-        """Token ids and images of the prompts of the next generation batch; `None` if the run ends before it."""
-        # `_step` counts micro-batches over all runs of this trainer, so the place is counted from this optimizer step.
-        drawn_at = self._step - self._step % self._generate_every + self._generate_every
-        further = drawn_at - self._first_micro_batch
-        loader = self.callback_handler.train_dataloader
-        rows = self.upcoming.rows(loader, self.state.global_step, further, self.state.max_steps)
-        return None if rows is None else self._tokenize_prompts(prompts_of(rows))[:2]
 
     def _generate_and_score_completions(self, inputs):
         self._before_rollouts(inputs)
@@ -441,7 +416,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
         """
         weighs_sequences = self.args.vllm_importance_sampling_mode.startswith("sequence")
         scores_enough = self.budget.strategy == "all" or not weighs_sequences
-        serves_one_step = self.args.gradient_accumulation_steps % self._generate_every == 0
+        serves_one_step = self.args.gradient_accumulation_steps % generate_every(self) == 0
         return self.use_vllm and serves_one_step and scores_enough and WEIGHS_AS_1_16
 
     def _requested_loss(self, stock, request: Request, inputs):
@@ -558,20 +533,6 @@ class EfficientGRPOTrainer(GRPOTrainer):
             *self.budget.features(self.sharing.is_active),
             groups_feature(self.args, self.num_generations, self.sharing),
             *self.rollout.features(self.model, self._generate_settings(), bool(self.tools)),
-            *self._engine_features(),
+            *lifecycle.features_of_engine(self),
             *lifecycle.features_of_base(self),
         ]
-
-    def _engine_features(self):
-        if not self.use_vllm:
-            return []
-        lines = [("on" if self.sync.mode == "adapter" else "as stock TRL", self.sync.describe())]
-        if self.ahead is not None:
-            lines.append(("on", "vLLM draws the next generation batch while this one is trained on"))
-        if self.args.vllm_mode == "colocate":
-            lines.append(("on", describe_dtype(self.args, self.model, self.accelerator)))
-        if self.sync.mode == "adapter" and self.args.vllm_mode == "colocate":
-            shared = self.vllm_generation.shared_base
-            own = f"vLLM has a base of its own: {self.vllm_generation.own_base}"
-            lines.append(("off", own) if shared is None else ("on", shared.describe()))
-        return lines

@@ -10,7 +10,7 @@ from trl import RLOOTrainer
 
 from ..checkpoints.stopping import stopping_after_step
 from ..compat.older_gpus import casting_wide_sums
-from ..compat.trl import SAMPLING_METRICS, Turn, joined_images, prompts_of
+from ..compat.trl import SAMPLING_METRICS, Turn, joined_images
 from ..cpu.linear import fast_linears
 from ..decode.rollout import GenerateSettings, Rollout
 from ..fsdp2_qlora import sharded
@@ -21,9 +21,9 @@ from ..trainers import lifecycle
 from ..trainers.arguments import adapter_and_base, check_prompts, completed, with_base_loaded
 from ..trainers.groups import EpochRepeatSampler
 from ..trainers.look_ahead import LookAhead
-from ..trainers.rollouts import GenerationBatches, groups_feature
+from ..trainers.rollouts import GenerationBatches, generate_every, groups_feature
 from ..trainers.scoring import Request, Scoring, may_have_images, share_in_models
-from ..trainers.upcoming import UpcomingRows
+from ..trainers.upcoming import drawing_ahead
 from ..vllm.ahead import RolloutsAhead, check_call
 from ..vllm.correction import completion_weights
 from ..vllm.sync_choice import choose_sync, trl_starts_engine, warnings_for, why_own_base
@@ -74,15 +74,7 @@ class EfficientRLOOTrainer(RLOOTrainer):
             self.vllm_generation.sync_weights = self.clock.phase("weight_sync")(self.vllm_generation.sync_weights)
         if self.args.rollouts_ahead:
             self.vllm_generation.logprobs = 0  # RLOO asks for none; the drawn token's are enough for a weight
-            self.upcoming = UpcomingRows(self.args.gradient_accumulation_steps)
-            self.ahead = RolloutsAhead(
-                self.vllm_generation,
-                self.clock,
-                step=lambda: self.state.global_step,
-                is_training=lambda: self.model.training,
-                upcoming=self._upcoming_prompts,
-                add_metrics=self._add_metrics,
-            )
+        self.ahead = drawing_ahead(self)
         for warning in warnings_for(self.args, self.sync):
             logger.warning(warning)  # accelerate's logger: on the main rank
         if line := too_long(self.args.max_completion_length, self.model.config):
@@ -159,7 +151,7 @@ class EfficientRLOOTrainer(RLOOTrainer):
     def get_batch_samples(self, *args, **kwargs):
         # Called once before each optimizer step; the previous step may have ended early.
         self.look_ahead.end_update()
-        self._first_micro_batch = self._step
+        self.first_micro_batch = self._step
         return super().get_batch_samples(*args, **kwargs)
 
     def training_step(self, model, *args, **kwargs):
@@ -193,24 +185,10 @@ class EfficientRLOOTrainer(RLOOTrainer):
         # TRL's method with one change: whole groups are shuffled, so a prompt's completions stay in one micro-batch.
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
-        if self._step % self._generate_every == 0 or self._buffered_inputs is None:
+        if self._step % generate_every(self) == 0 or self._buffered_inputs is None:
             batch = self._generate_and_score_completions(generation_batch)
             self._buffered_inputs = self.generation_batches.split(batch, self.num_generations, self._logs)
         return joined_images(self._buffered_inputs[self._step % self.args.steps_per_generation])
-
-    @property
-    def _generate_every(self) -> int:
-        """Micro-batches of a generation batch, each as often as it is trained on."""
-        return self.args.steps_per_generation * self.num_iterations
-
-    def _upcoming_prompts(self):
-        """Token ids and images of the prompts of the next generation batch; `None` if the run ends before it."""
-        # `_step` counts micro-batches over all runs of this trainer, so the place is counted from this optimizer step.
-        drawn_at = self._step - self._step % self._generate_every + self._generate_every
-        further = drawn_at - self._first_micro_batch
-        loader = self.callback_handler.train_dataloader
-        rows = self.upcoming.rows(loader, self.state.global_step, further, self.state.max_steps)
-        return None if rows is None else self._tokenize_prompts(prompts_of(rows))[:2]
 
     def _generate_and_score_completions(self, inputs):
         self.scoring.forget_images()
@@ -333,13 +311,10 @@ class EfficientRLOOTrainer(RLOOTrainer):
 
     def features(self) -> list[tuple[str, str]]:
         """Lines of the start-up block under `"on"`, `"off"` (by a setting) or `"as stock TRL"` (with the reason)."""
-        lines = [
+        return [
             self.sharing.feature(),
             groups_feature(self.args, self.num_generations, self.sharing),
             *self.rollout.features(self.model, self._generate_settings(), tools=False),
+            *lifecycle.features_of_engine(self),
+            *lifecycle.features_of_base(self),
         ]
-        if self.use_vllm:
-            lines.append(("on" if self.sync.mode == "adapter" else "as stock TRL", self.sync.describe()))
-        if self.ahead is not None:
-            lines.append(("on", "vLLM draws the next generation batch while this one is trained on"))
-        return [*lines, *lifecycle.features_of_base(self)]

@@ -36,6 +36,7 @@ from ..run.plain import counted
 from ..telemetry.phases import PhaseTimer, TelemetryCallback
 from ..telemetry.startup import StartupCallback
 from ..telemetry.terminal import print_briefly
+from ..vllm.drawn_dtype import describe_dtype
 
 logger = get_logger(__name__)
 
@@ -67,6 +68,24 @@ def report_start(trainer: Trainer, tokenize: Callable | None = None) -> None:
     trainer.startup = StartupCallback(trainer.features, tokenize, lambda: trainer.sharing.figures)
     trainer.add_callback(trainer.startup)
     print_briefly(trainer)
+
+
+def features_of_engine(trainer: Trainer) -> list[tuple[str, str]]:
+    """Lines of the start-up block on vLLM; none if it does not draw."""
+    if not trainer.use_vllm:
+        return []
+    sends_adapter = trainer.sync.mode == "adapter"
+    lines = [("on" if sends_adapter else "as stock TRL", trainer.sync.describe())]
+    if trainer.ahead is not None:
+        lines.append(("on", "vLLM draws the next generation batch while this one is trained on"))
+    if trainer.args.vllm_mode != "colocate":
+        return lines
+    lines.append(("on", describe_dtype(trainer.args, trainer.model, trainer.accelerator)))
+    if sends_adapter:
+        shared = trainer.vllm_generation.shared_base
+        own = f"vLLM has a base of its own: {trainer.vllm_generation.own_base}"
+        lines.append(("off", own) if shared is None else ("on", shared.describe()))
+    return lines
 
 
 def features_of_base(trainer: Trainer) -> list[tuple[str, str]]:

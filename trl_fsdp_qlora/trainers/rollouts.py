@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from transformers import Trainer
 
 from ..prefix_sharing.sharing import PromptSharing
 from ..report.keep import drawn_rows, lengths_and_ends
@@ -12,6 +13,11 @@ from ..telemetry.phases import PhaseTimer, token_counts
 from ..telemetry.unscored import ScoredCompletions
 from .groups import micro_batches
 from .scoring import Scoring
+
+
+def generate_every(trainer: Trainer) -> int:
+    """Returns how many micro-batches a generation batch serves: each of its own, as often as it is trained on."""
+    return trainer.args.steps_per_generation * trainer.num_iterations
 
 
 class GenerationBatches:

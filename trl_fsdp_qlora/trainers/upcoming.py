@@ -1,4 +1,7 @@
-"""`UpcomingRows`: the rows of a later generation batch, looked up through a copy of the data loader's sampler."""
+"""Drawing one generation batch ahead, for trainers of GRPO's kind: which prompts come next.
+
+[`UpcomingRows`] looks the rows of a later generation batch up through a copy of the data loader's sampler.
+"""
 
 import copy
 import math
@@ -7,6 +10,36 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler
+from transformers import Trainer
+
+from ..compat.trl import prompts_of
+from ..vllm.ahead import RolloutsAhead
+from .rollouts import generate_every
+
+
+def drawing_ahead(trainer: Trainer) -> RolloutsAhead | None:
+    """Returns what lets a trainer's vLLM server draw one generation batch ahead; `None` without `rollouts_ahead`."""
+    if not trainer.args.rollouts_ahead:
+        return None
+    every = generate_every(trainer)
+    upcoming = UpcomingRows(trainer.args.gradient_accumulation_steps)
+
+    def prompts() -> tuple[list[list[int]], list | None] | None:
+        # `_step` counts micro-batches over all runs of this trainer, so the place is counted from this optimizer step.
+        drawn_at = trainer._step - trainer._step % every + every
+        further = drawn_at - trainer.first_micro_batch
+        loader = trainer.callback_handler.train_dataloader
+        rows = upcoming.rows(loader, trainer.state.global_step, further, trainer.state.max_steps)
+        return None if rows is None else trainer._tokenize_prompts(prompts_of(rows))[:2]
+
+    return RolloutsAhead(
+        trainer.vllm_generation,
+        trainer.clock,
+        step=lambda: trainer.state.global_step,
+        is_training=lambda: trainer.model.training,
+        upcoming=prompts,
+        add_metrics=trainer._add_metrics,
+    )
 
 
 class UpcomingRows:
