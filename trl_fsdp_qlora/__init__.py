@@ -24,7 +24,8 @@ __version__ = "0.1.0"
 # Public names, by the module that has them. A type checker reads those below instead.
 _EXPORTS = {"share_prompts": "prefix_sharing.sharing"}
 for _method in METHODS:
-    _EXPORTS |= {_method.config: f"{_method.room}.config", _method.trainer: f"{_method.room}.trainer"}
+    _EXPORTS[_method.config] = f"{_method.room}.config"
+    _EXPORTS[_method.trainer] = f"{_method.room}.trainer"
 
 __all__ = sorted([*_EXPORTS, "__version__"])
 

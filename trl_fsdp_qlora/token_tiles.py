@@ -456,12 +456,10 @@ class _Call:
         if not self.random_states:
             yield
             return
-        before = _random_states(self.device)
-        _set_random_states(self.device, self.random_states)
-        try:
+        kind = self.device.type
+        with torch.random.fork_rng([] if kind == "cpu" else [self.device], device_type=kind):
+            _set_random_states(self.device, self.random_states)
             yield
-        finally:
-            _set_random_states(self.device, before)
 
 
 def _random_states(device: torch.device) -> list[torch.Tensor]:

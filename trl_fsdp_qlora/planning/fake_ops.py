@@ -158,14 +158,10 @@ def replace_experts(experts: nn.Module) -> None:
     experts.forward = MethodType(forward, experts)
 
 
-def offloaded(checkpoint: Callable, host_bytes: list[int]) -> Callable:
-    """`checkpoint`, whose saved tensors leave the device as those of `torch.autograd.graph.save_on_cpu` do.
-
-    Each appends its bytes to `host_bytes`. Torch takes pinned memory in powers of two.
-    """
+def offloaded(checkpoint: Callable) -> Callable:
+    """`checkpoint`, whose saved tensors leave the device as those of `torch.autograd.graph.save_on_cpu` do."""
 
     def pack(x: torch.Tensor) -> tuple:
-        host_bytes.append(1 << max(0, x.nbytes - 1).bit_length())
         return x.shape, x.dtype
 
     def unpack(saved: tuple) -> torch.Tensor:

@@ -154,7 +154,7 @@ def _few_layers(settings: Settings, config, layers, on_gpu: bool) -> tuple[nn.Mo
             for module in causal.modules():
                 checkpoint = vars(module).get("_gradient_checkpointing_func")
                 if checkpoint is not None:
-                    module._gradient_checkpointing_func = fake_ops.offloaded(checkpoint, [])
+                    module._gradient_checkpointing_func = fake_ops.offloaded(checkpoint)
     _fake(model, mode)
     return model, mode
 

@@ -75,9 +75,9 @@ class Batch:
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of the forward call for this batch."""
-        arguments = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
-        if self.labels is not None:
-            arguments["labels"] = self.labels
+        arguments: dict[str, Any] = self.of_tokens()
+        if self.labels is None:
+            del arguments["labels"]
         # After `rows` some tensors of images are on the host.
         for name, x in self.vision.items():
             arguments[name] = to_device(x, self.input_ids.device) if isinstance(x, torch.Tensor) else x

@@ -200,7 +200,9 @@ class FirstPasses:
         if problem == NOTHING_TO_COMPARE:
             return None
         if problem is None:
-            self.checked |= _kinds({False, gradients}, {False, with_images}, of_backbone)
+            # Equal gradients prove equal values, and rows with images prove those without.
+            found_equal = _kinds({False, gradients}, {False, with_images}, of_backbone)
+            self.checked.update(found_equal)
         elif with_images and packed_model.attention == "auto":  # batches without images may still run packed
             packed_model.images.reason = problem
             return None

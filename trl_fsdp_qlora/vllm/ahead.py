@@ -266,7 +266,7 @@ class RolloutsAhead:
             asking = _Client(self, takes=False)
             with self._client_is(asking):
                 self._stock_generate(*upcoming, num_generations)
-            metrics |= on_main(asking.metrics)
+            metrics.update(on_main(asking.metrics))
         self._add_metrics(metrics)
         return drawn
 
