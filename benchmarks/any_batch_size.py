@@ -15,20 +15,18 @@ projects completions only; so the vocabulary is small.
 
 import argparse
 import copy
-import json
 import statistics
 import tempfile
 import time
 import zlib
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from synthetic import RESULTS, cpu_name, make_model, small_tokenizer
+from synthetic import make_model, run_points, small_tokenizer
 
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 
@@ -184,24 +182,8 @@ def main() -> None:
     parser.add_argument("--points", nargs="*", type=int, help="only these rows of the table, counted from 0")
     parser.add_argument("--output", default="any_batch_size", help="file stem under benchmarks/results")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    rows = []
-    for number, point in enumerate(POINTS):
-        if args.points is None or number in args.points:
-            rows.append(measure(point, args))
-            print(table(rows[-1:]).splitlines()[-1], flush=True)
-    setting = {
-        "device": cpu_name(),
-        "threads": 1,
-        "runs": args.runs,
-        "vocabulary": args.vocabulary,
-        "torch": torch.__version__,
-        "trl": trl.__version__,
-        "model": f"Qwen3, {args.shape}, LoRA r=16, SGD",
-    }
-    path = Path(RESULTS) / f"{args.output}.json"
-    path.write_text(json.dumps({"setting": setting, "rows": rows}, indent=1) + "\n")
-    print(table(rows))
+    points = [point for number, point in enumerate(POINTS) if args.points is None or number in args.points]
+    run_points(args, points, measure, table, f"Qwen3, {args.shape}, LoRA r=16, SGD")
 
 
 if __name__ == "__main__":

@@ -12,20 +12,18 @@ Every trainer makes its logits as in stock TRL, so the larger the vocabulary, th
 
 import argparse
 import copy
-import json
 import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from synthetic import RESULTS, cpu_name, make_model, peak_bytes, small_tokenizer
+from synthetic import gradient_difference, make_model, peak_bytes, run_points, small_tokenizer
 from transformers import Qwen3ForSequenceClassification
 
 from trl_fsdp_qlora import share_prompts
@@ -204,14 +202,6 @@ def cpu_seconds(trainer, batch: dict) -> float:
     return time.process_time() - start
 
 
-def difference(trainer, reference) -> float:
-    """Largest gradient difference over the largest gradient."""
-    pairs = zip(trainer.model.parameters(), reference.model.parameters(), strict=True)
-    pairs = [(p.grad, r.grad) for p, r in pairs if r.grad is not None]
-    largest = max(r.abs().max() for _, r in pairs)
-    return max((p - r).abs().max() / largest for p, r in pairs).item()
-
-
 def counted_tokens(trainer, batch: dict) -> tuple[int, int]:
     """Tokens of all forwards of a loss that run packed, padded and computed."""
     counts = [0, 0]
@@ -237,7 +227,7 @@ def measure(name: str, args) -> dict:
     contestants["shared"] = shared(make_trainer(name, args.vocabulary))
     loss_and_backward(contestants["stock"], batch)
     padded, computed = counted_tokens(contestants["shared"], batch)  # compares with stock, too
-    gradients = difference(contestants["shared"], contestants["stock"])
+    gradients = gradient_difference(contestants["shared"], contestants["stock"])
     seconds: dict[str, list[float]] = {key: [] for key in contestants}
     for _ in range(args.runs):
         for key, trainer in contestants.items():
@@ -282,24 +272,8 @@ def main() -> None:
     parser.add_argument("--points", nargs="*", help="only points whose name contains one of these")
     parser.add_argument("--output", default="every_forward", help="file stem under benchmarks/results")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    rows = []
-    for name in POINTS:
-        if args.points is None or any(part in name for part in args.points):
-            rows.append(measure(name, args))
-            print(table(rows[-1:]).splitlines()[-1], rows[-1]["gradient_difference"], flush=True)
-    setting = {
-        "device": cpu_name(),
-        "threads": 1,
-        "runs": args.runs,
-        "vocabulary": args.vocabulary,
-        "torch": torch.__version__,
-        "trl": trl.__version__,
-        "model": "Qwen3, hidden 256, 4 layers, LoRA r=16",
-    }
-    path = Path(RESULTS) / f"{args.output}.json"
-    path.write_text(json.dumps({"setting": setting, "rows": rows}, indent=1) + "\n")
-    print(table(rows))
+    names = [name for name in POINTS if args.points is None or any(part in name for part in args.points)]
+    run_points(args, names, measure, table, "Qwen3, hidden 256, 4 layers, LoRA r=16")
 
 
 if __name__ == "__main__":

@@ -14,18 +14,16 @@ projects completions only; so the vocabulary is small.
 
 import argparse
 import copy
-import json
 import statistics
 import tempfile
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from synthetic import RESULTS, cpu_name, make_model, small_tokenizer
+from synthetic import gradient_difference, make_model, run_points, small_tokenizer
 
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.prefix_sharing import forest
@@ -126,14 +124,6 @@ def cpu_seconds(trainer, batch: dict, rows: int) -> float:
     return time.process_time() - start
 
 
-def difference(trainer, reference) -> float:
-    """Largest gradient difference over the largest gradient."""
-    pairs = zip(trainer.model.parameters(), reference.model.parameters(), strict=True)
-    pairs = [(p.grad, r.grad) for p, r in pairs if r.grad is not None]
-    largest = max(r.abs().max() for _, r in pairs)
-    return max((p - r).abs().max() / largest for p, r in pairs).item()
-
-
 def measure(name: str, args) -> dict:
     kind, common, own, completion, groups, group = POINTS[name]
     model = make_model(SimpleNamespace(device="cpu", vocabulary=args.vocabulary, shape="cpu"))
@@ -160,7 +150,7 @@ def measure(name: str, args) -> dict:
             if key != "stock":
                 figures = causal_language_model(trainer.model).prompt_sharing.figures
                 tokens[key] = figures.tokens
-                gradients[key] = difference(trainer, trainers["stock"])
+                gradients[key] = gradient_difference(trainer, trainers["stock"])
     padded = causal_language_model(trainers["shared"].model).prompt_sharing.figures.padded_tokens
     medians = {key: statistics.median(values) for key, values in seconds.items()}
     return {
@@ -197,24 +187,8 @@ def main() -> None:
     parser.add_argument("--points", nargs="*", help="only points whose name contains one of these")
     parser.add_argument("--output", default="share_prompts_speedup", help="file stem under benchmarks/results")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    rows = []
-    for name in POINTS:
-        if args.points is None or any(part in name for part in args.points):
-            rows.append(measure(name, args))
-            print(table(rows[-1:]).splitlines()[-1], rows[-1]["gradient_difference"], flush=True)
-    setting = {
-        "device": cpu_name(),
-        "threads": 1,
-        "runs": args.runs,
-        "vocabulary": args.vocabulary,
-        "torch": torch.__version__,
-        "trl": trl.__version__,
-        "model": "Qwen3, hidden 256, 4 layers, LoRA r=16",
-    }
-    path = Path(RESULTS) / f"{args.output}.json"
-    path.write_text(json.dumps({"setting": setting, "rows": rows}, indent=1) + "\n")
-    print(table(rows))
+    names = [name for name in POINTS if args.points is None or any(part in name for part in args.points)]
+    run_points(args, names, measure, table, "Qwen3, hidden 256, 4 layers, LoRA r=16")
 
 
 if __name__ == "__main__":

@@ -2,14 +2,16 @@
 
 import copy
 import gc
+import json
 import platform
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.profiler import ProfilerActivity, profile
@@ -216,3 +218,40 @@ def peak_bytes(run, device: str) -> int:
         level += event.nbytes()
         peak = max(peak, level)
     return peak
+
+
+def gradient_difference(trainer, reference) -> float:
+    """Largest difference of the models' gradients over the largest gradient of `reference`."""
+    pairs = zip(trainer.model.parameters(), reference.model.parameters(), strict=True)
+    pairs = [(p.grad, r.grad) for p, r in pairs if r.grad is not None]
+    largest = max(r.abs().max() for _, r in pairs)
+    return max((p - r).abs().max() / largest for p, r in pairs).item()
+
+
+def run_points(args, points: Iterable, measure: Callable, table: Callable[[list[dict]], str], model: str) -> None:
+    """Measure each point on one thread, and write all with their setting to `RESULTS`; prints lines of `table`.
+
+    Args:
+        args: of the command line, with `runs`, `vocabulary` and `output`, a file stem.
+        points: first arguments of `measure`, whose second one is `args`.
+        measure: returns a row.
+        table: returns rows as a table.
+        model: what the model is, in words.
+    """
+    torch.set_num_threads(1)
+    rows = []
+    for point in points:
+        rows.append(measure(point, args))
+        print(table(rows[-1:]).splitlines()[-1], rows[-1].get("gradient_difference", ""), flush=True)
+    setting = {
+        "device": cpu_name(),
+        "threads": 1,
+        "runs": args.runs,
+        "vocabulary": args.vocabulary,
+        "torch": torch.__version__,
+        "trl": trl.__version__,
+        "model": model,
+    }
+    path = RESULTS / f"{args.output}.json"
+    path.write_text(json.dumps({"setting": setting, "rows": rows}, indent=1) + "\n")
+    print(table(rows))

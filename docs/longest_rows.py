@@ -16,10 +16,10 @@ from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
-from transformers import AutoConfig
 
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.planning.hardware import GIB
+from trl_fsdp_qlora.planning.known_models import known_config
 from trl_fsdp_qlora.planning.plan import Plan, changed, plan_recipe
 
 PAGE = Path(__file__).with_name("out_of_memory.md")
@@ -31,11 +31,8 @@ LENGTHS = (16384, 32768, 65536)
 CARDS = (16, 24, 48, 80)  # GB
 # Plans are made until one lies so near to the length that is looked for, as a part of it.
 NEAR, TRIES = 0.01, 6
-_SIZES = {"vocab_size": 151936, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-MODELS = {
-    "Qwen3-8B QLoRA": ("qwen3", {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}, True),
-    "Qwen3-4B LoRA": ("qwen3", {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36}, False),
-}
+# A row's name: the model, and whether its base is in 4 bits.
+MODELS = {"Qwen3-8B QLoRA": ("Qwen3-8B", True), "Qwen3-4B LoRA": ("Qwen3-4B", False)}
 OPTIONS = {
     "checkpointing alone": {"mlp_tokens_per_tile": "off"},
     "offload": {"mlp_tokens_per_tile": "off", "gradient_checkpointing_kwargs": {"offload": True}},
@@ -45,13 +42,10 @@ OPTIONS = {
 
 def plan_of(name: str, option: str, card: int, completion: int) -> Plan:
     """The plan of a step on one group, row by row, whose completions are drawn on another machine."""
-    kind, sizes, four_bits = MODELS[name]
+    model, four_bits = MODELS[name]
     with tempfile.TemporaryDirectory() as folder:
-        config = AutoConfig.for_model(
-            kind, **_SIZES, **sizes, tie_word_embeddings=not four_bits, max_position_embeddings=POSITIONS,
-            dtype="bfloat16",
-        )  # fmt: skip
-        config.architectures = ["Qwen3ForCausalLM"]
+        config = known_config(model)
+        config.max_position_embeddings = POSITIONS
         config.save_pretrained(folder)
         words = f"""--model_name_or_path {folder} --output_dir runs/x --dtype bfloat16 --bf16 true --use_peft true
             --lora_r 16 --lora_target_modules all-linear --load_in_4bit {four_bits} --use_bnb_nested_quant true
