@@ -2,13 +2,9 @@
 
 import json
 import os
-import sys
-import traceback
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.tensor import DTensor
 
 from tests.decode import test_turns_images
@@ -16,6 +12,7 @@ from tests.decode.helpers import calling_tokenizer
 from tests.decode.test_turns import OURS, STOCK, make_trainer
 from tests.distributed.fsdp_on_gloo import force_fsdp, fsdp_environment
 from tests.distributed.launch import launch
+from tests.distributed.rank import forget_launch, run_rank
 
 # Classes, model, FSDP2 or DDP, and other settings.
 RUNS = {
@@ -117,8 +114,7 @@ def rank(folder: Path) -> None:
         assert any(isinstance(p, DTensor) for p in trainer.model.parameters()) == sharded, name
         steps = [entry for entry in trainer.state.log_history if "loss" in entry]
         results[name] = {"steps": steps, "turns": len(turns)}
-        AcceleratorState._reset_state(reset_partial_state=False)
-        GradientState._reset_state()
+        forget_launch()
     for name, (classes, sharded, settings) in WITH_PICTURES.items():
         os.environ["ACCELERATE_USE_FSDP"] = str(sharded).lower()
         processor = test_turns_images.qwen_processor()
@@ -132,16 +128,9 @@ def rank(folder: Path) -> None:
         assert tower and all(isinstance(p, DTensor) == sharded for p in tower), name
         steps = [entry for entry in trainer.state.log_history if "loss" in entry]
         results[name] = {"steps": steps, "looked": sum(test_turns_images.LOOKED)}
-        AcceleratorState._reset_state(reset_partial_state=False)
-        GradientState._reset_state()
+        forget_launch()
     (folder / f"rank{mine}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
-    try:
-        rank(Path(sys.argv[1]))
-        dist.barrier()
-        dist.destroy_process_group()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)  # the other rank may wait in a collective that this one will never join
+    run_rank(lambda folder: rank(Path(folder)))

@@ -3,19 +3,17 @@ file.
 """
 
 import os
-import sys
-import traceback
 import zlib
 from pathlib import Path
 
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 
 from tests.distributed.fsdp_on_gloo import force_fsdp
+from tests.distributed.rank import forget_launch, run_rank
 from tests.fsdp2_qlora import tiny
 from trl_fsdp_qlora import (
     EfficientDPOConfig,
@@ -150,17 +148,8 @@ def main(path, out, *scenarios):
         name, _, quantized = rest.partition(":")
         results[label] = train(name, path, out / label, bool(quantized))
         torch.save(results, out / f"rank{RANK}.pt")
-        # Accelerate keeps the launch's state for the life of a process.
-        AcceleratorState._reset_state(reset_partial_state=False)
-        GradientState._reset_state()
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+        forget_launch()
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)  # the other rank may wait in a collective that this one will never join
+    run_rank(main)

@@ -37,7 +37,6 @@ import os
 import runpy
 import signal
 import sys
-import traceback
 import zlib
 from dataclasses import asdict
 from pathlib import Path
@@ -49,7 +48,6 @@ import torch
 import transformers.trainer
 import yaml
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from huggingface_hub import HfApi, constants
 from peft import PeftModel, get_peft_model
 from torch.distributed.fsdp import FSDPModule
@@ -60,6 +58,7 @@ from trl import SFTConfig, SFTTrainer
 
 from tests.benchmark_modules import benchmark
 from tests.distributed.fsdp_on_gloo import force_fsdp, without_deepspeeds_operator
+from tests.distributed.rank import forget_launch, run_rank
 from tests.fsdp2_qlora import tiny
 from tests.grpo import resume_worker
 from tests.grpo.test_token_budget import batch_of
@@ -611,18 +610,8 @@ def main(path, out, *specifications):
         options = {name: yaml.safe_load(value) for name, value in options.items()}
         results[label] = globals()[name](path, out / label, **options) or {}
         torch.save(results, out / f"rank{RANK}.pt")
-        # Each scenario brings its own mixed precision, which accelerate keeps for the life of a process.
-        AcceleratorState._reset_state(reset_partial_state=False)
-        GradientState._reset_state()
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+        forget_launch()
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except BaseException:
-        traceback.print_exc()
-        # Leave at once: the other rank may wait in a collective that this one will never join.
-        os._exit(1)
+    run_rank(main)

@@ -199,17 +199,23 @@ def steps_of(trainer) -> list[dict]:
     return [{name: value for name, value in row.items() if name not in NOT_COMPARED} for row in steps]
 
 
+def trained(trainer, shares: bool) -> list:
+    """Train, after `share_prompts` if it `shares`; returns the gradients of each step."""
+    if shares:
+        share(trainer)
+    recorder = Recorder()
+    trainer.add_callback(recorder)
+    torch.manual_seed(0)
+    trainer.train()
+    return recorder.gradients
+
+
 def assert_steps_are_stocks(make, counted):
     runs = []
     for shares in (False, True):
         trainer = make()
-        if shares:
-            share(trainer)
-        recorder = Recorder()
-        trainer.add_callback(recorder)
-        torch.manual_seed(0)
-        trainer.train()
-        runs.append((steps_of(trainer), recorder.gradients))
+        gradients = trained(trainer, shares)
+        runs.append((steps_of(trainer), gradients))
     (stock_steps, stock), (steps, ours) = runs
     assert len(steps) == len(stock_steps) == 2
     for step, stock_step in zip(steps, stock_steps, strict=True):
