@@ -4,8 +4,9 @@
 
 Starts `vllm serve` on the first of `--cores` and trains on the second, LoRA in float32, `--prompts` x `--group`
 completions of `--tokens` tokens each (they do not end early, so every step has the same work). Runs without and with
-the option alternate; the first step of each is left out. A draw is what the client waited for its answer, the rest
-of a step is everything else. `--reward_seconds` makes the reward sleep. `--picture` draws one run of each kind as a
+the option alternate; the first two steps of each are left out (the first compares packed rows with padded ones, and
+with the option the second waits less for that). A draw is what the client waited for its answer, the rest of a step
+is everything else. `--reward_seconds` makes the reward sleep. `--picture` draws one run of each kind as a
 timeline.
 
 Cores that do other things too make both sides slower at once, and the ratio says little then.
@@ -27,6 +28,7 @@ from pathlib import Path
 for name, value in {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}.items():
     os.environ.setdefault(name, value)
 
+UNMEASURED_STEPS = 2
 COLOURS = {
     "draw": "#4878a8", "wait_for_server": "#eeeeee", "weight_sync": "#d0a030", "reward": "#c06060", "train": "#60a070",
 }  # fmt: skip
@@ -109,7 +111,7 @@ def run(url: str, ahead: int, words: argparse.Namespace) -> dict:
             num_generations=words.group,
             max_completion_length=words.tokens,
             generation_kwargs={"ignore_eos": True},
-            max_steps=words.steps + 1,
+            max_steps=words.steps + UNMEASURED_STEPS,
             learning_rate=1e-5,
             model_init_kwargs={"dtype": "float32"},
             use_cpu=True,
@@ -147,10 +149,10 @@ def run(url: str, ahead: int, words: argparse.Namespace) -> dict:
 
 
 def seconds_of(result: dict) -> list[dict[str, float]]:
-    """By step, without the first: its seconds, those of the draw of its batch, and of all that is not waiting."""
+    """By measured step: its seconds, those of the draw of its batch, and of all that is not waiting."""
     draws = [(start, end) for name, start, end in result["spans"] if name == "draw"]
     rows = []
-    for number, (began, ended) in enumerate(result["steps"][1:], start=1):
+    for number, (began, ended) in enumerate(result["steps"][UNMEASURED_STEPS:], start=UNMEASURED_STEPS):
         start, end = draws[number]
         waited = end - start
         if result["ahead"]:
