@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from ..prefix_sharing.facts import keeps_keys, layer_types
+from ..prefix_sharing.facts import keeps_keys, layer_types, longest_window
+from ..prefix_sharing.first_pass import compared_tokens
 from ..prefix_sharing.passes import Forward
 from ..prefix_sharing.recurrent.kinds import goes_on_from_a_state, recurrent_layers, state_bytes
 from ..prefix_sharing.verdict import ROWS_HALF
@@ -50,15 +51,20 @@ def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
     return Shape(rows, prompt + length, rows * (length if on_gpu else prompt + length - 1), False)
 
 
-def compared_shape(settings: Settings, on_gpu: bool) -> Shape:
+def compared_shape(settings: Settings, config: PretrainedConfig, on_gpu: bool) -> Shape:
     """The padded forward, with gradients, that checks the first packed pass (`prefix_sharing.verdict`).
 
-    It has as many rows as fit into the packed row's tokens, and uses TRL's kernels and masks.
+    It has as many rows as fit into the packed row's tokens, and uses TRL's kernels and masks. Long rows are cut
+    (`first_pass.shortened`).
     """
     packed = loss_shape(settings, True, on_gpu)
-    width = settings.prompt_tokens + settings.completion_tokens
+    prompt = settings.prompt_tokens
+    completion = settings.completion_tokens
+    most = compared_tokens(prompt + completion, longest_window(config.get_text_config()))
+    completion = min(completion, most - min(prompt, most // 2))
+    width = min(prompt + completion, most)
     rows = min(max(1, packed.length // width), settings.rows, ROWS_HALF)
-    return Shape(rows, width, rows * (settings.completion_tokens if on_gpu else width - 1), False)
+    return Shape(rows, width, rows * (completion if on_gpu else width - 1), False)
 
 
 def scored_shape(settings: Settings, on_gpu: bool) -> Shape:

@@ -254,7 +254,7 @@ def _loss_bytes(settings: Settings, config: PretrainedConfig, step: Step, gpu: b
         loss = passes.measure(settings, config, shape, gpu, grad=True)
     if not shape.packed or settings.launch.kind.startswith("zero"):  # under DeepSpeed the check has no gradients
         return loss
-    return max(loss, passes.measure(settings, config, passes.compared_shape(settings, gpu), gpu, grad=True))
+    return max(loss, passes.measure(settings, config, passes.compared_shape(settings, config, gpu), gpu, grad=True))
 
 
 def _gathers_whole(settings: Settings, whole: int, free: int) -> bool:

@@ -4,8 +4,8 @@
 `relative_positions.py`). A model with something that no table has runs as in stock TRL, for the reason that
 [`unsupported_reason`] returns. The first pass of each kind is compared with stock's in any case.
 
-Windows, softcaps, sinks and the scale of attention are not among the facts: each layer passes them with its call,
-see [`attention.layers.AttentionCall`].
+Softcaps, sinks, the scale of attention and each layer's window are not among the facts: each layer passes them with
+its call, see [`attention.layers.AttentionCall`].
 """
 
 import inspect
@@ -46,6 +46,7 @@ class ModelFacts:
         stock_positions: see [`relative_positions.stock_positions`].
         sees_distances: whether only differences of positions are known to matter, see `relative_positions.py`.
         hidden_size: width of the hidden states.
+        longest_window: see [`longest_window`].
     """
 
     stamp: int
@@ -58,6 +59,7 @@ class ModelFacts:
     stock_positions: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
     sees_distances: bool
     hidden_size: int
+    longest_window: int
 
     @property
     def layers(self) -> int:
@@ -90,6 +92,7 @@ def read_facts(model: PreTrainedModel) -> ModelFacts:
         stock_positions=stock_positions(model),
         sees_distances=sees_distances(model),
         hidden_size=model.config.get_text_config().hidden_size,
+        longest_window=longest_window(text),
     )
 
 
@@ -172,6 +175,11 @@ def layer_types(text: PreTrainedConfig) -> list[str]:
     if decoder_layers is not None:
         return ["full_attention"] * decoder_layers
     return get_layer_types_and_kwargs(text)[0]
+
+
+def longest_window(text: PreTrainedConfig) -> int:
+    """Number of tokens that a layer with a window attends to; 0 if no layer has one."""
+    return _setting(text, "sliding_window") or 0
 
 
 def takes_positions(model: PreTrainedModel) -> bool:

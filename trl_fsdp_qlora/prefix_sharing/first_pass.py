@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.utils import ModelOutput
 
+from ..scoring.transfer import to_device
 from .attention.call import UnsupportedAttention
 from .batch import IGNORED_LABEL, Batch, Sequences, UnpackableBatch
 from .dropout import attention_reason, without_dropout
@@ -42,6 +43,11 @@ from .verdict import (
 )
 
 NOTHING_TO_COMPARE = "nothing to compare"
+# A row that is compared has at most this many tokens, because of a padded row stock computes all pairs: at 32,768
+# tokens masks and scores take more memory than the step that is compared. If layers have a window, a row goes on
+# behind it by so many tokens.
+MOST_TOKENS = 2048
+BEHIND_WINDOW = 512
 # Every second row that is compared stands this many columns further left.
 MOVED_BY = 2
 
@@ -265,7 +271,10 @@ def difference(
     tokens = batch.input_ids.numel() if whole is None else packed_model.build_forest(whole).tokens
     if tokens_per_pass is not None:
         tokens = min(tokens, tokens_per_pass)
-    sample = replace(batch.rows(sampled_rows(batch, int(count), order)), router_loss=False)
+    taken_rows = sampled_rows(batch, int(count), order)
+    sample = replace(batch.rows(taken_rows), router_loss=False)
+    if whole is not None:
+        sample = shortened(sample, whole.rows(taken_rows), packed_model.facts.longest_window)
     if packed_model.facts.sees_distances:
         sample = in_two_columns(sample, packed_model.images.token)
     sequences = _read(packed_model, sample)
@@ -338,6 +347,65 @@ def _packed_values(packed_model: PackedModel, rows: Batch, packed: Packed, is_de
     return values
 
 
+def compared_tokens(longest: int, window: int) -> int:
+    """Returns the most tokens of a row that is compared.
+
+    Args:
+        longest: tokens of the longest row.
+        window: tokens of the longest window of attention; 0 if there is none. It does nothing in shorter rows.
+    """
+    return max(MOST_TOKENS, window + BEHIND_WINDOW) if 0 < window < longest else MOST_TOKENS
+
+
+def shortened(batch: Batch, sequences: Sequences, window: int) -> Batch:
+    """Returns a batch in which long rows are cut to their first tokens and those round the place at which they part.
+
+    Of a long prompt its first tokens are kept, which other prompts may share, and its last ones; then the first ones
+    of the completion. Rows with equal prompts are cut alike. A row with images is not cut in front of the token behind
+    its last one. Rows that begin in one column still do, and rows that do not still do not.
+
+    Args:
+        batch: the rows.
+        sequences: the same rows on the host.
+        window: tokens of the longest window of attention; 0 if there is none.
+    """
+    lengths_B = sequences.lengths_B
+    most = compared_tokens(int(lengths_B.max()), window)
+    if lengths_B.max() <= most:
+        return batch
+    if batch.labels is None:
+        order, common = sort_by_prefix(sequences.tokens_BL, lengths_B)
+        parts_at_B = np.zeros_like(lengths_B)
+        parts_at_B[order] = np.maximum(np.append(common, 0), np.insert(common, 0, 0))
+    else:
+        parts_at_B = sequences.scored_BL.argmax(1)  # its first label
+    behind = min(int((lengths_B - parts_at_B).max()), most - min(int(parts_at_B.max()), most // 2))
+    in_front = most - behind
+    kept_of_row = []
+    for row, (length, parts_at) in enumerate(zip(lengths_B, parts_at_B, strict=True)):
+        # An image may have a token of its own behind it.
+        whole_until = 0 if sequences.spans_B2 is None else sequences.spans_B2[row, 1] + 2
+        tokens = np.arange(length)
+        is_kept = tokens < max(in_front // 2, whole_until)
+        is_kept |= (tokens >= parts_at - (in_front - in_front // 2)) & (tokens < parts_at + behind)
+        kept_of_row.append(tokens[is_kept])
+    _, first_column_B = np.unique(sequences.offsets_B, return_inverse=True)
+    width = max(first + len(kept) for first, kept in zip(first_column_B, kept_of_row, strict=True))
+    columns_BL = np.full((len(lengths_B), width), -1)
+    for row, (first, kept) in enumerate(zip(first_column_B, kept_of_row, strict=True)):
+        columns_BL[row, first : first + len(kept)] = sequences.offsets_B[row] + kept
+    columns_BL = torch.from_numpy(columns_BL)
+
+    def cut(x: torch.Tensor, filling: int) -> torch.Tensor:
+        columns = to_device(columns_BL, x.device)
+        return x.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, filling)
+
+    mask = batch.attention_mask
+    if mask is None and bool((columns_BL < 0).any()):
+        mask = torch.ones_like(batch.input_ids)
+    return _with_columns(replace(batch, attention_mask=mask), cut)
+
+
 def in_two_columns(batch: Batch, image_token: int | None) -> Batch:
     """Returns a batch in which every second row stands further left, without the first tokens of all rows.
 
@@ -364,17 +432,18 @@ def in_two_columns(batch: Batch, image_token: int | None) -> Batch:
         moved = functional.pad(kept, (0, MOVED_BY), value=filling)
         return torch.where(is_moved_B1.to(x.device), moved, functional.pad(kept, (MOVED_BY, 0), value=filling))
 
+    return _with_columns(replace(batch, attention_mask=mask, labels=labels), in_place)
+
+
+def _with_columns(batch: Batch, moved: Callable[[torch.Tensor, int], torch.Tensor]) -> Batch:
+    """Returns a batch whose tensors `(B, L)` are what `moved` returns of each and of what it is filled up with."""
+    fillings = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED_LABEL}
+    tensors = {name: None if x is None else moved(x, fillings[name]) for name, x in batch.of_tokens().items()}
     vision = dict(batch.vision)
     for name, x in vision.items():
-        if isinstance(x, torch.Tensor) and x.shape == mask.shape:
-            vision[name] = in_place(x, 0)
-    return replace(
-        batch,
-        input_ids=in_place(batch.input_ids, 0),
-        attention_mask=in_place(mask, 0),
-        labels=None if labels is None else in_place(labels, IGNORED_LABEL),
-        vision=vision,
-    )
+        if isinstance(x, torch.Tensor) and x.shape == batch.input_ids.shape:
+            vision[name] = moved(x, 0)
+    return replace(batch, vision=vision, **tensors)
 
 
 def sampled_rows(batch: Batch, count: int, order: np.ndarray | None = None) -> np.ndarray:
