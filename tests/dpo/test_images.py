@@ -9,7 +9,7 @@ from trl import DPOConfig, DPOTrainer
 from tests.prefix_sharing.helpers import build, llava_processor, tokenizer
 from tests.prefix_sharing.test_images import ADAPTER, MORE
 from trl_fsdp_qlora import EfficientDPOConfig, EfficientDPOTrainer
-from trl_fsdp_qlora.prefix_sharing.batch import UnpackableBatch
+from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
 
 from .test_trainer import DEFAULTS, assert_same_loss
 
@@ -53,7 +53,7 @@ def test_pictures_that_cannot_be_counted_run_as_in_stock(tmp_path, monkeypatch):
     trainers = [llava_trainer(*kind, tmp_path / kind[0].__name__) for kind in BOTH]
 
     def fails(*_):
-        raise UnpackableBatch("which images are whose is not known")
+        raise CannotPack("which images are whose is not known")
 
     for name in ("count", "receive"):  # for the comparison, and for the pass itself
         monkeypatch.setattr(trainers[1].sharing.images, name, fails)

@@ -13,7 +13,7 @@ from trl import GRPOTrainer
 from tests.tiny import these_first
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.prefix_sharing import PrefixSharingError
-from trl_fsdp_qlora.prefix_sharing.attention.call import UnsupportedAttention
+from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
 
 from .helpers import (
     COMPLETION,
@@ -68,7 +68,7 @@ def test_log_probs_entropy_and_gradients_on_each_backend(name):
     for backend in ("cascade", "two_part"):
         prepared(model, backend, compared=True)
         if backend == "cascade" and "two_part" in kinds:
-            with pytest.raises(UnsupportedAttention):
+            with pytest.raises(CannotPack):
                 one_pass(model, sharing)
         else:
             assert_equals_stock(model, sharing)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from trl_fsdp_qlora.prefix_sharing import packed_model as packed_model_module
 from trl_fsdp_qlora.prefix_sharing.attention import tree
 from trl_fsdp_qlora.prefix_sharing.attention.cascade import _whole_ancestors
-from trl_fsdp_qlora.prefix_sharing.batch import UnpackableBatch
 from trl_fsdp_qlora.prefix_sharing.forest import build_forest
 from trl_fsdp_qlora.prefix_sharing.passes import cut_rows
+from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
 
 from .helpers import (
     PROMPT,
@@ -316,7 +316,7 @@ def test_a_batch_is_cut_where_rows_share_least():
 def test_masks_with_holes_are_refused(hole, reason):
     ids, mask = make_batch([5, 5], [4, 4], 5, 4)
     mask[hole] = 0
-    with pytest.raises(UnpackableBatch, match=reason):
+    with pytest.raises(CannotPack, match=reason):
         read_batch(ids, mask, completion_labels(ids, mask, 4))
 
 
@@ -324,7 +324,7 @@ def test_a_label_without_a_token_is_refused():
     ids, mask = make_batch([5, 5], [4, 2], 5, 4)
     labels = completion_labels(ids, mask, 4)
     labels[1, -1] = 5
-    with pytest.raises(UnpackableBatch):
+    with pytest.raises(CannotPack):
         read_batch(ids, mask, labels)
 
 

@@ -20,8 +20,9 @@ from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.trl import rows_of_images
 from trl_fsdp_qlora.prefix_sharing import first_pass, images, passes
 from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
-from trl_fsdp_qlora.prefix_sharing.batch import Batch, UnpackableBatch
+from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.first_pass import sampled_rows
+from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 from trl_fsdp_qlora.trainers.groups import micro_batches
 
@@ -353,7 +354,7 @@ def test_images_are_counted_by_their_tokens_or_not_at_all(tokens, sizes, counts)
         ids[row, 1 : 1 + count] = IMAGE
     batch = Batch(ids, None, ids, {"pixel_values": torch.zeros(len(sizes), 3, 16, 16)})
     if counts is None:
-        with pytest.raises(UnpackableBatch):
+        with pytest.raises(CannotPack):
             images.Images(model).count(batch)
     else:
         assert images.Images(model).count(batch) == counts

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer
 from ..compat.generation import prepares_inputs_itself
 from ..compat.transformers import CACHE
 from ..decode.cache import PreallocatedLayer, without_padding
-from ..prefix_sharing.attention.call import NEUTRAL, UnsupportedAttention
+from ..prefix_sharing.attention.call import NEUTRAL
 from ..prefix_sharing.attention.cascade import merge
 from ..prefix_sharing.attention.implementation import PREFIX, own_attention_function, use_in_decoder
 from ..prefix_sharing.facts import position_limit, unsupported_reason
@@ -231,7 +231,7 @@ class SharedPrompts:
         """
         rows, heads, tokens, size = query.shape
         if tokens != 1 or key.shape[-2] != self.cache.layers[module.layer_idx].keys.shape[-2]:
-            raise UnsupportedAttention(f"{type(module).__name__} decodes otherwise than one token per row and forward")
+            raise ValueError(f"{type(module).__name__} decodes otherwise than one token per row and forward")
         prompt_key, prompt_value = self.prompts[module.layer_idx]
         query_AKRD = query.reshape(rows, key.shape[1], heads // key.shape[1], size)
         out, lse = _flash(query_AKRD, key, value, scale=scaling)

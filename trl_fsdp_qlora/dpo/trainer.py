@@ -14,7 +14,8 @@ from ..cpu.linear import fast_linears
 from ..fsdp2_qlora import sharded
 from ..fsdp2_qlora.loading import experts_in_4bit
 from ..fsdp2_qlora.prepare import shard_quantized_base
-from ..prefix_sharing.batch import IGNORED_LABEL, Batch, UnpackableBatch
+from ..prefix_sharing.batch import IGNORED_LABEL, Batch
+from ..prefix_sharing.problems import CannotPack
 from ..prefix_sharing.ranks import reduced_over_ranks
 from ..prefix_sharing.sharing import PromptSharing
 from ..prefix_sharing.verdict import compares_gradients
@@ -154,7 +155,7 @@ class EfficientDPOTrainer(DPOTrainer):
         if batch.has_images:
             try:
                 batch.num_images = sharing.images.count(batch)
-            except UnpackableBatch:  # the pass itself logs the reason
+            except CannotPack:  # the pass itself logs the reason
                 failures = 1
         return reduced_over_ranks([failures], batch.input_ids.device)[0] == 0
 

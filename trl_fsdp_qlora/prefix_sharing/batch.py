@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from ..compat.peft import rows_have_adapters
 from ..compat.trl import rows_of_images
 from ..scoring.transfer import to_device, to_host
+from .problems import CannotPack
 
 IGNORED_LABEL = -100
 # Arguments of models with an entry per image, and per token of a row.
@@ -26,10 +27,6 @@ PER_IMAGE = (
 PER_TOKEN = ("mm_token_type_ids", "token_type_ids")
 # Vision arguments that the host reads.
 READ_ON_HOST = ("image_grid_thw", *PER_TOKEN)
-
-
-class UnpackableBatch(ValueError):
-    """The batch is not a set of token sequences with a token in front of each label; the message is the reason."""
 
 
 def on_host(vision: dict[str, Any]) -> dict[str, Any]:
@@ -188,17 +185,17 @@ def decode(code_BL: np.ndarray) -> Sequences:
     """Returns the sequences that [`encode`] encoded, from its result on the host.
 
     Raises:
-        UnpackableBatch: a mask has holes, or a label has no token of its row in front of it.
+        CannotPack: a mask has holes, or a label has no token of its row in front of it.
     """
     if (code_BL == -2).any():
-        raise UnpackableBatch("a label stands where the attention mask has no token")
+        raise CannotPack("a label stands where the attention mask has no token")
     is_token = code_BL >= 0
     width = code_BL.shape[1]
     lengths_B = is_token.sum(1)
     offsets_B = np.where(lengths_B > 0, is_token.argmax(1), 0)
     ends_B = width - is_token[:, ::-1].argmax(1)
     if ((ends_B - offsets_B != lengths_B) & (lengths_B > 0)).any():
-        raise UnpackableBatch("the attention mask of a row has holes")
+        raise CannotPack("the attention mask of a row has holes")
     from_first_token_BL = code_BL
     if offsets_B.any():
         columns = np.minimum(np.arange(width) + offsets_B[:, None], width - 1)
@@ -207,7 +204,7 @@ def decode(code_BL: np.ndarray) -> Sequences:
     tokens_BL = np.where(is_inside, from_first_token_BL // 2, -1)
     scored_BL = is_inside & (from_first_token_BL % 2 == 1)
     if scored_BL[:, 0].any():
-        raise UnpackableBatch("a row begins with a label, which no token of it predicts")
+        raise CannotPack("a row begins with a label, which no token of it predicts")
     return Sequences(tokens_BL, offsets_B, lengths_B, scored_BL, width, code_BL)
 
 
@@ -234,13 +231,13 @@ def batch_of(
         of_backbone: whether the backbone is called, which takes no labels.
 
     Raises:
-        UnpackableBatch: the meaning of an argument on a packed row is not known.
+        CannotPack: the meaning of an argument on a packed row is not known.
     """
     if rows_have_adapters(base):
-        raise UnpackableBatch("its rows have adapters of their own (adapter_names)")
+        raise CannotPack("its rows have adapters of their own (adapter_names)")
     further = further_output(base, arguments) if of_backbone else None
     if further is not None:
-        raise UnpackableBatch(f"its caller asks for {further}")
+        raise CannotPack(f"its caller asks for {further}")
     arguments = {name: x for name, x in arguments.items() if x is not None and x is not False}
     for name in _NEUTRAL | _NEUTRAL_IN_BACKBONE if of_backbone else _NEUTRAL:
         arguments.pop(name, None)
@@ -258,16 +255,16 @@ def batch_of(
         if isinstance(x, torch.Tensor) or not hasattr(base.config, name) or getattr(base.config, name) != x
     }
     if arguments:
-        raise UnpackableBatch(f"its forward takes {sorted(arguments)}, whose meaning on a packed row is not known")
+        raise CannotPack(f"its forward takes {sorted(arguments)}, whose meaning on a packed row is not known")
     if input_ids is None or input_ids.ndim != 2:
-        raise UnpackableBatch("it takes input_ids of the shape (rows, tokens)")
+        raise CannotPack("it takes input_ids of the shape (rows, tokens)")
     if of_backbone:
         if labels is not None:
-            raise UnpackableBatch("its backbone takes labels, whose meaning is not known")
+            raise CannotPack("its backbone takes labels, whose meaning is not known")
     elif labels is None or labels.shape != input_ids.shape:
-        raise UnpackableBatch("it takes labels of the shape of input_ids")
+        raise CannotPack("it takes labels of the shape of input_ids")
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape):
-        raise UnpackableBatch(f"its attention mask has the shape {tuple(getattr(mask, 'shape', ()))}")
+        raise CannotPack(f"its attention mask has the shape {tuple(getattr(mask, 'shape', ()))}")
     return Batch(input_ids, mask, labels, vision, num_images, bool(router_loss), num_items)
 
 

@@ -22,12 +22,12 @@ from torch.nn import functional
 from transformers.utils import ModelOutput
 
 from ..scoring.transfer import to_device
-from .attention.call import UnsupportedAttention
-from .batch import IGNORED_LABEL, Batch, Sequences, UnpackableBatch
+from .batch import IGNORED_LABEL, Batch, Sequences
 from .dropout import attention_reason, without_dropout
 from .forest import sort_by_prefix
 from .packed_model import PackedModel, not_compiled
 from .passes import Forward, cut_rows
+from .problems import CannotPack
 from .ranks import deciding_alone, is_sharded, reduced_over_ranks
 from .row import PassRecord
 from .verdict import (
@@ -260,7 +260,7 @@ def difference(
     device = batch.input_ids.device
     try:
         packed_model.count_images(batch)
-    except UnpackableBatch:  # the pass itself logs the reason
+    except CannotPack:  # the pass itself logs the reason
         batch = replace(batch, vision={}, num_images=None)
     if with_images:
         packed_model.images.share(batch)
@@ -311,7 +311,7 @@ def _read(packed_model: PackedModel, batch: Batch) -> Sequences | None:
     """Returns a batch on the host; `None` if it cannot be packed, for which the pass itself logs the reason."""
     try:
         return packed_model.read(batch)
-    except UnpackableBatch:
+    except CannotPack:
         return None
 
 
@@ -333,7 +333,7 @@ def _packed_values(packed_model: PackedModel, rows: Batch, packed: Packed, is_de
     A layer that cannot be computed records the reason instead of raising, so that this rank reaches every collective.
 
     Raises:
-        UnsupportedAttention: a layer cannot be computed.
+        CannotPack: a layer cannot be computed.
     """
     sequences = packed_model.read(rows)
     record = PassRecord(problems=[])
@@ -343,7 +343,7 @@ def _packed_values(packed_model: PackedModel, rows: Batch, packed: Packed, is_de
     if not calls or calls % layers:  # differential attention calls its function twice a layer
         record.problems.append(f"prefix-aware layers ran {calls} times in a forward of {layers}")
     if record.problems:
-        raise UnsupportedAttention(record.problems[0])
+        raise CannotPack(record.problems[0])
     return values
 
 

@@ -28,7 +28,8 @@ from ..compat.deepspeed import is_zero3
 from ..compat.transformers import CACHE
 from ..compat.trl import is_padded_by_row, rows_of_images, split_pixel_values_by_grid
 from ..scoring.transfer import to_device
-from .batch import PER_IMAGE, PER_TOKEN, READ_ON_HOST, Batch, Sequences, UnpackableBatch, on_host
+from .batch import PER_IMAGE, PER_TOKEN, READ_ON_HOST, Batch, Sequences, on_host
+from .problems import CannotPack
 from .ranks import reduced_over_ranks
 from .row import PackedRow
 from .segments import equal_runs
@@ -176,7 +177,7 @@ class Images:
         All images of a row lie in one segment. Otherwise the model could not get their pixels in the order of the row.
 
         Raises:
-            UnpackableBatch: it is not known which images are a row's own, or some of them are not computed.
+            CannotPack: it is not known which images are a row's own, or some of them are not computed.
         """
         is_image_BL = sequences.tokens_BL == self.token
         counts_B = is_image_BL.sum(1)
@@ -185,7 +186,7 @@ class Images:
         first_B = np.where(has_images_B, is_image_BL.argmax(1), 0)
         last_B = np.where(has_images_B, width - 1 - is_image_BL[:, ::-1].argmax(1), -1)
         if (last_B >= np.where(sequences.needed_B > 0, sequences.needed_B, width)).any():
-            raise UnpackableBatch("an image stands behind the last label of its row")
+            raise CannotPack("an image stands behind the last label of its row")
         _, number_B = np.unique(sequences.image_keys_B, return_inverse=True)
         number_B = -2 - number_B
         sequences.tokens_BL = np.where(is_image_BL, number_B[:, None], sequences.tokens_BL)
@@ -218,7 +219,7 @@ class Images:
             Keys `(B,)`, which are equal for rows with the same images.
 
         Raises:
-            UnpackableBatch: it is not known which images belong to a row.
+            CannotPack: it is not known which images belong to a row.
         """
         batch.vision = {**batch.vision, **{name: sent[name] for name in READ_ON_HOST if name in sent}}
         if batch.num_images is None:
@@ -234,7 +235,7 @@ class Images:
         """The number of images of each row of a batch, derived from the number of its placeholder tokens.
 
         Raises:
-            UnpackableBatch: the number of tokens does not determine the number of images.
+            CannotPack: the number of tokens does not determine the number of images.
         """
         positions = batch.vision.get("image_position_ids")
         patches = None if positions is None else (positions != -1).all(-1).sum(-1)
@@ -254,7 +255,7 @@ class Images:
                 tokens += tokens_of_image[image]
                 image += 1
             if tokens != tokens_of_row:
-                raise UnpackableBatch("it is not known which images are those of a row")
+                raise CannotPack("it is not known which images are those of a row")
             counts.append(image - first)
         return counts
 

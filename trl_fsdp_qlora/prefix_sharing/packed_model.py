@@ -19,14 +19,14 @@ from transformers.utils import ModelOutput
 from ..compat.trl import FusedCausalLMOutput, FusedHead, fused_head
 from ..scoring.logprobs import score_with_head
 from ..scoring.transfer import to_device, to_host
-from .attention.call import UnsupportedAttention
 from .attention.implementation import can_nest
 from .attention.layers import install, remove
-from .batch import IGNORED_LABEL, Batch, Sequences, UnpackableBatch, decode, encode
+from .batch import IGNORED_LABEL, Batch, Sequences, decode, encode
 from .facts import read_facts, unsupported_reason
 from .forest import Forest, build_forest
 from .images import Images
 from .passes import Forward, PassRules
+from .problems import CannotPack
 from .ranks import is_sharded, reduced_over_ranks
 from .recurrent.layers import install as install_recurrent
 from .recurrent.layers import remove as remove_recurrent
@@ -54,13 +54,13 @@ class PackedModel:
         images: images in its prompts.
 
     Raises:
-        UnsupportedAttention: the model's layers cannot compute packed rows.
+        CannotPack: the model's layers cannot compute packed rows.
     """
 
     def __init__(self, base: PreTrainedModel):
         reason = unsupported_reason(base)
         if reason is not None:
-            raise UnsupportedAttention(reason)
+            raise CannotPack(reason)
         self.base = base
         self.attention = "auto"
         self.lm_head_kernel = "auto"
@@ -82,14 +82,14 @@ class PackedModel:
         """Read batches of equal width on the host, as one. Tokens that must not be shared get numbers of their own.
 
         Raises:
-            UnpackableBatch: the rows cannot be packed.
+            CannotPack: the rows cannot be packed.
         """
         width = batches[0].input_ids.shape[1]
         if width > self.facts.position_limit:
-            raise UnpackableBatch(f"rows of {width} positions switch the rotary tables at {self.facts.position_limit}")
+            raise CannotPack(f"rows of {width} positions switch the rotary tables at {self.facts.position_limit}")
         has_images = any(batch.has_images for batch in batches)
         if has_images and self.images.reason is not None:
-            raise UnpackableBatch(self.images.reason)
+            raise CannotPack(self.images.reason)
         codes = [encode(batch.input_ids, batch.attention_mask, batch.labels) for batch in batches]
         to_send = {"code": codes[0] if len(codes) == 1 else torch.cat(codes)}
         for number, batch in enumerate(batches):

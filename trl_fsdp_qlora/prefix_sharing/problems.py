@@ -1,18 +1,10 @@
-"""What happens to the error of a layer that cannot be computed on a packed row."""
+"""Why something cannot be computed on packed rows."""
 
 import torch
 
-from .row import PackedRow
 
-
-def record_problem(packed_row: PackedRow, error: Exception, prefix: str = "") -> None:
-    """Record why a layer cannot be computed if passes are compared now, and otherwise raise `error`.
-
-    During a comparison the rank has to finish the pass, because other ranks may wait for it there.
-    """
-    if packed_row.record.problems is None or packed_row.view.is_computed or is_out_of_memory(error):
-        raise error
-    packed_row.record.problems.append(prefix + reason_of(error))
+class CannotPack(ValueError):
+    """A batch, a layer or a model cannot be computed exactly on packed rows; the message is the reason."""
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -20,6 +20,7 @@ from ..scoring.transfer import to_device
 from .batch import Sequences
 from .forest import Forest
 from .prefix_cache import CacheView, PrefixCache
+from .problems import is_out_of_memory, reason_of
 
 # On CUDA the length of a row is a multiple of this many tokens. Batches differ by some tokens, and torch's allocator
 # keeps blocks of every size that was requested, so memory would fill with blocks of nearly equal size.
@@ -116,6 +117,15 @@ class PackedRow:
     @property
     def width(self) -> int:
         return self.shape[1]
+
+    def record_problem(self, error: Exception, prefix: str = "") -> None:
+        """Record why a layer cannot be computed if passes are compared now, and otherwise raise `error`.
+
+        During a comparison the rank has to finish the pass, because other ranks may wait for it there.
+        """
+        if self.record.problems is None or self.view.is_computed or is_out_of_memory(error):
+            raise error
+        self.record.problems.append(prefix + reason_of(error))
 
     def take(self, x_BL: torch.Tensor) -> torch.Tensor:
         """Returns the padded batch's entry for each token of the row: `(..., 1, T)` of `(..., B, L)`."""

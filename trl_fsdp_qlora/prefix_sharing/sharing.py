@@ -25,9 +25,8 @@ from ..compat.peft import looks_beyond_tokens
 from ..compat.trl import FusedCausalLMOutput
 from ..errors import UserError
 from .attention.backends import BACKENDS
-from .attention.call import UnsupportedAttention
 from .attention.implementation import original_attention
-from .batch import Batch, UnpackableBatch, batch_of
+from .batch import Batch, batch_of
 from .dropout import noise_reason, other_dropout
 from .facts import stamp
 from .first_pass import FirstPasses
@@ -35,6 +34,7 @@ from .images import Images
 from .packed_model import PackedModel, but_for_the_model, merge, not_compiled
 from .passes import Forward, StepPlan, plan_call, plan_step
 from .prefix_cache import cannot_keep_reason, no_graph_reason
+from .problems import CannotPack
 from .ranks import reduced_over_ranks
 from .recurrent.layers import gathered_per_call
 from .row import PassRecord
@@ -189,7 +189,7 @@ class PromptSharing:
         try:
             reason = looks_beyond_tokens(model)
             if reason is not None:
-                raise UnsupportedAttention(reason)
+                raise CannotPack(reason)
             self.wrapped_backbone.put_on(self)
             self._prepare()
         except (ValueError, ImportError) as error:
@@ -358,7 +358,7 @@ class PromptSharing:
         rules = self.packed_model.pass_rules(batches[0].input_ids.device)
         sequences = None
         if len({batch.input_ids.shape for batch in batches}) == 1:
-            with contextlib.suppress(UnpackableBatch):
+            with contextlib.suppress(CannotPack):
                 sequences = self.packed_model.read(*batches)
         if any(rules.reduce([int(sequences is None)], "MAX")):
             return None
@@ -448,7 +448,7 @@ class PromptSharing:
             return
         try:
             batch = batch_of(self.base, arguments, num_images, of_backbone)
-        except UnpackableBatch:  # the pass itself logs the reason
+        except CannotPack:  # the pass itself logs the reason
             batch = None
         problem = self.first_passes.compare_call(self.packed_model, stock, batch, of_backbone)
         if problem is not None:
@@ -462,7 +462,7 @@ class PromptSharing:
         problem = None
         try:
             self.packed_model.read(batch)
-        except UnpackableBatch as error:
+        except CannotPack as error:
             problem = str(error)
         if any(reduced_over_ranks([int(problem is not None)], batch.input_ids.device)):
             self.fall_back("A batch", problem or "another rank's cannot be packed")
@@ -496,7 +496,7 @@ class PromptSharing:
             if tokens_per_pass is not None:
                 batch.router_loss = False
             sequences = self.packed_model.read(batch)
-        except UnpackableBatch as error:
+        except CannotPack as error:
             self.fall_back("A batch", str(error))
         if self.compares and sequences is not None and not self.first_passes.may_pack(batch, sequences):
             sequences = None
@@ -540,7 +540,7 @@ class PromptSharing:
         try:
             batch = batch_of(self.base, arguments, None, of_backbone=True)
             sequences = self.packed_model.read(batch)
-        except UnpackableBatch as error:
+        except CannotPack as error:
             self._log_once(f"A call for hidden states or logits runs padded as in stock TRL: {error}")
             return stock(**arguments)
         forest = self.packed_model.build_forest(sequences)
@@ -566,7 +566,7 @@ class PromptSharing:
             return stock(fused_lm_head=True, **arguments)
         try:
             batch = batch_of(self.base, arguments, num_images)
-        except UnpackableBatch:  # rows of an argument that is not known cannot be told apart
+        except CannotPack:  # rows of an argument that is not known cannot be told apart
             return stock(fused_lm_head=True, **arguments)
         rows, width = batch.input_ids.shape
         rows_per_pass = max(1, tokens_per_pass // width)

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from ..compat.deepspeed import is_zero3
 from ..compat.fsdp import has_unreduced_gradients, misfit, reducing
-from .problems import is_out_of_memory, reason_of
+from .problems import CannotPack, is_out_of_memory, reason_of
 from .ranks import reduced_over_ranks
 
 # Mean |Δ log-probability| in nats that is never called a fault. Padded and packed float32 passes were never further
@@ -163,7 +163,7 @@ def compare(
             # Beyond the fixed limits the effect of rounding decides. It takes most of the passes, and can only raise
             # the limits, so it is not measured before.
             rounding = together(passes.measure_rounding, packed_BC, padded_BC)
-    except _PassFailed as failure:
+    except CannotPack as failure:
         return str(failure)
     return verdict(sums | _added_over_ranks(rounding, device), exact=False, of=of)
 
@@ -251,15 +251,11 @@ def _is_collective(model: torch.nn.Module) -> bool:
     return not is_known or any(isinstance(p, DTensor) or is_zero3(p) for p in model.parameters())
 
 
-class _PassFailed(Exception):
-    """A pass failed on some rank; raised on all ranks with the reason."""
-
-
 def _together(is_collective: bool, device: torch.device, work: Callable, *args: Any) -> Any:
     """Returns the result of `work`, which each rank runs. Collective.
 
     Raises:
-        _PassFailed: `work` failed on some rank; raised on all ranks.
+        CannotPack: `work` failed on some rank; raised on all ranks, with the reason.
         torch.OutOfMemoryError: some rank ran out of memory; raised on all ranks. If `work` is a collective pass, only
             that rank raises, and at once, because the other ranks wait in the pass.
     """
@@ -273,9 +269,9 @@ def _together(is_collective: bool, device: torch.device, work: Callable, *args: 
     if ended:
         raise torch.OutOfMemoryError("another rank ran out of memory while packed rows were compared with padded ones")
     if error is not None:
-        raise _PassFailed(reason_of(error))
+        raise CannotPack(reason_of(error))
     if failed:
-        raise _PassFailed("another rank's packed pass failed")
+        raise CannotPack("another rank's packed pass failed")
     return result
 
 

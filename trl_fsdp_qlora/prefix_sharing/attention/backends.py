@@ -13,8 +13,9 @@ from types import ModuleType
 
 import torch
 
+from ..problems import CannotPack
 from . import cascade, tree, two_part
-from .call import AttentionCall, UnsupportedAttention
+from .call import AttentionCall
 
 # "auto" takes the first that does not refuse. A dense row has `tree`, which has no choice.
 BACKENDS = {"cascade": cascade, "two_part": two_part}
@@ -29,7 +30,7 @@ def compute(call: AttentionCall) -> tuple[str, torch.Tensor, str]:
         come before this one could not compute the layer.
 
     Raises:
-        UnsupportedAttention: no backend can.
+        CannotPack: no backend can.
     """
     if call.packed_row.forest.end_T is not None:
         return "tree", tree.attend(call), tree.kernel(call)
@@ -42,7 +43,7 @@ def compute(call: AttentionCall) -> tuple[str, torch.Tensor, str]:
             kernel = backend.kernel(call)
             return name, backend.attend(call), f"{kernel} ({'; '.join(refusals)})" if refusals else kernel
         refusals.append(f"{name}: {reason}")
-    raise UnsupportedAttention("; ".join(refusals))
+    raise CannotPack("; ".join(refusals))
 
 
 def _unknown(backend: ModuleType, call: AttentionCall) -> str | None:

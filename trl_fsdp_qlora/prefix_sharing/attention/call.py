@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..problems import CannotPack
 from ..row import PackedRow
 
 # Keywords that do not change who attends to whom or how a score is computed.
@@ -13,10 +14,6 @@ NEUTRAL = {
     "position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "output_router_logits",
     "return_dict", "is_causal",
 }  # fmt: skip
-
-
-class UnsupportedAttention(ValueError):
-    """An attention layer cannot be computed exactly on a packed row; the message is the reason."""
 
 
 @dataclass
@@ -83,6 +80,6 @@ def options_of(
     }
     dropout = kwargs.pop("dropout", 0.0)
     if dropout:
-        raise UnsupportedAttention(f"attention dropout ({dropout}) draws differently on a packed row")
+        raise CannotPack(f"attention dropout ({dropout}) draws differently on a packed row")
     options["keywords"] = kwargs
     return options

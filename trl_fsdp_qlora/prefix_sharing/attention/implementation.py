@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...compat.transformers import attention_named, is_flash
+from ..problems import CannotPack
 from . import tree
-from .call import UnsupportedAttention
 
 PREFIX = "prefix_sharing_"
 # The model's own implementation, by the name that `layers.install` registered on top of it.
@@ -28,7 +28,7 @@ def own_attention_function(base: str, module: torch.nn.Module) -> Callable:
         file = sys.modules.get(cls.__module__)
         if file is not None and "eager_attention_forward" in vars(file):
             return file.eager_attention_forward
-    raise UnsupportedAttention(f"the file of {type(module).__name__} has no eager_attention_forward")
+    raise CannotPack(f"the file of {type(module).__name__} has no eager_attention_forward")
 
 
 def _call_as_base(function: Callable, base: str, module: torch.nn.Module, *args, **kwargs):

@@ -14,10 +14,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ...compat.signatures import names_in_code
 from ...compat.transformers import name_without_flash
 from ..facts import attention_layers
-from ..problems import record_problem
+from ..problems import CannotPack
 from ..row_mask import RowMask
 from .backends import compute
-from .call import AttentionCall, UnsupportedAttention, options_of
+from .call import AttentionCall, options_of
 from .implementation import BASES, PREFIX, implementation_of, own_attention_function, use_in_decoder
 
 
@@ -38,8 +38,8 @@ def _packed_attention(module, query, key, value, mask: RowMask, base: str, kwarg
         options = options_of(module, query, packed_row, kwargs)
         call = AttentionCall(module, query, key, value, packed_row, base, own_function, **options)
         name, out, kernel = compute(call)
-    except (UnsupportedAttention, RuntimeError) as error:
-        record_problem(packed_row, error)
+    except (CannotPack, RuntimeError) as error:
+        packed_row.record_problem(error)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]) + 0 * query.sum(), None
     packed_row.record.layer_calls.append(name)
     kind = "full attention" if call.window is None else f"attention through a window of {call.window}"
@@ -51,7 +51,7 @@ def install(model: PreTrainedModel) -> None:
     """Give `model` the prefix-aware implementation on top of its own. A second call changes nothing.
 
     Raises:
-        UnsupportedAttention: no backend can work with the model's own implementation.
+        CannotPack: no backend can work with the model's own implementation.
     """
     base = implementation_of(model)
     if base in BASES:
@@ -59,10 +59,10 @@ def install(model: PreTrainedModel) -> None:
     modules = [module for module in model.modules() if "layer_idx" in vars(module)]
     uses_registry = any("ALL_ATTENTION_FUNCTIONS" in names_in_code(type(module)) for module in modules)
     if attention_layers(model) and not uses_registry:
-        raise UnsupportedAttention(f"{type(model).__name__} attends by code of its own")
+        raise CannotPack(f"{type(model).__name__} attends by code of its own")
     masks = AttentionMaskInterface()
     if base not in masks or (base != "eager" and base not in ALL_ATTENTION_FUNCTIONS):
-        raise UnsupportedAttention(f"attn_implementation={base!r} has no registered mask; use 'sdpa' or 'eager'")
+        raise CannotPack(f"attn_implementation={base!r} has no registered mask; use 'sdpa' or 'eager'")
     name = PREFIX + name_without_flash(base)
     BASES[name] = base
     AttentionInterface.register(name, functools.partial(_prefix_shared_attention, base=base))

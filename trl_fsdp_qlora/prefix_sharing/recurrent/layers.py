@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from ...compat.deepspeed import is_zero3
-from ..problems import record_problem
 from ..row import PackedRow
 from ..row_mask import RowMask
 from .kinds import kind_of, recurrent_layers
@@ -76,7 +75,7 @@ def _packed_forward(module: nn.Module, args: tuple, kwargs: dict, mask: RowMask)
     try:
         out = kind_of(type(module)).compute(module, tokens, packed_row)
     except RuntimeError as error:
-        record_problem(packed_row, error, f"{type(module).__name__}: ")
+        packed_row.record_problem(error, f"{type(module).__name__}: ")
         out = 0 * tokens["hidden_states"]
     packed_row.record.layer_calls.append("recurrent")
     return out
