@@ -438,11 +438,11 @@ def own_masks(
     for stretch in forest.stretches():
         if forest.levels[stretch.start] == 0:
             runs += equal_runs(forest.starts[stretch], forest.lengths[stretch])
-    for start, count, length in runs:
-        types = to_device(per_token[name][0, start : start + count * length].view(count, length), device)
-        masks[start] = make_masks(
+    for run in runs:
+        types = to_device(run.rows_of(per_token[name]), device)
+        masks[run.start] = make_masks(
             config=model.config,
-            inputs_embeds=torch.empty(count, length, 0, dtype=model.dtype, device=types.device),
+            inputs_embeds=torch.empty(run.count, run.length, 0, dtype=model.dtype, device=types.device),
             attention_mask=None,
             position_ids=None,
             is_first_iteration=True,

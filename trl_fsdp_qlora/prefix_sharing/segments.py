@@ -17,63 +17,68 @@ def join(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-class Run(NamedTuple):
-    """Neighbouring segments of equal length, as a batch: a view of the row, without padding."""
+class SegmentBatch(NamedTuple):
+    """N segments of a packed row as a batch.
+
+    Neighbours of equal length are a view of the row. Other segments are copied, and padded to the longest one.
+
+    Attributes:
+        start: index in the row of the first segment's first token.
+        count, length: N, and the number of tokens of each; L of the longest one if they are copied.
+        index_NL: for a copy, the index in the row of each token of the batch; behind a segment's end, that of some
+            other token. `None` for a view.
+        real: indices, in the flattened `index_NL`, of the segments' own tokens; `None` if nothing is padded.
+    """
 
     start: int
     count: int
     length: int
-
-    def batch_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the segments of a `(1, H, T, D)` tensor as `(count, H, length, D)`."""
-        tokens = x[0].narrow(1, self.start, self.count * self.length)
-        return tokens.unflatten(1, (self.count, self.length)).transpose(0, 1)
-
-    def without_padding(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns the tokens of the batch, `(count * length, ...)`, in the order of the row."""
-        return tokens
-
-
-class PaddedSegments(NamedTuple):
-    """Segments of unequal length, as a batch: a copy, padded to the longest segment.
-
-    Attributes:
-        index_NL: index in the row of each token of N segments; behind a segment's end, that of some other token.
-        real: indices, in the flattened `index_NL`, of the segments' own tokens.
-    """
-
-    index_NL: torch.Tensor
-    real: torch.Tensor
+    index_NL: torch.Tensor | None = None
+    real: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, starts: np.ndarray, lengths: np.ndarray, tokens: int) -> "PaddedSegments":
-        """Returns the batch of segments of a row of `tokens` tokens."""
-        within = np.arange(lengths.max())
-        index_NL = np.minimum(starts[:, None] + within, tokens - 1)
-        real = np.flatnonzero(within < lengths[:, None])
-        return cls(torch.from_numpy(index_NL), torch.from_numpy(real))
+    def copied(cls, starts: np.ndarray, lengths: np.ndarray, tokens: int, shortest: int = 1) -> "SegmentBatch":
+        """Returns the batch of any segments of a row of `tokens` tokens, padded to at least `shortest` tokens."""
+        length = max(int(lengths.max()), shortest)
+        within = np.arange(length)
+        index_NL = torch.from_numpy(np.minimum(starts[:, None] + within, tokens - 1))
+        is_real = within < lengths[:, None]
+        real = None if is_real.all() else torch.from_numpy(np.flatnonzero(is_real))
+        return cls(int(starts[0]), len(starts), length, index_NL, real)
 
-    def to(self, device: torch.device) -> "PaddedSegments":
-        return PaddedSegments(to_device(self.index_NL, device), to_device(self.real, device))
+    def to(self, device: torch.device) -> "SegmentBatch":
+        index_NL, real = (None if x is None else to_device(x, device) for x in (self.index_NL, self.real))
+        return self._replace(index_NL=index_NL, real=real)
 
-    def batch_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the segments of a `(1, H, T, D)` tensor as `(N, H, longest, D)`."""
-        tokens = x[0].transpose(0, 1).index_select(0, self.index_NL.flatten())
-        return tokens.unflatten(0, self.index_NL.shape).transpose(1, 2)
+    def own_tokens(self) -> np.ndarray:
+        """Returns the indices in the row of the segments' own tokens, of a batch on the host, in its order."""
+        if self.index_NL is None:
+            return np.arange(self.start, self.start + self.count * self.length)
+        return self.without_padding(self.index_NL.flatten()).numpy()
+
+    def rows_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the segments of a `(1, T, ...)` tensor as `(N, L, ...)`."""
+        if self.index_NL is None:
+            return x[0].narrow(0, self.start, self.count * self.length).unflatten(0, (self.count, self.length))
+        return x[0].index_select(0, self.index_NL.flatten()).unflatten(0, self.index_NL.shape)
+
+    def heads_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the segments of a `(1, H, T, D)` tensor as `(N, H, L, D)`."""
+        return self.rows_of(x.transpose(1, 2)).transpose(1, 2)
 
     def without_padding(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns the tokens of the segments in the order of the row, from all tokens `(N * longest, ...)`."""
-        return tokens.index_select(0, self.real)
+        """Returns the segments' own tokens, of all tokens `(N * L, ...)` of the batch."""
+        return tokens if self.real is None else tokens.index_select(0, self.real)
 
 
-def equal_runs(starts: Iterable[int], lengths: Iterable[int]) -> list[Run]:
+def equal_runs(starts: Iterable[int], lengths: Iterable[int]) -> list[SegmentBatch]:
     """Returns neighbouring segments in runs of equal length."""
-    runs: list[Run] = []
+    runs: list[SegmentBatch] = []
     for start, length in zip(map(int, starts), map(int, lengths), strict=True):
         if runs and runs[-1].length == length:
             runs[-1] = runs[-1]._replace(count=runs[-1].count + 1)
         else:
-            runs.append(Run(start, 1, length))
+            runs.append(SegmentBatch(start, 1, length))
     return runs
 
 
@@ -81,7 +86,7 @@ def equal_runs(starts: Iterable[int], lengths: Iterable[int]) -> list[Run]:
 TOKENS_PER_CALL = 128
 
 
-def padded_batches(starts: np.ndarray, lengths: np.ndarray, tokens: int) -> list[Run | PaddedSegments]:
+def padded_batches(starts: np.ndarray, lengths: np.ndarray, tokens: int) -> list[SegmentBatch]:
     """Returns neighbouring segments of a row of `tokens` tokens in few batches with little padding, in their order."""
     batches = []
     first = 0
@@ -98,9 +103,9 @@ def padded_batches(starts: np.ndarray, lengths: np.ndarray, tokens: int) -> list
             last += 1
         part = slice(first, last)
         if (lengths[part] == longest).all():
-            batches.append(Run(int(starts[first]), last - first, longest))
+            batches.append(SegmentBatch(int(starts[first]), last - first, longest))
         else:
-            batches.append(PaddedSegments.of(starts[part], lengths[part], tokens))
+            batches.append(SegmentBatch.copied(starts[part], lengths[part], tokens))
         first = last
     return batches
 

@@ -33,7 +33,7 @@ from ...compat.triton_kernels import jit, launch, runs, tl
 from ...scoring.transfer import to_device
 from ..forest import Forest
 from ..row import PackedRow
-from ..segments import PaddedSegments, Run, cumulative, join, padded_batches
+from ..segments import SegmentBatch, cumulative, join, padded_batches
 from .call import AttentionCall
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -204,9 +204,7 @@ class _Cascade(torch.autograd.Function):
 # --- CPU -------------------------------------------------------------------------------------------------------------
 
 
-def _kernel_calls(
-    packed_row: PackedRow,
-) -> tuple[list[Run | PaddedSegments], list[tuple[slice | torch.Tensor, slice]]]:
+def _kernel_calls(packed_row: PackedRow) -> tuple[list[SegmentBatch], list[tuple[slice | torch.Tensor, slice]]]:
     """Returns the batches of the kernel's calls, derived once from the layout.
 
     Returns:
@@ -229,7 +227,7 @@ def _kernel_calls(
     return packed_row.derived["cascade"]
 
 
-def _tokens_of(x: torch.Tensor, batch: Run | PaddedSegments) -> torch.Tensor:
+def _tokens_of(x: torch.Tensor, batch: SegmentBatch) -> torch.Tensor:
     """Returns a batch `(n, H, length, D)` as the tokens of its segments `(tokens, H, D)`, in the order of the row."""
     return batch.without_padding(x.transpose(1, 2).flatten(0, 1))
 
@@ -243,7 +241,7 @@ def _forward_on_cpu(q, k, v, packed_row, scale, window):
     outputs = []
     log_sums = []
     for segments in own:
-        part_out, part_lse = _cpu_forward(*(segments.batch_of(x) for x in (q, k, v)), 0.0, True, scale=scale)
+        part_out, part_lse = _cpu_forward(*(segments.heads_of(x) for x in (q, k, v)), 0.0, True, scale=scale)
         outputs.append(_tokens_of(part_out, segments))
         log_sums.append(_tokens_of(part_lse, segments))
     out = join(outputs)
@@ -265,14 +263,14 @@ def _backward_on_cpu(grad_out, q, k, v, out, lse, random_states, packed_row, sca
     of_queries = grad_out.transpose(1, 2), q, out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1)
     of_segments = []
     for segments in own:
-        grad_part, q_part, out_part, lse_part = (segments.batch_of(x) for x in of_queries)
+        grad_part, q_part, out_part, lse_part = (segments.heads_of(x) for x in of_queries)
         lse_part = lse_part.squeeze(-1)
-        if isinstance(segments, PaddedSegments):
+        if segments.real is not None:
             # The kernel computes weights as exp(logit - lse). Padding is a query of another segment, so its logit
             # over these keys may exceed its lse without limit. An infinite lse makes its weights and gradients 0.
             is_padding = torch.ones(segments.index_NL.numel(), dtype=torch.bool).index_fill_(0, segments.real, False)
             lse_part = lse_part.masked_fill(is_padding.view(len(lse_part), 1, -1), torch.inf)
-        of_part = grad_part, q_part, segments.batch_of(k), segments.batch_of(v), out_part, lse_part
+        of_part = grad_part, q_part, segments.heads_of(k), segments.heads_of(v), out_part, lse_part
         part_grads = _cpu_backward(*of_part, 0.0, True, scale=scale)
         of_segments.append([_tokens_of(x, segments) for x in part_grads])
     dq, dk, dv = map(join, zip(*of_segments, strict=True))

@@ -14,7 +14,7 @@ import torch
 
 from ...compat.transformers import is_flash
 from ..row import PackedRow
-from ..segments import PaddedSegments, Run, additive, equal_runs, join, padded_batches
+from ..segments import SegmentBatch, additive, equal_runs, join, padded_batches
 from .call import AttentionCall
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -41,7 +41,7 @@ def attend(call: AttentionCall) -> torch.Tensor:
         if path:
             parts.append(_below(call, path, batch))
         else:
-            q, k, v = (batch.batch_of(x) for x in (call.query, call.key, call.value))
+            q, k, v = (batch.heads_of(x) for x in (call.query, call.key, call.value))
             parts.append(_run(call, q, k, v, call.own_masks.get(batch.start)).flatten(0, 1))
     return join(parts).unsqueeze(0)
 
@@ -74,21 +74,21 @@ def _mask(call: AttentionCall, queries: int, keys: int, q: torch.Tensor) -> torc
     return call.packed_row.derived[key]
 
 
-def _below(call: AttentionCall, path: list[Run], batch: Run | PaddedSegments) -> torch.Tensor:
+def _below(call: AttentionCall, path: list[SegmentBatch], batch: SegmentBatch) -> torch.Tensor:
     """Attention of segments with the same ancestors: `(their tokens, H, D_v)`."""
     seen_ancestors = _seen_ancestors(path, call.window)
 
     def with_ancestors(x: torch.Tensor) -> torch.Tensor:
-        of_segments = batch.batch_of(x)
-        of_ancestors = [ancestor.batch_of(x).expand(len(of_segments), -1, -1, -1) for ancestor in seen_ancestors]
+        of_segments = batch.heads_of(x)
+        of_ancestors = [ancestor.heads_of(x).expand(len(of_segments), -1, -1, -1) for ancestor in seen_ancestors]
         return torch.cat([*of_ancestors, of_segments], dim=2)
 
     keys = with_ancestors(call.key)
     values = with_ancestors(call.value)
-    return batch.without_padding(_run(call, batch.batch_of(call.query), keys, values).flatten(0, 1))
+    return batch.without_padding(_run(call, batch.heads_of(call.query), keys, values).flatten(0, 1))
 
 
-def _seen_ancestors(path: list[Run], window: int | None) -> list[Run]:
+def _seen_ancestors(path: list[SegmentBatch], window: int | None) -> list[SegmentBatch]:
     """The parts of a segment's ancestors that its first token sees; no other token of the segment sees more."""
     if window is None:
         return path
@@ -98,11 +98,11 @@ def _seen_ancestors(path: list[Run], window: int | None) -> list[Run]:
         seen = min(ancestor.length, remaining)
         remaining -= seen
         if seen:
-            seen_ancestors.append(Run(ancestor.start + ancestor.length - seen, 1, seen))
+            seen_ancestors.append(SegmentBatch(ancestor.start + ancestor.length - seen, 1, seen))
     return seen_ancestors[::-1]
 
 
-def _batches(packed_row: PackedRow, device: torch.device) -> list[tuple[list[Run], Run | PaddedSegments]]:
+def _batches(packed_row: PackedRow, device: torch.device) -> list[tuple[list[SegmentBatch], SegmentBatch]]:
     """The calls in the order of the row: for each the common ancestors, outermost first, and the batch of segments."""
     key = ("two_part", device)
     if key not in packed_row.derived:
@@ -118,8 +118,8 @@ def _batches(packed_row: PackedRow, device: torch.device) -> list[tuple[list[Run
             borders = [0, *(1 + np.flatnonzero(np.diff(parents))).tolist(), len(parents)]
             for first, last in itertools.pairwise(borders):
                 ancestors = forest.path(stretch.start + first)
-                path = [Run(int(forest.starts[a]), 1, int(forest.lengths[a])) for a in ancestors]
+                path = [SegmentBatch(int(forest.starts[a]), 1, int(forest.lengths[a])) for a in ancestors]
                 for batch in padded_batches(starts[first:last], lengths[first:last], packed_row.tokens):
-                    batches.append((path, batch if isinstance(batch, Run) else batch.to(device)))
+                    batches.append((path, batch.to(device)))
         packed_row.derived[key] = batches
     return packed_row.derived[key]

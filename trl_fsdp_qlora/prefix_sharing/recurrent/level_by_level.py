@@ -11,8 +11,6 @@ would need a mask that differs from layer to layer.
 Suffixes of shapes: S segments.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from torch import nn
@@ -21,7 +19,7 @@ from ...compat.transformers import cache_name
 from ...scoring.transfer import to_device
 from ..forest import Forest
 from ..row import PackedRow
-from ..segments import TOKENS_PER_CALL, equal_runs, join
+from ..segments import TOKENS_PER_CALL, SegmentBatch, equal_runs, join
 
 # With one token and a state, a layer calls the kernels of decoding, which have no backward and overwrite the state.
 SHORTEST = 2
@@ -87,33 +85,33 @@ def state_bytes(module: nn.Module, width: int) -> int:
 def compute(module: nn.Module, tokens: dict, packed_row: PackedRow) -> torch.Tensor:
     """Returns the layer's output `(1, T, ...)`; `tokens` are its arguments with one entry per token, `(1, T, ...)`."""
     cache_argument = cache_name(type(module))
-    batches, order = _plan(packed_row, tokens["hidden_states"].device)
+    stretches, order = _plan(packed_row, tokens["hidden_states"].device)
     parts = []
     states: dict[int, list[dict]] = {}  # of inner segments, by level
-    for batch in batches:
-        inputs = {name: batch.rows_of(x) for name, x in tokens.items()}
-        parent_states = None
-        if batch.parents is not None:
-            of_level = [*states.get(batch.level - 1, ()), *_kept_states(module, packed_row, batch.level - 1)]
-            parent_states = _states_of(of_level, batch.parents)
-        cache = StateCache(parent_states)
-        out = module.own_forward(**inputs, **{cache_argument: cache}).flatten(0, 1)
-        parts.append(out if batch.real is None else out.index_select(0, batch.real))
-        if batch.is_inner:
-            states.setdefault(batch.level, []).append(cache.after)
-            _keep_states(module, packed_row, batch, cache.after)
+    for level, is_inner, batches in stretches:
+        for segments, parents in batches:
+            inputs = {name: segments.rows_of(x) for name, x in tokens.items()}
+            parent_states = None
+            if level > 0:
+                of_level = [*states.get(level - 1, ()), *_kept_states(module, packed_row, level - 1)]
+                parent_states = _states_of(of_level, parents)
+            cache = StateCache(parent_states)
+            out = module.own_forward(**inputs, **{cache_argument: cache})
+            parts.append(segments.without_padding(out.flatten(0, 1)))
+            if is_inner:
+                states.setdefault(level, []).append(cache.after)
+                _keep_states(module, packed_row, segments, cache.after)
     out = join(parts)
     return (out if order is None else out.index_select(0, order)).unsqueeze(0)
 
 
-def _keep_states(module: nn.Module, packed_row: PackedRow, batch: "_Batch", after: dict) -> None:
+def _keep_states(module: nn.Module, packed_row: PackedRow, run: SegmentBatch, after: dict) -> None:
     """Keep the final states of a trunk's segments, see `prefix_cache.py`."""
-    if packed_row.view.is_computed or batch.run is None:
+    if packed_row.view.is_computed:
         return
-    start, count, length = batch.run
     for prefix, first, _ in packed_row.view.computed:
-        row = (first - start) // length
-        if 0 <= row < count:
+        row = (first - run.start) // run.length
+        if 0 <= row < run.count:
             for kind, state in after.items():
                 packed_row.view.keep(prefix, (id(module), kind), state[row : row + 1])
 
@@ -137,55 +135,30 @@ def _states_of(batches: list[dict], parents: torch.Tensor) -> dict[tuple[str, in
     return {kind: join([states[kind] for states in batches]).index_select(0, parents) for kind in batches[0]}
 
 
-class _Batch(NamedTuple):
-    """Segments that a layer computes in one call.
-
-    Attributes:
-        run: `(start, count, length)` of neighbouring segments of equal length, or `None`.
-        index: the `(n, longest)` indices of the segments in the row, if there is no `run`.
-        real: indices, in the flattened `index`, of the tokens whose output is kept; `None` for all.
-        parents: the inner segment of the level above from which each segment goes on, or `None`.
-        level, is_inner: of the segments; the states of inner segments are kept.
-    """
-
-    run: tuple[int, int, int] | None
-    index: torch.Tensor | None
-    real: torch.Tensor | None
-    parents: torch.Tensor | None
-    level: int
-    is_inner: bool
-
-    def rows_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the segments' part of `x` `(1, T, ...)` as rows, `(n, longest, ...)`."""
-        if self.run is not None:
-            start, count, length = self.run
-            return x[0].narrow(0, start, count * length).unflatten(0, (count, length))
-        return x[0].index_select(0, self.index.flatten()).unflatten(0, self.index.shape)
+# The level of a stretch, whether its segments are inner ones, and its batches. Each comes with the numbers, among the
+# inner segments of the level above, of the segments from which its own go on; at level 0 they say nothing.
+Stretch = tuple[int, bool, list[tuple[SegmentBatch, torch.Tensor]]]
 
 
-def _plan(packed_row: PackedRow, device: torch.device) -> tuple[list[_Batch], torch.Tensor | None]:
+def _plan(packed_row: PackedRow, device: torch.device) -> tuple[list[Stretch], torch.Tensor | None]:
     """Returns the batches of a layer's calls, and the index of each token of the row among their outputs.
 
     The indices are `None` if the outputs come in the order of the row. Both are derived once from the layout.
     """
     key = ("recurrent", device)
-    if key in packed_row.derived:
-        return packed_row.derived[key]
-    batches, indices = _batches_by_level(packed_row.forest)
-
-    def on_device(array: np.ndarray | None) -> torch.Tensor | None:
-        return None if array is None else to_device(torch.from_numpy(array), device)
-
-    index = np.concatenate(indices)
-    filling = packed_row.forest.filling
-    is_in_order = not filling and (index[1:] > index[:-1]).all()
-    # Tokens that fill the row up are not computed, and get the output of the row's last token; nothing reads it.
-    order = None if is_in_order else on_device(np.pad(np.argsort(index), (0, filling), "edge"))
-    batches = [
-        batch._replace(index=on_device(batch.index), real=on_device(batch.real), parents=on_device(batch.parents))
-        for batch in batches
-    ]
-    packed_row.derived[key] = batches, order
+    if key not in packed_row.derived:
+        stretches = _batches_by_level(packed_row.forest)
+        index = np.concatenate([segments.own_tokens() for _, _, batches in stretches for segments, _ in batches])
+        filling = packed_row.forest.filling
+        order = None
+        if filling or (index[1:] < index[:-1]).any():
+            # Tokens that fill the row up are not computed. They get the last token's output; nothing reads it.
+            order = to_device(torch.from_numpy(np.pad(np.argsort(index), (0, filling), "edge")), device)
+        on_device = [
+            (level, is_inner, [(segments.to(device), to_device(parents, device)) for segments, parents in batches])
+            for level, is_inner, batches in stretches
+        ]
+        packed_row.derived[key] = on_device, order
     return packed_row.derived[key]
 
 
@@ -199,38 +172,31 @@ def _lengths(forest: Forest) -> np.ndarray:
     return lengths
 
 
-def _batches_by_level(forest: Forest) -> tuple[list[_Batch], list[np.ndarray]]:
-    """Returns the calls on inner segments and leaves, parents first, and the indices of their outputs."""
-    batches = []
-    indices = []
+def _batches_by_level(forest: Forest) -> list[Stretch]:
+    """Returns the calls on inner segments and on leaves, parents first."""
     length_S = _lengths(forest)
     # The number of each segment among the inner segments of its level; kept segments come behind the others.
     number_in_level = np.zeros(forest.segments, dtype=int)
     for level in range(int(forest.levels.max()) + 1):
         inner = np.flatnonzero((forest.levels == level) & ~forest.is_leaf)
         number_in_level[inner] = np.arange(len(inner))
+    stretches = []
     for stretch in forest.stretches():
         starts = forest.starts[stretch]
         lengths = length_S[stretch]
         level = int(forest.levels[stretch.start])
         is_inner = not forest.is_leaf[stretch.start]
-        parents = None if level == 0 else number_in_level[forest.parents[stretch]]
+        parents = torch.from_numpy(number_in_level[forest.parents[stretch]])
         if is_inner or level == 0:
-            first = 0
-            for start, count, length in equal_runs(starts, lengths):
-                parents_of_run = None if parents is None else parents[first : first + count]
-                batches.append(_Batch((start, count, length), None, None, parents_of_run, level, is_inner))
-                indices.append(np.arange(start, start + count * length))
-                first += count
-            continue
-        for leaves in _similar(lengths):
-            within = np.arange(max(int(lengths[leaves].max()), SHORTEST))
-            index = np.minimum(starts[leaves, None] + within, forest.tokens - 1)
-            is_real = within < lengths[leaves, None]
-            real = None if is_real.all() else np.flatnonzero(is_real)
-            batches.append(_Batch(None, index, real, parents[leaves], level, is_inner))
-            indices.append(index[is_real])
-    return batches, indices
+            runs = equal_runs(starts, lengths)
+            batches = list(zip(runs, parents.split([run.count for run in runs]), strict=True))
+        else:
+            batches = [
+                (SegmentBatch.copied(starts[leaves], lengths[leaves], forest.tokens, SHORTEST), parents[leaves])
+                for leaves in _similar(lengths)
+            ]
+        stretches.append((level, is_inner, batches))
+    return stretches
 
 
 def _similar(length_S: np.ndarray) -> list[np.ndarray]:
