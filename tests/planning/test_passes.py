@@ -19,6 +19,7 @@ from trl_fsdp_qlora.planning import passes, steps
 from trl_fsdp_qlora.planning.plan import cache_bytes
 from trl_fsdp_qlora.planning.settings import Launch
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
+from trl_fsdp_qlora.prefix_sharing.passes import PassSchedule
 from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
 from trl_fsdp_qlora.recipe.checks import lora_config
 from trl_fsdp_qlora.scoring import logprobs
@@ -99,8 +100,8 @@ def test_a_pass_peaks_where_it_was_planned(tmp_path, packed, checkpointing, use_
     assert planned(run, packed, grad) == pytest.approx(measured(run, built(run), packed, grad), rel=NEAR)
 
 
-def measured_step(run, model) -> tuple[int, steps.Step]:
-    """Peak bytes of an optimizer step on real tensors, by shared passes, and what it had been planned as."""
+def measured_step(run, model) -> tuple[int, PassSchedule]:
+    """Peak bytes of an optimizer step on real tensors, by shared passes, and its passes."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
@@ -114,15 +115,16 @@ def measured_step(run, model) -> tuple[int, steps.Step]:
     batches = [
         Batch(*part) for part in zip(*(x.chunk(count) for x in (ids, torch.ones_like(ids), labels)), strict=True)
     ]
-    plan = install_sharing(model, compares=False, entropy_gradient=False).plan_step(batches, run.tokens_per_pass)
-    scores = StepScores(plan, batches, ends_update=True)
+    sharing = install_sharing(model, compares=False, entropy_gradient=False)
+    schedule = sharing.plan_step(batches, run.tokens_per_pass)
+    scores = StepScores(schedule, batches, True, sharing.packed_model.router_losses)
     tracker = PeakTracker(*model.parameters(), *model.buffers(), *(parameter.grad for parameter in trained))
     with tracker:
         before = tracker.now
         for number in range(count):
             scores.score(number, model).log_probs.sum().backward()
             scores.go_back(model, contextlib.nullcontext, contextlib.nullcontext)
-    return tracker.peak - before, plan
+    return tracker.peak - before, schedule
 
 
 ROW = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
@@ -158,7 +160,7 @@ def test_a_step_whose_passes_share_a_prompt_peaks_where_it_was_planned(tmp_path,
     run = settings(folder(tmp_path), gradient_checkpointing=checkpointing, **changes)
     step = steps.plan_step(run)
     peak, grpo = measured_step(run, built(run))
-    assert (step.passes, step.trunks) == (len(grpo.forwards.rows_of_pass), int(grpo.forwards.trunks.sum()))
+    assert (step.passes, step.trunks) == (len(grpo.rows_of_pass), int(grpo.trunks.sum()))
     assert (step.batches_per_pass, step.passes_per_batch) == (grpo.batches_per_pass, grpo.passes_per_batch)
     assert passes.measure_of(run, config(), step, False) == pytest.approx(peak, rel=NEAR)
 

@@ -54,12 +54,12 @@ def test_a_step_is_planned_as_the_trainer_plans_batches_of_tokens(tmp_path, shar
     run = settings(folder(tmp_path), Launch(kind, use_cpu=True), **fields)
     torch.manual_seed(0)
     step = plan_step(run)
-    plan = sharing.plan_step(batches_of(run), run.tokens_per_pass, one_by_one=kind == "zero2")
-    if plan is None:
+    schedule = sharing.plan_step(batches_of(run), run.tokens_per_pass, one_by_one=kind == "zero2")
+    if schedule is None:
         assert not step.is_shared
         return
-    assert (step.batches_per_pass, step.passes_per_batch) == (plan.batches_per_pass, plan.passes_per_batch)
-    forwards = [list(plan.forwards.of_pass(number)) for number in range(step.passes)]
+    assert (step.batches_per_pass, step.passes_per_batch) == (schedule.batches_per_pass, schedule.passes_per_batch)
+    forwards = [list(schedule.of_pass(number)) for number in range(step.passes)]
     assert step.trunks == sum(map(len, forwards)) - step.passes
     assert step.values == (step.passes + step.trunks if step.passes_per_batch > 1 else 0)
     assert step.computed == sum(forward.forest.tokens for of_pass in forwards for forward in of_pass)

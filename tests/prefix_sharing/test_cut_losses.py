@@ -136,7 +136,7 @@ def assert_cuts_give_stock_gradients(trainer, monkeypatch, cuts, tolerance, inpu
         )
         planned.clear()
         actual = step_gradients(trainer, micro_batches, 1)
-        assert [len(plan.forwards.rows_of_pass) for plan in planned] == [pass_count]
+        assert [len(schedule.rows_of_pass) for schedule in planned] == [pass_count]
         assert_equal_gradients(actual, expected, tolerance)
 
 

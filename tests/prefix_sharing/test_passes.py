@@ -62,7 +62,7 @@ def batches_of(batch, count):
     return [Batch(*part) for part in zip(*parts, strict=True)]
 
 
-def run(model, batches, weights, forwards=None, per_pass=1):
+def run(model, batches, weights, schedule=None, per_pass=1):
     model.zero_grad()
     values = []
     tokens = 0
@@ -70,10 +70,10 @@ def run(model, batches, weights, forwards=None, per_pass=1):
         some = batches[number : number + per_pass]
         names = ("input_ids", "attention_mask", "labels")
         arguments = {name: torch.cat([getattr(b, name) for b in some]) for name in names}
-        if forwards is None:
+        if schedule is None:
             output = model(**arguments, fused_lm_head=True)
         else:
-            for forward in forwards.of_pass(number // per_pass):
+            for forward in schedule.of_pass(number // per_pass):
                 tokens += forward.forest.tokens
                 output = model(**arguments, forward=forward, fused_lm_head=True)
         values.append(output.log_probs.detach())
@@ -88,10 +88,8 @@ def compare(model, batch, count, tokens_per_pass=None, tolerance=1e-5):
     weights = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(batch["labels"].device).chunk(count)
     with sharing.closed():
         reference, expected, _ = run(model, batches, weights)
-    plan = sharing.plan_step(batches, tokens_per_pass or batch["input_ids"].numel() // count)
-    forwards = plan.forwards
-    per_pass = plan.batches_per_pass
-    values, grads, tokens = run(model, batches, weights, forwards, per_pass)
+    schedule = sharing.plan_step(batches, tokens_per_pass or batch["input_ids"].numel() // count)
+    values, grads, tokens = run(model, batches, weights, schedule, schedule.batches_per_pass)
     torch.testing.assert_close(values, reference, atol=2e-5, rtol=1e-5)
     assert_equal_gradients(grads, expected, tolerance)  # float32, sums in other orders
     return tokens

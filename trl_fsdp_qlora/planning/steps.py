@@ -116,24 +116,24 @@ def _shared(
 ) -> Step | None:
     """The passes of micro-batches that are planned together; `None` if each computes its own prompts."""
     sequences = sequences_of(np.arange(rows * batches) // group, prompt, completion)
-    plan = passes.plan_step(sequences, batches, RULES, tokens_per_pass, one_by_one)
-    if plan is None:
+    schedule = passes.plan_step(sequences, batches, RULES, tokens_per_pass, one_by_one)
+    if schedule is None:
         return None
     longest = Pass(0, 0)
     computed = 0
-    for number in range(len(plan.forwards.rows_of_pass)):
-        *trunks, forward = plan.forwards.of_pass(number)
+    for number in range(len(schedule.rows_of_pass)):
+        *trunks, forward = schedule.of_pass(number)
         computed += sum(trunk.forest.tokens for trunk in trunks) + forward.forest.tokens
         longest = max(longest, _size(forward), key=held_tokens)
     return Step(
         longest=longest,
-        passes=len(plan.forwards.rows_of_pass),
-        trunks=int(plan.forwards.trunks.sum()),
+        passes=len(schedule.rows_of_pass),
+        trunks=int(schedule.trunks.sum()),
         # A row that is longer than the limit runs alone, in one pass: it is not cut.
-        values=plan.values.count if plan.passes_per_batch > 1 else 0,
+        values=schedule.count if schedule.passes_per_batch > 1 else 0,
         computed=computed,
-        batches_per_pass=plan.batches_per_pass,
-        passes_per_batch=plan.passes_per_batch,
+        batches_per_pass=schedule.batches_per_pass,
+        passes_per_batch=schedule.passes_per_batch,
     )
 
 

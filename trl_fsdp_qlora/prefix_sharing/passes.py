@@ -21,6 +21,7 @@ Which beginnings are shared, and where a trunk ends, is found in `shared_prefixe
 Suffixes of shapes: B rows of a call or a step, L tokens of a row.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -106,8 +107,8 @@ class PassSchedule:
         sequences: all rows.
         rows_of_pass: the rows that each pass scores.
         rules: what passes of the model have to keep to.
-        batches_per_pass: number of batches whose rows a pass has; 1 if it has a part of a batch.
         shares: whether passes may share beginnings.
+        batches_per_pass, passes_per_batch: of a step; one of the two is 1.
     """
 
     def __init__(
@@ -115,8 +116,9 @@ class PassSchedule:
         sequences: Sequences,
         rows_of_pass: list[np.ndarray],
         rules: PassRules,
-        batches_per_pass: int = 1,
         shares: bool = True,
+        batches_per_pass: int = 1,
+        passes_per_batch: int = 1,
     ):
         self.sequences = sequences
         self.rows_of_pass = rows_of_pass
@@ -127,6 +129,7 @@ class PassSchedule:
         self.kept = shared_prefixes(sequences, pass_B, MIN_SAVED_TOKENS, rules.min_length) if shares else []
         self.cache = PrefixCache()
         self.batches_per_pass = batches_per_pass
+        self.passes_per_batch = passes_per_batch
         # The scores that a trunk's forward returned, by its first and last pass, if each of its layers is collective.
         self.trunk_outputs: dict[Trunk, torch.Tensor] = {}
         # By pass, because planning and running use the same forests, see `build_pass_forest`.
@@ -140,6 +143,17 @@ class PassSchedule:
         if shares:
             needed = np.array(rules.reduce(needed.ravel().tolist(), "MAX")).reshape(count, count)
         self.trunks = needed > 0
+
+    def without_gradients(self) -> "PassSchedule":
+        """Returns the same passes for forwards without gradients, which keep values of their own.
+
+        If a batch is cut into several passes, a loss needs all of its values before there is a gradient.
+        """
+        schedule = copy.copy(self)
+        schedule.rules = replace(self.rules, ties_ends=False)
+        schedule.cache = PrefixCache()
+        schedule.trunk_outputs = {}
+        return schedule
 
     @property
     def is_shared(self) -> bool:
@@ -302,26 +316,6 @@ class PassSchedule:
         return prefixes, trunks
 
 
-@dataclass(eq=False)
-class StepPlan:
-    """The passes that compute batches that are scored with the same weights.
-
-    Attributes:
-        forwards: the forwards with gradients.
-        values: the forwards without gradients, if a batch is cut into several passes: a loss needs all of its values
-            before there is a gradient.
-        batches_per_pass, passes_per_batch: one of the two is 1.
-        router_losses: makes router losses from the sums that the forwards return as `aux_loss`, see
-            [`router_loss.router_sums`]; `None` if the loss has none.
-    """
-
-    forwards: PassSchedule
-    values: PassSchedule | None
-    batches_per_pass: int
-    passes_per_batch: int
-    router_losses: Callable[[torch.Tensor], torch.Tensor] | None = None
-
-
 # --- plans -----------------------------------------------------------------------------------------------------------
 
 
@@ -359,7 +353,7 @@ def plan_step(
     tokens_per_pass: int | None,
     one_by_one: bool = False,
     warn: Callable[[str], None] = lambda line: None,
-) -> StepPlan | None:
+) -> PassSchedule | None:
     """Plan the passes of batches that are scored with the same weights. Collective.
 
     Args:
@@ -373,7 +367,7 @@ def plan_step(
         warn: gets a line if batches are too long and cannot be cut.
 
     Returns:
-        The plan; `None` if no two batches share a beginning and each batch fits.
+        The passes with gradients; `None` if no two batches share a beginning and each batch fits.
     """
     rows = len(sequences.lengths_B) // batches
     limit = tokens_per_pass or rows * sequences.width
@@ -390,31 +384,33 @@ def plan_step(
     if rows_per_pass >= rows:
         return _plan_whole_batches(sequences, rows, rows_per_pass, rules)
     rows_per_pass = max(rows_per_pass, 1)  # a single row that is too long runs alone
-    values = _passes_of(sequences, rows_per_pass, rows, replace(rules, ties_ends=False))
-    forwards = _passes_of(sequences, rows_per_pass, rows, rules)
-    return StepPlan(forwards, values, 1, rows // rows_per_pass)
+    return _passes_of(sequences, rows_per_pass, rows, rules)
 
 
-def _plan_whole_batches(sequences: Sequences, rows: int, rows_per_pass: int, rules: PassRules) -> StepPlan | None:
+def _plan_whole_batches(sequences: Sequences, rows: int, rows_per_pass: int, rules: PassRules) -> PassSchedule | None:
     """Plan passes of one or several whole batches; `None` if the batches, each alone, compute no more tokens."""
     one_per_batch = _passes_of(sequences, rows, rows, rules)
     if not one_per_batch.is_shared:
         return None
-    forwards = one_per_batch if rows_per_pass == rows else _passes_of(sequences, rows_per_pass, rows, rules)
+    schedule = one_per_batch if rows_per_pass == rows else _passes_of(sequences, rows_per_pass, rows, rules)
     # A batch that runs alone may be a dense row, which a pass with kept beginnings cannot be. That may save more than
     # sharing between batches does.
     alone_tokens = sum(rules.build_forest(batch).tokens for batch in sequences.split(rows))
-    shared_tokens, alone_tokens = rules.reduce([forwards.tokens, alone_tokens], "SUM")
-    if shared_tokens >= alone_tokens:
-        return None
-    return StepPlan(forwards, None, rows_per_pass // rows, 1)
+    shared_tokens, alone_tokens = rules.reduce([schedule.tokens, alone_tokens], "SUM")
+    return None if shared_tokens >= alone_tokens else schedule
 
 
 def _passes_of(sequences: Sequences, rows_per_pass: int, rows_per_batch: int, rules: PassRules) -> PassSchedule:
     """Returns the forwards that compute `sequences`, `rows_per_pass` rows in a pass."""
     first_rows = range(0, len(sequences.lengths_B), rows_per_pass)
     rows_of_pass = [np.arange(first, first + rows_per_pass) for first in first_rows]
-    return PassSchedule(sequences, rows_of_pass, rules, max(1, rows_per_pass // rows_per_batch))
+    return PassSchedule(
+        sequences,
+        rows_of_pass,
+        rules,
+        batches_per_pass=max(1, rows_per_pass // rows_per_batch),
+        passes_per_batch=max(1, rows_per_batch // rows_per_pass),
+    )
 
 
 def _rows_per_pass(batches: int, rows: int) -> list[int]:

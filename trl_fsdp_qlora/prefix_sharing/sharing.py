@@ -32,7 +32,7 @@ from .facts import stamp
 from .first_pass import FirstPasses
 from .images import Images
 from .packed_model import PackedModel, but_for_the_model, merge, not_compiled
-from .passes import Forward, StepPlan, plan_call, plan_step
+from .passes import Forward, PassSchedule, plan_call, plan_step
 from .prefix_cache import cannot_keep_reason, no_graph_reason
 from .problems import CannotPack
 from .ranks import reduced_over_ranks
@@ -334,7 +334,7 @@ class PromptSharing:
     @not_compiled
     def plan_step(
         self, batches: list[Batch], tokens_per_pass: int | None = None, one_by_one: bool = False
-    ) -> StepPlan | None:
+    ) -> PassSchedule | None:
         """Plan the passes of batches that are scored with the same weights.
 
         A beginning that several batches share is then computed once. The method is a collective: every rank has to
@@ -345,8 +345,8 @@ class PromptSharing:
             tokens_per_pass, one_by_one: see [`passes.plan_step`].
 
         Returns:
-            The plan; `None` if no two batches share a beginning and each batch fits, or if this model cannot keep
-            shared beginnings.
+            The passes with gradients; `None` if no two batches share a beginning and each batch fits, or if this model
+            cannot keep shared beginnings.
         """
         self.look_at_model()
         if not self.is_active or self._cannot_keep is not None:
@@ -362,10 +362,7 @@ class PromptSharing:
                 sequences = self.packed_model.read(*batches)
         if any(rules.reduce([int(sequences is None)], "MAX")):
             return None
-        plan = plan_step(sequences, len(batches), rules, tokens_per_pass, one_by_one, self._log_once)
-        if plan is not None and sequences.router_loss:
-            plan.router_losses = self.packed_model.router_losses
-        return plan
+        return plan_step(sequences, len(batches), rules, tokens_per_pass, one_by_one, self._log_once)
 
     @property
     @not_compiled

@@ -139,8 +139,10 @@ class LookAhead:
             if scored_BC is not None:
                 batch.labels[:, -scored_BC.shape[1] :].masked_fill_(~scored_BC, IGNORED_LABEL)
             batches.append(batch)
-        plan = sharing.plan_step(batches, limit, one_by_one=self.one_by_one)
-        return None if plan is None else StepScores(plan, batches, ends_update=count == left_in_update)
+        schedule = sharing.plan_step(batches, limit, one_by_one=self.one_by_one)
+        if schedule is None:
+            return None
+        return StepScores(schedule, batches, count == left_in_update, sharing.packed_model.router_losses)
 
 
 def _tensor_versions(inputs: dict) -> list[tuple[int, int]]:

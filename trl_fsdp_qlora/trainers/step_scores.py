@@ -14,7 +14,7 @@ trainer can look ahead: it knows which tokens each micro-batch will score, and
 In both cases TRL's loss sees each micro-batch unchanged.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..compat.trl import FusedCausalLMOutput
 from ..prefix_sharing.batch import Batch
-from ..prefix_sharing.passes import PassSchedule, StepPlan
+from ..prefix_sharing.passes import PassSchedule
 from ..prefix_sharing.prefix_cache import (
     CannotKeep,
     GradAccumulator,
@@ -34,6 +34,8 @@ from ..prefix_sharing.prefix_cache import (
     detach_and_collect,
 )
 from ..prefix_sharing.row import PassRecord
+
+ContextFactory = Callable[..., AbstractContextManager]
 
 
 class RandomState:
@@ -75,13 +77,23 @@ class StepScores:
     """Scores of the micro-batches of one optimizer step.
 
     Args:
-        plan: how to compute them.
+        schedule: the passes with gradients that compute them.
         batches: the micro-batches.
         ends_update: whether the optimizer steps after the last of these micro-batches.
+        router_losses: makes router losses from the sums that the forwards return as `aux_loss`, see
+            [`trl_fsdp_qlora.prefix_sharing.packed_model.PackedModel.router_losses`].
     """
 
-    def __init__(self, plan: StepPlan, batches: list[Batch], ends_update: bool):
-        self.plan = plan
+    def __init__(
+        self,
+        schedule: PassSchedule,
+        batches: list[Batch],
+        ends_update: bool,
+        router_losses: Callable[[torch.Tensor], torch.Tensor],
+    ):
+        self.schedule = schedule
+        self.without_gradients = schedule.without_gradients() if schedule.passes_per_batch > 1 else None
+        self.router_losses = router_losses
         self.batches = batches
         self.ends_update = ends_update
         self._number = -1  # the micro-batch whose scores were asked for last
@@ -94,11 +106,11 @@ class StepScores:
         """The scores of a micro-batch. Callers ask in order; a second call for the same number returns the same."""
         if number != self._number:
             self._number = number
-            if self.plan.passes_per_batch > 1:
+            if self.schedule.passes_per_batch > 1:
                 self._scores = {number: self._score_cut(number, model)}
             elif self.computes(number):
-                self._scores = self._scores_of_pass(number // self.plan.batches_per_pass, model)
-        if (number + 1) % self.plan.batches_per_pass == 0:
+                self._scores = self._scores_of_pass(number // self.schedule.batches_per_pass, model)
+        if (number + 1) % self.schedule.batches_per_pass == 0:
             self._collected = []  # the backward of this last micro-batch adds the gradients of the others
         return self._scores[number]
 
@@ -108,7 +120,7 @@ class StepScores:
 
     def computes(self, number: int) -> bool:
         """Whether asking for a micro-batch's scores runs the model."""
-        return number % self.plan.batches_per_pass == 0
+        return number % self.schedule.batches_per_pass == 0
 
     def finish(self) -> None:
         """Add the gradients that wait for the backward of a later pass, because no further scores are asked for.
@@ -116,7 +128,7 @@ class StepScores:
         After a complete step no gradient waits.
         """
         backward_collected(self._collected)
-        self.plan.forwards.finish()
+        self.schedule.finish()
         self._scores = {}
         self._collected = []
 
@@ -127,12 +139,12 @@ class StepScores:
     # --- several micro-batches in one pass ---------------------------------------------------------------------------
 
     def _scores_of_pass(self, number: int, model: nn.Module) -> dict[int, FusedCausalLMOutput]:
-        first = number * self.plan.batches_per_pass
-        last = first + self.plan.batches_per_pass
+        first = number * self.schedule.batches_per_pass
+        last = first + self.schedule.batches_per_pass
         batches = self.batches[first:last]
-        output = _run(self.plan.forwards, number, model, Batch.joined(batches), PassRecord(), self._is_last(last))
+        output = _run(self.schedule, number, model, Batch.joined(batches), PassRecord(), self._is_last(last))
         rows = [len(batch.input_ids) for batch in batches]
-        router_losses = None if output.aux_loss is None else self.plan.router_losses(output.aux_loss)
+        router_losses = None if output.aux_loss is None else self.router_losses(output.aux_loss)
         parts, self._collected = _parts(output, rows, router_losses)
         return dict(enumerate(parts, first))
 
@@ -144,7 +156,7 @@ class StepScores:
             passes, batches = self._passes(number)
             record = PassRecord()
             outputs = [
-                _run(self.plan.values, index, model, batch, record)
+                _run(self.without_gradients, index, model, batch, record)
                 for index, batch in zip(passes, batches, strict=True)
             ]
         parts = [_tensors(output) for output in outputs]
@@ -154,25 +166,25 @@ class StepScores:
         sums = None
         if outputs[0].aux_loss is not None:
             sums = torch.stack([output.aux_loss for output in outputs]).sum(0).requires_grad_()
-            values["aux_loss"] = self.plan.router_losses(sums)[0]
+            values["aux_loss"] = self.router_losses(sums)[0]
         self._cut = _CutScores(number, constants, sums, draws)
         return FusedCausalLMOutput(**{**values, **constants})
 
     def _passes(self, number: int) -> tuple[range, list[Batch]]:
         """The passes of a micro-batch, and the rows that each pass scores."""
-        count = self.plan.passes_per_batch
+        count = self.schedule.passes_per_batch
         passes = range(number * count, (number + 1) * count)
         batch = self.batches[number]
-        rows_of_pass = self.plan.forwards.rows_of_pass
+        rows_of_pass = self.schedule.rows_of_pass
         first = rows_of_pass[passes[0]][0]
         return passes, [batch.rows(rows_of_pass[index] - first) for index in passes]
 
-    def go_back(self, model: nn.Module, autocast: AbstractContextManager, without_sync) -> None:
+    def go_back(self, model: nn.Module, autocast: ContextFactory, without_sync: ContextFactory) -> None:
         """Run the backward of a micro-batch's passes after the backward of its loss, if the micro-batch was cut.
 
         Args:
             model: the root module.
-            autocast: the context that its forwards run in.
+            autocast: `autocast()` is the context that its forwards run in.
             without_sync: `without_sync(model)` is a context in which a backward does not reduce gradients over ranks.
         """
         self._scores.pop(self._number, None)
@@ -183,7 +195,9 @@ class StepScores:
         with cut.draws.again():
             self._go_back(cut, model, autocast, without_sync)
 
-    def _go_back(self, cut: _CutScores, model: nn.Module, autocast, without_sync) -> None:
+    def _go_back(
+        self, cut: _CutScores, model: nn.Module, autocast: ContextFactory, without_sync: ContextFactory
+    ) -> None:
         passes, batches = self._passes(cut.number)
         record = PassRecord()
         first_row = 0
@@ -194,7 +208,7 @@ class StepScores:
             with nullcontext() if is_last_pass else without_sync(model):
                 with autocast():
                     reduces = is_last_pass and self._is_last(cut.number + 1)
-                    output = _run(self.plan.forwards, index, model, batch, record, reduces)
+                    output = _run(self.schedule, index, model, batch, record, reduces)
                 values = _tensors(output)
                 pairs = [
                     (values[name], constant.grad[rows])
@@ -210,7 +224,7 @@ class StepScores:
 
 
 def _run(
-    forwards: PassSchedule,
+    schedule: PassSchedule,
     number: int,
     model: nn.Module,
     batch: Batch,
@@ -226,11 +240,11 @@ def _run(
     # DDP decides in the forward whether the backward will reduce gradients, but the backward of this pass may only run
     # with a later micro-batch.
     reduces = reduces and isinstance(model, DistributedDataParallel)
-    for forward in forwards.of_pass(number, record):
+    for forward in schedule.of_pass(number, record):
         with patch.multiple(model, require_backward_grad_sync=True) if reduces else nullcontext():
             output = model(**batch.arguments(), num_images=batch.num_images, forward=forward, fused_lm_head=True)
         if forward.view.trunk is not None and output.log_probs.requires_grad:
-            forwards.trunk_outputs[forward.view.trunk] = output.log_probs
+            schedule.trunk_outputs[forward.view.trunk] = output.log_probs
     if forward.sequences.router_loss and output.aux_loss is None:
         raise CannotKeep("its forward returns no router logits")
     return output
