@@ -1,5 +1,6 @@
 """Backends on their own: float64 gradients by finite differences, and a dense mask as oracle."""
 
+import itertools
 from types import MappingProxyType, SimpleNamespace
 from unittest.mock import Mock, patch
 
@@ -175,6 +176,63 @@ def test_cuda_kernels_equal_dense_mask(name, window):
     assert cascade.refuses(call) is None
     # 11 bits of mantissa: at most 1.8e-3 on the emulated device.
     assert_equals_dense_mask(call, [x.detach().double().requires_grad_() for x in leaves], 5e-3)
+
+
+def flash_scores(q, k, cu_q, cu_k, is_causal, scale, window_size_left=-1, window_size_right=-1):
+    """For each sequence its queries, its keys, and the scores `(H, queries, keys)`, as flash attention defines them.
+
+    The last query is aligned with the last key. A window's negative side is open; causal is a right side of 0.
+    """
+    right = 0 if is_causal else window_size_right
+    group = q.shape[1] // k.shape[1]
+    of_sequences = (itertools.starmap(slice, itertools.pairwise(cu.tolist())) for cu in (cu_q, cu_k))
+    for queries, keys in zip(*of_sequences, strict=True):
+        scores = torch.einsum("qhd,khd->hqk", q[queries], k[keys].repeat_interleave(group, 1)) * scale
+        count_q, count_k = scores.shape[1:]
+        ahead = torch.arange(count_k) - (torch.arange(count_q).unsqueeze(1) + count_k - count_q)
+        seen = torch.ones_like(ahead, dtype=torch.bool)
+        if right >= 0:
+            seen &= ahead <= right
+        if window_size_left >= 0:
+            seen &= ahead >= -window_size_left
+        assert seen.any(1).all()  # what the kernel returns for a query without a key is not documented
+        yield queries, keys, scores.masked_fill(~seen, -torch.inf)
+
+
+def flash_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, is_causal, debug, *, scale, **window):
+    out = torch.empty_like(q)
+    lse = q.new_empty(q.shape[1], len(q))
+    for queries, keys, scores in flash_scores(q, k, cu_q, cu_k, is_causal, scale, **window):
+        values = v[keys].repeat_interleave(q.shape[1] // v.shape[1], 1)
+        out[queries] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+        lse[:, queries] = scores.logsumexp(-1)
+    return out, lse, torch.empty(()), torch.empty(()), torch.empty(())
+
+
+def flash_backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, is_causal, *random, scale, **window):
+    """As in the paper (https://arxiv.org/abs/2307.08691), from the output and the log-sum-exp that are given."""
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    group = q.shape[1] // k.shape[1]
+    for queries, keys, scores in flash_scores(q, k, cu_q, cu_k, is_causal, scale, **window):
+        weights = (scores - lse[:, queries].unsqueeze(-1)).exp()
+        of_weights = torch.einsum("qhd,khd->hqk", grad[queries], v[keys].repeat_interleave(group, 1))
+        of_scores = weights * (of_weights - (grad[queries] * out[queries]).sum(-1).t().unsqueeze(-1)) * scale
+        grads[0][queries] = torch.einsum("hqk,khd->qhd", of_scores, k[keys].repeat_interleave(group, 1))
+        grads[1][keys] = torch.einsum("hqk,qhd->khd", of_scores, q[queries]).unflatten(1, (-1, group)).sum(2)
+        grads[2][keys] = torch.einsum("hqk,qhd->khd", weights, grad[queries]).unflatten(1, (-1, group)).sum(2)
+    return grads
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 6])
+@pytest.mark.parametrize("name", EVERY)
+def test_calls_of_cuda_kernels_equal_dense_mask(name, window, monkeypatch):
+    """The calls that CUDA gets, computed in float64 by what flash attention's kernels are defined to compute."""
+    monkeypatch.setitem(cascade._KERNELS, "cpu", cascade._KERNELS["cuda"])
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash_backward)
+    layout = make_layout(name)
+    leaves = [x.requires_grad_() for x in draw(layout, 4, 2)]
+    assert_equals_dense_mask(Call(*leaves, layout, window=window), leaves, 1e-12)
 
 
 def test_cascade_merges_in_float32_in_half_precision():

@@ -16,7 +16,7 @@ Keys and values are never copied for a segment or repeated for grouped queries. 
 backward, and there is no mask. torch's public `varlen_attn` cannot be used: its backward takes the output and the
 log-sum-exp of its own forward (docs/LOG.md).
 
-Suffixes of shapes: T tokens of the packed row, H heads, N segments, L tokens of the longest one; [`_Siblings`] has
+Suffixes of shapes: T tokens of the packed row, H heads, N segments, L tokens of the longest one; [`_FlashCall`] has
 further ones.
 """
 
@@ -289,14 +289,24 @@ def _backward_on_cpu(grad_out, q, k, v, out, lse, random_states, packed_row, sca
 
 
 @dataclass(eq=False)
-class _Call:
+class _FlashCall:
     """One call of flash attention with cumulative lengths.
+
+    Segments that attend to one ancestor through a window are *heads* of one sequence. How far a query looks back into
+    its ancestor depends on the query's distance from the ancestor's end. That distance starts anew in each segment. So
+    if segments followed each other in one sequence, as for whole ancestors, they would need a mask. As heads they lie
+    next to each other, and one window of the kernel serves all of them. Heads that share a key head are neighbours:
+    with r query heads per key head and N segments, the heads are `(H_kv, N, r)`. Keys are neither copied for a segment
+    nor repeated.
 
     Attributes:
         queries, keys: tokens of the row, as a slice if they are neighbours.
         lengths: of the sequences, as the kernel takes them.
         is_causal, window: as the kernel takes them.
-        siblings: how queries of several segments become heads of one sequence; `None` if they do not.
+        token_S1N: if segments are heads, for each of the S distances from the ends of the ancestors and each of N
+            segments, the token of the row at that distance, or some token if there is none; else `None`.
+        is_pad_S1N1: whether there is none.
+        slot_R, child_R: index of each of the R queries in both dimensions.
     """
 
     queries: slice | torch.Tensor
@@ -304,10 +314,39 @@ class _Call:
     lengths: tuple
     is_causal: bool
     window: dict
-    siblings: _Siblings | None = None
+    token_S1N: torch.Tensor | None = None
+    is_pad_S1N1: torch.Tensor | None = None
+    slot_R: torch.Tensor | None = None
+    child_R: torch.Tensor | None = None
+
+    def take(self, x_THx: torch.Tensor, key_heads: int) -> torch.Tensor:
+        """Returns the queries' part of `(T, H, ...)`; of heads `(S, H_kv * N * r, ...)`."""
+        if self.token_S1N is None:
+            return x_THx[self.queries]
+        heads = torch.arange(key_heads, device=x_THx.device).unsqueeze(1)
+        return x_THx.unflatten(1, (key_heads, -1))[self.token_S1N, heads].flatten(1, 3)
+
+    def take_lse(self, lse_HT: torch.Tensor, key_heads: int) -> torch.Tensor:
+        """Returns the queries' part of `(H, T)`; of heads `(H_kv * N * r, S)`.
+
+        Padding is infinite, so that no gradient comes from it.
+        """
+        if self.token_S1N is None:
+            return lse_HT[:, self.queries].contiguous()
+        lse = lse_HT.t().unflatten(1, (key_heads, -1))
+        heads = torch.arange(key_heads, device=lse.device).unsqueeze(1)
+        lse = lse[self.token_S1N, heads].masked_fill(self.is_pad_S1N1, torch.inf)
+        return lse.flatten(1).t().contiguous()
+
+    def put_back(self, x: torch.Tensor, key_heads: int) -> torch.Tensor:
+        """Returns the results of the queries `(R, H, ...)`, in the order of the row, as [`take`] took them."""
+        if self.token_S1N is None:
+            return x
+        x = x.unflatten(1, (key_heads, self.token_S1N.shape[2], -1)).transpose(1, 2)
+        return x[self.slot_R, self.child_R].flatten(1, 2)
 
 
-def _calls_on_cuda(packed_row: PackedRow, device: torch.device, window: int | None) -> list[_Call]:
+def _calls_on_cuda(packed_row: PackedRow, device: torch.device, window: int | None) -> list[_FlashCall]:
     """One call computes all segments over themselves, and one per level of ancestors computes them over ancestors."""
     key = ("varlen", device, window)
     if key not in packed_row.derived:
@@ -320,7 +359,7 @@ def _calls_on_cuda(packed_row: PackedRow, device: torch.device, window: int | No
         else:
             kernel_window = {"window_size_left": window - 1, "window_size_right": 0}
             of_ancestors = _ends_of_ancestors(packed_row.forest, window, device)
-        of_segments = _Call(all_tokens, all_tokens, (cu, cu, longest, longest), True, kernel_window)
+        of_segments = _FlashCall(all_tokens, all_tokens, (cu, cu, longest, longest), True, kernel_window)
         packed_row.derived[key] = [of_segments, *of_ancestors]
     return packed_row.derived[key]
 
@@ -332,18 +371,15 @@ def _forward_on_cuda(q, k, v, packed_row, scale, window):
     for call in _calls_on_cuda(packed_row, q.device, window):
         k_part = k_T[call.keys]
         v_part = v_T[call.keys]
-        q_part = q_T[call.queries] if call.siblings is None else call.siblings.take(q_T, k.shape[1])
         flash = torch.ops.aten._flash_attention_forward
-        of_part = q_part, k_part, v_part, *call.lengths, 0.0, call.is_causal
+        of_part = call.take(q_T, k.shape[1]), k_part, v_part, *call.lengths, 0.0, call.is_causal
         part, part_lse, *random_state, _ = flash(*of_part, False, scale=scale, **call.window)
         random_states += random_state
         if out is None:
             out = part  # (T, H, D)
             lse = part_lse  # (H, T), because lengths vary
             continue
-        part_lse = part_lse.t()
-        if call.siblings is not None:
-            part, part_lse = (call.siblings.rows(x, k.shape[1]) for x in (part, part_lse))
+        part, part_lse = (call.put_back(x, k.shape[1]) for x in (part, part_lse.t()))
         own_lse = lse[:, call.queries].t()
         out[call.queries] = merge(out[call.queries], own_lse, part, part_lse).to(out.dtype)
         lse[:, call.queries] = torch.logaddexp(own_lse, part_lse).t()
@@ -358,12 +394,8 @@ def _backward_on_cuda(grad_out, q, k, v, out, lse, random_states, packed_row, sc
     for i, call in enumerate(_calls_on_cuda(packed_row, q.device, window)):
         k_part = k_T[call.keys]
         v_part = v_T[call.keys]
-        if call.siblings is None:
-            grad_part, q_part, out_part = (x[call.queries] for x in (grad_T, q_T, out_T))
-            lse_part = lse[:, call.queries].contiguous()
-        else:
-            grad_part, q_part, out_part = (call.siblings.take(x, k.shape[1]) for x in (grad_T, q_T, out_T))
-            lse_part = call.siblings.take_lse(lse, k.shape[1])
+        grad_part, q_part, out_part = (call.take(x, k.shape[1]) for x in (grad_T, q_T, out_T))
+        lse_part = call.take_lse(lse, k.shape[1])
         flash = torch.ops.aten._flash_attention_backward
         random_state = random_states[2 * i : 2 * i + 2]
         of_part = grad_part, q_part, k_part, v_part, out_part, lse_part, *call.lengths, 0.0, call.is_causal
@@ -371,16 +403,14 @@ def _backward_on_cuda(grad_out, q, k, v, out, lse, random_states, packed_row, sc
         if grads is None:
             grads = dq, _with_kept(dk, len(k_T)), _with_kept(dv, len(v_T))
             continue
-        if call.siblings is not None:
-            dq = call.siblings.rows(dq, k.shape[1])
         total_dq, total_dk, total_dv = grads
-        total_dq[call.queries] += dq
+        total_dq[call.queries] += call.put_back(dq, k.shape[1])
         total_dk[call.keys] += dk
         total_dv[call.keys] += dv
     return tuple(g.transpose(0, 1).unsqueeze(0) for g in grads)
 
 
-def _whole_ancestors(forest: Forest, device: torch.device) -> list[_Call]:
+def _whole_ancestors(forest: Forest, device: torch.device) -> list[_FlashCall]:
     """Returns the calls of segments over all of their ancestors, one for each level of ancestors.
 
     An ancestor and all queries that attend to it are one sequence.
@@ -395,7 +425,7 @@ def _whole_ancestors(forest: Forest, device: torch.device) -> list[_Call]:
         cu_q, max_q = cumulative([len(tokens) for tokens in queries.values()], device)
         query_tokens = _neighbours(np.concatenate(list(queries.values())), device)
         key_tokens = _neighbours(np.concatenate(keys), device)
-        calls.append(_Call(query_tokens, key_tokens, (cu_q, cu_k, max_q, max_k), False, {}))
+        calls.append(_FlashCall(query_tokens, key_tokens, (cu_q, cu_k, max_q, max_k), False, {}))
     return calls
 
 
@@ -406,53 +436,8 @@ def _whole_ancestors(forest: Forest, device: torch.device) -> list[_Call]:
 _EXPANDED_KEYS = 2**15
 
 
-class _Siblings:
-    """Segments that attend to one ancestor through a window, as heads of one sequence.
-
-    How far a query looks back into its ancestor depends on the query's distance from the ancestor's end. That distance
-    starts anew in each segment. So if segments followed each other in one sequence, as for whole ancestors, they would
-    need a mask. As heads they lie next to each other, and one window of the kernel serves all of them. Heads that
-    share a key head are neighbours: with r query heads per key head and N segments, the heads are `(H_kv, N, r)`. Keys
-    are neither copied for a segment nor repeated.
-
-    Args:
-        token_SN: for each of the S distances from the ends of the ancestors and each of N segments, the token of the
-            row at that distance; -1 for none.
-    """
-
-    def __init__(self, token_SN: np.ndarray, device: torch.device):
-        is_pad_SN = token_SN < 0
-        slot_R, child_R = (~is_pad_SN).nonzero()
-        # In the order of the row, so that `_neighbours` finds runs.
-        order = np.argsort(token_SN[slot_R, child_R])
-        slot_R = slot_R[order]
-        child_R = child_R[order]
-        self.tokens_R = token_SN[slot_R, child_R]
-        self.slot_R = to_device(torch.from_numpy(slot_R), device)
-        self.child_R = to_device(torch.from_numpy(child_R), device)
-        self.token_S1N = to_device(torch.from_numpy(np.where(is_pad_SN, 0, token_SN)), device).unsqueeze(1)
-        self.is_pad_S1N1 = to_device(torch.from_numpy(is_pad_SN), device)[:, None, :, None]
-
-    def take(self, x_THx: torch.Tensor, key_heads: int) -> torch.Tensor:
-        """Returns `(S, H_kv * N * r, ...)` of `(T, H, ...)`; padding holds an arbitrary token."""
-        heads = torch.arange(key_heads, device=x_THx.device).unsqueeze(1)
-        return x_THx.unflatten(1, (key_heads, -1))[self.token_S1N, heads].flatten(1, 3)
-
-    def take_lse(self, lse_HT: torch.Tensor, key_heads: int) -> torch.Tensor:
-        """Returns `(H_kv * N * r, S)` of `(H, T)`; padding is infinite, so that no gradient comes from it."""
-        lse = lse_HT.t().unflatten(1, (key_heads, -1))
-        heads = torch.arange(key_heads, device=lse.device).unsqueeze(1)
-        lse = lse[self.token_S1N, heads].masked_fill(self.is_pad_S1N1, torch.inf)
-        return lse.flatten(1).t().contiguous()
-
-    def rows(self, x_SHx: torch.Tensor, key_heads: int) -> torch.Tensor:
-        """Returns the tokens `(R, H, ...)`, in the order of the row, of `(S, H_kv * N * r, ...)`."""
-        x = x_SHx.unflatten(1, (key_heads, self.token_S1N.shape[2], -1)).transpose(1, 2)
-        return x[self.slot_R, self.child_R].flatten(1, 2)
-
-
-def _ends_of_ancestors(forest: Forest, window: int, device: torch.device) -> list[_Call]:
-    """Returns the calls of segments over the ends of their ancestors that a window shows, see [`_Siblings`]."""
+def _ends_of_ancestors(forest: Forest, window: int, device: torch.device) -> list[_FlashCall]:
+    """Returns the calls of segments over the ends of their ancestors that a window shows, see [`_FlashCall`]."""
     seen = window - 1  # tokens before a query
     ends = forest.depths + forest.lengths
     calls = []
@@ -465,7 +450,7 @@ def _ends_of_ancestors(forest: Forest, window: int, device: torch.device) -> lis
                 pairs = zip(segments[is_near].tolist(), gaps[is_near].tolist(), strict=True)
                 children.append((ancestor, list(pairs)))
         for subset in _limited_sets(forest, children, seen):
-            calls.append(_siblings_call(forest, subset, seen, device))
+            calls.append(_call_of_siblings(forest, subset, seen, device))
     return calls
 
 
@@ -485,8 +470,8 @@ def _limited_sets(forest: Forest, children: list[tuple], seen: int) -> list[list
     return sets
 
 
-def _siblings_call(forest: Forest, children: list[tuple], seen: int, device: torch.device) -> _Call:
-    """Returns one call for some ancestors and the `(segment, gap)` pairs that attend to each."""
+def _call_of_siblings(forest: Forest, children: list[tuple], seen: int, device: torch.device) -> _FlashCall:
+    """Returns one call for some ancestors and the `(segment, gap)` pairs that attend to each, as heads."""
     # A query that stands s tokens behind its ancestor's end sees the ancestor's last `seen - s` tokens, so only
     # queries with s < seen count.
     first = min(gap for _, segments in children for _, gap in segments)
@@ -503,16 +488,28 @@ def _siblings_call(forest: Forest, children: list[tuple], seen: int, device: tor
             count = min(int(forest.lengths[segment]), seen - gap)
             tokens = int(forest.starts[segment]) + np.arange(count)
             token_SN[i, gap - first : gap - first + count, number] = tokens
-    siblings = _Siblings(token_SN.reshape(-1, token_SN.shape[2]), device)
+    token_SN = token_SN.reshape(-1, token_SN.shape[2])
+    is_pad_SN = token_SN < 0
+    slot_R, child_R = (~is_pad_SN).nonzero()
+    order = np.argsort(token_SN[slot_R, child_R])  # in the order of the row, so that `_neighbours` finds runs
+    slot_R = slot_R[order]
+    child_R = child_R[order]
     cu_q, max_q = cumulative(np.full(len(children), distances), device)
     cu_k, max_k = cumulative(key_lengths, device)
     # The kernel aligns the last query with the last key. A side of the window that is as wide as the longest keys has
     # no limit.
     kernel_window = {"window_size_left": seen - first - distances, "window_size_right": distances}
-    lengths = cu_q, cu_k, max_q, max(max_k, distances)
-    query_tokens = _neighbours(siblings.tokens_R, device)
-    key_tokens = _neighbours(np.concatenate(keys), device)
-    return _Call(query_tokens, key_tokens, lengths, False, kernel_window, siblings)
+    return _FlashCall(
+        queries=_neighbours(token_SN[slot_R, child_R], device),
+        keys=_neighbours(np.concatenate(keys), device),
+        lengths=(cu_q, cu_k, max_q, max(max_k, distances)),
+        is_causal=False,
+        window=kernel_window,
+        token_S1N=to_device(torch.from_numpy(np.where(is_pad_SN, 0, token_SN)), device).unsqueeze(1),
+        is_pad_S1N1=to_device(torch.from_numpy(is_pad_SN), device)[:, None, :, None],
+        slot_R=to_device(torch.from_numpy(slot_R), device),
+        child_R=to_device(torch.from_numpy(child_R), device),
+    )
 
 
 def _neighbours(tokens: np.ndarray, device: torch.device) -> slice | torch.Tensor:
