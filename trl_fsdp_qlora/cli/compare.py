@@ -312,8 +312,8 @@ def _trainers(method: Compared, script: Any, config: Any, model: Any, train: Any
             trainer.train()
         trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
         trainer.model.train()
-        for draw in draws(trainer.model):
-            setattr(draw.module, draw.attribute, 0.0)  # each trainer would draw masks of its own
+        for _, module, attribute, _ in draws(trainer.model):
+            setattr(module, attribute, 0.0)  # each trainer would draw masks of its own
     return {STOCK: stock, OURS: ours}
 
 

@@ -6,7 +6,6 @@ of attention's weights, and layers that are left out at random, have no counterp
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch.nn.modules.dropout import _DropoutNd
@@ -17,17 +16,13 @@ _ATTENTION_NAMES = {"dropout", "dropout_p", "dropout_prob", "attn_dropout", "att
 _DRAWS = ("drop", "jitter")
 
 
-class Draw(NamedTuple):
-    """One place that draws: `module.attribute` is a probability, or the width of a router's jitter."""
+def draws(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str, float]]:
+    """Every place of `model` that draws in training mode: `Dropout` modules, and numbers kept for functional calls.
 
-    name: str
-    module: torch.nn.Module
-    attribute: str
-    value: float
-
-
-def draws(model: torch.nn.Module) -> list[Draw]:
-    """Every place of `model` that draws in training mode: `Dropout` modules, and numbers kept for functional calls."""
+    Returns:
+        For each place the name of the module, the module, the attribute, and its value: a probability, or the width of
+        a router's jitter.
+    """
     active = []
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
@@ -38,25 +33,21 @@ def draws(model: torch.nn.Module) -> list[Draw]:
             else:
                 is_draw = any(word in attribute.lower() for word in _DRAWS)
             if is_draw:
-                active.append(Draw(name, module, attribute, value))
+                active.append((name, module, attribute, value))
     return active
 
 
 def attention_reason(model: torch.nn.Module) -> str | None:
     """The reason why `model` cannot use packed rows: dropout in attention, or layers left out at random; or `None`."""
     modules = dict(model.named_modules())
-    for draw in draws(model):
-        if "layerdrop" in draw.attribute.lower():
-            return f"{draw.attribute}={draw.value:g} leaves layers out at random, others on a packed row"
-        # A `Dropout` module is an attribute of the module that uses it.
-        if draw.attribute == "p":
-            owner, _, name = draw.name.rpartition(".")
-        else:
-            owner = draw.name
-            name = draw.attribute
+    for owner, _, attribute, value in draws(model):
+        if "layerdrop" in attribute.lower():
+            return f"{attribute}={value:g} leaves layers out at random, others on a packed row"
+        if attribute == "p":  # a `Dropout` module is an attribute of the module that uses it
+            owner, _, attribute = owner.rpartition(".")
         kind = type(modules[owner]).__name__
-        if name in _ATTENTION_NAMES and ("attention" in kind.lower() or kind.lower().endswith("attn")):
-            return f"{kind}.{name}={draw.value:g} (attention dropout) has no counterpart on a packed row"
+        if attribute in _ATTENTION_NAMES and ("attention" in kind.lower() or kind.lower().endswith("attn")):
+            return f"{kind}.{attribute}={value:g} (attention dropout) has no counterpart on a packed row"
     return None
 
 
@@ -73,9 +64,9 @@ def noise_reason(model: torch.nn.Module) -> str | None:
 def other_dropout(model: torch.nn.Module) -> str | None:
     """A line on dropout outside of attention (LoRA's, residual), whose masks differ on a packed row; or `None`."""
     kinds = set()
-    for draw in draws(model):
-        kind = next((part for part in draw.name.split(".") if "drop" in part.lower()), draw.attribute)
-        kinds.add(f"{kind} {draw.value:g}")
+    for name, _, attribute, value in draws(model):
+        kind = next((part for part in name.split(".") if "drop" in part.lower()), attribute)
+        kinds.add(f"{kind} {value:g}")
     if not kinds:
         return None
     listed = ", ".join(sorted(kinds))
@@ -90,10 +81,10 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
     evaluation mode, on some CPUs, bitsandbytes repacks a 4-bit weight for good when its layer first runs.
     """
     active = draws(model)
-    for draw in active:
-        setattr(draw.module, draw.attribute, 0.0)
+    for _, module, attribute, _ in active:
+        setattr(module, attribute, 0.0)
     try:
         yield
     finally:
-        for draw in active:
-            setattr(draw.module, draw.attribute, draw.value)
+        for _, module, attribute, value in active:
+            setattr(module, attribute, value)

@@ -18,7 +18,7 @@ Suffixes of shapes: B compared rows, C values of a row, N passes, L tokens of a 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -93,23 +93,23 @@ def compares_gradients(model: torch.nn.Module) -> bool:
     return not any(is_zero3(p) or p._post_accumulate_grad_hooks for p in model.parameters())
 
 
-class Cuts(NamedTuple):
-    """The forwards of one packed and of one padded pass over the rows to compare; every rank has the same number.
-
-    Each is given as its rows and how often it counts: 0 if only other ranks need the forward, else 1.
-    """
-
-    packed: list[tuple[slice, int]]
-    padded: list[tuple[slice, int]]
+# The forwards of a pass over the rows to compare: of each its rows, and how often it counts. That is 0 if only other
+# ranks need the forward, else 1.
+Cuts = list[tuple[slice, int]]
 
 
-def cut_sample(packed: list[tuple[int, int]], rows: int, width: int, tokens: int, device: torch.device) -> Cuts:
+def cut_sample(
+    packed: list[tuple[int, int]], rows: int, width: int, tokens: int, device: torch.device
+) -> tuple[Cuts, Cuts]:
     """Cut the passes over `rows` rows so that no forward holds more tokens than the step's own. Collective.
 
     Args:
         packed: this rank's rows `[first, last)` of each packed forward.
         width: number of columns of the padded batch.
         tokens: number of tokens of the step's own forward on this rank.
+
+    Returns:
+        The forwards of the packed and of the padded pass; every rank has the same number of them.
     """
     # The largest number of packed forwards of all ranks, and the smallest number of padded rows at once.
     forwards, negative_rows = reduced_over_ranks([len(packed), -max(1, tokens // width)], device)
@@ -117,7 +117,7 @@ def cut_sample(packed: list[tuple[int, int]], rows: int, width: int, tokens: int
     packed_cuts += [(slice(*packed[-1]), 0)] * (int(forwards) - len(packed))
     at_once = int(-negative_rows)
     padded_cuts = [(slice(first, min(first + at_once, rows)), 1) for first in range(0, rows, at_once)]
-    return Cuts(packed_cuts, padded_cuts)
+    return packed_cuts, padded_cuts
 
 
 def compare(
@@ -125,7 +125,7 @@ def compare(
     packed: Callable[[slice], torch.Tensor],
     padded: Callable[[slice], torch.Tensor],
     scored_BC: torch.Tensor,
-    cuts: Cuts,
+    cuts: tuple[Cuts, Cuts],
     embeddings: torch.nn.Module,
     unit: float,
     of: str = LOG_PROBABILITY,
@@ -151,7 +151,7 @@ def compare(
         with _separate_gradients(model) as parameters:
             passes = _Passes(packed, padded, scored_BC, cuts, embeddings, unit, parameters)
             packed_BC = torch.zeros_like(passes.weight_BC)
-            for rows, counts in cuts.packed:
+            for rows, counts in passes.packed_cuts:
                 # The backward may be collective, so it begins only after the forward has ended well on all ranks.
                 values_BC = together(packed, rows)
                 packed_BC[rows] = together(passes.backward, values_BC, rows, counts)
@@ -181,7 +181,7 @@ class _Passes:
         packed: Callable[[slice], torch.Tensor],
         padded: Callable[[slice], torch.Tensor],
         scored_BC: torch.Tensor,
-        cuts: Cuts,
+        cuts: tuple[Cuts, Cuts],
         embeddings: torch.nn.Module,
         unit: float,
         parameters: list[torch.nn.Parameter],
@@ -189,7 +189,7 @@ class _Passes:
         self.packed = packed
         self.padded = padded
         self.scored_BC = scored_BC
-        self.cuts = cuts
+        self.packed_cuts, self.padded_cuts = cuts
         self.embeddings = embeddings
         self.unit = unit
         self.parameters = parameters
@@ -206,9 +206,7 @@ class _Passes:
             (values_BC * (factor * self.weight_BC[rows])).sum().backward()
         return values_BC.detach()
 
-    def run(
-        self, forward: Callable[[slice], torch.Tensor], cuts: list[tuple[slice, int]], sign: float
-    ) -> torch.Tensor:
+    def run(self, forward: Callable[[slice], torch.Tensor], cuts: Cuts, sign: float) -> torch.Tensor:
         """Run a whole pass and add its gradients with this sign; return its values `(R, C)`."""
         values_BC = torch.zeros_like(self.weight_BC)
         for rows, counts in cuts:
@@ -218,10 +216,10 @@ class _Passes:
     def compare_with_padded(self, packed_BC: torch.Tensor) -> tuple[dict[str, float], torch.Tensor]:
         """Run the padded pass after the packed one; return sums for [`verdict`] and the padded values."""
         sums = {"gradient": _squared_norm(self.parameters)}
-        padded_BC = self.run(self.padded, self.cuts.padded, -1.0)
+        padded_BC = self.run(self.padded, self.padded_cuts, -1.0)
         sums["gradient_off"] = _squared_norm(self.parameters)
         if self.unit and torch.is_grad_enabled():
-            self.run(self.packed, self.cuts.packed, -1.0)  # the negative padded gradient remains
+            self.run(self.packed, self.packed_cuts, -1.0)  # the negative padded gradient remains
             sums["gradient_padded"] = _squared_norm(self.parameters)
         return sums | statistics(packed_BC, padded_BC, [], self.scored_BC), padded_BC
 
@@ -234,7 +232,7 @@ class _Passes:
             if seed:
                 _clear_gradients(self.parameters)
             with perturbed(self.embeddings, self.unit, seed):
-                noise_NBC.append(self.run(self.padded, self.cuts.padded, 1.0) - padded_BC)
+                noise_NBC.append(self.run(self.padded, self.padded_cuts, 1.0) - padded_BC)
             # The first is the norm of the change of the gradient, the others are norms of changed gradients.
             sums[f"gradient_moved_{seed}" if seed else "gradient_noise"] = _squared_norm(self.parameters)
         return sums | statistics(packed_BC, padded_BC, noise_NBC, self.scored_BC)
