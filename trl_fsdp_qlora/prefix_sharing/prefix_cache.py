@@ -19,15 +19,12 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..compat.deepspeed import is_zero3
+from .problems import CannotPack
 
 # The name of a thing that a layer keeps: the layer's `id` (or a name), and whatever tells its things apart.
 Slot = tuple
 # A trunk: the first and the last pass that need it.
 Trunk = tuple[int, int]
-
-
-class CannotKeep(Exception):
-    """A layer's keys or states cannot be kept for later passes; the message is the reason."""
 
 
 def cannot_keep_reason(model: nn.Module) -> str | None:
@@ -163,7 +160,7 @@ class PrefixCache:
     def keep(self, prefix: int, slot: Slot, value: torch.Tensor) -> None:
         slots = self.prefixes.setdefault(prefix, {})
         if slot in slots:
-            raise CannotKeep("a layer keeps two things under one name")
+            raise CannotPack("a layer keeps two things under one name")
         slots[slot] = value, GradAccumulator()
 
     def of(self, prefix: int) -> list[KeptValue]:
@@ -224,7 +221,7 @@ class CacheView:
     def keep(self, prefix: int, slot: Slot, value: torch.Tensor) -> None:
         """Keep a `value` of a prefix for later passes."""
         if self.has_gradients and not torch.is_grad_enabled():
-            raise CannotKeep("its layers run without a graph")
+            raise CannotPack("its layers run without a graph")
         self.cache.keep(prefix, slot, value)
 
     def kept(self, prefix: int, slot: Slot) -> torch.Tensor:

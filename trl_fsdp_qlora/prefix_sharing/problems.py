@@ -4,7 +4,10 @@ import torch
 
 
 class CannotPack(ValueError):
-    """A batch, a layer or a model cannot be computed exactly on packed rows; the message is the reason."""
+    """A batch, a layer, a model or the passes of a step cannot be computed exactly on packed rows.
+
+    The message is the reason. Whoever catches it decides what runs instead.
+    """
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -18,7 +18,7 @@ from ..compat.fsdp import forget_forward
 from ..compat.peft import is_reference
 from ..prefix_sharing.batch import IGNORED_LABEL
 from ..prefix_sharing.images import fingerprints
-from ..prefix_sharing.prefix_cache import CannotKeep
+from ..prefix_sharing.problems import CannotPack
 from ..prefix_sharing.sharing import PromptSharing, install_sharing
 from ..run.input_checks import columns_of
 from ..scoring.contexts import fill_masked_rows, share_values
@@ -172,7 +172,7 @@ class Scoring:
             if step_scores is not None:
                 try:
                     return step_scores.score(number, model)
-                except CannotKeep as error:
+                except CannotPack as error:
                     forget_forward(model)
                     sharing.cannot_keep(str(error))
                     self.look_ahead.scores = None

@@ -27,12 +27,12 @@ from ..compat.trl import FusedCausalLMOutput
 from ..prefix_sharing.batch import Batch
 from ..prefix_sharing.passes import PassSchedule
 from ..prefix_sharing.prefix_cache import (
-    CannotKeep,
     GradAccumulator,
     attach_collected,
     backward_collected,
     detach_and_collect,
 )
+from ..prefix_sharing.problems import CannotPack
 from ..prefix_sharing.row import PassRecord
 
 ContextFactory = Callable[..., AbstractContextManager]
@@ -246,7 +246,7 @@ def _run(
         if forward.view.trunk is not None and output.log_probs.requires_grad:
             schedule.trunk_outputs[forward.view.trunk] = output.log_probs
     if forward.sequences.router_loss and output.aux_loss is None:
-        raise CannotKeep("its forward returns no router logits")
+        raise CannotPack("its forward returns no router logits")
     return output
 
 
