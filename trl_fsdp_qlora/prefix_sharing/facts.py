@@ -153,7 +153,7 @@ def _layers_reason(model: PreTrainedModel, text: PreTrainedConfig) -> str | None
         kind = kind_of(layer_class)
         if kind is None:
             return f"{layer_class.__name__} keeps a state, and its kind is not known"
-        if not kind.goes_on:
+        if kind.compute is None:
             return f"{layer_class.__name__} goes on from no state"
     return None
 

@@ -4,9 +4,9 @@ It takes a first state (`initial_state`). Queries, keys and values each have a s
 come from the cache.
 """
 
-from .kind import RecurrentKind
+from . import level_by_level
 
-DELTA_ATTENTION = RecurrentKind(
-    layers=("bailing_hybrid.BailingHybridDeltaAttention", "kimi_linear.KimiLinearDeltaAttention"),
-    layer_types=frozenset({"linear_attention"}),
-)
+LAYERS = ("bailing_hybrid.BailingHybridDeltaAttention", "kimi_linear.KimiLinearDeltaAttention")
+LAYER_TYPES = frozenset({"linear_attention"})
+compute = level_by_level.compute
+state_bytes = level_by_level.state_bytes

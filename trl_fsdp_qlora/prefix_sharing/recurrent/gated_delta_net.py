@@ -4,15 +4,15 @@ The delta rule takes a first state (`initial_state`). The last inputs of a short
 second state, which comes from the cache.
 """
 
-from .kind import RecurrentKind
+from . import level_by_level
 
-GATED_DELTA_NET = RecurrentKind(
-    layers=(
-        "lara_mini.LaraMiniGatedDeltaNet",
-        "olmo_hybrid.OlmoHybridGatedDeltaNet",
-        "qwen3_5.Qwen3_5GatedDeltaNet",
-        "qwen3_5_moe.Qwen3_5MoeGatedDeltaNet",
-        "qwen3_next.Qwen3NextGatedDeltaNet",
-    ),
-    layer_types=frozenset({"linear_attention"}),
+LAYERS = (
+    "lara_mini.LaraMiniGatedDeltaNet",
+    "olmo_hybrid.OlmoHybridGatedDeltaNet",
+    "qwen3_5.Qwen3_5GatedDeltaNet",
+    "qwen3_5_moe.Qwen3_5MoeGatedDeltaNet",
+    "qwen3_next.Qwen3NextGatedDeltaNet",
 )
+LAYER_TYPES = frozenset({"linear_attention"})
+compute = level_by_level.compute
+state_bytes = level_by_level.state_bytes

@@ -1,28 +1,35 @@
-"""The table of the kinds of recurrent layers, and which kind a layer is."""
+"""The table of the kinds of recurrent layers, and which kind a layer is.
+
+A kind is a file of this room with
+
+- `LAYERS`: its classes in transformers, as `folder.Class`. `tests/prefix_sharing` has compared each with stock;
+- `LAYER_TYPES`: transformers' names of such layers in a config, under which models look up their masks;
+- `compute(module, tokens, packed_row)`: the layer's output `(1, T, ...)` on a packed row. `tokens` has the arguments
+  with one entry per token, `(1, T, ...)`; `module.own_forward` is the layer's own forward. `None` if a layer cannot go
+  on from states for several tokens: then models with it run as in stock TRL;
+- `state_bytes(module, width)`: the bytes of the states that a layer on the meta device keeps of one row.
+
+`level_by_level.py` has the last two for layers that keep their states in transformers' cache and go on from them.
+"""
 
 import functools
+from types import ModuleType
 
 from torch import nn
 
 from ...compat.signatures import names_in_code
-from . import level_by_level
-from .delta_attention import DELTA_ATTENTION
-from .gated_delta_net import GATED_DELTA_NET
-from .kind import RecurrentKind
-from .mamba1 import MAMBA1
-from .mamba2 import MAMBA2
-from .short_convolution import SHORT_CONVOLUTION
+from . import delta_attention, gated_delta_net, level_by_level, mamba1, mamba2, short_convolution
 
-KINDS = (DELTA_ATTENTION, GATED_DELTA_NET, MAMBA1, MAMBA2, SHORT_CONVOLUTION)
+KINDS = (delta_attention, gated_delta_net, mamba1, mamba2, short_convolution)
 
-_BY_CLASS = {layer: kind for kind in KINDS for layer in kind.layers}
-LAYER_TYPES = frozenset().union(*(kind.layer_types for kind in KINDS))
+_BY_CLASS = {layer: kind for kind in KINDS for layer in kind.LAYERS}
+LAYER_TYPES = frozenset().union(*(kind.LAYER_TYPES for kind in KINDS))
 # A layer that calls one of these methods of transformers' cache keeps a state, of whatever kind.
 _KEEPS_A_STATE = {"update_conv_state", "update_recurrent_state"}
 
 
 @functools.cache
-def kind_of(layer_class: type[nn.Module]) -> RecurrentKind | None:
+def kind_of(layer_class: type[nn.Module]) -> ModuleType | None:
     """Returns the kind of a class of recurrent layers; `None` if it is not registered."""
     for cls in layer_class.__mro__:  # FSDP2 puts a class of its own in front
         parts = cls.__module__.split(".")
@@ -36,7 +43,7 @@ def kind_of(layer_class: type[nn.Module]) -> RecurrentKind | None:
 def goes_on_from_a_state(layer_class: type[nn.Module]) -> bool:
     """Whether a class of recurrent layers is known to go on from states for several tokens."""
     kind = kind_of(layer_class)
-    return kind is not None and kind.goes_on
+    return kind is not None and kind.compute is not None
 
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:

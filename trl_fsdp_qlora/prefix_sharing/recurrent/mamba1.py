@@ -3,15 +3,14 @@
 A segment cannot go on from its parent, so models with such layers run as in stock TRL.
 """
 
-from .kind import RecurrentKind
+from . import level_by_level
 
-MAMBA1 = RecurrentKind(
-    layers=(
-        "falcon_mamba.FalconMambaMixer",
-        "jamba.JambaMambaMixer",
-        "mamba.MambaMixer",
-        "zamba.ZambaMambaMixer",
-    ),
-    layer_types=frozenset({"linear_attention"}),
-    goes_on=False,
+LAYERS = (
+    "falcon_mamba.FalconMambaMixer",
+    "jamba.JambaMambaMixer",
+    "mamba.MambaMixer",
+    "zamba.ZambaMambaMixer",
 )
+LAYER_TYPES = frozenset({"linear_attention"})
+compute = None
+state_bytes = level_by_level.state_bytes

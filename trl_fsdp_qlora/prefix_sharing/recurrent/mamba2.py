@@ -4,16 +4,16 @@ The scan takes a first state (`initial_states`). The last inputs of a short conv
 state, which comes from the cache.
 """
 
-from .kind import RecurrentKind
+from . import level_by_level
 
-MAMBA2 = RecurrentKind(
-    layers=(
-        "bamba.BambaMixer",
-        "falcon_h1.FalconH1Mixer",
-        "granitemoehybrid.GraniteMoeHybridMambaLayer",
-        "mamba2.Mamba2Mixer",
-        "nemotron_h.NemotronHMamba2Mixer",
-        "zamba2.Zamba2MambaMixer",
-    ),
-    layer_types=frozenset({"linear_attention"}),
+LAYERS = (
+    "bamba.BambaMixer",
+    "falcon_h1.FalconH1Mixer",
+    "granitemoehybrid.GraniteMoeHybridMambaLayer",
+    "mamba2.Mamba2Mixer",
+    "nemotron_h.NemotronHMamba2Mixer",
+    "zamba2.Zamba2MambaMixer",
 )
+LAYER_TYPES = frozenset({"linear_attention"})
+compute = level_by_level.compute
+state_bytes = level_by_level.state_bytes

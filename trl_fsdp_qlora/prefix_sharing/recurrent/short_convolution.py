@@ -3,9 +3,9 @@
 There is no recurrent state. The cache puts the last inputs in front of the new ones.
 """
 
-from .kind import RecurrentKind
+from . import level_by_level
 
-SHORT_CONVOLUTION = RecurrentKind(
-    layers=("lfm2.Lfm2ShortConv", "lfm2_moe.Lfm2MoeShortConv", "lfm3.Lfm3ShortConv"),
-    layer_types=frozenset({"conv"}),
-)
+LAYERS = ("lfm2.Lfm2ShortConv", "lfm2_moe.Lfm2MoeShortConv", "lfm3.Lfm3ShortConv")
+LAYER_TYPES = frozenset({"conv"})
+compute = level_by_level.compute
+state_bytes = level_by_level.state_bytes
