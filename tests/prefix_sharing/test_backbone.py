@@ -177,6 +177,41 @@ def test_the_fused_call_in_stocks_way_is_packed_nowhere():
     assert len(calls) == 1 and not model.prompt_sharing.checked
 
 
+@pytest.mark.parametrize("has_mask", [True, False])
+def test_a_later_wrapper_of_the_backbone_may_take_the_models_own_arguments_alone(has_mask):
+    """Packed passes, the comparison with stock and passes as in stock TRL come through it."""
+    batch = make_batch(groups, "right")
+    of_tokens = batch["input_ids"]
+    if not has_mask:
+        batch["labels"][batch["attention_mask"] == 0] = -100
+        batch["attention_mask"] = None
+    wanted = with_stock_head(build("llama"))(**batch, fused_lm_head=True).log_probs
+    model = share_prompts(with_stock_head(build("llama")).train())
+    ours = model.model.forward
+    masks = []
+
+    def wrapper(input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None, use_cache=None):
+        masks.append(attention_mask)
+        return ours(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+        )
+
+    model.model.forward = wrapper
+    torch.testing.assert_close(model(**batch, fused_lm_head=True).log_probs, wanted, atol=2e-5, rtol=1e-5)
+    assert model.prompt_sharing.is_active and model.prompt_sharing.figures.tokens
+    masks.clear()
+    assert torch.equal(model(**batch, fused_lm_head=True, as_stock=True).log_probs, wanted)
+    assert len(masks) == 1
+    del batch["input_ids"]
+    batch["inputs_embeds"] = model.model.embed_tokens(of_tokens)
+    assert torch.equal(model(**batch, fused_lm_head=True).log_probs, wanted)
+    assert len(masks) == 2
+
+
 def of_generation():
     return {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 

@@ -5,6 +5,9 @@ So the row is an argument of the layer that computes it, and nothing of a call l
 models and a nested call do not meet, and an exception leaves nothing behind. Whatever recomputes a layer in the
 backward (transformers' checkpointing, torch's `checkpoint_wrapper`, a wrapper of the user's own) passes the same mask
 again, and so the same row.
+
+A call that has to run as in stock TRL says so to the model's backbone in the same way ([`marked_as_stock`]): its mask
+comes through every wrapper that lies on the backbone.
 """
 
 from typing import Any
@@ -65,3 +68,34 @@ def masks_of(packed_row: PackedRow, mask_names: frozenset[str], is_recurrent: bo
         return dict.fromkeys(mask_names, mask)
     # A model with recurrent layers alone may drop a mask of four dimensions, and a mask of ones.
     return with_row(torch.zeros(1, packed_row.tokens, dtype=torch.bool, device=device), packed_row)
+
+
+# What the mask of a call that has to run as in stock TRL carries in place of a row.
+_WITH_MASK = "as in stock TRL, with this mask"
+_WITHOUT_MASK = "as in stock TRL, without a mask"
+
+
+@torch.compiler.disable
+def marked_as_stock(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call with a mark by which the model's backbone runs as in stock TRL."""
+    mask = arguments.get("attention_mask")
+    if mask is None:
+        tokens = next(x for x in map(arguments.get, ("input_ids", "inputs_embeds")) if x is not None)
+        no_padding = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
+        return {**arguments, "attention_mask": with_row(no_padding, _WITHOUT_MASK)}
+    if isinstance(mask, torch.Tensor):
+        return {**arguments, "attention_mask": with_row(mask, _WITH_MASK)}
+    return arguments  # masks by kind of layer are no rows of a batch, which the backbone sees
+
+
+def is_marked(mask: Any) -> bool:
+    """Whether the attention mask of a call has the mark of [`marked_as_stock`]."""
+    return isinstance(mask, RowMask) and mask.packed_row in (_WITH_MASK, _WITHOUT_MASK)
+
+
+@torch.compiler.disable
+def unmarked(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call as they were before [`marked_as_stock`]."""
+    mask = arguments["attention_mask"]
+    own_mask = mask.as_subclass(torch.Tensor) if mask.packed_row == _WITH_MASK else None
+    return {**arguments, "attention_mask": own_mask}

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .row_mask import RowMask
+from .row_mask import RowMask, is_marked, unmarked
 from .wrapped_forward import ATTRIBUTE, of_any_copy
 
 
@@ -77,10 +77,11 @@ def _with_sharing(cls: type[PreTrainedModel], before: Callable | None) -> Callab
     @functools.wraps(cls.forward)
     def forward(self, *args, **kwargs):
         sharing = vars(self).get(ATTRIBUTE)
-        as_stock = kwargs.pop("as_stock", False)
         arguments = dict(zip(names, args, strict=False)) | kwargs
-        is_packed = _is_packed(arguments.get("attention_mask"))
-        if sharing is None or as_stock or is_packed or _is_decoding(arguments):
+        mask = arguments.get("attention_mask")
+        if is_marked(mask):  # TRL's fused head calls the backbone, too
+            return stock(self, **unmarked(arguments))
+        if sharing is None or _is_packed(mask) or _is_decoding(arguments):
             return stock(self, *args, **kwargs)
         sharing.wrapped_forward.stop_watching()
         own_forward = functools.partial(stock, self)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ..compat.trl import add_fused_lm_head
 from .packed_model import head_of, not_compiled
+from .row_mask import marked_as_stock
 
 logger = logging.getLogger(__name__)
 
@@ -165,9 +166,11 @@ def _with_sharing(base: PreTrainedModel, stock: Callable, below: Callable) -> Ca
         if not kwargs.pop("fused_lm_head", False):
             return function_below(self, *args, **kwargs)
         arguments = dict(zip(names, args, strict=False)) | kwargs
-        # TRL's head passes the argument on to the backbone, which runs as in stock TRL, too.
-        of_backbone = {"as_stock": True} if sharing.wrapped_backbone.is_on else {}
-        stock = functools.partial(function, self, **of_backbone)
+
+        def stock(**arguments):
+            # TRL's head calls the backbone, which has to run as in stock TRL, too.
+            return function(self, **(marked_as_stock(arguments) if sharing.wrapped_backbone.is_on else arguments))
+
         if arguments.pop("as_stock", False):
             return stock(fused_lm_head=True, **arguments)
         sharing.wrapped_forward.stop_watching()
