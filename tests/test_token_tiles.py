@@ -374,9 +374,15 @@ def with_mixing_mlp(model):
         layer.mlp = Mixing(model.config)
 
 
+def with_softmax(model):
+    for layer in model.model.layers:
+        layer.mlp.act_fn = nn.Softmax(dim=1)
+
+
 @pytest.mark.parametrize(
     "change, line",
     [
+        (with_softmax, "Softmax inside LlamaMLP is not known to compute each token by itself"),
         (with_batch_norm, "Flatten inside LlamaMLP is not known to compute each token by itself"),
         (with_hook, "Linear inside LlamaMLP has a hook"),
         (with_mixing_mlp, None),

@@ -43,11 +43,15 @@ _FEW_TILES = 2
 # Where classes of modules inside of a known one come from. Modules of other origin may look at several tokens, as
 # batch norms and bitsandbytes' 8-bit layers do.
 _KNOWN_PARTS = (
-    "torch.nn.modules.linear", "torch.nn.modules.dropout", "torch.nn.modules.activation", "torch.nn.modules.container",
-    "torch.nn.modules.normalization", "transformers.activations", "transformers.pytorch_utils", "peft.tuners.",
-    "peft.utils.", "trl_fsdp_qlora.",
+    "torch.nn.modules.linear", "torch.nn.modules.dropout", "torch.nn.modules.container", "transformers.activations",
+    "transformers.pytorch_utils", "peft.tuners.", "peft.utils.", "trl_fsdp_qlora.",
 )  # fmt: skip
-_KNOWN_CLASSES = {"Linear4bit", "Params4bit"}  # bitsandbytes'
+# Of torch's activations and norms these alone: a softmax may be taken over tokens, and a group norm is.
+_KNOWN_CLASSES = {
+    nn.CELU, nn.ELU, nn.GELU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.LogSigmoid, nn.Mish, nn.ReLU,
+    nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softsign, nn.Tanh, nn.LayerNorm, nn.RMSNorm,
+}  # fmt: skip
+_OF_BITSANDBYTES = {"Linear4bit", "Params4bit"}
 # Names under which a layer has a norm of its MLP's output.
 _NORMS_BEHIND = ("post_feedforward_layernorm", "post_mlp_layernorm")
 _logged: set[str] = set()
@@ -176,7 +180,7 @@ def _why_whole(module: nn.Module) -> str | None:
     """Why a known module does not run in tiles now, because of what is inside; `None` if it does."""
     for part in module.modules():
         cls = type(part)
-        is_known = cls.__module__.startswith(_KNOWN_PARTS) or cls.__name__ in _KNOWN_CLASSES
+        is_known = cls.__module__.startswith(_KNOWN_PARTS) or cls in _KNOWN_CLASSES or cls.__name__ in _OF_BITSANDBYTES
         if part is not module and not is_known and kind_of(part) is None:
             return f"{cls.__name__} inside {type(module).__name__} is not known to compute each token by itself"
         if isinstance(part, FSDPModule):
