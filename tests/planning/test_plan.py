@@ -16,6 +16,7 @@ from trl_fsdp_qlora.cli.plan import plan as command
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.planning import passes
 from trl_fsdp_qlora.planning import plan as module
+from trl_fsdp_qlora.planning.engine import choices
 from trl_fsdp_qlora.planning.hardware import CONTEXT, GIB, Hardware, read_hardware
 from trl_fsdp_qlora.planning.known_models import MODELS
 from trl_fsdp_qlora.planning.largest_model import largest_models
@@ -90,6 +91,26 @@ def test_a_base_that_vllm_shares_counts_once(tmp_path):
         ("auto", "on"),
         ("adapter", "on"),
     }
+
+
+@pytest.mark.parametrize(
+    "fields, expected",
+    [
+        ({"rollout_sync": "adapter"}, (True, True)),
+        ({"rollout_sync": "adapter", "vllm_engine_kwargs": '{"load_format": "dummy"}'}, (True, False)),
+        ({"rollout_sync": "adapter", "dtype": "float32"}, (True, False)),
+        ({"load_in_8bit": True}, (True, False)),
+        ({"use_dora": True}, (False, False)),
+        ({"rollout_sync": "adapter", "use_dora": True}, (False, False)),
+        ({"vllm_share_base": "on", "vllm_tensor_parallel_size": 2}, (False, False)),
+    ],
+    ids=str,
+)
+def test_the_engines_base_is_planned_by_the_rules_of_the_run(tmp_path, fields, expected):
+    """Whether it gets the adapter alone and shares the base; a run whose choice cannot be ends before it loads."""
+    changes = {"use_vllm": True, "vllm_mode": "colocate", "bf16": True, "dtype": "bfloat16", **fields}
+    run = settings(folder(tmp_path), launch=Launch(), **changes)
+    assert choices(run, AutoConfig.from_pretrained(tmp_path)) == expected
 
 
 def test_the_largest_model_next_to_vllm_is_larger_with_one_base(tmp_path):

@@ -1,10 +1,15 @@
 """Bytes of a vLLM engine in the trainer's process: a base of its own or the trainer's, and what its cache gets."""
 
+import json
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 from torch import nn
 from transformers import PretrainedConfig
 
+from ..recipe.checks import lora_config
+from ..vllm.adapter_sync import RolloutError
+from ..vllm.sync_choice import Place, choose_sync, why_own_base
 from . import model
 from .hardware import Hardware
 from .settings import Settings
@@ -47,7 +52,7 @@ def plan_engine(settings: Settings, config: PretrainedConfig, hardware: Hardware
     """
     if settings.is_paired or not settings.use_vllm or settings.vllm_mode != "colocate" or not hardware.gpu:
         return None
-    is_shared = shares_base(settings, config)
+    sends_adapter, is_shared = choices(settings, config)
     drawn = model.compute_dtype(settings, config)
     base = 0
     for name, parameter in skeleton.named_parameters():
@@ -55,23 +60,32 @@ def plan_engine(settings: Settings, config: PretrainedConfig, hardware: Hardware
         same = is_shared and (in_4_bits or parameter.dtype == drawn) and ".experts." not in name
         if "lora_" not in name and not same:
             base += parameter.numel() * (2 if in_4_bits else 1) * drawn.itemsize
-    # As in `vllm/sync_choice.py`: without a reason to send the adapter alone, TRL's sleep drops the weights.
-    sends_adapter = settings.model.use_peft and (
-        settings.rollout_sync == "adapter"
-        or is_shared
-        or settings.model.load_in_4bit
-        or settings.launch.kind in ("fsdp2", "zero3")
-    )
     share = int(hardware.memory * settings.vllm_gpu_memory_utilization)
-    return Engine(share, base // settings.vllm_tensor_parallel_size, row, is_shared, sends_adapter)
+    # Without a reason to send the adapter alone, TRL's sleep drops the weights.
+    return Engine(share, base // settings.vllm_tensor_parallel_size, row, is_shared, keeps_base=sends_adapter)
 
 
-def shares_base(settings: Settings, config: PretrainedConfig) -> bool:
-    """Whether `vllm/sync_choice.py: why_own_base` finds no reason against it on the planned cards."""
-    choice = settings.vllm_share_base
-    is_whole = settings.launch.kind not in ("fsdp2", "zero3") and settings.vllm_tensor_parallel_size == 1
-    in_4_bits = settings.model.load_in_4bit
-    same_dtype = in_4_bits or model.dtype_of(settings, config) == model.compute_dtype(settings, config)
-    if choice == "off" or not (is_whole and same_dtype and settings.model.use_peft):
-        return False
-    return choice == "on" or (settings.rollout_sync == "adapter" and not in_4_bits)
+def choices(settings: Settings, config: PretrainedConfig) -> tuple[bool, bool]:
+    """Whether the engine gets the adapter alone, and whether it shares the trainer's base, by the run's own rules.
+
+    Of choices that cannot be, which end the run before it loads a model, neither is so.
+    """
+    base = settings.model
+    kwargs = settings.vllm_engine_kwargs  # on a command line the field is JSON
+    names = ("use_vllm", "rollout_sync", "vllm_share_base", "vllm_mode", "vllm_tensor_parallel_size")
+    args = SimpleNamespace(
+        **{name: getattr(settings, name) for name in names},
+        vllm_engine_kwargs=json.loads(kwargs) if isinstance(kwargs, str) else kwargs,
+        model_init_kwargs={"dtype": model.dtype_of(settings, config)},
+        fp16=settings.mixed == "float16",
+        bf16=settings.mixed == "bfloat16",
+    )
+    quantization = {"load_in_4bit": base.load_in_4bit} if base.load_in_4bit or base.load_in_8bit else None
+    place = Place(settings.launch.kind in ("fsdp2", "zero3"), on_gpu=True)
+    name = base.model_name_or_path
+    try:
+        sync = choose_sync(args, lora_config(base), quantization is not None, model=name, place=place)
+        own_base = why_own_base(args, sync, quantization, name, place)
+    except RolloutError:
+        return False, False
+    return sync.mode == "adapter", own_base is None

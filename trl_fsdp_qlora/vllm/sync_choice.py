@@ -36,7 +36,26 @@ class Sync(NamedTuple):
         return f"vLLM gets {sent}: {self.reason}"
 
 
-def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: bool = False, model: Any = None) -> Sync:
+class Place(NamedTuple):
+    """Where a run is: whether each rank holds a part of the base, and whether it computes on GPUs."""
+
+    is_sharded: bool
+    on_gpu: bool
+
+
+def this_place(args: Any) -> Place:
+    """The place of this process, for a trainer's arguments."""
+    return Place(is_fsdp_launch() or zero_stage(args.deepspeed_plugin) == 3, torch.cuda.is_available())
+
+
+def choose_sync(
+    args: Any,
+    peft_config: Any,
+    quantized: bool,
+    ask: bool = False,
+    model: Any = None,
+    place: Place | None = None,
+) -> Sync:
     """Resolve `rollout_sync` for a run.
 
     Args:
@@ -45,6 +64,7 @@ def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: bool = False,
         quantized: whether the base is quantized.
         ask: ask the server how it was started, once for all ranks, instead of assuming that it takes adapters.
         model: the model or its name; of one that has its adapter already, more may be trained.
+        place: where the run will be; in this process if absent.
 
     Raises:
         RolloutError: the choice cannot work; the message names the line to change.
@@ -77,29 +97,29 @@ def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: bool = False,
         return Sync("adapter", "the base is shared")
     if quantized:
         return Sync("adapter", "the base is quantized")
-    on_gpu = torch.cuda.is_available()
+    place = place or this_place(args)
     if args.vllm_mode == "server" and ask:
         from .engine import server_info
 
         info = on_main(lambda: server_info(args))
         if info["lora_config"] is None:
             return Sync("merge", "the server was started without --enable-lora")
-        if info["weight_transfer_config"] is not None and on_gpu:
+        if info["weight_transfer_config"] is not None and place.on_gpu:
             return Sync("merge", "the server was started with --weight-transfer-config")
-    if is_fsdp_launch() or zero_stage(args.deepspeed_plugin) == 3:
+    if place.is_sharded:
         return Sync("adapter", "the base is sharded")
     if args.vllm_mode == "server":
         return Sync("adapter", "the engine is a server" + ("" if ask else " (if it was started to take them)"))
-    if not on_gpu:
+    if not place.on_gpu:
         return Sync("adapter", "pushing whole weights does not work without a GPU")
     return Sync("merge", "one unquantized device: merged weights decode faster than LoRA kernels")
 
 
-def why_own_base(args: Any, sync: Sync, quantization: Any, model: Any) -> str | None:
+def why_own_base(args: Any, sync: Sync, quantization: Any, model: Any, place: Place | None = None) -> str | None:
     """Why engine and trainer each hold a copy of the base; `None` if nothing that is known before loading says so.
 
     Args:
-        args, sync: see [`choose_sync`].
+        args, sync, place: see [`choose_sync`].
         quantization: the base's quantization config, an object or a dict, or `None`.
         model: the model or its name.
 
@@ -109,7 +129,7 @@ def why_own_base(args: Any, sync: Sync, quantization: Any, model: Any) -> str | 
     held = str((args.model_init_kwargs or {}).get("dtype", "float32")).removeprefix("torch.")  # TRL's default
     of_autocast = "float16" if args.fp16 else "bfloat16" if args.bf16 else held
     drawn = str((args.vllm_engine_kwargs or {}).get("dtype", of_autocast)).removeprefix("torch.")
-    is_sharded = is_fsdp_launch() or zero_stage(args.deepspeed_plugin) == 3
+    place = place or this_place(args)
     other_weights = {"load_format", "quantization", "model"}.intersection(args.vllm_engine_kwargs or ())
     field = quantization.get if isinstance(quantization, dict) else partial(getattr, quantization)
     in_4_bits = field("load_in_4bit", False)
@@ -119,7 +139,7 @@ def why_own_base(args: Any, sync: Sync, quantization: Any, model: Any) -> str | 
         (args.vllm_mode == "server", "the engine is a server; set vllm_mode: colocate"),
         (sync.mode == "merge", "vLLM gets all weights, the adapter merged; set rollout_sync: adapter"),
         (not (in_4_bits or in_16_bits), "the base is quantized in another way than bitsandbytes' 4 bits"),
-        (is_sharded, "each rank has a part of the base; DDP shares it"),
+        (place.is_sharded, "each rank has a part of the base; DDP shares it"),
         (args.vllm_tensor_parallel_size > 1, "each engine has a part of the base; set vllm_tensor_parallel_size: 1"),
         (other_weights, f"vllm_engine_kwargs has {min(other_weights, default='')}, so vLLM holds other weights"),
         (
@@ -130,7 +150,7 @@ def why_own_base(args: Any, sync: Sync, quantization: Any, model: Any) -> str | 
     reason = next((text for holds, text in reasons if holds), None)
     if args.vllm_share_base == "on" and reason is not None:
         raise RolloutError(f"vllm_share_base: true cannot be: {reason}, or leave vllm_share_base out")
-    if args.vllm_share_base == "auto" and reason is None and not torch.cuda.is_available():
+    if args.vllm_share_base == "auto" and reason is None and not place.on_gpu:
         return "vLLM repacks weights for its kernels on CPUs"
     if args.vllm_share_base == "auto" and reason is None and in_4_bits:
         # Decoding many rows dequantizes in every step, and nobody has measured that on a GPU.
