@@ -310,7 +310,7 @@ class Profiled:
 
 def route_evenly(model: torch.nn.Module) -> None:
     """Give every expert of a layer the same number of tokens, whatever the router chose."""
-    from trl_fsdp_qlora.planning.fake_ops import is_experts
+    from trl_fsdp_qlora.compat.transformers import is_experts
 
     known = {}
 

@@ -1,5 +1,6 @@
 """What an import and the command itself pull in, and what they do without."""
 
+import ast
 import importlib.util
 import re
 import subprocess
@@ -28,6 +29,24 @@ def test_every_public_name_is_there():
         assert getattr(trl_fsdp_qlora, name) is not None
     with pytest.raises(AttributeError, match="'GRPO'"):
         _ = trl_fsdp_qlora.GRPO
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples", "recipes", "docs"])
+def test_what_scripts_import_is_there(folder):
+    """Also inside of functions, which no other test may run."""
+    missing = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] != "trl_fsdp_qlora":
+                continue
+            for alias in node.names:
+                if importlib.util.find_spec(node.module) is None:
+                    missing.append(f"{path.name}: {node.module}")
+                elif not hasattr(import_module(node.module), alias.name):
+                    is_file = (ROOT / node.module.replace(".", "/") / f"{alias.name}.py").exists()
+                    if not is_file:  # a file may need vLLM
+                        missing.append(f"{path.name}: {alias.name} of {node.module}")
+    assert not missing
 
 
 def test_a_type_checker_reads_the_names_that_an_import_finds():
