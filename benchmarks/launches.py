@@ -7,7 +7,8 @@ Runs on a GPU, or on an emulated one on which no kernel runs (docs/gpu.md): torc
 there, so launches and waits are real and nothing takes time. The models have their real shapes and no numbers. Counted
 is the second optimizer step on one group: `compute_loss`, the backward, clipping with the fused AdamW, and one step of
 decoding for the group, each trainer with its defaults (gradient checkpointing is one of them: the backward computes
-every layer again).
+every layer again). Only the tiles are off that a row of this length would have; `--mlp_tokens_per_tile auto` counts
+them.
 
     launches    kernels and copies on the device that the host asks for. On an emulated device: calls of the CUDA
                 runtime's launch functions, of cuBLAS (one each; some products take two kernels on a card), of Triton
@@ -326,8 +327,8 @@ def route_evenly(model: torch.nn.Module) -> None:
             module.register_forward_pre_hook(before)
 
 
-def make_trainer(name: str, contestant: str, device: torch.device, layers: int | None):
-    """A trainer on an empty model, before its first step."""
+def make_trainer(name: str, contestant: str, device: torch.device, layers: int | None, tile: str):
+    """A trainer on an empty model, before its first step; `tile` is our `mlp_tokens_per_tile`."""
     from datasets import Dataset
     from gpu_bytes_trainers import TRAINERS, empty_model
     from peft import LoraConfig
@@ -354,6 +355,7 @@ def make_trainer(name: str, contestant: str, device: torch.device, layers: int |
         max_completion_length=COMPLETION,
         bf16=True,
         report_to=[],
+        **({"mlp_tokens_per_tile": tile} if contestant == "ours" else {}),
     )
     return cls(
         model,
@@ -392,7 +394,7 @@ def decoding(model, device: torch.device):
     return lambda token: forward(PROMPT + token, PROMPT + token + 1)
 
 
-def measure(name: str, contestant: str, layers: int | None) -> dict:
+def measure(name: str, contestant: str, layers: int | None, tile: str) -> dict:
     """[`Counts`] by phase of the second optimizer step, and of a step of decoding."""
     from gpu_bytes_trainers import ready, skip_the_comparison
     from synthetic import make_batch
@@ -400,7 +402,7 @@ def measure(name: str, contestant: str, layers: int | None) -> dict:
     skip_the_comparison()
     device = torch.device("cuda", 0)
     counters = Emulated() if "emulate" in sys.modules else Profiled()
-    trainer = make_trainer(name, contestant, device, layers)
+    trainer = make_trainer(name, contestant, device, layers, tile)
     model = ready(trainer)
     batch = make_batch(100_000, PROMPT, COMPLETION, GROUP, "equal", "cpu", seed=1)
     # Without any padding stock TRL would build no mask, which is rare in training.
@@ -505,11 +507,11 @@ def like_this_card(device: str) -> str:
     return next((card for card in CARDS if card.split()[1 if "RTX" in card else 0] in device), list(CARDS)[-1])
 
 
-def in_own_process(name: str, contestant: str, layers: int | None, limit: float) -> dict:
+def in_own_process(name: str, contestant: str, layers: int | None, tile: str, limit: float) -> dict:
     """Count in a process of its own, with which all of its memory ends."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        task = json.dumps([name, contestant, layers, str(out)])
+        task = json.dumps([name, contestant, layers, tile, str(out)])
         command = [sys.executable, __file__, "--worker", task]
         try:
             code = subprocess.run(command, cwd=REPOSITORY, timeout=limit).returncode
@@ -522,6 +524,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="models whose name has all of these words")
     parser.add_argument("--layers", type=int, help="fewer layers than the models have, for a rehearsal")
+    parser.add_argument("--mlp_tokens_per_tile", default="off", help="our option of this name")
     parser.add_argument("--seconds", type=float, default=600.0, help="limit of a model and contestant")
     parser.add_argument("--output", type=Path, default=RESULTS / "launches.json")
     parser.add_argument("--next_to", type=Path, help="results of an emulated device, to be printed as predictions")
@@ -530,8 +533,8 @@ def main() -> None:
     from trl_fsdp_qlora.checkpoints.disk import write_json
 
     if args.worker:
-        name, contestant, layers, out = json.loads(args.worker)
-        write_json(Path(out), measure(name, contestant, layers))
+        name, contestant, layers, tile, out = json.loads(args.worker)
+        write_json(Path(out), measure(name, contestant, layers, tile))
         return
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device, emulated or not")
@@ -539,6 +542,7 @@ def main() -> None:
     setting = {package: version(package) for package in ("torch", "transformers", "trl", "peft", "bitsandbytes")}
     setting = {"device": HEAD if "no kernels run" in device else device, **setting, "layers": args.layers or "all"}
     setting["group"] = f"{PROMPT}/{COMPLETION}/{GROUP}"
+    setting["mlp_tokens_per_tile"] = args.mlp_tokens_per_tile
     content = json.loads(args.output.read_text(encoding="utf-8")) if args.output.is_file() else {}
     if content.get("setting") != setting:
         content = {"setting": setting, "models": {}}
@@ -555,7 +559,7 @@ def main() -> None:
         if not all(word in name.split() for word in args.only):
             continue
         for contestant in CONTESTANTS:
-            measured = in_own_process(name, contestant, args.layers, args.seconds)
+            measured = in_own_process(name, contestant, args.layers, args.mlp_tokens_per_tile, args.seconds)
             row = on_capability(name, torch.cuda.get_device_capability())
             content["models"].setdefault(row, {})[contestant] = measured
             write_json(args.output, content)

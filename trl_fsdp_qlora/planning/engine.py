@@ -74,7 +74,7 @@ def choices(settings: Settings, config: PretrainedConfig) -> tuple[bool, bool]:
     kwargs = settings.vllm_engine_kwargs  # on a command line the field is JSON
     names = ("use_vllm", "rollout_sync", "vllm_share_base", "vllm_mode", "vllm_tensor_parallel_size")
     args = SimpleNamespace(
-        **{name: getattr(settings, name) for name in names},
+        **{name: settings.values[name] for name in names},
         vllm_engine_kwargs=json.loads(kwargs) if isinstance(kwargs, str) else kwargs,
         model_init_kwargs={"dtype": model.dtype_of(settings, config)},
         fp16=settings.mixed == "float16",

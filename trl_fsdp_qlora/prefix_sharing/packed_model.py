@@ -280,7 +280,7 @@ def merge(
         order = to_device(torch.from_numpy(np.argsort(np.concatenate(rows))), merged.log_probs.device)
         fields = {}
         for name in ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask"):
-            parts = [getattr(output, name) for output in outputs]
+            parts = [vars(output)[name] for output in outputs]
             fields[name] = None if parts[0] is None else torch.cat(parts)[order]
         merged = FusedCausalLMOutput(**fields)
     count = merged.label_mask.sum().clamp(min=1) if num_items is None else num_items
