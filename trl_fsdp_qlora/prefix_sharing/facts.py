@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from ..compat.signatures import names_in_code
 from .attention.backends import LAYER_TYPES as ATTENTION
 from .attention.implementation import implementation_of
 from .dropout import attention_reason
@@ -115,7 +116,16 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
         return f"{name} attends in both directions"
     if attention_layers(model) and not takes_positions(model):
         return f"{name} takes no position_ids"
-    return attention_reason(model)
+    dropout_reason = attention_reason(model)
+    if dropout_reason is None and attention_layers(model) and not _attends_by_registry(model):
+        return f"{type(model).__name__} attends by code of its own"
+    return dropout_reason
+
+
+def _attends_by_registry(model: PreTrainedModel) -> bool:
+    """Whether attention layers of `model` look up transformers' attention functions."""
+    layers = (module for module in model.modules() if "layer_idx" in vars(module))
+    return any("ALL_ATTENTION_FUNCTIONS" in names_in_code(type(layer)) for layer in layers)
 
 
 def _setting(config: PreTrainedConfig, name: str, default: Any = None) -> Any:

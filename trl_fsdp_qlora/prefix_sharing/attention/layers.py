@@ -11,9 +11,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...compat.signatures import names_in_code
 from ...compat.transformers import name_without_flash
-from ..facts import attention_layers
 from ..problems import CannotPack
 from ..row_mask import RowMask
 from .backends import compute
@@ -56,10 +54,6 @@ def install(model: PreTrainedModel) -> None:
     base = implementation_of(model)
     if base in BASES:
         return
-    modules = [module for module in model.modules() if "layer_idx" in vars(module)]
-    uses_registry = any("ALL_ATTENTION_FUNCTIONS" in names_in_code(type(module)) for module in modules)
-    if attention_layers(model) and not uses_registry:
-        raise CannotPack(f"{type(model).__name__} attends by code of its own")
     masks = AttentionMaskInterface()
     if base not in masks or (base != "eager" and base not in ALL_ATTENTION_FUNCTIONS):
         raise CannotPack(f"attn_implementation={base!r} has no registered mask; use 'sdpa' or 'eager'")
