@@ -1,4 +1,4 @@
-"""The class of error whose text is all that a user needs, and hints for mistyped names.
+"""The errors whose text is all that a user needs, and hints for mistyped names.
 
 Commands and recipes print a `UserError` as its text. They keep the traceback of any other error in a file.
 """
@@ -16,6 +16,10 @@ class UserError(ValueError):
     """
 
     keeps_lines = False
+
+
+class PrefixSharingError(UserError):
+    """The backend of prompt sharing that was chosen by name cannot be exact for this model or batch."""
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -23,7 +23,7 @@ from transformers.utils import ModelOutput
 from ..compat.fsdp import forget_forward
 from ..compat.peft import looks_beyond_tokens
 from ..compat.trl import FusedCausalLMOutput
-from ..errors import UserError
+from ..errors import PrefixSharingError
 from .attention.backends import BACKENDS
 from .attention.implementation import original_attention
 from .batch import Batch, batch_of
@@ -47,10 +47,6 @@ CHOICES = ("auto", "off", *BACKENDS)
 # A call for last hidden states runs packed if that leaves out at least this fraction of its padded tokens. A packed
 # row is read by the host and laid out, and its results are copied into the batch's places.
 LEAST_SAVED = 0.05
-
-
-class PrefixSharingError(UserError):
-    """The backend that was chosen by name cannot be exact for this model or batch."""
 
 
 def share_prompts(
