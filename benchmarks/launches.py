@@ -418,7 +418,7 @@ def measure(name: str, contestant: str, layers: int | None, tile: str) -> dict:
         with counters.counting(counted):
             result = function()
         phases[phase] = asdict(counted.counts)
-        operations[phase] = dict(counted.by_operation.most_common())
+        operations[phase] = dict(counted.by_operation.most_common(12))
         return result
 
     def time_it(phase: str, function):
