@@ -12,6 +12,9 @@ one thread, from the beginning of an optimizer step to its end, with rollouts an
 are what a step costs, also on a machine with other work. Wall seconds are kept, too. A*-PO's seconds include its first
 stage.
 
+`server_64` and `ahead_64` draw from a vLLM server that serves the model with `--logprobs-mode processed_logprobs`, or
+from what speaks its API (`python -m tests.vllm.sampling_server MODEL PORT`). Their seconds leave the server's out.
+
 Every `--every` seconds it measures 300 held-out problems, greedily, by Transformers' own `generate`. Nothing is
 chosen by it: the settings are the same for all, and a curve ends when its seconds are spent. The same line continues a
 run that was interrupted.
@@ -58,6 +61,8 @@ METHODS = {
     "a_star_po": "A*-PO",
     "grpo_64": "GRPO, 8 prompts a step",
     "mean_64": "GRPO, 8 prompts a step, scaled by the mean",
+    "server_64": "GRPO, 8 prompts a step, a server",
+    "ahead_64": "GRPO, 8 prompts a step, a server one generation ahead",
 }
 # The settings of each method that differ from GRPO's. Stock TRL gets the 128 rows of a step in four parts, because one
 # part takes 10.5 GB (this package takes 3.4 for all at once); generation is not cut. A*-PO draws one completion per
@@ -66,6 +71,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "stock": {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 4},
     "grpo_64": {"per_device_train_batch_size": 64},
     "mean_64": {"per_device_train_batch_size": 64, "scale_rewards": "mean"},
+    "server_64": {"per_device_train_batch_size": 64, "use_vllm": True, "vllm_mode": "server"},
+    "ahead_64": {"per_device_train_batch_size": 64, "use_vllm": True, "vllm_mode": "server", "rollouts_ahead": 1},
     "s_grpo": {"token_selection": "s_grpo", "token_selection_rate": 0.5, "loss_type": "grpo"},
 }
 KEPT = (
@@ -78,6 +85,11 @@ KEPT = (
     "num_tokens",
     "tokens/scored_fraction",
     "step_time",
+    "sampling/staleness",
+    "sampling/sampling_logp_difference/mean",
+    "sampling/importance_sampling_ratio/min",
+    "sampling/importance_sampling_ratio/mean",
+    "sampling/importance_sampling_ratio/max",
 )
 
 
@@ -210,6 +222,8 @@ def run(args: argparse.Namespace, folder: Path) -> None:
         "model_init_kwargs": {"dtype": "float32"},
     }  # fmt: skip
     settings.update(CHANGES.get(method, {}))
+    if settings.get("use_vllm"):
+        settings["vllm_server_base_url"] = args.server
     if method == "stock":
         from trl import GRPOConfig as Config
         from trl import GRPOTrainer as Trainer
@@ -288,7 +302,7 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
         last = each["points"][-1]
         shares = [step["tokens/scored_fraction"] for step in each["steps"] if "tokens/scored_fraction" in step]
         share = f"{100 * sum(shares) / len(shares):.0f}%" if shares else "all"
-        rows = {"a_star_po": 64, "grpo_64": 64, "mean_64": 64}.get(each["method"], 128)
+        rows = 64 if each["method"] == "a_star_po" or each["method"].endswith("_64") else 128
         drawn = rows * last["step"] + (8 * 512 if each["method"] == "a_star_po" else 0)
         lines.append(
             f"| {METHODS[each['method']]} | {each['seed']} | {last['step']} | {last['cpu']:.0f} | {drawn:,} | "
@@ -338,6 +352,7 @@ def main() -> None:
     parser.add_argument("--method", choices=list(METHODS), default="grpo")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+    parser.add_argument("--server", default="http://127.0.0.1:8000", help="of server_64 and ahead_64")
     parser.add_argument("--seconds", type=float, default=250.0)
     parser.add_argument("--every", type=float, default=50.0)
     parser.add_argument("--every_steps", type=int, help="measure every so many steps instead, and end after --steps")

@@ -229,3 +229,27 @@ def test_a_server_on_this_machine_needs_a_card_of_its_own(monkeypatch):
     assert "rollouts_ahead: 1 makes both work at once" in texts(4)[1]
     assert len(texts(3)) == len(texts(4, "http://other-node:8000")) == 1
     assert len(texts(4, "http://localhost:8000")) == 2
+
+
+def test_the_split_of_this_machines_cards_is_estimated(monkeypatch, tmp_path):
+    """The same as a plan's for as many completions a step."""
+    from tests.planning.models import folder, words
+    from trl_fsdp_qlora import EfficientGRPOConfig
+    from trl_fsdp_qlora.planning import hardware
+    from trl_fsdp_qlora.planning.plan import plan_recipe
+
+    four = hardware.Hardware("NVIDIA H100 80GB HBM3", 80 * 2**30, 4, **hardware.rates("h100"))
+    read = hardware.read_hardware
+    monkeypatch.setattr(hardware, "read_hardware", lambda text, *rest: read(text, *rest) if text else four)
+    line = words(folder(tmp_path), use_vllm=True, vllm_mode="server", rollouts_ahead=1, gradient_accumulation_steps=4)
+    planned = plan_recipe(line, EfficientGRPOConfig, hardware="h100 x4").splits
+    _, config, model, _ = doctor._parsed([*line, "--use_cpu", "true", "--dataset", "data.jsonl"], 4)
+    config.use_cpu = False
+    (found,) = doctor._of_cards(config, model)
+    split = planned.chosen
+    assert found.level == "ok"
+    assert f"{split.drawing} of this machine's 4 cards to draw and {split.training} to train: " in found.text
+    assert f"{split.ahead:.2f} s a step, {split.in_turns:.2f} s with rollouts_ahead: 0" in found.text
+    assert found.text.endswith("by an estimate (trl-fsdp-qlora plan has all splits)")
+    config.vllm_server_base_url = "http://other-node:8000"
+    assert not list(doctor._of_cards(config, model))

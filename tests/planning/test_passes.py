@@ -16,7 +16,7 @@ from tests.planning.models import LAYERS, config, folder, in_4_bits, settings
 from trl_fsdp_qlora.compat.memory import FakeTensorMode, PeakTracker
 from trl_fsdp_qlora.decode.decoding import _Batch
 from trl_fsdp_qlora.planning import passes, steps
-from trl_fsdp_qlora.planning.plan import cache_bytes
+from trl_fsdp_qlora.planning.cache import cache_bytes
 from trl_fsdp_qlora.planning.settings import Launch
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.passes import PassSchedule

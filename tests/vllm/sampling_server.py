@@ -2,12 +2,17 @@
 
 What it draws for a prompt depends on the prompt, the number of the completion and the weights alone, so two runs that
 ask the same get the same.
+
+    python -m tests.vllm.sampling_server MODEL PORT       # for as long as it is not interrupted
 """
 
+import base64
+import io
 import json
 import math
 import select
 import socket
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -16,6 +21,7 @@ from zlib import crc32
 
 import torch
 from peft import PeftModel
+from PIL import Image
 
 from tests import tiny
 
@@ -41,6 +47,9 @@ class SamplingServer:
     Args:
         model: its base; by default that of the tests' trainers.
         seconds: how long a request takes, at least.
+        eos: the token that ends a completion; by default that of the tests' trainers.
+        keeps_keys: compute a prompt once for its completions, and each token once. Not for recurrent layers.
+        processor: of a model that sees images.
 
     Attributes:
         draws: every request for completions, in order.
@@ -49,8 +58,18 @@ class SamplingServer:
         holds_from: the number, from 0, of the first request for completions that is held until `fails`, or for ever.
     """
 
-    def __init__(self, model=None, seconds: float = 0.0, port: int = 0):
+    def __init__(
+        self,
+        model=None,
+        seconds: float = 0.0,
+        port: int = 0,
+        eos: int | None = None,
+        keeps_keys: bool = False,
+        processor=None,
+    ):
         self.seconds = seconds
+        self.processor = processor
+        self.keeps_keys = keeps_keys
         self.fails = False
         self.holds_from: float = math.inf
         self.draws: list[Draw] = []
@@ -58,7 +77,7 @@ class SamplingServer:
         self._model = tiny.tiny_model() if model is None else model
         self._model.eval()
         self._adapters: dict[str, PeftModel] = {}
-        self._eos = tiny.character_tokenizer().eos_token_id
+        self._eos = tiny.character_tokenizer().eos_token_id if eos is None else eos
         self._lock = threading.Lock()  # PEFT changes the model in place
         server = self
 
@@ -80,6 +99,13 @@ class SamplingServer:
                 try:
                     if name == "completions":
                         self.complete(content)
+                    elif name == "render":
+                        urls = [part["image_url"]["url"] for part in content["messages"][0]["content"]]
+                        placeholders = {"image": [{"offset": 0, "length": 1}] * len(urls)}
+                        self.answer(200, {"features": {"mm_placeholders": placeholders, "urls": urls}})
+                    elif name == "generate":  # a prompt with its images
+                        asked = {"model": content["model"], "prompt": [content["token_ids"]]}
+                        self.complete({**asked, **content["sampling_params"], "features": content["features"]})
                     else:
                         getattr(server, name)(**content)
                         self.answer(200, {})
@@ -161,16 +187,36 @@ class SamplingServer:
             rows = [row for prompt in content["prompt"] for row in self._rows(model, prompt, content)]
         return rows
 
+    def _images(self, features: dict | None, count: int) -> dict:
+        """What the model gets of a prompt's images, for each of its completions."""
+        if not features:
+            return {}
+        data = [base64.b64decode(url.partition("base64,")[2]) for url in features["urls"]]
+        images = [Image.open(io.BytesIO(content)).convert("RGB") for content in data]
+        pixels = self.processor.image_processor(images=images * count, return_tensors="pt")["pixel_values"]
+        return {"pixel_values": pixels}
+
     def _rows(self, model, prompt: list[int], content: dict) -> list[dict]:
         """The `n` completions of a prompt."""
         count = content["n"]
         seeds = [crc32(repr((prompt, number)).encode()) for number in range(count)]
+        seen = self._images(content.get("features"), count)
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         rows = torch.tensor([prompt] * count)
         drawn: list[list[int]] = [[] for _ in range(count)]
         scores: list[list[float]] = [[] for _ in range(count)]
+        cache = None
         for _ in range(content["max_tokens"]):
-            logps = (model(input_ids=rows).logits[:, -1].float() / content["temperature"]).log_softmax(-1)
+            if not self.keeps_keys:
+                logits = model(input_ids=rows, **seen).logits[:, -1]
+            elif cache is None:
+                output = model(input_ids=rows[:1], use_cache=True)
+                cache = output.past_key_values
+                cache.batch_repeat_interleave(count)
+                logits = output.logits[:, -1].expand(count, -1)
+            else:
+                logits = model(input_ids=rows[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1]
+            logps = (logits.float() / content["temperature"]).log_softmax(-1)
             token = torch.stack(
                 [torch.multinomial(row.exp(), 1, generator=generators[i]) for i, row in enumerate(logps)]
             )
@@ -191,3 +237,18 @@ class SamplingServer:
             }
             for ids, of_ids in zip(drawn, scores, strict=True)
         ]
+
+
+def main(name: str, port: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    eos = AutoTokenizer.from_pretrained(name).eos_token_id
+    with SamplingServer(model, port=int(port), eos=eos, keeps_keys=True) as server:
+        print(server.url, flush=True)
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -24,6 +24,7 @@ from trl_fsdp_qlora.vllm.adapter_sync import RolloutError
 from trl_fsdp_qlora.vllm.ahead import RolloutsAhead
 
 CORRECTION = "vllm_importance_sampling_"
+HALVES = {"per_device_train_batch_size": 4, "steps_per_generation": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -305,23 +306,51 @@ def test_a_server_that_fails_and_a_reward_that_raises(server, tmp_path):
     assert trainer.ahead.batch is None
 
 
-def test_data_that_change_under_the_run_are_drawn_anew(server, tmp_path, monkeypatch):
-    """What was drawn ahead is never taken for other prompts than those trained on."""
-    rows = tiny.prompts()
-    calls = []
+def changing_prompts(calls: list):
+    """Rows that are others each time they are read: their prompts begin with the number of the reading."""
 
-    def changing(batch):
+    def changed(batch):
         calls.append(1)
         return {"prompt": [f"{len(calls)}+{prompt}" for prompt in batch["prompt"]]}
 
-    data = Dataset.from_dict({"prompt": [str(i) for i in range(len(rows))]}).with_transform(changing)
+    return Dataset.from_dict({"prompt": [str(i) for i in range(64)]}), changed
+
+
+def ids_of(batches: list) -> list:
+    tokenizer = tiny.character_tokenizer()
+    return [[tokenizer(prompt)["input_ids"] for prompt in batch[::4]] for batch in batches]
+
+
+@pytest.mark.parametrize("changes", [{}, HALVES], ids=["steps", "two steps of a batch"])
+def test_a_batch_of_a_random_transform_is_drawn_once(server, tmp_path, changes):
+    """It is trained on the prompts that it was drawn for, in each of two runs."""
+    data, changed = changing_prompts([])
+    data.set_transform(changed)
+    trainer = make(server, tmp_path, rollouts_ahead=1, max_steps=4, dataset=data, **changes)
+    trained = trained_prompts(trainer)
+    for _ in range(2):
+        trainer.train()
+    batches = 4 // changes.get("steps_per_generation", 1)
+    assert ids_of(trained) == [draw.prompts for draw in server.draws] and len(trained) == 2 * batches
+    staleness = [0] + [4 // batches] * (batches - 1)
+    assert figures(trainer, "sampling/staleness") == staleness
+
+
+def test_rows_that_change_unannounced_are_drawn_anew(server, tmp_path):
+    """What was drawn ahead is never taken for other prompts than those trained on."""
+    data, changed = changing_prompts([])
+
+    class Changing(Dataset):
+        def __getitems__(self, indices):
+            rows = super().__getitems__(indices)
+            return [{"prompt": prompt} for prompt in changed({"prompt": [row["prompt"] for row in rows]})["prompt"]]
+
+    data.__class__ = Changing
     trainer = make(server, tmp_path, rollouts_ahead=1, max_steps=3, dataset=data)
     trained = trained_prompts(trainer)
     trainer.train()
-    tokenizer = tiny.character_tokenizer()
-    trained_ids = [[tokenizer(prompt)["input_ids"] for prompt in batch[::4]] for batch in trained]
     asked = [draw.prompts for draw in server.draws]
-    assert all(ids in asked for ids in trained_ids)
+    assert all(ids in asked for ids in ids_of(trained))
     assert figures(trainer, "sampling/staleness") == [0, 0, 0]
 
 
@@ -354,10 +383,11 @@ def test_images_are_sent_once_and_others_than_those_asked_for_are_drawn_anew():
     pictures = [Image.new("RGB", (2, 2), color) for color in ("red", "green", "blue", "white")]
     # A prompt's completions are rows of their own, as in TRL.
     batches = [([[i, 9, 1]] * 2, [[pictures[i]]] * 2) for i in range(3)]
-    upcoming = iter([batches[1], batches[2], None])
+    following = iter([batches[1], batches[2], None])
+    upcoming = SimpleNamespace(prompts=lambda: next(following))
     metrics = []
     clock = PhaseTimer(torch.device("cpu"), "off")
-    ahead = RolloutsAhead(engine, clock, lambda: len(metrics), lambda: True, lambda: next(upcoming), metrics.append)
+    ahead = RolloutsAhead(engine, clock, lambda: len(metrics), lambda: True, upcoming, metrics.append)
     for prompts, images in batches[:2]:
         _, ids, _, _ = engine.generate(prompts, images, 2)
         assert ids == [[10 + prompts[0][0], i] for i in range(2)]

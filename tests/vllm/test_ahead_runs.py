@@ -16,11 +16,18 @@ from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import launch
 from tests.vllm.runs import figures
 from tests.vllm.sampling_server import SamplingServer
-from tests.vllm.test_ahead import adapter_by_step, assert_drawn_by, make, wait_until, without_vllm  # noqa: F401
+from tests.vllm.test_ahead import (  # noqa: F401 (a fixture, too)
+    HALVES,
+    adapter_by_step,
+    assert_drawn_by,
+    make,
+    trained_prompts,
+    wait_until,
+    without_vllm,
+)
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 
 SAVES = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6, "optim": "adamw_torch", "rollouts_ahead": 1}
-HALVES = {"per_device_train_batch_size": 4, "steps_per_generation": 2}
 
 
 def weights_of(trainer) -> torch.Tensor:
@@ -55,6 +62,26 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, changes):
     torch.testing.assert_close(runs["stopped"][0], runs["whole"][0], rtol=0, atol=0)
     assert runs["stopped"][1] == runs["whole"][1]  # the log of a resumed run goes on from the checkpoint's
     assert runs["stopped"][2] == runs["whole"][2]  # nothing is drawn twice
+
+
+@pytest.mark.parametrize("end", [3, 4], ids=["in an epoch", "at its end"])
+def test_a_run_that_begins_its_epoch_anew_is_drawn_ahead(tmp_path, end):
+    """With `ignore_data_skip`, of epochs of four steps: the prompts are those without the option, none drawn twice."""
+    settings = {**SAVES, "dataset": tiny.prompts(8), "ignore_data_skip": True, "max_steps": 9}
+    runs = {}
+    for ahead in (0, 1):
+        with SamplingServer() as server:
+            trained = []
+            for stop in (end, None):
+                trainer = make(server, tmp_path / str(ahead), **{**settings, "rollouts_ahead": ahead})
+                trained.append(trained_prompts(trainer))
+                if stop is not None:
+                    trainer.add_callback(Stop(stop))
+                trainer.train(resume_from_checkpoint="auto")
+            runs[ahead] = trained, len(server.draws)
+    assert runs[1][0] == runs[0][0]
+    # The batch in flight when the run stopped is for prompts that do not follow any more, but at an epoch's end.
+    assert runs[1][1] == 9 + (end == 3)
 
 
 def test_checkpoints_change_nothing_and_hold_what_is_in_flight(tmp_path):
@@ -237,3 +264,51 @@ def test_the_benchmark_in_small(tmp_path, monkeypatch, capsys):
     for row in written["rows"]["0"]:  # without the option a step is the sum of both sides
         assert row["step"] == pytest.approx(row["draw"] + row["rest"])
     assert (tmp_path / "timeline.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("saves", ["steps", "no"])
+def test_sigterm_waits_for_what_is_in_flight_where_a_checkpoint_holds_it(tmp_path, saves):
+    """Then the run goes on to the bit. Without checkpoints the request is ended."""
+    settings = {**SAVES, "max_steps": 4, "save_steps": 100, "save_strategy": saves}
+    with SamplingServer() as server:
+        (whole,) = on_ranks(server, tmp_path / "whole", processes=1, **settings)
+    with SamplingServer() as server:
+        if saves == "no":
+            server.holds_from = 2
+        else:
+            server.seconds = 1.0
+
+        def stop(processes):
+            wait_until(lambda: len(server.draws) > 2, seconds=120)  # the third batch is in flight
+            os.kill(processes[0].pid, signal.SIGTERM)
+
+        assert not on_ranks(server, tmp_path / "stopped", processes=1, check=False, meanwhile=stop, **settings)
+        wait_until(lambda: server.draws[-1].status != "running")
+        checkpoints = list((tmp_path / "stopped").glob("checkpoint-*"))
+        if saves == "no":
+            assert server.draws[-1].status == "disconnected" and not checkpoints
+            return
+        assert server.draws[-1].status == "answered" and len(server.draws) == 3
+        assert [path.name for path in checkpoints] == ["checkpoint-2"]
+        server.seconds = 0.0
+        (resumed,) = on_ranks(server, tmp_path / "stopped", processes=1, **settings)
+        assert len(server.draws) == 4  # nothing is drawn twice
+    assert resumed["weights"] == whole["weights"] and resumed["loss"] == whole["loss"]
+
+
+def test_a_second_ctrl_c_ends_the_request_at_once(tmp_path):
+    with SamplingServer() as server:
+        server.holds_from = 2
+
+        def stop(processes):
+            wait_until(lambda: len(server.draws) > 2, seconds=120)
+            for _ in range(20):  # two within a second are one
+                os.kill(processes[0].pid, signal.SIGINT)
+                wait_until(lambda: server.draws[-1].status != "running", seconds=1.5)
+                if server.draws[-1].status != "running":
+                    break
+
+        settings = {**SAVES, "max_steps": 4}
+        (stopped,) = on_ranks(server, tmp_path, processes=1, check=False, meanwhile=stop, **settings)
+        assert server.draws[-1].status == "disconnected"
+    assert stopped["error"].startswith("KeyboardInterrupt: stopped at step 2 of 4")

@@ -25,7 +25,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from ..errors import UserError
 from ..methods import METHODS
@@ -268,6 +267,8 @@ def _of_launch(config: Any, model: Any, launch: dict[str, str]) -> Iterator[Find
             return
         yield Finding("ok", "vllm", sync.describe())
         yield from _of_server(config, int(launch["WORLD_SIZE"]))
+        with contextlib.suppress(UserError):  # as above
+            yield from _of_cards(config, model)
         run = SimpleNamespace(**vars(config) | {"deepspeed_plugin": config.deepspeed_plugin})
         run.model_init_kwargs = {"dtype": model.dtype or "float32", **(config.model_init_kwargs or {})}
         try:
@@ -285,11 +286,12 @@ def _of_server(config: Any, processes: int) -> Iterator[Finding]:
     """A server on this machine needs cards of its own, and then both sides can work at once."""
     import torch
 
+    from ..planning.split import server_is_here
+
     if config.vllm_mode != "server":
         return
     cards = torch.cuda.device_count()
-    host = urlsplit(config.vllm_server_base_url).hostname if config.vllm_server_base_url else config.vllm_server_host
-    is_here = host in ("0.0.0.0", "127.0.0.1", "localhost", "::1")
+    is_here = server_is_here(config.vllm_server_base_url, config.vllm_server_host)
     if is_here and cards and processes >= cards:
         reason = f"{processes} training process{'es' * (processes > 1)} on {cards} card{'s' * (cards > 1)} leave none"
         advice = f"--num_processes {cards // 2}" if cards > 1 else "vllm_mode: colocate"
@@ -308,6 +310,33 @@ def _of_server(config: Any, processes: int) -> Iterator[Finding]:
         yield Finding(
             "ok", "vllm", "server and trainer wait for each other; rollouts_ahead: 1 makes both work at once"
         )
+
+
+def _of_cards(config: Any, model: Any) -> Iterator[Finding]:
+    """How this machine's cards are best split between a server that draws ahead and the trainer."""
+    from ..planning.hardware import read_hardware
+    from ..planning.settings import from_config
+    from ..planning.split import draws_ahead_here, find_splits
+    from ..recipe.checks import read_config
+
+    settings = from_config(config, model)
+    hardware = read_hardware(None, settings.launch.use_cpu)
+    if not draws_ahead_here(settings) or not hardware.gpu or (hardware.cards or 1) < 2:
+        return
+    base = read_config(model.model_name_or_path, model.model_revision)
+    splits = find_splits(settings, base, hardware, hardware.cards)
+    split = splits.chosen
+    if split is None:
+        reason = f"no split of this machine's {hardware.cards} cards holds the server's base and divides the step"
+        yield Finding("warning", "vllm", f"{reason} into whole micro-batches (trl-fsdp-qlora plan)")
+        return
+    text = f"{split.drawing} of this machine's {hardware.cards} cards to draw and {split.training} to train"
+    if split.draw is not None:
+        text += f": {split.ahead:.2f} s a step, {split.in_turns:.2f} s with rollouts_ahead: 0"
+        if splits.colocated is not None:
+            text += f", {splits.colocated.in_turns:.2f} s with vllm_mode: colocate"
+        text += ", by an estimate"
+    yield Finding("ok", "vllm", f"{text} (trl-fsdp-qlora plan has all splits)")
 
 
 def _of_recipe(script: Any, config: Any, model: Any) -> Iterator[Finding]:

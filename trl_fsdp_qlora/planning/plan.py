@@ -4,7 +4,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -13,14 +13,14 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..fsdp2_qlora.generation import FREE_SHARE
-from ..prefix_sharing.facts import keeps_keys, layer_types
-from ..prefix_sharing.recurrent.kinds import recurrent_layers, state_bytes
 from ..recipe.checks import read_config
 from ..run.plain import counted
 from . import model, passes
+from .cache import cache_bytes
 from .engine import Engine, plan_engine
 from .hardware import CONTEXT, GIB, PCIE, SLACK, Hardware, read_hardware
 from .settings import Settings, from_words, optimizer_name, read_launch
+from .split import Splits, draws_ahead_here, find_splits, format_splits, with_split
 from .steps import Step, plan_step
 from .stored import stored_format
 
@@ -49,6 +49,7 @@ class Plan:
         capacity: bytes that a rank can use.
         parameters: numbers of parameters, `(of the base, trained)`.
         step: the passes of an optimizer step; `None` if planning stopped before them.
+        splits: of this machine's cards between a vLLM server and the ranks; `None` without `rollouts_ahead`.
     """
 
     settings: Settings = field(repr=False)
@@ -59,6 +60,7 @@ class Plan:
     parameters: tuple[int, int]
     step: Step | None
     engine: Engine | None = None
+    splits: Splits | None = None
 
     def total(self, phase: str) -> int:
         """Bytes of a phase at its peak."""
@@ -138,7 +140,8 @@ def plan_recipe(
 ) -> Plan:
     """Plan a recipe's command line.
 
-    The run has as many ranks as cards, unless `processes` is given.
+    The run has as many ranks as cards, unless `processes` is given. If a vLLM server on the same cards draws ahead, it
+    has the other cards, and without `processes` the run is that of the fastest split.
 
     Args:
         words, config: see [`from_words`], which also gets the further `options`.
@@ -149,10 +152,16 @@ def plan_recipe(
         UserError: something cannot be read or built; the message is one line.
     """
     devices = read_hardware(hardware) if hardware else None
-    if not processes and devices is not None:
-        processes = devices.cards
-    settings = from_words(words, config, read_launch(accelerate_config, processes), **options)
-    return make_plan(settings, devices)
+    ranks = processes or (devices and devices.cards)
+    settings = from_words(words, config, read_launch(accelerate_config, ranks), **options)
+    devices = devices or read_hardware(None, settings.launch.use_cpu)
+    if not (draws_ahead_here(settings) and devices.gpu):
+        return make_plan(settings, devices)
+    model_config = read_config(settings.model.model_name_or_path, settings.model.model_revision)
+    splits = find_splits(settings, model_config, devices, devices.cards or 1, processes)
+    if splits.chosen is not None:
+        settings = with_split(settings, splits.chosen)
+    return replace(make_plan(settings, devices, model_config), splits=splits)
 
 
 def make_plan(
@@ -292,37 +301,6 @@ def gathered_bytes(skeleton: nn.Module, settings: Settings, on_gpu: bool) -> tup
     if settings.launch.kind == "fsdp2":
         buffers = 1 if on_gpu else 2
     return total - sum(inside) + (2 + buffers) * max(inside, default=0), total
-
-
-def cache_bytes(settings: Settings, config: PretrainedConfig) -> tuple[int, int, int]:
-    """Bytes that a rank needs to generate, with all its rows at full length.
-
-    A token step copies the logits (as the model returns them, in float32 twice, in float64 while a token is drawn), or
-    one layer's cache (when it grows, and repeated for grouped queries). On a CPU, decoding may keep a prompt's keys
-    once for its group.
-
-    Returns:
-        The bytes of keys, values and recurrent states; of these, the prompts' keys and values in one row; and the
-        bytes that a token step needs in addition.
-    """
-    text = config.get_text_config()
-    rows = settings.rollout_rows
-    dtype = model.compute_dtype(settings, config)
-    heads = getattr(text, "num_attention_heads", None) or 1  # a model with recurrent layers only has no heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    key_heads = getattr(text, "num_key_value_heads", None) or heads
-    token = 2 * dtype.itemsize * key_heads * width  # keys and values of one token in a layer
-    length = settings.max_completion_length + settings.prompt_tokens
-    window = getattr(text, "sliding_window", None) or length
-    layers = []
-    for kind in filter(keeps_keys, layer_types(text)):
-        tokens = min(length, window) if kind == "sliding_attention" else length
-        layers.append(token * rows * tokens)
-    recurrent = recurrent_layers(passes.whole(settings, config))
-    states = rows * sum(state_bytes(layer, text.hidden_size) for layer in recurrent)
-    logits = (dtype.itemsize + 4 * 4) * rows * text.vocab_size
-    step = max(logits, max(layers, default=0) * (heads // key_heads))
-    return sum(layers) + states, token * len(layers) * settings.prompt_tokens, step
 
 
 def _generation(settings: Settings, config: PretrainedConfig, gpu: bool) -> dict[str, int]:
@@ -551,6 +529,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "host_bytes": plan.host_bytes,
         "pcie_seconds": plan.pcie_seconds,
+        "splits": plan.splits and asdict(plan.splits),
         "step": {
             **step._asdict(),
             "longest": step.longest._asdict(),
@@ -742,6 +721,7 @@ def format_plan(plan: Plan) -> str:
         None if settings.is_paired else _format_step(plan),
         plan.engine and _format_engine(plan.engine),
         _format_host(plan),
+        *(format_splits(plan.splits, hardware.name) if plan.splits else ()),
         plan.warning and f"warning: {plan.warning}",
         *_assumed(settings),
         "assumed, not measured: the CUDA context and the allocator's slack"

@@ -209,8 +209,8 @@ class RolloutsAhead:
         clock: gets the phase `wait_for_server`.
         step: returns the optimizer steps that the policy has behind it.
         is_training: returns whether `generate` draws a generation batch of training.
-        upcoming: returns this rank's prompts of the next generation batch as token ids, and their images; `None`, on
-            every rank, if no batch follows.
+        upcoming: its `prompts()` returns this rank's prompts of the next generation batch as token ids, and their
+            images; `None`, on every rank, if no batch follows.
         add_metrics: logs values by name.
 
     Attributes:
@@ -224,16 +224,16 @@ class RolloutsAhead:
         clock: PhaseTimer,
         step: Callable[[], int],
         is_training: Callable[[], bool],
-        upcoming: Callable[[], tuple[list[list[int]], list | None] | None],
+        upcoming: Any,
         add_metrics: Callable[[dict[str, float]], None],
     ):
         self.engine = engine
         self.clock = clock
+        self.upcoming = upcoming
         self.batch: Batch | None = None
         self.logprobs: list[list[list[float | None]]] | None = None
         self._step = step
         self._is_training = is_training
-        self._upcoming = upcoming
         self._add_metrics = add_metrics
         self._free_since: float | None = None  # when the server had drawn what it was asked for last
         self._stock_generate = engine.generate
@@ -261,7 +261,7 @@ class RolloutsAhead:
             drawn = self._stock_generate(prompts, images, num_generations, profiler)
         self.logprobs = drawn[2]
         metrics = on_main(taking.metrics)
-        upcoming = self._upcoming()
+        upcoming = self.upcoming.prompts()
         if upcoming is not None:
             asking = _Client(self, takes=False)
             with self._client_is(asking):
