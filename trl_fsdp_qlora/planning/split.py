@@ -281,7 +281,7 @@ def format_splits(splits: Splits, name: str) -> list[str]:
     if chosen.draw is not None:
         lines.append(
             f"assumed: {BANDWIDTH_SHARE:.0%} of the data sheet's bandwidth and {FLOPS_SHARE:.0%} of its operations a "
-            "second; not counted: rewards (they come to the rest), sending the adapter, traffic between ranks, and the "
-            "host, which takes some milliseconds of each token step and decides for a small model"
+            "second; not counted: rewards (they come to the rest), sending the adapter, traffic between ranks, and "
+            "the host, which takes some milliseconds of each token step and decides for a small model"
         )
     return lines
