@@ -1,8 +1,8 @@
 """Which forwards compute a call or an optimizer step, and which of them keep values for others.
 
-[`plan_call`] plans a call that is cut into parts, [`plan_step`] the micro-batches of an optimizer step. Both return
-the forwards as a [`PassSchedule`]; `trainers/step_scores.py` runs those of a step and their backward. A beginning that
-several passes share is computed once, with its gradient: a prompt whose group is cut in two.
+[`plan_call`] returns the forwards of a call that is cut into parts, [`plan_step`] the [`PassSchedule`] of an optimizer
+step's micro-batches; `trainers/step_scores.py` runs its forwards and their backward. A beginning that several passes
+share is computed once, with its gradient: a prompt whose group is cut in two.
 
 A packed pass computes a beginning once for its own rows. The rows of an optimizer step may not fit into one pass (one
 completion in each micro-batch, a group larger than memory). Then a forward of its own, a *trunk*, computes their

@@ -167,12 +167,12 @@ def _with_sharing(base: PreTrainedModel, stock: Callable, below: Callable) -> Ca
             return function_below(self, *args, **kwargs)
         arguments = dict(zip(names, args, strict=False)) | kwargs
 
-        def stock(**arguments):
+        def run_stock(**arguments):
             # TRL's head calls the backbone, which has to run as in stock TRL, too.
             return function(self, **(marked_as_stock(arguments) if sharing.wrapped_backbone.is_on else arguments))
 
         if arguments.pop("as_stock", False):
-            return stock(fused_lm_head=True, **arguments)
+            return run_stock(fused_lm_head=True, **arguments)
         sharing.wrapped_forward.stop_watching()
         num_images = arguments.pop("num_images", None)
         planned = arguments.pop("forward", None)
@@ -180,8 +180,8 @@ def _with_sharing(base: PreTrainedModel, stock: Callable, below: Callable) -> Ca
             return sharing.run_planned(planned, arguments, num_images)
         tokens_per_pass = arguments.pop("tokens_per_pass", None)
         sharing.look_at_model()
-        sharing.compare_call_with_stock(stock, arguments, num_images)
-        return sharing.score(stock, arguments, num_images, tokens_per_pass)
+        sharing.compare_call_with_stock(run_stock, arguments, num_images)
+        return sharing.score(run_stock, arguments, num_images, tokens_per_pass)
 
     forward.stock_forward = stock
     return forward
