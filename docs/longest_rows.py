@@ -3,8 +3,7 @@
     python docs/longest_rows.py
 
 Run it when `plan` has changed; it needs no weight and no GPU, and some minutes of a core. Three lengths are planned,
-and then others near the one that is looked for: the bytes of a phase grow with the length and with its square, because
-the comparison of the first pass has a mask.
+and then others near the one that is looked for.
 """
 
 import json
