@@ -85,26 +85,25 @@ def _settings(module, name: str, quantizer) -> dict:
     return {"quant_type": "nf4", "compress_statistics": True, "module": module}
 
 
-def make_trainer(contestant: str, point: Point, device: torch.device, **settings):
+def make_trainer(contestant: str, point: Point, device: torch.device, lora_dropout: float = 0.0, **settings):
     """A trainer on an empty model, before its first step."""
     cls, config_cls = TRAINERS[contestant]
-    args = config_cls(
-        output_dir=tempfile.mkdtemp(),
-        per_device_train_batch_size=point.group,
-        num_generations=point.group,
-        max_completion_length=point.completion,
-        gradient_checkpointing=point.checkpointing,
-        bf16=True,
-        report_to=[],
-        **settings,
-    )
+    of_point = {
+        "per_device_train_batch_size": point.group,
+        "num_generations": point.group,
+        "max_completion_length": point.completion,
+        "gradient_checkpointing": point.checkpointing,
+    }
+    args = config_cls(output_dir=tempfile.mkdtemp(), bf16=True, report_to=[], **(of_point | settings))
     return cls(
         empty_model(MODELS[point.model], point.adapter == "qlora", device),
         lambda completions, **kwargs: [0.0] * len(completions),
         args,
         Dataset.from_dict({"prompt": ["a"] * point.group}),
         processing_class=small_tokenizer(),
-        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+        peft_config=LoraConfig(
+            r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=lora_dropout
+        ),
     )
 
 
@@ -237,6 +236,7 @@ def plan_of(point: Point) -> dict[str, int]:
         "dtype": "bfloat16",
         "use_peft": True,
         "lora_r": 16,
+        "lora_dropout": 0.0,
         "lora_target_modules": "all-linear",
         "load_in_4bit": point.adapter == "qlora",
         "use_bnb_nested_quant": True,

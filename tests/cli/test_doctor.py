@@ -2,6 +2,7 @@ import json
 import re
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -12,6 +13,7 @@ from trl_fsdp_qlora.__main__ import main
 from trl_fsdp_qlora.cli import doctor
 from trl_fsdp_qlora.data.datasets import read_problems, to_prompts
 from trl_fsdp_qlora.data.rewards import exact_answer_reward
+from trl_fsdp_qlora.planning.known_models import known_config
 from trl_fsdp_qlora.run.resources import accelerate_config
 
 QUICK = "--config small-base/grpo/quickstart --model_name_or_path base --use_cpu true"
@@ -253,3 +255,23 @@ def test_the_split_of_this_machines_cards_is_estimated(monkeypatch, tmp_path):
     assert found.text.endswith("by an estimate (trl-fsdp-qlora plan has all splits)")
     config.vllm_server_base_url = "http://other-node:8000"
     assert not list(doctor._of_cards(config, model))
+
+
+def test_the_next_option_if_a_run_does_not_fit_by_its_plan(tmp_path, monkeypatch):
+    """Also if activations that wait on the host do not fit there."""
+    long = known_config("Qwen3-4B")
+    long.save_pretrained(tmp_path)
+    words = f"""--model_name_or_path {tmp_path} --output_dir {tmp_path} --bf16 true --dtype bfloat16 --use_peft true
+        --lora_target_modules all-linear --use_vllm true --vllm_mode server --num_generations 2
+        --per_device_train_batch_size 1 --gradient_accumulation_steps 2 --max_completion_length 30000""".split()
+
+    def found(hardware, *further):
+        return list(doctor.memory([*words, *further], "single_gpu", 1, hardware))
+
+    (short,) = found("16GB")
+    assert short.level == "warning" and "forward_backward needs" in short.text and "'offload': true" in short.text
+    (fits,) = found("80GB")
+    assert fits.level == "ok"
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30))
+    fits, on_host = found("80GB", "--gradient_checkpointing_kwargs", '{"offload": true}')
+    assert fits.level == "ok" and on_host.level == "warning" and "1.00 GiB of host memory free" in on_host.text

@@ -56,6 +56,7 @@ def test_a_machine_without_the_host_memory_is_named(tmp_path, monkeypatch):
     assert "Warning" not in module.format_plan(plan)
     monkeypatch.setattr(module.psutil, "virtual_memory", lambda: free._replace(available=plan.host_bytes - 1))
     assert "Warning: this machine has" in module.format_plan(plan)
+    assert "gradient_checkpointing_kwargs without offload" in plan.host_warning
 
 
 def test_host_bytes_are_those_that_are_saved(tmp_path, monkeypatch):
@@ -126,3 +127,17 @@ def test_the_planned_rows_fit_and_longer_ones_do_not():
         length = json.loads(page.ROWS.read_text(encoding="utf-8"))[name][option][2][0]
         assert page.plan_of(name, option, page.CARDS[2], int(0.98 * length)).fits
         assert not page.plan_of(name, option, page.CARDS[2], int(1.02 * length)).fits
+
+
+def test_every_second_layer_is_checkpointed(tmp_path):
+    """The others keep what layers keep without checkpointing, and nothing of theirs is on the host."""
+    path = folder(tmp_path, num_hidden_layers=12)
+    kwargs = {"gradient_checkpointing_kwargs": json.dumps({"every_n_layers": 2})}
+    off, every = (activations(planned(path, gradient_checkpointing=on)) for on in (False, True))
+    second = activations(planned(path, gradient_checkpointing=True, **kwargs))
+    assert every < second < off
+    assert second == pytest.approx((every + off) / 2, rel=0.1)
+    both = json.dumps({"offload": True, "every_n_layers": 2})
+    on_host = planned(path, gradient_checkpointing=True, gradient_checkpointing_kwargs=both)
+    assert 2 * on_host.host_bytes == planned(path, **OFFLOADED).host_bytes
+    assert activations(on_host) < second

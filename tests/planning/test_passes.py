@@ -9,13 +9,13 @@ import pytest
 import torch
 import transformers as tf
 import trl.trainer.utils
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 
 from tests.benchmark_modules import benchmark
 from tests.planning.models import LAYERS, config, folder, in_4_bits, settings
 from trl_fsdp_qlora.compat.memory import FakeTensorMode, PeakTracker
 from trl_fsdp_qlora.decode.decoding import _Batch
-from trl_fsdp_qlora.planning import passes, steps
+from trl_fsdp_qlora.planning import fake_ops, passes, steps
 from trl_fsdp_qlora.planning.cache import cache_bytes
 from trl_fsdp_qlora.planning.settings import Launch
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
@@ -269,3 +269,56 @@ def test_a_token_step_makes_as_many_copies_of_its_logits_as_were_planned(tmp_pat
     # Of a small vocabulary, a layer's cache that is copied as it grows is more; there are two heads to one of keys.
     whole, _, step = cache_bytes(run, config(vocab_size=64))
     assert step == 2 * whole // LAYERS
+
+
+def saved_bytes(run, model=None) -> int:
+    """Bytes of the storages that the graph of `run()` keeps, without those of the model's weights."""
+    weights = set() if model is None else {p.untyped_storage().data_ptr() for p in model.parameters()}
+    storages = {}
+
+    def pack(x):
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        kept = run()
+    del kept
+    return sum(size for pointer, size in storages.items() if pointer not in weights)
+
+
+def test_on_a_gpu_attention_keeps_no_repeated_keys_and_dropout_a_mask_of_bytes():
+    heads, key_heads, tokens, size = 8, 2, 64, 16
+    query, key, value = (torch.randn(1, n, tokens, size, requires_grad=True) for n in (heads, key_heads, key_heads))
+    packed_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+
+    def kept(mask, **how):
+        return saved_bytes(lambda: fake_ops._attention(torch.nn.Module(), query, key, value, mask, **how))
+
+    token = 4 * tokens * size
+    lse = 4 * heads * tokens
+    assert kept(packed_mask, on_gpu=True) == token * (2 * heads + 2 * key_heads) + lse
+    # As in stock, and for layers that `cascade` does not compute.
+    repeated = token * 4 * heads + lse
+    assert kept(packed_mask.expand(1, 1, tokens, tokens), on_gpu=True) == repeated
+    assert kept(packed_mask, on_gpu=True, softcap=2.0) == kept(packed_mask) == repeated
+
+    dropout = torch.nn.Sequential(torch.nn.Dropout(0.5))
+    fake_ops.run_as_on_a_gpu(dropout)
+    assert saved_bytes(lambda: dropout(query)) == query.numel()
+
+
+def test_what_lora_keeps_of_a_layer_whose_projections_share_their_input():
+    """The input once, and not once for each of q, k and v; with dropout each has an input and a mask of its own."""
+    rank, tokens = 4, 64
+    hidden = torch.randn(1, tokens, config().hidden_size, requires_grad=True)
+
+    def kept(**fields) -> int:
+        base = tf.AutoModelForCausalLM.from_config(config(num_hidden_layers=1), dtype=torch.float32)
+        targets = ["q_proj", "k_proj", "v_proj"]
+        get_peft_model(base, LoraConfig(r=rank, target_modules=targets, **fields)).train()
+        projections = [base.model.layers[0].self_attn.get_submodule(name) for name in targets]
+        return saved_bytes(lambda: [project(hidden) for project in projections], base)
+
+    low = 3 * 4 * tokens * rank
+    assert kept() == hidden.nbytes + low
+    assert kept(lora_dropout=0.05) == 3 * 2 * hidden.nbytes + low

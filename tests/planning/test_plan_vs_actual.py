@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer, TrainerState
@@ -10,6 +11,7 @@ from trl import ModelConfig
 from tests.tiny import config, prompts, save_tiny_model
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.planning import plan_vs_actual
+from trl_fsdp_qlora.planning.hardware import Hardware
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments
 from trl_fsdp_qlora.small_base.text import character_tokenizer
 
@@ -43,6 +45,20 @@ def test_a_run_that_does_not_fit_is_warned_of_or_refused(base, tmp_path, monkeyp
     monkeypatch.setattr(plan_vs_actual, "make_plan", lambda run: 1 / 0)
     assert first(base, tmp_path, require_fit=True) is None
     assert capsys.readouterr().out == "memory was not planned: ZeroDivisionError: division by zero\n"
+
+
+def test_a_host_without_memory_for_offloaded_activations_is_named_before_the_first_step(
+    base, tmp_path, monkeypatch, capsys
+):
+    real = plan_vs_actual.make_plan
+    card = Hardware("a card", 2**40)
+    monkeypatch.setattr(plan_vs_actual, "make_plan", lambda run: real(run, card))
+    offload = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"offload": True}}
+    plan = first(base, tmp_path, **offload)
+    assert plan.host_bytes and capsys.readouterr().out == ""
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=plan.host_bytes - 1))
+    first(base, tmp_path, **offload)
+    assert "offloaded activations need" in capsys.readouterr().out
 
 
 def test_the_step_that_is_measured_has_something_to_learn(base, tmp_path, capsys):

@@ -41,6 +41,8 @@ def ended(monkeypatch, capsys, tmp_path):
         (safetensors.SafetensorError("I/O error: No space left on device (os error 28)"), FULL),
         (RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"), FULL),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "lower per_device_train_batch_size"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "{offload: true}"),
+        (RuntimeError("CUDA error: out of memory"), "pinned host memory"),
         (ModuleNotFoundError("No module named 'wandb.sdk'", name="wandb.sdk"), "pip install wandb"),
         (RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:1662"), "another process"),
         (RuntimeError("x" * 5000), "x …; the traceback is in "),

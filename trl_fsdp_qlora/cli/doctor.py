@@ -31,7 +31,7 @@ from ..methods import METHODS
 from ..run.one_line import pop_options
 from ..run.plain import counted, name_of
 from ..run.resources import accelerate_config
-from .scripts import LAUNCHER, config_of, default_config, method_of, with_recipe
+from .scripts import LAUNCHER, config_of, default_config, method_of, script_of, with_recipe
 
 _OPTIONAL = ("bitsandbytes", "deepspeed", "vllm", "math-verify", "matplotlib")
 LEVELS = ("error", "warning", "ok")
@@ -162,6 +162,7 @@ def launch_of(path: Path, processes: int | None) -> dict[str, str]:
 
 def run(launcher: dict[str, str], rest: list[str]) -> Iterator[Finding]:
     """Every finding on the recipe and the fields in `rest`, with `launcher` as the launch's environment."""
+    import torch
     from accelerate.utils import patch_environment
     from transformers.utils import logging
 
@@ -189,8 +190,31 @@ def run(launcher: dict[str, str], rest: list[str]) -> Iterator[Finding]:
     train, of_data = _of_data(script, config, model)
     findings += of_data
     yield from findings
+    if torch.cuda.is_available():
+        yield from memory(rest, name, processes)
     if not {finding.check for finding in findings if finding.level == "error"} - {"output_dir"}:
         yield _rehearsed(script, config, model, train)
+
+
+def memory(rest: Sequence[str], launch: str, processes: int, hardware: str | None = None) -> Iterator[Finding]:
+    """Whether the run fits by its plan, and the next option if it does not; `hardware` is this machine's if absent."""
+    from ..planning.plan import changes_that_fit, format_bytes, plan_recipe
+
+    method = method_of(rest, [method for method in METHODS if not method.is_paired])
+    try:
+        plan = plan_recipe(rest, config_of(method), launch, hardware, processes, script=script_of(method))
+    except UserError as error:
+        yield Finding("warning", "memory", f"not planned: {error}")
+        return
+    needed = f"by its plan {plan.limiting} needs {format_bytes(plan.peak)} of {format_bytes(plan.capacity)} per rank"
+    if plan.fits:
+        yield Finding("ok", "memory", needed)
+    else:
+        lines = [f"set {line}" for line in changes_that_fit(plan)] if plan.enough_cards else []
+        remedy = ", or ".join(lines) or "no single line makes it fit: trl-fsdp-qlora plan --solve has what does"
+        yield Finding("warning", "memory", f"{needed}; {remedy}")
+    if plan.host_warning:
+        yield Finding("warning", "memory", plan.host_warning)
 
 
 def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any, list[Finding]]:

@@ -6,6 +6,7 @@ be installed. Each function names the operation that it replaces; tests/planning
 """
 
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 
 import torch
@@ -17,6 +18,7 @@ from ..scoring.frozen_head import TOKEN_TILE, TOKEN_TILE_GPU, VOCABULARY_CHUNK, 
 from ..token_tiles import Tiled, install, per_token, tile_size
 
 ATTENTION = "planned_attention"
+GPU_ATTENTION = "planned_attention_on_a_gpu"
 
 
 class FourBitMatmul(torch.autograd.Function):
@@ -78,21 +80,31 @@ class FourBitLinear(nn.Linear):
 class FlashAttention(torch.autograd.Function):
     """Flash attention, also in two parts (`attention/cascade.py`). It keeps q, k, v, the output and its log-sum-exp.
 
+    On a GPU its backward adds up the gradient of q in float32, and has those of k and v for each head of q until it
+    ends (torch's `mha_varlen_bwd`).
+
     Queries are `(B, H, T, D)`, keys and values `(B, H_kv, T, D)`, the output `(B, T, H, D)`.
     """
 
     @staticmethod
-    def forward(ctx, query, key, value):
+    def forward(ctx, query, key, value, on_gpu):
         batch, heads, tokens, _ = query.shape
         out = query.new_empty(batch, tokens, heads, value.shape[-1])
         lse = query.new_empty(batch, heads, tokens, dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, lse)
+        ctx.on_gpu = on_gpu
         return out
 
     @staticmethod
     def backward(ctx, grad):
         query, key, value, *_ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        if ctx.on_gpu:
+            scratch = [torch.empty_like(query, dtype=torch.float32)]
+            if query.shape[1] != key.shape[1]:
+                scratch += [key.new_empty(*query.shape[:2], *key.shape[2:]) for _ in range(2)]
+            del scratch
+        return *grads, None
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
@@ -101,7 +113,7 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def _attention(module, query, key, value, attention_mask, **kwargs):
+def _attention(module, query, key, value, attention_mask, on_gpu=False, **kwargs):
     view = getattr(attention_mask, "view_of_pass", None)
     if view is not None:  # a pass that shares a trunk with others, or the trunk
         key = view.extended((id(module), "key"), key)
@@ -111,14 +123,17 @@ def _attention(module, query, key, value, attention_mask, **kwargs):
     key = key.to(dtype)
     value = value.to(dtype)
     repeats = query.shape[1] // key.shape[1]
-    if attention_mask is not None and repeats > 1:
+    is_packed = attention_mask is not None and attention_mask.shape[-1] == 1
+    by_cascade = on_gpu and is_packed and kwargs.get("softcap") is None and kwargs.get("s_aux") is None
+    if attention_mask is not None and repeats > 1 and not by_cascade:
         # With a mask, transformers repeats keys and values for grouped queries.
         key = key.repeat_interleave(repeats, 1)
         value = value.repeat_interleave(repeats, 1)
-    return FlashAttention.apply(query, key, value), None
+    return FlashAttention.apply(query, key, value, on_gpu), None
 
 
 AttentionInterface.register(ATTENTION, _attention)
+AttentionInterface.register(GPU_ATTENTION, partial(_attention, on_gpu=True))
 
 
 def replace_experts(experts: nn.Module) -> None:
@@ -156,6 +171,23 @@ def replace_experts(experts: nn.Module) -> None:
         return out.view(len(hidden), -1, out.shape[-1]).sum(1).to(hidden.dtype)
 
     experts.forward = MethodType(forward, experts)
+
+
+def run_as_on_a_gpu(model: nn.Module) -> None:
+    """Let attention and dropout of `model` keep what they keep on a GPU.
+
+    CUDA's dropout keeps a mask of bytes, that of a CPU one in the dtype of its input.
+    """
+
+    def drop(self, x):
+        return torch.native_dropout(x, self.p, self.training)[0]
+
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.forward = MethodType(drop, module)
+        config = vars(module).get("config")
+        if config is not None and getattr(config, "_attn_implementation", None) == ATTENTION:
+            config._attn_implementation = GPU_ATTENTION
 
 
 def offloaded(checkpoint: Callable) -> Callable:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..prefix_sharing.facts import keeps_keys, layer_types, longest_window
 from ..prefix_sharing.first_pass import compared_tokens
@@ -96,6 +97,7 @@ def _modules_key(settings: Settings, config: PretrainedConfig) -> tuple:
         settings.mixed,
         settings.gradient_checkpointing,
         settings.offloads,
+        settings.every_n_layers,
         settings.mlp_tokens_per_tile,
         settings.lm_head_kernel,
         settings.launch.kind,
@@ -119,7 +121,7 @@ def measure(settings: Settings, config: PretrainedConfig, shape: Shape, on_gpu: 
     """
     key = *_modules_key(settings, config), shape, on_gpu, grad
     if key not in _measured:
-        kinds = _layers_by_kind(config)
+        kinds = _layers_by_kind(settings, config)
         # One layer of each kind, and then another one of a kind: the difference is the bytes that its kind adds.
         one_of_each = [layers[0] for layers in kinds.values()]
         has_one_layer = config.get_text_config().num_hidden_layers == 1
@@ -128,7 +130,7 @@ def measure(settings: Settings, config: PretrainedConfig, shape: Shape, on_gpu: 
         for layers in kinds.values():
             chosen = one_of_each if has_one_layer else [*one_of_each, layers[-1]]
             peak, kept = _run(settings, config, chosen, shape, on_gpu, grad)
-            if settings.offloads and on_gpu:
+            if settings.offloads and on_gpu and _is_checkpointed(settings, layers[0]):
                 kept = 0  # what the second layer found is the first one's input, which the model itself holds
             kept_by_others += (len(layers) - 1) * kept
             peaks.append(peak - kept)
@@ -136,12 +138,18 @@ def measure(settings: Settings, config: PretrainedConfig, shape: Shape, on_gpu: 
     return _measured[key]
 
 
-def _layers_by_kind(config: PretrainedConfig) -> dict[str, list[int]]:
-    """Indices of layers by their kind: attention with or without a window, recurrent, both, or an MLP alone."""
-    kinds: dict[str, list[int]] = {}
+def _layers_by_kind(settings: Settings, config: PretrainedConfig) -> dict[tuple[str, bool], list[int]]:
+    """Indices of layers by their kind (attention with or without a window, recurrent, both, or an MLP alone), and by
+    whether they are checkpointed.
+    """
+    kinds: dict[tuple[str, bool], list[int]] = {}
     for i, kind in enumerate(layer_types(config.get_text_config())):
-        kinds.setdefault(kind, []).append(i)
+        kinds.setdefault((kind, _is_checkpointed(settings, i)), []).append(i)
     return kinds
+
+
+def _is_checkpointed(settings: Settings, layer: int) -> bool:
+    return settings.gradient_checkpointing and layer % settings.every_n_layers == 0
 
 
 def _few_layers(settings: Settings, config, layers, on_gpu: bool) -> tuple[nn.Module, Any]:
@@ -150,10 +158,15 @@ def _few_layers(settings: Settings, config, layers, on_gpu: bool) -> tuple[nn.Mo
 
     model = build(settings, config, layers).train()
     causal = causal_model(model)
+    if on_gpu:
+        fake_ops.run_as_on_a_gpu(model)
     fake_ops.install_tiles(model, settings.mlp_tokens_per_tile)
     mode = FakeTensorMode()
     if settings.gradient_checkpointing:
         causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        in_order = (x for x in causal.get_decoder().modules() if isinstance(x, GradientCheckpointingLayer))
+        for module, layer in zip(in_order, layers, strict=False):
+            module.gradient_checkpointing = _is_checkpointed(settings, layer)
         if model is not causal:
             model.enable_input_require_grads()
         if settings.offloads and on_gpu:  # on a CPU the activations are on the host already
@@ -239,7 +252,7 @@ def measure_step(
     """
     key = *_modules_key(settings, config), longest, on_gpu, is_cut
     if key not in _measured:
-        kinds = _layers_by_kind(config)
+        kinds = _layers_by_kind(settings, config)
         # A model with a single layer has its peak in the head, other models may not.
         per_kind = 2 if len(kinds) == 1 else 1
         chosen = [layer for layers in kinds.values() for layer in layers[:per_kind]]

@@ -87,7 +87,24 @@ class Plan:
         """Bytes of the inputs of all layers; torch takes pinned memory in powers of two."""
         text = self.config.get_text_config()
         size = tokens * text.hidden_size * model.compute_dtype(self.settings, self.config).itemsize
-        return text.num_hidden_layers * (1 << (size - 1).bit_length()) if tokens else 0
+        return self._checkpointed_layers * (1 << (size - 1).bit_length()) if tokens else 0
+
+    @property
+    def _checkpointed_layers(self) -> int:
+        return -(-self.config.get_text_config().num_hidden_layers // self.settings.every_n_layers)
+
+    @property
+    def host_warning(self) -> str | None:
+        """A line if the activations of all ranks do not fit this machine's memory; `None` if they do."""
+        together = self.host_bytes * self.settings.launch.processes
+        free = psutil.virtual_memory().available
+        if together <= free:
+            return None
+        return (
+            f"this machine has {format_bytes(free)} of host memory free, and offloaded activations need "
+            f"{format_bytes(together)}: set a smaller {self.settings.length_field}, or "
+            "gradient_checkpointing_kwargs without offload"
+        )
 
     @property
     def pcie_seconds(self) -> float:
@@ -95,7 +112,7 @@ class Plan:
         if not self.host_bytes:
             return 0.0
         text = self.config.get_text_config()
-        token = text.num_hidden_layers * text.hidden_size * model.compute_dtype(self.settings, self.config).itemsize
+        token = self._checkpointed_layers * text.hidden_size * model.compute_dtype(self.settings, self.config).itemsize
         return 2 * self.step.computed * token / PCIE
 
     @property
@@ -628,14 +645,10 @@ def _format_host(plan: Plan) -> str | None:
     if not plan.host_bytes:
         return None
     ranks = plan.settings.launch.processes
-    together = plan.host_bytes * ranks
-    here = psutil.virtual_memory().available
     line = f"offloaded activations: {format_bytes(plan.host_bytes)} of pinned host memory per rank"
-    line += f", {format_bytes(together)} together" if ranks > 1 else ""
+    line += f", {format_bytes(plan.host_bytes * ranks)} together" if ranks > 1 else ""
     line += f"; about {plan.pcie_seconds:.1f} s of a step on PCIe (at {PCIE / 1e9:.0f} GB/s, assumed)"
-    if together > here:
-        line += f". Warning: this machine has {format_bytes(here)} free"
-    return line
+    return f"{line}. Warning: {plan.host_warning}" if plan.host_warning else line
 
 
 def format_bytes(size: float) -> str:

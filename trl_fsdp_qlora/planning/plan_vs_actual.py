@@ -68,8 +68,8 @@ def plan_first(
         refusal = on_main(lambda: refusal)
         if refusal:
             raise ConfigError(f"require_fit: true, and {refusal}")
-    if plan is not None and plan.warning:
-        say(f"warning: {plan.warning}")
+    for warning in () if plan is None else filter(None, (plan.warning, plan.host_warning)):
+        say(f"warning: {warning}")
     if refusal:
         say(f"warning: {refusal}")
     return plan

@@ -23,6 +23,9 @@ _REMEDIES = {
     r"^OutOfMemoryError": "lower per_device_train_batch_size; with one row, gradient_checkpointing_kwargs: {offload: "
     "true} keeps activations on the host; `trl-fsdp-qlora plan --solve` has the longest row that fits, "
     "docs/out_of_memory.md has more",
+    # Torch's own allocator has no part in this error.
+    r"CUDA error: out of memory": "the driver has no memory left, on the card or of pinned host memory, which "
+    "offloaded activations take: `trl-fsdp-qlora plan` counts both",
     r"^MemoryError": "this machine's memory is full: `trl-fsdp-qlora plan` counts what a run takes",
     r"Connection closed by peer|remote process exited": "another process of this run ended first, for the reason in "
     "its own line",
