@@ -24,6 +24,7 @@ from peft import PeftModel
 from PIL import Image
 
 from tests import tiny
+from trl_fsdp_qlora.cpu.linear import fast_linears
 
 BASE = "base"
 
@@ -210,7 +211,7 @@ class SamplingServer:
             if not self.keeps_keys:
                 logits = model(input_ids=rows, **seen).logits[:, -1]
             elif cache is None:
-                output = model(input_ids=rows[:1], use_cache=True)
+                output = model(input_ids=rows[:1], use_cache=True, logits_to_keep=1)
                 cache = output.past_key_values
                 cache.batch_repeat_interleave(count)
                 logits = output.logits[:, -1].expand(count, -1)
@@ -245,7 +246,7 @@ def main(name: str, port: str) -> None:
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     eos = AutoTokenizer.from_pretrained(name).eos_token_id
-    with SamplingServer(model, port=int(port), eos=eos, keeps_keys=True) as server:
+    with fast_linears(model), SamplingServer(model, port=int(port), eos=eos, keeps_keys=True) as server:
         print(server.url, flush=True)
         threading.Event().wait()
 
