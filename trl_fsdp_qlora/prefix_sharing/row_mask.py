@@ -66,8 +66,9 @@ def masks_of(packed_row: PackedRow, mask_names: frozenset[str], is_recurrent: bo
     if mask_names:
         # A model with both kinds of layers takes a finished mask for each kind, as `generate` prepares them.
         return dict.fromkeys(mask_names, mask)
-    # A model with recurrent layers alone may drop a mask of four dimensions, and a mask of ones.
-    return with_row(torch.zeros(1, packed_row.tokens, dtype=torch.bool, device=device), packed_row)
+    # A model with recurrent layers alone may drop a mask of four dimensions, and a mask of ones. The host would wait
+    # for its look for ones if the mask were on a device.
+    return with_row(torch.zeros(1, packed_row.tokens, dtype=torch.bool), packed_row)
 
 
 # What the mask of a call that has to run as in stock TRL carries in place of a row.
