@@ -207,6 +207,29 @@ def test_equals_stock(name, frozen, counted):
     assert not packed(model, sharing, batch).log_probs.any() and sharing.figures.tokens
 
 
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "qwen3_5"])
+def test_offloaded_activations_equal_those_that_stay(name, monkeypatch):
+    """The towers' checkpoints, too. There is no device, so activations are copied without pinned memory."""
+    copies = []
+    copied = torch.autograd.graph.save_on_cpu
+
+    def unpinned(pin_memory, device_type):
+        copies.append(device_type)
+        return copied(pin_memory=False)
+
+    monkeypatch.setattr("transformers.modeling_utils.save_on_cpu", unpinned)
+    results = []
+    for offload in (False, True):
+        model, sharing, batch = pictured(name)
+        model.train().activation_checkpointing_enable({"use_reentrant": False}, offload=offload)
+        results.append(scored(model, batch, lambda: packed(model, sharing, batch)))  # noqa: B023
+        assert sharing.is_active and sharing.images.reason is None and sharing.figures.tokens
+        assert bool(copies) == offload
+    (kept_BC, kept, reached), (moved_BC, moved, reached_too) = results
+    assert reached and reached_too and torch.equal(kept_BC, moved_BC)
+    assert_equal_gradients(moved, kept, tolerance=1e-7)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_images_are_seen_once_per_optimizer_step(name, monkeypatch):
     """In batches of one row each: a prompt with its images is computed by the first that needs it, and kept."""
