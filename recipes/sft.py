@@ -13,24 +13,17 @@ import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-
 # isort: split
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from datasets import Dataset
 from trl import ModelConfig, SFTConfig, SFTTrainer
 
-from trl_fsdp_qlora.checkpoints.checkpoints import resolve_resume
-from trl_fsdp_qlora.checkpoints.stopping import stopping_after_step
 from trl_fsdp_qlora.data.worked import worked
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_script, load_tokenizer
 from trl_fsdp_qlora.recipe.problems import load_problems, prompts_of
-from trl_fsdp_qlora.recipe.record import RunRecord, keep_paths
-from trl_fsdp_qlora.recipe.run_page import write_page
-from trl_fsdp_qlora.recipe.runner import measured_settings, model_arguments, next_commands
+from trl_fsdp_qlora.recipe.runner import model_arguments, train_with_trl
 from trl_fsdp_qlora.recipe.same_command import check_output_dir
-from trl_fsdp_qlora.recipe.script import command_that_goes_on, run_main, say, say_where_from
-from trl_fsdp_qlora.run.ranks import on_main
-from trl_fsdp_qlora.telemetry.terminal import TimeLeft
+from trl_fsdp_qlora.recipe.script import run_main, say
 
 
 @dataclass
@@ -58,19 +51,7 @@ def main() -> None:
     answers = [[{"role": "assistant", "content": answer}] if script.chat else answer for _, answer in taught]
     data = Dataset.from_dict({"prompt": prompts, "completion": answers})
     trainer = SFTTrainer(model.model_name_or_path, config, train_dataset=data, **model_arguments(config, model))
-    trainer.add_callback(TimeLeft("teaching"))
-    resume = on_main(lambda: resolve_resume(config.output_dir, config.resume_from_checkpoint))
-    say_where_from(resume)
-    with stopping_after_step(trainer, command_that_goes_on()):
-        trainer.train(resume_from_checkpoint=resume)
-    trainer.save_model()
-    RunRecord(config.output_dir).put(
-        settings=measured_settings(script, config, model), history=trainer.state.log_history
-    )
-    keep_paths(config.output_dir, script)
-    write_page(config.output_dir, config.push_to_hub)
-    is_adapter = Path(config.output_dir, "adapter_config.json").is_file()
-    say(f"model and tokenizer are in {config.output_dir}\n{next_commands(config.output_dir, script, is_adapter)}")
+    train_with_trl(trainer, "teaching", script, config, model)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ class _Command(NamedTuple):
 COMMANDS = {
     **{method.command: _Command("cli.scripts", "launched", method.does, method.room) for method in METHODS},
     "sft": _Command("cli.scripts", "launched", "teach worked answers first, if a base is never right", "sft"),
+    "distillation": _Command("cli.scripts", "launched", "TRL's distillation from a teacher model", "distillation"),
+    "sdft": _Command("cli.scripts", "launched", "TRL's self-distillation: its teacher reads the solution", "sdft"),
     "evaluate": _Command("cli.scripts", "launched", "measure accuracy on held-out problems", "evaluate"),
     "merge": _Command("cli.scripts", "called", "merge an adapter into its unquantized base", "merge"),
     "publish": _Command("publishing.publish", "run_publish", "check an adapter, upload it, prove that it loads"),

@@ -52,6 +52,9 @@ DPO_FIELDS = {
     "per_device_train_batch_size": 3,
     "precompute_ref_log_probs": True,
 }
+# Fields that these of TRL's own trainers have, too.
+PAIR_FIELDS = {name: value for name, value in DPO_FIELDS.items() if name not in ("beta", "precompute_ref_log_probs")}
+ONLINE_FIELDS = {name: value for name, value in GRPO_FIELDS.items() if name not in ("beta", "num_generations")}
 KTO_FIELDS = {**DPO_FIELDS, "per_device_train_batch_size": 4, "desirable_weight": 1.5}
 
 
@@ -60,13 +63,20 @@ def folder(tmp_path_factory):
     """A model, rewards, data, pairs, and a recipe for each of GRPO, DPO and KTO."""
     folder = tmp_path_factory.mktemp("compare")
     save_tiny_model(folder / "base")
+    save_tiny_model(folder / "teacher", seed=1)
     (folder / "my_rewards.py").write_text(REWARDS)
     # Two steps need more rows than these, so the data begins anew.
     rows = [{"question": f"{i}+{3 * i}=", "answer": str(4 * i)} for i in range(10)]
     (folder / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
     pairs = [{"prompt": f"{i}+{3 * i}=", "chosen": f" {4 * i}", "rejected": f" {4 * i + 1} or {i}"} for i in range(6)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    for name, fields in (("mine", GRPO_FIELDS), ("dpo", DPO_FIELDS), ("kto", KTO_FIELDS)):
+    for name, fields in {
+        "mine": GRPO_FIELDS,
+        "dpo": DPO_FIELDS,
+        "kto": KTO_FIELDS,
+        "pairs": PAIR_FIELDS,
+        "online": ONLINE_FIELDS,
+    }.items():
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(fields))
     return folder
 
@@ -176,11 +186,11 @@ def test_a_micro_batch_that_stock_trl_has_no_memory_for(compare, monkeypatch):
     assert "warning: " not in stdout
 
 
-def assert_prompts_are_shared(steps, stdout):
+def assert_prompts_are_shared(steps, stdout, passes="policy passes"):
     for step in steps:
         assert 0.0 < step.tokens_fraction < 1.0
     mean_fraction = sum(step.tokens_fraction for step in steps) / len(steps)
-    assert f"policy passes: {mean_fraction:.1%} of the padded ones" in stdout
+    assert f"{passes}: {mean_fraction:.1%} of the padded ones" in stdout
 
 
 def test_rloo(compare):
@@ -224,11 +234,48 @@ def test_kto_takes_pairs_apart_and_can_fail(compare, monkeypatch):
     status, stdout, steps = compare("--steps 2", "kto.yaml")
     assert status == 0, stdout
     assert_equal_and_moving(steps, PHASES[1:])
-    assert_prompts_are_shared(steps, stdout)
+    assert_prompts_are_shared(steps, stdout, "packed passes")
     assert "prefix sharing: auto" in stdout
     make_log_probabilities_wrong(monkeypatch)
     status, stdout, _ = compare("--steps 1", "kto.yaml")
     assert_different(status, stdout)
+
+
+TRLS_OWN_FIELDS = {
+    "reward": ("pairs.yaml", ""),
+    "cpo": ("pairs.yaml", "--max_length 64"),
+    "orpo": ("pairs.yaml", "--max_length 64"),
+    "sdft": ("online.yaml", "--num_generations 4 --distillation_topk 10 --privileged_template {answer}"),
+    "sdpo": ("online.yaml", "--num_generations 4 --distillation_topk 10 --success_reward_threshold 3"),
+    "distillation": ("online.yaml", "--per_device_train_batch_size 3 --teacher_model_name_or_path teacher"),
+}
+
+
+@pytest.mark.parametrize("name", TRLS_OWN_FIELDS)
+def test_trls_own_trainers_can_fail(name, compare, monkeypatch):
+    recipe, words = TRLS_OWN_FIELDS[name]
+    words = f"--trainer {name} {words}"
+    status, stdout, steps = compare(f"{words} --steps 2", recipe)
+    assert status == 0, stdout
+    is_online = recipe == "online.yaml"
+    assert_equal_and_moving(steps, PHASES if is_online else PHASES[1:])
+    assert_prompts_are_shared(steps, stdout, "packed passes")
+    assert "prefix sharing: auto" in stdout
+    answer = PromptSharing.last_hidden_states
+
+    def off_by_a_percent(self, *args):
+        output = answer(self, *args)
+        output.last_hidden_state = 1.01 * output.last_hidden_state
+        return output
+
+    monkeypatch.setattr(PromptSharing, "last_hidden_states", off_by_a_percent)
+    status, stdout, _ = compare(f"{words} --steps 1", recipe)
+    assert_different(status, stdout)
+
+
+def test_distillation_needs_a_teacher(compare):
+    with pytest.raises(UserError, match="teacher_model_name_or_path"):
+        compare("--trainer distillation", "online.yaml")
 
 
 def test_a_shipped_recipe_names_its_trainer():
@@ -238,6 +285,8 @@ def test_a_shipped_recipe_names_its_trainer():
     model = "SmolLM2-135M-Instruct"
     assert trainer_of(f"{model}/dpo/svamp_pairs") == "dpo"
     assert trainer_of(f"{model}/grpo/svamp") == "grpo"
+    assert trainer_of(f"{model}/sdft/basic_arithmetic") == "sdft"
+    assert trainer_of("small-base/distillation/quickstart") == "distillation"
     with pytest.raises(UserError, match=r"sft.* grpo, .*kto"):
         trainer_of(f"{model}/sft/svamp")
 

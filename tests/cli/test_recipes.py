@@ -29,6 +29,13 @@ def test_every_yaml_is_listed_with_what_its_head_says():
     assert by_name["Qwen2.5-1.5B/a_star_po/gsm8k"].hardware == "one GPU with 80 GB"
 
 
+@pytest.mark.parametrize("name", ["small-base/distillation/quickstart", "SmolLM2-135M-Instruct/sft/svamp"])
+def test_plan_refuses_recipes_of_trls_own_trainers_in_one_line(name, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--config", name])
+    assert f"error: {name} is a recipe of " in capsys.readouterr().err
+
+
 def test_a_recipe_by_each_of_its_names(capsys):
     for text in (QUICK, "./recipes/small-base/grpo/config_quickstart.yaml"):
         assert find(text).path == QUICK_FILE

@@ -12,6 +12,7 @@ from trl import TrlParser
 from tests.test_docs import script
 from trl_fsdp_qlora.__main__ import COMMANDS
 from trl_fsdp_qlora.cli import plan, typos
+from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.recipe.arguments import ConfigError, recipe_fields
 from trl_fsdp_qlora.run import source_fields
 from trl_fsdp_qlora.run.source_fields import PARSE, option_fields
@@ -101,3 +102,13 @@ def test_the_text_is_that_of_the_parser_and_what_cannot_be_read_is_left_to_it(tm
         assert typos.refuse_typos("merge", "cli.scripts", words) is None
         source_fields._tree.cache_clear()
         source_fields._fields.cache_clear()
+
+
+def test_compare_takes_fields_of_trls_own_trainers():
+    """Those of KTO stand in no script here; with `--trainer` they reach `compare`, which knows them."""
+    words = ["--desirable_weight", "1.5", "--config", "small-base/grpo/quickstart"]
+    typos.refuse_typos("compare", "cli.compare", ["--trainer", "kto", *words])
+    with pytest.raises(UserError, match="desirable_weight"):
+        typos.refuse_typos("compare", "cli.compare", words)
+    of_teacher = ["--teacher_model_name_or_path", "x", "--config", "small-base/distillation/quickstart"]
+    typos.refuse_typos("compare", "cli.compare", of_teacher)

@@ -135,11 +135,14 @@ def test_every_other_command_in_turn_and_the_one_in_every_head_finds_its_files(f
     for folder in ("_recipes", "_accelerate_configs"):
         for path in (installed / "trl_fsdp_qlora" / folder).rglob("*.yaml"):
             head = re.sub(r" \\\n# *", " ", path.read_text().partition("\n\n")[0])
-            for line in re.findall(r"trl-fsdp-qlora ((?:grpo|t-spmo|a-star-po|rloo|dpo|sft) .*)", head):
+            for line in re.findall(
+                r"trl-fsdp-qlora ((?:grpo|t-spmo|a-star-po|rloo|dpo|sft|sdft|distillation) .*)", head
+            ):
                 heads[str(path)] = line.replace("RECIPE", "small-base/grpo/quickstart")
     recipes = (installed / "trl_fsdp_qlora" / "_recipes").rglob("*.yaml")
     assert {str(path) for path in recipes} < heads.keys()  # and most of the accelerate configs
-    assert {line.split()[0] for line in heads.values()} == {"grpo", "t-spmo", "a-star-po", "dpo", "sft"}
+    commands = {"grpo", "t-spmo", "a-star-po", "dpo", "sft", "sdft", "distillation"}
+    assert {line.split()[0] for line in heads.values()} == commands
     output = python(folders, "-c", CODE, json.dumps(list(EXPECTED_OUTPUT)), json.dumps(heads))
     assert f"<<>> {installed}" in output
     assert (user_folder / "config_quick.yaml").is_file()

@@ -1,25 +1,29 @@
-"""usage: trl-fsdp-qlora compare --config FILE.yaml [--trainer grpo|rloo|dpo|kto] [--steps 3] [any field]
+"""usage: trl-fsdp-qlora compare --config FILE.yaml [--trainer NAME] [--steps 3] [any field]
 
-Takes a few steps of a GRPO, RLOO, DPO or KTO recipe with stock TRL's trainer and with this package's (of KTO: TRL's
-own after `share_prompts`), in one process, on the same prompts, completions, rewards (or preference pairs) and
-weights; prints losses and gradients of both, seconds of scoring and of loss and backward, and how many of the padded
-tokens this package computes. Without --trainer it is the one whose fields the recipe has, and GRPO if several would
-do. Nothing is saved of the training, and the recipe's output_dir is left alone.
+Takes a few steps of a recipe with stock TRL's trainer and with this package's, in one process, on the same prompts,
+completions, rewards (or preference pairs) and weights. NAME is grpo, rloo or dpo; or kto, reward, cpo, orpo, sdft,
+sdpo or distillation, for which this package's is TRL's own after `share_prompts`. Prints losses and gradients of both,
+seconds of scoring and of loss and backward, and how many of the padded tokens this package computes. Without --trainer
+it is the one whose fields the recipe has, and GRPO if several would do. Nothing is saved of the training, and the
+recipe's output_dir is left alone.
 The exit status is 0 if both are equal within rounding, 1 if they are not, and 2 for input that cannot be compared.
 """
 
 import contextlib
 import copy
+import inspect
 import itertools
 import os
 import statistics
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -37,13 +41,14 @@ from ..planning.plan import changed, format_bytes, make_plan
 from ..planning.plan_vs_actual import longest_prompt
 from ..planning.settings import from_config
 from ..prefix_sharing.dropout import draws
-from ..prefix_sharing.sharing import install_sharing
+from ..prefix_sharing.sharing import PromptSharing, causal_language_model, install_sharing
 from ..recipe.arguments import ScriptArguments, parse_recipe
 from ..recipe.checks import check_recipe
 from ..recipe.episodes import agent_of
-from ..recipe.pairs import DPOScriptArguments, must_be_made, read_pairs
+from ..recipe.pairs import DPOScriptArguments, PairScriptArguments, must_be_made, read_pairs
+from ..recipe.privileged import SDFTScriptArguments, privileged_prompts
 from ..recipe.problems import load_data
-from ..recipe.runner import agent_arguments, build_trainer, model_arguments, reward_functions
+from ..recipe.runner import accepted_arguments, agent_arguments, build_trainer, model_arguments, reward_functions
 from ..run.input_checks import language_model_only
 from ..run.nonfatal import nonfatal
 from ..run.one_line import pop_options
@@ -63,7 +68,8 @@ PHASES = ("scoring", "loss and backward")
 class Compared:
     """Stock TRL's trainer and this package's, their configs, and the arguments of its recipes.
 
-    If both are one class, this package's is that class after `share_prompts`.
+    If both are one class, this package's is that class after `share_prompts`. `makes_batch` is the method that draws
+    completions and returns the batch of a step; it is empty for a trainer that takes its rows from the data alone.
     """
 
     stock: type
@@ -71,20 +77,48 @@ class Compared:
     stock_config: type
     config: type
     script: type
+    makes_batch: str = ""
 
 
-COMPARED = {
-    method.command: Compared(
+class TrlsOwn(NamedTuple):
+    """A trainer that this package has no class for: where TRL has it, and what [`Compared`] needs."""
+
+    module: str
+    prefix: str
+    script: type
+    makes_batch: str = ""
+
+
+TRLS_OWN = {
+    "kto": TrlsOwn("trl", "KTO", DPOScriptArguments),
+    "reward": TrlsOwn("trl", "Reward", DPOScriptArguments),
+    "cpo": TrlsOwn("trl.experimental.cpo", "CPO", PairScriptArguments),
+    "orpo": TrlsOwn("trl.experimental.orpo", "ORPO", PairScriptArguments),
+    "sdft": TrlsOwn("trl.experimental.sdft", "SDFT", SDFTScriptArguments, "_prepare_training_batch"),
+    "sdpo": TrlsOwn("trl.experimental.sdpo", "SDPO", ScriptArguments, "_prepare_training_batch"),
+    "distillation": TrlsOwn("trl", "Distillation", ScriptArguments, "_generate_and_score_completions"),
+}
+COMPARED = (*(method.command for method in METHODS if method.stock), *TRLS_OWN)
+
+
+def compared(name: str) -> Compared:
+    """What is compared for a name in `COMPARED`; TRL's experimental trainers are imported only if they are named."""
+    if name in TRLS_OWN:
+        own = TRLS_OWN[name]
+        module = import_module(own.module)
+        trainer, config = (getattr(module, f"{own.prefix}{kind}") for kind in ("Trainer", "Config"))
+        return Compared(trainer, trainer, config, config, own.script, own.makes_batch)
+    method = next(method for method in METHODS if method.command == name)
+    return Compared(
         getattr(trl, f"{method.stock}Trainer"),
         getattr(trl_fsdp_qlora, method.trainer),
         getattr(trl, f"{method.stock}Config"),
         config_of(method),
         script_of(method),
+        "" if method.is_paired else "_generate_and_score_completions",
     )
-    for method in METHODS
-    if method.stock
-}
-COMPARED["kto"] = Compared(trl.KTOTrainer, trl.KTOTrainer, trl.KTOConfig, trl.KTOConfig, DPOScriptArguments)
+
+
 # Side effects of a run that a comparison does not need.
 _QUIET = {
     "skip_accuracy": "true",
@@ -106,8 +140,10 @@ _LEVELLED = (
     ("lora_dropout", 0.0, "each trainer would draw masks of its own"),
 )
 # In float32 the two add the same numbers in another order. Losses are sums of advantages that cancel to about zero on
-# new completions, so their difference is divided by the mean |advantage|. That of the gradients is divided by their
+# new completions, so their difference is divided by the mean |advantage|; that of divergences, which are about zero as
+# long as a model is its own teacher, by at least a tenth of a nat. That of the gradients is divided by their
 # norm, as in the trainer's tests. In half precision single tokens differ by hundredths of a nat from run to run.
+SMALLEST_DIVERGENCE = 0.1  # nats
 LIMITS = {"float32": (1e-5, 1e-4), "half precision": (0.05, 0.25)}
 
 
@@ -121,12 +157,12 @@ def compare(words: list[str]) -> int:
     logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as folder:
         method, script, config, model, count = _parsed(words, folder)
-        train = _pairs(script) if method.script is DPOScriptArguments else load_data(script)[0]
+        train = _data(method, script)
         trainers = _trainers(method, script, config, model, train)
-        if method.script is ScriptArguments:
+        if method.makes_batch and method.ours is not method.stock:
             _warn_of_padded_bytes(script, config, model, train, trainers[OURS].processing_class)
         done = []
-        for number, step in enumerate(_steps(trainers, count)):
+        for number, step in enumerate(_steps(method, trainers, count)):
             print(step.line(number) if number else "warmed up on one step, which does not count", flush=True)
             if number:
                 done.append(step)
@@ -139,11 +175,15 @@ def compare(words: list[str]) -> int:
         print(f"{phase}: {stock_seconds:.4f} s and {our_seconds:.4f} s ({stock_seconds / our_seconds:.2f}×)")
     fractions = [step.tokens_fraction for step in done if step.tokens_fraction is not None]
     if fractions:
-        print(f"tokens computed by this package's policy passes: {statistics.mean(fractions):.1%} of the padded ones")
+        which = "packed passes" if method.ours is method.stock else "policy passes"
+        print(f"tokens computed by this package's {which}: {statistics.mean(fractions):.1%} of the padded ones")
     print(f"medians of {len(done)}, stock TRL first; {ours.sharing.describe()}")
     computes_in_half = ours.args.tf32 or ours.accelerator.mixed_precision != "no"
     has_half_weights = any(p.dtype in (torch.bfloat16, torch.float16) for p in ours.model.parameters())
-    equal, line = verdict(done, "half precision" if computes_in_half or has_half_weights else "float32")
+    # bitsandbytes computes 4-bit products without a gradient in bfloat16 on CPUs that have it, whatever is asked for.
+    has_4_bit_teacher = any(getattr(each, "is_loaded_in_4bit", False) for each in _models(ours)[1:])
+    in_half = computes_in_half or has_half_weights or has_4_bit_teacher
+    equal, line = verdict(done, "half precision" if in_half else "float32")
     print(line)
     return 0 if equal else 1
 
@@ -163,12 +203,17 @@ def _parsed(words: list[str], folder: str) -> tuple[Compared, ScriptArguments, A
     rest = with_recipe(rest)
     if not rest:
         raise UserError("compare needs a recipe: --config FILE.yaml")
-    method = COMPARED[trainer_of_recipe(rest, options.get("--trainer"))]
+    name = trainer_of_recipe(rest, options.get("--trainer"))
+    method = compared(name)
     known = {item.name for kind in (method.script, method.config) for item in fields(kind)}
     quiet = [f"--{name}={value}" for name, value in _QUIET.items() if name in known]
     words = [*rest, *quiet, "--output_dir", f"{folder}/run"]
     script, config, model = parse_recipe((method.script, method.config, ModelConfig), words)
     check_recipe(script, config, model)
+    if name == "reward":
+        model.lora_task_type = "SEQ_CLS"  # PEFT then trains the new head, too
+    if name == "distillation" and config.teacher_model_name_or_path is None:
+        raise UserError("teacher_model_name_or_path is missing: a model with the student's tokenizer")
     for name, value, why in _LEVELLED:
         holder = model if name == "lora_dropout" else config
         value_in_recipe = vars(holder).get(name, value)
@@ -187,14 +232,19 @@ def trainer_of_recipe(words: list[str], trainer: str | None) -> str:
     command = trainer or next((recipe.command for recipe in all_recipes() if path and recipe.path == Path(path)), None)
     if command is None:
         classes = {method.command: (config_of(method), script_of(method)) for method in METHODS}
-        classes["kto"] = COMPARED["kto"].config, COMPARED["kto"].script
+        classes |= {name: (compared(name).config, own.script) for name, own in TRLS_OWN.items()}
         command = next((name for name, both in classes.items() if have_all_fields(words, *both)), "grpo")
     if command not in COMPARED:
         raise UserError(f"a recipe of {command} cannot be compared: compare takes recipes of {', '.join(COMPARED)}")
     return command
 
 
-def _pairs(script: DPOScriptArguments) -> Any:
+def _data(method: Compared, script: Any) -> Any:
+    """The training data of a recipe as its trainers take it."""
+    if method.script is SDFTScriptArguments:
+        return privileged_prompts(script)
+    if not issubclass(method.script, PairScriptArguments):
+        return load_data(script)[0]
     if must_be_made(script.pairs):
         raise UserError(f"pairs={script.pairs}: no such file; `trl-fsdp-qlora dpo` with this recipe writes it")
     return read_pairs(script.pairs, script.dataset_split)
@@ -210,12 +260,15 @@ class Step:
     advantage: float = 0.0  # mean |advantage|
     advantages_apart: float = 0.0  # largest difference of one completion's advantage
     tokens_fraction: float | None = None  # tokens of our policy passes over padded tokens
+    smallest_loss: float = 1e-30  # a smaller loss is a difference of larger numbers
     drawn: bool = False  # advantages are from a fixed seed, because the rewards of every group were all equal
 
     @property
     def apart(self) -> tuple[float, float]:
         """(difference of the losses over the mean |advantage| or stock's loss, of the gradients over stock's norm)."""
-        loss = abs(self.losses[OURS] - self.losses[STOCK]) / max(abs(self.losses[STOCK]), self.advantage, 1e-30)
+        loss = abs(self.losses[OURS] - self.losses[STOCK]) / max(
+            abs(self.losses[STOCK]), self.advantage, self.smallest_loss
+        )
         return loss, self.norms["difference"] / max(self.norms[STOCK], 1e-30)
 
     def line(self, number: int) -> str:
@@ -286,25 +339,26 @@ def _trainers(method: Compared, script: Any, config: Any, model: Any, train: Any
     """Both trainers with weights of their own, prepared by `train` for a first step."""
     stock_config = copy.deepcopy(config)
     stock_config.__class__ = method.stock_config  # stock TRL reads its own fields alone
-    is_online = method.script is ScriptArguments
-    if is_online:
-        ours = build_trainer(method.ours, script, config, model, train)
-    else:
-        arguments = model_arguments(config, model)
-        ours = method.ours(model.model_name_or_path, args=config, train_dataset=train, **arguments)
-        fit_threads(ours.model)
-    arguments = model_arguments(stock_config, model, "images" in train.column_names)
-    # Stock TRL's `all-linear` adapts a vision tower, too; here both train the same weights.
-    peft_config = arguments["peft_config"]
-    arguments["peft_config"] = language_model_only(peft_config, model.model_name_or_path, model.model_revision)
-    if is_online:
-        arguments["reward_funcs"] = reward_functions(script)
-        arguments.update(agent_arguments(method.stock, script, arguments["processing_class"]))
-    stock = method.stock(model.model_name_or_path, args=stock_config, train_dataset=train, **arguments)
     if method.ours is method.stock:
-        ours.sharing = install_sharing(ours.model)
-        if ours.ref_model is not None:
-            install_sharing(ours.ref_model)
+        stock, ours = (_trls_own(method.stock, script, each, model, train) for each in (stock_config, config))
+        for each in _models(ours):
+            install_sharing(each)
+        ours.sharing = causal_language_model(ours.model).prompt_sharing
+    else:
+        if method.makes_batch:
+            ours = build_trainer(method.ours, script, config, model, train)
+        else:
+            arguments = model_arguments(config, model)
+            ours = method.ours(model.model_name_or_path, args=config, train_dataset=train, **arguments)
+            fit_threads(ours.model)
+        arguments = model_arguments(stock_config, model, "images" in train.column_names)
+        # Stock TRL's `all-linear` adapts a vision tower, too; here both train the same weights.
+        peft_config = arguments["peft_config"]
+        arguments["peft_config"] = language_model_only(peft_config, model.model_name_or_path, model.model_revision)
+        if method.makes_batch:
+            arguments["reward_funcs"] = reward_functions(script)
+            arguments.update(agent_arguments(method.stock, script, arguments["processing_class"]))
+        stock = method.stock(model.model_name_or_path, args=stock_config, train_dataset=train, **arguments)
     for trainer in (stock, ours):
         trainer.remove_callback(StartupCallback)
         trainer.add_callback(_Ready())
@@ -315,6 +369,38 @@ def _trainers(method: Compared, script: Any, config: Any, model: Any, train: Any
         for _, module, attribute, _ in draws(trainer.model):
             setattr(module, attribute, 0.0)  # each trainer would draw masks of its own
     return {STOCK: stock, OURS: ours}
+
+
+def _trls_own(cls: type, script: Any, config: Any, model: ModelConfig, train: Any) -> Any:
+    """A trainer of a class of `TRLS_OWN` for a recipe."""
+    arguments = accepted_arguments(cls, config, model)
+    accepted = inspect.signature(cls.__init__).parameters
+    if "reward_funcs" in accepted:
+        arguments["reward_funcs"] = reward_functions(script)
+    if "teacher_model" in accepted:
+        arguments["teacher_model"] = config.teacher_model_name_or_path
+    trainer = cls(model.model_name_or_path, args=config, train_dataset=train, **arguments)
+    fit_threads(trainer.model)
+    return trainer
+
+
+def _models(trainer: Any) -> list[torch.nn.Module]:
+    """The model that trains, and a reference or a teacher that is a model of its own."""
+    further = (getattr(trainer, name, None) for name in ("ref_model", "teacher_model"))
+    return [trainer.model, *(each for each in further if each is not None and each is not trainer.model)]
+
+
+def _count_tokens(sharing: PromptSharing, tokens: Counter) -> None:
+    """Let every call that `sharing` answers add its tokens to `tokens`, those that are computed and those padded."""
+    for name in ("score", "last_hidden_states"):
+        answer = getattr(sharing, name)
+
+        def count(*args, answer=answer, **kwargs):
+            output = answer(*args, **kwargs)
+            tokens.update(computed=sharing.figures.tokens, padded=sharing.figures.padded_tokens)
+            return output
+
+        setattr(sharing, name, count)
 
 
 def _once(function: Callable) -> Callable:
@@ -329,26 +415,33 @@ def _once(function: Callable) -> Callable:
     return call
 
 
-def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
+def _steps(method: Compared, trainers: dict[str, Any], steps: int) -> Iterator[Step]:
     """A step that warms up, then `steps` more. Both trainers begin each step with the same weights; ours updates."""
     ours = trainers[OURS]
     args = ours.args
     endless = itertools.chain.from_iterable(itertools.repeat(ours.get_train_dataloader()))
-    is_online = isinstance(ours, trl.GRPOTrainer | trl.RLOOTrainer)
+    tokens = Counter()
+    if method.ours is method.stock:
+        for each in _models(ours):
+            _count_tokens(causal_language_model(each).prompt_sharing, tokens)
     for i in range(steps + 1):
         step = Step()
+        if hasattr(ours, "teacher_model"):  # a divergence of two models that are alike cancels
+            step.smallest_loss = SMALLEST_DIVERGENCE
         weights = _trainable(ours)
         with torch.no_grad():
             for name, weight in _trainable(trainers[STOCK]).items():
                 weight.copy_(weights[name])
         order = [STOCK, OURS] if i % 2 else [OURS, STOCK]
-        if is_online:
+        if method.makes_batch:
             # The sampler yields the prompts of a generation batch once for every time that the batch is used.
-            rows, *_ = itertools.islice(endless, args.steps_per_generation * args.num_iterations)
-            parts = _completions(trainers, rows, step, order)
+            uses = _slices(ours) * getattr(ours, "num_iterations", 1)
+            rows, *_ = itertools.islice(endless, uses)
+            parts = _completions(method.makes_batch, trainers, rows, step, order)
         else:
             batches = list(itertools.islice(endless, args.gradient_accumulation_steps))
             parts = {who: copy.deepcopy(batches) for who in order}
+        tokens.clear()
         for who in order:
             trainer = trainers[who]
             torch.manual_seed(args.seed)
@@ -359,12 +452,15 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
             ):
                 losses = [trainer.training_step(trainer.model_wrapped, part, None) for part in parts[who]]
             step.losses[who] = sum(losses).item()
-            fractions = trainer._metrics["train"].get("prefix_sharing/policy/tokens_fraction")
+            metrics = trainer._metrics["train"] if hasattr(trainer, "_metrics") else {}
+            fractions = metrics.get("prefix_sharing/policy/tokens_fraction")
             if fractions:
                 step.tokens_fraction = statistics.mean(fractions)
+            elif who == OURS and tokens["padded"]:
+                step.tokens_fraction = tokens["computed"] / tokens["padded"]
             elif who == OURS and ours.sharing.figures.tokens:  # the reference's, of the same rows as the policy's
                 step.tokens_fraction = ours.sharing.figures.tokens / ours.sharing.figures.padded_tokens
-            trainer._metrics["train"].clear()
+            metrics.clear()
         step.norms = _gradient_norms(trainers)
         if i:
             ours.optimizer.step()
@@ -372,17 +468,36 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
         yield step
 
 
-def _completions(trainers: dict[str, Any], rows: list, step: Step, order: list[str]) -> dict[str, list]:
+def _slices(trainer: Any) -> int:
+    """Micro-batches that a batch of completions is cut into."""
+    return getattr(trainer.args, "steps_per_generation", None) or trainer.args.gradient_accumulation_steps
+
+
+def _completions(
+    makes_batch: str, trainers: dict[str, Any], rows: list, step: Step, order: list[str]
+) -> dict[str, list]:
     """Each trainer's micro-batches of the same completions and rewards for the prompts of `rows`."""
     ours = trainers[OURS]
     scored = {}
     parts = {}
-    drawn = {name: _once(getattr(ours, name)) for name in ("_generate", "_calculate_rewards")}
+    names = (name for name in ("_generate", "_calculate_rewards") if hasattr(ours, name))
+    drawn = {name: _once(getattr(ours, name)) for name in names}
     with patch.multiple(ours, **drawn):
-        ours._generate_and_score_completions(copy.deepcopy(rows))
+        getattr(ours, makes_batch)(copy.deepcopy(rows))
     for who in order:
         with patch.multiple(trainers[who], **drawn), _timed(trainers[who], step, who, "scoring"):
-            scored[who] = trainers[who]._generate_and_score_completions(copy.deepcopy(rows))
+            scored[who] = getattr(trainers[who], makes_batch)(copy.deepcopy(rows))
+    if "advantages" in scored[OURS]:
+        _compare_advantages(scored, step)
+    for who in order:
+        torch.manual_seed(ours.args.seed)
+        slices = micro_batches(scored[who], getattr(ours, "num_generations", 1), 0, _slices(ours))
+        parts[who] = [joined_images(copy.copy(part)) for part in slices[: ours.args.gradient_accumulation_steps]]
+    return parts
+
+
+def _compare_advantages(scored: dict[str, dict], step: Step) -> None:
+    """Write the difference of both advantages into `step`; if all are zero, both get others, from a fixed seed."""
     advantages = {who: batch["advantages"] for who, batch in scored.items()}
     step.advantages_apart = (advantages[OURS] - advantages[STOCK]).abs().max().item()
     if not any(values.any() for values in advantages.values()):  # otherwise both policy gradients would be zero
@@ -391,11 +506,6 @@ def _completions(trainers: dict[str, Any], rows: list, step: Step, order: list[s
         for who, values in advantages.items():
             scored[who]["advantages"] = fixed.to(values)
     step.advantage = scored[STOCK]["advantages"].abs().mean().item()
-    for who in order:
-        torch.manual_seed(ours.args.seed)
-        slices = micro_batches(scored[who], ours.num_generations, 0, ours.args.steps_per_generation)
-        parts[who] = [joined_images(copy.copy(part)) for part in slices[: ours.args.gradient_accumulation_steps]]
-    return parts
 
 
 @contextlib.contextmanager

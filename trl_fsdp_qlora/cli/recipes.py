@@ -52,7 +52,9 @@ def all_recipes() -> list[Recipe]:
     root = resource_folder("recipes")
     for path in sorted(root.glob("*/*/config_*.yaml")):
         head = _head(path.read_text(encoding="utf-8"))
-        command = next((method.command for method in METHODS if path.parent.name.startswith(method.room)), "sft")
+        # The folders of this package's trainers begin with the room's name; other folders are commands.
+        folder = path.parent.name
+        command = next((method.command for method in METHODS if folder.startswith(method.room)), folder)
         was_run = _WAS_RUN.match(head["expect"])[0]
         name = recipe_name(path.relative_to(root).as_posix())
         recipes.append(Recipe(name, path, command, head["hardware"], was_run))

@@ -12,7 +12,7 @@ from ..methods import METHODS, Method
 from ..run.launch import launch
 from ..run.one_line import pop_options
 from ..run.resources import accelerate_config, resource_folder
-from .recipes import find
+from .recipes import all_recipes, find
 
 # Options of `accelerate launch` that no script has; everything else is the script's.
 LAUNCHER = (
@@ -75,6 +75,14 @@ def script_of(method: Method) -> type:
     from ..recipe.pairs import DPOScriptArguments
 
     return DPOScriptArguments if method.is_paired else ScriptArguments
+
+
+def refuse_other_trainers(path: str | None) -> None:
+    """Raise a `UserError` if `path` is one of this package's recipes, but of a trainer that is TRL's own."""
+    recipe = next((each for each in all_recipes() if path and each.path == Path(path)), None)
+    if recipe is not None and recipe.command not in {method.command for method in METHODS}:
+        known = ", ".join(method.command for method in METHODS)
+        raise UserError(f"{recipe.name} is a recipe of {recipe.command}; this command takes those of {known}")
 
 
 def method_of(words: Sequence[str], methods: Sequence[Method] = METHODS) -> Method:

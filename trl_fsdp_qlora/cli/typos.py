@@ -11,7 +11,7 @@ from ..recipe.keys import check_keys, check_options, read_yaml
 from ..run.one_line import DEBUG_ERRORS, pop_options
 from ..run.resources import resource_folder
 from ..run.source_fields import option_fields, written_options
-from .scripts import LAUNCHER, with_recipe
+from .scripts import LAUNCHER, refuse_other_trainers, with_recipe
 
 _PACKAGE = Path(__file__).parents[1]
 _TRAINING = tuple(method.room for method in METHODS)
@@ -19,6 +19,8 @@ _TRAINING = tuple(method.room for method in METHODS)
 SCRIPTS = {
     **{method.command: (method.room,) for method in METHODS},
     "sft": ("sft",),
+    "distillation": ("distillation",),
+    "sdft": ("sdft",),
     "evaluate": ("evaluate",),
     "merge": ("merge",),
     "dequantize": ("dequantize",),
@@ -26,7 +28,7 @@ SCRIPTS = {
     "publish": (),
     "report": (),
     "plan": _TRAINING,
-    "compare": _TRAINING,
+    "compare": (*_TRAINING, "distillation", "sdft"),
 }
 
 
@@ -61,7 +63,10 @@ def refuse_typos(command: str, module: str, words: list[str]) -> None:
     Raises:
         ConfigError: the message has the nearest name.
     """
-    if command not in SCRIPTS:
+    trainer = pop_options(words, ("--trainer",))[0].get("--trainer") if command == "compare" else None
+    # For most of TRL's own trainers there is no script; `compare` refuses what they do not have.
+    is_read = trainer is None or trainer in SCRIPTS
+    if command not in SCRIPTS or not is_read:
         return
     names = known_names(module, script_paths(command))
     if names is None:
@@ -69,5 +74,7 @@ def refuse_typos(command: str, module: str, words: list[str]) -> None:
     keys, options = names
     check_options(words, options)
     config = pop_options(with_recipe(words), ("--config",))[0].get("--config")
+    if command == "plan":
+        refuse_other_trainers(config)
     if config is not None:
         check_keys(read_yaml(config), keys, config)

@@ -22,8 +22,8 @@ FIELDS = ("prompt", "chosen", "rejected")
 
 
 @dataclass
-class DPOScriptArguments(ScriptArguments):
-    """[`ScriptArguments`], and the source of the preference pairs."""
+class PairScriptArguments(ScriptArguments):
+    """[`ScriptArguments`], and the source of the preference pairs, for a config with a `max_completion_length`."""
 
     dataset: str | None = option(
         None, "Problems to make pairs of if the file `pairs` does not exist, and to evaluate on."
@@ -40,6 +40,12 @@ class DPOScriptArguments(ScriptArguments):
         True,
         "Prefer the dataset's worked answer (SVAMP's equation, GSM8K's rationale) if no answer of the model is right.",
     )
+
+
+@dataclass
+class DPOScriptArguments(PairScriptArguments):
+    """[`PairScriptArguments`] for any other config."""
+
     max_completion_length: int = option(256, "Length limit of the model's answers, here and for `evaluate`.")
 
 

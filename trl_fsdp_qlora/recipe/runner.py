@@ -15,7 +15,8 @@ from transformers import AutoProcessor, AutoTokenizer, ProcessorMixin, TrainingA
 from trl import ModelConfig, get_quantization_config
 
 from ..checkpoints import disk
-from ..checkpoints.checkpoints import describe_base, last_step, step_of
+from ..checkpoints.checkpoints import describe_base, last_step, resolve_resume, step_of
+from ..checkpoints.stopping import stopping_after_step
 from ..compat.transformers import model_name
 from ..data.rewards import checked, get_reward
 from ..errors import UserError
@@ -23,8 +24,9 @@ from ..publishing.card import hardware, software
 from ..run import launch, redaction
 from ..run.nonfatal import nonfatal
 from ..run.one_line import pop_options
+from ..run.ranks import on_main
 from ..run.threads import fit_threads
-from ..telemetry.terminal import use_terminal
+from ..telemetry.terminal import TimeLeft, use_terminal
 from .arguments import ConfigError, ScriptArguments
 from .checks import lora_config
 from .episodes import OWN_REWARD, agent_of, with_tool_format
@@ -40,7 +42,7 @@ from .record import (
     keep_paths,
     kept_paths,
 )
-from .run_page import KeptWarnings, RunPage
+from .run_page import KeptWarnings, RunPage, write_page
 from .script import command_that_goes_on, say, say_where_from
 
 
@@ -66,6 +68,18 @@ def model_arguments(config: TrainingArguments, model: ModelConfig, images: bool 
         "quantization_config": get_quantization_config(model),
         "peft_config": lora_config(model),
     }
+
+
+def accepted_arguments(cls: type, config: TrainingArguments, model: ModelConfig) -> dict[str, Any]:
+    """[`model_arguments`] for a trainer of TRL's own, some of which load a quantized base only by
+    `config.model_init_kwargs`.
+    """
+    arguments = model_arguments(config, model)
+    if "quantization_config" not in inspect.signature(cls.__init__).parameters:
+        quantization = arguments.pop("quantization_config")
+        if quantization is not None:
+            config.model_init_kwargs["quantization_config"] = quantization
+    return arguments
 
 
 def agent_arguments(cls: type, script: ScriptArguments, processing: Any) -> dict[str, Any]:
@@ -293,3 +307,32 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
                 "function and at the columns that it reads"
             )
         return record.content
+
+
+def train_with_trl(trainer: Any, doing: str, script: ScriptArguments, config: TrainingArguments, model: ModelConfig):
+    """Train with one of TRL's own trainers and save: `recipes/evaluate.py` measures what the output folder has.
+
+    Args:
+        trainer: a trainer that has not trained yet.
+        doing: what the terminal calls it, as in "teaching".
+        script: the recipe's script arguments; `max_train_seconds` is the only one that is read before it ends.
+        config: the trainer's config.
+        model: the model's arguments.
+    """
+    limit = None if script.max_train_seconds is None else TimeLimit(script.max_train_seconds)
+    for callback in filter(None, (limit, TimeLeft(doing))):
+        trainer.add_callback(callback)
+    resume = on_main(lambda: resolve_resume(config.output_dir, config.resume_from_checkpoint))
+    say_where_from(resume)
+    started = time.perf_counter()
+    with stopping_after_step(trainer, command_that_goes_on()):
+        trainer.train(resume_from_checkpoint=resume)
+    seconds = time.perf_counter() - started
+    trainer.save_model()
+    RunRecord(config.output_dir).put(
+        settings=measured_settings(script, config, model), history=trainer.state.log_history, train_seconds=seconds
+    )
+    keep_paths(config.output_dir, script)
+    write_page(config.output_dir, config.push_to_hub)
+    is_adapter = Path(config.output_dir, "adapter_config.json").is_file()
+    say(f"model and tokenizer are in {config.output_dir}\n{next_commands(config.output_dir, script, is_adapter)}")

@@ -20,7 +20,11 @@ from ..run.plain import counted
 from ..run.redaction import text_for_others
 
 LARGEST_FILE = 200 * 2**20  # bytes; a larger JSON file or card is not read
-_TITLES = {**{method.command: method.title for method in METHODS}, "sft": "SFT"}  # by tag of a card
+_TITLES = {method.command: method.title for method in METHODS} | {
+    "sft": "SFT",
+    "distillation": "Distillation",
+    "sdft": "SDFT",
+}  # by tag of a card
 
 
 @dataclass

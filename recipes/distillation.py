@@ -1,0 +1,50 @@
+"""Distillation from a teacher with the same tokenizer: the student answers, and both models read its answers.
+
+    trl-fsdp-qlora distillation --config small-base/distillation/quickstart
+
+TRL's `DistillationTrainer` on the problems of recipes/grpo.py, with equal beginnings of prompts computed once by
+student and teacher. The teacher is `teacher_model_name_or_path`; `teacher_model_init_kwargs` loads it, in 4 bits for
+example. Every field of `ScriptArguments`, `trl.DistillationConfig` and `trl.ModelConfig` can stand in the YAML file
+and be overridden on the command line; `trl-fsdp-qlora evaluate --adapter FOLDER` measures what came of it.
+"""
+
+import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
+
+# isort: split
+
+from trl import DistillationConfig, DistillationTrainer, ModelConfig
+
+from trl_fsdp_qlora import share_prompts
+from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, parse_recipe
+from trl_fsdp_qlora.recipe.checks import check_script, load_tokenizer
+from trl_fsdp_qlora.recipe.problems import load_problems, prompts_of
+from trl_fsdp_qlora.recipe.runner import model_arguments, train_with_trl
+from trl_fsdp_qlora.recipe.same_command import check_output_dir
+from trl_fsdp_qlora.recipe.script import run_main, say
+from trl_fsdp_qlora.run.threads import fit_threads
+
+
+def main() -> None:
+    script, config, model = parse_recipe((ScriptArguments, DistillationConfig, ModelConfig))
+    check_script(script)
+    if config.teacher_model_name_or_path is None:
+        raise ConfigError("teacher_model_name_or_path is missing: a model with the student's tokenizer")
+    check_output_dir(script, config, model)
+    load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
+    prompts = prompts_of(script, load_problems(script).train)
+    say(f"data: {len(prompts):,} training problems from {script.dataset}")
+    trainer = DistillationTrainer(
+        model.model_name_or_path,
+        config.teacher_model_name_or_path,
+        config,
+        train_dataset=prompts.select_columns("prompt"),
+        **model_arguments(config, model),
+    )
+    fit_threads(trainer.model)
+    for each in (trainer.model, trainer.teacher_model):
+        share_prompts(each)
+    train_with_trl(trainer, "distilling", script, config, model)
+
+
+if __name__ == "__main__":
+    run_main(main)
