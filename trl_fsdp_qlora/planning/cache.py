@@ -2,7 +2,7 @@
 
 from transformers import PretrainedConfig
 
-from ..prefix_sharing.facts import keeps_keys, layer_types
+from ..prefix_sharing.facts import keeps_keys, layer_types, setting
 from ..prefix_sharing.recurrent.kinds import recurrent_layers, state_bytes
 from . import model, passes
 from .settings import Settings
@@ -22,12 +22,12 @@ def cache_bytes(settings: Settings, config: PretrainedConfig) -> tuple[int, int,
     text = config.get_text_config()
     rows = settings.rollout_rows
     dtype = model.compute_dtype(settings, config)
-    heads = getattr(text, "num_attention_heads", None) or 1  # a model with recurrent layers only has no heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    heads = setting(text, "num_attention_heads") or 1  # a model with recurrent layers only has no heads
+    width = setting(text, "head_dim") or text.hidden_size // heads
+    key_heads = setting(text, "num_key_value_heads") or heads
     token = 2 * dtype.itemsize * key_heads * width  # keys and values of one token in a layer
     length = settings.max_completion_length + settings.prompt_tokens
-    window = getattr(text, "sliding_window", None) or length
+    window = setting(text, "sliding_window") or length
     layers = []
     for kind in filter(keeps_keys, layer_types(text)):
         tokens = min(length, window) if kind == "sliding_attention" else length

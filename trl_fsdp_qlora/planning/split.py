@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from peft import PeftModel
 from transformers import PretrainedConfig
 
-from ..prefix_sharing.facts import keeps_keys, layer_types
+from ..prefix_sharing.facts import keeps_keys, layer_types, setting
 from ..run.plain import counted
 from . import model, passes
 from .cache import cache_bytes
@@ -159,11 +159,11 @@ class _Estimate:
         self.served = model.compute_dtype(settings, config).itemsize
         experts, others = _weights(skeleton, text.tie_word_embeddings)
         self.experts, self.others = experts, others
-        each = getattr(text, "num_experts_per_tok", None) or 1
-        of = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
+        each = setting(text, "num_experts_per_tok") or 1
+        of = setting(text, "num_experts") or setting(text, "num_local_experts") or 1
         self.used = min(1.0, each / of)  # share of the experts that a token meets
-        heads = getattr(text, "num_attention_heads", None) or 1
-        width = getattr(text, "head_dim", None) or text.hidden_size // heads
+        heads = setting(text, "num_attention_heads") or 1
+        width = setting(text, "head_dim") or text.hidden_size // heads
         self.attention = 4 * heads * width * sum(map(keeps_keys, layer_types(text)))  # per token, and token before
 
     def token_flops(self, length: float) -> float:

@@ -5,7 +5,7 @@
 [`unsupported_reason`] returns. The first pass of each kind is compared with stock's in any case.
 
 Softcaps, sinks, the scale of attention and each layer's window are not among the facts: each layer passes them with
-its call, see [`attention.layers.AttentionCall`].
+its call, see [`attention.call.AttentionCall`].
 """
 
 import inspect
@@ -109,9 +109,9 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
     layers_reason = _layers_reason(model, text)
     if layers_reason is not None:
         return layers_reason
-    if _setting(text, "alibi"):
+    if setting(text, "alibi"):
         return f"{name} adds ALiBi biases by distance in the row"
-    is_causal = _setting(text, "is_causal", True) and _setting(text, "use_bidirectional_attention") in _CAUSAL_TEXT
+    is_causal = setting(text, "is_causal", True) and setting(text, "use_bidirectional_attention") in _CAUSAL_TEXT
     if not is_causal:
         return f"{name} attends in both directions"
     if attention_layers(model) and not takes_positions(model):
@@ -128,7 +128,7 @@ def _attends_by_registry(model: PreTrainedModel) -> bool:
     return any("ALL_ATTENTION_FUNCTIONS" in names_in_code(type(layer)) for layer in layers)
 
 
-def _setting(config: PreTrainedConfig, name: str, default: Any = None) -> Any:
+def setting(config: PreTrainedConfig, name: str, default: Any = None) -> Any:
     """A setting that some configs have and others do not."""
     return getattr(config, name, default)
 
@@ -177,11 +177,11 @@ def keeps_states_itself(model: PreTrainedModel) -> bool:
 
 def layer_types(text: PreTrainedConfig) -> list[str]:
     """The type of each layer of a decoder, by transformers' names."""
-    types = _setting(text, "layer_types")
+    types = setting(text, "layer_types")
     if types is not None:
         return list(types)
     # With `decoder_layers` in a config, `num_hidden_layers` is the number of an encoder's layers.
-    decoder_layers = _setting(text, "decoder_layers")
+    decoder_layers = setting(text, "decoder_layers")
     if decoder_layers is not None:
         return ["full_attention"] * decoder_layers
     return get_layer_types_and_kwargs(text)[0]
@@ -189,7 +189,7 @@ def layer_types(text: PreTrainedConfig) -> list[str]:
 
 def longest_window(text: PreTrainedConfig) -> int:
     """Number of tokens that a layer with a window attends to; 0 if no layer has one."""
-    return _setting(text, "sliding_window") or 0
+    return setting(text, "sliding_window") or 0
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
@@ -215,7 +215,7 @@ def position_limit(model: PreTrainedModel) -> float:
     position may be smaller than that of stock's padded rows.
     """
     config = model.config.get_text_config(decoder=True)
-    rope = _setting(config, "rope_parameters") or {}
+    rope = setting(config, "rope_parameters") or {}
     tables = [value for value in rope.values() if isinstance(value, dict)] or [rope]  # one per type of layer, or one
     limits = [float("inf")]
     for table in tables:

@@ -265,7 +265,7 @@ def choose_nodes(nodes: list[Node], lengths: np.ndarray, min_length: int = 1) ->
     """Returns the nodes of a prefix tree that are computed once for their rows.
 
     One level costs almost nothing: of all choices with at most one node per row, the choice that saves most is taken.
-    Each further node makes the tokens below it attend once more. So it has to save [`MIN_SAVED_TOKENS`] and
+    Each further node makes the tokens below it attend once more. So it has to save [`MIN_SAVED_TOKENS`] plus
     [`MIN_SAVED_FRACTION`] of the tokens below it.
 
     Args:

@@ -361,8 +361,8 @@ def plan_step(
         batches: number of batches; each has equally many neighbouring rows.
         rules: what passes of the model have to keep to.
         tokens_per_pass: limit of a pass with gradients, together with the trunks that are alive then. If `None`, the
-            limit is the tokens of one padded batch. If any two batches share a beginning, as many batches run at once
-            as fit. A batch that is longer than `tokens_per_pass` is cut.
+            limit is the tokens of one padded batch. If any two batches share a beginning, the largest
+            divisor of their number runs at once that fits. A batch that is longer than `tokens_per_pass` is cut.
         one_by_one: whether each batch has a pass of its own.
         warn: gets a line if batches are too long and cannot be cut.
 
@@ -383,7 +383,7 @@ def plan_step(
         rows_per_pass = rows
     if rows_per_pass >= rows:
         return _plan_whole_batches(sequences, rows, rows_per_pass, rules)
-    rows_per_pass = max(rows_per_pass, 1)  # a single row that is too long runs alone
+    rows_per_pass = max(rows_per_pass, 1)  # one row is too long: all rows run alone
     return _passes_of(sequences, rows_per_pass, rows, rules)
 
 

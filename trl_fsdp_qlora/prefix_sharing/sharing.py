@@ -74,9 +74,9 @@ def share_prompts(
     Args:
         model: a causal language model or a classifier as TRL's trainers hold it: with or without PEFT, before or after
             it was wrapped. A language model without TRL's fused head gets one.
-        attention: `"auto"`, `"off"`, or the name of an attention backend, `"cascade"` or `"two_part"`. `"auto"` packs
-            rows if that is exact; otherwise the pass runs as in stock TRL, and the reason is logged once. A backend
-            that is named is used, or an error is raised; except that a call without `fused_lm_head` which cannot be
+        attention: `"auto"`, `"off"`, or the name of an attention backend ([`attention.backends.BACKENDS`]). `"auto"`
+            packs rows if that is exact; otherwise the pass runs as in stock TRL, and the reason is logged once. A
+            backend that is named is used, or an error is raised; except that a call without `fused_lm_head` which cannot be
             packed runs as in stock TRL.
         temperature: divisor of the logits in the head that a model without TRL's fused head gets.
         outputs: the fields of `FusedCausalLMOutput` that this head computes, as in TRL.

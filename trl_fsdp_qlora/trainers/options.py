@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..fsdp2_qlora.generation import MODES as GATHERS
+from ..prefix_sharing.attention.backends import BACKENDS
 from ..run import redaction
 from ..run.config_fields import SWITCHES, left_at_default, note_derived, spelled
 from ..scoring.logprobs import HEAD_KERNELS
@@ -20,14 +21,15 @@ PREFIX_SHARING = {
     "default": "auto",
     "help": "How the forward and backward passes treat what rows of a batch begin with alike: the prompt of a "
     "group's completions or of a preference pair. 'auto' computes it once, without padding, wherever that is exact, "
-    "and otherwise runs as stock TRL and logs why; 'cascade' and 'two_part' insist on one attention backend; 'off' "
-    "is stock TRL.",
+    "and otherwise runs as stock TRL and logs why; "
+    f"{' and '.join(map(repr, BACKENDS))} insist on one attention backend; 'off' is stock TRL.",
 }
 TOKENS_PER_PASS = {
     "default": None,
     "help": "With prefix_sharing, how many tokens (of prompts and completions, each prompt counted once) a pass with "
-    "gradients holds at most. As many micro-batches of an optimizer step run at once as fit. Not set: as many tokens "
-    "as a padded micro-batch of stock TRL has; 0: each micro-batch is computed by itself, prompts included.",
+    "gradients holds at most. Several micro-batches of an optimizer step run at once: the largest divisor of their "
+    "number that fits. Not set: as many tokens as a padded micro-batch of stock TRL has; 0: each micro-batch is "
+    "computed by itself, prompts included.",
 }
 LM_HEAD_KERNEL = {
     "default": "auto",

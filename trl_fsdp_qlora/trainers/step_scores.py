@@ -1,12 +1,12 @@
 """Scores of an optimizer step's micro-batches, computed together: a beginning that several share is computed once.
 
-All micro-batches of an optimizer step use the same weights, and TRL draws all of them before it uses the first. So the
-trainer can look ahead: it knows which tokens each micro-batch will score, and
+All micro-batches of an optimizer step use the same weights, and TRL draws those of a generation batch before it uses
+the first. So the trainer can look ahead: it knows which tokens each micro-batch will score, and
 [`trl_fsdp_qlora.prefix_sharing.sharing.PromptSharing.plan_step`] plans the passes that compute them.
 
-- As many micro-batches as fit run in one pass. TRL asks for the scores of one micro-batch at a time. The last one of a
-  pass gets its scores with the graph. Those before it get constants, and their gradients wait for the backward of the
-  last one (see `prefix_sharing/prefix_cache.py`).
+- Several micro-batches run in one pass: the largest divisor of their number that fits. TRL asks for the scores of one
+  micro-batch at a time. The last one of a pass gets its scores with the graph. Those before it get constants, and
+  their gradients wait for the backward of the last one (see `prefix_sharing/prefix_cache.py`).
 - A micro-batch that does not fit is cut into several passes. First its scores are computed without a graph. TRL's loss
   then returns the gradients of these scores, and each pass runs again with a graph and takes its part of the gradients
   ([`StepScores.go_back`]). This costs one more forward, as gradient checkpointing does.

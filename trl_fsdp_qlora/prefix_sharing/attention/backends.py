@@ -52,5 +52,5 @@ def _unknown(backend: ModuleType, call: AttentionCall) -> str | None:
     if keywords:
         return f"its attention takes {keywords}, whose meaning on a packed row is not known"
     if call.layer_type in LAYER_TYPES - backend.LAYER_TYPES:
-        return f"{call.layer_type} layers have a backend of their own"
+        return f"{call.layer_type} layers are computed by another backend"
     return None

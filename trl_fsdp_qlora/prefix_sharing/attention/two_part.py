@@ -1,4 +1,4 @@
-"""`two_part`: the model's own attention function, called once for roots and once for the segments below each parent.
+"""`two_part`: the model's own attention function, called for equally long roots and for the segments below a parent.
 
 A segment's queries attend to the keys of its ancestors, expanded over the segments with the same ancestors, and to its
 own keys behind them. The model's function keeps all its features (softcap, sinks, a sliding window through its mask,
