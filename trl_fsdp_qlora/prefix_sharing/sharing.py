@@ -76,8 +76,8 @@ def share_prompts(
             it was wrapped. A language model without TRL's fused head gets one.
         attention: `"auto"`, `"off"`, or the name of an attention backend ([`attention.backends.BACKENDS`]). `"auto"`
             packs rows if that is exact; otherwise the pass runs as in stock TRL, and the reason is logged once. A
-            backend that is named is used, or an error is raised; except that a call without `fused_lm_head` which cannot be
-            packed runs as in stock TRL.
+            backend that is named is used, or an error is raised; except that a call without `fused_lm_head` which
+            cannot be packed runs as in stock TRL.
         temperature: divisor of the logits in the head that a model without TRL's fused head gets.
         outputs: the fields of `FusedCausalLMOutput` that this head computes, as in TRL.
         lm_head_kernel: the kernel that scores the tokens: `"trl"`, `"frozen"` or `"auto"`, see
