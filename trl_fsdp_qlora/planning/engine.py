@@ -57,7 +57,8 @@ def plan_engine(settings: Settings, config: PretrainedConfig, hardware: Hardware
     base = 0
     for name, parameter in skeleton.named_parameters():
         in_4_bits = not parameter.is_floating_point()
-        same = is_shared and (in_4_bits or parameter.dtype == drawn) and ".experts." not in name
+        of_packed_experts = in_4_bits and ".experts." in name
+        same = is_shared and (in_4_bits or parameter.dtype == drawn) and not of_packed_experts
         if "lora_" not in name and not same:
             base += parameter.numel() * (2 if in_4_bits else 1) * drawn.itemsize
     share = int(hardware.memory * settings.vllm_gpu_memory_utilization)
