@@ -1,6 +1,7 @@
 """One copy of the base for a trainer and the engine in its process: the same bytes, the same numbers, and no write."""
 
 import copy
+import gc
 import re
 from functools import wraps
 from pathlib import Path
@@ -24,9 +25,10 @@ from transformers import (
 )
 
 from tests.vllm.runs import figures, grpo
+from trl_fsdp_qlora import EfficientRLOOConfig, EfficientRLOOTrainer
 from trl_fsdp_qlora.small_base.text import character_tokenizer
 from trl_fsdp_qlora.vllm.adapter_sync import RolloutError
-from trl_fsdp_qlora.vllm.sync_choice import Sync, why_own_base
+from trl_fsdp_qlora.vllm.sync_choice import Sync, choose_sync, why_own_base
 
 LORA = LoraConfig(r=2, target_modules=["0", "1", "2"])
 DIFFERENCE = "sampling/sampling_logp_difference/mean"
@@ -46,7 +48,7 @@ def args(**changes):
     "changes, sync, quantization, reason",
     [
         ({"vllm_mode": "server"}, ADAPTER, None, "server"),
-        ({}, Sync("merge", ""), None, "rollout_sync: adapter"),
+        ({}, Sync("merge", "asked for"), None, "rollout_sync: adapter"),
         ({}, ADAPTER, BitsAndBytesConfig(load_in_8bit=True), "another way than bitsandbytes' 4 bits"),
         ({}, ADAPTER, {"quant_method": "awq", "bits": 4}, "another way than bitsandbytes' 4 bits"),
         ({"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, ADAPTER, None, "DDP"),
@@ -62,6 +64,35 @@ def test_where_the_base_cannot_be_shared_is_said_before_it_is_loaded(changes, sy
     with pytest.raises(RolloutError, match=reason):
         why_own_base(args(**changes), sync, quantization, "model")
     assert reason in why_own_base(args(vllm_share_base="auto", **changes), sync, quantization, "model")
+
+
+WRITERS = {
+    "merging": ({"rollout_sync": "merge"}, LoraConfig(), "set rollout_sync: adapter"),
+    "full fine-tuning": ({}, None, "there is no adapter to send alone"),
+    "DoRA": ({}, LoraConfig(use_dora=True), "use use_dora=False"),
+    "modules_to_save": (
+        {},
+        LoraConfig(modules_to_save=["lm_head"]),
+        r"modules_to_save=\['lm_head'\] are trained",
+    ),
+    "biases": ({}, LoraConfig(bias="all"), "use bias='none'"),
+    "tokens": ({}, LoraConfig(trainable_token_indices=[5]), "trainable_token_indices"),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_what_trains_or_writes_the_base_does_not_share_it(writer):
+    """With `on` it is an error before the base is loaded, which says what to change; with `auto` a line."""
+    changes, peft_config, reason = WRITERS[writer]
+    for share in ("on", "auto"):
+        settings = args(use_vllm=True, vllm_share_base=share, **{"rollout_sync": "auto", **changes})
+        sync = choose_sync(settings, peft_config, quantized=False)
+        assert sync.mode == "merge"
+        if share == "on":
+            with pytest.raises(RolloutError, match=f"vllm_share_base: true cannot be: .*{reason}"):
+                why_own_base(settings, sync, None, "model")
+        else:
+            assert re.search(reason, why_own_base(settings, sync, None, "model"))
 
 
 def test_a_base_is_shared_on_a_gpu_or_if_asked_for(monkeypatch):
@@ -124,12 +155,23 @@ def model_of(llm):
     return worker.model_runner.model
 
 
+@pytest.fixture
+def ranks_of_experts(monkeypatch):
+    """vLLM makes its group of ranks for experts with a process's first engine, if that one has experts."""
+    from vllm.distributed import parallel_state
+
+    if parallel_state._EP is None and parallel_state._TP is not None:
+        monkeypatch.setattr(parallel_state, "_EP", parallel_state._TP)
+
+
 def drawn_logps(llm, prompt, tokens=20):
     """Tokens that an engine draws, and its log-probabilities of them."""
     from vllm import SamplingParams
 
     (answer,) = llm.generate(
-        [{"prompt_token_ids": prompt}], SamplingParams(max_tokens=tokens, logprobs=0, ignore_eos=True), use_tqdm=False
+        [{"prompt_token_ids": prompt}],
+        sampling_params=SamplingParams(max_tokens=tokens, logprobs=0, ignore_eos=True),
+        use_tqdm=False,
     )
     drawn = list(answer.outputs[0].token_ids)
     logps = [row[token].logprob for row, token in zip(answer.outputs[0].logprobs, drawn, strict=True)]
@@ -150,7 +192,7 @@ def policy_logps(model, prompt, drawn):
         for model in MODELS
     ],
 )
-def test_the_trainer_computes_with_the_engines_bytes(name, head, tmp_path):
+def test_the_trainer_computes_with_the_engines_bytes(name, head, ranks_of_experts, tmp_path):
     """Bit for bit as a copy of its own; both hold no more than the engine alone and what is not shared.
 
     What is shared is what the table of docs/rollouts.md has.
@@ -261,6 +303,107 @@ def test_a_write_into_the_base_ends_the_run_before_a_wrong_rollout(base, tmp_pat
     with pytest.raises(RolloutError, match=r"layers\.0\.\w+\.\w+_proj\.weight of the frozen base was written"):
         trainer.train()
     assert trainer.state.global_step == 2
+
+
+class TrainsTheBase(TrainerCallback):
+    """Gives an optimizer a parameter of the base in the middle of a run."""
+
+    def on_step_end(self, args, state, control, model, optimizer, **kwargs):
+        if state.global_step == 1:
+            weight = model.get_base_model().model.layers[1].mlp.down_proj.base_layer.weight
+            weight.requires_grad_(True)
+            optimizer.add_param_group({"params": [weight]})
+
+
+@pytest.mark.vllm
+def test_an_optimizer_that_gets_a_parameter_of_the_base_ends_the_run(base, tmp_path):
+    """Before its first step, because the parameter is not frozen any more."""
+    trainer = grpo(base, tmp_path, vllm_share_base="on", max_steps=4)
+    trainer.add_callback(TrainsTheBase())
+    with pytest.raises(RolloutError, match=r"layers\.1\.mlp\.down_proj\.weight of the frozen base was written"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
+@pytest.mark.vllm
+def test_rloo_trains_with_one_base_and_says_so(base, tmp_path, capsys):
+    classes = {"trainer_class": EfficientRLOOTrainer, "config_class": EfficientRLOOConfig}
+    trainer = grpo(base, tmp_path, vllm_share_base="on", max_steps=2, **classes)
+    lines = [line for _, line in trainer.features() if "vLLM" in line]
+    assert [line.partition(":")[0] for line in lines[:2]] == [
+        "vLLM gets the adapter alone",
+        "vLLM draws in float32 (as the trainer computes)",
+    ]
+    assert "of the base with the trainer" in lines[2]
+    trainer.train()
+    start_up = " ".join(capsys.readouterr().out.split())
+    assert "vLLM gets the adapter alone" in start_up and "of the base with the trainer" in start_up
+    assert trainer.state.global_step == 2 and trainer.vllm_generation.version == 2
+    shared = trainer.vllm_generation.shared_base
+    shared.check()
+    assert len(shared.parameters) > len(shared.own)
+
+
+class Held:
+    """The most bytes that tensors hold at once, looked at whenever a layer is loaded and when its parts are there."""
+
+    def __init__(self, monkeypatch):
+        from trl_fsdp_qlora.vllm.shared_base import SharedBase
+
+        self.most = 0
+        layers, take_rows, take_whole = SharedBase.layers, SharedBase.take_rows, SharedBase.take_whole
+
+        def watched_layers(shared):
+            for layer in layers(shared):
+                self.look()
+                yield layer
+
+        def look_first(take):
+            def looked(*args):
+                self.look()
+                return take(*args)
+
+            return looked
+
+        monkeypatch.setattr(SharedBase, "layers", watched_layers)
+        monkeypatch.setattr(SharedBase, "take_rows", look_first(take_rows))
+        monkeypatch.setattr(SharedBase, "take_whole", look_first(take_whole))
+
+    def look(self):
+        storages = {}
+        for thing in gc.get_objects():
+            if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type == "cpu":
+                storage = thing.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        self.most = max(self.most, sum(storages.values()))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", ["Qwen3", pytest.param("Qwen3-MoE", marks=pytest.mark.exhaustive)])
+def test_the_peak_of_loading_is_one_copy_and_one_layer(name, ranks_of_experts, tmp_path, monkeypatch):
+    """A second copy would be eight layers. Of experts there is the layer in the checkpoint's form, too."""
+    from vllm import LLM
+
+    from trl_fsdp_qlora.vllm.shared_base import sharing
+
+    of_two_layers = FAMILIES[name]
+    config = type(of_two_layers)(**{**of_two_layers.to_dict(), "num_hidden_layers": 8, "layer_types": None})
+    base = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    base.save_pretrained(tmp_path)
+    character_tokenizer().save_pretrained(tmp_path)
+    policy = get_peft_model(base, LoraConfig(r=1, target_modules=["q_proj"]))
+    layer = sum(parameter.nbytes for key, parameter in base.named_parameters() if ".layers.3." in key)
+    gc.collect()
+    held = Held(monkeypatch)
+    held.look()
+    before = held.most
+    with sharing(policy) as (_, options):
+        LLM(
+            str(tmp_path), dtype="float32", enforce_eager=True, max_model_len=128, block_size=32, max_num_seqs=4,
+            num_gpu_blocks_override=64, **options,
+        )  # fmt: skip
+    layers = (held.most - before) / layer
+    assert 0.5 < layers < (2.2 if name == "Qwen3-MoE" else 1.5)
 
 
 @pytest.mark.vllm

@@ -5,12 +5,12 @@ policy. So the packed weights are dequantized once, with bitsandbytes' own funct
 those.
 """
 
+import errno
 import hashlib
 import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -92,9 +92,12 @@ def config_of_dequantized(model: PreTrainedModel, tokenizer, cache: str | Path, 
         files = sorted(path for path in written.rglob("*") if path.is_file())
         content = b"".join(path.read_bytes() for path in files)
         folder = cache / f"config-{hashlib.blake2b(content, digest_size=16).hexdigest()}"
-        # Another run that started at the same time may have written the same.
-        with suppress(OSError):
+        try:
             written.rename(folder)
+        except OSError as error:
+            # Another run that started at the same time has written the same.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
     return folder
 
 

@@ -70,6 +70,8 @@ class _Serving:
 
     def sleep(self, level: int = 2) -> None:
         if self._frees_the_cache_alone:
+            # The last requests are over, but vLLM 0.31 frees no cache before a step has told its worker so.
+            self._llm.llm_engine.step()
             self._llm.sleep(level=0)
             self._llm.release_kv_cache_memory()
         else:
@@ -187,8 +189,12 @@ class AdapterEngine(VLLMGeneration):
 
     def _start_colocated(self) -> None:
         from vllm import LLM
+        from vllm.platforms import current_platform
 
         accelerator = self.accelerator
+        if self.enable_sleep_mode and not current_platform.is_sleep_mode_available():
+            logger.warning("vllm_enable_sleep_mode has no effect: vLLM sleeps on GPUs alone")
+            self.enable_sleep_mode = False
         size = self.tensor_parallel_size
         if size > 1:
             starts = range(0, accelerator.num_processes, size)

@@ -22,6 +22,8 @@ SHARING = ("auto", "on", "off")
 LONG_COMPLETION = 512
 # Full fine-tuning's learning rates teach an adapter almost nothing; LoRA wants ten to a hundred times as much.
 LOW_ADAPTER_RATE = 5e-6
+_ASKED_FOR = "asked for"
+_ONE_DEVICE = "one unquantized device: merged weights decode faster than LoRA kernels"
 
 
 class Sync(NamedTuple):
@@ -79,7 +81,7 @@ def choose_sync(
                 "rollout_sync='merge' with a quantized base: merging into packed weights is not possible "
                 "(trl#4973). Remove rollout_sync, or load the base unquantized"
             )
-        return Sync("merge", "asked for" if args.rollout_sync == "merge" else "there is no adapter to send alone")
+        return Sync("merge", _ASKED_FOR if args.rollout_sync == "merge" else "there is no adapter to send alone")
     try:
         served_rank(peft_config)
         if isinstance(model, PeftModel):
@@ -92,7 +94,7 @@ def choose_sync(
             raise
         return Sync("merge", str(error))
     if args.rollout_sync == "adapter":
-        return Sync("adapter", "asked for")
+        return Sync("adapter", _ASKED_FOR)
     if args.vllm_share_base == "on":
         return Sync("adapter", "the base is shared")
     if quantized:
@@ -112,7 +114,7 @@ def choose_sync(
         return Sync("adapter", "the engine is a server" + ("" if ask else " (if it was started to take them)"))
     if not place.on_gpu:
         return Sync("adapter", "pushing whole weights does not work without a GPU")
-    return Sync("merge", "one unquantized device: merged weights decode faster than LoRA kernels")
+    return Sync("merge", _ONE_DEVICE)
 
 
 def why_own_base(args: Any, sync: Sync, quantization: Any, model: Any, place: Place | None = None) -> str | None:
@@ -134,10 +136,13 @@ def why_own_base(args: Any, sync: Sync, quantization: Any, model: Any, place: Pl
     field = quantization.get if isinstance(quantization, dict) else partial(getattr, quantization)
     in_4_bits = field("load_in_4bit", False)
     in_16_bits = quantization is None
+    # Of what cannot be sent alone the reason says what to change.
+    could_be_sent = sync.reason in (_ASKED_FOR, _ONE_DEVICE)
+    merged = "; set rollout_sync: adapter" if could_be_sent else f" ({sync.reason})"
     reasons = (
         (sync.mode == "off", "use_vllm is off"),
         (args.vllm_mode == "server", "the engine is a server; set vllm_mode: colocate"),
-        (sync.mode == "merge", "vLLM gets all weights, the adapter merged; set rollout_sync: adapter"),
+        (sync.mode == "merge", f"vLLM gets all weights, those of an adapter merged{merged}"),
         (not (in_4_bits or in_16_bits), "the base is quantized in another way than bitsandbytes' 4 bits"),
         (place.is_sharded, "each rank has a part of the base; DDP shares it"),
         (args.vllm_tensor_parallel_size > 1, "each engine has a part of the base; set vllm_tensor_parallel_size: 1"),
