@@ -1,6 +1,8 @@
 """Calls without TRL's fused head: for logits, a loss, classes, or the backbone's last hidden states."""
 
+import contextlib
 import copy
+import inspect
 import logging
 
 import pytest
@@ -79,6 +81,92 @@ def test_logits_and_hidden_states_equal_stock(name):
                 assert_same(model, logits)
             assert make_rows is awkward or len(figures.levels) >= 2
             assert model.prompt_sharing.checked == {(g, False, "last hidden states") for g in (False, True)}
+
+
+def kept_logits(batch, kept):
+    """A call for the logits of the last `kept` positions, or of all if that is 0."""
+    mask_BL = batch["attention_mask"].bool()[:, -kept:]
+
+    def run(model):
+        values = model(**without_labels(batch), **NO_CACHE, logits_to_keep=kept).logits
+        assert values.shape[:2] == mask_BL.shape
+        return [values[mask_BL]], weighted(values, mask_BL)
+
+    return run
+
+
+@contextlib.contextmanager
+def states_given_to_the_head(model):
+    """The number of last hidden states that each call of the head gets."""
+    counts = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(
+        lambda head, given: counts.append(given[0].shape[:-1].numel())
+    )
+    yield counts
+    hook.remove()
+
+
+OF_THE_ISSUE = ("qwen3", "gemma3", "gemma3 (images)", "gpt_oss", "qwen3_5")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in OF_THE_ISSUE else pytest.mark.exhaustive)
+        for name in (*FAST, *SLOW)
+        if name != "opt"  # its forward calls the decoder inside of its backbone
+    ],
+)
+def test_the_head_projects_each_state_once(name, monkeypatch):
+    """Positions that share a state share its logits, in all positions and in the last ones."""
+    monkeypatch.setattr(packed_model, "_LEAST_SHARED", 0.0)
+    model = share_prompts(build(FAMILIES[name]).train())
+    takes_kept = "logits_to_keep" in inspect.signature(type(model).forward).parameters
+    for side in ("right", "left"):
+        batch = make_batch(groups, "right" if name in COUNTING else side)
+        rows, width = batch["input_ids"].shape
+        for kept in (0, 5, 2 * width) if takes_kept else (0,):
+            with states_given_to_the_head(model) as counts:
+                figures = assert_same(model, kept_logits(batch, kept))
+            assert counts[-1] <= (figures.tokens if kept != 5 else 5 * rows)
+    gaps = model(**without_labels(batch), **NO_CACHE).logits[batch["attention_mask"] == 0]
+    assert not gaps.any()
+
+
+def test_only_the_kept_positions_are_expanded():
+    """Of states that are in their places before the head: it gets those that are kept, and no others."""
+    model = share_prompts(build("qwen3").train())
+    batch = make_batch(groups, "left")
+    run = kept_logits(batch, 5)
+    scattered = []
+    scatter = row.PackedRow.scatter
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row.PackedRow, "scatter", lambda self, x: scattered.append(self.results) or scatter(self, x))
+        model(**without_labels(batch), **NO_CACHE)  # compared
+        scattered.clear()
+        assert_same(model, run)
+    assert scattered == [(len(batch["input_ids"]), 5)]
+
+
+def test_positions_of_a_tensor_and_a_tuple_are_the_models_own(monkeypatch):
+    """Which positions a tensor names is known to the model's own forward only; its tuple and loss are its own, too."""
+    monkeypatch.setattr(packed_model, "_LEAST_SHARED", 0.0)
+    model = share_prompts(build("qwen3").train())
+    batch = make_batch(groups, "left")
+    mask_BL = batch["attention_mask"].bool()
+    named = torch.tensor([20, 25, 28])
+
+    def of_names(model):
+        values = model(**without_labels(batch), **NO_CACHE, logits_to_keep=named).logits
+        return [values[mask_BL[:, named]]], weighted(values, mask_BL[:, named])
+
+    def own_loss(model):
+        output = model(**batch, **NO_CACHE)
+        return [output.loss, output.logits[mask_BL]], output.loss
+
+    for run in (of_names, own_loss):
+        assert_same(model, run)
+    assert isinstance(model(**without_labels(batch), return_dict=False), tuple)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
@@ -233,6 +321,7 @@ REFUSED = {
     "a cache": ({"use_cache": True}, "use_cache=True"),
     "a tuple": ({"return_dict": False}, "return_dict=False"),
     "positions": ({"position_ids": torch.arange(29).expand(9, -1)}, "position_ids"),
+    "positions that restart": ({"position_ids": torch.arange(29).remainder(11).expand(9, -1)}, "position_ids"),
     "a mask of pairs": ({"attention_mask": torch.ones(9, 1, 29, 29, dtype=torch.bool)}, "attention mask"),
     "lengths": ({"cu_seq_lens_q": torch.tensor([0, 29])}, "cu_seq_lens_q"),
     "holes": ({"attention_mask": torch.ones(9, 29).long().index_fill(1, torch.tensor([3]), 0)}, "holes"),

@@ -8,6 +8,7 @@ Suffixes of shapes: B rows of a batch, L columns of it or tokens of a row.
 """
 
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,45 @@ def on_host(vision: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(eq=False)
+class LogitsCall:
+    """A call of a model for logits, while the model's own forward runs: what it asks of its backbone, and the answer.
+
+    The backbone may answer with each last hidden state once, `(U, 1, H)`, although several positions share it. The
+    model's head makes logits `(U, 1, V)` of them, and [`LogitsCall.in_places`] puts these into their places. The
+    slice of `logits_to_keep` that lies in between takes all of the one position.
+
+    Attributes:
+        kept: number of last positions whose logits are wanted; 0 for all.
+        takes_each_once: whether each state may be returned once. A loss of the model's own needs logits in places.
+        place_BK: if they were returned once: for each wanted position the index of its state, -1 where there is none.
+        has_gaps: whether any index is -1.
+    """
+
+    kept: int
+    takes_each_once: bool
+    place_BK: torch.Tensor | None = None
+    has_gaps: bool = False
+
+    @classmethod
+    def of(cls, base: PreTrainedModel, arguments: dict[str, Any]) -> "LogitsCall | None":
+        """Returns the call with these arguments; `None` if all last hidden states are needed in their places."""
+        # A model without this argument makes all logits.
+        kept = arguments.get("logits_to_keep") if "logits_to_keep" in signature(type(base).forward).parameters else 0
+        if isinstance(kept, torch.Tensor):  # it may name any position
+            return None
+        return_dict = arguments.get("return_dict")
+        is_tuple = (getattr(base.config, "return_dict", True) if return_dict is None else return_dict) is False
+        return cls(kept or 0, arguments.get("labels") is None and not is_tuple)
+
+    def in_places(self, logits_U1V: torch.Tensor) -> torch.Tensor:
+        """Returns logits `(B, K, V)` of those of each state, zero where there is no token."""
+        rows, kept = self.place_BK.shape
+        logits = logits_U1V.flatten(0, 1).index_select(0, self.place_BK.clamp(min=0).flatten()).view(rows, kept, -1)
+        # In place, which saves a copy of the logits.
+        return logits.masked_fill_(self.place_BK.unsqueeze(-1) < 0, 0) if self.has_gaps else logits
+
+
+@dataclass(eq=False)
 class Batch:
     """A call of the fused forward, or of the backbone: B padded rows of L tokens.
 
@@ -46,6 +86,7 @@ class Batch:
         num_images: number of images of each row, if the caller counted them.
         router_loss: whether the router loss of a mixture of experts is needed.
         num_items: divisor of the loss; the number of labels if absent.
+        logits_call: the call for logits whose last hidden states are wanted, if the model's own forward asks for them.
     """
 
     input_ids: torch.Tensor
@@ -55,6 +96,7 @@ class Batch:
     num_images: list[int] | None = None
     router_loss: bool = False
     num_items: Any = None
+    logits_call: LogitsCall | None = None
 
     @property
     def has_images(self) -> bool:

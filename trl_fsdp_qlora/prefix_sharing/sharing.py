@@ -26,7 +26,7 @@ from ..compat.trl import FusedCausalLMOutput
 from ..errors import PrefixSharingError
 from .attention.backends import BACKENDS
 from .attention.implementation import original_attention
-from .batch import Batch, batch_of
+from .batch import Batch, LogitsCall, batch_of
 from .dropout import noise_reason, other_dropout
 from .facts import stamp
 from .first_pass import FirstPasses
@@ -147,6 +147,7 @@ class PromptSharing:
         figures: what the last call of the model computed; empty if it ran as in stock TRL.
         first_passes: which kinds of passes were compared with stock TRL's.
         is_closed: whether passes run as in stock TRL for now, see [`closed`].
+        logits_call: the call for logits whose forward runs, until its backbone has answered.
     """
 
     def __init__(self, base: nn.Module):
@@ -159,6 +160,7 @@ class PromptSharing:
         self.figures = PassRecord()
         self.first_passes = FirstPasses()
         self.is_closed = False
+        self.logits_call: LogitsCall | None = None
         self._cannot_keep: str | None = None
         self._logged: set[str] = set()
 
@@ -515,6 +517,23 @@ class PromptSharing:
         return self.packed_model.with_router_loss(output) if batch.router_loss else output
 
     @but_for_the_model
+    def logits(self, forward: Callable[..., ModelOutput], arguments: dict[str, Any]) -> ModelOutput:
+        """Returns the output of the model's own forward, whose backbone answers by [`last_hidden_states`].
+
+        Args:
+            forward: the model's own forward.
+            arguments: of the call.
+        """
+        call = self.logits_call = LogitsCall.of(self.base, arguments)
+        try:
+            output = forward(**arguments)
+        finally:
+            self.logits_call = None
+        if call is not None and call.place_BK is not None:
+            output["logits"] = call.in_places(output.logits)
+        return output
+
+    @but_for_the_model
     def last_hidden_states(self, stock: Callable[..., ModelOutput], arguments: dict[str, Any]) -> ModelOutput:
         """Returns the output of a call of the backbone, with equal beginnings computed once if that pays.
 
@@ -528,10 +547,13 @@ class PromptSharing:
         """
         start = time.perf_counter()
         self.figures = PassRecord()
+        # For one call of the backbone; others inside of the model's forward get all states in their places.
+        call, self.logits_call = self.logits_call, None
         if not self.is_active or self.is_closed:
             return stock(**arguments)
         try:
             batch = batch_of(self.base, arguments, None, of_backbone=True)
+            batch.logits_call = call
             sequences = self.packed_model.read(batch)
         except CannotPack as error:
             self._log_once(f"A call for hidden states or logits runs padded as in stock TRL: {error}")

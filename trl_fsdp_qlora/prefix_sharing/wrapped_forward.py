@@ -163,9 +163,10 @@ def _with_sharing(base: PreTrainedModel, stock: Callable, below: Callable) -> Ca
         sharing = vars(self).get(ATTRIBUTE)
         if sharing is None:  # it was removed, but a later wrapper still calls this forward
             return function(self, *args, **kwargs)
-        if not kwargs.pop("fused_lm_head", False):
-            return function_below(self, *args, **kwargs)
+        is_fused = kwargs.pop("fused_lm_head", False)
         arguments = dict(zip(names, args, strict=False)) | kwargs
+        if not is_fused:
+            return sharing.logits(functools.partial(function_below, self), arguments)
 
         def run_stock(**arguments):
             # TRL's head calls the backbone, which has to run as in stock TRL, too.
