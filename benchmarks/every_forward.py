@@ -7,7 +7,7 @@ Both contestants are the same trainer class of TRL on the same batch in one proc
 process's CPU time are compared, so that other work on the machine counts little. The peak is the highest sum of live
 allocations during a loss and its backward, above the level at its start.
 
-Every trainer makes its logits as in stock TRL, so the larger the vocabulary, the less is gained: it is small here.
+Every trainer holds its logits as in stock TRL, so the larger the vocabulary, the less is gained: it is small here.
 """
 
 import argparse

@@ -376,6 +376,13 @@ def test_models_that_cannot_be_packed_say_why(caplog):
     assert torch.equal(model(**batch).logits, plain(**batch).logits)
     assert "stock TRL" in caplog.text
     caplog.clear()
+    model, plain = (build("gemma3").train() for _ in range(2))
+    for both_ways in (model, plain):
+        both_ways.config.use_bidirectional_attention = True
+    share_prompts(model)
+    assert torch.equal(model(**batch).logits, plain(**batch).logits)
+    assert "stock TRL" in caplog.text and not model.prompt_sharing.is_active
+    caplog.clear()
     prompt = PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
     share_prompts(get_peft_model(build("llama"), prompt))
     assert "puts tokens or states of its own in front of every row" in caplog.text
@@ -507,3 +514,20 @@ def test_a_trainer_whose_passes_come_another_way_is_named_in_a_line(name, caplog
     for _ in range(5):
         model.base_model(input_ids=ids)
     assert not lines()
+
+
+def test_a_compiled_model_projects_each_state_once(monkeypatch):
+    """The states are told to the model's forward, and not to code that was compiled."""
+    monkeypatch.setattr(packed_model, "_LEAST_SHARED", 0.0)
+    torch._dynamo.reset()
+    model = share_prompts(build("llama").train())
+    compiled = torch.compile(model, backend="eager")
+    for side in ("right", "left", "right"):
+        batch = make_batch(groups, side)
+        is_token = batch["attention_mask"].bool()
+        with model.prompt_sharing.closed():
+            stock = model(**without_labels(batch), **NO_CACHE).logits
+        ours = compiled(**without_labels(batch), **NO_CACHE).logits
+        assert model.prompt_sharing.figures.tokens
+        torch.testing.assert_close(ours[is_token], stock[is_token], atol=3e-5, rtol=1e-5)
+    torch._dynamo.reset()
