@@ -1,5 +1,6 @@
 """A trainer that is killed while its engine draws, and an engine that dies: nothing stays in shared memory."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -29,7 +30,11 @@ def unused(names: set[str]) -> set[str]:
 
 def run(how: str, model: str, out: Path) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "tests.vllm.dies", how, model, str(out)]
-    return subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=500)
+    # An engine that an earlier test started in this process left its ranks and its port, which is taken, there.
+    of_engine = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    environment = {name: value for name, value in os.environ.items() if name not in of_engine}
+    root = Path(__file__).parents[2]
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=500)
 
 
 def test_nothing_stays_in_shared_memory(base, tmp_path):
