@@ -2,19 +2,23 @@
 
 import contextlib
 import copy
+import functools
 import inspect
 import logging
+import threading
 
 import pytest
 import torch
 import transformers as tf
 from peft import PrefixTuningConfig, get_peft_model
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tests.tiny import lora
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.prefix_sharing import packed_model, row
 from trl_fsdp_qlora.prefix_sharing.attention import cascade
+from trl_fsdp_qlora.prefix_sharing.row_mask import RowMask
 from trl_fsdp_qlora.prefix_sharing.sharing import causal_language_model
 
 from .helpers import (
@@ -99,11 +103,16 @@ def kept_logits(batch, kept):
 def states_given_to_the_head(model):
     """The number of last hidden states that each call of the head gets."""
     counts = []
-    hook = model.get_output_embeddings().register_forward_pre_hook(
-        lambda head, given: counts.append(given[0].shape[:-1].numel())
-    )
+    head = model.get_output_embeddings()
+    own_forward = head.forward
+
+    def forward(hidden):
+        counts.append(hidden.shape[:-1].numel())
+        return own_forward(hidden)
+
+    head.forward = forward
     yield counts
-    hook.remove()
+    del head.forward
 
 
 OF_THE_ISSUE = ("qwen3", "gemma3", "gemma3 (images)", "gpt_oss", "qwen3_5")
@@ -167,6 +176,111 @@ def test_positions_of_a_tensor_and_a_tuple_are_the_models_own(monkeypatch):
     for run in (of_names, own_loss):
         assert_same(model, run)
     assert isinstance(model(**without_labels(batch), return_dict=False), tuple)
+
+
+def bias_of_places(head, given, logits):
+    """A hook of the head that treats each place of the batch in its own way."""
+    return logits + torch.arange(logits[..., 0].numel()).view(*logits.shape[:-1], 1)
+
+
+def test_a_hook_of_the_head_gets_states_in_their_places(monkeypatch):
+    monkeypatch.setattr(packed_model, "_LEAST_SHARED", 0.0)
+    model = share_prompts(build("qwen3").train())
+    model.get_output_embeddings().register_forward_hook(bias_of_places)
+    batch = make_batch(groups, "left")
+    for kept in (0, 5):
+        assert_same(model, kept_logits(batch, kept))
+
+
+def test_a_hook_of_the_backbone_gets_all_states_in_their_places(monkeypatch):
+    monkeypatch.setattr(packed_model, "_LEAST_SHARED", 0.0)
+    model = share_prompts(build("qwen3").train())
+    batch = make_batch(groups, "left")
+    shapes = []
+    model.base_model.register_forward_hook(lambda module, given, output: shapes.append(output[0].shape[:2]))
+    for kept in (0, 5):
+        shapes.clear()
+        assert_same(model, kept_logits(batch, kept))
+        assert batch["input_ids"].shape == shapes[0] == shapes[-1]
+
+
+class WithValues(tf.Qwen3ForCausalLM):
+    """A forward of the user's own, which makes more of the last hidden states than logits of the kept ones."""
+
+    def forward(self, input_ids, attention_mask=None, logits_to_keep=0, **kwargs):
+        hidden = self.model(input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
+        logits = self.lm_head(hidden[:, slice(-logits_to_keep, None)])
+        return CausalLMOutputWithPast(logits=logits, hidden_states=hidden.sum(-1))
+
+
+def test_a_forward_that_is_not_of_transformers_gets_all_states_in_their_places(monkeypatch):
+    monkeypatch.setattr(packed_model, "_LEAST_SHARED", 0.0)
+    model = WithValues(build("qwen3").config)
+    model.load_state_dict(build("qwen3").state_dict())
+    model = share_prompts(model.train())
+    batch = make_batch(groups, "left")
+    mask_BL = batch["attention_mask"].bool()
+
+    def values(model, kept):
+        output = model(**without_labels(batch), **NO_CACHE, logits_to_keep=kept)
+        values_BL = output.hidden_states
+        return [output.logits[mask_BL[:, -kept:]], values_BL[mask_BL]], weighted(values_BL, mask_BL)
+
+    for kept in (0, 5):
+        assert_same(model, functools.partial(values, kept=kept))
+
+
+def test_all_but_the_first_positions_may_be_kept():
+    """A negative number of `logits_to_keep`, which transformers takes as it stands in a slice."""
+    model = share_prompts(build("qwen3").train())
+    batch = make_batch(groups, "left")
+    mask_BL = batch["attention_mask"].bool()[:, 3:]
+
+    def logits(model):
+        values = model(**without_labels(batch), **NO_CACHE, logits_to_keep=-3).logits
+        return [values[mask_BL]], weighted(values, mask_BL)
+
+    assert_same(model, logits)
+
+
+def test_two_threads_keep_positions_of_their_own(monkeypatch):
+    """A second call for logits begins and waits while the first one's backbone runs."""
+    monkeypatch.setattr(packed_model, "_LEAST_SHARED", 0.0)
+    model = share_prompts(build("qwen3").train())
+    batches = [make_batch(groups, "left"), make_batch(groups, "right")]
+    kept = (5, 0)
+    model(**without_labels(batches[0]), **NO_CACHE)  # the comparison is over
+
+    def logits(number):
+        return model(**without_labels(batches[number]), **NO_CACHE, logits_to_keep=kept[number]).logits.detach()
+
+    expected = [logits(number) for number in range(2)]
+    results = [None, None]
+
+    def run(number):
+        results[number] = logits(number)
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(2)]
+    begun = [threading.Event(), threading.Event()]
+    ended = threading.Event()
+    own_forward = model.base_model.forward
+
+    def forward(*args, **kwargs):
+        if not isinstance(kwargs["attention_mask"], RowMask):
+            number = threads.index(threading.current_thread())
+            begun[number].set()
+            assert (ended if number else begun[1]).wait(60)
+        return own_forward(*args, **kwargs)
+
+    monkeypatch.setattr(model.base_model, "forward", forward)
+    for thread, has_begun in zip(threads, begun, strict=True):
+        thread.start()
+        assert has_begun.wait(60)
+    threads[0].join()
+    ended.set()
+    threads[1].join()
+    for result, values in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, values)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])

@@ -9,6 +9,7 @@ stock TRL, and one line of the log has the reason.
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -147,7 +148,7 @@ class PromptSharing:
         figures: what the last call of the model computed; empty if it ran as in stock TRL.
         first_passes: which kinds of passes were compared with stock TRL's.
         is_closed: whether passes run as in stock TRL for now, see [`closed`].
-        logits_call: the call for logits whose forward runs, until its backbone has answered.
+        logits_calls: by thread, the call for logits whose forward runs, until its backbone has answered.
     """
 
     def __init__(self, base: nn.Module):
@@ -160,7 +161,7 @@ class PromptSharing:
         self.figures = PassRecord()
         self.first_passes = FirstPasses()
         self.is_closed = False
-        self.logits_call: LogitsCall | None = None
+        self.logits_calls: dict[int, LogitsCall] = {}
         self._cannot_keep: str | None = None
         self._logged: set[str] = set()
 
@@ -524,12 +525,15 @@ class PromptSharing:
             forward: the model's own forward.
             arguments: of the call.
         """
-        call = self.logits_call = LogitsCall.of(self.base, arguments)
+        call = LogitsCall.of(self.base, arguments)
+        if call is None:
+            return forward(**arguments)
+        self.logits_calls[threading.get_ident()] = call
         try:
             output = forward(**arguments)
         finally:
-            self.logits_call = None
-        if call is not None and call.place_BK is not None:
+            self.logits_calls.pop(threading.get_ident(), None)
+        if call.place_BK is not None:
             output["logits"] = call.in_places(output.logits)
         return output
 
@@ -548,7 +552,7 @@ class PromptSharing:
         start = time.perf_counter()
         self.figures = PassRecord()
         # For one call of the backbone; others inside of the model's forward get all states in their places.
-        call, self.logits_call = self.logits_call, None
+        call = self.logits_calls.pop(threading.get_ident(), None)
         if not self.is_active or self.is_closed:
             return stock(**arguments)
         try:
