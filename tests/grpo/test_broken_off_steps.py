@@ -15,11 +15,14 @@ from transformers import TrainerCallback
 from tests.tiny import digit_share, lora, prompts, these_first, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.prefix_sharing import passes, prefix_cache
+from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 
 # Rows of a micro-batch and `tokens_per_pass`: one micro-batch a pass with a trunk; several in one pass; a micro-batch
 # in several passes.
 SPLITS = {"kept": (1, 30), "merged": (1, 100000), "cut": (4, 20)}
+# The pass that fails: the second half's; that of all; the second micro-batch's first one, behind the first one's four.
+FAILING = {"kept": 2, "merged": 1, "cut": 5}
 every_split = pytest.mark.parametrize("split", SPLITS)
 
 
@@ -137,6 +140,33 @@ def test_an_evaluation_between_two_micro_batches(tmp_path, split):
         grpo.train()
 
     assert_as_alone(tmp_path, split, run, eval_strategy="no", cls=WithEvaluation)
+
+
+@every_split
+def test_a_pass_that_cannot_be_computed_in_the_middle_of_a_step(tmp_path, split, monkeypatch):
+    """What the passes before it owe to a beginning that they share was lost."""
+    run_planned = PromptSharing.run_planned
+    begun = []
+
+    def fails_in_the_middle(sharing, forward, *args):
+        if sharing.checked and not forward.view.scores_nothing and forward.record.problems is None:
+            begun.append(forward)
+            if len(begun) == FAILING[split]:
+                raise CannotPack("no backend can compute it")
+        return run_planned(sharing, forward, *args)
+
+    monkeypatch.setattr(PromptSharing, "run_planned", fails_in_the_middle)
+    weights = []
+    for alone in (True, False):
+        grpo = make(tmp_path, split, alone=alone, max_steps=1, num_generations=8)
+        start = trained(grpo)
+        begun.clear()
+        grpo.train()
+        weights.append(trained(grpo))
+    assert len(begun) == FAILING[split] and not grpo.sharing.keeps_beginnings
+    moved = max((weights[0][name] - start[name]).abs().max() for name in start)
+    for name, weight in weights[1].items():
+        assert (weight - weights[0][name]).abs().max() <= 1e-4 * moved, name
 
 
 class WithEvaluation(EfficientGRPOTrainer):

@@ -175,6 +175,7 @@ class Scoring:
                 except CannotPack as error:
                     forget_forward(model)
                     sharing.cannot_keep(str(error))
+                    step_scores.finish()  # what earlier passes owe to shared beginnings
                     self.look_ahead.scores = None
             return model(**model_arguments, **for_sharing)
 
