@@ -16,7 +16,7 @@ from trl_fsdp_qlora.grpo.config import EfficientGRPOConfig
 from trl_fsdp_qlora.prefix_sharing import forest
 from trl_fsdp_qlora.prefix_sharing.batch import Batch, Sequences, decode, encode
 from trl_fsdp_qlora.prefix_sharing.row import PackedRow, PassRecord, lay_out
-from trl_fsdp_qlora.prefix_sharing.row_mask import is_marked
+from trl_fsdp_qlora.prefix_sharing.row_mask import told_by
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing, causal_language_model, install_sharing
 
 VOCABULARY = 67
@@ -276,7 +276,7 @@ def counting_padded_forwards(base):
     def look(_module, _args, arguments):
         mask = arguments["attention_mask"]
         # A packed row has a mask of its own kind.
-        if is_marked(mask) or (type(mask) is torch.Tensor and mask.ndim == 2):
+        if told_by(mask) or (type(mask) is torch.Tensor and mask.ndim == 2):
             calls.append(tuple(arguments["input_ids"].shape))
 
     handle = base.base_model.register_forward_pre_hook(look, with_kwargs=True)

@@ -1,11 +1,9 @@
 """Calls without TRL's fused head: for logits, a loss, classes, or the backbone's last hidden states."""
 
-import contextlib
 import copy
 import functools
-import inspect
 import logging
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from tests.tiny import lora
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.prefix_sharing import packed_model, row
 from trl_fsdp_qlora.prefix_sharing.attention import cascade
-from trl_fsdp_qlora.prefix_sharing.row_mask import RowMask
 from trl_fsdp_qlora.prefix_sharing.sharing import causal_language_model
 
 from .helpers import (
@@ -87,121 +84,56 @@ def test_logits_and_hidden_states_equal_stock(name):
             assert model.prompt_sharing.checked == {(g, False, "last hidden states") for g in (False, True)}
 
 
-def kept_logits(batch, kept):
-    """A call for the logits of the last `kept` positions, or of all if that is 0."""
-    mask_BL = batch["attention_mask"].bool()[:, -kept:]
+@pytest.mark.parametrize("has_mask", [True, False])
+def test_only_the_kept_positions_are_put_into_their_places(has_mask, monkeypatch):
+    """The model's forward tells its backbone by its mask, if it has one, how many last positions it needs."""
+    model = share_prompts(build("qwen3").train())
+    batch = make_batch(groups, "left") if has_mask else {"input_ids": make_batch(groups, "right")["input_ids"]}
+    width = batch["input_ids"].shape[1]
+    results = []
+    scatter = row.PackedRow.scatter
+    monkeypatch.setattr(row.PackedRow, "scatter", lambda self, x: results.append(self.results[1]) or scatter(self, x))
+    for kept in (5, 1, 0, 2 * width):
+        mask_BK = batch.get("attention_mask", torch.ones(1, width)).bool()[:, -kept:].expand(9, -1)
 
-    def run(model):
+        def run(model, kept=kept, mask_BK=mask_BK):
+            values = model(**without_labels(batch), **NO_CACHE, logits_to_keep=kept).logits
+            return [values[mask_BK]], weighted(values, mask_BK)
+
+        model(**without_labels(batch), **NO_CACHE)  # compared
+        results.clear()
+        assert_same(model, run)
+        assert results == [min(kept, width) or width if has_mask else width]
+
+
+def kept_logits(kept, mask_BL):
+    """A function of a model that makes logits of the last `kept` positions, and a number to run backward from."""
+
+    def run(model, batch):
         values = model(**without_labels(batch), **NO_CACHE, logits_to_keep=kept).logits
-        assert values.shape[:2] == mask_BL.shape
-        return [values[mask_BL]], weighted(values, mask_BL)
+        return [values[mask_BL[:, -kept:]]], weighted(values, mask_BL[:, -kept:])
 
     return run
 
 
-@contextlib.contextmanager
-def states_given_to_the_head(model):
-    """The number of last hidden states that each call of the head gets."""
-    counts = []
-    head = model.get_output_embeddings()
-    own_forward = head.forward
-
-    def forward(hidden):
-        counts.append(hidden.shape[:-1].numel())
-        return own_forward(hidden)
-
-    head.forward = forward
-    yield counts
-    del head.forward
-
-
-OF_THE_ISSUE = ("qwen3", "gemma3", "gemma3 (images)", "gpt_oss", "qwen3_5")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in OF_THE_ISSUE else pytest.mark.exhaustive)
-        for name in (*FAST, *SLOW)
-        if name != "opt"  # its forward calls the decoder inside of its backbone
-    ],
-)
-def test_the_head_projects_each_state_once(name, monkeypatch):
-    """Positions that share a state share its logits, in all positions and in the last ones."""
-    monkeypatch.setattr(packed_model, "_LEAST_SHARED", 0.0)
-    model = share_prompts(build(FAMILIES[name]).train())
-    takes_kept = "logits_to_keep" in inspect.signature(type(model).forward).parameters
-    for side in ("right", "left"):
-        batch = make_batch(groups, "right" if name in COUNTING else side)
-        rows, width = batch["input_ids"].shape
-        for kept in (0, 5, 2 * width) if takes_kept else (0,):
-            with states_given_to_the_head(model) as counts:
-                figures = assert_same(model, kept_logits(batch, kept))
-            assert counts[-1] <= (figures.tokens if kept != 5 else 5 * rows)
-    gaps = model(**without_labels(batch), **NO_CACHE).logits[batch["attention_mask"] == 0]
-    assert not gaps.any()
-
-
-def test_only_the_kept_positions_are_expanded():
-    """Of states that are in their places before the head: it gets those that are kept, and no others."""
-    model = share_prompts(build("qwen3").train())
-    batch = make_batch(groups, "left")
-    run = kept_logits(batch, 5)
-    scattered = []
-    scatter = row.PackedRow.scatter
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row.PackedRow, "scatter", lambda self, x: scattered.append(self.results) or scatter(self, x))
-        model(**without_labels(batch), **NO_CACHE)  # compared
-        scattered.clear()
-        assert_same(model, run)
-    assert scattered == [(len(batch["input_ids"]), 5)]
-
-
-def test_positions_of_a_tensor_and_a_tuple_are_the_models_own(monkeypatch):
-    """Which positions a tensor names is known to the model's own forward only; its tuple and loss are its own, too."""
-    monkeypatch.setattr(packed_model, "_LEAST_SHARED", 0.0)
-    model = share_prompts(build("qwen3").train())
-    batch = make_batch(groups, "left")
-    mask_BL = batch["attention_mask"].bool()
-    named = torch.tensor([20, 25, 28])
-
-    def of_names(model):
-        values = model(**without_labels(batch), **NO_CACHE, logits_to_keep=named).logits
-        return [values[mask_BL[:, named]]], weighted(values, mask_BL[:, named])
-
-    def own_loss(model):
-        output = model(**batch, **NO_CACHE)
-        return [output.loss, output.logits[mask_BL]], output.loss
-
-    for run in (of_names, own_loss):
-        assert_same(model, run)
-    assert isinstance(model(**without_labels(batch), return_dict=False), tuple)
-
-
-def bias_of_places(head, given, logits):
-    """A hook of the head that treats each place of the batch in its own way."""
-    return logits + torch.arange(logits[..., 0].numel()).view(*logits.shape[:-1], 1)
-
-
-def test_a_hook_of_the_head_gets_states_in_their_places(monkeypatch):
-    monkeypatch.setattr(packed_model, "_LEAST_SHARED", 0.0)
-    model = share_prompts(build("qwen3").train())
-    model.get_output_embeddings().register_forward_hook(bias_of_places)
-    batch = make_batch(groups, "left")
-    for kept in (0, 5):
-        assert_same(model, kept_logits(batch, kept))
-
-
-def test_a_hook_of_the_backbone_gets_all_states_in_their_places(monkeypatch):
-    monkeypatch.setattr(packed_model, "_LEAST_SHARED", 0.0)
+def test_a_hook_of_the_backbone_gets_all_states_in_their_places():
     model = share_prompts(build("qwen3").train())
     batch = make_batch(groups, "left")
     shapes = []
     model.base_model.register_forward_hook(lambda module, given, output: shapes.append(output[0].shape[:2]))
     for kept in (0, 5):
         shapes.clear()
-        assert_same(model, kept_logits(batch, kept))
+        run = kept_logits(kept, batch["attention_mask"].bool())
+        assert_same(model, lambda model, run=run: run(model, batch))
         assert batch["input_ids"].shape == shapes[0] == shapes[-1]
+
+
+def test_all_but_the_first_positions_may_be_kept():
+    """A negative number of `logits_to_keep`, which transformers takes as it stands in a slice."""
+    model = share_prompts(build("qwen3").train())
+    batch = make_batch(groups, "left")
+    run = kept_logits(-3, batch["attention_mask"].bool())
+    assert_same(model, lambda model: run(model, batch))
 
 
 class WithValues(tf.Qwen3ForCausalLM):
@@ -213,8 +145,7 @@ class WithValues(tf.Qwen3ForCausalLM):
         return CausalLMOutputWithPast(logits=logits, hidden_states=hidden.sum(-1))
 
 
-def test_a_forward_that_is_not_of_transformers_gets_all_states_in_their_places(monkeypatch):
-    monkeypatch.setattr(packed_model, "_LEAST_SHARED", 0.0)
+def test_a_forward_that_is_not_of_transformers_gets_all_states_in_their_places():
     model = WithValues(build("qwen3").config)
     model.load_state_dict(build("qwen3").state_dict())
     model = share_prompts(model.train())
@@ -230,57 +161,16 @@ def test_a_forward_that_is_not_of_transformers_gets_all_states_in_their_places(m
         assert_same(model, functools.partial(values, kept=kept))
 
 
-def test_all_but_the_first_positions_may_be_kept():
-    """A negative number of `logits_to_keep`, which transformers takes as it stands in a slice."""
-    model = share_prompts(build("qwen3").train())
-    batch = make_batch(groups, "left")
-    mask_BL = batch["attention_mask"].bool()[:, 3:]
-
-    def logits(model):
-        values = model(**without_labels(batch), **NO_CACHE, logits_to_keep=-3).logits
-        return [values[mask_BL]], weighted(values, mask_BL)
-
-    assert_same(model, logits)
-
-
-def test_two_threads_keep_positions_of_their_own(monkeypatch):
-    """A second call for logits begins and waits while the first one's backbone runs."""
-    monkeypatch.setattr(packed_model, "_LEAST_SHARED", 0.0)
-    model = share_prompts(build("qwen3").train())
-    batches = [make_batch(groups, "left"), make_batch(groups, "right")]
-    kept = (5, 0)
-    model(**without_labels(batches[0]), **NO_CACHE)  # the comparison is over
-
-    def logits(number):
-        return model(**without_labels(batches[number]), **NO_CACHE, logits_to_keep=kept[number]).logits.detach()
-
-    expected = [logits(number) for number in range(2)]
-    results = [None, None]
-
-    def run(number):
-        results[number] = logits(number)
-
-    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(2)]
-    begun = [threading.Event(), threading.Event()]
-    ended = threading.Event()
-    own_forward = model.base_model.forward
-
-    def forward(*args, **kwargs):
-        if not isinstance(kwargs["attention_mask"], RowMask):
-            number = threads.index(threading.current_thread())
-            begun[number].set()
-            assert (ended if number else begun[1]).wait(60)
-        return own_forward(*args, **kwargs)
-
-    monkeypatch.setattr(model.base_model, "forward", forward)
-    for thread, has_begun in zip(threads, begun, strict=True):
-        thread.start()
-        assert has_begun.wait(60)
-    threads[0].join()
-    ended.set()
-    threads[1].join()
-    for result, values in zip(results, expected, strict=True):
-        torch.testing.assert_close(result, values)
+def test_threads_do_not_get_each_others_kept_positions():
+    model = share_prompts(build("llama").train())
+    batch = without_labels(make_batch(groups, "left")) | NO_CACHE
+    with torch.no_grad():
+        wanted = model(**batch).logits
+        with ThreadPoolExecutor(4) as pool:
+            kept = [1 + number % 7 for number in range(40)]
+            found = list(pool.map(lambda n: torch.no_grad()(model)(**batch, logits_to_keep=n).logits, kept))
+    for n, logits in zip(kept, found, strict=True):
+        torch.testing.assert_close(logits, wanted[:, -n:], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
@@ -435,7 +325,6 @@ REFUSED = {
     "a cache": ({"use_cache": True}, "use_cache=True"),
     "a tuple": ({"return_dict": False}, "return_dict=False"),
     "positions": ({"position_ids": torch.arange(29).expand(9, -1)}, "position_ids"),
-    "positions that restart": ({"position_ids": torch.arange(29).remainder(11).expand(9, -1)}, "position_ids"),
     "a mask of pairs": ({"attention_mask": torch.ones(9, 1, 29, 29, dtype=torch.bool)}, "attention mask"),
     "lengths": ({"cu_seq_lens_q": torch.tensor([0, 29])}, "cu_seq_lens_q"),
     "holes": ({"attention_mask": torch.ones(9, 29).long().index_fill(1, torch.tensor([3]), 0)}, "holes"),
@@ -630,18 +519,17 @@ def test_a_trainer_whose_passes_come_another_way_is_named_in_a_line(name, caplog
     assert not lines()
 
 
-def test_a_compiled_model_projects_each_state_once(monkeypatch):
-    """The states are told to the model's forward, and not to code that was compiled."""
-    monkeypatch.setattr(packed_model, "_LEAST_SHARED", 0.0)
+def test_a_compiled_model_keeps_the_last_positions():
+    """Its mask tells the backbone how many, through code that was compiled."""
     torch._dynamo.reset()
     model = share_prompts(build("llama").train())
     compiled = torch.compile(model, backend="eager")
-    for side in ("right", "left", "right"):
+    for side, kept in (("right", 0), ("left", 7), ("right", 7)):
         batch = make_batch(groups, side)
-        is_token = batch["attention_mask"].bool()
+        is_token = batch["attention_mask"].bool()[:, -kept:]
         with model.prompt_sharing.closed():
-            stock = model(**without_labels(batch), **NO_CACHE).logits
-        ours = compiled(**without_labels(batch), **NO_CACHE).logits
+            stock = model(**without_labels(batch), **NO_CACHE, logits_to_keep=kept).logits
+        ours = compiled(**without_labels(batch), **NO_CACHE, logits_to_keep=kept).logits
         assert model.prompt_sharing.figures.tokens
         torch.testing.assert_close(ours[is_token], stock[is_token], atol=3e-5, rtol=1e-5)
     torch._dynamo.reset()

@@ -19,7 +19,6 @@ from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import launch
 from tests.tiny import these_first, tool_tokenizer
 from trl_fsdp_qlora import share_prompts
-from trl_fsdp_qlora.prefix_sharing import packed_model
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing, causal_language_model
 
 from .helpers import build, llava_processor, mean_token, tokenizer
@@ -155,20 +154,14 @@ def counted(monkeypatch):
     calls = []
     of_backbone = PromptSharing.last_hidden_states
 
-    def last_hidden_states(sharing, stock, arguments):
-        output = of_backbone(sharing, stock, arguments)
+    def last_hidden_states(sharing, *args):
+        output = of_backbone(sharing, *args)
         if sharing.figures.tokens:
             calls.append((sharing.figures.tokens, sharing.figures.padded_tokens))
         return output
 
     monkeypatch.setattr(PromptSharing, "last_hidden_states", last_hidden_states)
     return calls
-
-
-@pytest.fixture(autouse=True)
-def each_state_is_projected_once(monkeypatch):
-    """As in larger models; those here are so narrow that their states are put into their places before the head."""
-    monkeypatch.setattr(packed_model, "_LEAST_SHARED", 0.0)
 
 
 def further_models(trainer) -> list:

@@ -8,12 +8,10 @@ Suffixes of shapes: B rows of a batch, L columns of it or tokens of a row.
 """
 
 from dataclasses import dataclass, field, replace
-from inspect import signature
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from ..compat.peft import rows_have_adapters
@@ -29,68 +27,12 @@ PER_IMAGE = (
 PER_TOKEN = ("mm_token_type_ids", "token_type_ids")
 # Vision arguments that the host reads.
 READ_ON_HOST = ("image_grid_thw", *PER_TOKEN)
-# Where hooks come from that look at no place of a batch: those that gather sharded weights, and ours.
-_PLACELESS_HOOKS = ("torch.distributed.", "deepspeed.", "trl_fsdp_qlora.")
 
 
 def on_host(vision: dict[str, Any]) -> dict[str, Any]:
     """Vision arguments, with those that the host reads copied there in one transfer."""
     read = {name: vision[name] for name in READ_ON_HOST if isinstance(vision.get(name), torch.Tensor)}
     return {**vision, **to_host(read)}
-
-
-def _has_own_hooks(*modules: nn.Module) -> bool:
-    """Whether modules have hooks of the user's, which may look at places of a batch."""
-    hooks = []
-    for module in modules:
-        hooks += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return any(not str(getattr(hook, "__module__", "")).startswith(_PLACELESS_HOOKS) for hook in hooks)
-
-
-@dataclass(eq=False)
-class LogitsCall:
-    """A call of a model for logits, while the model's own forward runs: what it asks of its backbone, and the answer.
-
-    The backbone may answer with each last hidden state once, `(U, 1, H)`, although several positions share it. The
-    model's head makes logits `(U, 1, V)` of them, and [`LogitsCall.in_places`] puts these into their places. The
-    slice of `logits_to_keep` that lies in between takes all of the one position.
-
-    Attributes:
-        kept: number of last positions whose logits are wanted; 0 for all.
-        takes_each_once: whether each state may be returned once. A loss of the model's own, and a hook of the user's
-            on the head, need logits in their places.
-        place_BK: if they were returned once: for each wanted position the index of its state, -1 where there is none.
-        has_gaps: whether any index is -1.
-    """
-
-    kept: int
-    takes_each_once: bool
-    place_BK: torch.Tensor | None = None
-    has_gaps: bool = False
-
-    @classmethod
-    def of(cls, base: PreTrainedModel, arguments: dict[str, Any]) -> "LogitsCall | None":
-        """Returns the call with these arguments; `None` if all last hidden states are needed in their places."""
-        function = type(base).forward
-        if not function.__module__.startswith("transformers.") or _has_own_hooks(base.base_model):
-            return None  # they may make more than logits of the states
-        # A model without this argument makes all logits.
-        kept = arguments.get("logits_to_keep") if "logits_to_keep" in signature(function).parameters else 0
-        kept = 0 if kept is None else kept
-        # A tensor may name any position, and a negative number leaves the first ones out.
-        if not isinstance(kept, int) or kept < 0:
-            return None
-        return_dict = arguments.get("return_dict")
-        is_tuple = (getattr(base.config, "return_dict", True) if return_dict is None else return_dict) is False
-        is_watched = _has_own_hooks(*base.get_output_embeddings().modules())
-        return cls(kept, not (is_watched or is_tuple or arguments.get("labels") is not None))
-
-    def in_places(self, logits_U1V: torch.Tensor) -> torch.Tensor:
-        """Returns logits `(B, K, V)` of those of each state, zero where there is no token."""
-        place_BK = self.place_BK.to(logits_U1V.device)  # the head may lie on a device of its own
-        logits = logits_U1V.flatten(0, 1).index_select(0, place_BK.clamp(min=0).flatten()).unflatten(0, place_BK.shape)
-        # In place, which saves a copy of the logits.
-        return logits.masked_fill_(place_BK.unsqueeze(-1) < 0, 0) if self.has_gaps else logits
 
 
 @dataclass(eq=False)
@@ -104,7 +46,7 @@ class Batch:
         num_images: number of images of each row, if the caller counted them.
         router_loss: whether the router loss of a mixture of experts is needed.
         num_items: divisor of the loss; the number of labels if absent.
-        logits_call: the call for logits whose last hidden states are wanted, if the model's own forward asks for them.
+        kept: without labels, number of last columns whose hidden states are needed; 0 for all.
     """
 
     input_ids: torch.Tensor
@@ -114,7 +56,7 @@ class Batch:
     num_images: list[int] | None = None
     router_loss: bool = False
     num_items: Any = None
-    logits_call: LogitsCall | None = None
+    kept: int = 0
 
     @property
     def has_images(self) -> bool:

@@ -36,10 +36,6 @@ from .row_mask import masks_of
 
 # A layer spends about 24 h² operations on a token (projections and MLP) and 4 h on a query-key pair.
 _PAIRS_PER_TOKEN = 6.0
-# The head projects each state once, and its logits are copied into their places, if the fraction of the places that
-# share another's state times the hidden size is at least this. The head spends 4 h operations on a logit and its
-# gradient, and the copies move them through memory.
-_LEAST_SHARED = 80.0
 
 # torch.compile compiles the model's own forward and no code of this room, because every batch has another layout and
 # would be traced anew.
@@ -178,8 +174,6 @@ class PackedModel:
         if self.facts.stock_positions is not None:
             mask = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask
             position_ids_BL = self.facts.stock_positions(batch.input_ids, mask)
-        # Router logits are wanted at all positions.
-        call = None if forward.sequences.router_loss else batch.logits_call
         return lay_out(
             batch.input_ids,
             batch.labels,
@@ -190,8 +184,7 @@ class PackedModel:
             backend=self.attention,
             view=forward.view,
             record=forward.record,
-            kept=0 if call is None else call.kept,
-            least_shared=_LEAST_SHARED / self.facts.hidden_size if call is not None and call.takes_each_once else None,
+            kept=0 if forward.sequences.router_loss else batch.kept,  # router logits are needed at all positions
         )
 
     # --- run, score, scatter -----------------------------------------------------------------------------------------
@@ -203,9 +196,9 @@ class PackedModel:
         Returns:
             If the batch has labels, TRL's output without its loss. `aux_loss` has the [`router_loss.router_sums`] of
             the rows, if a router loss is needed and the model's forward returns what it is made of.
-            If not, the backbone's output: last hidden states `(B, L, H)`, and router logits if a router loss is
-            needed, with zeros where there is no token. Its other fields are empty. Within a call for logits the last
-            hidden states are what [`batch.LogitsCall`] says.
+            If not, the backbone's output: last hidden states `(B, L, H)`, or `(B, K, H)` of the columns that are
+            kept, and router logits if a router loss is needed, with zeros where there is no token. Its other fields
+            are empty.
         """
         self.count_images(batch)
         packed_row = self._lay_out(batch, forward)
@@ -221,12 +214,7 @@ class PackedModel:
         hidden_NH = hidden_TH[packed_row.result_index_N.to(hidden_TH.device)]
         if batch.labels is None:
             forward.record.add(packed_row)
-            if packed_row.place_BK is None:
-                results = {"last_hidden_state": packed_row.scatter(hidden_NH)}
-            else:
-                results = {"last_hidden_state": hidden_NH.unsqueeze(1)}
-                batch.logits_call.place_BK = packed_row.place_BK
-                batch.logits_call.has_gaps = packed_row.has_gaps
+            results = {"last_hidden_state": packed_row.scatter(hidden_NH)}
             if router_logits is not None:
                 of_tokens = (logits.flatten(0, -2)[packed_row.result_index_N] for logits in router_logits)
                 results["router_logits"] = tuple(packed_row.scatter(x).flatten(0, 1) for x in of_tokens)

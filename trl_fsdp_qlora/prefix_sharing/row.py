@@ -91,8 +91,6 @@ class PackedRow:
         backend: `"auto"` or the name of the attention backend to use.
         view: the values that layers keep for other forwards, and those that they use.
         record: gets what layers compute.
-        place_BK: if each state that is wanted is a result once: for each place the index of its state, -1 for none.
-        has_gaps: whether any of these indices is -1.
         own_masks: masks of roots with images, see `images.py`.
         derived: index tensors that a backend derived from the row, for the use of all layers.
     """
@@ -110,8 +108,6 @@ class PackedRow:
     backend: str
     view: CacheView
     record: PassRecord
-    place_BK: torch.Tensor | None = None
-    has_gaps: bool = False
     own_masks: dict = field(default_factory=dict)
     derived: dict = field(default_factory=dict)
 
@@ -165,7 +161,6 @@ def lay_out(
     view: CacheView | None = None,
     record: PassRecord | None = None,
     kept: int = 0,
-    least_shared: float | None = None,
 ) -> PackedRow:
     """Returns the packed row of the forest of a batch, which may be a part of it; one transfer to its device.
 
@@ -179,9 +174,7 @@ def lay_out(
         shortest: the smallest number of tokens that the row may have.
         position_ids_BL: positions `(B, L)` of the batch, if the model does not count columns.
         backend, view, record: see [`PackedRow`]; without them the row stands alone.
-        kept: without labels, number of last columns whose tokens have results; 0 for all.
-        least_shared: without labels, make each state a result once if at least this fraction of the places shares the
-            state of another; `None` for never.
+        kept: without labels, number K of last columns whose tokens have results; 0 for all.
     """
     rows, width = input_ids.shape
     multiple = row_multiple(input_ids.device)
@@ -198,7 +191,6 @@ def lay_out(
         forest = forest.lengthened(filling)
         row_T, column_T, position_T = (np.pad(x, (0, filling), "edge") for x in (row_T, column_T, position_T))
 
-    place = np.empty(0)
     if labels is None:
         columns = min(kept, width) or width
         results = (rows, columns)
@@ -208,11 +200,6 @@ def lay_out(
         result = row_N * columns + column_N
         result_index = forest.index_BL[row_N, token_N]
         target = result[:0]
-        states, state_N = np.unique(result_index, return_inverse=True)
-        if least_shared is not None and 0 < len(states) <= (1 - least_shared) * len(result):
-            place = np.full(rows * columns, -1)
-            place[result] = state_N
-            result_index, result = states, result[:0]
     else:
         results = (rows, width - 1)
         row_N, token_N = sequences.scored_BL.nonzero()
@@ -223,9 +210,9 @@ def lay_out(
         if len(target):
             result_index, target = (np.pad(x, (0, -len(x) % multiple), "edge") for x in (result_index, target))
 
-    parts = [row_T * width + column_T, position_T, result_index, target, result, place]
+    parts = [row_T * width + column_T, position_T, result_index, target, result]
     sent = to_device(torch.from_numpy(np.concatenate(parts).astype(np.int64)), input_ids.device)
-    source_T, position_ids_T, result_index_N, target_N, scatter_index_N, place_R = sent.split(list(map(len, parts)))
+    source_T, position_ids_T, result_index_N, target_N, scatter_index_N = sent.split([len(part) for part in parts])
     if position_ids_BL is None:
         position_ids = position_ids_T.unsqueeze(0)
     else:
@@ -244,8 +231,6 @@ def lay_out(
         backend=backend,
         view=view or CacheView(PrefixCache()),
         record=record or PassRecord(),
-        place_BK=place_R.view(results) if len(place_R) else None,
-        has_gaps=bool((place < 0).any()),
     )
 
 

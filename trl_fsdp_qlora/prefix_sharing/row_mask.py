@@ -6,8 +6,8 @@ models and a nested call do not meet, and an exception leaves nothing behind. Wh
 backward (transformers' checkpointing, torch's `checkpoint_wrapper`, a wrapper of the user's own) passes the same mask
 again, and so the same row.
 
-A call that has to run as in stock TRL says so to the model's backbone in the same way ([`marked_as_stock`]): its mask
-comes through every wrapper that lies on the backbone.
+What a model's forward tells its backbone goes the same way ([`telling`]): the mask comes through every wrapper that
+lies on the backbone.
 """
 
 from typing import Any
@@ -18,12 +18,13 @@ from .row import PackedRow
 
 
 class RowMask(torch.Tensor):
-    """A mask that carries a packed row, `mask.packed_row`; its values say nothing.
+    """A mask that carries a packed row, `mask.packed_row`; its values say nothing. Or one that carries `mask.told`.
 
-    A copy of the mask (detached for reentrant checkpointing, moved to another device, sliced) carries the row, too.
+    A copy of the mask (detached for reentrant checkpointing, moved to another device, sliced) carries the same.
     """
 
     packed_row: Any = None
+    told: dict[str, Any] | None = None
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -34,6 +35,7 @@ class RowMask(torch.Tensor):
         if len(tensors) != 1:  # the result is no mask, but was computed with one
             return result.as_subclass(torch.Tensor)
         result.packed_row = tensors[0].packed_row
+        result.told = tensors[0].told
         return result
 
 
@@ -42,6 +44,11 @@ def with_row(mask: torch.Tensor, packed_row: Any) -> RowMask:
     mask = mask.as_subclass(RowMask)
     mask.packed_row = packed_row
     return mask
+
+
+def carries_row(mask: Any) -> bool:
+    """Whether an argument is a mask that carries a packed row."""
+    return isinstance(mask, RowMask) and mask.packed_row is not None
 
 
 def no_mask(device: torch.device) -> torch.Tensor:
@@ -71,32 +78,34 @@ def masks_of(packed_row: PackedRow, mask_names: frozenset[str], is_recurrent: bo
     return with_row(torch.zeros(1, packed_row.tokens, dtype=torch.bool), packed_row)
 
 
-# What the mask of a call that has to run as in stock TRL carries in place of a row.
-_WITH_MASK = "as in stock TRL, with this mask"
-_WITHOUT_MASK = "as in stock TRL, without a mask"
-
-
 @torch.compiler.disable
-def marked_as_stock(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a call with a mark by which the model's backbone runs as in stock TRL."""
+def telling(arguments: dict[str, Any], **told: Any) -> dict[str, Any]:
+    """Returns the arguments of a model's call with a mask that tells its backbone something.
+
+    Args:
+        arguments: of the call.
+        told: `as_stock=True`: the backbone has to run as in stock TRL. `kept=n`: only its last n hidden states of each
+            row are needed.
+    """
     mask = arguments.get("attention_mask")
+    if mask is not None and not isinstance(mask, torch.Tensor):
+        return arguments  # masks by kind of layer are no rows of a batch, which the backbone sees
     if mask is None:
         tokens = next(x for x in map(arguments.get, ("input_ids", "inputs_embeds")) if x is not None)
-        no_padding = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
-        return {**arguments, "attention_mask": with_row(no_padding, _WITHOUT_MASK)}
-    if isinstance(mask, torch.Tensor):
-        return {**arguments, "attention_mask": with_row(mask, _WITH_MASK)}
-    return arguments  # masks by kind of layer are no rows of a batch, which the backbone sees
+        telling_mask = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device).as_subclass(RowMask)
+    else:
+        telling_mask = mask.as_subclass(RowMask)
+    telling_mask.told = {**told, "has_mask": mask is not None}
+    return {**arguments, "attention_mask": telling_mask}
 
 
-def is_marked(mask: Any) -> bool:
-    """Whether the attention mask of a call has the mark of [`marked_as_stock`]."""
-    return isinstance(mask, RowMask) and mask.packed_row in (_WITH_MASK, _WITHOUT_MASK)
+def told_by(mask: Any) -> dict[str, Any] | None:
+    """What an attention mask tells the backbone, see [`telling`]; `None` if nothing."""
+    return mask.told if isinstance(mask, RowMask) else None
 
 
 @torch.compiler.disable
-def unmarked(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a call as they were before [`marked_as_stock`]."""
+def as_before(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call as they were before [`telling`]."""
     mask = arguments["attention_mask"]
-    own_mask = mask.as_subclass(torch.Tensor) if mask.packed_row == _WITH_MASK else None
-    return {**arguments, "attention_mask": own_mask}
+    return {**arguments, "attention_mask": mask.as_subclass(torch.Tensor) if mask.told["has_mask"] else None}

@@ -9,9 +9,9 @@ stock TRL, and one line of the log has the reason.
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from ..compat.trl import FusedCausalLMOutput
 from ..errors import PrefixSharingError
 from .attention.backends import BACKENDS
 from .attention.implementation import original_attention
-from .batch import Batch, LogitsCall, batch_of
+from .batch import Batch, batch_of
 from .dropout import noise_reason, other_dropout
 from .facts import stamp
 from .first_pass import FirstPasses
@@ -148,7 +148,6 @@ class PromptSharing:
         figures: what the last call of the model computed; empty if it ran as in stock TRL.
         first_passes: which kinds of passes were compared with stock TRL's.
         is_closed: whether passes run as in stock TRL for now, see [`closed`].
-        logits_calls: by thread, the call for logits whose forward runs, until its backbone has answered.
     """
 
     def __init__(self, base: nn.Module):
@@ -161,7 +160,6 @@ class PromptSharing:
         self.figures = PassRecord()
         self.first_passes = FirstPasses()
         self.is_closed = False
-        self.logits_calls: dict[int, LogitsCall] = {}
         self._cannot_keep: str | None = None
         self._logged: set[str] = set()
 
@@ -518,27 +516,9 @@ class PromptSharing:
         return self.packed_model.with_router_loss(output) if batch.router_loss else output
 
     @but_for_the_model
-    def logits(self, forward: Callable[..., ModelOutput], arguments: dict[str, Any]) -> ModelOutput:
-        """Returns the output of the model's own forward, whose backbone answers by [`last_hidden_states`].
-
-        Args:
-            forward: the model's own forward.
-            arguments: of the call.
-        """
-        call = LogitsCall.of(self.base, arguments)
-        if call is None:
-            return forward(**arguments)
-        self.logits_calls[threading.get_ident()] = call
-        try:
-            output = forward(**arguments)
-        finally:
-            self.logits_calls.pop(threading.get_ident(), None)
-        if call.place_BK is not None:
-            output["logits"] = call.in_places(output.logits)
-        return output
-
-    @but_for_the_model
-    def last_hidden_states(self, stock: Callable[..., ModelOutput], arguments: dict[str, Any]) -> ModelOutput:
+    def last_hidden_states(
+        self, stock: Callable[..., ModelOutput], arguments: dict[str, Any], kept: int = 0
+    ) -> ModelOutput:
         """Returns the output of a call of the backbone, with equal beginnings computed once if that pays.
 
         Last hidden states, and router logits if they are asked for, are those of stock wherever the attention mask
@@ -548,16 +528,14 @@ class PromptSharing:
         Args:
             stock: the backbone's own forward.
             arguments: of the call.
+            kept: number of last positions of each row that are needed; 0 for all. Others may be missing.
         """
         start = time.perf_counter()
         self.figures = PassRecord()
-        # For one call of the backbone; others inside of the model's forward get all states in their places.
-        call = self.logits_calls.pop(threading.get_ident(), None)
         if not self.is_active or self.is_closed:
             return stock(**arguments)
         try:
-            batch = batch_of(self.base, arguments, None, of_backbone=True)
-            batch.logits_call = call
+            batch = replace(batch_of(self.base, arguments, None, of_backbone=True), kept=kept)
             sequences = self.packed_model.read(batch)
         except CannotPack as error:
             self._log_once(f"A call for hidden states or logits runs padded as in stock TRL: {error}")

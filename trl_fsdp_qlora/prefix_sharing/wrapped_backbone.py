@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .row_mask import RowMask, is_marked, unmarked
+from .row_mask import as_before, carries_row, told_by
 from .wrapped_forward import ATTRIBUTE, of_any_copy
 
 
@@ -79,15 +79,20 @@ def _with_sharing(cls: type[PreTrainedModel], before: Callable | None) -> Callab
         sharing = vars(self).get(ATTRIBUTE)
         arguments = dict(zip(names, args, strict=False)) | kwargs
         mask = arguments.get("attention_mask")
-        if is_marked(mask):  # TRL's fused head calls the backbone, too
-            return stock(self, **unmarked(arguments))
-        if sharing is None or _is_packed(mask) or _is_decoding(arguments):
+        told = told_by(mask)
+        if told is not None:
+            arguments = as_before(arguments)
+            if "as_stock" in told:  # TRL's fused head calls the backbone, too
+                return stock(self, **arguments)
+        if _is_packed(mask):
             return stock(self, *args, **kwargs)
+        if sharing is None or _is_decoding(arguments):
+            return stock(self, **arguments)
         sharing.wrapped_forward.stop_watching()
         own_forward = functools.partial(stock, self)
         sharing.look_at_model()
         sharing.compare_call_with_stock(own_forward, arguments, of_backbone=True)
-        return sharing.last_hidden_states(own_forward, arguments)
+        return sharing.last_hidden_states(own_forward, arguments, told["kept"] if told else 0)
 
     return forward
 
@@ -95,7 +100,7 @@ def _with_sharing(cls: type[PreTrainedModel], before: Callable | None) -> Callab
 def _is_packed(mask: Any) -> bool:
     """Whether the attention mask of a call carries a packed row, see `row_mask.py`."""
     masks = mask.values() if isinstance(mask, dict) else (mask,)
-    return any(isinstance(mask, RowMask) for mask in masks)
+    return any(map(carries_row, masks))
 
 
 def _is_decoding(arguments: dict[str, Any]) -> bool:

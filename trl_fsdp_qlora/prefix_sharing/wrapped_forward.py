@@ -10,6 +10,7 @@ import inspect
 import logging
 import types
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from accelerate.utils import convert_outputs_to_fp32
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ..compat.trl import add_fused_lm_head
 from .packed_model import head_of, not_compiled
-from .row_mask import marked_as_stock
+from .row_mask import telling
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +131,22 @@ class WrappedForward:
             self._watch.remove()
 
 
+def _kept_positions(base: PreTrainedModel, arguments: dict[str, Any]) -> int:
+    """Returns how many last hidden states of each row are all that a call for logits needs; 0 if that is not known.
+
+    It is known of transformers' own forwards. A hook of the backbone may look at the others, too.
+    """
+    function = type(base).forward
+    kept = arguments.get("logits_to_keep")
+    if not isinstance(kept, int) or kept <= 0 or arguments.get("past_key_values") is not None:
+        return 0
+    takes_kept = "logits_to_keep" in inspect.signature(function).parameters
+    is_known = takes_kept and function.__module__.startswith("transformers.")
+    mask = arguments.get("attention_mask")
+    can_tell = isinstance(mask, torch.Tensor) and mask.ndim == 2
+    return kept if is_known and can_tell and not base.base_model._forward_hooks else 0
+
+
 def _in_mixed_precision(forward: types.MethodType) -> types.MethodType:
     """Returns a model's forward in accelerate's mixed precision, as `Accelerator.prepare` wraps it."""
     in_autocast = get_mixed_precision_context_manager(native_amp=True)(forward.__func__)
@@ -165,12 +182,14 @@ def _with_sharing(base: PreTrainedModel, stock: Callable, below: Callable) -> Ca
             return function(self, *args, **kwargs)
         is_fused = kwargs.pop("fused_lm_head", False)
         arguments = dict(zip(names, args, strict=False)) | kwargs
+        tells_backbone = sharing.wrapped_backbone.is_on
         if not is_fused:
-            return sharing.logits(functools.partial(function_below, self), arguments)
+            kept = _kept_positions(self, arguments) if tells_backbone else 0
+            return function_below(self, **(telling(arguments, kept=kept) if kept else arguments))
 
         def run_stock(**arguments):
             # TRL's head calls the backbone, which has to run as in stock TRL, too.
-            return function(self, **(marked_as_stock(arguments) if sharing.wrapped_backbone.is_on else arguments))
+            return function(self, **(telling(arguments, as_stock=True) if tells_backbone else arguments))
 
         if arguments.pop("as_stock", False):
             return run_stock(fused_lm_head=True, **arguments)

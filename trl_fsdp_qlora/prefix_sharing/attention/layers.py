@@ -13,14 +13,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...compat.transformers import name_without_flash
 from ..problems import CannotPack
-from ..row_mask import RowMask
+from ..row_mask import RowMask, carries_row
 from .backends import compute
 from .call import AttentionCall, options_of
 from .implementation import BASES, PREFIX, implementation_of, own_attention_function, use_in_decoder
 
 
 def _prefix_shared_attention(module, query, key, value, attention_mask, *, base: str, **kwargs):
-    if isinstance(attention_mask, RowMask):
+    if carries_row(attention_mask):
         return _packed_attention(module, query, key, value, attention_mask, base, kwargs)
     return own_attention_function(base, module)(module, query, key, value, attention_mask, **kwargs)
 

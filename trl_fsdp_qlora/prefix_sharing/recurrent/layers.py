@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from ...compat.deepspeed import is_zero3
 from ..row import PackedRow
-from ..row_mask import RowMask
+from ..row_mask import RowMask, carries_row
 from .kinds import kind_of, recurrent_layers
 
 
@@ -60,7 +60,7 @@ def gathered_per_call(model: nn.Module) -> str | None:
 
 def _forward(self, *args, **kwargs):
     for argument in (*args, *kwargs.values()):
-        if isinstance(argument, RowMask):
+        if carries_row(argument):
             return _packed_forward(self, args, kwargs, argument)
     return self.own_forward(*args, **kwargs)
 
