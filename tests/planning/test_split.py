@@ -18,6 +18,7 @@ from trl_fsdp_qlora.planning.split import find_splits
 PROMPT, COMPLETION = 48, 40  # of `tests.planning.models`, whose base has these weights in a layer, five times:
 LAYER = 2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 384 + 2 * 128
 WEIGHTS = 5 * LAYER + 128 + 512 * 128  # with the last norm and the head, without the input embeddings
+EMBEDDINGS = 512 * 128
 CACHE = 5 * 2 * 2 * 32 * 4  # bytes of a token: keys and values of two heads, in float32
 ATTENTION = 5 * 4 * 4 * 32  # operations of a token for each token before it
 MIDDLE = PROMPT + COMPLETION / 2
@@ -95,12 +96,16 @@ def test_a_base_that_one_card_does_not_hold_lies_on_two(tmp_path):
     found = splits_of(folder(tmp_path), small, cards=4, ranks=4)
     assert {one.drawing: one.shards for one in found.possible} == {2: 2}
     # Fewer rows at once than are drawn: they come in waves, each of which reads the weights again.
-    at_once = int((2 * small.memory * 0.9 - 4 * WEIGHTS) // row)
+    at_once = int((2 * small.memory * 0.9 - 4 * (WEIGHTS + EMBEDDINGS)) // row)
     waves = -(-128 // at_once)
     read = max((4 * WEIGHTS + at_once * CACHE * MIDDLE) / 1e9, at_once * TOKEN / 1e10)
     prompts = 32 * PROMPT * (2 * WEIGHTS + ATTENTION * PROMPT / 2) / 1e10
     assert waves > 1
     assert found.chosen.draw == pytest.approx((waves * COMPLETION * read + prompts) / 2)
+    needed = 4 * (WEIGHTS + EMBEDDINGS) + row  # a token reads one row of the embeddings, but all of them lie on the card
+    for memory, shards in ((needed / 0.9 + 1, 1), ((needed - 4 * EMBEDDINGS) / 0.9, 2)):
+        found = splits_of(folder(tmp_path), replace(small, memory=int(memory)), cards=4, ranks=4)
+        assert {one.drawing: one.shards for one in found.possible}[2] == shards
     assert splits_of(folder(tmp_path), replace(small, memory=4 * WEIGHTS // 8), cards=4, ranks=4).chosen is None
 
 
@@ -152,4 +157,7 @@ def test_rates_of_a_card_by_the_name_that_cuda_gives_it():
     assert rates("NVIDIA L40S") == rates("l40s") != rates("NVIDIA L4")
     assert rates("NVIDIA RTX A6000") == rates("a6000")
     assert rates("NVIDIA A100-SXM4-80GB") == rates("a100")
-    assert not rates("Some other card")
+    assert rates("NVIDIA A100-SXM4-40GB") == rates("a10040gb") != rates("a100")
+    others = ("Some other card", "NVIDIA H100 PCIe", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3070 Ti")
+    for name in (*others, "NVIDIA A100-SXM4-80GB MIG 3g.40gb", "NVIDIA H100 NVL"):
+        assert not rates(name), name

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations
 
 import psutil
 import torch
@@ -23,6 +23,8 @@ RATES = {
     "l4": (300, 121), "t4": (320, 65), "v100": (900, 125), "rtx5090": (1792, 209), "rtx4090": (1008, 165),
     "rtx3090": (936, 71), "rtx3070": (448, 40),
 }  # fmt: skip
+# Words in the names of cards that are slower or faster than the one in the table, or of a part of a card.
+OTHER_CARDS = {"pcie", "nvl", "laptop", "max", "ti", "super", "d", "mig"}
 CONTEXT = 512 * 2**20  # bytes of a CUDA process with its libraries; assumed, differs by card and driver
 SLACK = 0.05  # fraction of temporary bytes that the caching allocator holds in addition; assumed
 
@@ -55,9 +57,9 @@ class Hardware:
 def rates(name: str) -> dict[str, float]:
     """The rates of a card, by its name in [`RATES`] or as CUDA gives it; empty if it is not known."""
     words = re.findall(r"[a-z0-9]+", name.lower())
-    joined = [first + second for first, second in pairwise(words)]
+    joined = [first + second for first, second in combinations(words, 2)]
     known = next((word for word in [*joined, *words] if word in RATES), None)
-    if known is None:
+    if known is None or OTHER_CARDS.intersection(words):
         return {}
     bandwidth, flops = RATES[known]
     return {"bandwidth": bandwidth * 1e9, "flops": flops * 1e12}

@@ -157,8 +157,8 @@ class _Estimate:
         self.is_adapter = isinstance(skeleton, PeftModel)
         text = config.get_text_config()
         self.served = model.compute_dtype(settings, config).itemsize
-        experts, others = _weights(skeleton, text.tie_word_embeddings)
-        self.experts, self.others = experts, others
+        self.experts, self.others, embeddings = _weights(skeleton, text.tie_word_embeddings)
+        self.held = self.served * (self.experts + self.others + embeddings)  # bytes of the server's base
         each = setting(text, "num_experts_per_tok") or 1
         of = setting(text, "num_experts") or setting(text, "num_local_experts") or 1
         self.used = min(1.0, each / of)  # share of the experts that a token meets
@@ -188,8 +188,7 @@ class _Estimate:
 
     def _shards(self, drawing: int) -> int | None:
         """The fewest cards that hold the server's base and a row; `None` if all of them do not."""
-        needed = self.served * (self.experts + self.others)
-        needed += self._row_bytes(self.settings.max_completion_length)
+        needed = self.held + self._row_bytes(self.settings.max_completion_length)
         shards = 1
         while shards <= drawing:
             if drawing % shards == 0 and shards * self.memory >= needed:
@@ -199,9 +198,8 @@ class _Estimate:
 
     def _draw(self, settings: Settings, cards: int, shards: int) -> float:
         length = settings.max_completion_length
-        weights = self.served * (self.experts + self.others)
         rows = math.ceil(settings.rollout_rows * settings.launch.processes * shards / cards)  # of a copy of the base
-        at_once = min(rows, int((shards * self.memory - weights) // self._row_bytes(length)))
+        at_once = min(rows, int((shards * self.memory - self.held) // self._row_bytes(length)))
         waves = math.ceil(rows / at_once)
         read = self.served * (self.others + self.experts * min(1.0, at_once * self.used))
         read += at_once * self._row_bytes(length // 2)
@@ -225,19 +223,21 @@ class _Estimate:
         return step.computed * forwards * self.token_flops(middle) / self.flops
 
 
-def _weights(skeleton: Any, tied: bool) -> tuple[int, int]:
-    """Weights of the base that are in experts, and the others, without input embeddings that are no head too."""
+def _weights(skeleton: Any, tied: bool) -> tuple[int, int, int]:
+    """Weights of the base that are in experts, the others, and those of input embeddings that are no head too."""
     embedding = None if tied else model.causal_model(skeleton).get_input_embeddings().weight
-    experts = others = 0
+    experts = others = embeddings = 0
     for name, parameter in skeleton.named_parameters():
-        if "lora_" in name or parameter is embedding:
+        if "lora_" in name:
             continue
         count = parameter.numel() * (1 if parameter.is_floating_point() else 2)  # two 4-bit weights in a byte
-        if ".experts." in name:
+        if parameter is embedding:
+            embeddings += count
+        elif ".experts." in name:
             experts += count
         else:
             others += count
-    return experts, others
+    return experts, others, embeddings
 
 
 def format_splits(splits: Splits, name: str) -> list[str]:
