@@ -288,20 +288,24 @@ def saved_bytes(run, model=None) -> int:
 
 def test_on_a_gpu_attention_keeps_no_repeated_keys_and_dropout_a_mask_of_bytes():
     heads, key_heads, tokens, size = 8, 2, 64, 16
-    query, key, value = (torch.randn(1, n, tokens, size, requires_grad=True) for n in (heads, key_heads, key_heads))
     packed_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
-    def kept(mask, **how):
+    def kept(mask, dtype=torch.bfloat16, value_size=size, **how):
+        query, key = (torch.randn(1, n, tokens, size, dtype=dtype, requires_grad=True) for n in (heads, key_heads))
+        value = torch.randn(1, key_heads, tokens, value_size, dtype=dtype, requires_grad=True)
         return saved_bytes(lambda: fake_ops._attention(torch.nn.Module(), query, key, value, mask, **how))
 
-    token = 4 * tokens * size
+    token = 2 * tokens * size
     lse = 4 * heads * tokens
     assert kept(packed_mask, on_gpu=True) == token * (2 * heads + 2 * key_heads) + lse
     # As in stock, and for layers that `cascade` does not compute.
     repeated = token * 4 * heads + lse
     assert kept(packed_mask.expand(1, 1, tokens, tokens), on_gpu=True) == repeated
     assert kept(packed_mask, on_gpu=True, softcap=2.0) == kept(packed_mask) == repeated
+    assert kept(packed_mask, torch.float32, on_gpu=True) == 2 * token * 4 * heads + lse
+    assert kept(packed_mask, value_size=size // 2, on_gpu=True) == token * 3 * heads + lse
 
+    query = torch.randn(1, heads, tokens, size, requires_grad=True)
     dropout = torch.nn.Sequential(torch.nn.Dropout(0.5))
     fake_ops.run_as_on_a_gpu(dropout)
     assert saved_bytes(lambda: dropout(query)) == query.numel()

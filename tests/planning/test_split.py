@@ -102,7 +102,9 @@ def test_a_base_that_one_card_does_not_hold_lies_on_two(tmp_path):
     prompts = 32 * PROMPT * (2 * WEIGHTS + ATTENTION * PROMPT / 2) / 1e10
     assert waves > 1
     assert found.chosen.draw == pytest.approx((waves * COMPLETION * read + prompts) / 2)
-    needed = 4 * (WEIGHTS + EMBEDDINGS) + row  # a token reads one row of the embeddings, but all of them lie on the card
+    needed = (
+        4 * (WEIGHTS + EMBEDDINGS) + row
+    )  # a token reads one row of the embeddings, but all of them lie on the card
     for memory, shards in ((needed / 0.9 + 1, 1), ((needed - 4 * EMBEDDINGS) / 0.9, 2)):
         found = splits_of(folder(tmp_path), replace(small, memory=int(memory)), cards=4, ranks=4)
         assert {one.drawing: one.shards for one in found.possible}[2] == shards
@@ -158,6 +160,11 @@ def test_rates_of_a_card_by_the_name_that_cuda_gives_it():
     assert rates("NVIDIA RTX A6000") == rates("a6000")
     assert rates("NVIDIA A100-SXM4-80GB") == rates("a100")
     assert rates("NVIDIA A100-SXM4-40GB") == rates("a10040gb") != rates("a100")
-    others = ("Some other card", "NVIDIA H100 PCIe", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3070 Ti")
+    others = (
+        "Some other card",
+        "NVIDIA H100 PCIe",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 3070 Ti",
+    )
     for name in (*others, "NVIDIA A100-SXM4-80GB MIG 3g.40gb", "NVIDIA H100 NVL"):
         assert not rates(name), name

@@ -124,7 +124,12 @@ def _attention(module, query, key, value, attention_mask, on_gpu=False, **kwargs
     value = value.to(dtype)
     repeats = query.shape[1] // key.shape[1]
     is_packed = attention_mask is not None and attention_mask.shape[-1] == 1
-    by_cascade = on_gpu and is_packed and kwargs.get("softcap") is None and kwargs.get("s_aux") is None
+    size = query.shape[-1]
+    takes_flash = (
+        dtype in (torch.bfloat16, torch.float16) and size == value.shape[-1] and size % 8 == 0 and size <= 256
+    )
+    is_plain = kwargs.get("softcap") is None and kwargs.get("s_aux") is None
+    by_cascade = on_gpu and is_packed and takes_flash and is_plain  # as `attention/cascade.py: refuses`
     if attention_mask is not None and repeats > 1 and not by_cascade:
         # With a mask, transformers repeats keys and values for grouped queries.
         key = key.repeat_interleave(repeats, 1)
