@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
+from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -105,8 +106,7 @@ def compared(name: str) -> Compared:
     """What is compared for a name in `COMPARED`; TRL's experimental trainers are imported only if they are named."""
     if name in TRLS_OWN:
         own = TRLS_OWN[name]
-        module = import_module(own.module)
-        trainer, config = (getattr(module, f"{own.prefix}{kind}") for kind in ("Trainer", "Config"))
+        trainer, config = attrgetter(f"{own.prefix}Trainer", f"{own.prefix}Config")(import_module(own.module))
         return Compared(trainer, trainer, config, config, own.script, own.makes_batch)
     method = next(method for method in METHODS if method.command == name)
     return Compared(
@@ -181,7 +181,7 @@ def compare(words: list[str]) -> int:
     computes_in_half = ours.args.tf32 or ours.accelerator.mixed_precision != "no"
     has_half_weights = any(p.dtype in (torch.bfloat16, torch.float16) for p in ours.model.parameters())
     # bitsandbytes computes 4-bit products without a gradient in bfloat16 on CPUs that have it, whatever is asked for.
-    has_4_bit_teacher = any(getattr(each, "is_loaded_in_4bit", False) for each in _models(ours)[1:])
+    has_4_bit_teacher = any(vars(each).get("is_loaded_in_4bit") for each in _models(ours)[1:])
     in_half = computes_in_half or has_half_weights or has_4_bit_teacher
     equal, line = verdict(done, "half precision" if in_half else "float32")
     print(line)
@@ -386,21 +386,23 @@ def _trls_own(cls: type, script: Any, config: Any, model: ModelConfig, train: An
 
 def _models(trainer: Any) -> list[torch.nn.Module]:
     """The model that trains, and a reference or a teacher that is a model of its own."""
-    further = (getattr(trainer, name, None) for name in ("ref_model", "teacher_model"))
+    further = map(vars(trainer).get, ("ref_model", "teacher_model"))
     return [trainer.model, *(each for each in further if each is not None and each is not trainer.model)]
 
 
 def _count_tokens(sharing: PromptSharing, tokens: Counter) -> None:
     """Let every call that `sharing` answers add its tokens to `tokens`, those that are computed and those padded."""
-    for name in ("score", "last_hidden_states"):
-        answer = getattr(sharing, name)
 
-        def count(*args, answer=answer, **kwargs):
+    def counting(answer: Callable) -> Callable:
+        def count(*args, **kwargs):
             output = answer(*args, **kwargs)
             tokens.update(computed=sharing.figures.tokens, padded=sharing.figures.padded_tokens)
             return output
 
-        setattr(sharing, name, count)
+        return count
+
+    sharing.score = counting(sharing.score)
+    sharing.last_hidden_states = counting(sharing.last_hidden_states)
 
 
 def _once(function: Callable) -> Callable:
@@ -426,7 +428,7 @@ def _steps(method: Compared, trainers: dict[str, Any], steps: int) -> Iterator[S
             _count_tokens(causal_language_model(each).prompt_sharing, tokens)
     for i in range(steps + 1):
         step = Step()
-        if hasattr(ours, "teacher_model"):  # a divergence of two models that are alike cancels
+        if "teacher_model" in vars(ours):  # a divergence of two models that are alike cancels
             step.smallest_loss = SMALLEST_DIVERGENCE
         weights = _trainable(ours)
         with torch.no_grad():
@@ -435,7 +437,7 @@ def _steps(method: Compared, trainers: dict[str, Any], steps: int) -> Iterator[S
         order = [STOCK, OURS] if i % 2 else [OURS, STOCK]
         if method.makes_batch:
             # The sampler yields the prompts of a generation batch once for every time that the batch is used.
-            uses = _slices(ours) * getattr(ours, "num_iterations", 1)
+            uses = _slices(ours) * vars(ours).get("num_iterations", 1)
             rows, *_ = itertools.islice(endless, uses)
             parts = _completions(method.makes_batch, trainers, rows, step, order)
         else:
@@ -452,7 +454,7 @@ def _steps(method: Compared, trainers: dict[str, Any], steps: int) -> Iterator[S
             ):
                 losses = [trainer.training_step(trainer.model_wrapped, part, None) for part in parts[who]]
             step.losses[who] = sum(losses).item()
-            metrics = trainer._metrics["train"] if hasattr(trainer, "_metrics") else {}
+            metrics = trainer._metrics["train"] if "_metrics" in vars(trainer) else {}
             fractions = metrics.get("prefix_sharing/policy/tokens_fraction")
             if fractions:
                 step.tokens_fraction = statistics.mean(fractions)
@@ -470,7 +472,7 @@ def _steps(method: Compared, trainers: dict[str, Any], steps: int) -> Iterator[S
 
 def _slices(trainer: Any) -> int:
     """Micro-batches that a batch of completions is cut into."""
-    return getattr(trainer.args, "steps_per_generation", None) or trainer.args.gradient_accumulation_steps
+    return vars(trainer.args).get("steps_per_generation") or trainer.args.gradient_accumulation_steps
 
 
 def _completions(
@@ -483,15 +485,15 @@ def _completions(
     names = (name for name in ("_generate", "_calculate_rewards") if hasattr(ours, name))
     drawn = {name: _once(getattr(ours, name)) for name in names}
     with patch.multiple(ours, **drawn):
-        getattr(ours, makes_batch)(copy.deepcopy(rows))
+        methodcaller(makes_batch, copy.deepcopy(rows))(ours)
     for who in order:
         with patch.multiple(trainers[who], **drawn), _timed(trainers[who], step, who, "scoring"):
-            scored[who] = getattr(trainers[who], makes_batch)(copy.deepcopy(rows))
+            scored[who] = methodcaller(makes_batch, copy.deepcopy(rows))(trainers[who])
     if "advantages" in scored[OURS]:
         _compare_advantages(scored, step)
     for who in order:
         torch.manual_seed(ours.args.seed)
-        slices = micro_batches(scored[who], getattr(ours, "num_generations", 1), 0, _slices(ours))
+        slices = micro_batches(scored[who], vars(ours).get("num_generations", 1), 0, _slices(ours))
         parts[who] = [joined_images(copy.copy(part)) for part in slices[: ours.args.gradient_accumulation_steps]]
     return parts
 

@@ -11,7 +11,7 @@ from types import MethodType
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
 
 from ..fsdp2_qlora.grouped_product import SCRATCH_BYTES
 from ..scoring.frozen_head import TOKEN_TILE, TOKEN_TILE_GPU, VOCABULARY_CHUNK, VOCABULARY_CHUNK_GPU
@@ -191,7 +191,7 @@ def run_as_on_a_gpu(model: nn.Module) -> None:
         if isinstance(module, nn.Dropout):
             module.forward = MethodType(drop, module)
         config = vars(module).get("config")
-        if config is not None and getattr(config, "_attn_implementation", None) == ATTENTION:
+        if isinstance(config, PretrainedConfig) and config._attn_implementation == ATTENTION:
             config._attn_implementation = GPU_ATTENTION
 
 
