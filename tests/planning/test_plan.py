@@ -261,7 +261,8 @@ def test_what_is_found_to_fit_fits_and_the_next_larger_does_not(tmp_path, monkey
     assert largest(replace(plan, hardware=small), "max_completion_length") == 0
     # Each way alone makes it fit.
     large = changed(replace(plan, hardware=CARD), max_completion_length=256, per_device_train_batch_size=32)
-    large = make_plan(large.settings, hardware=replace(CARD, memory=int(0.95 * large.peak)))
+    halved = changed(large, per_device_train_batch_size=16, gradient_accumulation_steps=2)
+    large = make_plan(large.settings, hardware=replace(CARD, memory=halved.peak))
     lines = module.changes_that_fit(large)
     assert not large.fits and "gradient_checkpointing: true" in lines and len(lines) <= 3
     assert any(line.startswith("per_device_train_batch_size: 16, gradient_accumulation_steps: 2") for line in lines)
