@@ -24,8 +24,16 @@ from transformers import (
     TrainerCallback,
 )
 
+from tests import tiny
 from tests.vllm.runs import figures, grpo
-from trl_fsdp_qlora import EfficientRLOOConfig, EfficientRLOOTrainer
+from trl_fsdp_qlora import (
+    AStarPOConfig,
+    AStarPOTrainer,
+    EfficientRLOOConfig,
+    EfficientRLOOTrainer,
+    TSPMOConfig,
+    TSPMOTrainer,
+)
 from trl_fsdp_qlora.small_base.text import character_tokenizer
 from trl_fsdp_qlora.vllm.adapter_sync import RolloutError
 from trl_fsdp_qlora.vllm.sync_choice import Sync, choose_sync, why_own_base
@@ -326,9 +334,21 @@ def test_an_optimizer_that_gets_a_parameter_of_the_base_ends_the_run(base, tmp_p
 
 
 @pytest.mark.vllm
-def test_rloo_trains_with_one_base_and_says_so(base, tmp_path, capsys):
-    classes = {"trainer_class": EfficientRLOOTrainer, "config_class": EfficientRLOOConfig}
-    trainer = grpo(base, tmp_path, vllm_share_base="on", max_steps=2, **classes)
+@pytest.mark.parametrize("method", ["rloo", "t_spmo", "a_star_po"])
+def test_other_trainers_train_with_one_base_and_say_so(base, tmp_path, capfd, method):
+    trainer_class, config_class, values = {
+        "rloo": (EfficientRLOOTrainer, EfficientRLOOConfig, {}),
+        "t_spmo": (TSPMOTrainer, TSPMOConfig, {}),
+        "a_star_po": (
+            AStarPOTrainer,
+            AStarPOConfig,
+            {"num_generations": 1, "value_samples": 2, "value_reward_range": [0.0, 2.0]},
+        ),
+    }[method]
+    if method == "a_star_po":
+        values.update(value_cache=str(tmp_path / "values"), eval_dataset=tiny.prompts(6))
+    classes = {"trainer_class": trainer_class, "config_class": config_class}
+    trainer = grpo(base, tmp_path / "run", vllm_share_base="on", max_steps=2, **classes, **values)
     lines = [line for _, line in trainer.features() if "vLLM" in line]
     assert [line.partition(":")[0] for line in lines[:2]] == [
         "vLLM gets the adapter alone",
@@ -336,12 +356,15 @@ def test_rloo_trains_with_one_base_and_says_so(base, tmp_path, capsys):
     ]
     assert "of the base with the trainer" in lines[2]
     trainer.train()
-    start_up = " ".join(capsys.readouterr().out.split())
+    start_up = " ".join(capfd.readouterr().out.split())
     assert "vLLM gets the adapter alone" in start_up and "of the base with the trainer" in start_up
     assert trainer.state.global_step == 2 and trainer.vllm_generation.version == 2
     shared = trainer.vllm_generation.shared_base
     shared.check()
     assert len(shared.parameters) > len(shared.own)
+    if method == "a_star_po":
+        assert trainer.evaluate()["eval_n"] == 6
+        shared.check()
 
 
 class Held:
