@@ -458,6 +458,57 @@ def test_what_vllm_replaces_or_turns_over_stays_the_trainers_own(tmp_path):
 
 
 @pytest.mark.vllm
+def test_a_shared_weight_that_is_reordered_in_place_is_noticed():
+    """What kernels do with experts on some GPUs: no bit changes but its place."""
+    from trl_fsdp_qlora.vllm.shared_base import SharedBase
+
+    policy = get_peft_model(torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False)), LoraConfig(target_modules=["0"]))
+    shared = SharedBase(policy)
+    weight = policy.base_model.model[0].base_layer.weight
+    whole = weight.data.clone()
+    shared.take_rows([weight.data], whole)
+    shared.check()
+    whole.copy_(whole.roll(32, 0))  # halves swapped
+    with pytest.raises(RolloutError, match="of the frozen base was written"):
+        shared.check()
+
+
+@pytest.mark.vllm
+@pytest.mark.exhaustive
+def test_experts_that_vllm_reorders_in_place_are_not_shared(ranks_of_experts, tmp_path, monkeypatch):
+    """As FlashInfer's TRT-LLM kernels do, which vLLM takes on Blackwell."""
+    from vllm import LLM
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    from trl_fsdp_qlora.vllm.shared_base import sharing
+
+    def reorder(backend, moe_config, w13_weight, w2_weight, layer):
+        for weight in (w13_weight, w2_weight):
+            weight.data.copy_(weight.data.flip(1))
+        return w13_weight, w2_weight
+
+    trtllm = method.UnquantizedMoeBackend.FLASHINFER_TRTLLM
+    monkeypatch.setattr(method, "select_unquantized_moe_backend", lambda moe_config: (trtllm, CPUUnquantizedExperts))
+    monkeypatch.setattr(method, "convert_to_unquantized_kernel_format", reorder)
+    config = copy.deepcopy(FAMILIES["Qwen3-MoE"])
+    config.moe_intermediate_size = 128
+    alone = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    alone.save_pretrained(tmp_path)
+    character_tokenizer().save_pretrained(tmp_path)
+    policy = get_peft_model(copy.deepcopy(alone), LoraConfig(r=4, target_modules=["q_proj"])).eval()
+    with sharing(policy) as (shared, options):
+        LLM(
+            str(tmp_path), dtype="float32", enforce_eager=True, max_model_len=128, block_size=32, max_num_seqs=4,
+            num_gpu_blocks_override=64, **options,
+        )  # fmt: skip
+    assert "experts" in kinds(shared.own) and "attention" in kinds(shared.parameters)
+    ids = torch.randint(5, 50, (2, 20))
+    with torch.no_grad():
+        assert torch.equal(policy(ids).logits, alone(ids).logits)
+
+
+@pytest.mark.vllm
 def test_a_vllm_that_loads_in_another_way_has_its_own_copy(base, tmp_path, monkeypatch):
     from trl_fsdp_qlora.vllm.shared_base import SharedBase
 

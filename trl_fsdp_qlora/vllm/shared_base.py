@@ -31,6 +31,7 @@ from vllm.model_executor import model_loader
 from vllm.model_executor.layers import utils as linears
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -43,8 +44,9 @@ from .dequantized_base import dense_weights, has_packed_base, is_of_adapter_or_s
 logger = logging.getLogger(__name__)
 
 # The layers whose weights are shared. On GPUs vLLM leaves the weights of the first two as they were loaded, and those
-# of experts for its Triton kernels, which are the only ones that multiply by adapters of experts before Blackwell.
+# of experts for its Triton kernels. FlashInfer's kernels, which vLLM takes on Blackwell, reorder them in place.
 _METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+_LEAVE_EXPERTS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.CPU)
 _dispatch_on_cpu = linears.dispatch_cpu_unquantized_gemm
 _prepare_experts_on_cpu = CPUUnquantizedExperts.process_weights_after_loading
 _ACTIVATIONS = {
@@ -53,6 +55,8 @@ _ACTIVATIONS = {
     MoEActivation.GELU_TANH: partial(nn.functional.gelu, approximate="tanh"),
 }
 _OTHER_LOADING = "vLLM's loading differs from what is known"
+# Integers that are added up before their place counts.
+_PER_PIECE = 32
 # Inputs of a convolution in a recurrent layer at most, which vLLM writes as a linear layer.
 _OF_CONVOLUTION = 8
 
@@ -247,13 +251,16 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a contiguous tensor's bits, read as integers. It may overflow."""
+    """A sum of a contiguous tensor's bits, read as integers, that depends on their order. It may overflow."""
     flat = _bits(tensor).flatten()
     # A sum in another dtype makes a copy in it: four times the bytes of a tensor in 16 bits.
     per_sum = 8 // flat.element_size()
     if flat.numel() % per_sum == 0 and flat.storage_offset() % per_sum == 0:
         flat = flat.view(torch.int64)
-    return flat.sum(dtype=torch.int64)
+    whole = flat.numel() // _PER_PIECE * _PER_PIECE
+    pieces = flat[:whole].view(-1, _PER_PIECE).sum(1, dtype=torch.int64)
+    pieces *= 1 + 2 * torch.arange(len(pieces), device=flat.device)
+    return pieces.sum() + flat[whole:].sum(dtype=torch.int64)
 
 
 def _rows_of(part: torch.Tensor, target: torch.Tensor, lengths: list[int]) -> torch.Tensor | None:
@@ -361,9 +368,9 @@ class _Loader(BaseModelLoader):
 
         create_experts = UnquantizedFusedMoEMethod.create_weights
 
-        def create_experts_without_memory(*args, **kwargs):
-            with _WithoutMemory():
-                create_experts(*args, **kwargs)
+        def create_experts_without_memory(method, *args, **kwargs):
+            with _WithoutMemory() if method.unquantized_backend in _LEAVE_EXPERTS else nullcontext():
+                create_experts(method, *args, **kwargs)
 
         linear, embedding = (patch.object(of, "create_weights", without_memory(of.create_weights)) for of in _METHODS)
         experts = patch.object(UnquantizedFusedMoEMethod, "create_weights", create_experts_without_memory)
