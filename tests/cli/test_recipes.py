@@ -36,6 +36,12 @@ def test_plan_refuses_recipes_of_trls_own_trainers_in_one_line(name, capsys):
     assert f"error: {name} is a recipe of " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["small-base/distillation/quickstart", "SmolLM2-135M-Instruct/dpo/svamp_pairs"])
+def test_doctor_refuses_recipes_of_other_trainers_in_one_line(name, capsys):
+    assert main(["doctor", "--config", name]) == 1
+    assert f"error    recipe: {name} is a recipe of " in capsys.readouterr().out
+
+
 def test_a_recipe_by_each_of_its_names(capsys):
     for text in (QUICK, "./recipes/small-base/grpo/config_quickstart.yaml"):
         assert find(text).path == QUICK_FILE

@@ -31,7 +31,7 @@ from ..methods import METHODS
 from ..run.one_line import pop_options
 from ..run.plain import counted, name_of
 from ..run.resources import accelerate_config
-from .scripts import LAUNCHER, config_of, default_config, method_of, script_of, with_recipe
+from .scripts import LAUNCHER, config_of, default_config, method_of, refuse_other_trainers, script_of, with_recipe
 
 _OPTIONAL = ("bitsandbytes", "deepspeed", "vllm", "math-verify", "matplotlib")
 LEVELS = ("error", "warning", "ok")
@@ -166,8 +166,6 @@ def run(launcher: dict[str, str], rest: list[str]) -> Iterator[Finding]:
     from accelerate.utils import patch_environment
     from transformers.utils import logging
 
-    from ..recipe.arguments import ConfigError
-
     logging.set_verbosity_error()
     num_processes = launcher.get("--num_processes")
     name, processes = default_config(num_processes)
@@ -179,7 +177,7 @@ def run(launcher: dict[str, str], rest: list[str]) -> Iterator[Finding]:
     processes = int(launch["WORLD_SIZE"])
     try:
         script, config, model, of_parsing = _parsed(rest, processes)
-    except ConfigError as error:
+    except UserError as error:
         yield Finding("error", "recipe", str(error))
         return
     yield from of_parsing
@@ -225,7 +223,9 @@ def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any, list[Fi
     from ..recipe.keys import read_yaml
 
     path = pop_options(rest, ("--config",))[0].get("--config")
-    method = method_of(rest, [method for method in METHODS if not method.is_paired])
+    methods = [method for method in METHODS if not method.is_paired]
+    refuse_other_trainers(path, methods)
+    method = method_of(rest, methods)
     types = (ScriptArguments, config_of(method), ModelConfig)
     words = list(rest)
     if processes > 1:

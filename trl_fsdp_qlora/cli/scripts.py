@@ -77,11 +77,11 @@ def script_of(method: Method) -> type:
     return DPOScriptArguments if method.is_paired else ScriptArguments
 
 
-def refuse_other_trainers(path: str | None) -> None:
-    """Raise a `UserError` if `path` is one of this package's recipes, but of a trainer that is TRL's own."""
+def refuse_other_trainers(path: str | None, methods: Sequence[Method] = METHODS) -> None:
+    """Raise a `UserError` if `path` is one of this package's recipes, but of a trainer that `methods` lack."""
     recipe = next((each for each in all_recipes() if path and each.path == Path(path)), None)
-    if recipe is not None and recipe.command not in {method.command for method in METHODS}:
-        known = ", ".join(method.command for method in METHODS)
+    if recipe is not None and recipe.command not in {method.command for method in methods}:
+        known = ", ".join(method.command for method in methods)
         raise UserError(f"{recipe.name} is a recipe of {recipe.command}; this command takes those of {known}")
 
 
