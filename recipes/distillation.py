@@ -15,8 +15,8 @@ import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-
 from trl import DistillationConfig, DistillationTrainer, ModelConfig
 
 from trl_fsdp_qlora import share_prompts
-from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, parse_recipe
-from trl_fsdp_qlora.recipe.checks import check_script, load_tokenizer
+from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
+from trl_fsdp_qlora.recipe.checks import check_script, check_teacher, load_tokenizer
 from trl_fsdp_qlora.recipe.problems import load_problems, prompts_of
 from trl_fsdp_qlora.recipe.runner import model_arguments, train_with_trl
 from trl_fsdp_qlora.recipe.same_command import check_output_dir
@@ -27,8 +27,7 @@ from trl_fsdp_qlora.run.threads import fit_threads
 def main() -> None:
     script, config, model = parse_recipe((ScriptArguments, DistillationConfig, ModelConfig))
     check_script(script)
-    if config.teacher_model_name_or_path is None:
-        raise ConfigError("teacher_model_name_or_path is missing: a model with the student's tokenizer")
+    check_teacher(config.teacher_model_name_or_path)
     check_output_dir(script, config, model)
     load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
     prompts = prompts_of(script, load_problems(script).train)

@@ -63,6 +63,9 @@ def test_distillation_needs_a_teacher(folder, called, capsys):
     with pytest.raises(SystemExit):
         called("distillation", WORDS)
     assert "error: teacher_model_name_or_path is missing" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        called("distillation", f"{WORDS} --teacher_model_name_or_path runs/theteacher")
+    assert "error: teacher_model_name_or_path='runs/theteacher': there is no such folder" in capsys.readouterr().err
 
 
 def test_the_teacher_reads_what_the_template_asks_for(folder):
@@ -70,12 +73,15 @@ def test_the_teacher_reads_what_the_template_asks_for(folder):
     assert privileged(equation, "{question}: {worked}") == "q: 4 + 8 = 12\n#### 12"
     assert privileged(equation, "{question}: {answer}") == "q: 12"
     assert privileged({"question": "q", "answer": "12"}, "{worked}") is None
+    own_braces = {"question": "What is {answer}?", "answer": r"\1{question}"}
+    assert privileged(own_braces, "{question} {answer}") == r"What is {answer}? \1{question}"
     script = SDFTScriptArguments("sums.jsonl", held_out=10, chat=False, privileged_template="{question}{answer}")
     rows = privileged_prompts(script)
     assert rows.column_names == ["prompt", "privileged_context"] and len(rows) == 50
     for row in rows:
         question, _, answer = row["privileged_context"].partition("=")
         assert row["prompt"] == f"{question}=" and eval(question) == int(answer)
-    script.privileged_template = "{worked}"
-    with pytest.raises(ConfigError, match="privileged_template"):
-        privileged_prompts(script)
+    for template, reason in (("{worked}", "has what it asks for"), ("{question} {solution}", "{solution}")):
+        script.privileged_template = template
+        with pytest.raises(ConfigError, match=f"privileged_template.*{reason}"):
+            privileged_prompts(script)

@@ -44,7 +44,7 @@ from ..planning.settings import from_config
 from ..prefix_sharing.dropout import draws
 from ..prefix_sharing.sharing import PromptSharing, causal_language_model, install_sharing
 from ..recipe.arguments import ScriptArguments, parse_recipe
-from ..recipe.checks import check_recipe
+from ..recipe.checks import check_recipe, check_teacher
 from ..recipe.episodes import agent_of
 from ..recipe.pairs import DPOScriptArguments, PairScriptArguments, must_be_made, read_pairs
 from ..recipe.privileged import SDFTScriptArguments, privileged_prompts
@@ -212,8 +212,8 @@ def _parsed(words: list[str], folder: str) -> tuple[Compared, ScriptArguments, A
     check_recipe(script, config, model)
     if name == "reward":
         model.lora_task_type = "SEQ_CLS"  # PEFT then trains the new head, too
-    if name == "distillation" and config.teacher_model_name_or_path is None:
-        raise UserError("teacher_model_name_or_path is missing: a model with the student's tokenizer")
+    if name == "distillation":
+        check_teacher(config.teacher_model_name_or_path)
     for name, value, why in _LEVELLED:
         holder = model if name == "lora_dropout" else config
         value_in_recipe = vars(holder).get(name, value)

@@ -315,10 +315,18 @@ def check_template(template: str) -> None:
     """
     if "{question}" not in template:
         raise DatasetError(f"prompt_template={template!r} has no {{question}} in it")
-    # `\boxed{answer}` is allowed: braces after a word are LaTeX, and stay as they are.
-    other = re.search(r"(?<![\w{])\{(?!question\})[A-Za-z_]\w*\}", template)
+    other = unknown_name(template, ("question",))
     if other:
-        raise DatasetError(f"prompt_template={template!r}: nothing fills in {other[0]}, only {{question}} is known")
+        raise DatasetError(f"prompt_template={template!r}: nothing fills in {other}, only {{question}} is known")
+
+
+def unknown_name(template: str, known: Sequence[str]) -> str | None:
+    """The first `{name}` of a template that is none of `known`.
+
+    `\\boxed{answer}` is allowed: braces after a word are LaTeX, and stay as they are.
+    """
+    other = re.search(rf"(?<![\w{{]){{(?!({'|'.join(known)})}})[A-Za-z_]\w*}}", template)
+    return other and other[0]
 
 
 def to_prompts(

@@ -124,6 +124,14 @@ def is_missing_folder(name: str) -> bool:
     return not is_hub_id and not Path(name).exists()
 
 
+def check_teacher(name: str | None) -> None:
+    """Raises [`ConfigError`] if `teacher_model_name_or_path` is not set, or names a folder that is not there."""
+    if name is None:
+        raise ConfigError("teacher_model_name_or_path is missing: a model with the student's tokenizer")
+    if is_missing_folder(name):
+        raise ConfigError(f"teacher_model_name_or_path={name!r}: there is no such folder{_how_it_is_made(name)}")
+
+
 def _how_it_is_made(name: str) -> str:
     """A hint for a folder that is not there: the nearest name, or the command that makes the quickstart's base."""
     near = mistyped_path(name)

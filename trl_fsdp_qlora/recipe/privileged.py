@@ -1,14 +1,18 @@
 """What the teacher of self-distillation reads besides the prompt: a problem's answer, in a template."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from datasets import Dataset
 
+from ..data.datasets import unknown_name
 from ..data.worked import worked
 from .arguments import ConfigError, ScriptArguments, option
 from .problems import load_problems, prompts_of
 from .script import say
+
+NAMES = ("question", "answer", "worked")  # what a template can ask for
 
 
 @dataclass
@@ -27,20 +31,25 @@ def privileged(problem: dict, template: str) -> str | None:
     values = {"question": problem["question"], "answer": problem.get("answer")}
     if "{worked}" in template:
         values["worked"] = worked(problem.get("columns", {}))
-    asked_for = {name: value for name, value in values.items() if f"{{{name}}}" in template}
-    if any(value is None for value in asked_for.values()):
+    asked_for = re.compile(f"{{({'|'.join(NAMES)})}}")
+    if any(values[name] is None for name in asked_for.findall(template)):
         return None
-    for name, value in asked_for.items():
-        template = template.replace(f"{{{name}}}", str(value))
-    return template
+    # At once: a question may have such a name in its own text.
+    return asked_for.sub(lambda found: str(values[found[1]]), template)
 
 
 def privileged_prompts(script: SDFTScriptArguments) -> Dataset:
     """The training problems that the teacher can be told about: `prompt` and `privileged_context`.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are none, or the template asks for something else.
     """
+    other = unknown_name(script.privileged_template, NAMES)
+    if other:
+        known = ", ".join(f"{{{name}}}" for name in NAMES)
+        raise ConfigError(
+            f"privileged_template={script.privileged_template!r}: nothing fills in {other}; {known} are known"
+        )
     problems = load_problems(script).train
     contexts: Sequence[str | None] = [privileged(problem, script.privileged_template) for problem in problems]
     solved = [index for index, context in enumerate(contexts) if context is not None]
