@@ -291,6 +291,12 @@ def test_a_shipped_recipe_names_its_trainer():
         trainer_of(f"{model}/sft/svamp")
 
 
+def test_a_recipe_of_ours_does_not_need_trls_experimental_trainers(monkeypatch):
+    """A version of TRL may lack one, or have it in another place."""
+    monkeypatch.setattr(module, "import_module", lambda name: pytest.fail(f"{name} is imported"))
+    assert module.trainer_of_recipe(["--learning_rate=1e-5", "--num_generations=4"], None) == "grpo"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -53,10 +53,13 @@ def test_it_trains_with_shared_prompts_and_is_measured(method, folder, called, m
     assert json.loads((folder / "measured.json").read_text())["n"] == 10
 
 
-def test_it_stops_after_its_seconds(folder, called):
+def test_it_stops_after_its_seconds_and_the_same_command_trains_no_further(folder, called, capsys):
     called("distillation", f"{WORDS} {METHODS['distillation']} --max_steps 50 --max_train_seconds 1e-6")
     record = json.loads((folder / "out" / "metrics.json").read_text())
     assert sum("loss" in entry for entry in record["history"]) == 1
+    called("distillation", f"{WORDS} {METHODS['distillation']} --max_steps 50 --max_train_seconds 1e-6")
+    assert "nothing is trained" in capsys.readouterr().out
+    assert json.loads((folder / "out" / "metrics.json").read_text()) == record
 
 
 def test_distillation_needs_a_teacher(folder, called, capsys):

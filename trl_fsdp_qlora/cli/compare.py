@@ -231,9 +231,10 @@ def trainer_of_recipe(words: list[str], trainer: str | None) -> str:
     path = pop_options(words, ("--config",))[0].get("--config")
     command = trainer or next((recipe.command for recipe in all_recipes() if path and recipe.path == Path(path)), None)
     if command is None:
-        classes = {method.command: (config_of(method), script_of(method)) for method in METHODS}
-        classes |= {name: (compared(name).config, own.script) for name, own in TRLS_OWN.items()}
-        command = next((name for name, both in classes.items() if have_all_fields(words, *both)), "grpo")
+        ours = (method.command for method in METHODS if have_all_fields(words, config_of(method), script_of(method)))
+        # Their modules are imported only if no trainer of ours has the fields.
+        trls = (name for name, own in TRLS_OWN.items() if have_all_fields(words, compared(name).config, own.script))
+        command = next(itertools.chain(ours, trls), "grpo")
     if command not in COMPARED:
         raise UserError(f"a recipe of {command} cannot be compared: compare takes recipes of {', '.join(COMPARED)}")
     return command

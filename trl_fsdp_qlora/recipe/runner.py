@@ -315,22 +315,30 @@ def train_with_trl(trainer: Any, doing: str, script: ScriptArguments, config: Tr
     Args:
         trainer: a trainer that has not trained yet.
         doing: what the terminal calls it, as in "teaching".
-        script: the recipe's script arguments; `max_train_seconds` is the only one that is read before it ends.
+        script: the recipe's script arguments; `max_train_seconds` is the only one that says how it is trained.
         config: the trainer's config.
         model: the model's arguments.
     """
+    record = RunRecord(config.output_dir)
+    resume = on_main(lambda: resolve_resume(config.output_dir, config.resume_from_checkpoint))
+    if is_finished(record, trainer, script, resume):
+        say(_finished_text(trainer, script))
+        return
     limit = None if script.max_train_seconds is None else TimeLimit(script.max_train_seconds)
     for callback in filter(None, (limit, TimeLeft(doing))):
         trainer.add_callback(callback)
-    resume = on_main(lambda: resolve_resume(config.output_dir, config.resume_from_checkpoint))
     say_where_from(resume)
     started = time.perf_counter()
     with stopping_after_step(trainer, command_that_goes_on()):
         trainer.train(resume_from_checkpoint=resume)
     seconds = time.perf_counter() - started
     trainer.save_model()
-    RunRecord(config.output_dir).put(
-        settings=measured_settings(script, config, model), history=trainer.state.log_history, train_seconds=seconds
+    record.put(
+        settings=measured_settings(script, config, model),
+        history=trainer.state.log_history,
+        train_seconds=seconds,
+        finished_step=trainer.state.global_step,
+        stopped_by_seconds=limit.seconds if limit is not None and limit.reached else None,
     )
     keep_paths(config.output_dir, script)
     write_page(config.output_dir, config.push_to_hub)
