@@ -201,18 +201,18 @@ def test_rloo(compare):
     assert "scoring: " in stdout
 
 
-def make_log_probabilities_wrong(monkeypatch):
-    """Make our log-probabilities a percent too large, also those of padded passes: with these the trainer's own
-    check compares the packed ones, and sees no difference.
+def make_wrong(monkeypatch, method, field):
+    """Make a field of what a method of `PromptSharing` returns a percent too large, also that of padded passes: with
+    these the trainer's own check compares the packed ones, and sees no difference.
     """
-    score = PromptSharing.score
+    answer = getattr(PromptSharing, method)
 
     def off_by_a_percent(self, *args):
-        output = score(self, *args)
-        output.log_probs = 1.01 * output.log_probs
+        output = answer(self, *args)
+        output[field] = 1.01 * output[field]
         return output
 
-    monkeypatch.setattr(PromptSharing, "score", off_by_a_percent)
+    monkeypatch.setattr(PromptSharing, method, off_by_a_percent)
 
 
 def test_dpo_follows_from_the_recipe_and_can_fail(compare, monkeypatch, folder):
@@ -223,7 +223,7 @@ def test_dpo_follows_from_the_recipe_and_can_fail(compare, monkeypatch, folder):
     assert "precompute_ref_log_probs: True is taken as False" in stdout
     assert "scoring: " not in stdout
     assert not (folder / "runs").exists()
-    make_log_probabilities_wrong(monkeypatch)
+    make_wrong(monkeypatch, "score", "log_probs")
     status, stdout, steps = compare("--steps 1", "dpo.yaml")
     assert_different(status, stdout)
     with pytest.raises(UserError, match=r"pairs=none\.jsonl.*trl-fsdp-qlora dpo"):
@@ -236,7 +236,7 @@ def test_kto_takes_pairs_apart_and_can_fail(compare, monkeypatch):
     assert_equal_and_moving(steps, PHASES[1:])
     assert_prompts_are_shared(steps, stdout, "packed passes")
     assert "prefix sharing: auto" in stdout
-    make_log_probabilities_wrong(monkeypatch)
+    make_wrong(monkeypatch, "score", "log_probs")
     status, stdout, _ = compare("--steps 1", "kto.yaml")
     assert_different(status, stdout)
 
@@ -261,14 +261,7 @@ def test_trls_own_trainers_can_fail(name, compare, monkeypatch):
     assert_equal_and_moving(steps, PHASES if is_online else PHASES[1:])
     assert_prompts_are_shared(steps, stdout, "packed passes")
     assert "prefix sharing: auto" in stdout
-    answer = PromptSharing.last_hidden_states
-
-    def off_by_a_percent(self, *args):
-        output = answer(self, *args)
-        output.last_hidden_state = 1.01 * output.last_hidden_state
-        return output
-
-    monkeypatch.setattr(PromptSharing, "last_hidden_states", off_by_a_percent)
+    make_wrong(monkeypatch, "last_hidden_states", "last_hidden_state")
     status, stdout, _ = compare(f"{words} --steps 1", recipe)
     assert_different(status, stdout)
 

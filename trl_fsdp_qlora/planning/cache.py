@@ -8,6 +8,12 @@ from . import model, passes
 from .settings import Settings
 
 
+def query_heads(text: PretrainedConfig) -> tuple[int, int]:
+    """Number of heads of a layer's queries, 1 in a model with recurrent layers alone, and the width of one."""
+    heads = setting(text, "num_attention_heads") or 1
+    return heads, setting(text, "head_dim") or text.hidden_size // heads
+
+
 def cache_bytes(settings: Settings, config: PretrainedConfig) -> tuple[int, int, int]:
     """Bytes that a rank needs to generate, with all its rows at full length.
 
@@ -22,8 +28,7 @@ def cache_bytes(settings: Settings, config: PretrainedConfig) -> tuple[int, int,
     text = config.get_text_config()
     rows = settings.rollout_rows
     dtype = model.compute_dtype(settings, config)
-    heads = setting(text, "num_attention_heads") or 1  # a model with recurrent layers only has no heads
-    width = setting(text, "head_dim") or text.hidden_size // heads
+    heads, width = query_heads(text)
     key_heads = setting(text, "num_key_value_heads") or heads
     token = 2 * dtype.itemsize * key_heads * width  # keys and values of one token in a layer
     length = settings.max_completion_length + settings.prompt_tokens

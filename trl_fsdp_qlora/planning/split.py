@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from ..prefix_sharing.facts import keeps_keys, layer_types, setting
 from ..run.plain import counted
 from . import model, passes
-from .cache import cache_bytes
+from .cache import cache_bytes, query_heads
 from .hardware import Hardware
 from .settings import Settings
 from .steps import plan_step
@@ -162,8 +162,7 @@ class _Estimate:
         each = setting(text, "num_experts_per_tok") or 1
         of = setting(text, "num_experts") or setting(text, "num_local_experts") or 1
         self.used = min(1.0, each / of)  # share of the experts that a token meets
-        heads = setting(text, "num_attention_heads") or 1
-        width = setting(text, "head_dim") or text.hidden_size // heads
+        heads, width = query_heads(text)
         self.attention = 4 * heads * width * sum(map(keeps_keys, layer_types(text)))  # per token, and token before
 
     def token_flops(self, length: float) -> float:

@@ -386,9 +386,10 @@ def shortened(batch: Batch, sequences: Sequences, window: int) -> Batch:
         # An image may have a token of its own behind it.
         whole_until = 0 if sequences.spans_B2 is None else sequences.spans_B2[row, 1] + 2
         tokens = np.arange(length)
-        is_kept = tokens < max(in_front // 2, whole_until)
-        is_kept |= (tokens >= parts_at - (in_front - in_front // 2)) & (tokens < parts_at + behind)
-        kept_of_row.append(tokens[is_kept])
+        is_first = tokens < max(in_front // 2, whole_until)
+        last_in_front = tokens >= parts_at - (in_front - in_front // 2)
+        first_behind = tokens < parts_at + behind
+        kept_of_row.append(tokens[is_first | (last_in_front & first_behind)])
     _, first_column_B = np.unique(sequences.offsets_B, return_inverse=True)
     width = max(first + len(kept) for first, kept in zip(first_column_B, kept_of_row, strict=True))
     columns_BL = np.full((len(lengths_B), width), -1)

@@ -132,19 +132,16 @@ class WrappedForward:
 
 
 def _kept_positions(base: PreTrainedModel, arguments: dict[str, Any]) -> int:
-    """Returns how many last hidden states of each row are all that a call for logits needs; 0 if that is not known.
+    """Returns how many last hidden states of each row are all that a call for logits needs; 0 if all are needed.
 
-    It is known of transformers' own forwards. A hook of the backbone may look at the others, too.
+    A hook of the backbone may look at the others, too.
     """
-    function = type(base).forward
     kept = arguments.get("logits_to_keep")
     if not isinstance(kept, int) or kept <= 0 or arguments.get("past_key_values") is not None:
         return 0
-    takes_kept = "logits_to_keep" in inspect.signature(function).parameters
-    is_known = takes_kept and function.__module__.startswith("transformers.")
     mask = arguments.get("attention_mask")
     can_tell = isinstance(mask, torch.Tensor) and mask.ndim == 2
-    return kept if is_known and can_tell and not base.base_model._forward_hooks else 0
+    return kept if can_tell and not base.base_model._forward_hooks else 0
 
 
 def _in_mixed_precision(forward: types.MethodType) -> types.MethodType:
@@ -172,6 +169,8 @@ def _with_sharing(base: PreTrainedModel, stock: Callable, below: Callable) -> Ca
     - `as_stock`: run `stock`.
     """
     names = list(inspect.signature(type(base).forward).parameters)[1:]
+    # Of transformers' own forwards it is known that `logits_to_keep` is all that they need.
+    needs_kept_alone = "logits_to_keep" in names and type(base).forward.__module__.startswith("transformers.")
     function, function_below = map(of_any_copy, (stock, below))
 
     # `wraps` keeps the signature: `generate` validates its arguments against it.
@@ -184,7 +183,7 @@ def _with_sharing(base: PreTrainedModel, stock: Callable, below: Callable) -> Ca
         arguments = dict(zip(names, args, strict=False)) | kwargs
         tells_backbone = sharing.wrapped_backbone.is_on
         if not is_fused:
-            kept = _kept_positions(self, arguments) if tells_backbone else 0
+            kept = _kept_positions(self, arguments) if tells_backbone and needs_kept_alone else 0
             return function_below(self, **(telling(arguments, kept=kept) if kept else arguments))
 
         def run_stock(**arguments):

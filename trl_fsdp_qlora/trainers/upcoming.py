@@ -69,8 +69,12 @@ class UpcomingBatch(TrainerCallback):
 
     def take(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The rows that a batch is drawn for: those that were looked up, or `rows`, which the data loader gave."""
-        kept, self._kept = self._kept, None
-        return kept[1] if kept is not None and kept[0] == self.trainer._step else rows
+        kept = self._kept
+        self._kept = None
+        if kept is None:
+            return rows
+        drawn_at, looked_up = kept
+        return looked_up if drawn_at == self.trainer._step else rows
 
 
 class UpcomingRows:
