@@ -1,7 +1,9 @@
 """Two steps of each of TRL's trainers that does not call the fused head, with and without `share_prompts`.
 
-Those that do are in `test_trainers.py`.
+Those that do are in `test_trainers.py`, and here with pictures.
 """
+
+import functools
 
 import numpy as np
 import pytest
@@ -125,42 +127,55 @@ def save_base(kind, name, folder):
     tokenizer().save_pretrained(folder)
 
 
-def make_trainer(kind, folder, adapter, out, **changes):
-    trainer_class, config_class, sizes, data, further = TRAINERS[kind]
+def assemble(row, load, adapter, processing_class, out, **changes):
+    """A trainer of a `row` of `TRAINERS`; `load` makes its model, and a teacher of a bit larger weights."""
+    trainer_class, config_class, sizes, data, further = row
     torch.manual_seed(0)
-    if kind == "reward":
-        model = tf.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, num_labels=1)
-    else:
-        model = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load()
     if "teacher_model" in further:
-        further = {"teacher_model": tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)}
+        further = {"teacher_model": load()}
         for parameter in further["teacher_model"].parameters():
             parameter.data.mul_(1.1)
     if adapter:
-        further = further | {"peft_config": adapters()}
+        further = further | {"peft_config": adapter}
     torch.manual_seed(0)
     return trainer_class(
         model=model,
         args=config_class(**(common(out) | sizes | changes)),
         train_dataset=data(),
-        processing_class=tool_tokenizer() if kind == "gold" else chat_tokenizer(),
+        processing_class=processing_class,
         **further,
     )
+
+
+def make_trainer(kind, folder, adapter, out, **changes):
+    if kind == "reward":
+        load = functools.partial(tf.AutoModelForSequenceClassification.from_pretrained, num_labels=1)
+    else:
+        load = tf.AutoModelForCausalLM.from_pretrained
+    tokens = tool_tokenizer() if kind == "gold" else chat_tokenizer()
+    load = functools.partial(load, folder, dtype=torch.float32)
+    return assemble(TRAINERS[kind], load, adapters() if adapter else None, tokens, out, **changes)
 
 
 @pytest.fixture
 def counted(monkeypatch):
     """Tokens computed and padded of each call that prompt sharing answered."""
     calls = []
-    of_backbone = PromptSharing.last_hidden_states
 
-    def last_hidden_states(sharing, *args):
-        output = of_backbone(sharing, *args)
-        if sharing.figures.tokens:
-            calls.append((sharing.figures.tokens, sharing.figures.padded_tokens))
-        return output
+    def count(name):
+        answer = vars(PromptSharing)[name]
 
-    monkeypatch.setattr(PromptSharing, "last_hidden_states", last_hidden_states)
+        def counting(sharing, *args, **kwargs):
+            output = answer(sharing, *args, **kwargs)
+            if sharing.figures.tokens:
+                calls.append((sharing.figures.tokens, sharing.figures.padded_tokens))
+            return output
+
+        monkeypatch.setattr(PromptSharing, name, counting)
+
+    count("score")
+    count("last_hidden_states")
     return calls
 
 
@@ -190,7 +205,10 @@ def assert_equal_steps(ours, stock):
 
 
 # Seconds; and means over padding, too, whose logits are zero after `share_prompts`.
-NOT_COMPARED = {"step_time", "logits/chosen", "logits/rejected"}
+NOT_COMPARED = {
+    "step_time", "logits/chosen", "logits/rejected",
+    "objective/kl", "objective/entropy", "objective/non_score_reward", "objective/rlhf_reward",
+}  # fmt: skip
 
 
 def steps_of(trainer) -> list[dict]:
@@ -247,31 +265,67 @@ def test_two_steps_are_what_they_were(name, kind, adapter, tmp_path, counted):
     assert_steps_are_stocks(lambda: make_trainer(kind, tmp_path / "base", adapter, tmp_path / "out"), counted)
 
 
-@pytest.mark.parametrize("adapter", [True, False])
-def test_distillation_of_a_model_that_sees(adapter, tmp_path, counted):
-    """Two pictures, each with four answers."""
+def with_pictures(**columns):
+    """Eight questions about three pictures, the same words about two of them; and further columns."""
     random = np.random.default_rng(0)
-    pictures = [Image.fromarray(random.integers(0, 255, (16, 16, 3), dtype=np.uint8)) for _ in range(2)] * 4
-    asked = [[{"role": "user", "content": "A+B="}], [{"role": "user", "content": f"{BEGINNING}="}]] * 4
-    data = Dataset.from_dict({"prompt": asked, "image": pictures})
+    first, second, third = (Image.fromarray(random.integers(0, 255, (16, 16, 3), dtype=np.uint8)) for _ in range(3))
+    asked = [[{"role": "user", "content": text}] for text in (f"{BEGINNING}=", f"{BEGINNING}=", "A+B=", "A+B=")]
+    return Dataset.from_dict({"prompt": asked * 2, "image": [first, second, third, third] * 2} | columns)
+
+
+def answers(*texts) -> list[list[dict]]:
+    """Eight answers."""
+    return [[{"role": "assistant", "content": text}] for text in texts] * (8 // len(texts))
+
+
+# As in `TRAINERS`, all that take pictures; the first five call the fused head.
+SEEING = {
+    "dpo": (
+        trl.DPOTrainer, trl.DPOConfig, {},
+        lambda: with_pictures(chosen=answers(*CHOSEN), rejected=answers(*REJECTED)), {},
+    ),
+    "kto": (
+        trl.KTOTrainer, trl.KTOConfig, {},
+        lambda: with_pictures(completion=answers(*CHOSEN, *REJECTED), label=[True, False, False, True] * 2), {},
+    ),
+    "sft": (trl.SFTTrainer, trl.SFTConfig, {}, lambda: with_pictures(completion=answers(*CHOSEN, *REJECTED)), {}),
+    "rloo": (
+        trl.RLOOTrainer, trl.RLOOConfig, DRAWS | {"num_generations": 4}, with_pictures, {"reward_funcs": mean_token},
+    ),
+    "grpo": (
+        trl.GRPOTrainer, trl.GRPOConfig, DRAWS | {"num_generations": 4, "beta": 0.1}, with_pictures,
+        {"reward_funcs": mean_token},
+    ),
+    "distillation": (trl.DistillationTrainer, trl.DistillationConfig, DRAWS, with_pictures, {"teacher_model": None}),
+    "online_dpo": (*TRAINERS["online_dpo"][:3], with_pictures, {"reward_funcs": mean_token}),
+    "gold": (
+        *TRAINERS["gold"][:3], lambda: with_pictures(completion=answers(*CHOSEN, *REJECTED)), {"teacher_model": None},
+    ),
+}  # fmt: skip
+
+
+# Each way to call a model, and what a trainer's own collator gives it.
+SEEING_CASES = [(kind, adapter) for kind in SEEING for adapter in (True, False)]
+SEEING_OFTEN = [("kto", True), ("sft", False), ("distillation", False), ("online_dpo", True), ("gold", True)]
+
+
+@pytest.mark.parametrize(("kind", "adapter"), these_first(SEEING_CASES, *SEEING_OFTEN))
+def test_two_steps_of_a_model_that_sees(kind, adapter, tmp_path, counted):
+    tokens = tokenizer()
+    tokens.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    base = build(MORE["llava"])
+    base.config.image_token_id = tokens.convert_tokens_to_ids("<image>")
+    base.resize_token_embeddings(len(tokens))
+    base.generation_config.suppress_tokens = [base.config.image_token_id]  # it would be an image without pixels
+    base.save_pretrained(tmp_path / "base")
 
     def make():
-        tokens = tokenizer()
-        tokens.add_special_tokens({"additional_special_tokens": ["<image>"]})
-        student, teacher = build(MORE["llava"]), build(MORE["llava"], seed=1)
-        for model in (student, teacher):
-            model.config.image_token_id = tokens.convert_tokens_to_ids("<image>")
-            torch.manual_seed(0)
-            model.resize_token_embeddings(len(tokens))
-        torch.manual_seed(0)
-        return trl.DistillationTrainer(
-            model=student,
-            teacher_model=teacher,
-            args=trl.DistillationConfig(**(common(tmp_path) | DRAWS)),
-            train_dataset=data,
-            processing_class=llava_processor(tokens),
-            peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if adapter else None,
+        load = functools.partial(
+            tf.LlavaForConditionalGeneration.from_pretrained, tmp_path / "base", dtype=torch.float32
         )
+        of_language_and_tower = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        adapter_config = of_language_and_tower if adapter else None
+        return assemble(SEEING[kind], load, adapter_config, llava_processor(tokens), tmp_path / "out")
 
     assert_steps_are_stocks(make, counted)
 
