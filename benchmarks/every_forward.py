@@ -181,16 +181,6 @@ def make_trainer(name: str, vocabulary: int):
     return trainer
 
 
-def shared(trainer):
-    """The trainer after the lines of docs/share_prompts.md."""
-    share_prompts(trainer.model)
-    teacher = getattr(trainer, "teacher_model", None)
-    if teacher is not None and teacher is not trainer.model:
-        share_prompts(teacher)
-        teacher.config.use_cache = False
-    return trainer
-
-
 def loss_and_backward(trainer, batch: dict) -> None:
     trainer.model.zero_grad(set_to_none=True)
     trainer.compute_loss(trainer.model, dict(batch)).backward()
@@ -224,7 +214,7 @@ def counted_tokens(trainer, batch: dict) -> tuple[int, int]:
 def measure(name: str, args) -> dict:
     batch = POINTS[name][-1](Tokens(args.vocabulary))
     contestants = {"stock": make_trainer(name, args.vocabulary), "shared": None}
-    contestants["shared"] = shared(make_trainer(name, args.vocabulary))
+    contestants["shared"] = share_prompts(make_trainer(name, args.vocabulary))
     loss_and_backward(contestants["stock"], batch)
     padded, computed = counted_tokens(contestants["shared"], batch)  # compares with stock, too
     gradients = gradient_difference(contestants["shared"], contestants["stock"])

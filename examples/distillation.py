@@ -38,7 +38,6 @@ trainer = DistillationTrainer(
     train_dataset=dataset,
     peft_config=LoraConfig(r=16, target_modules="all-linear"),
 )
-for model in (trainer.model, trainer.teacher_model):
-    share_prompts(model)
+share_prompts(trainer)
 trainer.train()
 trainer.save_model()

@@ -1,6 +1,6 @@
 """TRL's own DPO trainer, with each prompt computed once: `python examples/dpo.py --model Qwen/Qwen3-0.6B`.
 
-One line, `share_prompts(trainer.model)`, whatever TRL's trainer is: a chosen and a rejected answer have their prompt
+One line, `share_prompts(trainer)`, whatever TRL's trainer is: a chosen and a rejected answer have their prompt
 in common.
 """
 
@@ -38,6 +38,6 @@ trainer = DPOTrainer(
     train_dataset=pairs,
     peft_config=LoraConfig(r=16, target_modules="all-linear"),
 )
-share_prompts(trainer.model)
+share_prompts(trainer)
 trainer.train()
 trainer.save_model()

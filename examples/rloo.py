@@ -40,6 +40,6 @@ trainer = RLOOTrainer(
     train_dataset=dataset,
     peft_config=LoraConfig(r=16, target_modules="all-linear"),
 )
-share_prompts(trainer.model)
+share_prompts(trainer)
 trainer.train()
 trainer.save_model()

@@ -45,6 +45,6 @@ trainer = SDFTTrainer(
     train_dataset=dataset,
     peft_config=LoraConfig(r=16, target_modules="all-linear"),
 )
-share_prompts(trainer.model)  # the teacher is this model without its adapter
+share_prompts(trainer)
 trainer.train()
 trainer.save_model()

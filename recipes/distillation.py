@@ -40,8 +40,7 @@ def main() -> None:
         **model_arguments(config, model),
     )
     fit_threads(trainer.model)
-    for each in (trainer.model, trainer.teacher_model):
-        share_prompts(each)
+    share_prompts(trainer)
     train_with_trl(trainer, "distilling", script, config, model)
 
 

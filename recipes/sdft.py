@@ -33,8 +33,7 @@ def main() -> None:
     arguments = accepted_arguments(SDFTTrainer, config, model)
     trainer = SDFTTrainer(model.model_name_or_path, args=config, train_dataset=train, **arguments)
     fit_threads(trainer.model)
-    for each in (trainer.model, trainer.teacher_model):  # one model if there is an adapter
-        share_prompts(each)
+    share_prompts(trainer)
     train_with_trl(trainer, "distilling", script, config, model)
 
 

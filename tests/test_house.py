@@ -36,7 +36,7 @@ FLOORS = [
     {"publishing"},
     {"recipe"},
     {"planning"},
-    {"trainers"},
+    {"trainers", "any_trainer"},
     {"grpo"},
     {method.room for method in METHODS[1:]},
     {"cli"},

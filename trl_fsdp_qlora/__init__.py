@@ -22,7 +22,7 @@ elif "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by `accelerate launch`
 __version__ = "0.1.0"
 
 # Public names, by the module that has them. A type checker reads those below instead.
-_EXPORTS = {"share_prompts": "prefix_sharing.sharing"}
+_EXPORTS = {"share_prompts": "any_trainer.sharing"}
 for _method in METHODS:
     _EXPORTS[_method.config] = f"{_method.room}.config"
     _EXPORTS[_method.trainer] = f"{_method.room}.trainer"
@@ -32,11 +32,11 @@ __all__ = sorted([*_EXPORTS, "__version__"])
 if TYPE_CHECKING:
     from .a_star_po.config import AStarPOConfig as AStarPOConfig
     from .a_star_po.trainer import AStarPOTrainer as AStarPOTrainer
+    from .any_trainer.sharing import share_prompts as share_prompts
     from .dpo.config import EfficientDPOConfig as EfficientDPOConfig
     from .dpo.trainer import EfficientDPOTrainer as EfficientDPOTrainer
     from .grpo.config import EfficientGRPOConfig as EfficientGRPOConfig
     from .grpo.trainer import EfficientGRPOTrainer as EfficientGRPOTrainer
-    from .prefix_sharing.sharing import share_prompts as share_prompts
     from .rloo.config import EfficientRLOOConfig as EfficientRLOOConfig
     from .rloo.trainer import EfficientRLOOTrainer as EfficientRLOOTrainer
     from .t_spmo.config import TSPMOConfig as TSPMOConfig

@@ -33,6 +33,7 @@ ELSEWHERE = {
     "accelerate, where mixed precision keeps the forward that it wraps": "_original_forward",
     "TRL, of the DPO trainer": "_is_vision_dataset",
     "TRL, of a GRPO trainer with tools": "_async_tool_dicts _sync_tool_dicts",
+    "TRL, of its SDPO and SDFT trainers": "_compute_teacher_student_logits _log_self_distillation_metric",
     "transformers, of training arguments": "_n_gpu",
     "vLLM, of its module of model loaders": "_LOAD_FORMAT_TO_MODEL_LOADER",
     "this package, a mark on a model whose weights FSDP2 keeps gathered": "_is_gathered",

@@ -21,6 +21,7 @@ from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import launch
 from tests.tiny import these_first, tool_tokenizer
 from trl_fsdp_qlora import share_prompts
+from trl_fsdp_qlora.any_trainer.sharing import models_of
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing, causal_language_model
 
 from .helpers import build, llava_processor, mean_token, tokenizer
@@ -179,22 +180,8 @@ def counted(monkeypatch):
     return calls
 
 
-def further_models(trainer) -> list:
-    """A reference or a teacher that is a model of its own."""
-    models = [getattr(trainer, name, None) for name in ("ref_model", "teacher_model")]
-    return [model for model in models if model is not None and model is not trainer.model]
-
-
-def share(trainer) -> None:
-    """As docs/share_prompts.md says it."""
-    share_prompts(trainer.model)
-    for model in further_models(trainer):
-        share_prompts(model)
-        model.config.use_cache = False
-
-
 def the_sharings(trainer) -> list[PromptSharing]:
-    return [causal_language_model(model).prompt_sharing for model in (trainer.model, *further_models(trainer))]
+    return [causal_language_model(model).prompt_sharing for model in models_of(trainer)]
 
 
 def assert_equal_steps(ours, stock):
@@ -220,7 +207,7 @@ def steps_of(trainer) -> list[dict]:
 def trained(trainer, shares: bool) -> list:
     """Train, after `share_prompts` if it `shares`; returns the gradients of each step."""
     if shares:
-        share(trainer)
+        share_prompts(trainer)
     recorder = Recorder()
     trainer.add_callback(recorder)
     torch.manual_seed(0)
@@ -346,3 +333,4 @@ def test_two_ranks(wrapper, tmp_path):
             assert ours["shared"] and ours["dtensors"] == stock["dtensors"] == (wrapper == "fsdp2")
             assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-5, abs=1e-6)
             assert_equal_steps(ours["gradients"], stock["gradients"])
+        assert results["sdpo", True]["not_in_tiles"] is None

@@ -35,6 +35,7 @@ from trl import ModelConfig
 
 import trl_fsdp_qlora
 
+from ..any_trainer.sharing import models_of, share_prompts
 from ..compat.trl import joined_images
 from ..errors import UserError
 from ..methods import METHODS
@@ -42,7 +43,7 @@ from ..planning.plan import changed, format_bytes, make_plan
 from ..planning.plan_vs_actual import longest_prompt
 from ..planning.settings import from_config
 from ..prefix_sharing.dropout import draws
-from ..prefix_sharing.sharing import PromptSharing, causal_language_model, install_sharing
+from ..prefix_sharing.sharing import PromptSharing, causal_language_model
 from ..recipe.arguments import ScriptArguments, parse_recipe
 from ..recipe.checks import check_recipe, check_teacher
 from ..recipe.episodes import agent_of
@@ -181,7 +182,7 @@ def compare(words: list[str]) -> int:
     computes_in_half = ours.args.tf32 or ours.accelerator.mixed_precision != "no"
     has_half_weights = any(p.dtype in (torch.bfloat16, torch.float16) for p in ours.model.parameters())
     # bitsandbytes computes 4-bit products without a gradient in bfloat16 on CPUs that have it, whatever is asked for.
-    has_4_bit_teacher = any(vars(each).get("is_loaded_in_4bit") for each in _models(ours)[1:])
+    has_4_bit_teacher = any(vars(each).get("is_loaded_in_4bit") for each in models_of(ours)[1:])
     in_half = computes_in_half or has_half_weights or has_4_bit_teacher
     equal, line = verdict(done, "half precision" if in_half else "float32")
     print(line)
@@ -342,8 +343,7 @@ def _trainers(method: Compared, script: Any, config: Any, model: Any, train: Any
     stock_config.__class__ = method.stock_config  # stock TRL reads its own fields alone
     if method.ours is method.stock:
         stock, ours = (_trls_own(method.stock, script, each, model, train) for each in (stock_config, config))
-        for each in _models(ours):
-            install_sharing(each)
+        share_prompts(ours)
         ours.sharing = causal_language_model(ours.model).prompt_sharing
     else:
         if method.makes_batch:
@@ -385,12 +385,6 @@ def _trls_own(cls: type, script: Any, config: Any, model: ModelConfig, train: An
     return trainer
 
 
-def _models(trainer: Any) -> list[torch.nn.Module]:
-    """The model that trains, and a reference or a teacher that is a model of its own."""
-    further = map(vars(trainer).get, ("ref_model", "teacher_model"))
-    return [trainer.model, *(each for each in further if each is not None and each is not trainer.model)]
-
-
 def _count_tokens(sharing: PromptSharing, tokens: Counter) -> None:
     """Let every call that `sharing` answers add its tokens to `tokens`, those that are computed and those padded."""
 
@@ -425,7 +419,7 @@ def _steps(method: Compared, trainers: dict[str, Any], steps: int) -> Iterator[S
     endless = itertools.chain.from_iterable(itertools.repeat(ours.get_train_dataloader()))
     tokens = Counter()
     if method.ours is method.stock:
-        for each in _models(ours):
+        for each in models_of(ours):
             _count_tokens(causal_language_model(each).prompt_sharing, tokens)
     for i in range(steps + 1):
         step = Step()

@@ -25,6 +25,7 @@ from trl.data_utils import prepare_multimodal_messages
 from trl.kernels import chunked_logprob
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from trl.models import unwrap_model_for_generation
+from trl.models.utils import _ForwardRedirection as ForwardRedirection
 from trl.trainer import grpo_trainer
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer

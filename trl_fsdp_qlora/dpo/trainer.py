@@ -34,7 +34,7 @@ class EfficientDPOTrainer(DPOTrainer):
     The trainer computes the same numbers in another way:
 
     - the passes of the policy and the reference model compute a prompt once per pair and skip padding
-      ([`trl_fsdp_qlora.prefix_sharing.sharing.share_prompts`]);
+      ([`trl_fsdp_qlora.any_trainer.sharing.share_prompts`]);
     - [`trl_fsdp_qlora.fsdp2_qlora.sharded`] trains under FSDP2 with a 4-bit base;
     - [`trl_fsdp_qlora.trainers.lifecycle`] times phases, writes whole checkpoints and prints a start-up block.
     """

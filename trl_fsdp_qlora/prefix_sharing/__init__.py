@@ -1,6 +1,6 @@
 """Compute each shared token once, and no padding; exact for any transformer with causal attention."""
 
 from .facts import position_limit
-from .sharing import CHOICES, PrefixSharingError, PromptSharing, install_sharing, share_prompts
+from .sharing import CHOICES, PrefixSharingError, PromptSharing, install_sharing
 
-__all__ = ["CHOICES", "PrefixSharingError", "PromptSharing", "install_sharing", "position_limit", "share_prompts"]
+__all__ = ["CHOICES", "PrefixSharingError", "PromptSharing", "install_sharing", "position_limit"]

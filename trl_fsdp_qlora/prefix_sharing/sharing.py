@@ -1,4 +1,4 @@
-"""`share_prompts(model)` computes equal beginnings of a batch's rows once.
+"""`PromptSharing`: a model that computes equal beginnings of a batch's rows once.
 
 TRL's trainers score with `model(..., labels=labels, fused_lm_head=True)`, or call the model for logits or classes, or
 its backbone for last hidden states. [`PromptSharing`] stands in front of the fused forward and of the backbone's, and
@@ -50,52 +50,6 @@ CHOICES = ("auto", "off", *BACKENDS)
 LEAST_SAVED = 0.05
 
 
-def share_prompts(
-    model: nn.Module,
-    *,
-    attention: str = "auto",
-    temperature: float = 1.0,
-    outputs: tuple[str, ...] = ("log_probs", "entropy"),
-    lm_head_kernel: str = "auto",
-) -> nn.Module:
-    """Compute equal beginnings of a batch's rows once.
-
-    This changes every call of `model` with `fused_lm_head=True`, and every call of `model` or of its backbone for
-    logits, classes, a loss or last hidden states, that neither reads a cache nor returns one.
-
-        trainer = trl.DPOTrainer(...)
-        share_prompts(trainer.model)
-
-    Such a call returns what it returned before, equal up to rounding at every position that the attention mask keeps.
-    Last hidden states are zero at the others. A call that asks for more (`generate`, a cache, all hidden states) runs
-    the model's own forward. Calling `share_prompts` twice changes nothing, and `attention="off"` takes everything
-    back: the forwards, the head if it was added here, the attention implementation, the recurrent layers' forwards
-    and the hooks.
-
-    Args:
-        model: a causal language model or a classifier as TRL's trainers hold it: with or without PEFT, before or after
-            it was wrapped. A language model without TRL's fused head gets one.
-        attention: `"auto"`, `"off"`, or the name of an attention backend ([`attention.backends.BACKENDS`]). `"auto"`
-            packs rows if that is exact; otherwise the pass runs as in stock TRL, and the reason is logged once. A
-            backend that is named is used, or an error is raised; except that a call without `fused_lm_head` which
-            cannot be packed runs as in stock TRL.
-        temperature: divisor of the logits in the head that a model without TRL's fused head gets.
-        outputs: the fields of `FusedCausalLMOutput` that this head computes, as in TRL.
-        lm_head_kernel: the kernel that scores the tokens: `"trl"`, `"frozen"` or `"auto"`, see
-            [`trl_fsdp_qlora.scoring.logprobs.choose_head_kernel`].
-
-    Returns:
-        `model`.
-
-    Raises:
-        PrefixSharingError: `attention` is not known, or the backend that it names cannot serve this model.
-    """
-    install_sharing(
-        model, attention=attention, temperature=temperature, outputs=outputs, lm_head_kernel=lm_head_kernel
-    )
-    return model
-
-
 def install_sharing(
     model: nn.Module,
     *,
@@ -107,9 +61,11 @@ def install_sharing(
     compares: bool = True,
     expects_images: bool = False,
 ) -> "PromptSharing":
-    """[`share_prompts`] for the trainers of this package.
+    """Let a model compute equal beginnings of a batch's rows once, or take that back with `attention="off"`.
 
     Args:
+        model, attention, temperature, outputs, lm_head_kernel: see
+            [`trl_fsdp_qlora.any_trainer.sharing.share_prompts`].
         entropy_gradient: whether the entropy's gradient may be needed; not every kernel has it.
         compares: whether the first pass is compared with stock TRL's from inside the forward. A trainer that also
             compares gradients calls [`PromptSharing.compare_with_stock`] instead.

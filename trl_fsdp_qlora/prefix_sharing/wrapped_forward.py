@@ -53,7 +53,7 @@ class WrappedForward:
         """Wrap the model's fused forward, unless it is wrapped already.
 
         Args:
-            temperature, outputs: of the head that a model without TRL's gets, see [`sharing.share_prompts`].
+            temperature, outputs: of the head that a model without TRL's gets, see [`sharing.install_sharing`].
         """
         if not isinstance(self.base, PreTrainedModel):
             return

@@ -1,0 +1,210 @@
+"""SDPO's and SDFT's losses in tiles: equal to stock TRL's on whole logits, which nobody holds."""
+
+import logging
+
+import pytest
+import torch
+import transformers as tf
+from peft import LoraConfig, PromptTuningConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from trl.experimental import sdft, sdpo
+
+from tests.prefix_sharing.helpers import small
+from tests.prefix_sharing.test_every_trainer import assert_equal_steps, make_trainer, save_base, steps_of, trained
+from trl_fsdp_qlora import share_prompts
+from trl_fsdp_qlora.any_trainer import self_distillation
+from trl_fsdp_qlora.any_trainer.self_distillation import LossInTiles
+
+TOP_K = {"distillation_mode": "topk_logits", "distillation_topk": 5, "distillation_alpha": 0.5}
+TAIL = TOP_K | {"distillation_add_tail": True}
+WHOLE = {"distillation_mode": "full_logits", "distillation_topk": None, "distillation_alpha": 0.3}
+SAMPLED = {"distillation_mode": "sampled_token", "distillation_topk": None, "distillation_alpha": 1.0}
+TWICE = {"num_iterations": 2}  # the second step corrects for the first by old log-probabilities
+BASE = {"teacher_model_kind": "base"}
+WARM = {"temperature": 0.7}
+TILE = 3  # tokens
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    vocabulary = 67  # of the models of helpers.build
+    monkeypatch.setattr(self_distillation, "TILE_ELEMENTS", TILE * vocabulary + 1)
+
+
+def both(kind, folder, adapter, **changes):
+    """The steps and gradients of stock's trainer and of one that shares prompts, and that one."""
+    runs = []
+    for shares in (False, True):
+        trainer = make_trainer(kind, folder / "base", adapter, folder / "out", **changes)
+        gradients = trained(trainer, shares)
+        runs.append((steps_of(trainer), gradients))
+    return *runs, trainer
+
+
+def assert_equal(stock, ours):
+    (stock_steps, stock_gradients), (steps, gradients) = stock, ours
+    assert len(steps) == len(stock_steps) == 2
+    for step, of_stock in zip(steps, stock_steps, strict=True):
+        assert step == pytest.approx(of_stock, rel=1e-3, abs=1e-5)
+    assert_equal_steps(gradients, stock_gradients)
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter", "changes"),
+    [
+        ("sdft", True, TOP_K | TWICE),
+        ("sdft", False, TAIL | WARM),
+        ("sdft", True, WHOLE | {"num_loss_tokens_to_skip": 2}),
+        ("sdft", False, SAMPLED),
+        ("sdpo", False, TOP_K | {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}),
+        ("sdpo", True, WHOLE | WARM | {"distillation_is_clip": None} | TWICE),
+        ("sdpo", True, SAMPLED | TWICE | WARM),
+    ],
+)
+def test_equals_stock(kind, adapter, changes, tmp_path):
+    save_base(kind, "qwen3", tmp_path / "base")
+    stock, ours, trainer = both(kind, tmp_path, adapter, **changes)
+    assert isinstance(trainer, LossInTiles) and trainer._why_not_in_tiles() is None
+    assert_equal(stock, ours)
+
+
+@pytest.mark.parametrize(
+    ("model", "softcap", "scale"), [("gemma2", 9.0, 1), (small("Cohere", logit_scale=0.5), None, 0.5)]
+)
+def test_logits_that_a_model_changes(model, softcap, scale, tmp_path):
+    save_base("sdft", model, tmp_path / "base")
+    stock, ours, trainer = both("sdft", tmp_path, False, **WHOLE)
+    head = trainer._head(trainer.model)
+    assert (head.softcap, head.logit_scale) == (softcap, scale)
+    assert trainer._why_not_in_tiles() is None
+    assert_equal(stock, ours)
+
+
+class MostLogits(TorchDispatchMode):
+    """The most rows of logits, `(..., vocabulary)`, that any result has."""
+
+    def __init__(self, vocabulary: int):
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.rows = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.ndim and x.shape[-1] == self.vocabulary:
+                self.rows = max(self.rows, x.numel() // self.vocabulary)
+        return result
+
+
+@pytest.mark.parametrize("kind", ["sdft", "sdpo"])
+def test_nobody_holds_the_logits_of_all_completions(kind, tmp_path, monkeypatch):
+    tile = 40  # more than the hidden size, since the head's transposed weight looks like logits
+    monkeypatch.setattr(self_distillation, "TILE_ELEMENTS", tile * 67)
+    save_base(kind, "qwen3", tmp_path / "base")
+    rows = {}
+    for shares in (False, True):
+        trainer = make_trainer(kind, tmp_path / "base", True, tmp_path / "out", **TOP_K | TWICE | BASE)
+        if shares:
+            share_prompts(trainer)
+        batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+        trainer.current_gradient_accumulation_steps = 1
+        most = MostLogits(trainer.model.config.vocab_size)
+        with most:
+            trainer._compute_rollout_logps(
+                *(batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"))
+            )
+            trainer.compute_loss(trainer.model, batch).backward()
+        rows[shares] = most.rows
+    assert rows[False] >= batch["completion_ids"].numel() == 48
+    assert rows[True] == tile
+
+
+def test_a_batch_without_tokens_has_gradients_of_zero(tmp_path):
+    """A rank whose completions teach nothing takes part in the backward."""
+    save_base("sdpo", "qwen3", tmp_path / "base")
+    trainer = share_prompts(make_trainer("sdpo", tmp_path / "base", True, tmp_path / "out", **BASE))
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    trainer.current_gradient_accumulation_steps = 1
+    batch["self_distillation_mask"] = torch.zeros(8)
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    assert loss == 0 and trainer._metrics["train"]["self_distillation/distillation_loss"] == [0.0]
+    gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+    assert gradients and not any(gradient.any() for gradient in gradients)
+
+
+def test_half_precision_is_as_near_to_float32_as_stocks(tmp_path):
+    save_base("sdft", "qwen3", tmp_path / "base")
+    _, (_, exact) = both("sdft", tmp_path, False, **WHOLE)[:2]
+    (_, stock), (_, ours), trainer = both("sdft", tmp_path, False, **WHOLE, bf16=True)
+    assert trainer.accelerator.mixed_precision == "bf16" and trainer._why_not_in_tiles() is None
+
+    def distance(gradients):
+        """Of the first step, whose completions are the same; relative to the norm."""
+        apart = sum((a - b).square().sum() for a, b in zip(gradients[0], exact[0], strict=True))
+        return (apart / sum(b.square().sum() for b in exact[0])).sqrt()
+
+    assert 0 < distance(ours) < 1.5 * distance(stock) < 0.5
+
+
+class OwnLoss(sdft.SDFTTrainer):
+    def _compute_self_distillation_loss(self, model, inputs, distillation_logits):
+        assert distillation_logits.student_logits.shape[-1] == 67
+        return super()._compute_self_distillation_loss(model, inputs, distillation_logits)
+
+
+def blend(monkeypatch):
+    return "sdpo", {"distillation_weight": 0.5}, True, "with distillation_weight below 1"
+
+
+def own_loss(monkeypatch):
+    monkeypatch.setattr(sdft, "SDFTTrainer", OwnLoss)
+    monkeypatch.setitem(
+        make_trainer.__globals__["TRAINERS"], "sdft",
+        (OwnLoss, *make_trainer.__globals__["TRAINERS"]["sdft"][1:]),
+    )  # fmt: skip
+    return "sdft", {}, True, "OwnLoss has its own _compute_self_distillation_loss"
+
+
+def adapted_head(monkeypatch):
+    config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    monkeypatch.setitem(make_trainer.__globals__, "adapters", lambda: config)
+    return "sdft", {}, True, "a model is more than a backbone and a linear head"
+
+
+def virtual_tokens(monkeypatch):
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    monkeypatch.setitem(make_trainer.__globals__, "adapters", lambda: config)
+    return "sdft", {}, True, "a model is more than a backbone and a linear head"
+
+
+@pytest.mark.parametrize("case", [blend, own_loss, adapted_head, virtual_tokens])
+def test_what_runs_as_in_stock_trl_says_why(case, tmp_path, monkeypatch, caplog):
+    kind, changes, adapter, reason = case(monkeypatch)
+    save_base(kind, "qwen3", tmp_path / "base")
+    with caplog.at_level(logging.WARNING):
+        stock, ours, _ = both(kind, tmp_path, adapter, **changes)
+    lines = [record.message for record in caplog.records if "held whole" in record.message]
+    assert len(lines) == 1 and reason in lines[0]
+    assert_equal(stock, ours)
+
+
+def test_off_takes_the_methods_back(tmp_path):
+    save_base("sdpo", "qwen3", tmp_path / "base")
+    trainer = make_trainer("sdpo", tmp_path / "base", True, tmp_path / "out")
+    for _ in range(2):
+        assert share_prompts(trainer) is trainer
+        assert isinstance(trainer, LossInTiles) and isinstance(trainer, sdpo.SDPOTrainer)
+        assert type(trainer).__name__ == "SDPOTrainer"
+    for _ in range(2):
+        share_prompts(trainer, attention="off")
+        assert type(trainer) is sdpo.SDPOTrainer
+
+
+def test_a_teacher_of_its_own_is_shared(tmp_path):
+    save_base("sdft", "qwen3", tmp_path / "base")
+    trainer = make_trainer("sdft", tmp_path / "base", False, tmp_path / "out")
+    assert isinstance(trainer.teacher_model, tf.PreTrainedModel) and trainer.teacher_model is not trainer.model
+    share_prompts(trainer)
+    assert trainer.teacher_model.prompt_sharing.is_active and not trainer.teacher_model.config.use_cache

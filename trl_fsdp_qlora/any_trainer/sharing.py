@@ -1,0 +1,74 @@
+"""`share_prompts`, the one line for any trainer of TRL's, and for a model without a trainer."""
+
+from typing import TypeVar
+
+from torch import nn
+from transformers import Trainer
+
+from ..prefix_sharing.sharing import causal_language_model, install_sharing
+from . import self_distillation
+
+Shared = TypeVar("Shared", nn.Module, Trainer)
+
+
+def share_prompts(
+    shared: Shared,
+    *,
+    attention: str = "auto",
+    temperature: float = 1.0,
+    outputs: tuple[str, ...] = ("log_probs", "entropy"),
+    lm_head_kernel: str = "auto",
+) -> Shared:
+    """Compute equal beginnings of a batch's rows once.
+
+        trainer = trl.DPOTrainer(...)
+        share_prompts(trainer)
+
+    This changes every call of a model with `fused_lm_head=True`, and every call of a model or of its backbone for
+    logits, classes, a loss or last hidden states, that neither reads a cache nor returns one.
+
+    Such a call returns what it returned before, equal up to rounding at every position that the attention mask keeps.
+    Last hidden states are zero at the others. A call that asks for more (`generate`, a cache, all hidden states) runs
+    the model's own forward. Calling `share_prompts` twice changes nothing, and `attention="off"` takes everything
+    back: the forwards, the head if it was added here, the attention implementation, the recurrent layers' forwards,
+    the hooks and the trainer's methods.
+
+    Args:
+        shared: a trainer of TRL's, or a model: a causal language model or a classifier as TRL's trainers hold it, with
+            or without PEFT, before or after it was wrapped. A language model without TRL's fused head gets one. Of a
+            trainer, its model is shared, and a reference or teacher that is a model of its own; `config.use_cache` of
+            that one becomes `False`, because a call that returns a cache is not shared. The losses of SDPO and SDFT
+            are then computed a tile of tokens at a time ([`self_distillation`]).
+        attention: `"auto"`, `"off"`, or the name of an attention backend
+            ([`trl_fsdp_qlora.prefix_sharing.attention.backends.BACKENDS`]). `"auto"` packs rows if that is exact;
+            otherwise the pass runs as in stock TRL, and the reason is logged once. A backend that is named is used, or
+            an error is raised; except that a call without `fused_lm_head` which cannot be packed runs as in stock TRL.
+        temperature: divisor of the logits in the head that a model without TRL's fused head gets.
+        outputs: the fields of `FusedCausalLMOutput` that this head computes, as in TRL.
+        lm_head_kernel: the kernel that scores the tokens: `"trl"`, `"frozen"` or `"auto"`, see
+            [`trl_fsdp_qlora.scoring.logprobs.choose_head_kernel`].
+
+    Returns:
+        `shared`.
+
+    Raises:
+        PrefixSharingError: `attention` is not known, or the backend that it names cannot serve this model.
+    """
+    for model in models_of(shared) if isinstance(shared, Trainer) else [shared]:
+        install_sharing(
+            model, attention=attention, temperature=temperature, outputs=outputs, lm_head_kernel=lm_head_kernel
+        )
+    if isinstance(shared, Trainer):
+        for model in models_of(shared)[1:]:
+            causal_language_model(model).config.use_cache = False
+        if attention == "off":
+            self_distillation.use_whole_logits(shared)
+        else:
+            self_distillation.use_tiles(shared)
+    return shared
+
+
+def models_of(trainer: Trainer) -> list[nn.Module]:
+    """The model that trains, and a reference or a teacher that is a model of its own."""
+    further = map(vars(trainer).get, ("ref_model", "teacher_model"))
+    return [trainer.model, *(x for x in further if isinstance(x, nn.Module) and x is not trainer.model)]
