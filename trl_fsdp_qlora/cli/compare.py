@@ -1,11 +1,11 @@
 """usage: trl-fsdp-qlora compare --config FILE.yaml [--trainer NAME] [--steps 3] [any field]
 
 Takes a few steps of a recipe with stock TRL's trainer and with this package's, in one process, on the same prompts,
-completions, rewards (or preference pairs) and weights. NAME is grpo, rloo or dpo; or kto, reward, cpo, orpo, sdft,
-sdpo or distillation, for which this package's is TRL's own after `share_prompts`. Prints losses and gradients of both,
-seconds of scoring and of loss and backward, and how many of the padded tokens this package computes. Without --trainer
-it is the one whose fields the recipe has, and GRPO if several would do. Nothing is saved of the training, and the
-recipe's output_dir is left alone.
+completions, rewards (or preference pairs) and weights. NAME is grpo, rloo or dpo; or kto, reward, cpo, orpo, tpo,
+sdft, sdpo, distillation, online_dpo, gkd, gold or iw_opd, for which this package's is TRL's own after `share_prompts`.
+Prints losses and gradients of both, seconds of scoring and of loss and backward, and how many of the padded tokens
+this package computes. Without --trainer it is the one whose fields the recipe has, and GRPO if several would do.
+Nothing is saved of the training, and the recipe's output_dir is left alone.
 The exit status is 0 if both are equal within rounding, 1 if they are not, and 2 for input that cannot be compared.
 """
 
@@ -29,7 +29,8 @@ from unittest.mock import patch
 
 import torch
 import trl
-from transformers import TrainerCallback
+from datasets import Dataset
+from transformers import TrainerCallback, set_seed
 from transformers.utils import logging
 from trl import ModelConfig
 
@@ -64,14 +65,50 @@ from .scripts import LAUNCHER, config_of, have_all_fields, script_of, with_recip
 STOCK, OURS = "stock TRL", "this package"
 _PLANNED_PROMPTS = 64  # number of training prompts whose lengths are read
 PHASES = ("scoring", "loss and backward")
+WITH_DRAWS = "drawing, loss and backward"  # of a trainer whose `training_step` draws
+IN_STEP = "training_step"
+
+
+def _pairs(script: PairScriptArguments) -> Dataset:
+    """Preference pairs."""
+    if must_be_made(script.pairs):
+        raise UserError(f"pairs={script.pairs}: no such file; `trl-fsdp-qlora dpo` with this recipe writes it")
+    return read_pairs(script.pairs, script.dataset_split)
+
+
+def _triples(script: PairScriptArguments) -> Dataset:
+    """Preference pairs with a third answer."""
+    pairs = _pairs(script)
+    if "reference" not in pairs.column_names:
+        raise UserError(f"pairs={script.pairs}: TPO trains on a third answer, too; add the column `reference`")
+    return pairs
+
+
+def _prompts(script: ScriptArguments) -> Dataset:
+    return load_data(script)[0]
+
+
+def _dialogues(script: ScriptArguments) -> Dataset:
+    """`messages` that end in a problem's answer."""
+    problems = _prompts(script).filter(lambda row: row.get("answer") is not None)
+    if not len(problems):
+        raise UserError(f"dataset={script.dataset}: no problem has an answer, with which a conversation would end")
+
+    def dialogue(row: dict) -> dict:
+        prompt = row["prompt"]
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return {"messages": [*asked, {"role": "assistant", "content": str(row["answer"])}]}
+
+    return problems.map(dialogue, remove_columns=problems.column_names)
 
 
 @dataclass(frozen=True)
 class Compared:
     """Stock TRL's trainer and this package's, their configs, and the arguments of its recipes.
 
-    If both are one class, this package's is that class after `share_prompts`. `makes_batch` is the method that draws
-    completions and returns the batch of a step; it is empty for a trainer that takes its rows from the data alone.
+    If both are one class, this package's is that class after `share_prompts`. `data` reads the rows of a recipe.
+    `makes_batch` is the method that draws completions and returns the batch of a step; it is empty for a trainer that
+    takes its rows from the data alone, and `IN_STEP` for one that draws while it trains.
     """
 
     stock: type
@@ -79,6 +116,7 @@ class Compared:
     stock_config: type
     config: type
     script: type
+    data: Callable[[Any], Dataset]
     makes_batch: str = ""
 
 
@@ -88,18 +126,27 @@ class TrlsOwn(NamedTuple):
     module: str
     prefix: str
     script: type
+    data: Callable[[Any], Dataset]
     makes_batch: str = ""
 
 
 TRLS_OWN = {
-    "kto": TrlsOwn("trl", "KTO", DPOScriptArguments),
-    "reward": TrlsOwn("trl", "Reward", DPOScriptArguments),
-    "cpo": TrlsOwn("trl.experimental.cpo", "CPO", PairScriptArguments),
-    "orpo": TrlsOwn("trl.experimental.orpo", "ORPO", PairScriptArguments),
-    "sdft": TrlsOwn("trl.experimental.sdft", "SDFT", SDFTScriptArguments, "_prepare_training_batch"),
-    "sdpo": TrlsOwn("trl.experimental.sdpo", "SDPO", ScriptArguments, "_prepare_training_batch"),
-    "distillation": TrlsOwn("trl", "Distillation", ScriptArguments, "_generate_and_score_completions"),
+    "kto": TrlsOwn("trl", "KTO", DPOScriptArguments, _pairs),
+    "reward": TrlsOwn("trl", "Reward", DPOScriptArguments, _pairs),
+    "cpo": TrlsOwn("trl.experimental.cpo", "CPO", PairScriptArguments, _pairs),
+    "orpo": TrlsOwn("trl.experimental.orpo", "ORPO", PairScriptArguments, _pairs),
+    "tpo": TrlsOwn("trl.experimental.tpo", "TPO", DPOScriptArguments, _triples),
+    "sdft": TrlsOwn(
+        "trl.experimental.sdft", "SDFT", SDFTScriptArguments, privileged_prompts, "_prepare_training_batch"
+    ),
+    "sdpo": TrlsOwn("trl.experimental.sdpo", "SDPO", ScriptArguments, _prompts, "_prepare_training_batch"),
+    "distillation": TrlsOwn("trl", "Distillation", ScriptArguments, _prompts, "_generate_and_score_completions"),
+    "online_dpo": TrlsOwn("trl.experimental.online_dpo", "OnlineDPO", ScriptArguments, _prompts, IN_STEP),
+    "gkd": TrlsOwn("trl.experimental.gkd", "GKD", ScriptArguments, _dialogues, IN_STEP),
+    "gold": TrlsOwn("trl.experimental.gold", "GOLD", ScriptArguments, _dialogues, IN_STEP),
+    "iw_opd": TrlsOwn("trl.experimental.iw_opd", "IWOPD", ScriptArguments, _dialogues, IN_STEP),
 }
+LEFT_OUT = {"a2po": "before its first step it draws num_value_samples completions for each training prompt"}
 COMPARED = (*(method.command for method in METHODS if method.stock), *TRLS_OWN)
 
 
@@ -108,7 +155,7 @@ def compared(name: str) -> Compared:
     if name in TRLS_OWN:
         own = TRLS_OWN[name]
         trainer, config = attrgetter(f"{own.prefix}Trainer", f"{own.prefix}Config")(import_module(own.module))
-        return Compared(trainer, trainer, config, config, own.script, own.makes_batch)
+        return Compared(trainer, trainer, config, config, *own[2:])
     method = next(method for method in METHODS if method.command == name)
     return Compared(
         getattr(trl, f"{method.stock}Trainer"),
@@ -116,6 +163,7 @@ def compared(name: str) -> Compared:
         getattr(trl, f"{method.stock}Config"),
         config_of(method),
         script_of(method),
+        _pairs if method.is_paired else _prompts,
         "" if method.is_paired else "_generate_and_score_completions",
     )
 
@@ -158,7 +206,7 @@ def compare(words: list[str]) -> int:
     logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as folder:
         method, script, config, model, count = _parsed(words, folder)
-        train = _data(method, script)
+        train = method.data(script)
         trainers = _trainers(method, script, config, model, train)
         if method.makes_batch and method.ours is not method.stock:
             _warn_of_padded_bytes(script, config, model, train, trainers[OURS].processing_class)
@@ -168,7 +216,7 @@ def compare(words: list[str]) -> int:
             if number:
                 done.append(step)
     ours = trainers[OURS]
-    for phase in PHASES:
+    for phase in (*PHASES, WITH_DRAWS):
         if (OURS, phase) not in done[0].seconds:
             continue
         stock_seconds = statistics.median(step.seconds[STOCK, phase] for step in done)
@@ -180,7 +228,8 @@ def compare(words: list[str]) -> int:
         print(f"tokens computed by this package's {which}: {statistics.mean(fractions):.1%} of the padded ones")
     print(f"medians of {len(done)}, stock TRL first; {ours.sharing.describe()}")
     computes_in_half = ours.args.tf32 or ours.accelerator.mixed_precision != "no"
-    has_half_weights = any(p.dtype in (torch.bfloat16, torch.float16) for p in ours.model.parameters())
+    parameters = (p for each in models_of(ours) for p in each.parameters())
+    has_half_weights = any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters)
     # bitsandbytes computes 4-bit products without a gradient in bfloat16 on CPUs that have it, whatever is asked for.
     has_4_bit_teacher = any(vars(each).get("is_loaded_in_4bit") for each in models_of(ours)[1:])
     in_half = computes_in_half or has_half_weights or has_4_bit_teacher
@@ -213,7 +262,7 @@ def _parsed(words: list[str], folder: str) -> tuple[Compared, ScriptArguments, A
     check_recipe(script, config, model)
     if name == "reward":
         model.lora_task_type = "SEQ_CLS"  # PEFT then trains the new head, too
-    if name == "distillation":
+    if "teacher_model" in inspect.signature(method.stock.__init__).parameters:
         check_teacher(config.teacher_model_name_or_path)
     for name, value, why in _LEVELLED:
         holder = model if name == "lora_dropout" else config
@@ -237,19 +286,9 @@ def trainer_of_recipe(words: list[str], trainer: str | None) -> str:
         trls = (name for name, own in TRLS_OWN.items() if have_all_fields(words, compared(name).config, own.script))
         command = next(itertools.chain(ours, trls), "grpo")
     if command not in COMPARED:
-        raise UserError(f"a recipe of {command} cannot be compared: compare takes recipes of {', '.join(COMPARED)}")
+        why = f" ({LEFT_OUT[command]})" if command in LEFT_OUT else ""
+        raise UserError(f"a recipe of {command} cannot be compared{why}: compare takes those of {', '.join(COMPARED)}")
     return command
-
-
-def _data(method: Compared, script: Any) -> Any:
-    """The training data of a recipe as its trainers take it."""
-    if method.script is SDFTScriptArguments:
-        return privileged_prompts(script)
-    if not issubclass(method.script, PairScriptArguments):
-        return load_data(script)[0]
-    if must_be_made(script.pairs):
-        raise UserError(f"pairs={script.pairs}: no such file; `trl-fsdp-qlora dpo` with this recipe writes it")
-    return read_pairs(script.pairs, script.dataset_split)
 
 
 @dataclass
@@ -430,7 +469,7 @@ def _steps(method: Compared, trainers: dict[str, Any], steps: int) -> Iterator[S
             for name, weight in _trainable(trainers[STOCK]).items():
                 weight.copy_(weights[name])
         order = [STOCK, OURS] if i % 2 else [OURS, STOCK]
-        if method.makes_batch:
+        if method.makes_batch not in ("", IN_STEP):
             # The sampler yields the prompts of a generation batch once for every time that the batch is used.
             uses = _slices(ours) * vars(ours).get("num_iterations", 1)
             rows, *_ = itertools.islice(endless, uses)
@@ -439,13 +478,15 @@ def _steps(method: Compared, trainers: dict[str, Any], steps: int) -> Iterator[S
             batches = list(itertools.islice(endless, args.gradient_accumulation_steps))
             parts = {who: copy.deepcopy(batches) for who in order}
         tokens.clear()
+        draws_in_step = method.makes_batch == IN_STEP
         for who in order:
             trainer = trainers[who]
-            torch.manual_seed(args.seed)
+            set_seed(args.seed)  # what a step draws is the same for both
             trainer.optimizer.zero_grad()
+            prepare = trainer._prepare_inputs if draws_in_step else lambda part: part
             with (
-                patch.multiple(trainer, _prepare_inputs=lambda part: part),
-                _timed(trainer, step, who, "loss and backward"),
+                patch.object(trainer, "_prepare_inputs", prepare),
+                _timed(trainer, step, who, WITH_DRAWS if draws_in_step else "loss and backward"),
             ):
                 losses = [trainer.training_step(trainer.model_wrapped, part, None) for part in parts[who]]
             step.losses[who] = sum(losses).item()

@@ -155,7 +155,8 @@ def check_values(values: Namespace) -> None:
     if lines:
         raise ConfigError(lines[0])
     group = vars(values).get("num_generations")
-    if not group or group < 1:
+    # Without `steps_per_generation` (GOLD, IW-OPD) a generation batch counts prompts, and the config checks it itself.
+    if not group or group < 1 or "steps_per_generation" not in values:
         return
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     micro_batches = processes * values.per_device_train_batch_size  # of all processes
