@@ -15,7 +15,7 @@ from peft import LoraConfig
 from PIL import Image
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
-from trl.experimental import a2po, cpo, gkd, gold, iw_opd, online_dpo, orpo, sdft, sdpo, tpo
+from trl.experimental import a2po, cpo, gkd, gmpo, gold, iw_opd, online_dpo, orpo, sdft, sdpo, tpo
 
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import launch
@@ -265,7 +265,7 @@ def answers(*texts) -> list[list[dict]]:
     return [[{"role": "assistant", "content": text}] for text in texts] * (8 // len(texts))
 
 
-# As in `TRAINERS`, all that take pictures; the first five call the fused head.
+# As in `TRAINERS`, all that take pictures; the first six call the fused head.
 SEEING = {
     "dpo": (
         trl.DPOTrainer, trl.DPOConfig, {},
@@ -282,6 +282,9 @@ SEEING = {
     "grpo": (
         trl.GRPOTrainer, trl.GRPOConfig, DRAWS | {"num_generations": 4, "beta": 0.1}, with_pictures,
         {"reward_funcs": mean_token},
+    ),
+    "gmpo": (
+        gmpo.GMPOTrainer, gmpo.GMPOConfig, DRAWS | {"num_generations": 4}, with_pictures, {"reward_funcs": mean_token},
     ),
     "distillation": (trl.DistillationTrainer, trl.DistillationConfig, DRAWS, with_pictures, {"teacher_model": None}),
     "online_dpo": (*TRAINERS["online_dpo"][:3], with_pictures, {"reward_funcs": mean_token}),
