@@ -13,8 +13,8 @@ from trl.experimental import sdft, sdpo
 from tests.prefix_sharing.helpers import small
 from tests.prefix_sharing.test_every_trainer import assert_equal_steps, make_trainer, save_base, steps_of, trained
 from trl_fsdp_qlora import share_prompts
-from trl_fsdp_qlora.any_trainer import self_distillation
 from trl_fsdp_qlora.any_trainer.self_distillation import LossInTiles
+from trl_fsdp_qlora.scoring import sum_over_tiles
 
 TOP_K = {"distillation_mode": "topk_logits", "distillation_topk": 5, "distillation_alpha": 0.5}
 TAIL = TOP_K | {"distillation_add_tail": True}
@@ -29,7 +29,7 @@ TILE = 3  # tokens
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     vocabulary = 67  # of the models of helpers.build
-    monkeypatch.setattr(self_distillation, "TILE_ELEMENTS", TILE * vocabulary + 1)
+    monkeypatch.setattr(sum_over_tiles, "TILE_ELEMENTS", TILE * vocabulary + 1)
 
 
 def both(kind, folder, adapter, **changes):
@@ -100,7 +100,7 @@ class MostLogits(TorchDispatchMode):
 @pytest.mark.parametrize("kind", ["sdft", "sdpo"])
 def test_nobody_holds_the_logits_of_all_completions(kind, tmp_path, monkeypatch):
     tile = 40  # more than the hidden size, since the head's transposed weight looks like logits
-    monkeypatch.setattr(self_distillation, "TILE_ELEMENTS", tile * 67)
+    monkeypatch.setattr(sum_over_tiles, "TILE_ELEMENTS", tile * 67)
     save_base(kind, "qwen3", tmp_path / "base")
     rows = {}
     for shares in (False, True):

@@ -2,9 +2,8 @@
 
 Stock TRL's `_compute_teacher_student_logits` hands on the logits of all completions, `(B, C, V)` of the student and of
 the teacher. Here it hands on hidden states, `(B, C, H)`. The logits of both models exist for one tile of tokens, as
-long as TRL's own functions compute its loss and autograd its gradients by the hidden states and the head. These are
-summed in the forward: the loss is a sum over tokens whose weights are known, so that the backward only multiplies by
-its gradient. Nothing is projected twice.
+long as TRL's own functions compute its loss and autograd its gradients by the hidden states and the head
+([`trl_fsdp_qlora.scoring.sum_over_tiles`]). Nothing is projected twice.
 
 What TRL's methods do besides stays theirs: teachers, masks, prompts, generation, metrics.
 
@@ -13,14 +12,12 @@ Suffixes of shapes: B rows, C completion columns, N tokens of the loss, T those 
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
@@ -32,6 +29,7 @@ from ..prefix_sharing.packed_model import head_of
 from ..prefix_sharing.row_mask import telling
 from ..prefix_sharing.sharing import causal_language_model
 from ..prefix_sharing.wrapped_forward import ATTRIBUTE
+from ..scoring.sum_over_tiles import SumOverTiles, tiles_of
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +43,6 @@ _METHODS = (
     "_compute_rollout_logps",
     "_forward_logits",
 )
-# Elements of a tile of logits: 16 MiB in float32 on a CPU, and 128 MiB on a GPU, which wants few and large launches.
-TILE_ELEMENTS = 2**22
-TILE_ELEMENTS_GPU = 2**25
 
 
 def use_tiles(trainer: Trainer) -> None:
@@ -184,7 +179,8 @@ class LossInTiles:
                     student_TV, teacher_TV, ids_N[tile], None if old_N is None else old_N[tile]
                 )
 
-            loss, loss_N = _SumOverTiles.apply(loss_of_tile, weight_N, student_NH, *student_head[:2])
+            tiles = tiles_of(len(student_NH), len(student_head.weight_VH), device.type != "cpu")
+            loss, loss_N = SumOverTiles.apply(loss_of_tile, tiles, weight_N, student_NH, *student_head[:2])
         return loss, loss_N.sum() / max(len(loss_N), 1)
 
     def _compute_rollout_logps(self, prompt_ids, prompt_mask, completion_ids, completion_mask):
@@ -210,7 +206,7 @@ class LossInTiles:
             self._trls_functions.selective_log_softmax(
                 head.logits(hidden_NH[tile]).unsqueeze(0), ids_N[tile].unsqueeze(0)
             )
-            for tile in _tiles(hidden_NH, head.weight_VH)
+            for tile in tiles_of(len(hidden_NH), len(head.weight_VH), device.type != "cpu")
         ]
         return torch.cat(log_probs, dim=1).view_as(completion_ids).to(completion_ids.device)
 
@@ -276,56 +272,3 @@ def _hidden_states(
     if sharing is not None and sharing.wrapped_backbone.is_on:
         arguments = telling(arguments, kept=logits_to_keep + 1)
     return base.base_model(**arguments).last_hidden_state[:, -logits_to_keep - 1 : -1]
-
-
-def _tiles(hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> Iterator[slice]:
-    """Slices of N tokens whose logits under a head fit into a tile."""
-    elements = TILE_ELEMENTS if hidden_NH.device.type == "cpu" else TILE_ELEMENTS_GPU
-    size = max(1, elements // len(weight_VH))
-    return (slice(start, start + size) for start in range(0, len(hidden_NH), size))
-
-
-class _SumOverTiles(torch.autograd.Function):
-    """`(sum_N of weight · loss, loss_N)` of N tokens. Hidden states and head get the gradients of the sum.
-
-    Args:
-        loss_of_tile: `(tile, hidden_TH, weight_VH, bias_V)` to `loss_T`; `tile` is a slice of the N tokens.
-        weight_N: of the tokens.
-        hidden_NH, weight_VH, bias_V: of the student.
-    """
-
-    @staticmethod
-    def forward(ctx, loss_of_tile: Callable, weight_N, hidden_NH, weight_VH, bias_V):
-        needed = ctx.needs_input_grad[2:]
-        inputs = (hidden_NH, weight_VH, bias_V)
-        # Half precision would lose the head's gradients of later tiles in the sum of the earlier ones.
-        precision = torch.promote_types(hidden_NH.dtype, torch.float32)
-        gradients = [
-            torch.zeros_like(x, dtype=precision) if is_needed else None
-            for x, is_needed in zip(inputs, needed, strict=True)
-        ]
-        loss_N = torch.zeros_like(weight_N)
-        for tile in _tiles(hidden_NH, weight_VH):
-            of_tile = [None if x is None else x.detach() for x in (hidden_NH[tile], weight_VH, bias_V)]
-            of_tile = [x.requires_grad_() if n else x for x, n in zip(of_tile, needed, strict=True)]
-            with torch.set_grad_enabled(any(needed)):
-                loss_T = loss_of_tile(tile, *of_tile)
-                sum_of_tile = (loss_T * weight_N[tile]).sum()
-            loss_N[tile] = loss_T.detach()
-            if any(needed):
-                found = iter(
-                    torch.autograd.grad(sum_of_tile, [x for x in of_tile if x is not None and x.requires_grad])
-                )
-                for gradient, part in zip(gradients, (tile, slice(None), slice(None)), strict=True):
-                    if gradient is not None:
-                        gradient[part] += next(found)
-        ctx.save_for_backward(*gradients)
-        ctx.dtypes = [None if x is None else x.dtype for x in inputs]
-        ctx.mark_non_differentiable(loss_N)
-        return (loss_N * weight_N).sum(), loss_N
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_sum: torch.Tensor, _):
-        gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return None, None, *(None if x is None else (x * grad_sum).to(dtype) for x, dtype in gradients)

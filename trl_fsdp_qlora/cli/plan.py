@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..errors import UserError
 from ..run.one_line import OneLineParser, check_num_processes, stop_at_once, stop_by_exception
-from .scripts import config_of, method_of, script_of, with_recipe
+from .scripts import classes_of, with_recipe
 
 
 def _parser() -> OneLineParser:
@@ -24,6 +24,8 @@ def _parser() -> OneLineParser:
     parser.add_argument("--solve", action="store_true", help="also what is the most that fits, and the fewest cards")
     parser.add_argument("--json", action="store_true", help="the plan as JSON, bytes as numbers")
     parser.add_argument("--prompt_tokens", type=int, default=256, help="tokens of the longest prompt")
+    help_text = "tokens that the teacher of SDFT or SDPO reads besides a prompt"
+    parser.add_argument("--privileged_tokens", type=int, default=128, help=help_text)
     return parser
 
 
@@ -40,17 +42,18 @@ def plan(words: Sequence[str]) -> int:
     try:
         from ..planning import plan as planning
 
-        method = method_of(rest)
+        config, script = classes_of(rest)
         named = {word.partition("=")[0] for word in rest}
         planned = planning.plan_recipe(
             rest,
-            config_of(method),
+            config,
             options.accelerate_config,
             options.hardware,
             options.num_processes,
-            script=script_of(method),
+            script=script,
             counts_data=bool({"--dataset", "--pairs"} & named),
             prompt_tokens=options.prompt_tokens,
+            privileged_tokens=options.privileged_tokens,
         )
         lines = planning.changes_that_fit(planned) if not planned.fits and planned.enough_cards else []
         solved = _solve(planned) if options.solve else {}
@@ -90,8 +93,9 @@ def _solve(planned) -> dict:
     together = settings.gradient_accumulation_steps * settings.launch.processes
     rows = 1 if settings.is_paired else settings.num_generations // math.gcd(settings.num_generations, together)
     on_gpu = planned.hardware.gpu
-    with progress("solving", (3 if settings.is_paired else 6) + 4 * on_gpu, "searches") as bar:
-        at_most = {} if settings.is_paired else planning.most_that_fits(planned, bar.update)
+    has_groups = "num_generations" in settings.values
+    with progress("solving", (6 if has_groups else 3) + 4 * on_gpu, "searches") as bar:
+        at_most = planning.most_that_fits(planned, bar.update) if has_groups else {}
         batch = planning.largest(planned, "per_device_train_batch_size", rows)
         bar.update()
         longest = at_most[planning.HERE][length] if at_most else planning.largest(planned, length, 16)

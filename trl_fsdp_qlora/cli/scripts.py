@@ -77,12 +77,39 @@ def script_of(method: Method) -> type:
     return DPOScriptArguments if method.is_paired else ScriptArguments
 
 
-def refuse_other_trainers(path: str | None, methods: Sequence[Method] = METHODS) -> None:
-    """Raise a `UserError` if `path` is one of this package's recipes, but of a trainer that `methods` lack."""
+def refuse_other_trainers(path: str | None, methods: Sequence[Method] = METHODS, further: Sequence[str] = ()) -> None:
+    """Raise a `UserError` if `path` is one of this package's recipes, but of neither `methods` nor `further`.
+
+    `further` are commands that train with one of TRL's own trainers.
+    """
     recipe = next((each for each in all_recipes() if path and each.path == Path(path)), None)
-    if recipe is not None and recipe.command not in {method.command for method in methods}:
-        known = ", ".join(method.command for method in methods)
+    commands = (*(method.command for method in methods), *further)
+    if recipe is not None and recipe.command not in commands:
+        known = ", ".join(commands)
         raise UserError(f"{recipe.name} is a recipe of {recipe.command}; this command takes those of {known}")
+
+
+def classes_of(words: Sequence[str]) -> tuple[type, type]:
+    """The classes of config and script arguments of a recipe: those of [`method_of`], or of a trainer with a teacher.
+
+    These are TRL's own, and are imported only if no trainer of this package has all fields in `words`.
+    """
+    method = method_of(words)
+    classes = config_of(method), script_of(method)
+    if have_all_fields(words, *classes):
+        return classes
+    from ..recipe.arguments import ScriptArguments
+    from ..recipe.privileged import SDFTScriptArguments
+
+    for module, prefix, script in (
+        ("trl", "Distillation", ScriptArguments),
+        ("trl.experimental.sdft", "SDFT", SDFTScriptArguments),
+        ("trl.experimental.sdpo", "SDPO", ScriptArguments),
+    ):
+        config = getattr(import_module(module), f"{prefix}Config")
+        if have_all_fields(words, config, script):
+            return config, script
+    return classes
 
 
 def method_of(words: Sequence[str], methods: Sequence[Method] = METHODS) -> Method:

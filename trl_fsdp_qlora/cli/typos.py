@@ -15,6 +15,7 @@ from .scripts import LAUNCHER, refuse_other_trainers, with_recipe
 
 _PACKAGE = Path(__file__).parents[1]
 _TRAINING = tuple(method.room for method in METHODS)
+WITH_TEACHER = ("distillation", "sdft")
 # By command, the scripts in recipes/ whose options it takes. `doctor` is not here: it lists a typo among its findings.
 SCRIPTS = {
     **{method.command: (method.room,) for method in METHODS},
@@ -27,8 +28,8 @@ SCRIPTS = {
     "small-base": ("small_base",),
     "publish": (),
     "report": (),
-    "plan": _TRAINING,
-    "compare": (*_TRAINING, "distillation", "sdft"),
+    "plan": (*_TRAINING, *WITH_TEACHER),
+    "compare": (*_TRAINING, *WITH_TEACHER),
 }
 
 
@@ -75,6 +76,6 @@ def refuse_typos(command: str, module: str, words: list[str]) -> None:
     check_options(words, options)
     config = pop_options(with_recipe(words), ("--config",))[0].get("--config")
     if command == "plan":
-        refuse_other_trainers(config)
+        refuse_other_trainers(config, further=WITH_TEACHER)
     if config is not None:
         check_keys(read_yaml(config), keys, config)

@@ -71,6 +71,8 @@ def choices(settings: Settings, config: PretrainedConfig) -> tuple[bool, bool]:
 
     Of choices that cannot be, which end the run before it loads a model, neither is so.
     """
+    if settings.has_teacher:  # TRL's own engine gets all weights
+        return False, False
     base = settings.model
     kwargs = settings.vllm_engine_kwargs  # on a command line the field is JSON
     names = ("use_vllm", "rollout_sync", "vllm_share_base", "vllm_mode", "vllm_tensor_parallel_size")

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, PretrainedConfig
 
+from ..compat.memory import DIVERGENCE_TILE
 from ..fsdp2_qlora.grouped_product import SCRATCH_BYTES
 from ..scoring.frozen_head import TOKEN_TILE, TOKEN_TILE_GPU, VOCABULARY_CHUNK, VOCABULARY_CHUNK_GPU
 from ..token_tiles import Tiled, install, per_token, tile_size
@@ -188,7 +189,7 @@ def run_as_on_a_gpu(model: nn.Module) -> None:
         return torch.native_dropout(x, self.p, self.training)[0]
 
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, nn.Dropout) and module.p > 0:
             module.forward = MethodType(drop, module)
         config = vars(module).get("config")
         if isinstance(config, PretrainedConfig) and config._attn_implementation == ATTENTION:
@@ -283,3 +284,42 @@ class TrainedHead(torch.autograd.Function):
         if needs_weight:
             grad_weight = grad_weight.to(weight_VH.dtype)
         return grad_hidden, grad_weight, None
+
+
+class Divergence(torch.autograd.Function):
+    """TRL's `ChunkedDivergenceFunction` on a GPU: a tile of the student's logits and one of the teacher's."""
+
+    @staticmethod
+    def forward(ctx, student_NH, student_VH, teacher_NH, teacher_VH):
+        ctx.save_for_backward(student_NH, student_VH, teacher_NH, teacher_VH)
+        ctx.dtype = compute_dtype(student_NH)
+        tiles = _divergence_tiles(ctx.dtype, student_NH, student_VH, teacher_NH, teacher_VH)
+        del tiles
+        return student_NH.new_empty(len(student_NH), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx, grad_N):
+        student_NH, student_VH, teacher_NH, teacher_VH = ctx.saved_tensors
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_NH = student_NH.new_empty(student_NH.shape, dtype=torch.float32) if needs_hidden else None
+        grad_VH = student_VH.new_empty(student_VH.shape, dtype=torch.float32) if needs_weight else None
+        tiles = _divergence_tiles(ctx.dtype, student_NH, student_VH, teacher_NH, teacher_VH)
+        if ctx.dtype != torch.float32:
+            tiles.append(torch.empty_like(tiles[0], dtype=ctx.dtype))
+        del tiles
+        return (
+            None if grad_NH is None else grad_NH.to(student_NH.dtype),
+            None if grad_VH is None else grad_VH.to(student_VH.dtype),
+            None,
+            None,
+        )
+
+
+def _divergence_tiles(dtype: torch.dtype, student_NH, student_VH, teacher_NH, teacher_VH) -> list[torch.Tensor]:
+    """Two tiles of logits, and what the products cast to `dtype`."""
+    rows, columns = DIVERGENCE_TILE
+    rows = min(len(student_NH), rows)
+    tiles = [student_NH.new_empty(rows, columns, dtype=torch.float32) for _ in range(2)]
+    for hidden_NH, weight_VH in ((student_NH, student_VH), (teacher_NH, teacher_VH)):
+        tiles += [x.to(dtype) for x in (hidden_NH[:rows], weight_VH[:columns]) if x.dtype != dtype]
+    return tiles

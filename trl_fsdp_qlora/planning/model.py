@@ -167,7 +167,7 @@ def static_bytes(model: nn.Module, settings: Settings) -> dict[str, int]:
         sizes[OPTIMIZER] = numbers * (sizes[TRAINED] if number_bytes is None else trained * number_bytes)
     if kind == "ddp" and ranks > 1:
         sizes[BUCKETS] = sizes[TRAINED]
-    if settings.beta and not isinstance(model, PeftModel):
+    if settings.has_reference and not isinstance(model, PeftModel):
         sizes[REFERENCE] = sizes[BASE] + sizes[TRAINED]
     sharded = ()
     if kind in ("fsdp2", "zero3"):

@@ -6,6 +6,7 @@ two layers. Gradients exist from the start, because earlier micro-batches left t
 is read; the number of tokens is that of the run.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
+from trl.trainer.utils import disable_dropout_in_model
 
 from ..prefix_sharing.facts import keeps_keys, layer_types, longest_window
 from ..prefix_sharing.first_pass import compared_tokens
@@ -21,9 +23,10 @@ from ..prefix_sharing.recurrent.kinds import goes_on_from_a_state, recurrent_lay
 from ..prefix_sharing.verdict import ROWS_HALF
 from ..scoring.logprobs import VOCABULARY_TILE, choose_head_kernel
 from . import fake_ops
-from .model import build, causal_model
+from .distillation import OBJECTIVE, Lesson, answered, teacher_of
+from .model import build, causal_model, dtype_of
 from .settings import Settings
-from .steps import Pass, Step, passes_like
+from .steps import Pass, Step, call_of, passes_like
 
 
 class Shape(NamedTuple):
@@ -33,6 +36,7 @@ class Shape(NamedTuple):
     length: int  # tokens of a row of the input; a packed row is one row
     scored: int  # positions whose log-probability is computed; 0 for a pass without head
     packed: bool  # rows need no mask, and a kernel of `scoring/` scores
+    returned: tuple[int, int] | None = None  # rows and columns of the hidden states that a call without labels returns
 
 
 def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
@@ -50,6 +54,20 @@ def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
         return Shape(1, settings.groups * prompt + rows * (length - 1), rows * length, True)
     # On a CPU TRL's kernel projects every position.
     return Shape(rows, prompt + length, rows * (length if on_gpu else prompt + length - 1), False)
+
+
+def call_shape(settings: Settings, privileged_tokens: int = 0) -> Shape:
+    """A micro-batch of a trainer with a teacher, which calls a model for hidden states or logits.
+
+    States of a packed row are put into their places: those of all tokens for `DistillationTrainer`, else those that
+    predict a completion, and one more. See [`steps.call_of`] for `privileged_tokens`.
+    """
+    call = call_of(settings, privileged_tokens)
+    rows = settings.rows
+    completion = settings.completion_tokens
+    returned = rows, call.length if settings.compares_states else completion + 1
+    size = (1, call.tokens) if call.packed else (rows, call.length)
+    return Shape(*size, rows * completion, call.packed, returned)
 
 
 def compared_shape(settings: Settings, config: PretrainedConfig, on_gpu: bool) -> Shape:
@@ -73,6 +91,9 @@ def scored_shape(settings: Settings, on_gpu: bool) -> Shape:
 
     On packed rows it has as many completions as fit into the tokens of a padded micro-batch.
     """
+    if settings.has_teacher:  # the completions of all micro-batches in one call
+        rows = {"per_device_train_batch_size": settings.rollout_rows}
+        return call_shape(replace(settings, values=settings.values | rows))
     if settings.prefix_sharing == "off" or settings.is_paired or settings.drawn is not None:
         return loss_shape(settings, settings.prefix_sharing != "off", on_gpu)
     prompt = settings.prompt_tokens
@@ -97,6 +118,7 @@ def _modules_key(settings: Settings, config: PretrainedConfig) -> tuple:
         settings.mixed,
         settings.gradient_checkpointing,
         settings.offloads,
+        settings.values.get("disable_dropout"),
         settings.every_n_layers,
         settings.mlp_tokens_per_tile,
         settings.lm_head_kernel,
@@ -106,20 +128,30 @@ def _modules_key(settings: Settings, config: PretrainedConfig) -> tuple:
 
 
 def whole(settings: Settings, config: PretrainedConfig) -> nn.Module:
-    """The model with all its layers, without data. It is built once; callers must not change it."""
+    """The model with all its layers, without data. The last two are kept; callers must not change them."""
     key = _modules_key(settings, config)
     if key not in _whole:
-        _whole.clear()
+        if len(_whole) > 1:  # a model and its teacher
+            del _whole[next(iter(_whole))]
         _whole[key] = build(settings, config)
     return _whole[key]
 
 
-def measure(settings: Settings, config: PretrainedConfig, shape: Shape, on_gpu: bool, grad: bool = False) -> int:
+def measure(
+    settings: Settings,
+    config: PretrainedConfig,
+    shape: Shape,
+    on_gpu: bool,
+    grad: bool = False,
+    lesson: Lesson | None = None,
+) -> int:
     """Peak bytes that a pass of the whole model adds: forward and, with `grad`, backward.
 
-    `on_gpu` chooses between the kernels of a GPU and of a CPU.
+    `on_gpu` chooses between the kernels of a GPU and of a CPU. With a `lesson` the pass is that of a student, and the
+    teacher's forward comes before its loss.
     """
-    key = *_modules_key(settings, config), shape, on_gpu, grad
+    objective = (*map(settings.values.get, OBJECTIVE), settings.scores_again) if shape.returned else ()
+    key = *_modules_key(settings, config), shape, on_gpu, grad, lesson, objective
     if key not in _measured:
         kinds = _layers_by_kind(settings, config)
         # One layer of each kind, and then another one of a kind: the difference is the bytes that its kind adds.
@@ -129,13 +161,25 @@ def measure(settings: Settings, config: PretrainedConfig, shape: Shape, on_gpu: 
         peaks = []
         for layers in kinds.values():
             chosen = one_of_each if has_one_layer else [*one_of_each, layers[-1]]
-            peak, kept = _run(settings, config, chosen, shape, on_gpu, grad)
+            peak, kept = _run(settings, config, chosen, shape, on_gpu, grad, lesson)
             if settings.offloads and on_gpu and _is_checkpointed(settings, layers[0]):
                 kept = 0  # what the second layer found is the first one's input, which the model itself holds
             kept_by_others += (len(layers) - 1) * kept
             peaks.append(peak - kept)
         _measured[key] = kept_by_others + max(peaks)
     return _measured[key]
+
+
+def measure_with_teacher(settings: Settings, config: PretrainedConfig, on_gpu: bool) -> int:
+    """Peak bytes of a student's pass with gradients, in which its teacher reads the same completions without."""
+    of_teacher, teachers_config = teacher_of(settings, config)
+    reads = call_shape(of_teacher, settings.privileged_tokens)._replace(scored=0)
+    lesson = Lesson(
+        peak=measure(of_teacher, teachers_config, reads, on_gpu),
+        width=teachers_config.get_text_config().hidden_size,
+        dtype=dtype_of(of_teacher, teachers_config),
+    )
+    return measure(settings, config, call_shape(settings), on_gpu, grad=True, lesson=lesson)
 
 
 def _layers_by_kind(settings: Settings, config: PretrainedConfig) -> dict[tuple[str, bool], list[int]]:
@@ -158,6 +202,8 @@ def _few_layers(settings: Settings, config, layers, on_gpu: bool) -> tuple[nn.Mo
 
     model = build(settings, config, layers).train()
     causal = causal_model(model)
+    if settings.values.get("disable_dropout"):
+        disable_dropout_in_model(model)
     if on_gpu:
         fake_ops.run_as_on_a_gpu(model)
     fake_ops.install_tiles(model, settings.mlp_tokens_per_tile)
@@ -182,17 +228,25 @@ def _autocast(settings: Settings) -> torch.autocast:
     return torch.autocast("cpu", getattr(torch, settings.mixed or "bfloat16"), settings.mixed is not None)
 
 
-def _run(settings: Settings, config, layers, shape: Shape, on_gpu: bool, grad: bool) -> tuple[int, int]:
+def _run(
+    settings: Settings, config, layers, shape: Shape, on_gpu: bool, grad: bool, lesson: Lesson | None = None
+) -> tuple[int, int]:
     """Run a pass of few layers; return its peak and the last layer's bytes for the backward."""
-    from ..compat.memory import PeakTracker
+    from ..compat.memory import PeakTracker, divergence_tiles_of
 
     model, mode = _few_layers(settings, config, layers, on_gpu)
     causal = causal_model(model)
-    with torch.random.fork_rng(devices=[]), mode:
+    vocabulary = config.get_text_config().vocab_size
+    with torch.random.fork_rng(devices=[]), mode, divergence_tiles_of(vocabulary):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad and grad]
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
-        tracker = PeakTracker(*model.parameters(), *model.buffers(), *(parameter.grad for parameter in trained))
+        existing = [*model.parameters(), *model.buffers(), *(parameter.grad for parameter in trained)]
+        teachers_head_VH = None
+        if lesson is not None:
+            teachers_head_VH = torch.empty(vocabulary, lesson.width, dtype=lesson.dtype)
+            existing.append(teachers_head_VH)
+        tracker = PeakTracker(*existing)
         before = tracker.now
         after_layers = []
         stacks = (part for part in causal.get_decoder().modules() if isinstance(part, nn.ModuleList))
@@ -209,7 +263,15 @@ def _run(settings: Settings, config, layers, shape: Shape, on_gpu: bool, grad: b
                 inputs = {"attention_mask": mask if attends else None, "position_ids": torch.zeros_like(ids)}
                 values = causal.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
                 kept = after_layers[-1] - after_layers[-2] if grad and len(layers) > 1 else 0
-                if shape.scored:
+                if shape.returned is not None:
+                    rows, columns = shape.returned
+                    if shape.packed:
+                        values = values.flatten(0, 1)[torch.zeros(rows * columns, dtype=torch.long)]
+                        values = values.unflatten(0, shape.returned)
+                    completion = shape.scored // rows
+                    values = values[:, -columns:]
+                    values = answered(causal, values, completion, settings, lesson, teachers_head_VH, on_gpu)
+                elif shape.scored:
                     values = values.flatten(0, 1)[torch.zeros(shape.scored, dtype=torch.long)]
                     values = score(values, causal.get_output_embeddings().weight, shape.packed, on_gpu, settings)
             if grad:

@@ -17,15 +17,17 @@ from ..recipe.checks import read_config
 from ..run.plain import counted
 from . import model, passes
 from .cache import cache_bytes
+from .distillation import teacher_of
 from .engine import Engine, plan_engine
 from .hardware import CONTEXT, GIB, PCIE, SLACK, Hardware, read_hardware
 from .settings import Settings, from_words, optimizer_name, read_launch
 from .split import Splits, draws_ahead_here, find_splits, format_splits, with_split
-from .steps import Step, plan_step
+from .steps import Call, Step, call_of, plan_step
 from .stored import stored_format
 
 ACTIVATIONS = "activations, head's tiles"
 CACHE = "cache of generation"
+TEACHER = "teacher"
 TURNS = "caches kept between turns"
 TOKEN_STEP = "token step's copies"
 GATHERED = "gathered weights"
@@ -40,6 +42,23 @@ _CARDS = (1, 2, 3, 4, 6, 8, 16, 24, 32, 48, 64)  # of a node, then whole nodes o
 
 
 @dataclass(frozen=True)
+class Teacher:
+    """A teacher next to the model that is trained.
+
+    Attributes:
+        name: a model's, or what it is of the trained one.
+        held: bytes that a rank holds for it during the whole run.
+        gathered: bytes of its gathered weights during its forward.
+        call: the tokens of a micro-batch that it reads.
+    """
+
+    name: str
+    held: int
+    gathered: int
+    call: Call
+
+
+@dataclass(frozen=True)
 class Plan:
     """The bytes that a run needs on each rank's device.
 
@@ -49,6 +68,7 @@ class Plan:
         capacity: bytes that a rank can use.
         parameters: numbers of parameters, `(of the base, trained)`.
         step: the passes of an optimizer step; `None` if planning stopped before them.
+        teacher: the teacher of a run of TRL's own trainers that have one.
         splits: of this machine's cards between a vLLM server and the ranks; `None` without `rollouts_ahead`.
     """
 
@@ -61,6 +81,7 @@ class Plan:
     step: Step | None
     engine: Engine | None = None
     splits: Splits | None = None
+    teacher: Teacher | None = None
 
     def total(self, phase: str) -> int:
         """Bytes of a phase at its peak."""
@@ -204,7 +225,8 @@ def make_plan(
         with warnings.catch_warnings(action="ignore"):
             row = cache_bytes(settings, config)[0] // settings.rollout_rows if settings.values.get("use_vllm") else 0
             engine = plan_engine(settings, config, hardware, passes.whole(settings, config), row)
-            phases, step = _phases(settings, config, hardware, engine, stops_early)
+            teacher = _plan_teacher(settings, config, hardware.gpu) if settings.has_teacher else None
+            phases, step = _phases(settings, config, hardware, engine, teacher, stops_early)
     finally:
         logger.setLevel(level)
     weights = dict(passes.whole(settings, config).named_parameters())
@@ -212,11 +234,43 @@ def make_plan(
     # Two 4-bit weights are packed in a byte: count the weights that the byte unpacks to.
     base = sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for name, p in weights.items() if "lora_" not in name)
     capacity = hardware.per_rank(settings.launch.processes)
-    return Plan(settings, config, hardware, phases, capacity, (base, trained), step, engine)
+    return Plan(settings, config, hardware, phases, capacity, (base, trained), step, engine, teacher=teacher)
+
+
+def _plan_teacher(settings: Settings, config: PretrainedConfig, gpu: bool) -> Teacher:
+    of_teacher, teachers_config = teacher_of(settings, config)
+    call = call_of(of_teacher, settings.privileged_tokens)
+    if not (settings.compares_states or settings.teacher_is_a_copy):
+        held = 0
+        name = "the model itself"
+        if settings.teacher_model_kind == "base":
+            name += " without its adapter"
+        elif settings.teacher_model_kind == "ema":
+            name += " with a mean of its adapters"
+            # TRL's callback has it twice: as a second adapter, and as the mean that it is written from.
+            held = 2 * model.static_bytes(passes.whole(settings, config), settings)[model.TRAINED]
+        return Teacher(name, held, 0, call)
+    weights = passes.whole(of_teacher, teachers_config)
+    parts = (*weights.parameters(), *weights.buffers())
+    held = sum(part.nbytes for part in parts) + model.state_bytes(weights)
+    # TRL shards a copy of the model in one unit. It leaves a teacher of `DistillationTrainer` whole under FSDP2.
+    sharded = ("zero3",) if settings.compares_states else ("zero3", "fsdp2")
+    gathered = 0
+    if settings.launch.kind in sharded:
+        held = -(-held // settings.launch.processes)
+        in_a_layer, whole = gathered_bytes(weights, of_teacher, gpu)
+        gathered = in_a_layer if settings.launch.kind == "zero3" else whole
+    name = of_teacher.model.model_name_or_path if settings.compares_states else "a copy of the model"
+    return Teacher(name, held, gathered, call)
 
 
 def _phases(
-    settings: Settings, config: PretrainedConfig, hardware: Hardware, engine: Engine | None, stops_early: bool
+    settings: Settings,
+    config: PretrainedConfig,
+    hardware: Hardware,
+    engine: Engine | None,
+    teacher: Teacher | None,
+    stops_early: bool,
 ) -> tuple[dict[str, dict[str, int]], Step | None]:
     """Bytes by phase and component, and the passes of a step; see [`Plan`], and [`make_plan`] for `stops_early`."""
     launch = settings.launch
@@ -228,6 +282,8 @@ def _phases(
         on_device = {name: size if name == model.BUCKETS else 0 for name, size in static.items()}
     gradients = {name: on_device[name] for name in (model.GRADIENTS, model.BUCKETS)}
     weights = {name: size for name, size in on_device.items() if name not in gradients}  # with optimizer and reference
+    if teacher is not None:
+        weights[TEACHER] = teacher.held
     drawing_engine = waiting_engine = {}
     if engine is not None:
         drawing_engine = waiting_engine = {ENGINES_BASE: engine.base, ENGINE: engine.rest}
@@ -243,6 +299,8 @@ def _phases(
         temporary = sum(parts.get(part, 0) for part in (ACTIVATIONS, CACHE, TURNS, TOKEN_STEP))
         if name != "optimizer":
             parts[GATHERED] = whole if gathers_whole and name in ("generate", "score") else in_a_layer
+        if name == "forward_backward" and teacher is not None:
+            parts[GATHERED] += teacher.gathered
         parts[PROCESS] = process
         if gpu:
             parts[ROOM] = math.ceil(SLACK * (temporary + parts.get(GATHERED, 0)))
@@ -274,13 +332,21 @@ def _phases(
 def _loss_bytes(settings: Settings, config: PretrainedConfig, step: Step, gpu: bool) -> int:
     """Peak bytes of the passes with gradients, and of the padded forward that checks the first one."""
     shape = passes.loss_shape(settings, settings.prefix_sharing != "off", gpu)
-    if step.is_shared:
+    if settings.has_teacher:
+        shape = passes.call_shape(settings)
+        loss = passes.measure_with_teacher(settings, config, gpu)
+    elif step.is_shared:
         loss = passes.measure_of(settings, config, step, gpu)
     else:
         loss = passes.measure(settings, config, shape, gpu, grad=True)
-    if not shape.packed or settings.launch.kind.startswith("zero"):  # under DeepSpeed the check has no gradients
+    # The check has no gradients under DeepSpeed, nor if a call for hidden states or logits is checked under FSDP2.
+    without = ("zero2", "zero3", "fsdp2") if settings.has_teacher else ("zero2", "zero3")
+    if not shape.packed or settings.launch.kind in without:
         return loss
-    return max(loss, passes.measure(settings, config, passes.compared_shape(settings, config, gpu), gpu, grad=True))
+    compared = passes.compared_shape(settings, config, gpu)
+    if settings.has_teacher:  # last hidden states are compared
+        compared = compared._replace(scored=0)
+    return max(loss, passes.measure(settings, config, compared, gpu, grad=True))
 
 
 def _gathers_whole(settings: Settings, whole: int, free: int) -> bool:
@@ -324,6 +390,8 @@ def _generation(settings: Settings, config: PretrainedConfig, gpu: bool) -> dict
     """Bytes by component of generation, with all completions at full length."""
     if settings.use_vllm:
         return {}
+    if settings.values.get("generate_from_teacher"):
+        settings = replace(settings, prompt_tokens=settings.prompt_tokens + settings.privileged_tokens)
     cache, prompt, step = cache_bytes(settings, config)
     rows = settings.rollout_rows
     if settings.compact_generation:  # each distinct prompt is computed once
@@ -362,6 +430,7 @@ def longest_rows(plan: Plan, found: Callable[[], Any] = int) -> dict[str, dict[s
     """
     settings = plan.settings
     name = settings.length_field
+    has_tiles = "mlp_tokens_per_tile" in settings.values  # TRL's own trainers have none
     tiles = "auto" if settings.mlp_tokens_per_tile == "off" else settings.mlp_tokens_per_tile
     rows = {}
     for label, size, offload in (
@@ -370,6 +439,8 @@ def longest_rows(plan: Plan, found: Callable[[], Any] = int) -> dict[str, dict[s
         (OFFLOAD, "off", True),
         (BOTH, tiles, True),
     ):
+        if size != "off" and not has_tiles:
+            continue
         kwargs = {**settings.checkpointing_kwargs, "offload": offload}
         values = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs, "mlp_tokens_per_tile": size}
         here = changed(plan, stops_early=True, **values)
@@ -547,6 +618,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "host_bytes": plan.host_bytes,
         "pcie_seconds": plan.pcie_seconds,
         "splits": plan.splits and asdict(plan.splits),
+        "teacher": plan.teacher and {**asdict(plan.teacher), "call": plan.teacher.call._asdict()},
         "step": {
             **step._asdict(),
             "longest": step.longest._asdict(),
@@ -597,6 +669,8 @@ def changes_that_fit(plan: Plan, most: int = 3) -> list[str]:
         (length >= 64, {settings.length_field: length // 4}),
         (length >= 128, {settings.length_field: length // 8}),
     ]
+    # TRL's own trainers have fewer fields.
+    changes = [(applies and values.keys() <= settings.values.keys(), values) for applies, values in changes]
     for divisor in range(2, rows + 1):
         if rows % divisor:
             continue
@@ -629,6 +703,8 @@ def _format_step(plan: Plan) -> str:
     if step.values:
         parts.append(f"{counted(step.values, 'forward')} without gradients")
     stock = batches * rows * (settings.prompt_tokens + settings.max_completion_length)
+    if settings.has_teacher:
+        stock = batches * call_of(settings).padded
     line = (
         f"an optimizer step: {batches} x {rows} completions in {', '.join(parts)}: {step.computed:,} tokens, "
         f"{stock:,} in stock TRL"
@@ -638,6 +714,22 @@ def _format_step(plan: Plan) -> str:
     if step.reason and settings.prefix_sharing != "off":
         line += f"; each micro-batch computes its own prompts ({step.reason})"
     return line
+
+
+def _format_teacher(plan: Plan) -> str | None:
+    """A line on the teacher; `None` without one."""
+    teacher = plan.teacher
+    if teacher is None:
+        return None
+    line = f"teacher: {teacher.name}"
+    line += f", {format_bytes(teacher.held)} per rank" if teacher.held else ""
+    line += f"; it reads {teacher.call.computed:,} tokens of a micro-batch, {teacher.call.padded:,} in stock TRL"
+    if plan.settings.compares_states:
+        return line
+    besides = f"{plan.settings.privileged_tokens} besides each prompt"
+    if plan.settings.data is not None:
+        return f"{line}, at most {besides}"
+    return f"{line}; assumed: {besides} (--privileged_tokens, or --dataset FILE counts them)"
 
 
 def _format_host(plan: Plan) -> str | None:
@@ -695,10 +787,8 @@ def _assumed(settings: Settings) -> list[str]:
         prompts = ""
         if drawn is None:
             prompts = f"prompts of {prompt} tokens (--prompt_tokens, or --dataset FILE counts them), "
-        lines.append(
-            f"assumed: {prompts}every completion {settings.max_completion_length} tokens long, none without an "
-            "advantage"
-        )
+        advantages = "" if settings.has_teacher else ", none without an advantage"
+        lines.append(f"assumed: {prompts}every completion {settings.max_completion_length} tokens long{advantages}")
     if settings.model.load_in_8bit:
         lines.append("assumed: load_in_8bit makes no weight smaller; the plan of an 8-bit base is therefore too high")
     return lines
@@ -733,6 +823,7 @@ def format_plan(plan: Plan) -> str:
         f"* {plan.limiting} needs most: {format_bytes(plan.peak)} of {format_bytes(plan.capacity)}, {fits}",
         None if settings.is_paired else _format_step(plan),
         plan.engine and _format_engine(plan.engine),
+        _format_teacher(plan),
         _format_host(plan),
         *(format_splits(plan.splits, hardware.name) if plan.splits else ()),
         plan.warning and f"warning: {plan.warning}",

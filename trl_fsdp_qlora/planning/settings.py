@@ -16,9 +16,23 @@ from ..compat.deepspeed import zero_stage
 from ..fsdp2_qlora.launch_checks import is_fsdp2_launch
 from ..recipe.arguments import ScriptArguments, recipe_fields
 from ..recipe.keys import read_yaml
+from ..recipe.privileged import SDFTScriptArguments
 from ..run.resources import accelerate_config
-from .drawn import Data, Drawn, read_data
+from .drawn import Data, Drawn, longest_privileged, read_data
 
+# What fields of this package's trainers are in TRL's own with a teacher, which lack some of them.
+_OF_TRLS_OWN = {
+    "num_generations": 1,
+    "num_iterations": 1,
+    "steps_per_generation": None,
+    "generation_batch_size": None,
+    "prefix_sharing": "auto",  # by `share_prompts`
+    "compact_generation": False,
+    "mlp_tokens_per_tile": "off",
+    "lm_head_kernel": "trl",
+    "fsdp_gather": "per_layer",
+    "tokens_per_pass": 0,
+}
 _KINDS = {"FSDP": "fsdp2", "DEEPSPEED": "zero{}"}  # accelerate's names -> those of a [`Launch`]
 
 
@@ -42,10 +56,14 @@ class Settings:
     launch: Launch
     prompt_tokens: int = 256  # of the longest prompt of a batch
     data: Data | None = field(default=None, repr=False)  # source of the drawn micro-batches, if it was read
+    privileged_tokens: int = 0  # of what a teacher that is the model itself reads besides the prompt
 
     def __getattr__(self, name: str) -> Any:
-        if name in self.__dict__.get("values", ()):
-            return self.values[name]
+        values = self.__dict__.get("values", ())
+        if name in values:
+            return values[name]
+        if name in _OF_TRLS_OWN and self.has_teacher:
+            return _OF_TRLS_OWN[name]
         raise AttributeError(name)
 
     @property
@@ -61,9 +79,36 @@ class Settings:
         return self.steps_per_generation or self.gradient_accumulation_steps
 
     @property
+    def compares_states(self) -> bool:
+        """The trainer is TRL's `DistillationTrainer`, whose teacher is another model."""
+        return "teacher_model_name_or_path" in self.values
+
+    @property
+    def has_teacher(self) -> bool:
+        """The trainer is one of TRL's own with a teacher: `DistillationTrainer`, SDFT or SDPO."""
+        return self.compares_states or "teacher_model_kind" in self.values
+
+    @property
+    def teacher_is_a_copy(self) -> bool:
+        """The teacher of SDFT or SDPO is a copy of the model, because that is trained whole."""
+        kind = self.values.get("teacher_model_kind", "live")
+        return kind != "live" and not self.model.use_peft
+
+    @property
+    def teacher_loading(self) -> dict[str, Any]:
+        """How another model that is the teacher is loaded; on a command line the field is JSON."""
+        loading = self.teacher_model_init_kwargs or {}
+        return json.loads(loading) if isinstance(loading, str) else loading
+
+    @property
+    def has_reference(self) -> bool:
+        """A reference model scores the completions; `beta` of TRL's trainers with a teacher is something else."""
+        return bool(self.values.get("beta")) and not self.has_teacher
+
+    @property
     def is_paired(self) -> bool:
         """Rows are preference pairs, and nothing is generated."""
-        return "num_generations" not in self.values
+        return "num_generations" not in self.values and not self.has_teacher
 
     @property
     def keeps_turns(self) -> bool:
@@ -139,7 +184,12 @@ class Settings:
         """Whether a pass without gradients comes before the loss, for the old log-probabilities or the reference."""
         if self.is_paired:
             return bool(self.precompute_ref_log_probs)
-        return bool(self.beta) or self.num_iterations > 1 or self.rollout_batches > self.gradient_accumulation_steps
+        if self.compares_states:
+            return False
+        if self.has_teacher:
+            drawn_once = self.rollout_batches * self.num_iterations
+            return not self.values.get("generate_from_teacher") and self.gradient_accumulation_steps % drawn_once != 0
+        return self.has_reference or self.num_iterations > 1 or self.rollout_batches > self.gradient_accumulation_steps
 
 
 def optimizer_name(settings: Settings) -> str:
@@ -207,7 +257,13 @@ def from_words(
     script_arguments = script(**{item.name: values[item.name] for item in fields(script)})
     model = ModelConfig(**{item.name: values[item.name] for item in fields(ModelConfig)})
     data = read_data(script_arguments, model) if counts_data else None
+    if "teacher_model_kind" not in values:
+        further.pop("privileged_tokens", None)
     if data is not None:
+        if isinstance(script_arguments, SDFTScriptArguments):
+            further["privileged_tokens"] = longest_privileged(
+                script_arguments, model, values["teacher_prompt_template"]
+            )
         further["data"] = data
         further["prompt_tokens"] = data.longest_prompt
     return Settings(model, values, launch, **further)

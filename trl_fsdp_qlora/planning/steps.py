@@ -13,6 +13,7 @@ import numpy as np
 from ..prefix_sharing import passes
 from ..prefix_sharing.batch import Sequences
 from ..prefix_sharing.forest import Forest, build_forest
+from ..prefix_sharing.sharing import LEAST_SAVED
 from .settings import Settings
 
 
@@ -69,17 +70,56 @@ class Step(NamedTuple):
         return self.forwards + self.passes + self.trunks
 
 
+class Call(NamedTuple):
+    """The tokens of a micro-batch for which a trainer with a teacher calls a model for hidden states or logits.
+
+    Attributes:
+        tokens: of its packed row.
+        length: of each padded row.
+        packed: whether `share_prompts` packs the call, because that pays (`prefix_sharing.sharing`).
+        computed, padded: tokens that are computed, and that stock TRL computes.
+    """
+
+    tokens: int
+    length: int
+    packed: bool
+    padded: int
+
+    @property
+    def computed(self) -> int:
+        return self.tokens if self.packed else self.padded
+
+
+def call_of(settings: Settings, privileged_tokens: int = 0) -> Call:
+    """The call of a micro-batch, in which a teacher reads `privileged_tokens` besides each prompt."""
+    rows = settings.rows
+    length = settings.prompt_tokens + settings.completion_tokens
+    tokens = settings.groups * settings.prompt_tokens + rows * settings.completion_tokens
+    if settings.drawn is not None:
+        length = settings.drawn.padded_tokens // rows
+        tokens = settings.drawn.tokens + rows  # without labels the last token of a row is computed, too
+    length += privileged_tokens
+    tokens += settings.groups * privileged_tokens
+    packed = settings.prefix_sharing != "off" and tokens <= (1 - LEAST_SAVED) * rows * length
+    return Call(tokens, length, packed, rows * length)
+
+
 def plan_step(settings: Settings, reason: str | None = None) -> Step:
     """The passes of a step; `reason` is why passes of this model cannot share values, or `None` if they can."""
     rows = settings.rows
     accumulated = settings.gradient_accumulation_steps
     prompt = settings.prompt_tokens
     completion = settings.completion_tokens
-    if settings.prefix_sharing == "off":
+    if settings.prefix_sharing == "off" and not settings.has_teacher:
         return _separate(Pass(rows * (prompt + completion), rows), accumulated, "prefix_sharing: off")
     alone = Pass(settings.groups * prompt + rows * (completion - 1), rows)
     if settings.is_paired:
         return _separate(alone, accumulated, "nothing is drawn ahead")
+    if settings.has_teacher:
+        call = call_of(settings)
+        step = _separate(Pass(call.computed, rows), accumulated, "TRL's own trainer")
+        # A teacher that is the model itself, or a copy of it, lies in the same shards.
+        return step._replace(values=0 if settings.compares_states else accumulated)
     # A step may need completions that are not generated yet.
     ahead = min(accumulated, settings.rollout_batches)
     repeats = -(-accumulated // ahead)

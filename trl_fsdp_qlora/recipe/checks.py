@@ -142,12 +142,12 @@ def _how_it_is_made(name: str) -> str:
     return "; the head of a recipe has the command that makes its base"
 
 
-def read_config(name: str | None, revision: str | None = None) -> PretrainedConfig:
-    """The config of a model, in a folder or on the Hub, without its weights.
+def read_config(name: str | None, revision: str | None = None, field: str = "model_name_or_path") -> PretrainedConfig:
+    """The config of a model, in a folder or on the Hub, without its weights; `field` has its name in a recipe.
 
     If the config cannot be read, a [`ConfigError`] has the reason.
     """
-    return _loaded(AutoConfig, name, revision, "model_name_or_path")
+    return _loaded(AutoConfig, name, revision, field)
 
 
 def load_tokenizer(
