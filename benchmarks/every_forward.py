@@ -1,13 +1,15 @@
 """CPU seconds and peak memory of a loss with its backward: TRL's trainers that call no fused head, as they are and
 after `share_prompts`.
 
-    python benchmarks/every_forward.py   # the table of docs/share_prompts.md; one thread, some minutes
+    python benchmarks/every_forward.py   # the first table of docs/share_prompts.md; one thread, some minutes
+    python benchmarks/every_forward.py --shape smollm2 --vocabulary 49152 --output every_forward_smollm2   # the second
 
 Both contestants are the same trainer class of TRL on the same batch in one process. Runs alternate, and medians of the
 process's CPU time are compared, so that other work on the machine counts little. The peak is the highest sum of live
 allocations during a loss and its backward, above the level at its start.
 
-Every trainer holds its logits as in stock TRL, so the larger the vocabulary, the less is gained: it is small here.
+Trainers that hold logits make them as in stock TRL, so the larger the vocabulary next to the layers, the less they
+gain. The default shape has four small layers and a small vocabulary; "smollm2" has the sizes of SmolLM2-135M.
 """
 
 import argparse
@@ -23,7 +25,7 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from synthetic import gradient_difference, make_model, peak_bytes, run_points, small_tokenizer
+from synthetic import SHAPES, gradient_difference, make_model, peak_bytes, run_points, small_tokenizer
 from transformers import Qwen3ForSequenceClassification
 
 from trl_fsdp_qlora import share_prompts
@@ -148,10 +150,10 @@ POINTS = {
 }
 
 
-def make_trainer(name: str, vocabulary: int):
+def make_trainer(name: str, args):
     """TRL's own trainer with a LoRA adapter, ready for `compute_loss`; a teacher is a copy with other weights."""
     trainer_class, config_class, fields, rows, _ = POINTS[name]
-    model = make_model(SimpleNamespace(device="cpu", vocabulary=vocabulary, shape="cpu"))
+    model = make_model(SimpleNamespace(device="cpu", vocabulary=args.vocabulary, shape=args.shape))
     options = {"model": model}
     if trainer_class is trl.RewardTrainer:
         model.config.num_labels = 1
@@ -213,8 +215,8 @@ def counted_tokens(trainer, batch: dict) -> tuple[int, int]:
 
 def measure(name: str, args) -> dict:
     batch = POINTS[name][-1](Tokens(args.vocabulary))
-    contestants = {"stock": make_trainer(name, args.vocabulary), "shared": None}
-    contestants["shared"] = share_prompts(make_trainer(name, args.vocabulary))
+    contestants = {"stock": make_trainer(name, args), "shared": None}
+    contestants["shared"] = share_prompts(make_trainer(name, args))
     loss_and_backward(contestants["stock"], batch)
     padded, computed = counted_tokens(contestants["shared"], batch)  # compares with stock, too
     gradients = gradient_difference(contestants["shared"], contestants["stock"])
@@ -258,12 +260,14 @@ def table(rows: list[dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3, help="timed runs of each contestant")
+    parser.add_argument("--shape", choices=SHAPES, default="cpu", help="of Qwen3; see synthetic.py")
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--points", nargs="*", help="only points whose name contains one of these")
     parser.add_argument("--output", default="every_forward", help="file stem under benchmarks/results")
     args = parser.parse_args()
     names = [name for name in POINTS if args.points is None or any(part in name for part in args.points)]
-    run_points(args, names, measure, table, "Qwen3, hidden 256, 4 layers, LoRA r=16")
+    hidden, _, layers, *_ = SHAPES[args.shape]
+    run_points(args, names, measure, table, f"Qwen3, hidden {hidden}, {layers} layers, LoRA r=16")
 
 
 if __name__ == "__main__":

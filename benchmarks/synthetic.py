@@ -34,6 +34,7 @@ SHAPES = {
     "tiny": (64, 128, 2, 4, 2, 16),
     "0.6B": (1024, 3072, 28, 16, 8, 128),
     "1.7B": (2048, 6144, 28, 16, 8, 128),
+    "smollm2": (576, 1536, 30, 9, 3, 64),  # SmolLM2-135M, whose vocabulary is 49,152
     "hybrid": (256, 768, 4, 4, 2, 64),
 }
 # Qwen3.5 has three recurrent layers to one of attention, and values twice as wide as keys.

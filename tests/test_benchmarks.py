@@ -117,6 +117,22 @@ def test_every_variant_of_token_selection_has_its_figures(tmp_path, monkeypatch,
     assert rows["s_grpo 30%"]["scored_share"] < rows["all tokens"]["scored_share"] == 1
 
 
+def test_other_calls_are_measured_in_the_shape_that_was_asked_for(tmp_path, monkeypatch, lines):
+    synthetic, forwards = benchmark("synthetic"), benchmark("every_forward")
+    make_model, models = synthetic.make_model, []
+    monkeypatch.setattr(synthetic, "RESULTS", tmp_path)
+    monkeypatch.setattr(forwards, "make_model", lambda args: models.append(make_model(args)) or models[-1])
+    printed = lines("every_forward", "--runs 1 --shape tiny --vocabulary 64 --points Reward --output small")
+    assert [model.config.hidden_size for model in models] == [64, 64]
+    written = json.loads((tmp_path / "small.json").read_text())
+    assert written["setting"]["model"] == "Qwen3, hidden 64, 2 layers, LoRA r=16"
+    (row,) = written["rows"]
+    assert (row["padded_tokens"], row["tokens"]) == (4 * (512 + 256), 2 * 512 + 4 * 256)
+    assert row["gradient_difference"] < 2e-5
+    assert 0 < row["peak_bytes"]["shared"] < row["peak_bytes"]["stock"]
+    assert printed[-1].startswith("| Reward 512/256, 2 pairs | 3,072 | 2,048 | 1.50× |")
+
+
 def write_run(folder, **record):
     folder.mkdir(parents=True)
     (folder / "metrics.json").write_text(json.dumps(record))
