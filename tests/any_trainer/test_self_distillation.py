@@ -1,5 +1,6 @@
 """SDPO's and SDFT's losses in tiles: equal to stock TRL's on whole logits, which nobody holds."""
 
+import contextlib
 import logging
 
 import pytest
@@ -32,11 +33,15 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(sum_over_tiles, "TILE_ELEMENTS", TILE * vocabulary + 1)
 
 
-def both(kind, folder, adapter, **changes):
-    """The steps and gradients of stock's trainer and of one that shares prompts, and that one."""
+def both(kind, folder, adapter, change=lambda trainer: None, **changes):
+    """The steps and gradients of stock's trainer and of one that shares prompts, and that one.
+
+    `change` is done to both before they train.
+    """
     runs = []
     for shares in (False, True):
         trainer = make_trainer(kind, folder / "base", adapter, folder / "out", **changes)
+        change(trainer)
         gradients = trained(trainer, shares)
         runs.append((steps_of(trainer), gradients))
     return *runs, trainer
@@ -148,6 +153,20 @@ def test_half_precision_is_as_near_to_float32_as_stocks(tmp_path):
     assert 0 < distance(ours) < 1.5 * distance(stock) < 0.5
 
 
+def test_an_evaluation_computes_no_gradients(tmp_path, monkeypatch):
+    save_base("sdft", "qwen3", tmp_path / "base")
+    losses = []
+    for shares in (False, True):
+        trainer = make_trainer("sdft", tmp_path / "base", False, tmp_path / "out", **WHOLE)
+        if shares:
+            share_prompts(trainer)
+            monkeypatch.delattr(torch.autograd, "grad")
+        torch.manual_seed(0)
+        losses.append(trainer.evaluate(trainer.train_dataset)["eval_loss"])
+    assert trainer._why_not_in_tiles() is None
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
 class OwnLoss(sdft.SDFTTrainer):
     def _compute_self_distillation_loss(self, model, inputs, distillation_logits):
         assert distillation_logits.student_logits.shape[-1] == 67
@@ -190,6 +209,76 @@ def test_what_runs_as_in_stock_trl_says_why(case, tmp_path, monkeypatch, caplog)
     assert_equal(stock, ours)
 
 
+def doubled_loss(trainer):
+    stock = trainer._compute_self_distillation_loss
+    trainer._compute_self_distillation_loss = lambda *arguments: 2 * stock(*arguments)
+    return "the trainer has its own _compute_self_distillation_loss"
+
+
+def hook_on_logits(trainer):
+    def double(module, arguments, output):
+        output.logits = output.logits * 2
+
+    trainer.model.register_forward_hook(double)
+    return "a hook looks at what a model gets or returns"
+
+
+@pytest.mark.parametrize("change", [doubled_loss, hook_on_logits])
+def test_a_trainer_that_was_changed_before_it_trains(change, tmp_path, caplog):
+    save_base("sdft", "qwen3", tmp_path / "base")
+    reasons = []
+    with caplog.at_level(logging.WARNING):
+        stock, ours, _ = both("sdft", tmp_path, False, lambda trainer: reasons.append(change(trainer)), **WHOLE)
+    assert reasons[0] in caplog.text
+    assert_equal(stock, ours)
+
+
+class OtherTeacher(sdft.SDFTTrainer):
+    """Its teacher is the student with half the weights of the LM head."""
+
+    @contextlib.contextmanager
+    def _get_teacher_context_for_self_distillation(self):
+        head = self.model.get_output_embeddings().weight
+        head.data.mul_(0.5)
+        yield
+        head.data.mul_(2)
+
+
+def test_a_teacher_of_a_context_of_the_users_own(tmp_path, monkeypatch, caplog):
+    row = make_trainer.__globals__["TRAINERS"]["sdft"]
+    monkeypatch.setitem(make_trainer.__globals__["TRAINERS"], "sdft", (OtherTeacher, *row[1:]))
+    save_base("sdft", "qwen3", tmp_path / "base")
+    with caplog.at_level(logging.WARNING):
+        stock, ours, _ = both("sdft", tmp_path, False, **WHOLE | {"teacher_model_kind": "live"})
+    assert "OtherTeacher has its own _get_teacher_context_for_self_distillation" in caplog.text
+    assert_equal(stock, ours)
+
+
+def test_a_model_that_computes_more_between_backbone_and_head(tmp_path, caplog):
+    save_base("sdft", small("Roberta", is_decoder=True, type_vocab_size=1), tmp_path / "base")
+    with caplog.at_level(logging.WARNING):
+        stock, ours, _ = both("sdft", tmp_path, False, **WHOLE)
+    assert "a model makes other logits of its last hidden states" in caplog.text
+    assert_equal(stock, ours)
+
+
+@pytest.mark.parametrize("adapter", [True, False])
+def test_a_compiled_model(adapter, tmp_path, caplog):
+    save_base("sdft", "qwen3", tmp_path / "base")
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    with caplog.at_level(logging.WARNING):
+        stock, ours, _ = both("sdft", tmp_path, adapter, **WHOLE | compiled)
+    assert "the run compiles its model" in caplog.text
+    assert_equal(stock, ours)
+
+
+def test_a_wrong_mode_is_an_error_as_in_stock_trl(tmp_path):
+    save_base("sdft", "qwen3", tmp_path / "base")
+    trainer = make_trainer("sdft", tmp_path / "base", True, tmp_path / "out", distillation_mode="full")
+    with pytest.raises(ValueError, match="distillation_mode must be one of"):
+        trained(trainer, shares=True)
+
+
 def test_off_takes_the_methods_back(tmp_path):
     save_base("sdpo", "qwen3", tmp_path / "base")
     trainer = make_trainer("sdpo", tmp_path / "base", True, tmp_path / "out")
@@ -208,3 +297,7 @@ def test_a_teacher_of_its_own_is_shared(tmp_path):
     assert isinstance(trainer.teacher_model, tf.PreTrainedModel) and trainer.teacher_model is not trainer.model
     share_prompts(trainer)
     assert trainer.teacher_model.prompt_sharing.is_active and not trainer.teacher_model.config.use_cache
+    share_prompts(trainer)
+    for _ in range(2):
+        share_prompts(trainer, attention="off")
+        assert trainer.teacher_model.config.use_cache is True

@@ -12,11 +12,13 @@ Suffixes of shapes: B rows, C completion columns, N tokens of the loss, T those 
 
 import logging
 import sys
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from accelerate.utils import DynamoBackend
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -25,6 +27,7 @@ from transformers import Trainer
 
 from ..compat.peft import looks_beyond_tokens
 from ..compat.trl import ForwardRedirection
+from ..prefix_sharing.dropout import without_dropout
 from ..prefix_sharing.packed_model import head_of
 from ..prefix_sharing.row_mask import telling
 from ..prefix_sharing.sharing import causal_language_model
@@ -42,7 +45,9 @@ _METHODS = (
     "_compute_teacher_student_logits",
     "_compute_rollout_logps",
     "_forward_logits",
+    "_get_teacher_context_for_self_distillation",  # the teacher's head runs outside it
 )
+_MODES = ("topk_logits", "full_logits", "sampled_token")
 
 
 def use_tiles(trainer: Trainer) -> None:
@@ -124,8 +129,17 @@ class LossInTiles:
             return "the teacher is a server"
         if vars(self.args).get("distillation_weight", 1.0) != 1:
             return "with distillation_weight below 1 the loss has a term of the policy's log-probabilities"
+        own = [name for name in _METHODS if name in vars(self)]
+        if own:
+            return f"the trainer has its own {', '.join(own)}"
+        if self.args.distillation_mode not in _MODES:
+            return f"distillation_mode is {self.args.distillation_mode!r}"
         if self.is_deepspeed_enabled:
             return "the run is one of DeepSpeed's"
+        if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
+            return "FSDP1 has no head outside a model's forward"
+        if self.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+            return "the run compiles its model"
         if self.accelerator.scaler is not None:
             return "gradients in float16 have to be scaled before they are computed"
         heads = []
@@ -133,17 +147,46 @@ class LossInTiles:
             base = causal_language_model(model)
             head = base.get_output_embeddings()
             heads.append(head)
-            if (
-                looks_beyond_tokens(self.accelerator.unwrap_model(model)) is not None
-                or head_of(base) is None
-                or not _is_plain(head)
-            ):
+            unwrapped = self.accelerator.unwrap_model(model)
+            if _has_hooks(unwrapped) or _has_hooks(base):
+                return "a hook looks at what a model gets or returns"
+            if looks_beyond_tokens(unwrapped) is not None or head_of(base) is None or not _is_plain(head):
                 return "a model is more than a backbone and a linear head"
             if isinstance(head.weight, DTensor) and head.weight.requires_grad:
                 return "the head is trained and sharded"
         if heads[0].weight.device != heads[1].weight.device:
             return "the two heads are on different devices"
-        return None
+        if "logits_are_the_heads" not in vars(self):  # every rank comes here before its first loss
+            models = dict.fromkeys((self.model, self.teacher_model))
+            self.logits_are_the_heads = all(map(self._are_logits_the_heads, models))
+        return None if self.logits_are_the_heads else "a model makes other logits of its last hidden states"
+
+    def _are_logits_the_heads(self, model: nn.Module) -> bool:
+        """Whether a model's own logits of a few tokens are those that [`_Head`] makes of its last hidden states."""
+        base = causal_language_model(model)
+        sharing = vars(base).get(ATTRIBUTE)
+        ids = torch.arange(4, device=self.accelerator.device).unsqueeze(0)
+        outputs = []
+
+        def logits_and_head() -> tuple[torch.Tensor, _Head]:
+            hook = base.base_model.register_forward_hook(lambda _module, _arguments, output: outputs.append(output))
+            try:
+                return base.forward(input_ids=ids, use_cache=False).logits, self._head(model)
+            finally:
+                hook.remove()
+
+        closed = sharing.closed() if sharing else nullcontext()
+        with torch.no_grad(), self.accelerator.autocast(), closed, without_dropout(base):
+            logits, head = ForwardRedirection()(model, self.accelerator.unwrap_model(model), logits_and_head)
+            hidden = outputs[0].get("last_hidden_state") if outputs else None
+            if hidden is None or hidden.shape[-1] != head.weight_VH.shape[1]:
+                return False
+            of_head = head.logits(hidden.to(head.weight_VH.device)) * self.temperature
+        if of_head.shape != logits.shape:
+            return False
+        logits = logits.to(of_head)
+        tolerance = 1e-4 if head.weight_VH.dtype.itemsize >= 4 else 1e-2
+        return bool((of_head - logits).abs().max() <= tolerance * logits.abs().max())
 
     def _loss_in_tiles(self, student: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns TRL's loss of a micro-batch, and its mean over all tokens without a gradient."""
@@ -180,7 +223,9 @@ class LossInTiles:
                 )
 
             tiles = tiles_of(len(student_NH), len(student_head.weight_VH), device.type != "cpu")
-            loss, loss_N = SumOverTiles.apply(loss_of_tile, tiles, weight_N, student_NH, *student_head[:2])
+            # An evaluation needs no gradients, which torch's functions see of their inputs alone.
+            trained = (x if x is None or torch.is_grad_enabled() else x.detach() for x in student_head[:2])
+            loss, loss_N = SumOverTiles.apply(loss_of_tile, tiles, weight_N, student_NH, *trained)
         return loss, loss_N.sum() / max(len(loss_N), 1)
 
     def _compute_rollout_logps(self, prompt_ids, prompt_mask, completion_ids, completion_mask):
@@ -258,8 +303,12 @@ def _is_plain(head: nn.Module) -> bool:
     """Whether a head is a linear layer in full or half precision that nothing but FSDP2 stands in front of."""
     if not isinstance(head, nn.Linear) or not head.weight.is_floating_point():
         return False
-    has_hooks = head._forward_hooks or head._forward_pre_hooks
-    return "forward" not in vars(head) and (isinstance(head, FSDPModule) or not has_hooks)
+    return "forward" not in vars(head) and not _has_hooks(head)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of its forward other than FSDP2's."""
+    return not isinstance(module, FSDPModule) and bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _hidden_states(

@@ -5,7 +5,7 @@ from typing import TypeVar
 from torch import nn
 from transformers import Trainer
 
-from ..prefix_sharing.sharing import causal_language_model, install_sharing
+from ..prefix_sharing.sharing import install_sharing
 from . import self_distillation
 
 Shared = TypeVar("Shared", nn.Module, Trainer)
@@ -31,7 +31,7 @@ def share_prompts(
     Last hidden states are zero at the others. A call that asks for more (`generate`, a cache, all hidden states) runs
     the model's own forward. Calling `share_prompts` twice changes nothing, and `attention="off"` takes everything
     back: the forwards, the head if it was added here, the attention implementation, the recurrent layers' forwards,
-    the hooks and the trainer's methods.
+    the hooks, the trainer's methods and `config.use_cache`.
 
     Args:
         shared: a trainer of TRL's, or a model: a causal language model or a classifier as TRL's trainers hold it, with
@@ -55,12 +55,12 @@ def share_prompts(
         PrefixSharingError: `attention` is not known, or the backend that it names cannot serve this model.
     """
     for model in models_of(shared) if isinstance(shared, Trainer) else [shared]:
-        install_sharing(
+        sharing = install_sharing(
             model, attention=attention, temperature=temperature, outputs=outputs, lm_head_kernel=lm_head_kernel
         )
+        if attention != "off" and isinstance(shared, Trainer) and model is not shared.model:
+            sharing.return_no_cache()
     if isinstance(shared, Trainer):
-        for model in models_of(shared)[1:]:
-            causal_language_model(model).config.use_cache = False
         if attention == "off":
             self_distillation.use_whole_logits(shared)
         else:
