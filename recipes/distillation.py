@@ -15,6 +15,7 @@ import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-
 from trl import DistillationConfig, DistillationTrainer, ModelConfig
 
 from trl_fsdp_qlora import share_prompts
+from trl_fsdp_qlora.planning.plan_vs_actual import plan_first
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_script, check_teacher, load_tokenizer
 from trl_fsdp_qlora.recipe.problems import load_problems, prompts_of
@@ -29,9 +30,10 @@ def main() -> None:
     check_script(script)
     check_teacher(config.teacher_model_name_or_path)
     check_output_dir(script, config, model)
-    load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
+    tokenizer = load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
     prompts = prompts_of(script, load_problems(script).train)
     say(f"data: {len(prompts):,} training problems from {script.dataset}")
+    plan_first(script, config, model, prompts, tokenizer)
     trainer = DistillationTrainer(
         model.model_name_or_path,
         config.teacher_model_name_or_path,

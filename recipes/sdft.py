@@ -15,6 +15,7 @@ from trl import ModelConfig
 from trl.experimental.sdft import SDFTConfig, SDFTTrainer
 
 from trl_fsdp_qlora import share_prompts
+from trl_fsdp_qlora.planning.plan_vs_actual import plan_first
 from trl_fsdp_qlora.recipe.arguments import parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_script, load_tokenizer
 from trl_fsdp_qlora.recipe.privileged import SDFTScriptArguments, privileged_prompts
@@ -28,8 +29,9 @@ def main() -> None:
     script, config, model = parse_recipe((SDFTScriptArguments, SDFTConfig, ModelConfig))
     check_script(script)
     check_output_dir(script, config, model)
-    load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
+    tokenizer = load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
     train = privileged_prompts(script)
+    plan_first(script, config, model, train, tokenizer)
     arguments = accepted_arguments(SDFTTrainer, config, model)
     trainer = SDFTTrainer(model.model_name_or_path, args=config, train_dataset=train, **arguments)
     fit_threads(trainer.model)

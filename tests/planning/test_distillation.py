@@ -254,6 +254,16 @@ def test_the_recipes_with_a_teacher_are_planned(tmp_path, capsys, monkeypatch):
     )
     assert "largest that fits: per_device_train_batch_size" in text
 
+    with open("sdpo.yaml", "w", encoding="utf-8") as recipe:
+        recipe.write(
+            "model_name_or_path: runs/small-base\nreprompt_template: '{prompt}'\nuse_cpu: true\nbf16: false\n"
+        )
+    assert main(["plan", "--config", "sdpo.yaml", "--trainer", "sdpo", "--max_completion_length", "8"]) == 0
+    assert "teacher: a copy of the model, " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["plan", "--config", "sdpo.yaml", "--trainer", "kto"])
+    assert "--trainer kto: plan knows grpo, " in capsys.readouterr().err
+
     with pytest.raises(SystemExit):
         planned(distillation, "--teacher_model_name_or_path", "none-here")
     assert "teacher_model_name_or_path='none-here'" in capsys.readouterr().err

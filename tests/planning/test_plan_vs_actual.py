@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer, TrainerState
-from trl import ModelConfig
+from trl import DistillationConfig, ModelConfig
+from trl.experimental.sdft import SDFTConfig
 
 from tests.tiny import config, prompts, save_tiny_model
 from trl_fsdp_qlora import EfficientGRPOConfig
@@ -74,3 +75,26 @@ def test_the_step_that_is_measured_has_something_to_learn(base, tmp_path, capsys
         callback.on_step_end(None, state, None)
     printed = capsys.readouterr().out
     assert printed.count("planned and measured") == 1 and "memory of step 3" in printed and " 300 MiB" in printed
+
+
+@pytest.mark.parametrize("kind", ["distillation", "sdft"])
+def test_a_run_with_a_teacher_is_planned_before_it_loads_one(base, tmp_path, kind):
+    """And with the tokens of what the teacher of SDFT reads besides a prompt, of characters here."""
+    train = prompts()
+    contexts = ["7" * (i % 20) for i in range(len(train))]
+    fields = {"per_device_train_batch_size": 8, "max_completion_length": 6, "use_cpu": True, "bf16": False}
+    if kind == "distillation":
+        args = DistillationConfig(str(tmp_path), teacher_model_name_or_path=base, **fields)
+    else:
+        template = "So: {privileged_context}!\n{prompt}"
+        fields |= {"num_generations": 4, "distillation_mode": "full_logits", "distillation_topk": None}
+        args = SDFTConfig(str(tmp_path), teacher_prompt_template=template, **fields)
+        train = train.add_column("privileged_context", contexts)
+    model = ModelConfig(model_name_or_path=base, use_peft=True, lora_target_modules=["all-linear"])
+    script = ScriptArguments(dataset="addition")
+    plan = plan_vs_actual.plan_first(script, args, model, train, character_tokenizer())
+    read = plan.settings.prompt_tokens + 6  # of each of the eight rows
+    if kind == "distillation":
+        assert plan.teacher.name == base and plan.teacher.call.padded == 8 * read
+    else:
+        assert plan.teacher.held == 0 and plan.teacher.call.padded == 8 * (read + len("So: !\n") + 19)

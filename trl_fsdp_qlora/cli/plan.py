@@ -20,6 +20,9 @@ def _parser() -> OneLineParser:
     )
     parser.add_argument("--accelerate_config", help="file, or one of this package's names")
     parser.add_argument("--num_processes", type=int, help="ranks, instead of the accelerate config's or --hardware's")
+    parser.add_argument(
+        "--trainer", help="which the recipe is of (sdpo, grpo, ...); the first with its fields by default"
+    )
     parser.add_argument("--hardware", help="h100, '24GB x2', cpu; what is there by default")
     parser.add_argument("--solve", action="store_true", help="also what is the most that fits, and the fewest cards")
     parser.add_argument("--json", action="store_true", help="the plan as JSON, bytes as numbers")
@@ -42,7 +45,7 @@ def plan(words: Sequence[str]) -> int:
     try:
         from ..planning import plan as planning
 
-        config, script = classes_of(rest)
+        config, script = classes_of(rest, options.trainer)
         named = {word.partition("=")[0] for word in rest}
         planned = planning.plan_recipe(
             rest,

@@ -15,7 +15,7 @@ from .scripts import LAUNCHER, refuse_other_trainers, with_recipe
 
 _PACKAGE = Path(__file__).parents[1]
 _TRAINING = tuple(method.room for method in METHODS)
-WITH_TEACHER = ("distillation", "sdft")
+_WITH_TEACHER = ("distillation", "sdft")
 # By command, the scripts in recipes/ whose options it takes. `doctor` is not here: it lists a typo among its findings.
 SCRIPTS = {
     **{method.command: (method.room,) for method in METHODS},
@@ -28,8 +28,8 @@ SCRIPTS = {
     "small-base": ("small_base",),
     "publish": (),
     "report": (),
-    "plan": (*_TRAINING, *WITH_TEACHER),
-    "compare": (*_TRAINING, *WITH_TEACHER),
+    "plan": (*_TRAINING, *_WITH_TEACHER),
+    "compare": (*_TRAINING, *_WITH_TEACHER),
 }
 
 
@@ -64,8 +64,8 @@ def refuse_typos(command: str, module: str, words: list[str]) -> None:
     Raises:
         ConfigError: the message has the nearest name.
     """
-    trainer = pop_options(words, ("--trainer",))[0].get("--trainer") if command == "compare" else None
-    # For most of TRL's own trainers there is no script; `compare` refuses what they do not have.
+    trainer = pop_options(words, ("--trainer",))[0].get("--trainer") if command in ("compare", "plan") else None
+    # For most of TRL's own trainers there is no script; the command refuses what they do not have.
     is_read = trainer is None or trainer in SCRIPTS
     if command not in SCRIPTS or not is_read:
         return
@@ -76,6 +76,6 @@ def refuse_typos(command: str, module: str, words: list[str]) -> None:
     check_options(words, options)
     config = pop_options(with_recipe(words), ("--config",))[0].get("--config")
     if command == "plan":
-        refuse_other_trainers(config, further=WITH_TEACHER)
+        refuse_other_trainers(config, further=_WITH_TEACHER)
     if config is not None:
         check_keys(read_yaml(config), keys, config)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 from trl import ModelConfig, apply_chat_template
 
 from ..errors import UserError
@@ -18,7 +19,6 @@ from ..prefix_sharing.forest import build_forest
 from ..recipe.arguments import ScriptArguments
 from ..recipe.checks import load_tokenizer
 from ..recipe.pairs import FIELDS, DPOScriptArguments, read_pairs
-from ..recipe.privileged import SDFTScriptArguments, privileged_prompts
 from ..recipe.problems import load_data
 from ..recipe.script import say
 
@@ -150,9 +150,7 @@ def read_data(script: ScriptArguments, model: ModelConfig) -> Data | None:
         say(f"{source} is not counted: {error}")
 
 
-def longest_privileged(script: SDFTScriptArguments, model: ModelConfig, template: str) -> int:
+def longest_privileged(contexts: Sequence[str], tokenizer: PreTrainedTokenizerBase, template: str) -> int:
     """Tokens of the longest text that the teacher of SDFT reads besides the prompt, with its template's own."""
-    tokenizer = load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
-    contexts = privileged_prompts(script)["privileged_context"]
     texts = [template.format(prompt="", privileged_context=context) for context in contexts]
     return max(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"]))

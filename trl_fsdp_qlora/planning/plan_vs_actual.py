@@ -20,6 +20,7 @@ from ..run.nonfatal import nonfatal
 from ..run.one_line import stop_at_once, stop_by_exception
 from ..run.ranks import on_main
 from ..telemetry.phases import MIB
+from .drawn import longest_privileged
 from .plan import PROCESS, ROOM, Plan, format_bytes, make_plan
 from .settings import from_config
 
@@ -52,7 +53,11 @@ def plan_first(
             longest = longest_prompt(tokenizer, sample, model, agent)
             # A KeyboardInterrupt that a callback on fake tensors raises would be lost.
             stop_at_once()
-            settings = from_config(config, model, prompt_tokens=longest)
+            privileged = 0
+            if "privileged_context" in sample.column_names:
+                contexts = sample["privileged_context"]
+                privileged = longest_privileged(contexts, tokenizer, config.teacher_prompt_template)
+            settings = from_config(config, model, prompt_tokens=longest, privileged_tokens=privileged)
             of_episodes = {"tools": script.tools, "environment": script.environment}
             plan = make_plan(replace(settings, values=settings.values | of_episodes))
         except Exception as error:

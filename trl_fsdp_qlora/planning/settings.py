@@ -15,8 +15,9 @@ from trl import ModelConfig
 from ..compat.deepspeed import zero_stage
 from ..fsdp2_qlora.launch_checks import is_fsdp2_launch
 from ..recipe.arguments import ScriptArguments, recipe_fields
+from ..recipe.checks import load_tokenizer
 from ..recipe.keys import read_yaml
-from ..recipe.privileged import SDFTScriptArguments
+from ..recipe.privileged import SDFTScriptArguments, privileged_prompts
 from ..run.resources import accelerate_config
 from .drawn import Data, Drawn, longest_privileged, read_data
 
@@ -261,9 +262,10 @@ def from_words(
         further.pop("privileged_tokens", None)
     if data is not None:
         if isinstance(script_arguments, SDFTScriptArguments):
-            further["privileged_tokens"] = longest_privileged(
-                script_arguments, model, values["teacher_prompt_template"]
-            )
+            tokenizer = load_tokenizer(model.model_name_or_path, model.model_revision, script_arguments.chat)
+            contexts = privileged_prompts(script_arguments)["privileged_context"]
+            template = values["teacher_prompt_template"]
+            further["privileged_tokens"] = longest_privileged(contexts, tokenizer, template)
         further["data"] = data
         further["prompt_tokens"] = data.longest_prompt
     return Settings(model, values, launch, **further)
