@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 import trl
@@ -197,19 +198,19 @@ def cpu_seconds(trainer, batch: dict) -> float:
 def counted_tokens(trainer, batch: dict) -> tuple[int, int]:
     """Tokens of all forwards of a loss that run packed, padded and computed."""
     counts = [0, 0]
-    answer = PromptSharing.last_hidden_states
 
-    def counting(sharing, *call):
-        output = answer(sharing, *call)
-        counts[0] += sharing.figures.padded_tokens
-        counts[1] += sharing.figures.tokens
-        return output
+    def counting(answer):
+        def count(sharing, *call):
+            output = answer(sharing, *call)
+            counts[0] += sharing.figures.padded_tokens
+            counts[1] += sharing.figures.tokens
+            return output
 
-    PromptSharing.last_hidden_states = counting
-    try:
+        return count
+
+    answers = {name: counting(getattr(PromptSharing, name)) for name in ("score", "last_hidden_states")}
+    with patch.multiple(PromptSharing, **answers):
         loss_and_backward(trainer, batch)
-    finally:
-        PromptSharing.last_hidden_states = answer
     return counts[0], counts[1]
 
 

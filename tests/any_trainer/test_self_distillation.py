@@ -7,15 +7,16 @@ import pytest
 import torch
 import transformers as tf
 from peft import LoraConfig, PromptTuningConfig
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from trl.experimental import sdft, sdpo
 
 from tests.prefix_sharing.helpers import small
 from tests.prefix_sharing.test_every_trainer import assert_equal_steps, make_trainer, save_base, steps_of, trained
 from trl_fsdp_qlora import share_prompts
+from trl_fsdp_qlora.any_trainer.heads import head_by_weight
 from trl_fsdp_qlora.any_trainer.self_distillation import LossInTiles
 from trl_fsdp_qlora.scoring import sum_over_tiles
+
+from .most_logits import MostLogits
 
 TOP_K = {"distillation_mode": "topk_logits", "distillation_topk": 5, "distillation_alpha": 0.5}
 TAIL = TOP_K | {"distillation_add_tail": True}
@@ -80,26 +81,10 @@ def test_equals_stock(kind, adapter, changes, tmp_path):
 def test_logits_that_a_model_changes(model, softcap, scale, tmp_path):
     save_base("sdft", model, tmp_path / "base")
     stock, ours, trainer = both("sdft", tmp_path, False, **WHOLE)
-    head = trainer._head(trainer.model)
+    head = head_by_weight(trainer.model)
     assert (head.softcap, head.logit_scale) == (softcap, scale)
     assert trainer._why_not_in_tiles() is None
     assert_equal(stock, ours)
-
-
-class MostLogits(TorchDispatchMode):
-    """The most rows of logits, `(..., vocabulary)`, that any result has."""
-
-    def __init__(self, vocabulary: int):
-        super().__init__()
-        self.vocabulary = vocabulary
-        self.rows = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and x.ndim and x.shape[-1] == self.vocabulary:
-                self.rows = max(self.rows, x.numel() // self.vocabulary)
-        return result
 
 
 @pytest.mark.parametrize("kind", ["sdft", "sdpo"])
@@ -114,7 +99,7 @@ def test_nobody_holds_the_logits_of_all_completions(kind, tmp_path, monkeypatch)
             share_prompts(trainer)
         batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
         trainer.current_gradient_accumulation_steps = 1
-        most = MostLogits(trainer.model.config.vocab_size)
+        most = MostLogits(67)
         with most:
             trainer._compute_rollout_logps(
                 *(batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"))

@@ -211,16 +211,21 @@ def test_scoring_head_equals_the_models_own_logits(trained_head):
             assert parameter.grad is not None and not parameter.grad.any(), name
 
 
-@pytest.mark.parametrize("outputs", [("log_probs",), ("entropy",), ("log_sum_sq_probs", "mean_logits", "is_top1")])
-def test_scoring_head_gives_what_trls_head_was_asked_for(outputs):
+@pytest.mark.parametrize("softcap", [3.0, None])
+@pytest.mark.parametrize(
+    "outputs", [("log_probs",), ("entropy",), ("mean_logits",), ("log_sum_sq_probs", "mean_logits", "is_top1")]
+)
+def test_scoring_head_gives_what_trls_head_was_asked_for(outputs, softcap):
     torch.manual_seed(0)
     hidden = torch.randn(9, 32)
     targets = torch.randint(0, 97, (9,))
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes))
-    log_probs = score_with_head(model, hidden, targets, FusedHead(0.8, False, outputs, 3.0, 0.5))
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes)).requires_grad_(False)
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(97), requires_grad=False)
+    log_probs = score_with_head(model, hidden, targets, FusedHead(0.8, False, outputs, softcap, 0.5))
     assert {name for name, x in log_probs.items() if x is not None} == {"log_probs", *outputs}
-    logits = 3.0 * torch.tanh(0.5 * model.lm_head(hidden) / 3.0) / 0.8
+    logits = 0.5 * model.lm_head(hidden)
+    logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / 0.8
     log_p = logits.log_softmax(-1)
     wanted = {
         "log_probs": log_p.gather(1, targets[:, None])[:, 0],

@@ -1,14 +1,26 @@
 """`share_prompts`, the one line for any trainer of TRL's, and for a model without a trainer."""
 
+import logging
 from typing import TypeVar
 
 from torch import nn
 from transformers import Trainer
 
 from ..prefix_sharing.sharing import install_sharing
-from . import self_distillation
+from . import pairs, self_distillation
+from .pairs import PairsByFusedHead
+from .self_distillation import LossInTiles
+
+logger = logging.getLogger(__name__)
 
 Shared = TypeVar("Shared", nn.Module, Trainer)
+
+# Methods that hold no logits of a batch, by the module of TRL's trainer. Nothing imports these modules here: TRL warns
+# whoever imports an experimental one.
+_WITHOUT_LOGITS = {
+    **dict.fromkeys(self_distillation.MODULES, LossInTiles),
+    **dict.fromkeys(pairs.MODULES, PairsByFusedHead),
+}
 
 
 def share_prompts(
@@ -37,8 +49,8 @@ def share_prompts(
         shared: a trainer of TRL's, or a model: a causal language model or a classifier as TRL's trainers hold it, with
             or without PEFT, before or after it was wrapped. A language model without TRL's fused head gets one. Of a
             trainer, its model is shared, and a reference or teacher that is a model of its own; `config.use_cache` of
-            that one becomes `False`, because a call that returns a cache is not shared. The losses of SDPO and SDFT
-            are then computed a tile of tokens at a time ([`self_distillation`]).
+            that one becomes `False`, because a call that returns a cache is not shared. SDPO, SDFT, CPO and ORPO then
+            hold no logits of a batch ([`self_distillation`], [`pairs`]).
         attention: `"auto"`, `"off"`, or the name of an attention backend
             ([`trl_fsdp_qlora.prefix_sharing.attention.backends.BACKENDS`]). `"auto"` packs rows if that is exact;
             otherwise the pass runs as in stock TRL, and the reason is logged once. A backend that is named is used, or
@@ -54,17 +66,20 @@ def share_prompts(
     Raises:
         PrefixSharingError: `attention` is not known, or the backend that it names cannot serve this model.
     """
-    for model in models_of(shared) if isinstance(shared, Trainer) else [shared]:
+    if not isinstance(shared, Trainer):
+        install_sharing(
+            shared, attention=attention, temperature=temperature, outputs=outputs, lm_head_kernel=lm_head_kernel
+        )
+        return shared
+    _hold_logits(shared)
+    if attention != "off":
+        outputs = _hold_no_logits(shared) or outputs
+    for model in models_of(shared):
         sharing = install_sharing(
             model, attention=attention, temperature=temperature, outputs=outputs, lm_head_kernel=lm_head_kernel
         )
-        if attention != "off" and isinstance(shared, Trainer) and model is not shared.model:
+        if attention != "off" and model is not shared.model:
             sharing.return_no_cache()
-    if isinstance(shared, Trainer):
-        if attention == "off":
-            self_distillation.use_whole_logits(shared)
-        else:
-            self_distillation.use_tiles(shared)
     return shared
 
 
@@ -72,3 +87,27 @@ def models_of(trainer: Trainer) -> list[nn.Module]:
     """The model that trains, and a reference or a teacher that is a model of its own."""
     further = map(vars(trainer).get, ("ref_model", "teacher_model"))
     return [trainer.model, *(x for x in further if isinstance(x, nn.Module) and x is not trainer.model)]
+
+
+def _hold_no_logits(trainer: Trainer) -> tuple[str, ...]:
+    """Give a trainer methods that hold no logits of a batch, if there are any; returns outputs that they need."""
+    cls = type(trainer)
+    trls = next((each for each in cls.__mro__ if each.__module__ in _WITHOUT_LOGITS), None)
+    if trls is None:
+        return ()
+    methods = _WITHOUT_LOGITS[trls.__module__]
+    own = [name for name in methods.replaced if getattr(cls, name) is not getattr(trls, name)]
+    if own:
+        logger.warning(
+            "The logits of a batch are held whole, as in stock TRL: %s has its own %s.", cls.__name__, ", ".join(own)
+        )
+        return ()
+    trainer.__class__ = type(cls.__name__, (methods, cls), {"__module__": cls.__module__})
+    return methods.outputs
+
+
+def _hold_logits(trainer: Trainer) -> None:
+    """Take [`_hold_no_logits`] back."""
+    cls = type(trainer)
+    if issubclass(cls, (LossInTiles, PairsByFusedHead)):
+        trainer.__class__ = cls.__bases__[1]

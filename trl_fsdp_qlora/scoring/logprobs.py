@@ -72,8 +72,8 @@ def score_positions(
     [`choose_head_kernel`] chooses it.
 
     Args:
-        entropy_gradient: the loss may have a term in the entropy. If not, the entropy of a frozen head is a value
-            only, and a backward through it raises.
+        entropy_gradient: the loss may have a term in the entropy, if that is wanted. If not, the entropy of a frozen
+            head is a value only, and a backward through it raises.
         kernel: one of `HEAD_KERNELS`.
         gathered: `weight_VH` is a shard's gathered copy.
         wanted: names of TRL's `FusedCausalLMOutput`.
@@ -88,14 +88,28 @@ def score_positions(
     dtype = torch.get_autocast_dtype(device_type) if autocast else hidden_NH.dtype
     trained = weight_VH.requires_grad or (bias_V is not None and bias_V.requires_grad)
     chosen = choose_head_kernel(
-        kernel, device_type, dtype, trained=trained, entropy_gradient=entropy_gradient, gathered=gathered
+        kernel,
+        device_type,
+        dtype,
+        trained=trained,
+        entropy_gradient=entropy_gradient and "entropy" in wanted,
+        gathered=gathered,
     )
-    has_further_fields = bool({"log_sum_sq_probs", "mean_logits", "is_top1"} & set(wanted))
-    if has_further_fields or chosen == "trl":
+    only_trls = {"log_sum_sq_probs", "is_top1"}
+    if softcap is not None:
+        only_trls.add("mean_logits")
+    if chosen == "trl" or only_trls & set(wanted):
         return ChunkedLogProbFunction.apply(*inputs, VOCABULARY_TILE, softcap, logit_scale, wanted)
     keep_jacobian = torch.is_grad_enabled() and hidden_NH.requires_grad
     values = FrozenHeadLogProbFunction.apply(*inputs, softcap, logit_scale, keep_jacobian)
-    return *values, None, None, None
+    mean_logits = None
+    if "mean_logits" in wanted:  # the mean of linear functions is that of the mean weight
+        with torch.no_grad(), torch.autocast(device_type, enabled=False):
+            mean_logits = hidden_NH.float() @ weight_VH.mean(0, dtype=torch.float32)
+            if bias_V is not None:
+                mean_logits += bias_V.mean(dtype=torch.float32)
+            mean_logits *= logit_scale / temperature
+    return *values, None, mean_logits, None
 
 
 # Kept out of torch.compile's graphs: the number of positions differs between batches, and the code branches on values.

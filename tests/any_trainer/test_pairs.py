@@ -1,0 +1,130 @@
+"""CPO and ORPO by the fused head: equal to stock TRL's by logits, which nobody makes."""
+
+import logging
+
+import pytest
+import torch
+from peft import LoraConfig
+from trl.experimental import cpo
+
+from tests.prefix_sharing.test_every_trainer import assert_equal_steps, make_trainer, save_base, steps_of, trained
+from trl_fsdp_qlora import share_prompts
+from trl_fsdp_qlora.any_trainer.pairs import PairsByFusedHead
+
+from .most_logits import MostLogits
+
+VOCABULARY = 67  # of the models of helpers.build
+
+
+def assert_equals_stock(kind, folder, adapter, **changes):
+    """Two steps; returns the trainer that shares prompts."""
+    runs = []
+    for shares in (False, True):
+        trainer = make_trainer(kind, folder / "base", adapter, folder / "out", **changes)
+        gradients = trained(trainer, shares)
+        runs.append((steps_of(trainer), gradients))
+    (stock_steps, stock), (steps, ours) = runs
+    assert len(steps) == len(stock_steps) == 2
+    for step, of_stock in zip(steps, stock_steps, strict=True):
+        assert step == pytest.approx(of_stock, rel=1e-3, abs=1e-5)
+    assert_equal_steps(ours, stock)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter", "changes"),
+    [
+        ("cpo", True, {"loss_type": "sigmoid"}),
+        ("cpo", False, {"loss_type": "simpo", "cpo_alpha": 0.0}),
+        ("cpo", True, {"loss_type": "ipo", "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
+        ("orpo", True, {}),
+        ("orpo", False, {"padding_value": 3}),
+    ],
+)
+def test_equals_stock(kind, adapter, changes, tmp_path):
+    save_base(kind, "qwen3", tmp_path / "base")
+    trainer = assert_equals_stock(kind, tmp_path, adapter, **changes)
+    assert isinstance(trainer, PairsByFusedHead) and trainer._why_not_fused() is None
+
+
+@pytest.mark.parametrize("kind", ["cpo", "orpo"])
+def test_a_router_loss_is_part_of_it(kind, tmp_path):
+    save_base(kind, "qwen3_moe", tmp_path / "base")
+    trainer = assert_equals_stock(kind, tmp_path, False, model_init_kwargs=None)
+    trainer.model.config.output_router_logits = True
+    trainer.aux_loss_enabled, trainer.aux_loss_coef = True, 1.0
+    trainer.model.config.router_aux_loss_coef = 1.0
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    losses = []
+    for attention in ("off", "auto"):
+        share_prompts(trainer, attention=attention)
+        losses.append([x.item() for x in (trainer.concatenated_forward(trainer.model, batch)[i] for i in (4, 5))])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["cpo", "orpo"])
+def test_nobody_makes_logits(kind, tmp_path):
+    save_base(kind, "qwen3", tmp_path / "base")
+    rows, means = {}, {}
+    for shares in (False, True):
+        trainer = make_trainer(kind, tmp_path / "base", True, tmp_path / "out")
+        if shares:
+            share_prompts(trainer)
+        batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+        trainer.compute_loss(trainer.model, batch)  # the first is compared with stock TRL's
+        most = MostLogits(VOCABULARY)
+        with most:
+            trainer.compute_loss(trainer.model, batch).backward()
+        rows[shares] = most.rows
+        means[shares] = trainer.concatenated_forward(trainer.model, batch)[2:4]
+    assert rows[False] >= batch["chosen_input_ids"].numel() + batch["rejected_input_ids"].numel()
+    # A CPU's kernel holds a tile of all tokens that are scored, which here are fewer than a tile.
+    answers = sum((batch[f"{side}_labels"] != -100).sum().item() for side in ("chosen", "rejected"))
+    if kind == "cpo":
+        assert rows[True] <= answers
+    for stock, ours, side in zip(means[False], means[True], ("chosen", "rejected"), strict=True):
+        is_answer = batch[f"{side}_labels"][:, 1:] != -100
+        of_answers = stock[:, : is_answer.shape[1]].mean(-1)[is_answer]
+        assert torch.allclose(ours, of_answers, atol=1e-5)
+
+
+class OwnLogps(cpo.CPOTrainer):
+    @staticmethod
+    def get_batch_logps(logits, *args, **kwargs):
+        assert logits.shape[-1] == VOCABULARY
+        return cpo.CPOTrainer.get_batch_logps(logits, *args, **kwargs)
+
+
+def own_logps(monkeypatch):
+    trainers = make_trainer.__globals__["TRAINERS"]
+    monkeypatch.setitem(trainers, "cpo", (OwnLogps, *trainers["cpo"][1:]))
+    return "OwnLogps has its own get_batch_logps"
+
+
+def adapted_head(monkeypatch):
+    config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    monkeypatch.setitem(make_trainer.__globals__, "adapters", lambda: config)
+    return "a model is more than a backbone and a linear head"
+
+
+@pytest.mark.parametrize("case", [own_logps, adapted_head])
+def test_what_runs_as_in_stock_trl_says_why(case, tmp_path, monkeypatch, caplog):
+    reason = case(monkeypatch)
+    save_base("cpo", "qwen3", tmp_path / "base")
+    with caplog.at_level(logging.WARNING):
+        assert_equals_stock("cpo", tmp_path, True)
+    lines = [record.message for record in caplog.records if "held whole" in record.message]
+    assert len(lines) == 1 and reason in lines[0]
+
+
+def test_a_head_of_another_temperature_is_not_used(tmp_path, caplog):
+    save_base("cpo", "qwen3", tmp_path / "base")
+    trainer = make_trainer("cpo", tmp_path / "base", True, tmp_path / "out")
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    stock = trainer.compute_loss(trainer.model, batch)
+    share_prompts(trainer.model, temperature=0.5)
+    share_prompts(trainer)
+    assert torch.allclose(trainer.compute_loss(trainer.model, batch), stock, rtol=1e-5)
+    assert "has a fused head of other settings" in caplog.text
+    share_prompts(trainer, attention="off")
+    assert type(trainer) is cpo.CPOTrainer

@@ -1,0 +1,73 @@
+"""The forward of TRL's CPO and ORPO trainers by the fused head.
+
+Stock TRL's `concatenated_forward` makes the logits of chosen and rejected rows, `(B, L, V)`, prompts included, and
+reads log-probabilities from them. Here the model's fused head computes these, and makes no logits.
+
+Suffixes of shapes: B rows, L columns.
+"""
+
+import torch
+
+from ..prefix_sharing.batch import IGNORED_LABEL
+from ..prefix_sharing.packed_model import head_of
+from ..prefix_sharing.sharing import causal_language_model
+from .heads import holds_logits, why_not_by_weight
+
+MODULES = ("trl.experimental.cpo.cpo_trainer", "trl.experimental.orpo.orpo_trainer")
+
+
+class PairsByFusedHead:
+    """A method in front of that of TRL's `CPOTrainer` or `ORPOTrainer`, see the module docstring."""
+
+    replaced = ("concatenated_forward", "get_batch_logps")
+    outputs = ("log_probs", "mean_logits")  # of the fused head
+
+    def concatenated_forward(self, model, batch):
+        """As in TRL `(chosen_logps, rejected_logps, chosen_logits, rejected_logits, nll_loss)`, and a router loss.
+
+        Instead of logits it returns their means over the vocabulary, for each token of the answers, because the
+        trainers log the mean of what is returned.
+        """
+        if holds_logits(self, self._why_not_fused()):
+            return super().concatenated_forward(model, batch)
+        is_orpo = "odds_ratio_loss" in dir(self)
+        chosen = slice(len(batch["chosen_labels"]))
+        rejected = slice(chosen.stop, None)
+        padding = self.padding_value if is_orpo else self.pad_token_id
+        both = self.concatenated_inputs(batch, padding_value=padding, device=self.accelerator.device)
+        ids_BL, mask_BL, labels_BL = (
+            both[f"concatenated_{name}"] for name in ("input_ids", "attention_mask", "labels")
+        )
+        is_answer_BL = labels_BL[:, 1:] != IGNORED_LABEL
+        if is_orpo:  # its likelihood term is that of the whole chosen row, prompt included
+            labels_BL = labels_BL.clone()
+            labels_BL[chosen] = ids_BL[chosen].masked_fill(mask_BL[chosen] != 1, IGNORED_LABEL)
+        outputs = model(
+            ids_BL,
+            attention_mask=mask_BL,
+            labels=labels_BL,
+            fused_lm_head=True,
+            use_cache=False,
+            **({"output_router_logits": True} if self.aux_loss_enabled else {}),
+        )
+        logps_B = (outputs.log_probs * is_answer_BL).sum(-1)
+        if is_orpo or self.loss_type in ("ipo", "simpo"):
+            logps_B = logps_B / is_answer_BL.sum(-1)
+        # Log-probabilities are zero where there is no label.
+        nll_loss = -outputs.log_probs[chosen].sum() / (labels_BL[chosen, 1:] != IGNORED_LABEL).sum()
+        if not is_orpo and self.cpo_alpha == 0:
+            nll_loss = torch.zeros_like(nll_loss)
+        means = (outputs.mean_logits[rows][is_answer_BL[rows]] for rows in (chosen, rejected))
+        router_loss = [outputs.aux_loss] if self.aux_loss_enabled else []
+        return logps_B[chosen], logps_B[rejected], *means, nll_loss, *router_loss
+
+    def _why_not_fused(self) -> str | None:
+        if self.is_encoder_decoder:
+            return "the model has an encoder"
+        reason = why_not_by_weight(self, self.model)
+        if reason is not None:
+            return reason
+        head = head_of(causal_language_model(self.model))
+        if head.temperature != 1 or "mean_logits" not in head.outputs:
+            return "the model has a fused head of other settings; share the trainer and not the model"
+        return None
