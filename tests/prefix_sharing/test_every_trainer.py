@@ -328,12 +328,15 @@ def test_two_ranks(wrapper, tmp_path):
     save_base("sdpo", "qwen3", tmp_path / "base")
     environment = fsdp_environment() if wrapper == "fsdp2" else None
     worker = "tests/prefix_sharing/trainers_worker.py"
-    launch(worker, tmp_path / "base", tmp_path, "distillation", "sdpo", environment=environment, timeout=300)
+    kinds = ("distillation", "sdpo", "sdft")  # the last in full, with a copy as its teacher
+    launch(worker, tmp_path / "base", tmp_path, *kinds, environment=environment, timeout=300)
     for rank in range(2):
         results = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
-        for kind in ("distillation", "sdpo"):
+        for kind in kinds:
             stock, ours = (results[kind, shares] for shares in (False, True))
             assert ours["shared"] and ours["dtensors"] == stock["dtensors"] == (wrapper == "fsdp2")
             assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-5, abs=1e-6)
             assert_equal_steps(ours["gradients"], stock["gradients"])
         assert results["sdpo", True]["not_in_tiles"] is None
+        of_trained_head = "the head is trained and sharded" if wrapper == "fsdp2" else None
+        assert results["sdft", True]["not_in_tiles"] == of_trained_head

@@ -14,9 +14,9 @@ from trl_fsdp_qlora.any_trainer.self_distillation import LossInTiles
 
 def train(kind: str, folder: str, out: Path, shares: bool) -> dict:
     changes = {"per_device_train_batch_size": 4}
-    if kind == "sdpo":
+    if kind in ("sdpo", "sdft"):
         changes["teacher_model_kind"] = "base"  # stock TRL cannot load its default, a second adapter, into FSDP2
-    trainer = make_trainer(kind, folder, adapter=True, out=out, **changes)
+    trainer = make_trainer(kind, folder, adapter=kind != "sdft", out=out, **changes)
     gradients = trained(trainer, shares)
     figures = [sharing.figures for sharing in the_sharings(trainer)] if shares else []
     results = {
@@ -26,7 +26,7 @@ def train(kind: str, folder: str, out: Path, shares: bool) -> dict:
         "dtensors": all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters()),
     }
     if isinstance(trainer, LossInTiles):
-        results["not_in_tiles"] = trainer._why_not_in_tiles()
+        results["not_in_tiles"] = vars(trainer).get("logged_reason")
     forget_launch()
     return results
 

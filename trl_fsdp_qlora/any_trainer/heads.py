@@ -93,7 +93,8 @@ def why_not_by_weight(trainer: Trainer, *models: nn.Module) -> str | None:
         head = base.get_output_embeddings()
         if looks_beyond_tokens(unwrapped) is not None or head_of(base) is None or not _is_plain(head):
             return "a model is more than a backbone and a linear head"
-        if isinstance(head.weight, DTensor) and head.weight.requires_grad:
+        # Its weight is no `DTensor` while FSDP2 keeps the root's weights gathered, as it does behind a generation.
+        if trainer.accelerator.is_fsdp2 and head.weight.requires_grad:
             return "the head is trained and sharded"
     if "logits_are_the_heads" not in vars(trainer):
         trainer.logits_are_the_heads = all(_are_logits_the_heads(trainer, model) for model in dict.fromkeys(models))
@@ -107,25 +108,26 @@ def _are_logits_the_heads(trainer: Trainer, model: nn.Module) -> bool:
     ids = torch.arange(4, device=trainer.accelerator.device).unsqueeze(0)
     outputs = []
 
-    def logits_and_head() -> tuple[torch.Tensor, Head]:
+    def are_equal() -> bool:  # inside the root module's forward, because FSDP2 frees the head behind it
         hook = base.base_model.register_forward_hook(lambda _module, _arguments, output: outputs.append(output))
         try:
-            return base.forward(input_ids=ids, use_cache=False).logits, head_by_weight(model)
+            logits = base.forward(input_ids=ids, use_cache=False).logits
         finally:
             hook.remove()
-
-    closed = sharing.closed() if sharing else nullcontext()
-    with torch.no_grad(), trainer.accelerator.autocast(), closed, without_dropout(base):
-        logits, head = ForwardRedirection()(model, trainer.accelerator.unwrap_model(model), logits_and_head)
+        head = head_by_weight(model)
         hidden = outputs[0].get("last_hidden_state") if outputs else None
         if hidden is None or hidden.shape[-1] != head.weight_VH.shape[1]:
             return False
         of_head = head.logits(hidden.to(head.weight_VH.device))
-    if of_head.shape != logits.shape:
-        return False
-    logits = logits.to(of_head)
-    tolerance = 1e-4 if head.weight_VH.dtype.itemsize >= 4 else 1e-2
-    return bool((of_head - logits).abs().max() <= tolerance * logits.abs().max())
+        if of_head.shape != logits.shape:
+            return False
+        logits = logits.to(of_head)
+        tolerance = 1e-4 if head.weight_VH.dtype.itemsize >= 4 else 1e-2
+        return bool((of_head - logits).abs().max() <= tolerance * logits.abs().max())
+
+    closed = sharing.closed() if sharing else nullcontext()
+    with torch.no_grad(), trainer.accelerator.autocast(), closed, without_dropout(base):
+        return ForwardRedirection()(model, trainer.accelerator.unwrap_model(model), are_equal)
 
 
 def _is_plain(head: nn.Module) -> bool:
