@@ -16,7 +16,7 @@ from tests.tiny import lora
 from trl_fsdp_qlora.prefix_sharing import verdict as verdict_module
 from trl_fsdp_qlora.prefix_sharing.attention import cascade
 from trl_fsdp_qlora.prefix_sharing.row import PackedRow
-from trl_fsdp_qlora.prefix_sharing.verdict import compares_gradients, statistics, verdict
+from trl_fsdp_qlora.prefix_sharing.verdict import compares_gradients, rounding_unit, statistics, verdict
 
 from .helpers import COMPLETION, PROMPT, VOCABULARY, awkward_batch, build, make_batch, one_pass, prepared
 
@@ -350,3 +350,20 @@ def test_recurrent_layers_under_zero_3_run_as_stock():
     """
     pytest.importorskip("deepspeed")
     launch(Path(__file__).with_name("zero3_worker.py"), timeout=120)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_4_bit_layer_rounds_as_its_product_is_computed(trains):
+    """In bfloat16 on some CPUs if nothing is recorded, as in the teacher of a distillation."""
+    bnb = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    layer = bnb.nn.Linear4bit(256, 256, bias=False, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+    dense = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).double()
+    model = torch.nn.Sequential(layer).train(trains)
+    hidden = torch.randn(64, 256, requires_grad=trains)
+    exact = hidden.detach().double() @ dense.T
+    with torch.set_grad_enabled(trains):
+        unit = rounding_unit(model, torch.device("cpu"))
+        error = (model(hidden).detach() - exact).norm() / exact.norm()
+    assert bool(unit) == bool(error > 1e-5) and (not trains or unit == 0)
+    assert unit == 0 or unit / 2 < error < 4 * unit

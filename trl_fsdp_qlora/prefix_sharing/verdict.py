@@ -71,6 +71,10 @@ def rounding_unit(model: PreTrainedModel, device: torch.device) -> float:
     else:
         dtypes = {parameter.dtype for parameter in model.parameters()}
         dtypes.update(module.compute_dtype for module in model.modules() if hasattr(module, "compute_dtype"))  # 4 bits
+        # Without a gradient bitsandbytes computes these in bfloat16 on CPUs that have it, whatever is asked for.
+        if device.type == "cpu" and not (model.training or torch.is_grad_enabled()):
+            in_bfloat16 = (vars(module).get("support_avx512bf16_for_cpu") for module in model.modules())
+            dtypes.update({torch.bfloat16} if any(in_bfloat16) else ())
     units = [torch.finfo(dtype).eps / 4 for dtype in dtypes & {torch.bfloat16, torch.float16}]
     if torch.float32 in dtypes and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         units.append(2.0**-12)
