@@ -21,6 +21,7 @@ from trl_fsdp_qlora.__main__ import main
 from trl_fsdp_qlora.any_trainer.sharing import models_of
 from trl_fsdp_qlora.compat.memory import FakeTensorMode, PeakTracker, divergence_tiles_of
 from trl_fsdp_qlora.planning import fake_ops, passes
+from trl_fsdp_qlora.planning import plan as module
 from trl_fsdp_qlora.planning.plan import make_plan
 from trl_fsdp_qlora.planning.settings import Launch, Settings, from_words
 from trl_fsdp_qlora.prefix_sharing.sharing import causal_language_model
@@ -53,11 +54,17 @@ def saved(path, **changes) -> str:
 
 
 def trainer_of(kind: str, run: Settings, student, out, **further):
-    names = ["per_device_train_batch_size", "max_completion_length", "gradient_checkpointing", "steps_per_generation"]
+    names = [
+        "bf16",
+        "per_device_train_batch_size",
+        "max_completion_length",
+        "gradient_checkpointing",
+        "steps_per_generation",
+    ]
     names += ["distillation_mode", "distillation_alpha", "distillation_topk", "teacher_model_kind"]
     names += ["num_generations"] if kind == "sdft" else ["beta"]
     fields = {name: run.values[name] for name in names if name in run.values}
-    args = CONFIGS[kind](str(out), gradient_accumulation_steps=1, use_cpu=True, bf16=False, report_to="none", **fields)
+    args = CONFIGS[kind](str(out), gradient_accumulation_steps=1, use_cpu=True, report_to="none", **fields)
     columns = {"prompt": ["A"]} if kind == "distillation" else {"prompt": ["A"], "privileged_context": ["B"]}
     cls = {"distillation": trl.DistillationTrainer, "sdft": sdft.SDFTTrainer}[kind]
     return cls(
@@ -93,8 +100,12 @@ def measured_step(run: Settings, trainer) -> int:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
+    trainer.model_wrapped = trainer.accelerator.prepare_model(model)
+
     def step():
-        trainer.compute_loss(model, batch).backward()
+        with trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(model, batch)
+        loss.backward()
 
     trainer.current_gradient_accumulation_steps = 1
     with divergence_tiles_of(model.config.vocab_size):
@@ -122,6 +133,7 @@ CHECKPOINTED = {"gradient_checkpointing": True}
         ({}, {}, {}),
         (CHECKPOINTED, {}, {}),
         ({"prefix_sharing": "off"}, {}, {}),
+        ({"bf16": True}, {}, {}),  # which TRL's loss does not compute in
         ({"use_peft": False}, WORDS, {}),
         (CHECKPOINTED, WORDS, {}),
         (CHECKPOINTED | {"divergence": 0.5}, WORDS, {}),
@@ -137,7 +149,7 @@ def test_a_step_with_a_teacher_of_its_own_peaks_where_it_was_planned(tmp_path, c
     path = folder(tmp_path / "student", **of_both)
     run = run_of("distillation", path, teacher_model_name_or_path=tmp_path / "teacher", **changes)
     trainer = trainer_of("distillation", run, student, tmp_path, teacher_model=teacher)
-    planned = passes.measure_with_teacher(run, students, False)
+    planned = module._loss_bytes(run, students, None, False)
     assert planned == pytest.approx(measured_step(run, trainer), rel=NEAR)
 
 
@@ -147,6 +159,7 @@ def test_a_step_with_a_teacher_of_its_own_peaks_where_it_was_planned(tmp_path, c
         {"distillation_mode": "full_logits"},
         {"distillation_mode": "full_logits", "gradient_checkpointing": True},
         {"distillation_mode": "full_logits", "prefix_sharing": "off"},
+        {"distillation_mode": "full_logits", "gradient_checkpointing": True, "bf16": True},
         {"distillation_mode": "topk_logits", "gradient_checkpointing": True},
         {"distillation_mode": "sampled_token", "distillation_alpha": 1.0, "prefix_sharing": "off"},
         {"distillation_mode": "full_logits", "use_peft": False},
@@ -157,7 +170,7 @@ def test_a_step_of_a_model_that_teaches_itself_peaks_where_it_was_planned(tmp_pa
     monkeypatch.setattr(sum_over_tiles, "TILE_ELEMENTS", 64 * 8192)
     run = run_of("sdft", saved(tmp_path, **WORDS), **changes)
     trainer = trainer_of("sdft", run, tf.AutoModelForCausalLM.from_pretrained(tmp_path), tmp_path)
-    planned = passes.measure_with_teacher(run, config(**WORDS), False)
+    planned = module._loss_bytes(run, config(**WORDS), None, False)
     assert planned == pytest.approx(measured_step(run, trainer), rel=NEAR)
 
 

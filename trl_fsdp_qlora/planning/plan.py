@@ -331,6 +331,9 @@ def _phases(
 
 def _loss_bytes(settings: Settings, config: PretrainedConfig, step: Step, gpu: bool) -> int:
     """Peak bytes of the passes with gradients, and of the padded forward that checks the first one."""
+    if settings.compares_states and settings.launch.kind in ("single", "ddp"):
+        # TRL calls the backbone, and accelerate's mixed precision lies around the model's forward.
+        settings = replace(settings, launch=replace(settings.launch, mixed_precision="no"))
     shape = passes.loss_shape(settings, settings.prefix_sharing != "off", gpu)
     if settings.has_teacher:
         shape = passes.call_shape(settings)
