@@ -1,5 +1,6 @@
 """CPO and ORPO by the fused head: equal to stock TRL's by logits, which nobody makes."""
 
+import json
 import logging
 
 import pytest
@@ -35,7 +36,7 @@ def assert_equals_stock(kind, folder, adapter, **changes):
     ("kind", "adapter", "changes"),
     [
         ("cpo", True, {"loss_type": "sigmoid"}),
-        ("cpo", False, {"loss_type": "simpo", "cpo_alpha": 0.0}),
+        ("cpo", False, {"loss_type": "alphapo", "alpha": 0.25, "label_smoothing": 0.1}),
         ("cpo", True, {"loss_type": "ipo", "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
         ("orpo", True, {}),
         ("orpo", False, {"padding_value": 3}),
@@ -47,19 +48,31 @@ def test_equals_stock(kind, adapter, changes, tmp_path):
     assert isinstance(trainer, PairsByFusedHead) and trainer._why_not_fused() is None
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "granitemoehybrid"])  # the latter has no field `num_experts`
 @pytest.mark.parametrize("kind", ["cpo", "orpo"])
-def test_a_router_loss_is_part_of_it(kind, tmp_path):
-    save_base(kind, "qwen3_moe", tmp_path / "base")
-    trainer = assert_equals_stock(kind, tmp_path, False, model_init_kwargs=None)
-    trainer.model.config.output_router_logits = True
-    trainer.aux_loss_enabled, trainer.aux_loss_coef = True, 1.0
-    trainer.model.config.router_aux_loss_coef = 1.0
-    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+def test_a_router_loss_is_part_of_it(kind, name, tmp_path):
+    save_base(kind, name, tmp_path / "base")
+    config = tmp_path / "base" / "config.json"
+    asks_for_it = {"output_router_logits": True, "router_aux_loss_coef": 1.0}
+    config.write_text(json.dumps(json.loads(config.read_text()) | asks_for_it))
+    trainer = assert_equals_stock(kind, tmp_path, False)
+    assert trainer.aux_loss_enabled and trainer._why_not_fused() is None
+
+
+def test_a_batch_without_answers(tmp_path):
+    """TRL leaves none if the prompt alone fills `max_length`."""
+    save_base("cpo", "qwen3", tmp_path / "base")
     losses = []
-    for attention in ("off", "auto"):
-        share_prompts(trainer, attention=attention)
-        losses.append([x.item() for x in (trainer.concatenated_forward(trainer.model, batch)[i] for i in (4, 5))])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    for shares in (False, True):
+        trainer = make_trainer("cpo", tmp_path / "base", True, tmp_path / "out", cpo_alpha=0.0)
+        if shares:
+            share_prompts(trainer)
+        batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+        batch["rejected_labels"].fill_(-100)
+        loss, metrics = trainer.get_batch_loss_metrics(trainer.model, batch)
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0])
+    assert metrics["logits/rejected"] == 0.0 != metrics["logits/chosen"]
 
 
 @pytest.mark.parametrize("kind", ["cpo", "orpo"])
@@ -79,13 +92,14 @@ def test_nobody_makes_logits(kind, tmp_path):
         means[shares] = trainer.concatenated_forward(trainer.model, batch)[2:4]
     assert rows[False] >= batch["chosen_input_ids"].numel() + batch["rejected_input_ids"].numel()
     # A CPU's kernel holds a tile of all tokens that are scored, which here are fewer than a tile.
-    answers = sum((batch[f"{side}_labels"] != -100).sum().item() for side in ("chosen", "rejected"))
-    if kind == "cpo":
-        assert rows[True] <= answers
+    counts = {side: (batch[f"{side}_labels"] != -100).sum().item() for side in ("chosen", "rejected")}
+    if kind == "orpo":
+        counts["chosen"] = batch["chosen_attention_mask"].sum().item()
+    assert rows[True] <= sum(counts.values())
     for stock, ours, side in zip(means[False], means[True], ("chosen", "rejected"), strict=True):
         is_answer = batch[f"{side}_labels"][:, 1:] != -100
         of_answers = stock[:, : is_answer.shape[1]].mean(-1)[is_answer]
-        assert torch.allclose(ours, of_answers, atol=1e-5)
+        assert torch.allclose(ours, of_answers.mean(), atol=1e-5)
 
 
 class OwnLogps(cpo.CPOTrainer):
@@ -95,10 +109,25 @@ class OwnLogps(cpo.CPOTrainer):
         return cpo.CPOTrainer.get_batch_logps(logits, *args, **kwargs)
 
 
-def own_logps(monkeypatch):
+class ReadsLogits(cpo.CPOTrainer):
+    def get_batch_loss_metrics(self, model, batch, train_eval="train"):
+        assert self.concatenated_forward(model, batch)[2].shape[-1] == VOCABULARY
+        return super().get_batch_loss_metrics(model, batch, train_eval)
+
+
+def subclass(monkeypatch, cls):
     trainers = make_trainer.__globals__["TRAINERS"]
-    monkeypatch.setitem(trainers, "cpo", (OwnLogps, *trainers["cpo"][1:]))
+    monkeypatch.setitem(trainers, "cpo", (cls, *trainers["cpo"][1:]))
+
+
+def own_logps(monkeypatch):
+    subclass(monkeypatch, OwnLogps)
     return "OwnLogps has its own get_batch_logps"
+
+
+def reads_logits(monkeypatch):
+    subclass(monkeypatch, ReadsLogits)
+    return "ReadsLogits has its own get_batch_loss_metrics"
 
 
 def adapted_head(monkeypatch):
@@ -107,7 +136,7 @@ def adapted_head(monkeypatch):
     return "a model is more than a backbone and a linear head"
 
 
-@pytest.mark.parametrize("case", [own_logps, adapted_head])
+@pytest.mark.parametrize("case", [own_logps, reads_logits, adapted_head])
 def test_what_runs_as_in_stock_trl_says_why(case, tmp_path, monkeypatch, caplog):
     reason = case(monkeypatch)
     save_base("cpo", "qwen3", tmp_path / "base")

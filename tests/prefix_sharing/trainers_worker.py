@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.fsdp_on_gloo import force_fsdp
 from tests.distributed.rank import forget_launch, run_rank
 from tests.prefix_sharing.test_every_trainer import make_trainer, the_sharings, trained
+from trl_fsdp_qlora.any_trainer.pairs import PairsByFusedHead
 from trl_fsdp_qlora.any_trainer.self_distillation import LossInTiles
 
 
@@ -25,8 +26,8 @@ def train(kind: str, folder: str, out: Path, shares: bool) -> dict:
         "shared": all(0 < one.tokens < one.padded_tokens for one in figures),
         "dtensors": all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters()),
     }
-    if isinstance(trainer, LossInTiles):
-        results["not_in_tiles"] = vars(trainer).get("logged_reason")
+    if isinstance(trainer, LossInTiles | PairsByFusedHead):
+        results["holds_logits"] = vars(trainer).get("logged_reason")
     forget_launch()
     return results
 

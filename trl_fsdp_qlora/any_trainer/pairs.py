@@ -8,6 +8,7 @@ Suffixes of shapes: B rows, L columns.
 
 import torch
 
+from ..compat.trl import counts_experts
 from ..prefix_sharing.batch import IGNORED_LABEL
 from ..prefix_sharing.packed_model import head_of
 from ..prefix_sharing.sharing import causal_language_model
@@ -19,14 +20,14 @@ MODULES = ("trl.experimental.cpo.cpo_trainer", "trl.experimental.orpo.orpo_train
 class PairsByFusedHead:
     """A method in front of that of TRL's `CPOTrainer` or `ORPOTrainer`, see the module docstring."""
 
-    replaced = ("concatenated_forward", "get_batch_logps")
+    replaced = ("concatenated_forward", "get_batch_logps", "get_batch_loss_metrics")  # the last one gets the logits
     outputs = ("log_probs", "mean_logits")  # of the fused head
 
     def concatenated_forward(self, model, batch):
         """As in TRL `(chosen_logps, rejected_logps, chosen_logits, rejected_logits, nll_loss)`, and a router loss.
 
-        Instead of logits it returns their means over the vocabulary, for each token of the answers, because the
-        trainers log the mean of what is returned.
+        In place of each of the two logits it returns one number: their mean over the vocabulary and the tokens of the
+        answers, or zero if there are none. The trainers only log the mean of what is returned.
         """
         if holds_logits(self, self._why_not_fused()):
             return super().concatenated_forward(model, batch)
@@ -57,7 +58,8 @@ class PairsByFusedHead:
         nll_loss = -outputs.log_probs[chosen].sum() / (labels_BL[chosen, 1:] != IGNORED_LABEL).sum()
         if not is_orpo and self.cpo_alpha == 0:
             nll_loss = torch.zeros_like(nll_loss)
-        means = (outputs.mean_logits[rows][is_answer_BL[rows]] for rows in (chosen, rejected))
+        mean_logits = outputs.mean_logits * is_answer_BL
+        means = (mean_logits[rows].sum() / is_answer_BL[rows].sum().clamp(min=1) for rows in (chosen, rejected))
         router_loss = [outputs.aux_loss] if self.aux_loss_enabled else []
         return logps_B[chosen], logps_B[rejected], *means, nll_loss, *router_loss
 
@@ -67,6 +69,8 @@ class PairsByFusedHead:
         reason = why_not_by_weight(self, self.model)
         if reason is not None:
             return reason
+        if self.aux_loss_enabled and not counts_experts(self.model.config.get_text_config()):
+            return "the config has no number of experts for the router loss of TRL's fused head"
         head = head_of(causal_language_model(self.model))
         if head.temperature != 1 or "mean_logits" not in head.outputs:
             return "the model has a fused head of other settings; share the trainer and not the model"

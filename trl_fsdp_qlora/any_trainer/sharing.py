@@ -56,7 +56,8 @@ def share_prompts(
             otherwise the pass runs as in stock TRL, and the reason is logged once. A backend that is named is used, or
             an error is raised; except that a call without `fused_lm_head` which cannot be packed runs as in stock TRL.
         temperature: divisor of the logits in the head that a model without TRL's fused head gets.
-        outputs: the fields of `FusedCausalLMOutput` that this head computes, as in TRL.
+        outputs: the fields of `FusedCausalLMOutput` that this head computes, as in TRL; in CPO and ORPO always those
+            of their losses.
         lm_head_kernel: the kernel that scores the tokens: `"trl"`, `"frozen"` or `"auto"`, see
             [`trl_fsdp_qlora.scoring.logprobs.choose_head_kernel`].
 
