@@ -8,7 +8,15 @@ import torch
 from peft import LoraConfig
 from trl.experimental import cpo
 
-from tests.prefix_sharing.test_every_trainer import assert_equal_steps, make_trainer, save_base, steps_of, trained
+from tests.prefix_sharing import test_every_trainer
+from tests.prefix_sharing.test_every_trainer import (
+    TRAINERS,
+    assert_equal_steps,
+    make_trainer,
+    save_base,
+    steps_of,
+    trained,
+)
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.any_trainer.pairs import PairsByFusedHead
 
@@ -46,6 +54,17 @@ def test_equals_stock(kind, adapter, changes, tmp_path):
     save_base(kind, "qwen3", tmp_path / "base")
     trainer = assert_equals_stock(kind, tmp_path, adapter, **changes)
     assert isinstance(trainer, PairsByFusedHead) and trainer._why_not_fused() is None
+
+
+def test_half_precision_is_as_near_to_float32_as_stocks(tmp_path):
+    save_base("cpo", "qwen3", tmp_path / "base")
+    gradients = []
+    for shares, bf16 in ((False, False), (False, True), (True, True)):
+        trainer = make_trainer("cpo", tmp_path / "base", False, tmp_path / "out", bf16=bf16)
+        gradients.append(torch.cat([g.flatten() for g in trained(trainer, shares)[0]]))
+    exact, stock, ours = gradients
+    assert trainer.accelerator.mixed_precision == "bf16" and trainer._why_not_fused() is None
+    assert 0 < (ours - exact).norm() < 1.5 * (stock - exact).norm() < 0.5 * exact.norm()
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "granitemoehybrid"])  # the latter has no field `num_experts`
@@ -115,24 +134,19 @@ class ReadsLogits(cpo.CPOTrainer):
         return super().get_batch_loss_metrics(model, batch, train_eval)
 
 
-def subclass(monkeypatch, cls):
-    trainers = make_trainer.__globals__["TRAINERS"]
-    monkeypatch.setitem(trainers, "cpo", (cls, *trainers["cpo"][1:]))
-
-
 def own_logps(monkeypatch):
-    subclass(monkeypatch, OwnLogps)
+    monkeypatch.setitem(TRAINERS, "cpo", (OwnLogps, *TRAINERS["cpo"][1:]))
     return "OwnLogps has its own get_batch_logps"
 
 
 def reads_logits(monkeypatch):
-    subclass(monkeypatch, ReadsLogits)
+    monkeypatch.setitem(TRAINERS, "cpo", (ReadsLogits, *TRAINERS["cpo"][1:]))
     return "ReadsLogits has its own get_batch_loss_metrics"
 
 
 def adapted_head(monkeypatch):
     config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
-    monkeypatch.setitem(make_trainer.__globals__, "adapters", lambda: config)
+    monkeypatch.setattr(test_every_trainer, "adapters", lambda: config)
     return "a model is more than a backbone and a linear head"
 
 

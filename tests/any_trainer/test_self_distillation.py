@@ -9,8 +9,16 @@ import transformers as tf
 from peft import LoraConfig, PromptTuningConfig
 from trl.experimental import sdft, sdpo
 
+from tests.prefix_sharing import test_every_trainer
 from tests.prefix_sharing.helpers import small
-from tests.prefix_sharing.test_every_trainer import assert_equal_steps, make_trainer, save_base, steps_of, trained
+from tests.prefix_sharing.test_every_trainer import (
+    TRAINERS,
+    assert_equal_steps,
+    make_trainer,
+    save_base,
+    steps_of,
+    trained,
+)
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.any_trainer.heads import head_by_weight
 from trl_fsdp_qlora.any_trainer.self_distillation import LossInTiles
@@ -163,23 +171,19 @@ def blend(monkeypatch):
 
 
 def own_loss(monkeypatch):
-    monkeypatch.setattr(sdft, "SDFTTrainer", OwnLoss)
-    monkeypatch.setitem(
-        make_trainer.__globals__["TRAINERS"], "sdft",
-        (OwnLoss, *make_trainer.__globals__["TRAINERS"]["sdft"][1:]),
-    )  # fmt: skip
+    monkeypatch.setitem(TRAINERS, "sdft", (OwnLoss, *TRAINERS["sdft"][1:]))
     return "sdft", {}, True, "OwnLoss has its own _compute_self_distillation_loss"
 
 
 def adapted_head(monkeypatch):
     config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
-    monkeypatch.setitem(make_trainer.__globals__, "adapters", lambda: config)
+    monkeypatch.setattr(test_every_trainer, "adapters", lambda: config)
     return "sdft", {}, True, "a model is more than a backbone and a linear head"
 
 
 def virtual_tokens(monkeypatch):
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    monkeypatch.setitem(make_trainer.__globals__, "adapters", lambda: config)
+    monkeypatch.setattr(test_every_trainer, "adapters", lambda: config)
     return "sdft", {}, True, "a model is more than a backbone and a linear head"
 
 
@@ -230,8 +234,7 @@ class OtherTeacher(sdft.SDFTTrainer):
 
 
 def test_a_teacher_of_a_context_of_the_users_own(tmp_path, monkeypatch, caplog):
-    row = make_trainer.__globals__["TRAINERS"]["sdft"]
-    monkeypatch.setitem(make_trainer.__globals__["TRAINERS"], "sdft", (OtherTeacher, *row[1:]))
+    monkeypatch.setitem(TRAINERS, "sdft", (OtherTeacher, *TRAINERS["sdft"][1:]))
     save_base("sdft", "qwen3", tmp_path / "base")
     with caplog.at_level(logging.WARNING):
         stock, ours, _ = both("sdft", tmp_path, False, **WHOLE | {"teacher_model_kind": "live"})

@@ -73,5 +73,5 @@ class PairsByFusedHead:
             return "the config has no number of experts for the router loss of TRL's fused head"
         head = head_of(causal_language_model(self.model))
         if head.temperature != 1 or "mean_logits" not in head.outputs:
-            return "the model has a fused head of other settings; share the trainer and not the model"
+            return "the model has a fused head of other settings, from an earlier trainer or share_prompts(model)"
         return None
