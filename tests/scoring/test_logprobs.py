@@ -167,6 +167,14 @@ def test_autocast_projects_bfloat16_operands_and_sums_in_float32():
     assert (ours - stocks).abs().max() < 0.05 * stocks.abs().max()
 
 
+def test_a_frozen_head_without_an_entropy_is_projected_twice():
+    """As CPO and ORPO want it; the mean of the logits needs no projection."""
+    hidden, weight, _, targets, _ = problem(False)
+    for wanted, kernel in ((("log_probs", "mean_logits"), "FrozenHead"), (("log_probs", "entropy"), "ChunkedLogProb")):
+        log_probs, *_ = score_positions(hidden, weight, None, targets, entropy_gradient=True, wanted=wanted)
+        assert kernel in type(log_probs.grad_fn).__name__
+
+
 def test_gradients_that_the_frozen_kernel_has_none_of_are_trls():
     hidden, weight, _, targets, upstream = problem(False)
     _, entropy, *_ = score_positions(hidden, weight, None, targets)
