@@ -1,8 +1,8 @@
-"""CPU seconds and peak memory of a loss with its backward: TRL's trainers that call no fused head, as they are and
-after `share_prompts`.
+"""CPU seconds and peak memory of a loss with its backward: TRL's trainers that call no fused head themselves, as they
+are and after `share_prompts`.
 
     python benchmarks/every_forward.py   # the first table of docs/share_prompts.md; one thread, some minutes
-    python benchmarks/every_forward.py --shape smollm2 --vocabulary 49152 --output every_forward_smollm2   # the second
+    python benchmarks/every_forward.py --shape smollm2 --vocabulary 49152 --runs 2 --points SDPO --output FILE  # the second
 
 Both contestants are the same trainer class of TRL on the same batch in one process. Runs alternate, and medians of the
 process's CPU time are compared, so that other work on the machine counts little. The peak is the highest sum of live
