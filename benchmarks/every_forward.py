@@ -2,7 +2,8 @@
 are and after `share_prompts`.
 
     python benchmarks/every_forward.py   # the first table of docs/share_prompts.md; one thread, some minutes
-    python benchmarks/every_forward.py --shape smollm2 --vocabulary 49152 --runs 2 --points SDPO --output FILE  # the second
+    # the second: a point in a process
+    python benchmarks/every_forward.py --shape smollm2 --vocabulary 49152 --runs 2 --points SDPO --output FILE
 
 Both contestants are the same trainer class of TRL on the same batch in one process. Runs alternate, and medians of the
 process's CPU time are compared, so that other work on the machine counts little. The peak is the highest sum of live
