@@ -18,7 +18,7 @@ sys.modules["trl_fsdp_qlora"] = None  # any import of it fails
 import copy
 
 import torch
-from shared.prefix_sharing import share_prompts
+from shared.prefix_sharing import install_sharing
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
@@ -26,7 +26,8 @@ torch.manual_seed(0)
 sizes = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, hidden_size=32)
 stock = Qwen3ForCausalLM(Qwen3Config(vocab_size=67, intermediate_size=48, **sizes))
 add_fused_lm_head(stock)
-ours = share_prompts(copy.deepcopy(stock))
+ours = copy.deepcopy(stock)
+install_sharing(ours)
 
 # Two prompts with three completions each. Prompts are padded on the left, completions on the right, as by TRL.
 prompts = [torch.randint(1, 67, (length,)).tolist() for length in (14, 9)]
@@ -63,7 +64,7 @@ assert tokens == [6 * 23, sum(map(len, prompts)) + 2 * (8 + 3 + 5)], tokens
 """
 
 
-def test_share_prompts_equals_stock_with_the_three_rooms_alone(tmp_path):
+def test_sharing_equals_stock_with_the_three_rooms_alone(tmp_path):
     package = Path(trl_fsdp_qlora.__file__).parent
     alone = tmp_path / "shared"
     for part in PARTS:

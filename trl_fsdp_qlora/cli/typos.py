@@ -69,7 +69,8 @@ def refuse_typos(command: str, module: str, words: list[str]) -> None:
     is_read = trainer is None or trainer in SCRIPTS
     if command not in SCRIPTS or not is_read:
         return
-    names = known_names(module, script_paths(command))
+    paths = script_paths(command)
+    names = known_names(module, paths)
     if names is None:
         return
     keys, options = names
@@ -78,4 +79,11 @@ def refuse_typos(command: str, module: str, words: list[str]) -> None:
     if command == "plan":
         refuse_other_trainers(config, further=_WITH_TEACHER)
     if config is not None:
-        check_keys(read_yaml(config), keys, config)
+        written = read_yaml(config)
+        ours = [path for path in paths if path.stem not in _WITH_TEACHER]
+        of_teachers = [known_names(module, [path])[0] for path in paths if path not in ours]
+        names_teacher = any(name.startswith(("teacher_", "distillation_", "privileged_")) for name in written)
+        if ours and not names_teacher and not any(written.keys() <= known for known in of_teachers):
+            # What only SDFT has, as `max_prompt_length`, is an older name in a recipe of GRPO.
+            keys, _ = known_names(module, ours)
+        check_keys(written, keys, config)
