@@ -28,7 +28,7 @@ from trl_fsdp_qlora.run.threads import fit_threads
 def main() -> None:
     script, config, model = parse_recipe((ScriptArguments, DistillationConfig, ModelConfig))
     check_script(script)
-    check_teacher(config.teacher_model_name_or_path)
+    check_teacher(config.teacher_model_name_or_path, config.teacher_model_init_kwargs)
     check_output_dir(script, config, model)
     tokenizer = load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
     prompts = prompts_of(script, load_problems(script).train)

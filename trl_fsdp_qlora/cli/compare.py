@@ -263,7 +263,7 @@ def _parsed(words: list[str], folder: str) -> tuple[Compared, ScriptArguments, A
     if name == "reward":
         model.lora_task_type = "SEQ_CLS"  # PEFT then trains the new head, too
     if "teacher_model" in inspect.signature(method.stock.__init__).parameters:
-        check_teacher(config.teacher_model_name_or_path)
+        check_teacher(config.teacher_model_name_or_path, config.teacher_model_init_kwargs)
     for name, value, why in _LEVELLED:
         holder = model if name == "lora_dropout" else config
         value_in_recipe = vars(holder).get(name, value)

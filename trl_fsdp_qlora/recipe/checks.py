@@ -124,12 +124,20 @@ def is_missing_folder(name: str) -> bool:
     return not is_hub_id and not Path(name).exists()
 
 
-def check_teacher(name: str | None) -> None:
-    """Raises [`ConfigError`] if `teacher_model_name_or_path` is not set, or names a folder that is not there."""
+def check_teacher(name: str | None, loading: dict[str, Any] | None = None) -> None:
+    """Raises [`ConfigError`] if a teacher is not named, or its folder or what its weights need is not there.
+
+    Args:
+        name: `teacher_model_name_or_path`.
+        loading: `teacher_model_init_kwargs`.
+    """
     if name is None:
         raise ConfigError("teacher_model_name_or_path is missing: a model with the student's tokenizer")
     if is_missing_folder(name):
         raise ConfigError(f"teacher_model_name_or_path={name!r}: there is no such folder{_how_it_is_made(name)}")
+    quantization = (loading or {}).get("quantization_config") or {}
+    if quantization.get("load_in_4bit") or quantization.get("load_in_8bit"):
+        check_installed("bitsandbytes", "the quantization_config in teacher_model_init_kwargs")
 
 
 def _how_it_is_made(name: str) -> str:
