@@ -8,7 +8,7 @@ Suffixes of shapes: T tokens, H hidden size, V vocabulary.
 
 import logging
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from accelerate.utils import DynamoBackend
@@ -26,6 +26,20 @@ from ..prefix_sharing.sharing import causal_language_model
 from ..prefix_sharing.wrapped_forward import ATTRIBUTE
 
 logger = logging.getLogger(__name__)
+
+
+class WithoutLogits:
+    """Methods in front of those of a trainer of TRL's, by which it holds no logits of a batch.
+
+    Attributes:
+        replaced: names of TRL's methods that they replace or leave out.
+        outputs: of the fused head, which they call; empty if they do not.
+        trls: TRL's class, which `share_prompts` finds below the trainer's own.
+    """
+
+    replaced: ClassVar[tuple[str, ...]]
+    outputs: ClassVar[tuple[str, ...]] = ()
+    trls: ClassVar[type[Trainer]]
 
 
 class Head(NamedTuple):
@@ -63,7 +77,7 @@ def head_by_weight(model: nn.Module, temperature: float = 1.0) -> Head:
     return Head(*weights, settings.logit_scale, settings.softcap, temperature)
 
 
-def holds_logits(trainer: Trainer, reason: str | None) -> bool:
+def holds_logits(trainer: WithoutLogits, reason: str | None) -> bool:
     """Whether there is a `reason` to hold logits whole, as in stock TRL; a new one is logged."""
     if reason is not None and reason != vars(trainer).get("logged_reason"):
         trainer.logged_reason = reason
@@ -71,7 +85,7 @@ def holds_logits(trainer: Trainer, reason: str | None) -> bool:
     return reason is not None
 
 
-def why_not_by_weight(trainer: Trainer, *models: nn.Module) -> str | None:
+def why_not_by_weight(trainer: WithoutLogits, *models: nn.Module) -> str | None:
     """Why a trainer's loss has to take these models' logits as they make them; `None` if it need not.
 
     Every rank has to call it before its losses: the first call runs the models.
@@ -101,7 +115,7 @@ def why_not_by_weight(trainer: Trainer, *models: nn.Module) -> str | None:
     return None if trainer.logits_are_the_heads else "a model makes other logits of its last hidden states"
 
 
-def _are_logits_the_heads(trainer: Trainer, model: nn.Module) -> bool:
+def _are_logits_the_heads(trainer: WithoutLogits, model: nn.Module) -> bool:
     """Whether a model's own logits of a few tokens are those that [`Head`] makes of its last hidden states."""
     base = causal_language_model(model)
     sharing = vars(base).get(ATTRIBUTE)

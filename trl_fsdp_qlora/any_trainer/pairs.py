@@ -12,16 +12,16 @@ from ..compat.trl import counts_experts
 from ..prefix_sharing.batch import IGNORED_LABEL
 from ..prefix_sharing.packed_model import head_of
 from ..prefix_sharing.sharing import causal_language_model
-from .heads import holds_logits, why_not_by_weight
+from .heads import WithoutLogits, holds_logits, why_not_by_weight
 
 MODULES = ("trl.experimental.cpo.cpo_trainer", "trl.experimental.orpo.orpo_trainer")
 
 
-class PairsByFusedHead:
+class PairsByFusedHead(WithoutLogits):
     """A method in front of that of TRL's `CPOTrainer` or `ORPOTrainer`, see the module docstring."""
 
     replaced = ("concatenated_forward", "get_batch_logps", "get_batch_loss_metrics")  # the last one gets the logits
-    outputs = ("log_probs", "mean_logits")  # of the fused head
+    outputs = ("log_probs", "mean_logits")
 
     def concatenated_forward(self, model, batch):
         """As in TRL `(chosen_logps, rejected_logps, chosen_logits, rejected_logits, nll_loss)`, and a router loss.
@@ -31,7 +31,7 @@ class PairsByFusedHead:
         """
         if holds_logits(self, self._why_not_fused()):
             return super().concatenated_forward(model, batch)
-        is_orpo = "odds_ratio_loss" in dir(self)
+        is_orpo = self.trls.__name__ == "ORPOTrainer"
         chosen = slice(len(batch["chosen_labels"]))
         rejected = slice(chosen.stop, None)
         padding = self.padding_value if is_orpo else self.pad_token_id

@@ -18,19 +18,19 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from ..compat.trl import ForwardRedirection
+from ..compat.trl import ForwardRedirection, self_distillation_loss
 from ..prefix_sharing.row_mask import telling
 from ..prefix_sharing.sharing import causal_language_model
 from ..prefix_sharing.wrapped_forward import ATTRIBUTE
 from ..scoring.sum_over_tiles import SumOverTiles, tiles_of
-from .heads import head_by_weight, holds_logits, why_not_by_weight
+from .heads import WithoutLogits, head_by_weight, holds_logits, why_not_by_weight
 
 # TRL's modules, which are not imported unless a user did.
 MODULES = ("trl.experimental.sdpo.sdpo_trainer", "trl.experimental.sdft.sdft_trainer")
 _MODES = ("topk_logits", "full_logits", "sampled_token")
 
 
-class LossInTiles:
+class LossInTiles(WithoutLogits):
     """Methods in front of those of TRL's `SDPOTrainer` or `SDFTTrainer`, see the module docstring."""
 
     replaced = (
@@ -41,7 +41,6 @@ class LossInTiles:
         "_forward_logits",
         "_get_teacher_context_for_self_distillation",  # the teacher's head runs outside it
     )
-    outputs = ()  # the fused head is not called
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if return_outputs or holds_logits(self, self._why_not_in_tiles()):
@@ -55,8 +54,8 @@ class LossInTiles:
 
     @property
     def _trls_functions(self) -> ModuleType:
-        """The module of the trainer's class, which has TRL's functions of logits."""
-        return sys.modules[next(cls for cls in type(self).__mro__ if cls.__module__ in MODULES).__module__]
+        """The module of TRL's class, which has TRL's functions of logits."""
+        return sys.modules[self.trls.__module__]
 
     def _why_not_in_tiles(self) -> str | None:
         if self.use_teacher_server:
@@ -147,22 +146,7 @@ class LossInTiles:
         args = self.args
         trls = self._trls_functions
         student_1TV, teacher_1TV, ids_1T = (x.unsqueeze(0) for x in (student_TV, teacher_TV, ids_T))
-        if args.distillation_mode == "topk_logits":
-            loss_1T = trls.compute_topk_self_distillation_loss(
-                student_1TV,
-                teacher_1TV,
-                distillation_topk=args.distillation_topk,
-                distillation_alpha=args.distillation_alpha,
-                distillation_add_tail=args.distillation_add_tail,
-            )
-        elif args.distillation_mode == "full_logits":
-            loss_1T = trls.compute_full_logit_self_distillation_loss(
-                student_1TV, teacher_1TV, distillation_alpha=args.distillation_alpha
-            )
-        else:
-            loss_1T = trls.compute_sampled_token_self_distillation_loss(
-                student_1TV, teacher_1TV, ids_1T, distillation_alpha=args.distillation_alpha
-            )
+        loss_1T = self_distillation_loss(trls, args, student_1TV, teacher_1TV, ids_1T)
         if args.distillation_is_clip is not None and old_T is not None:
             new_1T = trls.selective_log_softmax(student_1TV.detach(), ids_1T)
             loss_1T = trls.apply_importance_sampling_clipping(

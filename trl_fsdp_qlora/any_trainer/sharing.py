@@ -8,6 +8,7 @@ from transformers import Trainer
 
 from ..prefix_sharing.sharing import install_sharing
 from . import pairs, self_distillation
+from .heads import WithoutLogits
 from .pairs import PairsByFusedHead
 from .self_distillation import LossInTiles
 
@@ -67,19 +68,17 @@ def share_prompts(
     Raises:
         PrefixSharingError: `attention` is not known, or the backend that it names cannot serve this model.
     """
-    if not isinstance(shared, Trainer):
-        install_sharing(
-            shared, attention=attention, temperature=temperature, outputs=outputs, lm_head_kernel=lm_head_kernel
-        )
-        return shared
-    _hold_logits(shared)
-    if attention != "off":
-        outputs = _hold_no_logits(shared) or outputs
-    for model in models_of(shared):
+    models = [shared]
+    if isinstance(shared, Trainer):
+        models = models_of(shared)
+        _hold_logits(shared)
+        if attention != "off":
+            outputs = _hold_no_logits(shared) or outputs
+    for model in models:
         sharing = install_sharing(
             model, attention=attention, temperature=temperature, outputs=outputs, lm_head_kernel=lm_head_kernel
         )
-        if attention != "off" and model is not shared.model:
+        if attention != "off" and model is not models[0]:
             sharing.return_no_cache()
     return shared
 
@@ -103,12 +102,11 @@ def _hold_no_logits(trainer: Trainer) -> tuple[str, ...]:
             "The logits of a batch are held whole, as in stock TRL: %s has its own %s.", cls.__name__, ", ".join(own)
         )
         return ()
-    trainer.__class__ = type(cls.__name__, (methods, cls), {"__module__": cls.__module__})
+    trainer.__class__ = type(cls.__name__, (methods, cls), {"__module__": cls.__module__, "trls": trls})
     return methods.outputs
 
 
 def _hold_logits(trainer: Trainer) -> None:
     """Take [`_hold_no_logits`] back."""
-    cls = type(trainer)
-    if issubclass(cls, (LossInTiles, PairsByFusedHead)):
-        trainer.__class__ = cls.__bases__[1]
+    if isinstance(trainer, WithoutLogits):
+        trainer.__class__ = type(trainer).__bases__[1]

@@ -5,8 +5,12 @@ import math
 from collections.abc import Sequence
 
 from ..errors import UserError
+from ..methods import METHODS
 from ..run.one_line import OneLineParser, check_num_processes, stop_at_once, stop_by_exception
-from .scripts import classes_of, with_recipe
+from .scripts import config_of, have_all_fields, method_of, script_of, with_recipe
+
+# TRL's own trainers that are planned: those with a teacher.
+WITH_TEACHER = ("distillation", "sdft", "sdpo")
 
 
 def _parser() -> OneLineParser:
@@ -82,6 +86,32 @@ def plan(words: Sequence[str]) -> int:
         return 0 if planned.fits else 1
     finally:
         stop_by_exception()
+
+
+def classes_of(words: Sequence[str], trainer: str | None = None) -> tuple[type, type]:
+    """The classes of config and script arguments of a recipe.
+
+    They are those of `trainer`, else those of the first trainer that has every field in `words`, of this package's
+    and then of those with a teacher.
+
+    Raises:
+        UserError: there is no such trainer.
+    """
+    ours = {method.command: method for method in METHODS}
+    if trainer is not None and trainer not in (*ours, *WITH_TEACHER):
+        raise UserError(f"--trainer {trainer}: plan knows {', '.join((*ours, *WITH_TEACHER))}")
+    if trainer not in WITH_TEACHER:
+        method = ours.get(trainer) or method_of(words)
+        classes = config_of(method), script_of(method)
+        if trainer in ours or have_all_fields(words, *classes):
+            return classes
+    # TRL's modules are imported only if no trainer of ours has the fields.
+    from .compare import compared
+
+    if trainer in WITH_TEACHER:
+        return compared(trainer).config, compared(trainer).script
+    candidates = ((each.config, each.script) for each in map(compared, WITH_TEACHER))
+    return next((each for each in candidates if have_all_fields(words, *each)), classes)
 
 
 def _solve(planned) -> dict:

@@ -89,43 +89,6 @@ def refuse_other_trainers(path: str | None, methods: Sequence[Method] = METHODS,
         raise UserError(f"{recipe.name} is a recipe of {recipe.command}; this command takes those of {known}")
 
 
-# TRL's own trainers with a teacher: their configs, and the classes of their recipes' further arguments.
-WITH_TEACHER = {
-    "distillation": ("trl.DistillationConfig", "arguments.ScriptArguments"),
-    "sdft": ("trl.experimental.sdft.SDFTConfig", "privileged.SDFTScriptArguments"),
-    "sdpo": ("trl.experimental.sdpo.SDPOConfig", "arguments.ScriptArguments"),
-}
-
-
-def classes_of(words: Sequence[str], trainer: str | None = None) -> tuple[type, type]:
-    """The classes of config and script arguments of a recipe, for `plan`.
-
-    They are those of `trainer`, else those of the first trainer that has every field in `words`, of this package's
-    and then of those with a teacher.
-
-    Raises:
-        UserError: there is no such trainer.
-    """
-    ours = {method.command: method for method in METHODS}
-    if trainer is not None and trainer not in (*ours, *WITH_TEACHER):
-        raise UserError(f"--trainer {trainer}: plan knows {', '.join((*ours, *WITH_TEACHER))}")
-    if trainer in WITH_TEACHER:
-        return _classes_with_teacher(trainer)
-    method = ours.get(trainer) or method_of(words)
-    classes = config_of(method), script_of(method)
-    if trainer is not None or have_all_fields(words, *classes):
-        return classes
-    # TRL's modules are imported only if no trainer of ours has the fields.
-    candidates = map(_classes_with_teacher, WITH_TEACHER)
-    return next((each for each in candidates if have_all_fields(words, *each)), classes)
-
-
-def _classes_with_teacher(trainer: str) -> tuple[type, type]:
-    (module, _, config), (file, _, script) = (name.rpartition(".") for name in WITH_TEACHER[trainer])
-    arguments = import_module(f"..recipe.{file}", __package__)
-    return getattr(import_module(module), config), getattr(arguments, script)
-
-
 def method_of(words: Sequence[str], methods: Sequence[Method] = METHODS) -> Method:
     """The first of `methods` that has every field in `words`, or in the recipe that they name; GRPO if none has."""
     for method in methods:

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 from trl import ModelConfig
 from trl.trainer.utils import selective_log_softmax
 
+from ..compat.trl import self_distillation_loss
 from ..errors import UserError
 from ..recipe.checks import check_teacher, read_config
 from ..scoring.sum_over_tiles import SumOverTiles, tiles_of
@@ -112,7 +113,8 @@ def answered(
         )
         if on_gpu:  # there TRL takes out what the mask hides
             tokens_N = torch.arange(len(student_NH))
-            student_NH, teacher_NH = student_NH[tokens_N], teacher_NH[tokens_N]
+            student_NH = student_NH[tokens_N]
+            teacher_NH = teacher_NH[tokens_N]
             return fake_ops.Divergence.apply(student_NH, head.weight, teacher_NH, teachers_head_VH)
         from ..compat.memory import ChunkedDivergenceFunction
 
@@ -176,23 +178,8 @@ def _loss_of_logits(student_BTV: torch.Tensor, teacher_BTV: torch.Tensor, settin
     """SDFT's and SDPO's loss of each token, by TRL's own functions."""
     from trl.experimental.sdft import loss_utils  # experimental trainers warn when they are imported
 
-    mode = settings.distillation_mode
-    alpha = settings.distillation_alpha
     tokens_BT = torch.zeros(student_BTV.shape[:2], dtype=torch.long)
-    if mode == "sampled_token":
-        compute = loss_utils.compute_sampled_token_self_distillation_loss
-        loss_BT = compute(student_BTV, teacher_BTV, tokens_BT, distillation_alpha=alpha)
-    elif mode == "full_logits":
-        compute = loss_utils.compute_full_logit_self_distillation_loss
-        loss_BT = compute(student_BTV, teacher_BTV, distillation_alpha=alpha)
-    else:
-        loss_BT = loss_utils.compute_topk_self_distillation_loss(
-            student_BTV,
-            teacher_BTV,
-            distillation_topk=settings.distillation_topk,
-            distillation_alpha=alpha,
-            distillation_add_tail=settings.distillation_add_tail,
-        )
+    loss_BT = self_distillation_loss(loss_utils, settings, student_BTV, teacher_BTV, tokens_BT)
     if settings.values.get("distillation_weight", 1.0) != 1:  # SDPO's policy loss
         loss_BT = loss_BT + selective_log_softmax(student_BTV, tokens_BT)
     elif settings.scores_again:
