@@ -5,39 +5,13 @@ import logging
 
 import pytest
 import torch
-from peft import LoraConfig
 from trl.experimental import cpo
 
-from tests.prefix_sharing import test_every_trainer
-from tests.prefix_sharing.test_every_trainer import (
-    TRAINERS,
-    assert_equal_steps,
-    make_trainer,
-    save_base,
-    steps_of,
-    trained,
-)
+from tests.prefix_sharing.test_every_trainer import TRAINERS, make_trainer, save_base, trained
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.any_trainer.pairs import PairsByFusedHead
 
-from .most_logits import MostLogits
-
-VOCABULARY = 67  # of the models of helpers.build
-
-
-def assert_equals_stock(kind, folder, adapter, **changes):
-    """Two steps; returns the trainer that shares prompts."""
-    runs = []
-    for shares in (False, True):
-        trainer = make_trainer(kind, folder / "base", adapter, folder / "out", **changes)
-        gradients = trained(trainer, shares)
-        runs.append((steps_of(trainer), gradients))
-    (stock_steps, stock), (steps, ours) = runs
-    assert len(steps) == len(stock_steps) == 2
-    for step, of_stock in zip(steps, stock_steps, strict=True):
-        assert step == pytest.approx(of_stock, rel=1e-3, abs=1e-5)
-    assert_equal_steps(ours, stock)
-    return trainer
+from .helpers import VOCABULARY, MostLogits, adapt_head, assert_equal, both
 
 
 @pytest.mark.parametrize(
@@ -52,7 +26,8 @@ def assert_equals_stock(kind, folder, adapter, **changes):
 )
 def test_equals_stock(kind, adapter, changes, tmp_path):
     save_base(kind, "qwen3", tmp_path / "base")
-    trainer = assert_equals_stock(kind, tmp_path, adapter, **changes)
+    stock, ours, trainer = both(kind, tmp_path, adapter, **changes)
+    assert_equal(stock, ours)
     assert isinstance(trainer, PairsByFusedHead) and trainer._why_not_fused() is None
 
 
@@ -74,7 +49,8 @@ def test_a_router_loss_is_part_of_it(kind, name, tmp_path):
     config = tmp_path / "base" / "config.json"
     asks_for_it = {"output_router_logits": True, "router_aux_loss_coef": 1.0}
     config.write_text(json.dumps(json.loads(config.read_text()) | asks_for_it))
-    trainer = assert_equals_stock(kind, tmp_path, False)
+    stock, ours, trainer = both(kind, tmp_path, False)
+    assert_equal(stock, ours)
     assert trainer.aux_loss_enabled and trainer._why_not_fused() is None
 
 
@@ -104,7 +80,7 @@ def test_nobody_makes_logits(kind, tmp_path):
             share_prompts(trainer)
         batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
         trainer.compute_loss(trainer.model, batch)  # the first is compared with stock TRL's
-        most = MostLogits(VOCABULARY)
+        most = MostLogits()
         with most:
             trainer.compute_loss(trainer.model, batch).backward()
         rows[shares] = most.rows
@@ -144,18 +120,13 @@ def reads_logits(monkeypatch):
     return "ReadsLogits has its own get_batch_loss_metrics"
 
 
-def adapted_head(monkeypatch):
-    config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
-    monkeypatch.setattr(test_every_trainer, "adapters", lambda: config)
-    return "a model is more than a backbone and a linear head"
-
-
-@pytest.mark.parametrize("case", [own_logps, reads_logits, adapted_head])
+@pytest.mark.parametrize("case", [own_logps, reads_logits, adapt_head])
 def test_what_runs_as_in_stock_trl_says_why(case, tmp_path, monkeypatch, caplog):
     reason = case(monkeypatch)
     save_base("cpo", "qwen3", tmp_path / "base")
     with caplog.at_level(logging.WARNING):
-        assert_equals_stock("cpo", tmp_path, True)
+        stock, ours, _ = both("cpo", tmp_path, True)
+    assert_equal(stock, ours)
     lines = [record.message for record in caplog.records if "held whole" in record.message]
     assert len(lines) == 1 and reason in lines[0]
 

@@ -6,25 +6,18 @@ import logging
 import pytest
 import torch
 import transformers as tf
-from peft import LoraConfig, PromptTuningConfig
+from peft import PromptTuningConfig
 from trl.experimental import sdft, sdpo
 
 from tests.prefix_sharing import test_every_trainer
 from tests.prefix_sharing.helpers import small
-from tests.prefix_sharing.test_every_trainer import (
-    TRAINERS,
-    assert_equal_steps,
-    make_trainer,
-    save_base,
-    steps_of,
-    trained,
-)
+from tests.prefix_sharing.test_every_trainer import TRAINERS, make_trainer, save_base, trained
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.any_trainer.heads import head_by_weight
 from trl_fsdp_qlora.any_trainer.self_distillation import LossInTiles
 from trl_fsdp_qlora.scoring import sum_over_tiles
 
-from .most_logits import MostLogits
+from .helpers import VOCABULARY, MostLogits, adapt_head, assert_equal, both
 
 TOP_K = {"distillation_mode": "topk_logits", "distillation_topk": 5, "distillation_alpha": 0.5}
 TAIL = TOP_K | {"distillation_add_tail": True}
@@ -38,30 +31,7 @@ TILE = 3  # tokens
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    vocabulary = 67  # of the models of helpers.build
-    monkeypatch.setattr(sum_over_tiles, "TILE_ELEMENTS", TILE * vocabulary + 1)
-
-
-def both(kind, folder, adapter, change=lambda trainer: None, **changes):
-    """The steps and gradients of stock's trainer and of one that shares prompts, and that one.
-
-    `change` is done to both before they train.
-    """
-    runs = []
-    for shares in (False, True):
-        trainer = make_trainer(kind, folder / "base", adapter, folder / "out", **changes)
-        change(trainer)
-        gradients = trained(trainer, shares)
-        runs.append((steps_of(trainer), gradients))
-    return *runs, trainer
-
-
-def assert_equal(stock, ours):
-    (stock_steps, stock_gradients), (steps, gradients) = stock, ours
-    assert len(steps) == len(stock_steps) == 2
-    for step, of_stock in zip(steps, stock_steps, strict=True):
-        assert step == pytest.approx(of_stock, rel=1e-3, abs=1e-5)
-    assert_equal_steps(gradients, stock_gradients)
+    monkeypatch.setattr(sum_over_tiles, "TILE_ELEMENTS", TILE * VOCABULARY + 1)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +68,7 @@ def test_logits_that_a_model_changes(model, softcap, scale, tmp_path):
 @pytest.mark.parametrize("kind", ["sdft", "sdpo"])
 def test_nobody_holds_the_logits_of_all_completions(kind, tmp_path, monkeypatch):
     tile = 40  # more than the hidden size, since the head's transposed weight looks like logits
-    monkeypatch.setattr(sum_over_tiles, "TILE_ELEMENTS", tile * 67)
+    monkeypatch.setattr(sum_over_tiles, "TILE_ELEMENTS", tile * VOCABULARY)
     save_base(kind, "qwen3", tmp_path / "base")
     rows = {}
     for shares in (False, True):
@@ -107,7 +77,7 @@ def test_nobody_holds_the_logits_of_all_completions(kind, tmp_path, monkeypatch)
             share_prompts(trainer)
         batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
         trainer.current_gradient_accumulation_steps = 1
-        most = MostLogits(67)
+        most = MostLogits()
         with most:
             trainer._compute_rollout_logps(
                 *(batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"))
@@ -162,7 +132,7 @@ def test_an_evaluation_computes_no_gradients(tmp_path, monkeypatch):
 
 class OwnLoss(sdft.SDFTTrainer):
     def _compute_self_distillation_loss(self, model, inputs, distillation_logits):
-        assert distillation_logits.student_logits.shape[-1] == 67
+        assert distillation_logits.student_logits.shape[-1] == VOCABULARY
         return super()._compute_self_distillation_loss(model, inputs, distillation_logits)
 
 
@@ -176,9 +146,7 @@ def own_loss(monkeypatch):
 
 
 def adapted_head(monkeypatch):
-    config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
-    monkeypatch.setattr(test_every_trainer, "adapters", lambda: config)
-    return "sdft", {}, True, "a model is more than a backbone and a linear head"
+    return "sdft", {}, True, adapt_head(monkeypatch)
 
 
 def virtual_tokens(monkeypatch):

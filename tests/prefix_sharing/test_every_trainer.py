@@ -215,13 +215,18 @@ def trained(trainer, shares: bool) -> list:
     return recorder.gradients
 
 
-def assert_steps_are_stocks(make, counted):
+def train_both(make):
+    """(steps, gradients) of stock's trainer, and of one that shares prompts; and that one."""
     runs = []
     for shares in (False, True):
         trainer = make()
         gradients = trained(trainer, shares)
         runs.append((steps_of(trainer), gradients))
-    (stock_steps, stock), (steps, ours) = runs
+    return *runs, trainer
+
+
+def assert_steps_are_stocks(make, counted):
+    (stock_steps, stock), (steps, ours), trainer = train_both(make)
     assert len(steps) == len(stock_steps) == 2
     for step, stock_step in zip(steps, stock_steps, strict=True):
         assert step["loss"] == pytest.approx(stock_step["loss"], rel=1e-5, abs=1e-6)
