@@ -21,13 +21,13 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, TrainerCallback
 
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer, EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.data.rewards import get_reward
-from trl_fsdp_qlora.evaluation.accuracy import evaluate
-from trl_fsdp_qlora.evaluation.stats import format_accuracy, wilson_interval
-from trl_fsdp_qlora.publishing.card import hardware, software
-from trl_fsdp_qlora.recipe.arguments import ScriptArguments
-from trl_fsdp_qlora.recipe.problems import load_data
-from trl_fsdp_qlora.small_base.text import build_small_base
+from trl_fsdp_qlora.tools.data.rewards import get_reward
+from trl_fsdp_qlora.tools.evaluation.accuracy import evaluate
+from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
+from trl_fsdp_qlora.tools.recipe.problems import load_data
+from trl_fsdp_qlora.tools.small_base.text import build_small_base
+from trl_fsdp_qlora.trainers.run.card import hardware, software
+from trl_fsdp_qlora.utils.stats import format_accuracy, wilson_interval
 
 PROBLEMS = 1024
 COMMON = {

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.small_base.text import CHAT_TEMPLATE, character_tokenizer
+from trl_fsdp_qlora.tools.small_base.text import CHAT_TEMPLATE, character_tokenizer
 
 CONTESTANTS = {"stock": (GRPOTrainer, GRPOConfig), "ours": (EfficientGRPOTrainer, EfficientGRPOConfig)}
 

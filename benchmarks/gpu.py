@@ -75,8 +75,8 @@ QUICK, SLOW = "gpu and not slow", "gpu and slow"
 # A rehearsal shows that the calls work; on an emulated device all tests take longer than it has, and each of them
 # longer than it may: the part's own limit ends it.
 TINY_TESTS = {
-    QUICK: "tests/grpo/test_cuda.py tests/prefix_sharing/test_attention.py --timeout 0",
-    SLOW: "tests/recipes/test_on_gpu.py -k checkpointing --timeout 0",
+    QUICK: "tests/trainers/grpo/test_cuda.py tests/core/prefix_sharing/test_attention.py --timeout 0",
+    SLOW: "tests/tools/recipes/test_on_gpu.py -k checkpointing --timeout 0",
 }
 # The real shapes of two layers have no numbers: the emulated device neither touches nor computes them.
 TINY_ENVIRONMENT = {"launches": {"EMULATE_NUMBERS": "int", "FAKE_TOUCH": "65536", "FAKE_GPU_GIB": "2000"}}

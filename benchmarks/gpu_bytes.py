@@ -39,7 +39,7 @@ from pathlib import Path
 import gpu_bytes_pictures
 from gpu import REPOSITORY, end_as_asked, end_group
 
-from trl_fsdp_qlora.checkpoints.disk import write_json
+from trl_fsdp_qlora.utils.files import write_json
 
 RESULTS = Path(__file__).parent / "results"
 WORKER = Path(__file__).with_name("gpu_bytes_trainers.py")

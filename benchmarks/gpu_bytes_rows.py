@@ -26,10 +26,10 @@ from gpu_bytes import GIB, HEAD, REPOSITORY, RESULTS, Point, Results
 from gpu_bytes_trainers import MODELS, batch_of, make_trainer, peak_of, ready, skip_the_comparison
 
 from trl_fsdp_qlora import EfficientGRPOConfig
-from trl_fsdp_qlora.planning.hardware import read_hardware
-from trl_fsdp_qlora.planning.known_models import known_config
-from trl_fsdp_qlora.planning.plan import PROCESS, ROOM, make_plan
-from trl_fsdp_qlora.planning.settings import from_words, read_launch
+from trl_fsdp_qlora.tools.planning.hardware import read_hardware
+from trl_fsdp_qlora.tools.planning.known_models import known_config
+from trl_fsdp_qlora.tools.planning.plan import PROCESS, ROOM, make_plan
+from trl_fsdp_qlora.tools.planning.settings import from_words, read_launch
 
 PROMPT, GROUP = 1024, 8
 DROPOUT = 0.05  # of LoRA, TRL's default; it keeps a mask and an input of each projection

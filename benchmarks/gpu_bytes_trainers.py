@@ -21,12 +21,12 @@ from transformers.quantizers import AutoHfQuantizer
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.checkpoints.disk import write_json
 from trl_fsdp_qlora.fsdp2_qlora.generation import gathered
-from trl_fsdp_qlora.planning.hardware import CONTEXT, read_hardware
-from trl_fsdp_qlora.planning.plan import PROCESS, ROOM, make_plan
-from trl_fsdp_qlora.planning.settings import from_words, read_launch
 from trl_fsdp_qlora.prefix_sharing import first_pass
+from trl_fsdp_qlora.tools.planning.hardware import CONTEXT, read_hardware
+from trl_fsdp_qlora.tools.planning.plan import PROCESS, ROOM, make_plan
+from trl_fsdp_qlora.tools.planning.settings import from_words, read_launch
+from trl_fsdp_qlora.utils.files import write_json
 
 SMALL = {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}
 MODELS = {

@@ -63,9 +63,9 @@ def measure(model: str, dtype: str, in_4_bits: bool, way: str, tokens: int, unma
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
     from trl import GRPOTrainer  # noqa: F401
 
+    from trl_fsdp_qlora.engines.vllm.engine import start_engine
+    from trl_fsdp_qlora.experimental.one_base import shared_base
     from trl_fsdp_qlora.fsdp2_qlora.loading import keep_plain_kernel
-    from trl_fsdp_qlora.vllm import shared_base
-    from trl_fsdp_qlora.vllm.engine import start_engine
 
     if not torch.cuda.is_available():
         # vLLM's products on CPUs are of another layout; those of one base and of two shall be the same.

@@ -16,9 +16,9 @@ import tempfile
 from transformers import Lfm2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from trl_fsdp_qlora import EfficientGRPOConfig
-from trl_fsdp_qlora.planning.hardware import GIB, read_hardware
-from trl_fsdp_qlora.planning.plan import PROCESS, make_plan
-from trl_fsdp_qlora.planning.settings import from_words, read_launch
+from trl_fsdp_qlora.tools.planning.hardware import GIB, read_hardware
+from trl_fsdp_qlora.tools.planning.plan import PROCESS, make_plan
+from trl_fsdp_qlora.tools.planning.settings import from_words, read_launch
 
 _QWEN3 = {"head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936, "architectures": ["Qwen3ForCausalLM"]}
 MODELS = {

@@ -29,10 +29,15 @@ from synthetic import RESULTS, cpu_name
 from trl import GRPOConfig, GRPOTrainer, ModelConfig
 
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
-from trl_fsdp_qlora.recipe.checks import check_recipe
-from trl_fsdp_qlora.recipe.problems import load_data
-from trl_fsdp_qlora.recipe.runner import agent_arguments, build_trainer, model_arguments, reward_functions
+from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments, parse_recipe
+from trl_fsdp_qlora.tools.recipe.checks import check_recipe
+from trl_fsdp_qlora.tools.recipe.problems import load_data
+from trl_fsdp_qlora.tools.recipe.runner import (
+    agent_arguments,
+    build_trainer,
+    model_arguments,
+    reward_functions,
+)
 
 STOCK, OURS = "stock", "ours"
 

@@ -35,8 +35,8 @@ from synthetic import (
 )
 
 from trl_fsdp_qlora import EfficientGRPOTrainer
-from trl_fsdp_qlora.grpo.token_budget import TokenBudget
 from trl_fsdp_qlora.scoring import logprobs
+from trl_fsdp_qlora.trainers.grpo.token_budget import TokenBudget
 
 PROMPT, COMPLETION, GROUP = 64, 512, 8
 # Options by name; the baseline of each is the first of its number of groups.

@@ -13,16 +13,16 @@ from datasets import Dataset
 from trl import TrlParser
 
 import trl_fsdp_qlora
-from tests.decode.test_tools import naming
 from tests.tiny import config as small_config
 from tests.tiny import save_tiny_model, tiny_model
+from tests.trainers.decode.test_tools import naming
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.cli.scripts import LAUNCHER
-from trl_fsdp_qlora.methods import METHODS
-from trl_fsdp_qlora.recipe.arguments import ScriptArguments
-from trl_fsdp_qlora.recipe.episodes import agent_of
-from trl_fsdp_qlora.run.config_fields import own_fields
-from trl_fsdp_qlora.run.import_path import load_function
+from trl_fsdp_qlora.tools.cli.scripts import LAUNCHER
+from trl_fsdp_qlora.tools.data.import_path import load_function
+from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
+from trl_fsdp_qlora.tools.recipe.episodes import agent_of
+from trl_fsdp_qlora.trainers.methods import METHODS
+from trl_fsdp_qlora.trainers.run.config_fields import own_fields
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(trl_fsdp_qlora.__file__).parent
@@ -92,7 +92,13 @@ def test_what_a_page_links_and_names_is_there(page):
 
 def test_the_check_sees_what_leads_nowhere(tmp_path):
     lost = ["gone.md", "#no-heading", "docs/gone.md", "trl_fsdp_qlora/gone/", "trl_fsdp_qlora.gone.name"]
-    there = ["page.md", "#a-heading", "docs/index.md", "trl_fsdp_qlora/grpo/", "trl_fsdp_qlora.grpo.trainer"]
+    there = [
+        "page.md",
+        "#a-heading",
+        "docs/index.md",
+        "trl_fsdp_qlora/trainers/grpo/",
+        "trl_fsdp_qlora.trainers.grpo.trainer",
+    ]
     lines = ["# A heading"]
     for link, fragment, *code in (lost, there):
         lines += [f"[a link]({link}) and [another]({fragment})", *(f"`{name}`" for name in code)]
