@@ -101,7 +101,7 @@ def _draw(data: dict[str, Any], charts: list[Chart], notes: list[str]) -> list[s
         from . import interactive
 
         return interactive.scripts()
-    add = "`pip install 'trl-fsdp-qlora[report]'` makes them interactive"
+    add = "`pip install 'trl-fsdp-qlora[tools]'` makes them interactive"
     if find_spec("matplotlib") is None:
         notes.append(f"The curves are tables, because neither bokeh nor matplotlib is installed; {add}.")
         return []
