@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trl_fsdp_qlora.checkpoints.base import find_base
+from trl_fsdp_qlora.publishing.loading import find_base
 from trl_fsdp_qlora.publishing.merge import merge_adapter
 from trl_fsdp_qlora.recipe.arguments import parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_adapter, load_tokenizer

@@ -27,7 +27,7 @@ from tests.fsdp2_qlora import tiny as qlora
 from tests.publishing.hub_server import TOKEN, hub
 from tests.tiny import character_tokenizer, lora, prompts, save_tiny_model, trainer
 from trl_fsdp_qlora import AStarPOConfig, EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.checkpoints.condition import condition_of
+from trl_fsdp_qlora.checkpoints.checkpoints import why_not_whole
 from trl_fsdp_qlora.decode.completions import generate
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.publishing import card, merge, publish
@@ -85,7 +85,7 @@ def test_every_card_has_metadata_and_recipe(trained):
         assert "More Information Needed" not in text, "this is PEFT's empty card"
         assert "## Quick start" in text
         assert str(root) not in text
-    assert condition_of(root / "out" / "checkpoint-1").why_not_whole is None
+    assert why_not_whole(root / "out" / "checkpoint-1") is None
     written = ModelCard.load(root / "out" / "README.md")
     data = {"library_name": "peft", "base_model": "base", "datasets": ["someone/sums"], "license": "mit"}
     assert data.items() <= vars(written.data).items()

@@ -11,7 +11,6 @@ from torch import nn
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel, ProcessorMixin
 from transformers.trainer_utils import align_special_tokens
 
-from ..checkpoints.base import find_base
 from ..checkpoints.disk import written_whole
 from ..compat.transformers import quantization_of
 from ..errors import UserError
@@ -20,7 +19,7 @@ from ..run.plain import plain
 from ..run.redaction import portable
 from ..telemetry.terminal import progress
 from .card import code, escape
-from .loading import TOKENIZER, has_own, load_model, processor_source
+from .loading import TOKENIZER, find_base, has_own, load_model, processor_source
 from .logits import compare_logits, few_logits, probes
 
 _CARD = """---

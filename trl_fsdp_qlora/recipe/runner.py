@@ -15,7 +15,7 @@ from transformers import AutoProcessor, AutoTokenizer, ProcessorMixin, TrainingA
 from trl import ModelConfig, get_quantization_config
 
 from ..checkpoints import disk
-from ..checkpoints.checkpoints import describe_base, last_step, resolve_resume, step_of
+from ..checkpoints.checkpoints import last_step, resolve_resume, step_of
 from ..checkpoints.stopping import stopping_after_step
 from ..compat.transformers import model_name
 from ..data.rewards import checked, get_reward
@@ -215,7 +215,6 @@ def _begin_record(
         software=software(),
         **redaction.portable(about),
         command=redaction.command_line(launch.launch_words()),
-        base=describe_base(trainer.accelerator.unwrap_model(trainer.model)),
         processes=args.world_size,
         settings=measured_settings(script, args, model),
     )
