@@ -22,7 +22,8 @@ def ended(*words: str, **options) -> tuple[int, str]:
 def test_ctrl_c_while_libraries_are_imported_is_one_word(rank, message):
     # SIGINT as a process of a terminal has it: where the tests run in the background a shell has had it ignored.
     code = "import os, signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    code += "import trl_fsdp_qlora.tools.cli.importing\nos.kill(os.getpid(), signal.SIGINT); time.sleep(9); print('went on')"
+    code += "import trl_fsdp_qlora.tools.cli.importing\n"
+    code += "os.kill(os.getpid(), signal.SIGINT); time.sleep(9); print('went on')"
     assert ended("-c", code, env={**os.environ, "RANK": rank}) == (130, message)
 
 
