@@ -10,52 +10,51 @@ that a folder names is never run.
 Prints n and the 95% Wilson interval, and writes a JSON file if `--output` names one.
 """
 
-import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
+from trl_fsdp_qlora.run.importing import importing
 
-# isort: split
+with importing():
+    import shlex
+    import sys
+    from contextlib import nullcontext
+    from dataclasses import dataclass, field
+    from pathlib import Path
+    from typing import Any
 
-import shlex
-import sys
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+    import torch
+    from accelerate import PartialState
+    from transformers import BitsAndBytesConfig
 
-import torch
-from accelerate import PartialState
-from transformers import BitsAndBytesConfig
+    from trl_fsdp_qlora.checkpoints.base import find_base, fingerprint
+    from trl_fsdp_qlora.checkpoints.disk import write_json
+    from trl_fsdp_qlora.evaluation.accuracy import evaluate
+    from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit, keep_plain_kernel
+    from trl_fsdp_qlora.publishing.card import hardware, software
+    from trl_fsdp_qlora.publishing.loading import load_model, processor_source
+    from trl_fsdp_qlora.recipe import checks
+    from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
+    from trl_fsdp_qlora.recipe.episodes import agent_of, check_tool_template, judge_of, with_tool_format
+    from trl_fsdp_qlora.recipe.problems import load_held_out
+    from trl_fsdp_qlora.recipe.record import as_words, base_in, code_in
+    from trl_fsdp_qlora.recipe.runner import load_processing, settings_in
+    from trl_fsdp_qlora.recipe.script import run_main, say
+    from trl_fsdp_qlora.run.one_line import pop_options
+    from trl_fsdp_qlora.run.redaction import portable
+    from trl_fsdp_qlora.run.threads import fit_threads
 
-from trl_fsdp_qlora.checkpoints.base import find_base, fingerprint
-from trl_fsdp_qlora.checkpoints.disk import write_json
-from trl_fsdp_qlora.evaluation.accuracy import evaluate
-from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit, keep_plain_kernel
-from trl_fsdp_qlora.publishing.card import hardware, software
-from trl_fsdp_qlora.publishing.loading import load_model, processor_source
-from trl_fsdp_qlora.recipe import checks
-from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
-from trl_fsdp_qlora.recipe.episodes import agent_of, check_tool_template, judge_of, with_tool_format
-from trl_fsdp_qlora.recipe.problems import load_held_out
-from trl_fsdp_qlora.recipe.record import as_words, base_in, code_in
-from trl_fsdp_qlora.recipe.runner import load_processing, settings_in
-from trl_fsdp_qlora.recipe.script import run_main, say
-from trl_fsdp_qlora.run.one_line import pop_options
-from trl_fsdp_qlora.run.redaction import portable
-from trl_fsdp_qlora.run.threads import fit_threads
-
-# Settings of a run that belong to its dataset, and do not apply to another one.
-OF_THE_DATA = (
-    "dataset",
-    "dataset_config",
-    "dataset_split",
-    "eval_dataset",
-    "eval_split",
-    "held_out",
-    "validation",
-    "accuracy_on",
-    "eval_problems",
-    "question_column",
-    "answer_column",
-)
+    # Settings of a run that belong to its dataset, and do not apply to another one.
+    OF_THE_DATA = (
+        "dataset",
+        "dataset_config",
+        "dataset_split",
+        "eval_dataset",
+        "eval_split",
+        "held_out",
+        "validation",
+        "accuracy_on",
+        "eval_problems",
+        "question_column",
+        "answer_column",
+    )
 
 
 @dataclass

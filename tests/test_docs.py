@@ -131,7 +131,7 @@ def options_of(name: str) -> set[str]:
     page = script(ROOT / "recipes" / name)
     types = re.search(r"parse_recipe\(\((.*?),?\)", (ROOT / "recipes" / name).read_text(encoding="utf-8"))[1]
     parser = TrlParser(tuple(getattr(page, each.strip()) for each in types.split(",")))
-    return {"--config", "--debug_errors", *parser._option_string_actions}
+    return {"--config", *parser._option_string_actions}
 
 
 def test_commands_use_options_that_their_script_has():
