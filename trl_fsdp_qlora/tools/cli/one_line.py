@@ -1,0 +1,122 @@
+"""A command's words, and how the command ends: a `UserError` and Ctrl-C print a line each, a closed pipe none."""
+
+import argparse
+import os
+import re
+import signal
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import NoReturn
+
+from ...errors import UserError
+
+USER_ERROR = 2  # exit status of a command that has printed in one line what its user did wrong
+INTERRUPTED = 128 + signal.SIGINT  # the status that a shell makes of the signal
+READER_GONE = 128 + 13  # SIGPIPE, which Windows lacks
+
+
+@contextmanager
+def in_one_line() -> Iterator[None]:
+    """Run a command or a script, and end it with a line and an exit status if something stops it.
+
+    - A [`~trl_fsdp_qlora.errors.UserError`] is one line, of one rank, and 2.
+    - Ctrl-C is one line, and 130.
+    - A closed pipe (`| head -1`) is no line, and 141.
+
+    Any other exception passes through: Python prints its traceback. `TRL_FSDP_QLORA_TRACEBACK=1` does the same for a
+    `UserError`.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except KeyboardInterrupt as stop:
+        _print_stopped(str(stop) or "stopped")
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        # Otherwise the interpreter's end would try again to write the rest.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(READER_GONE)
+    except UserError as error:
+        if os.environ.get("TRL_FSDP_QLORA_TRACEBACK") == "1":
+            raise
+        if _is_first_rank_to_end():
+            line = str(error) if error.keeps_lines else " ".join(str(error).split())
+            print(f"error: {line}", file=sys.stderr, flush=True)
+        sys.exit(USER_ERROR)
+
+
+def _is_first_rank_to_end() -> bool:
+    """Whether no other rank of this launch has printed its `UserError`; the launcher's store counts them."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return True
+    try:
+        from torch.distributed import TCPStore
+
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5))
+        return store.add("trl_fsdp_qlora/user_error", 1) == 1
+    except (KeyError, ValueError, RuntimeError):  # a launcher without a store: every rank prints its line
+        return True
+
+
+def _print_stopped(text: str) -> None:
+    if int(os.environ.get("RANK", "0")) == 0:
+        below = "\n" if sys.stderr.isatty() else ""  # below the terminal's ^C
+        print(f"{below}{text}", file=sys.stderr, flush=True)
+
+
+def _stop(*_signal) -> None:
+    _print_stopped("stopped")
+    os._exit(INTERRUPTED)
+
+
+def stop_at_once() -> None:
+    """Let Ctrl-C end this process at once, until [`stop_by_exception`].
+
+    It is for work on fake tensors, whose callbacks lose a `KeyboardInterrupt`, and which leaves no file half written.
+    If SIGINT is ignored (a job in the background), it stays ignored.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _stop)
+
+
+def stop_by_exception() -> None:
+    """Make Ctrl-C raise a `KeyboardInterrupt` again."""
+    if signal.getsignal(signal.SIGINT) is _stop:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Values that argparse accepts for an option although they begin with a minus; its own pattern knows no exponent.
+NEGATIVE_NUMBER = re.compile(r"-(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?$|-(?:inf|nan)$")
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """`argparse.ArgumentParser` that raises a [`UserError`] instead of printing its whole usage."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+        self._negative_number_matcher = NEGATIVE_NUMBER
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{self.prog}: {message.removeprefix('argument ')}; --help has the options")
+
+
+def pop_options(words: Sequence[str], options: Collection[str]) -> tuple[dict[str, str], list[str]]:
+    """(`{option: its value}` of those in `options`, the other words), from `--option VALUE` and `--option=VALUE`.
+
+    Raises:
+        UserError: an option lacks its value.
+    """
+    parser = OneLineParser(prog="trl-fsdp-qlora", add_help=False, argument_default=argparse.SUPPRESS)
+    for option in options:
+        parser.add_argument(option)
+    values, rest = parser.parse_known_args(list(words))
+    return {f"--{name}": value for name, value in vars(values).items()}, rest
+
+
+def check_num_processes(number: int | None) -> None:
+    """Refuse a number of processes below 1, which accelerate accepts."""
+    if number is not None and number < 1:
+        raise UserError(f"--num_processes {number} is not a number of processes; try 2")
