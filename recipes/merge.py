@@ -15,11 +15,11 @@ with importing():
 
     import torch
 
+    from trl_fsdp_qlora.tools.publishing.loading import find_base
     from trl_fsdp_qlora.tools.publishing.merge import merge_adapter
     from trl_fsdp_qlora.tools.recipe.arguments import parse_recipe
     from trl_fsdp_qlora.tools.recipe.checks import check_adapter, load_tokenizer
     from trl_fsdp_qlora.tools.recipe.script import run_main, say
-    from trl_fsdp_qlora.trainers.run.base import find_base
 
 
 @dataclass

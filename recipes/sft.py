@@ -27,9 +27,7 @@ with importing():
 
 @dataclass
 class SFTScriptArguments(ScriptArguments):
-    """[`trl_fsdp_qlora.tools.recipe.arguments.ScriptArguments`], how much is taught, and how long a measured answer may
-    be.
-    """
+    """[`trl_fsdp_qlora.tools.recipe.arguments.ScriptArguments`], how much is taught, and how long answers are."""
 
     sft_problems: int | None = option(None, "Teach this many problems; all by default.")
     max_completion_length: int = option(256, "Length limit of a completion, for `evaluate`.")

@@ -243,19 +243,14 @@ def test_the_printed_evaluate_command_reproduces_the_runs_accuracy(ended_run, pl
     assert json.loads((folder / "measured.json").read_text())["n"] == 9
 
 
-def test_evaluate_knows_the_base_by_its_files(ended_run, tmp_path, folder, call, monkeypatch):
-    """Its path was relative to the run's working directory. Moved it is the same; another in its place is not."""
+def test_evaluate_finds_the_base_of_a_run_and_warns_of_another(ended_run, tmp_path, folder, call, monkeypatch):
+    """The adapter's config has a path relative to the run's working directory."""
     monkeypatch.chdir(tmp_path)
     line = "is not the base that"
-    checkpoint = str(ended_run.out / "checkpoint-2")
-    data = ["--dataset", str(folder / "data.jsonl"), "--held_out", "20", "--eval_problems", "6", "--use_cpu", "true"]
     printed = call("evaluate", ["--adapter", str(ended_run.out), "--output", "found.json"])
     assert line not in printed and f"{round(100 * ended_run.record['after']['pass_at_1'], 1)}" in printed
-    save_tiny_model(tmp_path / "copy")
-    assert line not in call("evaluate", ["--adapter", checkpoint, "--model_name_or_path", "copy", *data])
-    save_tiny_model(tmp_path / "base", seed=1)  # by this name, and in the working directory
-    assert line in call("evaluate", ["--adapter", str(ended_run.out)])
-    assert line in call("evaluate", ["--adapter", checkpoint, *data])
+    save_tiny_model(tmp_path / "other")
+    assert line in call("evaluate", ["--adapter", str(ended_run.out), "--model_name_or_path", "other"])
 
 
 def test_a_run_killed_after_its_last_step_is_saved_and_goes_on(copied_run, planted, folder, call):

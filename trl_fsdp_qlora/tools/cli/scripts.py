@@ -66,7 +66,7 @@ def with_recipe(words: list[str]) -> list[str]:
 
 def config_of(method: Method) -> type:
     """The config class of a method."""
-    return getattr(import_module(f"..{method.room}.config", __package__), method.config)
+    return getattr(import_module(f"trl_fsdp_qlora.trainers.{method.room}.config"), method.config)
 
 
 def script_of(method: Method) -> type:
