@@ -49,7 +49,7 @@ def imported(statement: str) -> tuple[int, set[str]]:
         ("from trl_fsdp_qlora import share_prompts", 6500),
         ("from trl_fsdp_qlora import EfficientGRPOTrainer", 12500),
         ("from trl_fsdp_qlora import EfficientDPOTrainer", 9500),
-        ("from trl_fsdp_qlora.fsdp2_qlora import ShardedQLoRAMixin", 1100),
+        ("from trl_fsdp_qlora.fsdp2_qlora.trainer import ShardedQLoRAMixin", 1100),
     ],
 )
 def test_an_import_reads_no_more_than_its_part_of_the_package(statement, most):

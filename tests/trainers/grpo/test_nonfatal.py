@@ -9,7 +9,7 @@ from trl import GRPOConfig
 from tests.tiny import character_tokenizer, lora, new_model, prompts, save_tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.trainers.run import checkpoints
-from trl_fsdp_qlora.trainers.run.condition import condition_of
+from trl_fsdp_qlora.trainers.run.checkpoints import why_not_whole
 from trl_fsdp_qlora.trainers.run.terminal import use_terminal
 from trl_fsdp_qlora.utils import nonfatal
 
@@ -81,7 +81,7 @@ def test_what_is_done_beside_the_maths_may_fail(tmp_path, monkeypatch, caplog, s
     grpo.train()
     grpo.save_model()
     assert grpo.state.global_step == 2
-    assert [condition_of(tmp_path / f"checkpoint-{step}").why_not_whole for step in (1, 2)] == [None, None]
+    assert [why_not_whole(tmp_path / f"checkpoint-{step}") for step in (1, 2)] == [None, None]
     assert (tmp_path / "adapter_model.safetensors").is_file()
     assert not (tmp_path / checkpoints.STAGING).exists()
     lines = [record for record in caplog.records if record.name == nonfatal.__name__]
