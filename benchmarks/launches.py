@@ -330,7 +330,7 @@ def route_evenly(model: torch.nn.Module) -> None:
 def make_trainer(name: str, contestant: str, device: torch.device, layers: int | None, tile: str):
     """A trainer on an empty model, before its first step; `tile` is our `mlp_tokens_per_tile`."""
     from datasets import Dataset
-    from gpu_bytes_trainers import TRAINERS, empty_model
+    from gpu_bytes import TRAINERS, empty_model
     from peft import LoraConfig
     from synthetic import small_tokenizer
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -396,7 +396,7 @@ def decoding(model, device: torch.device):
 
 def measure(name: str, contestant: str, layers: int | None, tile: str) -> dict:
     """[`Counts`] by phase of the second optimizer step, and of a step of decoding."""
-    from gpu_bytes_trainers import ready, skip_the_comparison
+    from gpu_bytes import ready, skip_the_comparison
     from synthetic import make_batch
 
     skip_the_comparison()

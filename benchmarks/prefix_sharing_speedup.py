@@ -163,7 +163,6 @@ def write(rows: list[dict], args) -> None:
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
     content = {"setting": {"machine": machine, **versions, **vars(args)}, "rows": rows}
     (RESULTS / f"{args.output}.json").write_text(json.dumps(content, indent=1) + "\n")
-    (RESULTS / f"{args.output}.md").write_text(table(rows) + "\n")
 
 
 def main() -> None:

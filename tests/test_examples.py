@@ -42,12 +42,8 @@ def run_example(tmp_path, monkeypatch):
     return run
 
 
-def test_every_script_has_a_test_and_is_short_and_listed():
+def test_every_script_has_a_test():
     assert {*MODELS, "two_processes"} == set(EXAMPLES)
-    page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
-    for path in EXAMPLES.values():
-        assert len(path.read_text(encoding="utf-8").splitlines()) <= 70, path.name
-        assert f"[{path.name}]({path.name})" in page
 
 
 @pytest.fixture

@@ -56,10 +56,10 @@ from transformers import TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig, SFTTrainer
 
-from tests.benchmark_modules import benchmark
 from tests.distributed.fsdp_on_gloo import force_fsdp, without_deepspeeds_operator
 from tests.distributed.rank import forget_launch, run_rank
 from tests.fsdp2_qlora import tiny
+from tests.fsdp2_qlora.traffic import count_traffic
 from tests.grpo import resume_worker
 from tests.grpo.test_token_budget import batch_of
 from tests.grpo.test_token_budget import make_trainer as make_tiny_trainer
@@ -148,7 +148,7 @@ def whole(tensor):
 
 class Record(TrainerCallback):
     """First logits, gradients of every adapter weight at every optimizer step, and what FSDP2 moved in it
-    (benchmarks/traffic.py).
+    (tests/fsdp2_qlora/traffic.py).
     """
 
     def __init__(self):
@@ -159,7 +159,7 @@ class Record(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         with torch.no_grad():
             self.logits = model(input_ids=torch.arange(3, 35).view(2, 16)).logits.float()
-        self.traffic = benchmark("traffic").count_traffic(model) if isinstance(model, FSDPModule) else None
+        self.traffic = count_traffic(model) if isinstance(model, FSDPModule) else None
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         trained = {n.removeprefix("module."): p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -485,7 +485,7 @@ def recording_fails(path, out):
     """What fails on the rank that records logits is a warning there, whatever the gathering; nobody waits for it."""
     trainer = grpo_trainer(FixedCompletions, tiny.load(path), out, fsdp_gather="per_layer", max_steps=1)
     trainer.train()
-    collectives = benchmark("traffic").count_traffic(trainer.model)
+    collectives = count_traffic(trainer.model)
     few_logits = logits.few_logits
     asked = []
 
@@ -553,7 +553,7 @@ def gather_context(path, out):
     def settings():
         return [value if isinstance(value, bool) else value is None for _, _, value in reshard_settings(model)]
 
-    traffic = benchmark("traffic").count_traffic(model)
+    traffic = count_traffic(model)
     settings_before = settings()
     with torch.no_grad():
         generation.reshard(model)
