@@ -7,7 +7,7 @@ VLLM_VENV ?= .venv-vllm
 NEWEST_VENV ?= .venv-newest
 DOCS_VENV ?= .venv-docs
 SITE ?= site
-VLLM_TESTS ?= tests/vllm tests/decode tests/selection
+VLLM_TESTS ?= tests/trainers/vllm tests/trainers/decode tests/trainers/rollouts
 WORKERS ?= 2
 SEED ?= 0
 BASE ?= runs/small-base
@@ -83,9 +83,9 @@ $(DOCS_VENV)/.done: pyproject.toml constraints.txt
 	$(DOCS_VENV)/bin/pip install --quiet -c constraints.txt $$($(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	touch $@
 
-$(VLLM_VENV)/.done: tests/vllm/environment.sh constraints.txt
+$(VLLM_VENV)/.done: tests/trainers/vllm/environment.sh constraints.txt
 	@echo "setting up $(VLLM_VENV) (a few minutes)"
-	PYTHON=$(PYTHON) tests/vllm/environment.sh $(VLLM_VENV)
+	PYTHON=$(PYTHON) tests/trainers/vllm/environment.sh $(VLLM_VENV)
 	touch $@
 
 # What a run left, `runs/`, stays: remove it by hand.

@@ -13,7 +13,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 # These folders are at the top of the repository, because a reader looks for them there.
-# `trl_fsdp_qlora/run/resources.py` finds them there and in a wheel.
+# `trl_fsdp_qlora/utils/resources.py` finds them there and in a wheel.
 _SHIPPED = ("recipes", "accelerate_configs")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)]+)\)")
 

@@ -43,12 +43,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.checkpoints.disk import write_json
-from trl_fsdp_qlora.cpu import linear as cpu_linear
-from trl_fsdp_qlora.data.datasets import read_problems, to_prompts
-from trl_fsdp_qlora.data.rewards import completion_text
-from trl_fsdp_qlora.publishing.card import hardware, software
-from trl_fsdp_qlora.telemetry.phases import MIB, PeakMemory
+from trl_fsdp_qlora.scoring import cpu_linear as cpu_linear
+from trl_fsdp_qlora.tools.data.datasets import read_problems, to_prompts
+from trl_fsdp_qlora.tools.data.rewards import completion_text
+from trl_fsdp_qlora.trainers.run.card import hardware, software
+from trl_fsdp_qlora.trainers.run.phases import MIB, PeakMemory
+from trl_fsdp_qlora.utils.files import write_json
 
 # Completions per step and per prompt, tokens of a completion, solved problems in front of the question.
 SETTINGS = {

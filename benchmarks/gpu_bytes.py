@@ -44,8 +44,8 @@ from transformers.quantizers import AutoHfQuantizer
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.checkpoints.disk import write_json
 from trl_fsdp_qlora.prefix_sharing import first_pass
+from trl_fsdp_qlora.utils.files import write_json
 
 GIB = 2**30
 CONTEXT = 512 * 2**20  # bytes of a card that the CUDA context takes

@@ -530,7 +530,7 @@ def main() -> None:
     parser.add_argument("--next_to", type=Path, help="results of an emulated device, to be printed as predictions")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    from trl_fsdp_qlora.checkpoints.disk import write_json
+    from trl_fsdp_qlora.utils.files import write_json
 
     if args.worker:
         name, contestant, layers, tile, out = json.loads(args.worker)

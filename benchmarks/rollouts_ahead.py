@@ -74,8 +74,8 @@ def run(url: str, ahead: int, words: argparse.Namespace) -> dict:
     from transformers import AutoTokenizer, TrainerCallback
 
     from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-    from trl_fsdp_qlora.data.datasets import read_problems, to_prompts
-    from trl_fsdp_qlora.vllm.engine import AdapterServer
+    from trl_fsdp_qlora.engines.vllm.engine import AdapterServer
+    from trl_fsdp_qlora.tools.data.datasets import read_problems, to_prompts
 
     spans = []
     steps = []

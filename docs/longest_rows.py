@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from trl_fsdp_qlora import EfficientGRPOConfig
-from trl_fsdp_qlora.planning.hardware import GIB
-from trl_fsdp_qlora.planning.known_models import known_config
-from trl_fsdp_qlora.planning.plan import Plan, changed, plan_recipe
+from trl_fsdp_qlora.tools.planning.hardware import GIB
+from trl_fsdp_qlora.tools.planning.known_models import known_config
+from trl_fsdp_qlora.tools.planning.plan import Plan, changed, plan_recipe
 
 PAGE = Path(__file__).with_name("out_of_memory.md")
 ROWS = Path(__file__).with_suffix(".json")

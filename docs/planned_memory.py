@@ -13,10 +13,10 @@ import tempfile
 from pathlib import Path
 
 from trl_fsdp_qlora import EfficientGRPOConfig
-from trl_fsdp_qlora.planning.hardware import read_hardware
-from trl_fsdp_qlora.planning.known_models import MODELS, known_config
-from trl_fsdp_qlora.planning.largest_model import BASES, largest_models
-from trl_fsdp_qlora.planning.plan import Plan, plan_recipe
+from trl_fsdp_qlora.tools.planning.hardware import read_hardware
+from trl_fsdp_qlora.tools.planning.known_models import MODELS, known_config
+from trl_fsdp_qlora.tools.planning.largest_model import BASES, largest_models
+from trl_fsdp_qlora.tools.planning.plan import Plan, plan_recipe
 
 PAGE = Path(__file__).with_suffix(".md")
 ROWS = Path(__file__).with_suffix(".json")

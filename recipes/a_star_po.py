@@ -9,7 +9,7 @@ One process, or any number of them; the cache of values is shared by all of them
 `recipes/grpo.py`.
 """
 
-import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
+import trl_fsdp_qlora.tools.cli.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
 
 # isort: split
 
@@ -18,19 +18,19 @@ from dataclasses import dataclass, field
 from trl import ModelConfig
 
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
-from trl_fsdp_qlora.planning.plan_vs_actual import plan_first, watch
-from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
-from trl_fsdp_qlora.recipe.checks import check_recipe
-from trl_fsdp_qlora.recipe.problems import load_data
-from trl_fsdp_qlora.recipe.runner import build_trainer, run_recipe
-from trl_fsdp_qlora.recipe.same_command import check_output_dir
-from trl_fsdp_qlora.recipe.script import run_main, say
-from trl_fsdp_qlora.run.plain import counted
+from trl_fsdp_qlora.tools.planning.plan_vs_actual import plan_first, watch
+from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments, parse_recipe
+from trl_fsdp_qlora.tools.recipe.checks import check_recipe
+from trl_fsdp_qlora.tools.recipe.problems import load_data
+from trl_fsdp_qlora.tools.recipe.runner import build_trainer, run_recipe
+from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
+from trl_fsdp_qlora.tools.recipe.script import run_main, say
+from trl_fsdp_qlora.utils.plain import counted
 
 
 @dataclass
 class AStarPOScriptArguments(ScriptArguments):
-    """[`trl_fsdp_qlora.recipe.arguments.ScriptArguments`] and the stage to stop after."""
+    """[`trl_fsdp_qlora.tools.recipe.arguments.ScriptArguments`] and the stage to stop after."""
 
     stage: str = field(
         default="train",

@@ -10,7 +10,7 @@ that a folder names is never run.
 Prints n and the 95% Wilson interval, and writes a JSON file if `--output` names one.
 """
 
-import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
+import trl_fsdp_qlora.tools.cli.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
 
 # isort: split
 
@@ -25,22 +25,22 @@ import torch
 from accelerate import PartialState
 from transformers import BitsAndBytesConfig
 
-from trl_fsdp_qlora.checkpoints.base import find_base, fingerprint
-from trl_fsdp_qlora.checkpoints.disk import write_json
-from trl_fsdp_qlora.evaluation.accuracy import evaluate
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit, keep_plain_kernel
-from trl_fsdp_qlora.publishing.card import hardware, software
-from trl_fsdp_qlora.publishing.loading import load_model, processor_source
-from trl_fsdp_qlora.recipe import checks
-from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
-from trl_fsdp_qlora.recipe.episodes import agent_of, check_tool_template, judge_of, with_tool_format
-from trl_fsdp_qlora.recipe.problems import load_held_out
-from trl_fsdp_qlora.recipe.record import as_words, base_in, code_in
-from trl_fsdp_qlora.recipe.runner import load_processing, settings_in
-from trl_fsdp_qlora.recipe.script import run_main, say
-from trl_fsdp_qlora.run.one_line import pop_options
-from trl_fsdp_qlora.run.redaction import portable
-from trl_fsdp_qlora.run.threads import fit_threads
+from trl_fsdp_qlora.tools.cli.one_line import pop_options
+from trl_fsdp_qlora.tools.evaluation.accuracy import evaluate
+from trl_fsdp_qlora.tools.publishing.loading import load_model, processor_source
+from trl_fsdp_qlora.tools.recipe import checks
+from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
+from trl_fsdp_qlora.tools.recipe.episodes import agent_of, check_tool_template, judge_of, with_tool_format
+from trl_fsdp_qlora.tools.recipe.problems import load_held_out
+from trl_fsdp_qlora.tools.recipe.record import as_words, base_in, code_in
+from trl_fsdp_qlora.tools.recipe.runner import load_processing, settings_in
+from trl_fsdp_qlora.tools.recipe.script import run_main, say
+from trl_fsdp_qlora.tools.recipe.threads import fit_threads
+from trl_fsdp_qlora.trainers.run.base import find_base, fingerprint
+from trl_fsdp_qlora.trainers.run.card import hardware, software
+from trl_fsdp_qlora.utils.files import write_json
+from trl_fsdp_qlora.utils.redaction import portable
 
 # Settings of a run that belong to its dataset, and do not apply to another one.
 OF_THE_DATA = (

@@ -7,7 +7,7 @@ against that base's rounding: the merged model is close to the trained one, not 
 `trl-fsdp-qlora evaluate`.
 """
 
-import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
+import trl_fsdp_qlora.tools.cli.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
 
 # isort: split
 
@@ -16,16 +16,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trl_fsdp_qlora.checkpoints.base import find_base
-from trl_fsdp_qlora.publishing.merge import merge_adapter
-from trl_fsdp_qlora.recipe.arguments import parse_recipe
-from trl_fsdp_qlora.recipe.checks import check_adapter, load_tokenizer
-from trl_fsdp_qlora.recipe.script import run_main, say
+from trl_fsdp_qlora.tools.publishing.merge import merge_adapter
+from trl_fsdp_qlora.tools.recipe.arguments import parse_recipe
+from trl_fsdp_qlora.tools.recipe.checks import check_adapter, load_tokenizer
+from trl_fsdp_qlora.tools.recipe.script import run_main, say
+from trl_fsdp_qlora.trainers.run.base import find_base
 
 
 @dataclass
 class MergeArguments:
-    """See [`trl_fsdp_qlora.publishing.merge.merge_adapter`]."""
+    """See [`trl_fsdp_qlora.tools.publishing.merge.merge_adapter`]."""
 
     adapter: str = field(metadata={"help": "folder or Hub id of the adapter"})
     output: str = field(metadata={"help": "folder to make"})

@@ -8,7 +8,7 @@ folder that this leaves as `model_name_or_path`. Every field of `SFTScriptArgume
 `trl-fsdp-qlora evaluate --model_name_or_path FOLDER` measures what came of it.
 """
 
-import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
+import trl_fsdp_qlora.tools.cli.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
 
 # isort: split
 
@@ -17,18 +17,18 @@ from dataclasses import dataclass
 from datasets import Dataset
 from trl import ModelConfig, SFTConfig, SFTTrainer
 
-from trl_fsdp_qlora.data.worked import worked
-from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
-from trl_fsdp_qlora.recipe.checks import check_script, load_tokenizer
-from trl_fsdp_qlora.recipe.problems import load_problems, prompts_of
-from trl_fsdp_qlora.recipe.runner import model_arguments, train_with_trl
-from trl_fsdp_qlora.recipe.same_command import check_output_dir
-from trl_fsdp_qlora.recipe.script import run_main, say
+from trl_fsdp_qlora.tools.data.worked import worked
+from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
+from trl_fsdp_qlora.tools.recipe.checks import check_script, load_tokenizer
+from trl_fsdp_qlora.tools.recipe.problems import load_problems, prompts_of
+from trl_fsdp_qlora.tools.recipe.runner import model_arguments, train_with_trl
+from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
+from trl_fsdp_qlora.tools.recipe.script import run_main, say
 
 
 @dataclass
 class SFTScriptArguments(ScriptArguments):
-    """[`trl_fsdp_qlora.recipe.arguments.ScriptArguments`], how much is taught, and how long a measured answer may
+    """[`trl_fsdp_qlora.tools.recipe.arguments.ScriptArguments`], how much is taught, and how long a measured answer may
     be.
     """
 

@@ -6,7 +6,7 @@ count coloured shapes with most of the answers one too small. About a minute on 
 folder is kept.
 """
 
-import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
+import trl_fsdp_qlora.tools.cli.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
 
 # isort: split
 
@@ -14,9 +14,9 @@ import argparse
 import shlex
 from pathlib import Path
 
-from trl_fsdp_qlora.recipe.script import run_main
-from trl_fsdp_qlora.run.one_line import OneLineParser
-from trl_fsdp_qlora.small_base.text import TAUGHT, build_small_base
+from trl_fsdp_qlora.tools.cli.one_line import OneLineParser
+from trl_fsdp_qlora.tools.recipe.script import run_main
+from trl_fsdp_qlora.tools.small_base.text import TAUGHT, build_small_base
 
 # The words of `trl-fsdp-qlora grpo` that train the base of each task.
 TRAIN = {

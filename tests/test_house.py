@@ -15,7 +15,7 @@ from trl import GRPOTrainer
 import trl_fsdp_qlora
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.fsdp2_qlora.trainer import ShardedQLoRAMixin
-from trl_fsdp_qlora.methods import METHODS
+from trl_fsdp_qlora.trainers.methods import METHODS
 
 PACKAGE = Path(trl_fsdp_qlora.__file__).parent
 # From the ground up; rooms of one floor do not know each other. A file at the top level is a floor of its own.

@@ -102,7 +102,7 @@ def test_recipes_and_plans_need_no_optional_package_and_no_private_module_of_fsd
         "    sys.modules[module] = types.ModuleType(module)\n"
         "    setattr(sys.modules['torch.distributed.fsdp._fully_shard'], name, sys.modules[module])\n"
         f"for name in ('grpo', 't_spmo', 'a_star_po'): runpy.run_path(r'{ROOT / 'recipes'}/' + name + '.py')\n"
-        "from trl_fsdp_qlora.planning.plan import plan_recipe\n"
+        "from trl_fsdp_qlora.tools.planning.plan import plan_recipe\n"
         "from trl_fsdp_qlora import AStarPOTrainer, EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOTrainer\n"
         "from trl_fsdp_qlora.compat import fsdp\n"
         f"words = r'--model_name_or_path {base} --use_peft true --lora_target_modules all-linear --bf16 "

@@ -13,10 +13,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 from trl import GRPOConfig
 from trl.chat_template_utils import qwen3_chat_template
 
-from trl_fsdp_qlora.cpu import linear as cpu_linear
-from trl_fsdp_qlora.data.answers import completion_text
-from trl_fsdp_qlora.data.datasets import read_problems, to_prompts
-from trl_fsdp_qlora.small_base.text import character_tokenizer, new_model
+from trl_fsdp_qlora.scoring import cpu_linear as cpu_linear
+from trl_fsdp_qlora.tools.data.answers import completion_text
+from trl_fsdp_qlora.tools.data.datasets import read_problems, to_prompts
+from trl_fsdp_qlora.tools.small_base.text import character_tokenizer, new_model
 
 
 def these_first(cases, *first) -> list:
@@ -141,7 +141,7 @@ def trainer(cls, config_cls, output_dir, model=None, peft_config=None, reward=di
 
 def save_tiny_vision_model(folder, seed: int = 0) -> str:
     """An untrained LLaVA of half a million parameters with its processor in `folder`."""
-    from trl_fsdp_qlora.small_base.vision import new_vision_model, shapes_processor  # with Pillow
+    from trl_fsdp_qlora.tools.small_base.vision import new_vision_model, shapes_processor  # with Pillow
 
     processor = shapes_processor()
     new_vision_model(processor, seed).save_pretrained(folder)

@@ -8,39 +8,39 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .methods import METHODS
+from .trainers.methods import METHODS
 
 if "TRL_FSDP_QLORA_LAUNCHER" in os.environ:  # the process id of `trl-fsdp-qlora launch`
-    from .run.one_line import end_with
+    from .tools.cli.one_line import end_with
 
     end_with(os.environ["TRL_FSDP_QLORA_LAUNCHER"])
 elif "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by `accelerate launch`
-    from .run.launch import stop_with_launcher
+    from .tools.cli.launch import stop_with_launcher
 
     stop_with_launcher()
 
 __version__ = "0.1.0"
 
 # Public names, by the module that has them. A type checker reads those below instead.
-_EXPORTS = {"share_prompts": "any_trainer.sharing"}
+_EXPORTS = {"share_prompts": "prefix_sharing.share"}
 for _method in METHODS:
-    _EXPORTS[_method.config] = f"{_method.room}.config"
-    _EXPORTS[_method.trainer] = f"{_method.room}.trainer"
+    _EXPORTS[_method.config] = f"trainers.{_method.room}.config"
+    _EXPORTS[_method.trainer] = f"trainers.{_method.room}.trainer"
 
 __all__ = sorted([*_EXPORTS, "__version__"])
 
 if TYPE_CHECKING:
-    from .a_star_po.config import AStarPOConfig as AStarPOConfig
-    from .a_star_po.trainer import AStarPOTrainer as AStarPOTrainer
-    from .any_trainer.sharing import share_prompts as share_prompts
-    from .dpo.config import EfficientDPOConfig as EfficientDPOConfig
-    from .dpo.trainer import EfficientDPOTrainer as EfficientDPOTrainer
-    from .grpo.config import EfficientGRPOConfig as EfficientGRPOConfig
-    from .grpo.trainer import EfficientGRPOTrainer as EfficientGRPOTrainer
-    from .rloo.config import EfficientRLOOConfig as EfficientRLOOConfig
-    from .rloo.trainer import EfficientRLOOTrainer as EfficientRLOOTrainer
-    from .t_spmo.config import TSPMOConfig as TSPMOConfig
-    from .t_spmo.trainer import TSPMOTrainer as TSPMOTrainer
+    from .prefix_sharing.share import share_prompts as share_prompts
+    from .trainers.a_star_po.config import AStarPOConfig as AStarPOConfig
+    from .trainers.a_star_po.trainer import AStarPOTrainer as AStarPOTrainer
+    from .trainers.dpo.config import EfficientDPOConfig as EfficientDPOConfig
+    from .trainers.dpo.trainer import EfficientDPOTrainer as EfficientDPOTrainer
+    from .trainers.grpo.config import EfficientGRPOConfig as EfficientGRPOConfig
+    from .trainers.grpo.trainer import EfficientGRPOTrainer as EfficientGRPOTrainer
+    from .trainers.rloo.config import EfficientRLOOConfig as EfficientRLOOConfig
+    from .trainers.rloo.trainer import EfficientRLOOTrainer as EfficientRLOOTrainer
+    from .trainers.t_spmo.config import TSPMOConfig as TSPMOConfig
+    from .trainers.t_spmo.trainer import TSPMOTrainer as TSPMOTrainer
 
 
 def __getattr__(name: str):

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from . import __version__
 from .errors import UserError, did_you_mean
-from .methods import METHODS
-from .run.one_line import in_one_line, stop_at_once, stop_by_exception
+from .tools.cli.one_line import in_one_line, stop_at_once, stop_by_exception
+from .trainers.methods import METHODS
 
 
 class _Command(NamedTuple):
@@ -30,22 +30,28 @@ class _Command(NamedTuple):
 
 
 COMMANDS = {
-    **{method.command: _Command("cli.scripts", "launched", method.does, method.room) for method in METHODS},
-    "sft": _Command("cli.scripts", "launched", "teach worked answers first, if a base is never right", "sft"),
-    "distillation": _Command("cli.scripts", "launched", "TRL's distillation from a teacher model", "distillation"),
-    "sdft": _Command("cli.scripts", "launched", "TRL's self-distillation: its teacher reads the solution", "sdft"),
-    "evaluate": _Command("cli.scripts", "launched", "measure accuracy on held-out problems", "evaluate"),
-    "merge": _Command("cli.scripts", "called", "merge an adapter into its unquantized base", "merge"),
-    "publish": _Command("publishing.publish", "run_publish", "check an adapter, upload it, prove that it loads"),
-    "dequantize": _Command("cli.scripts", "called", "write a 4-bit base for a vLLM server to hold", "dequantize"),
-    "small-base": _Command("cli.scripts", "called", "build the quickstart's small model", "small_base"),
-    "plan": _Command("cli.plan", "plan", "bytes of each phase of a run, and whether it fits"),
-    "compare": _Command("cli.compare", "compare", "a few steps next to stock TRL's, on the same completions"),
-    "report": _Command("cli.report", "report", "a page with the curves and the completions of runs"),
-    "doctor": _Command("cli.doctor", "doctor", "list what would fail or go wrong, before it does"),
-    "recipes": _Command("cli.recipes", "recipes", "list the recipes; print one, or copy it here"),
-    "launch": _Command("run.launch", "launch", "accelerate launch for a script of your own"),
-    "config": _Command("cli.recipes", "config", "print the path of an accelerate config, or all names"),
+    **{method.command: _Command("tools.cli.scripts", "launched", method.does, method.room) for method in METHODS},
+    "sft": _Command("tools.cli.scripts", "launched", "teach worked answers first, if a base is never right", "sft"),
+    "distillation": _Command(
+        "tools.cli.scripts", "launched", "TRL's distillation from a teacher model", "distillation"
+    ),
+    "sdft": _Command(
+        "tools.cli.scripts", "launched", "TRL's self-distillation: its teacher reads the solution", "sdft"
+    ),
+    "evaluate": _Command("tools.cli.scripts", "launched", "measure accuracy on held-out problems", "evaluate"),
+    "merge": _Command("tools.cli.scripts", "called", "merge an adapter into its unquantized base", "merge"),
+    "publish": _Command("tools.publishing.publish", "run_publish", "check an adapter, upload it, prove that it loads"),
+    "dequantize": _Command(
+        "tools.cli.scripts", "called", "write a 4-bit base for a vLLM server to hold", "dequantize"
+    ),
+    "small-base": _Command("tools.cli.scripts", "called", "build the quickstart's small model", "small_base"),
+    "plan": _Command("tools.cli.plan", "plan", "bytes of each phase of a run, and whether it fits"),
+    "compare": _Command("tools.cli.compare", "compare", "a few steps next to stock TRL's, on the same completions"),
+    "report": _Command("tools.cli.report", "report", "a page with the curves and the completions of runs"),
+    "doctor": _Command("tools.cli.doctor", "doctor", "list what would fail or go wrong, before it does"),
+    "recipes": _Command("tools.cli.recipes", "recipes", "list the recipes; print one, or copy it here"),
+    "launch": _Command("tools.cli.launch", "launch", "accelerate launch for a script of your own"),
+    "config": _Command("tools.cli.recipes", "config", "print the path of an accelerate config, or all names"),
 }
 
 
@@ -64,7 +70,7 @@ def _help() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run the command that `argv` (the process's own by default) names, and return its exit status.
 
-    [`~trl_fsdp_qlora.run.one_line.in_one_line`] prints an exception and exits.
+    [`~trl_fsdp_qlora.tools.cli.one_line.in_one_line`] prints an exception and exits.
     """
     with in_one_line():
         argv = sys.argv[1:] if argv is None else argv
@@ -76,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         if command is None:
             hint = did_you_mean(name.replace("_", "-"), COMMANDS, 0.5) or f"; there are {', '.join(COMMANDS)}"
             raise UserError(f"trl-fsdp-qlora has no command {name!r}{hint}")
-        import_module(".cli.typos", __package__).refuse_typos(name, command.module, words)
+        import_module(".tools.cli.typos", __package__).refuse_typos(name, command.module, words)
         # bitsandbytes warns about 4-bit products on a CPU whenever it is imported without another package. The warning
         # has nothing to do with the command.
         logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -22,15 +22,15 @@ for name in (
     "transformers.trainer",
     "trl.trainer.grpo_trainer",
     "trl.trainer.sft_trainer",
-    "trl_fsdp_qlora.a_star_po.trainer",
-    "trl_fsdp_qlora.planning.passes",
-    "trl_fsdp_qlora.recipe.runner",
-    "trl_fsdp_qlora.recipe.script",
-    "trl_fsdp_qlora.t_spmo.trainer",
+    "trl_fsdp_qlora.trainers.a_star_po.trainer",
+    "trl_fsdp_qlora.tools.planning.passes",
+    "trl_fsdp_qlora.tools.recipe.runner",
+    "trl_fsdp_qlora.tools.recipe.script",
+    "trl_fsdp_qlora.trainers.t_spmo.trainer",
 ):
     import_module(name)
 
-for name in ("bitsandbytes", "deepspeed", "matplotlib.backends.backend_agg", "trl_fsdp_qlora.evaluation.plots"):
+for name in ("bitsandbytes", "deepspeed", "matplotlib.backends.backend_agg", "trl_fsdp_qlora.tools.evaluation.plots"):
     with contextlib.suppress(ImportError):
         import_module(name)
 

@@ -65,7 +65,7 @@ def install_sharing(
 
     Args:
         model, attention, temperature, outputs, lm_head_kernel: see
-            [`trl_fsdp_qlora.any_trainer.sharing.share_prompts`].
+            [`trl_fsdp_qlora.prefix_sharing.share.share_prompts`].
         entropy_gradient: whether the entropy's gradient may be needed; not every kernel has it.
         compares: whether the first pass is compared with stock TRL's from inside the forward. A trainer that also
             compares gradients calls [`PromptSharing.compare_with_stock`] instead.

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from ..compat.older_gpus import refuses_wide_sum
 from ..compat.triton_kernels import jit, launch, runs, tl
-from ..cpu import linear as cpu_linear
+from . import cpu_linear as cpu_linear
 
 # Together 8 MB in float32: large enough for the GEMMs to run at full rate, small enough for the last-level cache.
 TOKEN_TILE = 1024

@@ -1,1 +1,1 @@
-"""What the trainers share: scoring, a step scored together, rollouts, the run around the loss, options."""
+"""The trainers: GRPO, RLOO, DPO, T-SPMO and A*-PO, and what they share."""

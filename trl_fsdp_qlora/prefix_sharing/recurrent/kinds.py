@@ -2,7 +2,7 @@
 
 A kind is a file of this room with
 
-- `LAYERS`: its classes in transformers, as `folder.Class`. `tests/prefix_sharing` has compared each with stock;
+- `LAYERS`: its classes in transformers, as `folder.Class`. `tests/core/prefix_sharing` has compared each with stock;
 - `LAYER_TYPES`: transformers' names of such layers in a config, under which models look up their masks;
 - `compute(module, tokens, packed_row)`: the layer's output `(1, T, ...)` on a packed row. `tokens` has the arguments
   with one entry per token, `(1, T, ...)`; `module.own_forward` is the layer's own forward. `None` if a layer cannot go

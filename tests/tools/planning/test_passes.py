@@ -1,0 +1,328 @@
+"""Planned activations against the same pass on real tensors: this package's packed pass, TRL's padded one, 4-bit
+layers.
+"""
+
+import contextlib
+from contextlib import nullcontext
+
+import pytest
+import torch
+import transformers as tf
+import trl.trainer.utils
+from peft import LoraConfig, get_peft_model
+
+from tests.benchmark_modules import benchmark
+from tests.tools.planning.models import LAYERS, config, folder, in_4_bits, settings
+from trl_fsdp_qlora.compat.memory import FakeTensorMode, PeakTracker
+from trl_fsdp_qlora.engines.decode.decoding import _Batch
+from trl_fsdp_qlora.prefix_sharing.batch import Batch
+from trl_fsdp_qlora.prefix_sharing.passes import PassSchedule
+from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
+from trl_fsdp_qlora.scoring import logprobs
+from trl_fsdp_qlora.tools.planning import fake_ops, passes, steps
+from trl_fsdp_qlora.tools.planning.cache import cache_bytes
+from trl_fsdp_qlora.tools.planning.settings import Launch
+from trl_fsdp_qlora.tools.recipe.checks import lora_config
+from trl_fsdp_qlora.trainers.step.step_scores import StepScores
+
+# The plan stands for kernels by their tensors; what they allocate inside for a moment differs by a few rows.
+NEAR = 0.05
+
+
+@pytest.fixture(autouse=True)
+def touched_columns(monkeypatch):
+    """The buffer of TRL's kernel as wide as what of it is written to: a tracker counts the rest too, which no host
+    gives.
+    """
+    monkeypatch.setattr(trl.trainer.utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 1024)
+    monkeypatch.setattr(logprobs, "VOCABULARY_TILE", 1024)
+
+
+def built(run, base=None):
+    torch.manual_seed(0)
+    base = base or tf.AutoModelForCausalLM.from_config(config(), dtype=torch.float32)
+    install_sharing(base, compares=False, entropy_gradient=False)
+    model = get_peft_model(base, lora_config(run.model)) if run.model.use_peft else base
+    if run.gradient_checkpointing:
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    if run.model.load_in_4bit:  # as TRL casts it
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.bfloat16()
+    return model.train()
+
+
+def measured(run, model, packed: bool, grad: bool = True) -> int:
+    """Peak bytes of a pass on real tensors above the model, and gradients as micro-batches before it made them; of
+    groups of equal prompts and completions of full length."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad and grad]
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    rows = run.per_device_train_batch_size
+    prompt = run.prompt_tokens
+    ids = torch.randint(3, 512, (rows, prompt + run.max_completion_length))
+    ids[:, :prompt] = ids[:: run.num_generations, :prompt].repeat_interleave(run.num_generations, 0)
+    mask = torch.ones_like(ids)
+    labels = ids.clone()
+    labels[:, :prompt] = -100
+    sharing = install_sharing(model, compares=False, entropy_gradient=False)
+    as_stock = nullcontext() if packed else sharing.closed()
+    tracker = PeakTracker(*model.parameters(), *model.buffers(), *(parameter.grad for parameter in trained))
+    with tracker, as_stock, torch.set_grad_enabled(grad):
+        before = tracker.now
+        out = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+        if grad:
+            out.log_probs.sum().backward()
+    assert not packed or sharing.figures.tokens == passes.loss_shape(run, True, False).length
+    return tracker.peak - before
+
+
+def planned(run, packed: bool, grad: bool = True) -> int:
+    return passes.measure(run, config(), passes.loss_shape(run, packed, False), False, grad)
+
+
+@pytest.mark.parametrize(
+    "packed, checkpointing, use_peft, grad",
+    [
+        (True, False, True, True),
+        (True, True, True, True),
+        (False, False, True, True),
+        (False, True, True, True),
+        (True, False, False, True),
+        (True, True, False, True),
+        (True, False, True, False),
+    ],
+)
+def test_a_pass_peaks_where_it_was_planned(tmp_path, packed, checkpointing, use_peft, grad):
+    few = {} if use_peft or not checkpointing else {"per_device_train_batch_size": 4, "max_completion_length": 16}
+    run = settings(folder(tmp_path), gradient_checkpointing=checkpointing, use_peft=use_peft, **few)
+    assert planned(run, packed, grad) == pytest.approx(measured(run, built(run), packed, grad), rel=NEAR)
+
+
+def measured_step(run, model) -> tuple[int, PassSchedule]:
+    """Peak bytes of an optimizer step on real tensors, by shared passes, and its passes."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    rows = run.per_device_train_batch_size
+    count = run.gradient_accumulation_steps
+    prompt = run.prompt_tokens
+    ids = torch.randint(3, 512, (rows * count, prompt + run.max_completion_length))
+    ids[:, :prompt] = ids[:: run.num_generations, :prompt].repeat_interleave(run.num_generations, 0)
+    labels = ids.clone()
+    labels[:, :prompt] = -100
+    batches = [
+        Batch(*part) for part in zip(*(x.chunk(count) for x in (ids, torch.ones_like(ids), labels)), strict=True)
+    ]
+    sharing = install_sharing(model, compares=False, entropy_gradient=False)
+    schedule = sharing.plan_step(batches, run.tokens_per_pass)
+    scores = StepScores(schedule, batches, True, sharing.packed_model.router_losses)
+    tracker = PeakTracker(*model.parameters(), *model.buffers(), *(parameter.grad for parameter in trained))
+    with tracker:
+        before = tracker.now
+        for number in range(count):
+            scores.score(number, model).log_probs.sum().backward()
+            scores.go_back(model, contextlib.nullcontext, contextlib.nullcontext)
+    return tracker.peak - before, schedule
+
+
+ROW = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+JOINED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "tokens_per_pass": 300}
+GROUP_OF_8 = ROW | {"gradient_accumulation_steps": 8, "num_generations": 8, "prompt_tokens": 100}
+CUT = {"per_device_train_batch_size": 4, "tokens_per_pass": 250}
+TWO_GROUPS_CUT = {"per_device_train_batch_size": 8, "tokens_per_pass": 280}
+
+
+@pytest.mark.parametrize(
+    "fields, checkpointing",
+    [
+        (ROW, True),
+        (JOINED, False),
+        (TWO_GROUPS_CUT, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [
+                (ROW, False),
+                (JOINED, True),
+                (GROUP_OF_8, True),
+                (GROUP_OF_8, False),
+                (CUT, True),
+                (CUT, False),
+            ]
+        ),
+        pytest.param(TWO_GROUPS_CUT, True, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_step_whose_passes_share_a_prompt_peaks_where_it_was_planned(tmp_path, fields, checkpointing):
+    """Micro-batches of a row, joined ones, and ones that are cut."""
+    changes = {"prompt_tokens": 200, "gradient_accumulation_steps": 1, **fields}
+    run = settings(folder(tmp_path), gradient_checkpointing=checkpointing, **changes)
+    step = steps.plan_step(run)
+    peak, grpo = measured_step(run, built(run))
+    assert (step.passes, step.trunks) == (len(grpo.rows_of_pass), int(grpo.trunks.sum()))
+    assert (step.batches_per_pass, step.passes_per_batch) == (grpo.batches_per_pass, grpo.passes_per_batch)
+    assert passes.measure_of(run, config(), step, False) == pytest.approx(peak, rel=NEAR)
+
+
+def test_bytes_are_those_of_storages_that_live():
+    with FakeTensorMode(), PeakTracker() as tracker:
+        a = torch.empty(100, dtype=torch.uint8)
+        b = a[50:]  # a view of the same
+        assert tracker.now == 100
+        assert torch.empty(0, device="cuda").device.type == "cuda" and a.device.type == "cpu"
+        c = torch.empty(200, dtype=torch.uint8)
+        assert (tracker.now, tracker.peak) == (300, 300)
+        del c, a
+        assert (tracker.now, tracker.peak) == (100, 300)
+        del b
+        assert tracker.now == 0
+
+
+def test_4_bit_layers_take_their_dense_weight_while_they_compute(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    tf.AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path)
+    run = settings(tmp_path, load_in_4bit=True, dtype="float32", gradient_checkpointing=True)
+    assert planned(run, True) == pytest.approx(measured(run, built(run, in_4_bits(tmp_path, False)), True), rel=NEAR)
+
+
+SHAPE = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": LAYERS}
+
+
+def hybrid() -> tf.Qwen3_5TextConfig:
+    """Recurrent layers and attention."""
+    heads = {
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_num_key_heads": 2,
+        "head_dim": 32,
+        # The values' are wider than the model, as Qwen3.5's are.
+        "linear_num_value_heads": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    kinds = ["linear_attention"] * 3 + ["full_attention", "linear_attention"]
+    return tf.Qwen3_5TextConfig(architectures=["Qwen3_5ForCausalLM"], **SHAPE, **heads, layer_types=kinds)
+
+
+@pytest.mark.parametrize("of", [config, hybrid])
+def test_every_layer_adds_what_another_of_its_kind_added(of, tmp_path):
+    """The model of five layers by slope, and run whole."""
+    of().save_pretrained(tmp_path)
+    run = settings(tmp_path)
+    shape = passes.loss_shape(run, True, False)
+    peak, kept = passes._run(run, of(), range(LAYERS), shape, False, True)
+    assert passes.measure(run, of(), shape, False, True) == pytest.approx(peak, rel=0.01) and kept > 0
+
+
+TRL_TILE = 320 * 8192 * 4
+# The Jacobian, logits and weights, the targets' rows of the head.
+FROZEN = 320 * 128 * 4 + 2 * 320 * 512 * 4 + 320 * 128 * 4
+
+
+@pytest.mark.parametrize(
+    "kernel, launch, expected", [("auto", "single", TRL_TILE), ("auto", "fsdp2", FROZEN), ("frozen", "single", FROZEN)]
+)
+def test_a_plan_for_a_gpu_counts_the_kernel_that_scores_there(tmp_path, kernel, launch, expected):
+    run = settings(folder(tmp_path), Launch(launch), lm_head_kernel=kernel)
+    with FakeTensorMode():
+        hidden = torch.empty(320, 128, requires_grad=True)
+        weight = torch.empty(512, 128)
+        with PeakTracker(hidden, weight) as tracker:
+            before = tracker.now
+            passes.score(hidden, weight, True, True, run)
+            assert tracker.peak - before == pytest.approx(expected, rel=0.01)  # and a few numbers per token
+
+
+@pytest.mark.parametrize("of", [config, hybrid])
+def test_the_cache_is_the_one_that_generation_leaves(of, tmp_path):
+    """Of a hybrid with the states of its recurrent layers."""
+    of().save_pretrained(tmp_path)
+    run = settings(tmp_path)
+    model = tf.AutoModelForCausalLM.from_config(of(), dtype=torch.float32)
+    ids = torch.randint(3, 512, (run.rollout_rows, run.prompt_tokens + run.max_completion_length))
+    with torch.no_grad():
+        layers = model(ids, use_cache=True).past_key_values.layers
+    keys = [layer.keys.nbytes + layer.values.nbytes for layer in layers if getattr(layer, "keys", None) is not None]
+    recurrent = [layer for layer in layers if hasattr(layer, "conv_states")]
+    states = [x[0].nbytes for layer in recurrent for x in (layer.conv_states, layer.recurrent_states)]
+    prompts = sum(keys) // len(ids) * run.prompt_tokens // ids.shape[1]
+    assert cache_bytes(run, of())[:2] == (sum(keys) + sum(states), prompts)
+
+
+def test_a_token_step_makes_as_many_copies_of_its_logits_as_were_planned(tmp_path):
+    """Against every allocation of torch's CPU allocator."""
+    vocabulary = 65536
+    run = settings(folder(tmp_path, vocab_size=vocabulary), Launch(use_cpu=True), temperature=0.9)
+    processors = tf.LogitsProcessorList([tf.TemperatureLogitsWarper(0.9)])
+    ids = torch.zeros(run.rollout_rows, 4, dtype=torch.long)
+    rows = torch.arange(run.rollout_rows)
+    sampling = tf.GenerationConfig(do_sample=True)
+    steps = _Batch(ids, rows, sampling, processors, tf.StoppingCriteriaList(), {})
+
+    def step():
+        logits = torch.zeros(run.rollout_rows, vocabulary)
+        steps.append(logits)
+
+    taken = benchmark("synthetic").peak_bytes(step, "cpu")
+    assert cache_bytes(run, config(vocab_size=vocabulary))[2] == pytest.approx(taken, rel=NEAR)
+    # Of a small vocabulary, a layer's cache that is copied as it grows is more; there are two heads to one of keys.
+    whole, _, step = cache_bytes(run, config(vocab_size=64))
+    assert step == 2 * whole // LAYERS
+
+
+def saved_bytes(run, model=None) -> int:
+    """Bytes of the storages that the graph of `run()` keeps, without those of the model's weights."""
+    weights = set() if model is None else {p.untyped_storage().data_ptr() for p in model.parameters()}
+    storages = {}
+
+    def pack(x):
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        kept = run()
+    del kept
+    return sum(size for pointer, size in storages.items() if pointer not in weights)
+
+
+def test_on_a_gpu_attention_keeps_no_repeated_keys_and_dropout_a_mask_of_bytes():
+    heads, key_heads, tokens, size = 8, 2, 64, 16
+    packed_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+
+    def kept(mask, dtype=torch.bfloat16, value_size=size, **how):
+        query, key = (torch.randn(1, n, tokens, size, dtype=dtype, requires_grad=True) for n in (heads, key_heads))
+        value = torch.randn(1, key_heads, tokens, value_size, dtype=dtype, requires_grad=True)
+        return saved_bytes(lambda: fake_ops._attention(torch.nn.Module(), query, key, value, mask, **how))
+
+    token = 2 * tokens * size
+    lse = 4 * heads * tokens
+    assert kept(packed_mask, on_gpu=True) == token * (2 * heads + 2 * key_heads) + lse
+    # As in stock, and for layers that `cascade` does not compute.
+    repeated = token * 4 * heads + lse
+    assert kept(packed_mask.expand(1, 1, tokens, tokens), on_gpu=True) == repeated
+    assert kept(packed_mask, on_gpu=True, softcap=2.0) == kept(packed_mask) == repeated
+    assert kept(packed_mask, torch.float32, on_gpu=True) == 2 * token * 4 * heads + lse
+    assert kept(packed_mask, value_size=size // 2, on_gpu=True) == token * 3 * heads + lse
+
+    query = torch.randn(1, heads, tokens, size, requires_grad=True)
+    dropout = torch.nn.Sequential(torch.nn.Dropout(0.5))
+    fake_ops.run_as_on_a_gpu(dropout)
+    assert saved_bytes(lambda: dropout(query)) == query.numel()
+
+
+def test_what_lora_keeps_of_a_layer_whose_projections_share_their_input():
+    """The input once, and not once for each of q, k and v; with dropout each has an input and a mask of its own."""
+    rank, tokens = 4, 64
+    hidden = torch.randn(1, tokens, config().hidden_size, requires_grad=True)
+
+    def kept(**fields) -> int:
+        base = tf.AutoModelForCausalLM.from_config(config(num_hidden_layers=1), dtype=torch.float32)
+        targets = ["q_proj", "k_proj", "v_proj"]
+        get_peft_model(base, LoraConfig(r=rank, target_modules=targets, **fields)).train()
+        projections = [base.model.layers[0].self_attn.get_submodule(name) for name in targets]
+        return saved_bytes(lambda: [project(hidden) for project in projections], base)
+
+    low = 3 * 4 * tokens * rank
+    assert kept() == hidden.nbytes + low
+    assert kept(lora_dropout=0.05) == 3 * 2 * hidden.nbytes + low

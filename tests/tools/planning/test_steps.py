@@ -1,0 +1,97 @@
+"""The passes of an optimizer step of full length, against prompt sharing's plan of batches of tokens."""
+
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.tools.planning.models import config, folder, settings
+from trl_fsdp_qlora.prefix_sharing.batch import Batch
+from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
+from trl_fsdp_qlora.tools.planning.settings import Launch
+from trl_fsdp_qlora.tools.planning.steps import Pass, held_tokens, passes_like, plan_step
+
+
+@pytest.fixture(scope="module")
+def sharing():
+    model = AutoModelForCausalLM.from_config(config(num_hidden_layers=1), dtype=torch.float32)
+    return install_sharing(model, compares=False, entropy_gradient=False)
+
+
+def batches_of(run) -> list[Batch]:
+    count = run.gradient_accumulation_steps
+    prompt = run.prompt_tokens
+    rows = run.per_device_train_batch_size * count
+    ids = torch.randint(3, 512, (rows, prompt + run.max_completion_length))
+    first_of_group = torch.arange(rows) // run.num_generations * run.num_generations
+    ids[:, :prompt] = ids[first_of_group, :prompt]
+    labels = ids.clone()
+    labels[:, :prompt] = -100
+    parts = (x.chunk(count) for x in (ids, torch.ones_like(ids), labels))
+    return [Batch(*part) for part in zip(*parts, strict=True)]
+
+
+CASES = [
+    {"per_device_train_batch_size": rows, "gradient_accumulation_steps": count, "num_generations": group, **changes}
+    for rows, count, group in [(1, 8, 8), (2, 4, 8), (2, 8, 4), (3, 4, 6), (8, 1, 4), (8, 2, 8), (1, 12, 4), (6, 2, 4)]
+    for changes in (
+        {"prompt_tokens": 300, "max_completion_length": 20},
+        {"prompt_tokens": 20, "max_completion_length": 40},
+        {
+            "prompt_tokens": 120,
+            "max_completion_length": 60,
+            "tokens_per_pass": random.Random(rows + group).randint(60, 900),
+        },
+    )
+]
+
+
+@pytest.mark.parametrize("kind", ["single", "zero2"])
+@pytest.mark.parametrize("fields", CASES, ids=str)
+def test_a_step_is_planned_as_the_trainer_plans_batches_of_tokens(tmp_path, sharing, fields, kind):
+    """Numbers that stand for tokens have the passes that a model's own batches have."""
+    run = settings(folder(tmp_path), Launch(kind, use_cpu=True), **fields)
+    torch.manual_seed(0)
+    step = plan_step(run)
+    schedule = sharing.plan_step(batches_of(run), run.tokens_per_pass, one_by_one=kind == "zero2")
+    if schedule is None:
+        assert not step.is_shared
+        return
+    assert (step.batches_per_pass, step.passes_per_batch) == (schedule.batches_per_pass, schedule.passes_per_batch)
+    forwards = [list(schedule.of_pass(number)) for number in range(step.passes)]
+    assert step.trunks == sum(map(len, forwards)) - step.passes
+    assert step.values == (step.passes + step.trunks if step.passes_per_batch > 1 else 0)
+    assert step.computed == sum(forward.forest.tokens for of_pass in forwards for forward in of_pass)
+    held = [int(of_pass[-1].forest.lengths.sum()) for of_pass in forwards]
+    assert held_tokens(step.longest) == max(held)
+
+
+# Rows, trunks, prompts that a pass has for itself, tokens of a prompt: trunks of 9 tokens pay in nine passes.
+@pytest.mark.parametrize("rows, shared, own, prompt", [(3, 1, 0, 200), (3, 1, 2, 200), (4, 2, 0, 10), (7, 2, 3, 70)])
+def test_passes_like_the_longest_one_have_its_size(rows, shared, own, prompt):
+    size = Pass(rows * 19 + shared + own * prompt, rows, shared * (prompt - 1), shared)
+    schedule = passes_like(size, completion=20)
+    last = len(schedule.rows_of_pass) - 1
+    for number in (0, last):
+        *trunks, forward = schedule.of_pass(number)
+        assert [trunk.forest.tokens for trunk in trunks] == ([] if number else [size.trunk])
+        read = forward.forest.lengths[forward.forest.computed :]
+        assert Pass(forward.forest.tokens, len(forward.rows), int(read.sum()), len(read)) == size
+        assert len(forward.view.ending) == (shared if number == last else 0)
+
+
+def test_a_step_without_a_look_ahead_computes_prompts_per_micro_batch(tmp_path):
+    fields = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "num_generations": 8}
+    run = settings(folder(tmp_path), prompt_tokens=100, max_completion_length=20, **fields)
+    shared = plan_step(run)
+    alone = plan_step(settings(tmp_path, prompt_tokens=100, max_completion_length=20, tokens_per_pass=0, **fields))
+    stock = plan_step(settings(tmp_path, prompt_tokens=100, max_completion_length=20, prefix_sharing="off", **fields))
+    # The trunk ends one token before its prompt does; each pass computes that one.
+    assert shared.computed == 99 + 8 * 20 and (shared.forwards, shared.gathers) == (9, 18)
+    assert alone.computed == 8 * 119 and (alone.forwards, alone.gathers) == (8, 16)
+    assert stock.computed == 8 * 120
+    assert plan_step(run, "ZeRO-3").computed == alone.computed and plan_step(run, "ZeRO-3").reason == "ZeRO-3"
+    # A generation of two micro-batches: nobody knows what comes behind them.
+    two = settings(tmp_path, prompt_tokens=100, max_completion_length=20, steps_per_generation=2, **fields)
+    assert plan_step(two).trunks == 4 * shared.trunks

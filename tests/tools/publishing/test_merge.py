@@ -1,0 +1,168 @@
+"""A merged model answers like the adapter on its base, whatever the adapter changes, and has the adapter's tokenizer.
+
+The reference is the model in memory that the adapter was saved from.
+"""
+
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.tiny import character_tokenizer, tiny_model
+from trl_fsdp_qlora.errors import UserError
+from trl_fsdp_qlora.tools.publishing import merge
+from trl_fsdp_qlora.tools.publishing.loading import load_model
+from trl_fsdp_qlora.tools.publishing.merge import merge_adapter
+from trl_fsdp_qlora.trainers.run.logits import prove, record_logits
+
+IDS = torch.arange(2, 14)[None]
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A function that saves a base, whose head is its embedding or not, and returns the folder."""
+
+    def save(tied=True):
+        model = tiny_model()
+        if not tied:
+            model.config.tie_word_embeddings = False
+            model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.1)
+        model.save_pretrained(tmp_path / "base")
+        character_tokenizer().save_pretrained(tmp_path / "base")
+        return tmp_path / "base"
+
+    return save
+
+
+def trained(base, folder, further=0, tokenizer=None, **settings):
+    """Save an adapter with random weights, of a model with `further` tokens, in `folder`; returns its logits."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's, about tied weights
+        if further:
+            model.resize_token_embeddings(model.config.vocab_size + further)
+        config = LoraConfig(**{"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **settings})
+        model = get_peft_model(model, config).eval()
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data += 0.1 * torch.randn_like(parameter)
+        model.save_pretrained(folder)
+    record_logits(model, folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return logits_of(model)
+
+
+def logits_of(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+# What the adapter changes, and whether embedding and head of a base that ties them are still equal after it.
+CHANGES = {
+    "linear": ({}, True),
+    "embedding": ({"target_modules": ["embed_tokens", "q_proj"]}, False),
+    "head": ({"target_modules": ["lm_head", "q_proj"]}, False),
+    "both": ({"target_modules": ["embed_tokens", "lm_head"]}, False),
+    "dora": ({"target_modules": ["embed_tokens", "q_proj"], "use_dora": True}, False),
+    "whole embedding": ({"modules_to_save": ["embed_tokens"]}, False),
+    "whole head": ({"modules_to_save": ["lm_head"]}, False),
+    "both, kept equal": ({"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, True),
+    "some tokens": ({"trainable_token_indices": [1, 5]}, True),
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_merge_changes_what_the_adapter_changes_and_nothing_that_shares_its_weights(change, tied, base, tmp_path):
+    settings, stays_tied = CHANGES[change]
+    expected = trained(base(tied), tmp_path / "adapter", **settings)
+    merged = merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(merged.folder)
+    # A merged weight is rounded once more, to half a step of float32, in each of some twenty products.
+    torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=1e-6 * expected.abs().max().item())
+    assert (logits_of(load_model(str(tmp_path / "base"))) - expected).abs().max() > 0.01
+    assert model.config.tie_word_embeddings == (tied and stays_tied)
+    assert "answers like the adapter on its base: largest difference of logits" in merged.proof
+    assert merged.proof in (merged.folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("tied", "further"), [(True, 2), (False, -3)])
+@pytest.mark.parametrize("change", ["linear", "both", "whole head", "some tokens"])
+def test_a_vocabulary_of_another_size_is_the_adapters(change, further, tied, base, tmp_path):
+    """Models have more rows than tokens, so resizing to the tokenizer's length may make a vocabulary smaller."""
+    settings, _ = CHANGES[change]
+    expected = trained(base(tied), tmp_path / "adapter", further, **settings)
+    again = load_model(str(tmp_path / "base"), tmp_path / "adapter")
+    torch.testing.assert_close(logits_of(again), expected, rtol=0, atol=0)
+    assert "gives the logits recorded" in prove(tmp_path / "adapter", str(tmp_path / "base"))
+    merged = merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(merged.folder)
+    torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=1e-6 * expected.abs().max().item())
+
+
+def test_rows_that_peft_did_not_save_are_a_warning(base, tmp_path, caplog):
+    """PEFT saves the new rows of an embedding that LoRA adapts, and not those of the head."""
+    trained(base(tied=False), tmp_path / "adapter", 2, target_modules=["embed_tokens"])
+    load_model(str(tmp_path / "base"), tmp_path / "adapter")
+    assert "trained with 2 further tokens, and PEFT has saved their rows of model.embed_tokens alone" in caplog.text
+
+
+def test_tokenizer_and_template_are_the_adapters_and_the_model_ends_where_they_do(base, tmp_path):
+    tokenizer = character_tokenizer()
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.add_special_tokens({"eos_token": "<|done|>"})
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}={% endfor %}"
+    folder = base()
+    further = len(tokenizer) - tiny_model().config.vocab_size
+    assert further == 2
+    for name, resized in (("resized", further), ("tokenizer alone", 0)):  # without weights of the new tokens
+        trained(folder, tmp_path / name, resized, tokenizer)
+        merged = merge_adapter(tmp_path / name, tmp_path / f"merged {name}", dtype=torch.float32)
+        written = AutoTokenizer.from_pretrained(merged.folder)
+        assert written.chat_template == tokenizer.chat_template
+        assert written("<think>")["input_ids"] == tokenizer("<think>")["input_ids"]
+        model = AutoModelForCausalLM.from_pretrained(merged.folder)
+        assert model.get_input_embeddings().weight.shape[0] == len(tokenizer)
+        assert model.config.eos_token_id == tokenizer.eos_token_id
+        ends = model.generation_config.eos_token_id
+        assert tokenizer.eos_token_id in (ends if isinstance(ends, list) else [ends])
+    trained(folder, tmp_path / "without")
+    merged = merge_adapter(tmp_path / "without", tmp_path / "merged", dtype=torch.float32)
+    assert AutoTokenizer.from_pretrained(merged.folder).chat_template == character_tokenizer().chat_template
+
+
+def test_a_merge_that_answers_otherwise_is_refused_and_one_that_rounding_hides_says_so(base, tmp_path, monkeypatch):
+    folder = base()
+    trained(folder, tmp_path / "adapter")
+    with monkeypatch.context() as patched:
+        patched.setattr(merge, "own_weights", lambda model: model.base_model.model.model.norm.weight.mul_(1.5))
+        with torch.no_grad(), pytest.raises(UserError, match="the merged model does not answer like"):
+            merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype=torch.float32)
+    assert not (tmp_path / "merged").exists()
+    model = get_peft_model(
+        load_model(str(folder)), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    )
+    for parameter in model.parameters():
+        parameter.data *= 1e-2 if parameter.requires_grad else 1
+    model.save_pretrained(tmp_path / "small")
+    proof = merge_adapter(tmp_path / "small", tmp_path / "merged").proof
+    assert proof.endswith("the adapter does less than bfloat16 rounds; merge it in float32")
+
+
+@pytest.mark.parametrize("kind", ["prefix", "alora"])
+def test_an_adapter_that_adds_nothing_to_weights_is_refused_in_one_line(kind, base, tmp_path):
+    folder = base()
+    configs = {
+        "prefix": PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),
+        "alora": LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM"),
+    }
+    get_peft_model(load_model(str(folder)), configs[kind]).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(
+        UserError, match=f"{tmp_path / 'adapter'} (is an adapter of PEFT's kind|cannot be merged: aLoRA)"
+    ):
+        merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()

@@ -1,0 +1,271 @@
+"""Episodes outside of training: token by token those of TRL's own loop, measured, and what tools and environments may
+do wrong.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+from trl.chat_template_utils import parse_response, supports_tool_calling
+
+from tests.tiny import save_tool_calling_model, tool_tokenizer
+from tests.trainers.decode.test_turns import Counted
+from trl_fsdp_qlora.engines.decode import tools as tools_module
+from trl_fsdp_qlora.engines.decode.completions import generate
+from trl_fsdp_qlora.tools.evaluation import accuracy
+from trl_fsdp_qlora.tools.evaluation import episodes as episodes_module
+from trl_fsdp_qlora.tools.evaluation.accuracy import evaluate, generation_configs
+from trl_fsdp_qlora.tools.evaluation.episodes import Agent, begin, run_episodes, run_tool
+from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments
+from trl_fsdp_qlora.tools.recipe.episodes import agent_of, check_tool_template, with_tool_format
+
+CALCULATOR = str(Path(__file__).parents[3] / "examples" / "agents" / "calculator.py")
+
+
+class Guessing:
+    """Right with a guess of the secret number."""
+
+    def reset(self, answer, **row) -> str:
+        self.secret = int(answer)
+        self.found = False
+        return f" Between 0 and {2 * self.secret}."
+
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: your guess.
+        """
+        self.found = self.found or number == self.secret
+        return "right" if number == self.secret else "wrong"
+
+    def get_reward(self) -> float:
+        return float(self.found)
+
+
+def rows(*secrets) -> Dataset:
+    asked = [[{"role": "user", "content": "Guess." + "!" * i}] for i in range(len(secrets))]
+    return Dataset.from_dict({"prompt": asked, "answer": list(map(str, secrets))})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return save_tool_calling_model(tmp_path_factory.mktemp("caller"), "guess", {"number": 50})
+
+
+@pytest.fixture
+def loaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+
+
+# The last one ends in the middle of a call; 106 and 107 tokens are an answer of the tool that ends with the budget,
+# and one short of it.
+@pytest.mark.parametrize(("length", "turns"), [(400, 2), (400, 0), (150, None), (60, None), (106, None), (107, None)])
+def test_an_episode_is_that_of_trls_loop(folder, loaded, tmp_path, length, turns):
+    model, tokenizer = loaded
+    data = rows(50, 7)
+    args = GRPOConfig(
+        str(tmp_path),
+        max_completion_length=length,
+        max_tool_calling_iterations=turns,
+        per_device_train_batch_size=4,
+        num_generations=2,
+        temperature=1e-4,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+    )
+    stock = GRPOTrainer(folder, args=args, train_dataset=data, environment_factory=Guessing)
+    batch = stock._generate_and_score_completions([row for row in data for _ in range(2)])
+    greedy, _ = generation_configs(model, tokenizer, length, 1.0, 1.0)
+    episodes = run_episodes(
+        Agent(environment=Guessing),
+        data.to_list(),
+        tokenizer,
+        lambda ids, turn: generate(model, ids, greedy),
+        max_length=length,
+        max_tool_turns=turns,
+    )
+    for i, episode in enumerate(episodes):
+        prompt = batch["prompt_ids"][2 * i][batch["prompt_mask"][2 * i].bool()].tolist()
+        completion = batch["completion_ids"][2 * i][batch["completion_mask"][2 * i].bool()].tolist()
+        assert episode.ids == prompt + completion
+        assert episode.drawn == batch["tool_mask"][2 * i].sum()
+        assert episode.messages == list(stock._logs["completion"])[2 * i]
+    if length == 400:
+        assert len(episodes[0].messages) == (5 if turns else 1)
+
+
+@pytest.mark.parametrize("turns", [1, None])
+def test_a_turn_of_a_measured_episode_continues_from_the_last_one(loaded, monkeypatch, turns):
+    """The same result as with every turn prefilled whole, for greedy and for sampled episodes."""
+    model, tokenizer = loaded
+    data = rows(50, 7, 50, 8, 9)
+    results = []
+    prefilled = []
+    for limit in (accuracy.FREE_SHARE, 0.0):  # without memory nothing is kept
+        monkeypatch.setattr(accuracy, "FREE_SHARE", limit)
+        counted = Counted(model)
+        result = evaluate(
+            model,
+            tokenizer,
+            data,
+            agent=Agent(environment=Guessing, owns_reward=True),
+            max_new_tokens=200,
+            samples=2,
+            progress=False,
+            max_tool_turns=turns,
+        )
+        counted.handle.remove()
+        results.append(result.as_dict() | {"seconds": 0})
+        prefilled.append(counted.tokens)
+    assert results[0] == results[1]
+    assert prefilled[0] < 0.8 * prefilled[1]
+
+
+def test_accuracy_by_the_environments_reward_and_by_the_answer(loaded):
+    model, tokenizer = loaded
+    data = rows(50, 7, 50, 8, 9)
+    options = {
+        "max_new_tokens": 300,
+        "batch_size": 2,
+        "progress": False,
+        "max_tool_turns": 1,
+        "answer_format": "last_number",
+    }
+    agent = Agent(environment=Guessing, owns_reward=True)
+    by_reward = evaluate(model, tokenizer, data, agent=agent, samples=2, **options)
+    assert (by_reward.n, by_reward.correct, by_reward.pass_at_k, by_reward.majority_at_k) == (5, 2, 0.4, 0.4)
+    by_answer = evaluate(model, tokenizer, data, agent=Agent(environment=Guessing), **options)
+    assert by_answer.correct == 0  # it never answers, it goes on calling
+    # Of two calls, without what came back.
+    assert by_answer.tokens_per_completion == by_reward.tokens_per_completion > 50
+
+
+def test_a_rank_that_is_done_generates_until_all_ranks_are(loaded, monkeypatch):
+    _, tokenizer = loaded
+    ranks_left = [1, 1, 1, 0]  # ranks that go on, by turn, this one counted
+    asked = []
+    monkeypatch.setattr(episodes_module, "reduce", lambda flag, reduction: torch.tensor(ranks_left[len(asked)]))
+
+    def answer(ids, turn):
+        asked.append(list(map(len, ids)))
+        return [tokenizer("7<|im_end|>")["input_ids"] for _ in ids]
+
+    agent = Agent(environment=Guessing)
+    episodes = run_episodes(agent, rows(50, 7).to_list(), tokenizer, answer, max_length=99, synced_gpus=True)
+    lengths = [episode.prompt_length for episode in episodes]
+    assert asked == [lengths, lengths[:1], lengths[:1]]  # a prompt for nobody in the turns of the others
+    assert [episode.messages[0]["content"] for episode in episodes] == ["7", "7"]
+
+
+def test_what_a_call_does_wrong_is_what_the_model_reads():
+    async def later(number: int) -> int:
+        await asyncio.sleep(0)
+        return number + 1
+
+    def fails(number: int) -> int:
+        raise OverflowError("too large")
+
+    tools = {"later": later, "fails": fails}
+
+    def run(name, arguments, kind="function"):
+        return run_tool(tools, {"type": kind, "function": {"name": name, "arguments": arguments}})
+
+    assert run("later", {"number": 1}) == ("later", 2)
+    assert run("fails", {"number": 1}) == ("fails", {"error": "too large"})
+    assert run("neither", {}) == ("neither", {"error": "Tool neither not found."})
+    assert "unexpected keyword" in run("later", {"digits": 1})[1]["error"]
+    assert run("later", {}, "image")[1] == {"error": "Unsupported tool call type: image"}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        '{"name": "guess", "arguments": {"number": 7',
+        '{"name": "guess", "arguments": ',
+        "guess(7)",
+        '["guess", 7]',
+        "",
+        "7",
+    ],
+    ids=["no bracket", "no arguments", "Python", "a list", "nothing", "a number"],
+)
+def test_a_call_that_cannot_be_read_is_the_models_last_answer(loaded, written):
+    """As in TRL, whose parser finds no call in it: the episode ends, and no tool runs."""
+    _, tokenizer = loaded
+    ids = tokenizer(f"<tool_call>\n{written}\n</tool_call><|im_end|>")["input_ids"]
+    agent = Agent(environment=Guessing)
+    (episode,) = run_episodes(agent, rows(7).to_list(), tokenizer, lambda prompts, turn: [ids], max_length=999)
+    tools = list(episode.tools.values())
+    message = parse_response(tokenizer, ids, prefix=episode.ids[: episode.prompt_length], tools=tools)
+    assert episode.messages == [message] and not message.get("tool_calls")
+    assert not agent.is_right(episode.environment) and episode.drawn == len(ids)
+
+
+def test_a_tool_that_hangs_while_accuracy_is_measured_is_an_error(loaded, monkeypatch):
+    lines = []
+    monkeypatch.setattr(tools_module.logger, "warning_once", lines.append)
+
+    def spins(number: int) -> int:
+        """Spin.
+
+        Args:
+            number: any.
+        """
+        while True:
+            pass
+
+    _, tokenizer = loaded
+    (episode,) = begin(Agent([spins], tool_timeout=0.05), rows(7).to_list(), tokenizer)
+    call = {"type": "function", "function": {"name": "spins", "arguments": {"number": 1}}}
+    error = "spins took longer than tool_timeout=0.05 seconds"
+    assert run_tool(episode.tools, call) == ("spins", {"error": error}) and error in lines[0]
+
+
+def test_a_recipe_that_names_no_agent_or_half_of_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("half.py").write_text(
+        "class Half:\n    def act(self): ...\n\nclass Whole(Half):\n    def reset(self, **row): ...\n"
+    )
+    assert agent_of(ScriptArguments("d")) is None
+    for wrong, reason in [
+        ({"rewards": ["environment"]}, "environment"),
+        ({"environment": "half.py:Half"}, "no method reset"),
+        ({"environment": "half.py:Whole", "rewards": ["environment"]}, "get_reward"),
+        ({"environment": "half.py:Whole", "chat": False}, "chat: false"),
+    ]:
+        with pytest.raises(ConfigError, match=reason):
+            agent_of(ScriptArguments("d", **wrong))
+    agent = agent_of(ScriptArguments("d", environment="half.py:Whole"))
+    assert [tool.__name__ for tool in agent.tools_of(agent.environment())] == ["act"]
+
+
+def test_the_calculators_calls_are_rendered_and_read():
+    sys.modules.pop("calculator", None)
+    script = ScriptArguments("d", environment=f"{CALCULATOR}:Calculator", tool_format=f"{CALCULATOR}:json_calls")
+    plain = tool_tokenizer()
+    plain.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    with pytest.raises(ConfigError, match="tool_format"):
+        check_tool_template(plain, "it")
+    tokenizer = with_tool_format(plain, script)
+    check_tool_template(tokenizer, "it")
+    assert supports_tool_calling(tokenizer)
+    tool = agent_of(script).environment().calculate
+    asked = [{"role": "user", "content": "Multiply 3 by 4."}]
+    prompt = tokenizer.apply_chat_template(asked, tools=[tool], add_generation_prompt=True, return_dict=False)
+    written = tokenizer('{"name": "calculate", "arguments": {"expression": "3 * (4 - 1)"}}<|im_end|>')["input_ids"]
+    message = parse_response(tokenizer, written, prefix=prompt, tools=[tool])
+    (call,) = message["tool_calls"]
+    assert run_tool({"calculate": tool}, call) == ("calculate", "9")
+    again = tokenizer.apply_chat_template([*asked, message], tools=[tool], return_dict=False)
+    assert again[: len(prompt) + len(written)] == prompt + written
+    for harmful in ("2 ** 9999", "__import__('os').getcwd()", "1 / 0", "(" * 99, "9" * 101):
+        function = {"name": "calculate", "arguments": {"expression": harmful}}
+        _, result = run_tool({"calculate": tool}, {**call, "function": function})
+        assert "error" in result

@@ -1,0 +1,292 @@
+"""What a recipe's run is made of: LoRA's targets, its limit of seconds, its picture."""
+
+import importlib
+import itertools
+import json
+import pickle
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import get_peft_model
+from trl import ModelConfig
+
+from tests.tiny import config, lora, save_tiny_model, these_first, tiny_model, trainer
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.errors import UserError
+from trl_fsdp_qlora.tools.recipe import checks, runner
+from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
+from trl_fsdp_qlora.tools.recipe.record import TimeLimit, keep_paths, kept_paths
+from trl_fsdp_qlora.trainers.run import unscored
+from trl_fsdp_qlora.utils import nonfatal
+
+
+def answered(rows: int = 8) -> Dataset:
+    prompts = [[{"role": "user", "content": f"{number}+1="}] for number in range(rows)]
+    return Dataset.from_dict({"prompt": prompts, "answer": [str(number + 1) for number in range(rows)]})
+
+
+def test_one_lora_target_is_a_name_and_an_expression_stays_one():
+    def targeted(target):
+        config = checks.lora_config(ModelConfig(use_peft=True, lora_target_modules=[target]))
+        return sorted(get_peft_model(tiny_model(), config).targeted_module_names)
+
+    q_proj = [f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)]
+    assert targeted("q_proj") == targeted("self_attn.q_proj") == q_proj
+    assert targeted(r".*\.1\..*q_proj") == q_proj[1:]
+    assert len(targeted("all-linear")) == 14
+    assert checks.lora_config(ModelConfig(use_peft=False)) is None
+
+
+def test_a_recipe_with_a_small_model_takes_one_thread(tmp_path):
+    base = save_tiny_model(tmp_path / "base")
+    model = ModelConfig(model_name_or_path=base, dtype="float32")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        arguments = config(EfficientGRPOConfig, tmp_path / "out")
+        runner.build_trainer(EfficientGRPOTrainer, ScriptArguments("addition"), arguments, model, answered())
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_run_stops_by_its_seconds_also_over_several_parts(tmp_path, monkeypatch):
+    # A clock that goes on by one second with every look: a step takes one, and nothing depends on the machine's.
+    monkeypatch.setattr(runner, "TimeLimit", lambda seconds: TimeLimit(seconds, itertools.count(1.0).__next__))
+    monkeypatch.setattr(runner, "software", lambda: "")
+    base = save_tiny_model(tmp_path / "base")
+
+    def run(seconds, resume=None, steps=9, output="out"):
+        script = ScriptArguments("addition", skip_accuracy=True, max_train_seconds=seconds)
+        options = {"peft_config": lora(), "max_steps": steps, "save_strategy": "steps", "save_steps": 2}
+        each = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / output, model=base, **options)
+        return each, runner.run_recipe(each, script, None, resume)
+
+    first, record = run(3)
+    assert (first.state.global_step, record["stopped_by_seconds"], record["limited_seconds"]) == (3, 3, 3.0)
+    again, same = run(3, "auto")
+    assert again.state.global_step == 0 and same == json.loads(json.dumps(record))  # over: nothing is trained
+    longer, record = run(5, "auto")
+    assert longer.state.global_step == 5 and record["limited_seconds"] == 5.0  # two more, not five
+    state = json.loads((tmp_path / "out" / "checkpoint-5" / "trainer_state.json").read_text())
+    assert state["stateful_callbacks"]["TimeLimit"]["attributes"] == {"spent": 5.0}
+    assert run(None, "auto", steps=7)[0].state.global_step == 7
+    run(None, steps=2, output="free")
+    limited, record = run(1, "auto", output="free")  # its checkpoint has no seconds
+    assert (limited.state.global_step, record["limited_seconds"]) == (3, 1.0)
+
+
+class MeasuredRun:
+    """A recipe's run in one folder, of which each part measures on the problems that it is given."""
+
+    def __init__(self, folder, capsys):
+        self.folder = folder
+        self.capsys = capsys
+        self.base = save_tiny_model(folder / "base")
+
+    def train(self, steps, test=None, resume="auto", **changes) -> dict:
+        """The record after `steps` steps in all."""
+        script = ScriptArguments("addition", answer_format=changes.pop("answer_format", "auto"))
+        settings = {"peft_config": lora(), "max_steps": steps, "save_strategy": "steps", "save_steps": 1, **changes}
+        grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, self.folder / "out", model=self.base, **settings)
+        runner.run_recipe(grpo, script, answered(6) if test is None else test, resume)
+        self.printed = self.capsys.readouterr().out
+        self.card = (self.folder / "out" / "README.md").read_text()
+        return json.loads((self.folder / "out" / "metrics.json").read_text())
+
+
+@pytest.fixture
+def measured_run(tmp_path, capsys):
+    run = MeasuredRun(tmp_path, capsys)
+    run.before = run.train(1, resume=None)["before"]
+    assert "  ->  " in run.printed.splitlines()[-1]
+    return run
+
+
+def other_weights(run):
+    save_tiny_model(run.base, seed=1)
+    return {}
+
+
+MEASURED_ON_ANOTHER_THING = {
+    "fewer problems": lambda run: {"test": answered(4)},
+    "other problems": lambda run: {"test": answered(8).select(range(2, 8))},
+    "other answers": lambda run: {"test": answered(6).map(lambda row: {"answer": "7"})},
+    "another base": other_weights,
+    "another length": lambda run: {"max_completion_length": 5},
+    "another place of the answer": lambda run: {"answer_format": "boxed"},
+    "another type": lambda run: {"model_init_kwargs": {"dtype": "bfloat16"}},
+}
+
+
+@pytest.mark.parametrize("name", these_first(MEASURED_ON_ANOTHER_THING, "fewer problems", "another base"))
+def test_figures_make_a_pair_only_if_they_were_measured_on_the_same(measured_run, name):
+    """Data, base, length, format, precision: with the same again, the figure from before training is there again."""
+    record = measured_run.train(2, **MEASURED_ON_ANOTHER_THING[name](measured_run))
+    assert "before" not in record and record["before_left_out"]["before"] == measured_run.before
+    assert record["accuracy_since"] == 1
+    assert "the accuracy before training is left out: it was measured on something else (" in measured_run.printed
+    assert "->" not in measured_run.printed.splitlines()[-1]
+    assert "| held-out accuracy, before | left out, measured on something else (" in measured_run.card
+    save_tiny_model(measured_run.base)
+    record = measured_run.train(3)
+    assert record["before"] == measured_run.before and "before_left_out" not in record
+    assert "  ->  " in measured_run.printed.splitlines()[-1]
+
+
+def test_what_a_figure_does_not_depend_on_leaves_the_pair(measured_run):
+    shutil.move(measured_run.base, measured_run.folder / "moved")
+    measured_run.base = str(measured_run.folder / "moved")
+    record = measured_run.train(2, learning_rate=1e-3, seed=5, num_generations=8, use_vllm=False)
+    assert record["before"] == measured_run.before and "  ->  " in measured_run.printed.splitlines()[-1]
+
+
+EVIL = "from pathlib import Path\nPath('RAN').touch()\ndef load(*_, **__):\n    Path('RAN').touch()\n"
+NAMED = dict.fromkeys(("dataset", "eval_dataset", "environment", "tool_format", "evil.py:load"), "evil.py:load")
+NAMED |= {"rewards": ["evil.py:load"], "tools": ["evil:load"], "auto_map": {"AutoConfig": "evil.load"}}
+
+
+class Evil:
+    def __reduce__(self):
+        import evil
+
+        return evil.load, ()
+
+
+def text_that_names_code(path) -> None:
+    """JSON that names code wherever a reader might look for it, and keeps the entries that there were."""
+    before = json.loads(path.read_text()) if path.is_file() else {}
+    stateful = before.get("stateful_callbacks", {}) | {"evil.load": {"args": {}, "attributes": NAMED}}
+    mapping = {"base_model_class": "load", "parent_library": "evil"}
+    content = {"auto_mapping": mapping, "megatron_core": "evil", "megatron_config": {"a": 1}, "run": NAMED, **NAMED}
+    content |= {"settings": NAMED, "stateful_callbacks": stateful, "tokenizer_class": "evil.load"}
+    if path.name == "trainer_state.json":  # of which Transformers takes known entries alone
+        content = {name: value for name, value in content.items() if name in before}
+    path.write_text(json.dumps(before | content))
+
+
+def pickle_that_runs_code(path) -> None:
+    torch.save(Evil(), path)
+
+
+NAMING_CODE = (
+    "metrics.json", "_paths.json", "adapter_config.json", "checkpoint-1/trainer_state.json",
+    "checkpoint-1/adapter_config.json", "checkpoint-1/config.json", "checkpoint-1/tokenizer_config.json",
+    "checkpoint-1/manifest.json", "training_args.bin", "checkpoint-1/training_args.bin",
+    "checkpoint-1/rollouts_0_of_1.pt", "checkpoint-1/adapter_model.bin",
+)  # fmt: skip
+ENDING_THE_RUN = ("optimizer.pt", "scheduler.pt", "rng_state.pth")  # in torch's error
+
+
+def plant(folder, name) -> None:
+    """Put a file that names `evil.load` into the folder of a run; only afterwards does that module do anything."""
+    Path("evil.py").write_text("def load():\n    pass\n")
+    (text_that_names_code if name.endswith(".json") else pickle_that_runs_code)(folder / name)
+    sys.modules.pop("evil", None)
+    Path("evil.py").write_text(EVIL)
+    importlib.invalidate_caches()
+
+
+def test_a_folder_that_is_resumed_runs_no_code(measured_run, monkeypatch):
+    """A run's folder is data, whoever wrote it: nothing in it names what is imported or called."""
+    monkeypatch.chdir(measured_run.folder)
+    monkeypatch.syspath_prepend(str(measured_run.folder))
+    for name in ENDING_THE_RUN:
+        shutil.copytree("out", "kept")
+        plant(measured_run.folder / "out" / "checkpoint-1", name)
+        with pytest.raises(pickle.UnpicklingError):
+            measured_run.train(2)
+        shutil.rmtree("out")
+        shutil.move("kept", "out")
+    for name in NAMING_CODE:
+        plant(measured_run.folder / "out", name)
+    assert measured_run.train(2)["finished_step"] == 2
+    assert not Path("RAN").exists() and "evil" not in sys.modules
+    importlib.import_module("evil")  # this is what was not done
+    assert Path("RAN").exists()
+    del sys.modules["evil"]
+
+
+def test_a_resumed_run_that_measures_nothing_keeps_no_figure_of_other_weights(measured_run):
+    script = ScriptArguments("addition", skip_accuracy=True)
+    settings = {"peft_config": lora(), "max_steps": 2, "model": measured_run.base}
+    grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, measured_run.folder / "out", **settings)
+    record = runner.run_recipe(grpo, script, None, "auto")
+    assert record["before"] == measured_run.before and "after" not in record
+
+
+@pytest.mark.parametrize("nothing", [None, float("nan")])
+def test_a_run_without_any_reward_names_the_function_and_is_no_success(tmp_path, nothing, caplog, capsys):
+    def silent(completions, **columns):
+        return [nothing for _ in completions]
+
+    def scores(completions, **columns):
+        return [float(len(text)) for text in completions]
+
+    base = save_tiny_model(tmp_path / "base")
+
+    def run(reward, output):
+        settings = {"peft_config": lora(), "max_steps": 2, "reward": reward}
+        grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / output, model=base, **settings)
+        return runner.run_recipe(grpo, ScriptArguments("addition", skip_accuracy=True), None, None)
+
+    with pytest.raises(UserError, match="silent"):
+        run(silent, "silent")
+
+    def functions_warned_of() -> list[str]:
+        messages = [record.message for record in caplog.records if record.name == unscored.__name__]
+        return [re.search(r"function (\w+) gave none of 8 ", message)[1] for message in messages]
+
+    assert functions_warned_of() == ["silent"]
+    assert nonfatal.__name__ not in {record.name for record in caplog.records}
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [line.split("  ")[:2] for line in lines] == [["step 1/2", "reward -"], ["step 2/2", "reward -"]]
+    assert (tmp_path / "silent" / "adapter_model.safetensors").is_file()  # it is whole all the same
+    caplog.clear()
+    run([scores, silent], "both")  # of several functions one is enough to learn from
+    assert functions_warned_of() == ["silent"]
+
+
+def test_where_the_data_lies_is_kept_for_this_machine_alone(tmp_path, monkeypatch):
+    data = tmp_path / "data.jsonl"
+    data.touch()
+    (tmp_path / "my_data.py").touch()
+    monkeypatch.chdir(tmp_path)
+    for source, kept in (
+        ({"dataset": "addition", "eval_dataset": "owner/name"}, {}),
+        ({"dataset": str(data), "tools": [f"{tmp_path}/my_data.py:load"]}, {"dataset": str(data)}),
+        ({"dataset": str(data), "eval_dataset": "my_data.py:load"}, {"dataset": str(data)}),  # code is not data
+    ):
+        script = ScriptArguments(**source)
+        keep_paths("out", script)
+        assert kept_paths("out") == kept
+        settings = runner.measured_settings(script, config(EfficientGRPOConfig, "out"), ModelConfig())
+        assert str(tmp_path) not in str(settings)
+    line = runner.evaluate_line("out", script)
+    assert line == "trl-fsdp-qlora evaluate --adapter out --eval_dataset my_data.py:load"
+    data.unlink()
+    assert kept_paths("out") == {}  # of another machine
+
+
+def test_phases_are_stacked_and_what_is_measured_beside_a_step_is_none():
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    from matplotlib.collections import PolyCollection
+
+    from trl_fsdp_qlora.tools.evaluation import plots
+
+    phases = {"time/generate_s": 0.2, "time/forward_backward_s": 0.1, "time/accuracy_s": 9.0, "time/evaluate_s": 9.0}
+    history = [{"step": step, "reward": 0.5, "step_time": 0.3, **phases} for step in (10, 20)]
+    history += [{"step": 15, "eval_reward": 0.5, "eval_runtime": 1.0}, {"step": 20, "train_runtime": 6.0}]
+    figure, axes = pyplot.subplots()
+    plots.stack_phases(axes, history)
+    layers = [part for part in axes.get_children() if isinstance(part, PolyCollection)]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["forward backward", "generate"]
+    # The second on top of the first, and nothing above a step.
+    assert [part.get_paths()[0].vertices[:, 1].max() for part in layers] == pytest.approx([0.2, 0.3])
+    assert axes.get_ylim()[1] < 0.5
+    pyplot.close(figure)

@@ -1,0 +1,103 @@
+"""The recipes of TRL's SDFT and Distillation: both train, share prompts, and leave a folder that is measured."""
+
+import importlib.util
+import json
+
+import pytest
+
+from tests.tiny import save_tiny_model
+from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
+from trl_fsdp_qlora.tools.recipe.arguments import ConfigError
+from trl_fsdp_qlora.tools.recipe.privileged import SDFTScriptArguments, privileged, privileged_prompts
+
+WORDS = (
+    "--model_name_or_path base --dtype float32 --dataset sums.jsonl --held_out 10 --use_peft true --lora_r 4 "
+    "--lora_target_modules all-linear --output_dir out --per_device_train_batch_size 8 --learning_rate 1e-2 "
+    "--gradient_checkpointing false --bf16 false --use_cpu true --report_to none --disable_tqdm true "
+    "--logging_steps 1 --save_strategy no --max_steps 2 --max_completion_length 4 --chat false "
+    "--prompt_template 1+2=3,4+5=9,{question}"
+)
+METHODS = {
+    "sdft": "--num_generations 4 --distillation_topk 10 --privileged_template {question}{answer}",
+    "distillation": "--teacher_model_name_or_path teacher",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    save_tiny_model(tmp_path / "base")
+    save_tiny_model(tmp_path / "teacher", seed=1)
+    rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(6)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_it_trains_with_shared_prompts_and_is_measured(method, folder, called, monkeypatch):
+    packed = []
+    answer = PromptSharing.last_hidden_states
+
+    def count(sharing, *args):
+        output = answer(sharing, *args)
+        packed.append(sharing.figures.tokens < sharing.figures.padded_tokens)
+        return output
+
+    monkeypatch.setattr(PromptSharing, "last_hidden_states", count)
+    called(method, f"{WORDS} {METHODS[method]}")
+    # Two steps of student and teacher; before them SDFT looks at the head's logits of a few tokens.
+    assert len(packed) >= 4 and all(packed[-4:])
+    record = json.loads((folder / "out" / "metrics.json").read_text())
+    losses = [entry["loss"] for entry in record["history"] if "loss" in entry]
+    assert len(losses) == 2 and record["train_seconds"] > 0
+    assert (folder / "out" / "adapter_config.json").is_file()
+    called("evaluate", "--adapter out --output measured.json")  # the folder says how it is measured
+    assert json.loads((folder / "measured.json").read_text())["n"] == 10
+
+
+def test_it_stops_after_its_seconds_and_the_same_command_trains_no_further(folder, called, capsys):
+    called("distillation", f"{WORDS} {METHODS['distillation']} --max_steps 50 --max_train_seconds 1e-6")
+    record = json.loads((folder / "out" / "metrics.json").read_text())
+    assert sum("loss" in entry for entry in record["history"]) == 1
+    called("distillation", f"{WORDS} {METHODS['distillation']} --max_steps 50 --max_train_seconds 1e-6")
+    assert "nothing is trained" in capsys.readouterr().out
+    assert json.loads((folder / "out" / "metrics.json").read_text()) == record
+
+
+def test_distillation_needs_a_teacher(folder, called, capsys):
+    with pytest.raises(SystemExit):
+        called("distillation", WORDS)
+    assert "error: teacher_model_name_or_path is missing" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        called("distillation", f"{WORDS} --teacher_model_name_or_path runs/theteacher")
+    assert "error: teacher_model_name_or_path='runs/theteacher': there is no such folder" in capsys.readouterr().err
+
+
+def test_a_4bit_teacher_needs_bitsandbytes(folder, called, capsys, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else find(name)
+    )
+    loading = '{"quantization_config":{"load_in_4bit":true}}'
+    with pytest.raises(SystemExit):
+        called("distillation", f"{WORDS} --teacher_model_name_or_path teacher --teacher_model_init_kwargs {loading}")
+    assert "needs bitsandbytes, which is not installed: pip install bitsandbytes" in capsys.readouterr().err
+
+
+def test_the_teacher_reads_what_the_template_asks_for(folder):
+    equation = {"question": "q", "answer": "12", "columns": {"Equation": "( 4.0 + 8.0 )", "Answer": 12.0}}
+    assert privileged(equation, "{question}: {worked}") == "q: 4 + 8 = 12\n#### 12"
+    assert privileged(equation, "{question}: {answer}") == "q: 12"
+    assert privileged({"question": "q", "answer": "12"}, "{worked}") is None
+    own_braces = {"question": "What is {answer}?", "answer": r"\1{question}"}
+    assert privileged(own_braces, "{question} {answer}") == r"What is {answer}? \1{question}"
+    script = SDFTScriptArguments("sums.jsonl", held_out=10, chat=False, privileged_template="{question}{answer}")
+    rows = privileged_prompts(script)
+    assert rows.column_names == ["prompt", "privileged_context"] and len(rows) == 50
+    for row in rows:
+        question, _, answer = row["privileged_context"].partition("=")
+        assert row["prompt"] == f"{question}=" and eval(question) == int(answer)
+    for template, reason in (("{worked}", "has what it asks for"), ("{question} {solution}", "{solution}")):
+        script.privileged_template = template
+        with pytest.raises(ConfigError, match=f"privileged_template.*{reason}"):
+            privileged_prompts(script)

@@ -1,0 +1,259 @@
+"""A user's mistake ends with one line and exit status 2, before weights are loaded; a defect keeps its traceback."""
+
+import importlib.util
+import inspect
+import re
+import shutil
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import transformers
+from transformers import BertConfig, T5Config
+from trl import DPOTrainer, GRPOTrainer
+
+from tests.distributed.launch import run_launcher
+from tests.tiny import lora, save_recipe_files, save_tiny_model, tiny_model
+from trl_fsdp_qlora.errors import UserError
+from trl_fsdp_qlora.tools.cli import one_line
+from trl_fsdp_qlora.tools.recipe.checks import DPO_LOSSES, GRPO_LOSSES
+from trl_fsdp_qlora.tools.small_base.text import character_tokenizer
+
+from .conftest import RECIPES
+
+COMMON = (
+    "--dataset data.jsonl --held_out 20 --use_peft true --lora_target_modules all-linear --bf16 false --use_cpu true "
+    "--max_steps 1 --max_completion_length 4 --report_to none --output_dir out --save_strategy no "
+    "--per_device_train_batch_size 8 "
+)
+# Commands that would train, evaluate or merge. A case is one change to a command and the beginning of its error line.
+GOOD = {
+    "grpo": f"--model_name_or_path base {COMMON}--num_generations 8",
+    "t_spmo": f"--model_name_or_path base {COMMON}--num_generations 8",
+    "a_star_po": f"--model_name_or_path base {COMMON}--value_cache values",
+    "evaluate": "--model_name_or_path base --dataset data.jsonl --max_completion_length 4",
+    "merge": "--adapter adapter --output merged",
+}
+GRPO = [
+    ("--learning_rat 1", "unknown key '--learning_rat'; did you mean '--learning_rate'?"),
+    ("--config unknown_key.yaml", "unknown_key.yaml: unknown key 'num_generation'; did you mean 'num_generations'?"),
+    ("--config unknown_ky.yaml", "--config unknown_ky.yaml: No such file or directory; did you mean 'unknown_key.ya"),
+    ("--config bad.yaml", "--config bad.yaml: no YAML: mapping values are not allowed here"),
+    ("--eval_problems 1.5", "--eval_problems: invalid int value: '1.5'"),
+    ("--max_steps 1 2", "'2' belongs to no option"),
+    (
+        "--per_device_train_batch_size 3",
+        "num_generations=8: groups of 8 do not fill a generation of 3 completions (per_device_train_batch_size=3, "
+        "gradient_accumulation_steps=1); make it a multiple of 8",
+    ),
+    ("--generation_batch_size 8 --per_device_train_batch_size 16", "generation_batch_size=8 is no multiple of the"),
+    ("--per_device_train_batch_size 0", "per_device_train_batch_size=0 can only be a mistake: "),
+    ("--gradient_accumulation_steps 0", "gradient_accumulation_steps=0 can only be a mistake: "),
+    ("--max_completion_length 0", "max_completion_length=0 can only be a mistake: "),
+    ("--max_steps -5", "max_steps=-5 can only be a mistake: whole epochs would be trained"),
+    ("--loss_type grp", "loss_type='grp' is not known; did you mean 'grpo'?; use one of grpo, bnpo, "),
+    ("--use_vllm true", "use_vllm: true needs vllm, which is not installed: pip install"),
+    ("--bf16 true --use_cpu false", "Your setup doesn't support bf16/gpu."),
+    (
+        "--lora_target_modules q_prj",
+        "lora_target_modules: Target modules {'q_prj'} not found in the base model. Please "
+        "check the target modules and try again. This model has down_proj, gate_proj, k_proj, ",
+    ),
+    ("--attn_implementation flash", "model_name_or_path='base' cannot be built"),
+    ("--resume_from_checkpoint true", "resume_from_checkpoint=true: out holds no complete checkpoint"),
+    ("--output_dir taken", "output_dir=taken holds another run (checkpoint-5)"),
+    ("--learning_rate -1e-4", "learning_rate=-0.0001 can only be a mistake: "),
+    ("--learning_rate -inf", "learning_rate=-inf can only be a mistake: "),
+    ("--lora_dropout 1.0", "lora_dropout=1.0 can only be a mistake: "),
+    ("--eval_problems 0", "eval_problems=0 must be at least 1"),
+    ("--max_train_seconds nan", "max_train_seconds=nan must be positive"),
+    ("--model_name_or_path ./bse", "model_name_or_path='./bse': there is no such folder; did you mean 'base'?"),
+    (
+        "--model_name_or_path runs/small-base",
+        "model_name_or_path='runs/small-base': there is no such folder; `trl-fsdp-",
+    ),
+    ("--model_name_or_path runs/sft", "model_name_or_path='runs/sft': there is no such folder; the head of a recipe"),
+    ("--model_name_or_path /no/such/model", "model_name_or_path='/no/such/model': there is no such folder"),
+    ("--model_name_or_path t5", "model_name_or_path='t5' is a T5ForConditionalGeneration, which continues no text"),
+    ("--model_name_or_path bert", "model_name_or_path='bert' is a BertForMaskedLM, which continues no text"),
+    ("--model_name_or_path adapter", "model_name_or_path='adapter' is an adapter, not a model"),
+    ("--model_name_or_path no_tokenizer", "model_name_or_path='no_tokenizer' has no tokenizer"),
+    ("--model_name_or_path no_template", "model_name_or_path='no_template' has no chat template; set chat: false"),
+    ("--dataset dta.jsonl", "dataset 'dta.jsonl' (split 'train') cannot be loaded: "),
+    ("--dataset empty.jsonl", "empty.jsonl is empty: write a row into it"),
+    ("--dataset blank.csv", "blank.csv is empty: write a row into it"),
+    ("--dataset data.txt", "data.txt is not a file of a known kind: .jsonl, .json, .csv, .tsv, .parquet"),
+    ("--dataset missing.jsonl", "missing.jsonl, row 1: the field 'answer' is empty"),
+    ("--dataset number.jsonl", "number.jsonl, row 0: the field 'problem' must be text or a list of messages"),
+    ("--dataset tests.jsonl", "tests.jsonl, row 0: the gold answer of row 0 is no number and no text of one line"),
+    ("--dataset columns.jsonl", "'columns.jsonl' has columns a, b; looked for Body, Question, Answer | "),
+    (
+        "--held_out 75",
+        "held_out=75, but the data has 55 different questions, and one has to be left to train on; set ",
+    ),
+    ("--held_out 0", "training and held-out problems are both 'data.jsonl', which has no splits; set held_out"),
+    ("--held_out 0 --eval_dataset copy.jsonl", "all 55 problems of 'data.jsonl' are among the held-out ones"),
+    ("--held_out 54 --per_device_train_batch_size 16", "the training dataset has 1 row, but one generation batch"),
+]
+OTHERS = [
+    ("a_star_po", "--beta 0", "beta=0.0 has no place in A*-PO"),
+    ("evaluate", "--adapter empty", "adapter='empty' cannot be loaded"),
+    ("evaluate", "--adapter nowhere", "adapter='nowhere' cannot be loaded: Can't find 'adapter_config.json'"),
+    ("evaluate", "--adapter", "trl-fsdp-qlora: --adapter: expected one argument"),
+    ("evaluate", "--output base", "output='base' is a folder"),
+    ("merge", "--adapter no_base", "base is not set; name a folder or a model on the Hub"),
+]
+CASES = [("grpo", *case) for case in GRPO] + OTHERS
+ONE = '{"problem": "1+1=", "answer": 2}\n'
+FILES = {
+    "unknown_key.yaml": "num_generation: 4\n",
+    "bad.yaml": "max_steps: 1\ndataset: a: b\n",
+    "data.txt": ONE,
+    "empty.jsonl": "",
+    "blank.csv": "\n\n",
+    "missing.jsonl": f'{ONE}{{"problem": "1+2="}}\n',
+    "tests.jsonl": '{"problem": "1+1=", "answer": ["2"]}\n{"problem": "1+2=", "answer": ["3"]}\n',
+    "number.jsonl": '{"problem": 5, "answer": 1}\n',
+    "columns.jsonl": '{"a": 1, "b": 2}\n',
+}
+
+
+class WeightsLoaded(BaseException):
+    """Raised instead of loading weights. It is no `Exception`, because an `Exception` would end as an error line."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wrong")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    save_recipe_files(folder)
+    shutil.copy(folder / "data.jsonl", folder / "copy.jsonl")
+    (folder / "taken" / "checkpoint-5").mkdir(parents=True)
+    (folder / "empty").mkdir()
+    tiny_model().save_pretrained(folder / "no_tokenizer")
+    save_tiny_model(folder / "no_template")
+    (folder / "no_template" / "chat_template.jinja").unlink()
+    for config in (
+        T5Config(architectures=["T5ForConditionalGeneration"]),
+        BertConfig(architectures=["BertForMaskedLM"]),
+    ):
+        config.save_pretrained(folder / config.model_type)
+        character_tokenizer().save_pretrained(folder / config.model_type)
+    for name, base in (("adapter", "base"), ("no_base", None)):
+        config = lora()
+        config.base_model_name_or_path = base
+        config.save_pretrained(folder / name)
+    character_tokenizer().save_pretrained(folder / "adapter")
+    return folder
+
+
+@pytest.fixture
+def run(folder, called, monkeypatch, capfd):
+    """A function that runs a script with its working arguments and further ones, up to the loading of weights.
+
+    It returns the exit status, stdout and stderr.
+    """
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+    def refuse(*_args, **_kwargs):
+        raise WeightsLoaded
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", refuse)
+    find_spec = importlib.util.find_spec
+
+    def find_spec_of_a_small_installation(name, *args):
+        return None if name in ("bitsandbytes", "vllm") else find_spec(name, *args)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec_of_a_small_installation)
+
+    def call(script: str, words: str = ""):
+        capfd.readouterr()
+        status = 0
+        try:
+            called(script, f"{GOOD[script]} {words}")
+        except SystemExit as ended:
+            status = ended.code
+        return status, *capfd.readouterr()
+
+    return call
+
+
+@pytest.mark.parametrize(("script", "words", "line"), CASES, ids=[f"{case[0]} {case[1]}" for case in CASES])
+def test_one_line_and_exit_status_2(script, words, line, run):
+    status, out, err = run(script, words)
+    assert status == 2, err
+    lines = err.strip().splitlines()
+    assert lines[-1].startswith(f"error: {line}"), err
+    assert len([line for line in lines if line.startswith("error: ")]) == 1
+    assert "Traceback" not in out + err
+
+
+def test_a_missing_adapter_is_the_error_if_no_dataset_is_named(run, monkeypatch):
+    monkeypatch.setitem(GOOD, "evaluate", "--adapter nowhere")  # a run prints its evaluate command without a dataset
+    status, _, err = run("evaluate")
+    assert status == 2
+    assert "error: adapter='nowhere' cannot be loaded" in err
+    assert "dataset" not in err
+
+
+@pytest.mark.parametrize("script", GOOD)
+def test_the_command_that_the_table_changes_gets_as_far_as_the_weights(script, run):
+    with pytest.raises(WeightsLoaded):
+        run(script)
+
+
+def test_an_error_in_a_users_own_code_is_one_line_with_its_place_and_the_file_of_its_traceback(run, folder):
+    (folder / "broken_data.py").write_text("def load():\n    one, two = (1, 2, 3)\n")
+    status, out, err = run("grpo", "--dataset broken_data.py:load")
+    lines = [line for line in err.splitlines() if "error" in line]
+    assert status == 1
+    assert len(lines) == 1
+    assert "Traceback" not in out + err
+    start = (
+        "error: ValueError: too many values to unpack (expected 2), in broken_data.py, line 2; the traceback is in "
+    )
+    assert lines[0].startswith(start)
+    traceback = Path(lines[0].removeprefix(start).partition(" ")[0])
+    assert "one, two = (1, 2, 3)" in traceback.read_text()
+    assert traceback.stat().st_mode & 0o077 == 0  # only its owner reads it
+    traceback.unlink()
+
+
+def test_tracebacks_are_printed_if_they_are_asked_for(run, folder, monkeypatch):
+    with pytest.raises(UserError, match="'exact'"):
+        run("grpo", "--rewards exact --debug_errors")
+    monkeypatch.setenv("TRL_FSDP_QLORA_TRACEBACK", "1")
+    with pytest.raises(ValueError):  # the error of broken_data.py itself
+        run("grpo", "--dataset broken_data.py:load")
+
+
+def test_another_rank_waits_for_the_firsts_error_line_before_it_prints_its_own(run, monkeypatch):
+    waited = []
+    monkeypatch.setattr(one_line.time, "sleep", waited.append)
+    monkeypatch.setenv("RANK", "3")
+    status, _, err = run("grpo", "--rewards exact")
+    assert (status, waited) == (2, [one_line.PATIENCE])
+    assert err.startswith("error on rank 3: unknown reward 'exact'")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_our_launcher_adds_nothing_and_keeps_the_exit_status(folder):
+    launcher = ["trl-fsdp-qlora", "launch", "--config_file", "ddp_cpu", "--main_process_port", "0"]
+    words = f"{GOOD['grpo']} --lora_target_modules q_prj".split()
+    ended = run_launcher(*launcher, RECIPES / "grpo.py", *words, cwd=folder)
+    assert ended.returncode == 2, ended.stderr
+    assert "Traceback" not in ended.stdout + ended.stderr
+    assert ended.stderr.count("error: lora_target_modules: ") == 1
+    assert ended.stderr.count("error") == 1
+
+
+def test_the_losses_are_those_of_trls_trainers():
+    """TRL has no list of them: they stand in the comparisons of its loss."""
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    compared = re.findall(r"self\.loss_type (?:==|in) (\[.*?\]|\".*?\")", source)
+    assert {name for text in compared for name in re.findall(r"\w+", text)} == {*GRPO_LOSSES}
+    (named,) = re.findall(r"Should be one of \[(.*?)\]", inspect.getsource(DPOTrainer._compute_loss), re.DOTALL)
+    assert re.findall(r"'(\w+)'", named) == [*DPO_LOSSES]

@@ -1,0 +1,362 @@
+"""The page as a file: what it holds, what it leaves out, and what a folder may lack."""
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tests.tools.report.folders import group, logged, trl_run, write_completions, write_state
+from trl_fsdp_qlora.errors import UserError
+from trl_fsdp_qlora.tools.cli.report import report
+from trl_fsdp_qlora.tools.report.page import embedded, write_report
+
+
+def data_of(page: Path) -> dict:
+    text = page.read_text(encoding="utf-8")
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def page_of(*folders: Path, **options) -> tuple[dict, list[str], str]:
+    """(its data, the notes, its text) of a report."""
+    target = folders[0] / "report.html"
+    notes = write_report(list(folders), target, **options)
+    return data_of(target), notes, target.read_text(encoding="utf-8")
+
+
+def charts(data: dict) -> dict[str, dict]:
+    return {chart["title"]: chart for chart in data["charts"]}
+
+
+def test_a_folder_of_trl_has_its_curves_and_every_completion(tmp_path, capsys):
+    folder = trl_run(tmp_path / "run")
+    assert report([str(folder)]) == 0
+    assert "report.html" in capsys.readouterr().out
+    data = data_of(folder / "report.html")
+    reward = charts(data)["Reward"]["series"][0]
+    expected = [entry["reward"] for entry in logged(100) if "reward" in entry]
+    assert reward["steps"] == list(range(10, 101, 10))
+    assert all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(reward["values"], expected, strict=True))
+    completions = data["completions"][0]
+    written = pd.concat(map(pd.read_parquet, sorted((folder / "completions").iterdir())))
+    assert completions["rewards"] == ["correct"]
+    assert completions["rows"]["text"] == list(written["completion"])
+    assert completions["rows"]["total"] == list(written["correct"])
+    assert completions["rows"]["advantage"] == pytest.approx(list(written["advantage"]))
+    prompts = [
+        completions["prompts"][prompt] for _, prompt, _, count, _ in completions["groups"] for _ in range(count)
+    ]
+    assert prompts == list(written["prompt"])
+    assert len(completions["prompts"]) == 4  # each once
+
+
+def test_the_page_asks_no_server_and_runs_only_its_own_scripts(tmp_path):
+    _, _, text = page_of(trl_run(tmp_path / "run"))
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)[1]
+    assert "default-src 'none'" in policy and "unsafe-inline" not in policy.split("style-src")[0]
+    assert not re.search(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=[\"']?https?:", text)
+
+
+@pytest.mark.parametrize("content", ["</script><script>", "<!--<script>", "a\u2028b\u2029c", "&lt;", "\x00", "\ud800"])
+def test_embedded_data_never_ends_its_element(content):
+    text = embedded({"key": content})
+    assert not set("<>&\u2028\u2029\x00") & set(text)
+    assert json.loads(text) == {"key": content}
+
+
+def test_runs_of_different_lengths_are_in_one_picture(tmp_path):
+    folders = [trl_run(tmp_path / "a"), trl_run(tmp_path / "b", 50)]
+    data, notes, _ = page_of(*folders)
+    series = charts(data)["Reward"]["series"]
+    assert [each["steps"][-1] for each in series] == [100, 50]
+    assert len({each["color"] for each in series}) == 2
+    assert notes == []
+    assert [len(each["groups"]) for each in data["completions"]] == [40, 20]
+
+
+# --- bad input: a page with what there is, and a line for what is missing --------------------------------------------
+
+
+def test_an_empty_folder(tmp_path):
+    data, notes, _ = page_of(tmp_path)
+    assert data["charts"] == []
+    assert [note.split(":")[0] for note in notes] == ["There are no curves", "There are no completions"]
+
+
+def test_a_run_without_completions(tmp_path):
+    write_state(tmp_path, logged(100))
+    data, notes, _ = page_of(tmp_path)
+    assert "Reward" in charts(data)
+    assert len(notes) == 1 and "log_completions" in notes[0]
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1\0\0\0\0garbage", b"\x80\x04pickle."])
+def test_a_file_that_is_no_whole_parquet(tmp_path, content):
+    folder = trl_run(tmp_path / "run")
+    (folder / "completions" / "completions_00050.parquet").write_bytes(content)
+    data, notes, _ = page_of(folder)
+    assert len(data["completions"][0]["groups"]) == 36
+    assert len(notes) == 1 and notes[0].startswith("completions_00050.parquet cannot be read")
+
+
+def test_a_half_written_parquet(tmp_path):
+    folder = trl_run(tmp_path / "run")
+    path = folder / "completions" / "completions_00100.parquet"
+    path.write_bytes(path.read_bytes()[:-20])
+    data, notes, _ = page_of(folder)
+    assert len(data["completions"][0]["groups"]) == 36
+    assert len(notes) == 1 and str(tmp_path) not in notes[0]
+
+
+@pytest.mark.parametrize(
+    "rows, expected",
+    [
+        ([{"completion": "a"}], [[7, 0, 0, 1, []]]),  # no prompt, rewards, advantage
+        ([{"prompt": None, "completion": None, "correct": float("nan")}], [[7, 0, 0, 1, []]]),
+        ([{"prompt": ["a", "b"], "completion": {"x": 1}, "reward": "high"}], [[7, 0, 0, 1, []]]),
+    ],
+)
+def test_the_columns_of_another_version(tmp_path, rows, expected):
+    write_state(tmp_path, logged(100))
+    write_completions(tmp_path, 7, rows)
+    data, _, _ = page_of(tmp_path)
+    assert data["completions"][0]["groups"] == expected
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"completion": ["a"], "score": pyarrow.array([[1.0]])},
+        {"completion": pyarrow.array([b"\xff\xfe"]), "when": pyarrow.array([1], pyarrow.timestamp("s"))},
+        {"completion": pyarrow.array([[{"role": None, "content": None, "tool_calls": [{"function": None}]}]])},
+        {"completion": ["a"], "step": ["seven"], "correct": [True], "advantage": ["high"], "images": ["/etc/passwd"]},
+        {"completion_json": pyarrow.array([None], pyarrow.string()), "tokens": [None]},
+        {"completion_json": ["[1, {}]"], "prompt_json": ['{"a": [1e999]}']},
+    ],
+    ids=lambda columns: ", ".join(columns),
+)
+def test_columns_of_other_types(tmp_path, columns):
+    (tmp_path / "completions").mkdir()
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "completions" / "completions_00001.parquet")
+    data, _, text = page_of(tmp_path)
+    assert len(data["completions"][0]["rows"]["text"]) == 1
+    assert "root:" not in text
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("trainer_state.json", '{"max_steps": 1e999, "log_history": [{"step": 1, "loss": 1%s}, {"step": 1%s}]}'),
+        (
+            "metrics.json",
+            '{"history": [{"step": 1, "accuracy": 7, "accuracy/n": 3}], "before": {"correct": 1, "n": 1%s}}',
+        ),
+        ("metrics.json", '{"history": [{"step": 2, "accuracy": -1, "accuracy/n": 1e300}, {"step": -1}, 5]}'),
+        (
+            "metrics.json",
+            '{"model": {"a": 1}, "seed": [1], "settings": {"rewards": 3}, "reward_weights": {"a": null}}',
+        ),
+        (
+            "metrics.json",
+            '{"train_seconds": "x", "command": 5, "startup": [1], "warnings": "abc", "history": {}}',
+        ),
+        ("README.md", "---\ntags: 5\nbase_model: [a, b]\ndatasets: {a: 1}\n---\n"),
+        ("README.md", "---\ntags: [[a], {b: c}, grpo]\nbase_model: !!python/object/apply:os.system [exit]\n---\n"),
+        ("adapter_config.json", '{"r": "x", "lora_alpha": {}, "base_model_name_or_path": [], "peft_type": 3}'),
+        ("logits.json", '{"logits": [["a"]], "logits_of_the_base": [[1]]}'),
+    ],
+)
+def test_values_of_other_types(tmp_path, name, content):
+    (tmp_path / name).write_text(content.replace("%s", "0" * 400))
+    page_of(tmp_path)
+
+
+def test_folders_in_the_place_of_files(tmp_path):
+    for name in ("README.md", "trainer_state.json", "metrics.json", "completions/completions_00001.parquet"):
+        (tmp_path / name).mkdir(parents=True)
+    _, notes, _ = page_of(tmp_path)
+    assert any(note.startswith("completions_00001.parquet cannot be read") for note in notes)
+
+
+def test_parquet_without_a_column_of_completions(tmp_path):
+    write_state(tmp_path, logged(100))
+    write_completions(tmp_path, 7, [{"query": "a", "response": "b"}])
+    data, notes, _ = page_of(tmp_path)
+    assert data["completions"][0]["groups"] == []
+    assert "no column 'completion'" in notes[0] and "response" in notes[0]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "null", '{"log_history": 3}', '{"log_history": [1, {"step": "x"}, {}]}', "[" * 100_000, "\ud800"],
+)
+def test_a_state_that_is_no_state(tmp_path, content):
+    (tmp_path / "trainer_state.json").write_text(content, errors="surrogatepass")
+    (tmp_path / "metrics.json").write_text(content, errors="surrogatepass")
+    (tmp_path / "README.md").write_text(f"---\n{content}\n---\n", errors="surrogatepass")
+    (tmp_path / "adapter_config.json").write_text(content, errors="surrogatepass")
+    (tmp_path / "logits.json").write_text(content, errors="surrogatepass")
+    data, notes, _ = page_of(tmp_path)
+    assert data["charts"] == []
+    assert any(note.startswith("There are no curves") for note in notes)
+
+
+def test_numbers_that_are_not_finite(tmp_path):
+    history = logged(100)
+    history[2]["grad_norm"] = math.nan
+    history[3]["reward"] = math.inf
+    history[4]["loss"] = None
+    write_state(tmp_path, history)
+    data, _, text = page_of(tmp_path)
+    assert 30 not in charts(data)["Gradient norm"]["series"][0]["steps"]
+    assert "grad_norm was not finite in 1 logged step" in text
+
+
+def test_the_newest_checkpoint_of_a_run_that_is_going_on(tmp_path):
+    write_state(tmp_path / "checkpoint-50", logged(50))
+    write_state(tmp_path / "checkpoint-100", logged(90))
+    (tmp_path / "checkpoint-150").mkdir()  # being written
+    (tmp_path / "checkpoint-150" / "trainer_state.json").write_text('{"log_hist')
+    data, notes, _ = page_of(tmp_path)
+    assert charts(data)["Reward"]["series"][0]["steps"][-1] == 90
+    assert notes[0].startswith("trainer_state.json cannot be read")
+
+
+# --- what must hold -------------------------------------------------------------------------------------------------
+
+
+def test_no_secret_and_no_absolute_path(tmp_path):
+    token = "hf_" + "a1B2" * 8
+    folder = trl_run(tmp_path / "run")
+    record = {
+        "model": "/home/someone/models/base",
+        "dataset": "/home/someone/data/sums.jsonl",
+        "command": f"trl-fsdp-qlora grpo --dataset /home/someone/data/sums.jsonl --hub_token {token}",
+        "startup": f"hardware: a CPU\nfirst file: /home/someone/first.txt, {token}",
+        "warnings": [f"/home/someone/x/y.py:3 warns of {token}", "https://name:word@example.org/a/b"],
+        "hardware": "CPU",
+    }
+    (folder / "metrics.json").write_text(json.dumps(record))
+    config = {"base_model_name_or_path": "/home/someone/models/base", "r": 8, "peft_type": "LORA"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    write_completions(folder, 110, group(f"my token is {token}", [f"{token}!", "x"], [0.0, 1.0]))
+    (folder / "completions" / "completions_00120.parquet").write_bytes(b"broken")
+    data, _, text = page_of(folder)
+    own_text = text.replace(Path(sys.modules["bokeh"].__file__).read_text(), "")
+    assert token not in own_text and "name:word@" not in own_text
+    assert "/home/someone" not in own_text and str(tmp_path) not in own_text
+    assert "sums.jsonl" in own_text and "first.txt" in own_text
+    assert data["completions"][0]["rows"]["text"][-2:] == ["***!", "x"]
+
+
+def test_without_completions_no_prompt_is_in_the_page(tmp_path):
+    folder = trl_run(tmp_path / "run")
+    data, _, text = page_of(folder, with_completions=False)
+    assert data["completions"] == []
+    assert "the answer is" not in text and "What is" not in text.replace("What is not here", "")
+    assert "Reward" in charts(data)
+
+
+def test_it_samples_whole_groups_and_says_so(tmp_path):
+    write_state(tmp_path, logged(100))
+    for step in (10, 20):
+        rows = []
+        for i in range(50):
+            rewards = [0.5, 0.5] if i not in (20, 30) else [0.5, {20: 0.0, 30: 1.0}[i]]
+            rows += group(f"prompt {i}", [f"{i} " + "x" * 1000, f"{i} " + "y" * 1000], rewards)
+        write_completions(tmp_path, step, rows)
+    data, notes, text = page_of(tmp_path, megabytes=0.05)
+    completions = data["completions"][0]
+    assert 20 <= len(completions["rows"]["text"]) < 60
+    assert all(count == 2 for _, _, _, count, _ in completions["groups"])
+    assert {0.0, 1.0} < set(completions["rows"]["total"])  # the best and the worst of each step
+    assert any("of 200 completions" in note for note in notes)
+    assert "of 200 completions" in text
+
+
+def test_long_lines_lose_their_middle(tmp_path):
+    write_state(tmp_path, logged(100))
+    write_completions(tmp_path, 10, group("p", ["a" * 100_000 + "end", "b"], [0.0, 1.0]))
+    data, _, _ = page_of(tmp_path)
+    text = data["completions"][0]["rows"]["text"][0]
+    assert len(text) < 21_000 and text.endswith("end") and "80,003 characters left out" in text
+
+
+# --- what it shows --------------------------------------------------------------------------------------------------
+
+
+def test_accuracy_has_intervals_and_the_measurements_around_training(tmp_path):
+    history = logged(100)
+    history[4] |= {"accuracy": 0.9, "accuracy/n": 100.0}
+    write_state(tmp_path, history)
+    record = {"before": {"correct": 50, "n": 100}, "after": {"correct": 95, "n": 100}, "history": history}
+    (tmp_path / "metrics.json").write_text(json.dumps(record))
+    data, _, text = page_of(tmp_path)
+    series = charts(data)["Held-out accuracy"]["series"][0]
+    assert (series["steps"], series["values"]) == ([0, 50, 100], [0.5, 0.9, 0.95])
+    # Wilson's interval is where the normal test statistic of a share is the quantile.
+    for bound in ("low", "high"):
+        for share, value in zip(series["values"], series[bound], strict=True):
+            assert abs(share - value) / math.sqrt(value * (1 - value) / 100) == pytest.approx(1.959964, rel=1e-3)
+    assert "50.0% → 95.0%" in text and "n = 100" in text
+
+
+@pytest.mark.parametrize("measured", [{"correct": 5}, {"correct": 5, "n": 0}, {"correct": 6, "n": 5}, [], "50%", None])
+def test_an_accuracy_that_is_none(tmp_path, measured):
+    (tmp_path / "metrics.json").write_text(json.dumps({"before": measured, "history": logged(100)}))
+    assert "Held-out accuracy" not in charts(page_of(tmp_path)[0])
+
+
+def test_phases_are_stacked_without_what_is_measured_between_steps(tmp_path):
+    times = {
+        "time/generate_s": 1.5,
+        "time/optimizer_s": 0.25,
+        "time/accuracy_s": 9.0,
+        "memory/generate_peak_mib": 70.0,
+    }
+    write_state(tmp_path, logged(100, **times, **{"memory/optimizer_peak_mib": 90.0}))
+    data, _, _ = page_of(tmp_path)
+    phases = charts(data)["Seconds of a step"]
+    assert [(each["name"], each["values"][0]) for each in phases["series"]] == [("generate", 1.5), ("optimizer", 0.25)]
+    assert phases["kind"] == "stack"
+    assert charts(data)["Memory"]["series"][0]["values"][0] == 90.0
+
+
+def test_rewards_are_summed_with_their_weights(tmp_path):
+    write_state(tmp_path, logged(100, **{"rewards/form/mean": 0.5}))
+    (tmp_path / "metrics.json").write_text(json.dumps({"reward_weights": {"correct": 2.0, "form": 0.5}}))
+    write_completions(tmp_path, 10, group("p", ["a", "b", "c"], [1.0, 0.0, 1.0], form=[1.0, 1.0, None]))
+    data, _, _ = page_of(tmp_path)
+    completions = data["completions"][0]
+    assert completions["rewards"] == ["correct", "form"]
+    assert completions["rows"]["total"] == [2.5, 0.5, 2.0]
+    assert completions["rows"]["rewards"] == [[1.0, 0.0, 1.0], [1.0, 1.0, None]]
+
+
+def test_metrics_of_any_trainer_are_there(tmp_path):
+    write_state(
+        tmp_path, [{"step": 1, "loss": 0.7, "rewards/margins": 0.1, "mean_token_accuracy": 0.5, "eval_loss": 1}]
+    )
+    assert {"Loss", "rewards/margins", "mean_token_accuracy"} <= set(charts(page_of(tmp_path)[0]))
+
+
+def test_a_long_run_keeps_some_points_of_each_curve(tmp_path):
+    write_state(tmp_path, [{"step": step, "reward": step} for step in range(1, 20_001)])
+    series = charts(page_of(tmp_path)[0])["Reward"]["series"][0]
+    assert len(series["steps"]) == 1000 and (series["steps"][0], series["steps"][-1]) == (1, 20_000)
+
+
+def test_a_wrong_folder_is_one_line(tmp_path):
+    trl_run(tmp_path / "run", 10)
+    with pytest.raises(UserError, match="runn is no folder of a run; did you mean"):
+        report([str(tmp_path / "runn")])
+    with pytest.raises(UserError, match="leaves no room"):
+        report([str(tmp_path / "run"), "--megabytes", "0"])
+    with pytest.raises(UserError, match="cannot be written"):
+        (tmp_path / "file").write_text("")
+        report([str(tmp_path / "run"), "--output", str(tmp_path / "file" / "report.html")])

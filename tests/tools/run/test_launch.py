@@ -1,0 +1,79 @@
+"""`accelerate launch` as this package runs it, and what a run knows of how it was launched."""
+
+import os
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from trl_fsdp_qlora.tools.cli import launch
+from trl_fsdp_qlora.tools.cli.launch import launch_words
+
+
+@pytest.mark.parametrize(
+    ("exit_codes", "status", "message"),
+    [
+        ({0: 1}, 1, ""),
+        ({0: 1, 1: 2}, 2, ""),  # a user's error counts most
+        ({0: -15, 1: 7}, 7, ""),
+        ({0: 130, 1: 130}, 130, ""),
+        ({0: -signal.SIGTERM, 1: -signal.SIGKILL}, 137, "error: rank 1 was ended by SIGKILL\n"),
+    ],
+)
+def test_the_exit_status_is_the_scripts(exit_codes, status, message, capsys):
+    assert launch.exit_status(exit_codes) == status
+    assert capsys.readouterr().err == message
+
+
+@pytest.mark.processes
+def test_one_process_by_the_name_of_a_config_and_with_the_scripts_own_words(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import sys; raise SystemExit(3 if sys.argv[1:] == ['--config_file', 'cpu'] else 4)")
+    words = ["--config_file", "cpu", "--num_cpu_threads_per_process", "1", str(script), "--config_file", "cpu"]
+    assert launch.launch(words) == 3
+
+
+SLEEPS = """
+import os, time
+import trl_fsdp_qlora
+os.write(1, b"pid %d\\n" % os.getpid())  # in one piece: two ranks write
+time.sleep(120)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent was killed")
+@pytest.mark.parametrize(("config", "ranks", "sent"), [("cpu", 1, signal.SIGTERM), ("ddp_cpu", 2, signal.SIGKILL)])
+def test_the_run_ends_with_its_launcher(tmp_path, config, ranks, sent):
+    (tmp_path / "script.py").write_text(SLEEPS)
+    words = ["--config_file", config, "--num_processes", str(ranks), str(tmp_path / "script.py")]
+    code = f"from trl_fsdp_qlora.tools.cli.launch import launch; raise SystemExit(launch({words}))"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes, cwd=os.getcwd()) as launcher:
+        lines = iter(launcher.stdout.readline, "")
+        ranks_seen = [psutil.Process(int(line.split()[1])) for _, line in zip(range(ranks), lines, strict=False)]
+        launcher.send_signal(sent)
+        launcher.communicate(timeout=60)
+    assert len(ranks_seen) == ranks and psutil.wait_procs(ranks_seen, timeout=30)[1] == []
+    assert launcher.returncode in (-sent, 128 + sent)
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        (["/v/bin/python", "/v/bin/accelerate", "launch", "--cpu", "s.py"], "accelerate launch --cpu s.py"),
+        (["python", "-m", "accelerate.commands.launch", "s.py"], "python -m accelerate.commands.launch s.py"),
+        (["/v/bin/python", "/v/bin/torchrun", "--nproc_per_node", "2", "s.py"], "torchrun --nproc_per_node 2 s.py"),
+        (["python", "-m", "trl_fsdp_qlora", "grpo"], "python -m trl_fsdp_qlora grpo"),
+        (["bash", "accelerate-all.sh"], "python s.py --seed 1"),
+    ],
+)
+def test_the_launcher_is_asked(typed, words, monkeypatch):
+    monkeypatch.setattr(launch.sys, "argv", ["s.py", "--seed", "1"])
+    parents = [["python", "-u", "s.py"], typed, ["bash", "-c", "make quickstart"]]
+    processes = [SimpleNamespace(cmdline=lambda words=words: words) for words in parents]
+    monkeypatch.setattr(psutil.Process, "parents", lambda self: processes)
+    assert launch_words() == words.split()

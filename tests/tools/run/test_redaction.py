@@ -1,0 +1,90 @@
+import json
+import shlex
+
+import pytest
+
+from trl_fsdp_qlora.utils.redaction import command_line, is_secret_name, portable, without_secrets
+
+SECRET = (
+    "hub_token token --hub_token --hub-token HF_TOKEN password db_password api_key WANDB_API_KEY client_secret "
+    "private_key"
+)
+PLAIN = (
+    "token_selection max_new_tokens eos_token pad_token tokenizer key sort_key hub_model_id secretary author "
+    "monkey tokens"
+)
+
+
+def test_a_config_is_written_without_tokens_and_logins():
+    assert [name for name in SECRET.split() if not is_secret_name(name)] == []
+    assert [name for name in PLAIN.split() if is_secret_name(name)] == []
+    fields = {"hub_token": "x", "eos_token": "</s>", "url": "http://bob:pw@judge:8000/v1", "steps": 3}
+    assert without_secrets(fields) == fields | {"hub_token": None, "url": "http://judge:8000/v1"}
+
+
+def test_a_command_and_its_paths_are_as_seen_from_here_without_secrets(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert portable(["/home/bob/a", {"b": "~/base"}, 3]) == ["a", {"b": "base"}, 3]
+    assert portable("owner/name") == "owner/name" and portable("https://bob:pw@host/x") == "https://host/x"
+    words = ["accelerate", "launch", "--api-key=key", "--hub_token", "tok", "a script.py", "--hub_token", "tok"]
+    words += ["--output_dir", str(tmp_path / "runs" / "o"), "--dataset=/home/bob/d.json", "--flag", "it's"]
+    kept = ["accelerate", "launch", "a script.py", "--output_dir", "runs/o", "--dataset=d.json", "--flag", "it's"]
+    assert shlex.split(command_line(words)) == kept
+
+
+# Made up, in the form that each service gives its tokens.
+TOKENS = [
+    "hf_" + "aB3" * 11,
+    "sk-proj-" + "aB3" * 9,
+    "sk-ant-api03-" + "aB3" * 9,
+    "ghp_" + "aB3" * 12,
+    "glpat-" + "aB3" * 7,
+    "xoxb-1234567890-" + "aB3" * 4,
+    "AKIA" + "A1B2" * 4,
+    "eyJ" + "aB3" * 5 + ".eyJ" + "aB3" * 5 + "." + "aB3" * 5,
+]
+ORDINARY = [
+    "hf_dataset",
+    "task-completion-with-steps",
+    "sk-learn",
+    "a" * 40,
+    "Bearer of news",
+    "{question} [/INST]",
+    "[x",
+]
+
+
+def test_a_secret_in_a_dictionary_a_list_or_json_is_none_and_the_rest_stays():
+    nested = {"headers": [{"Authorization": "Bearer x", "accept": "json"}], "hf_token": "x", "eos_token": "</s>"}
+    kept = {"headers": [{"Authorization": None, "accept": "json"}], "hf_token": None, "eos_token": "</s>"}
+    assert without_secrets({"vllm_engine_kwargs": nested, "sizes": (1, {2})}) == {
+        "vllm_engine_kwargs": kept,
+        "sizes": (1, {2}),
+    }
+    assert nested["hf_token"] == "x"  # the run's own dictionary is not touched
+    assert portable([nested]) == [kept]
+    assert json.loads(without_secrets({"as_json": json.dumps(nested)})["as_json"]) == kept
+    harmless = '{"dtype":  "bfloat16"}'
+    assert without_secrets({"as_json": harmless}) == {"as_json": harmless}
+    words = [
+        "grpo",
+        "--vllm_engine_kwargs",
+        json.dumps(nested),
+        f"--model_init_kwargs={json.dumps(nested)}",
+        "HF_TOKEN=x",
+    ]
+    command = shlex.split(command_line(words))
+    assert command[:2] == words[:2] and len(command) == 4
+    assert json.loads(command[2]) == json.loads(command[3].partition("=")[2]) == kept
+
+
+@pytest.mark.parametrize("token", TOKENS)
+def test_a_token_is_known_by_its_form_wherever_it_stands(token):
+    for text in (token, f"https://host/x?k={token}&b=1", f"key: {token}.", f"/home/bob/{token}"):
+        for written in (without_secrets({"x": [text]}), portable({"x": text}), command_line(["run", "--x", text])):
+            assert token not in str(written)
+
+
+@pytest.mark.parametrize("text", ORDINARY)
+def test_ordinary_texts_are_no_tokens(text):
+    assert without_secrets({"x": text}) == {"x": text} == portable({"x": text})

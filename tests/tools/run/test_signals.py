@@ -1,0 +1,72 @@
+"""Ctrl-C, and a reader that goes away, in real processes: the exit status, and no traceback."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.distributed.launch import run_code
+from trl_fsdp_qlora import __main__
+
+
+def ended(*words: str, **options) -> tuple[int, str]:
+    """Exit status and standard error of a Python process."""
+    run = subprocess.run([sys.executable, *words], stderr=subprocess.PIPE, text=True, timeout=60, **options)
+    return run.returncode, run.stderr
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("rank", "message"), [("0", "loading torch, transformers and TRL\nstopped\n"), ("1", "")])
+def test_ctrl_c_while_libraries_are_imported_is_one_word(rank, message):
+    # SIGINT as a process of a terminal has it: where the tests run in the background a shell has had it ignored.
+    code = "import os, signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "import trl_fsdp_qlora.tools.cli.importing\nos.kill(os.getpid(), signal.SIGINT); time.sleep(9); print('went on')"
+    assert ended("-c", code, env={**os.environ, "RANK": rank}) == (130, message)
+
+
+def test_ctrl_c_in_any_command_is_one_word(monkeypatch, capsys):
+    def pressed(_words):
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("went on")
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr("trl_fsdp_qlora.tools.cli.recipes.config", pressed)
+    with pytest.raises(SystemExit) as end:
+        __main__.main(["config"])
+    assert end.value.code == 130 and capsys.readouterr().err == "stopped\n"
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+@pytest.mark.processes
+def test_ctrl_c_while_a_plan_is_made_is_not_lost_in_a_callback(tmp_path):
+    """Where an exception of Python's is only reported, as in those of fake tensors."""
+    code = """
+import os, signal
+from trl_fsdp_qlora.tools.planning import plan
+class Pressed:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        str(self)
+def make_plan(*_, **__):
+    Pressed()
+    os._exit(3)
+plan.plan_recipe = make_plan
+from trl_fsdp_qlora.__main__ import main
+main(["plan", "--max_steps", "1"])
+"""
+    run = run_code(code, cwd=tmp_path)
+    assert (run.returncode, run.stderr.splitlines()[-1:]) == (130, ["stopped"])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_nobody_reads_on(unbuffered):
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        assert ended("-m", "trl_fsdp_qlora", "config", stdout=write, env=environment) == (141, "")
+    finally:
+        os.close(write)

@@ -1,0 +1,85 @@
+"""DPO on pictures: a pair's picture is computed once, and loss and gradients are stock's."""
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from PIL import Image
+from trl import DPOConfig, DPOTrainer
+
+from tests.core.prefix_sharing.helpers import build, llava_processor, tokenizer
+from tests.core.prefix_sharing.test_images import ADAPTER, MORE
+from trl_fsdp_qlora import EfficientDPOConfig, EfficientDPOTrainer
+from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
+
+from .test_trainer import DEFAULTS, assert_same_loss
+
+
+def llava_trainer(cls, config, folder, without_picture=(), **changes):
+    tokens = tokenizer()
+    tokens.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    model = build(MORE["llava"])
+    model.config.image_token_id = tokens.convert_tokens_to_ids("<image>")
+    model.resize_token_embeddings(len(tokens))
+    rng = np.random.default_rng(0)
+    pictures = [Image.fromarray(rng.integers(0, 255, (16, 16, 3), dtype=np.uint8)) for _ in range(8)]
+    rows = {
+        "prompt": [[{"role": "user", "content": "A+B=" if i % 2 else "CD"}] for i in range(8)],
+        "chosen": [[{"role": "assistant", "content": "EFGH"[: 1 + i % 4]}] for i in range(8)],
+        "rejected": [[{"role": "assistant", "content": "JKLMN"[: 5 - i % 4]}] for i in range(8)],
+    }
+    if without_picture:
+        rows["images"] = [[] if i in without_picture else [picture] for i, picture in enumerate(pictures)]
+    else:
+        rows["image"] = pictures
+    return cls(
+        model=model,
+        args=config(output_dir=str(folder), **(DEFAULTS | {"max_length": None} | changes)),
+        train_dataset=Dataset.from_dict(rows),
+        processing_class=llava_processor(tokens),
+        peft_config=ADAPTER,
+    )
+
+
+BOTH = (DPOTrainer, DPOConfig), (EfficientDPOTrainer, EfficientDPOConfig)
+
+
+def test_loss_metrics_and_gradients_are_stocks(tmp_path):
+    trainers = [llava_trainer(*kind, tmp_path / kind[0].__name__) for kind in BOTH]
+    assert_same_loss(trainers)
+    assert trainers[1].sharing.images.reason is None and (True, True) in trainers[1].sharing.checked
+
+
+def test_pictures_that_cannot_be_counted_run_as_in_stock(tmp_path, monkeypatch):
+    trainers = [llava_trainer(*kind, tmp_path / kind[0].__name__) for kind in BOTH]
+
+    def fails(*_):
+        raise CannotPack("which images are whose is not known")
+
+    for name in ("count", "receive"):  # for the comparison, and for the pass itself
+        monkeypatch.setattr(trainers[1].sharing.images, name, fails)
+    inputs = next(iter(trainers[0].get_train_dataloader()))
+    losses = []
+    for each in trainers:
+        each.model.train()
+        losses.append(each.compute_loss(each.model, inputs).item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert not trainers[1].sharing.figures.tokens
+
+
+def test_a_pair_without_a_picture_trains_in_every_step(tmp_path):
+    """Batches were put into pairs before each pass, although only compared ones are, and their pictures counted."""
+    trainers = [llava_trainer(*kind, tmp_path / kind[0].__name__, without_picture=(1, 5)) for kind in BOTH]
+    batches = list(trainers[0].get_train_dataloader())
+    pictures = {len(inputs["pixel_values"]) for inputs in batches}
+    assert pictures == {4, 8}  # of eight rows
+    for inputs in [*batches, *reversed(batches)]:
+        losses = []
+        for trainer in trainers:
+            trainer.model.train()
+            losses.append(trainer.compute_loss(trainer.model, inputs).item())
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert (
+        trainers[1].sharing.is_active
+        and trainers[1].sharing.images.reason is None
+        and trainers[1].sharing.figures.tokens
+    )

@@ -1,0 +1,337 @@
+"""What a trainer says and does where a checkpoint does not fit: other shapes, another run, the end, a full disk."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from unittest.mock import Mock
+
+import pytest
+import safetensors.torch
+import torch
+from filelock import FileLock
+from transformers import TrainerCallback, TrainerState
+from trl import GRPOTrainer
+
+from tests.tiny import lora, prompts, save_tiny_model, trainer
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.trainers.run import checkpoints, stopping
+from trl_fsdp_qlora.trainers.run.condition import condition_of
+from trl_fsdp_qlora.utils.files import CheckpointError
+
+SETTINGS = {
+    "per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2, "beta": 0.05,
+    "save_strategy": "steps", "save_steps": 1, "max_steps": 3, "learning_rate": 1e-3,
+}  # fmt: skip
+
+
+def make(folder, data=None, at_step_end=None, **changes):
+    settings = {"peft_config": lora(), "dataset": prompts(8) if data is None else data, **SETTINGS, **changes}
+    grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, folder, **settings)
+    if at_step_end is not None:
+        grpo.add_callback(callback_at("on_step_end", at_step_end))
+    return grpo
+
+
+def damage(path) -> None:
+    """One bit of the last weight; size, header and time stay as they are, as where a disk does it."""
+    times = path.stat()
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def callback_at(event: str, call) -> TrainerCallback:
+    """A callback that calls `call(state)` at an event such as "on_step_end"."""
+
+    def at_event(args, state, control, **_):
+        call(state)
+
+    callback = TrainerCallback()
+    setattr(callback, event, at_event)
+    return callback
+
+
+def drawn_batches(grpo) -> list:
+    """A list to which each generation of completions adds an entry."""
+    batches = []
+    generate = grpo._generate_and_score_completions
+
+    def counted(inputs):
+        batches.append(len(inputs))
+        return generate(inputs)
+
+    grpo._generate_and_score_completions = counted
+    return batches
+
+
+def kept(folder) -> list[str]:
+    return [path.name for path in checkpoints.checkpoints_in(folder)]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    torch.manual_seed(0)
+    make(folder).train()
+    return folder
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"per_device_train_batch_size": 8}, "per_device_train_batch_size: 4 -> 8"),
+        ({"beta": 0.0}, "beta: 0.05 -> 0.0"),
+        ({"data": prompts(16).select(range(8, 16))}, r"data: 8 rows of"),
+    ],
+)
+def test_another_shape_generates_anew_and_says_so(run, caplog, changes, reason):
+    resumed = make(run, max_steps=5, **changes)
+    drawn = drawn_batches(resumed)
+    rows = []
+    compute_loss = resumed._compute_loss
+
+    def counted(model, inputs):
+        rows.append(len(inputs["prompt_ids"]))
+        return compute_loss(model, inputs)
+
+    resumed._compute_loss = counted
+    resumed.train(resume_from_checkpoint="auto")
+    assert resumed.state.global_step == 5
+    assert reason in caplog.text
+    assert len(drawn) == 2  # for the rest of the interrupted cycle, and for the next cycle
+    assert rows == [changes.get("per_device_train_batch_size", 4)] * 2
+
+
+def test_a_base_is_known_by_its_files_and_not_by_its_name(tmp_path, caplog):
+    """Moved, it is the same; other weights under its name are another base, with other completions."""
+    base = save_tiny_model(tmp_path / "base")
+
+    def train(model, steps, resume=None) -> int:
+        caplog.clear()
+        grpo = make(tmp_path / "run", model=model, max_steps=steps)
+        drawn = drawn_batches(grpo)
+        grpo.train(resume_from_checkpoint=resume)
+        return len(drawn)
+
+    train(base, steps=1)
+    shutil.move(base, tmp_path / "moved")
+    assert train(str(tmp_path / "moved"), steps=2, resume="auto") == 0
+    assert "fingerprint of the base" not in caplog.text
+    save_tiny_model(tmp_path / "moved", seed=1)
+    assert train(str(tmp_path / "moved"), steps=3, resume="auto") == 1
+    assert "completions that" in caplog.text and "fingerprint of the base: " in caplog.text
+
+
+def test_the_optimizer_may_change_with_a_warning_and_what_says_nothing_of_the_maths_without(run, caplog):
+    make(run, save_steps=2, logging_steps=3, save_total_limit=5, run_name="other").train(resume_from_checkpoint="auto")
+    assert " -> " not in caplog.text
+    resumed = make(run, max_steps=4, learning_rate=5e-4)
+    drawn = drawn_batches(resumed)
+    resumed.train(resume_from_checkpoint="auto")
+    assert resumed.state.global_step == 4 and drawn == []
+    assert "learning_rate: 0.001 -> 0.0005" in caplog.text
+
+
+def test_a_second_run_in_the_folder_of_one_does_no_step(run):
+    with FileLock(run / checkpoints.LOCK), pytest.raises(CheckpointError, match=f"output_dir={run} "):
+        make(run).train()
+
+
+def test_a_manifest_has_nothing_of_this_machine(finished):
+    text = (finished / "checkpoint-3" / "manifest.json").read_text()
+    assert str(finished) not in text and '"processes": 1' in text
+
+
+def test_a_finished_run_does_no_further_step(run, caplog):
+    again = make(run)
+    assert again.train(resume_from_checkpoint="auto").global_step == 3 and "(3 steps)" in caplog.text
+    assert kept(run) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    again.save_model(run / "saved")
+    before, after = (run / folder / "adapter_model.safetensors" for folder in ("checkpoint-3", "saved"))
+    assert before.read_bytes() == after.read_bytes()
+
+
+def test_a_checkpoint_is_pushed_when_whole_and_old_ones_go_but_the_best(tmp_path, monkeypatch):
+    grpo = make(tmp_path, save_total_limit=2, at_step_end=lambda s: setattr(s, "best_global_step", 1))
+    pushed = []
+    grpo.args.push_to_hub = True
+
+    def record(self, folder):
+        pushed.append((os.path.basename(folder), condition_of(folder).why_not_whole))
+
+    monkeypatch.setattr(GRPOTrainer, "_push_from_checkpoint", record)
+    grpo.train()
+    assert pushed == [(f"checkpoint-{step}", None) for step in (1, 2, 3)]
+    assert kept(tmp_path) == ["checkpoint-1", "checkpoint-3"]
+    assert torch.load(tmp_path / "checkpoint-3" / "training_args.bin", weights_only=False).save_total_limit == 2
+    state = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(tmp_path / "checkpoint-1")
+
+
+@pytest.fixture
+def default_handlers():
+    """As a process of a terminal has them: in a shell's background SIGINT is ignored."""
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def kill_in_step(grpo, *numbers, step=2, seconds=0.0) -> None:
+    """Let this process get signals at the beginning of a step, with seconds between them."""
+
+    def send(state):
+        for number in numbers if state.global_step == step - 1 else ():
+            os.kill(os.getpid(), number)
+            time.sleep(seconds)
+
+    grpo.add_callback(callback_at("on_step_begin", send))
+
+
+@pytest.mark.parametrize("save_strategy", ["steps", "no"])
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGINT, signal.SIGINT]])
+def test_a_signal_ends_the_step_with_a_checkpoint(tmp_path, default_handlers, signals, save_strategy, capfd):
+    """A launcher and a terminal send the same Ctrl-C twice. Who wants no checkpoint gets none."""
+    grpo = make(tmp_path, save_steps=500, save_strategy=save_strategy)
+    kill_in_step(grpo, *signals)
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
+        grpo.train()
+    line = str(ended.value) if signals[0] == signal.SIGINT else capfd.readouterr().err
+    then = "go on from checkpoint-2" if save_strategy == "steps" else "no checkpoint was saved yet, start again"
+    assert f'stopped at step 2 of 3; {then}: trainer.train(resume_from_checkpoint="auto")' in line
+    assert isinstance(ended.value, KeyboardInterrupt) or ended.value.code == 143
+    assert kept(tmp_path) == (["checkpoint-2"] if save_strategy == "steps" else [])
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if save_strategy == "steps":
+        again = make(tmp_path)
+        assert again.train(resume_from_checkpoint="auto").global_step == 3
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path, default_handlers, monkeypatch):
+    monkeypatch.setattr(stopping, "_ONE_CTRL_C", 0.01)
+    grpo = make(tmp_path, save_steps=1)
+    kill_in_step(grpo, signal.SIGINT, signal.SIGINT, seconds=0.02)
+    with pytest.raises(KeyboardInterrupt, match="stopped at step 1 of 3; go on from checkpoint-1"):
+        grpo.train()
+
+
+def test_a_users_own_handlers_and_a_prompts_ctrl_c_stay(tmp_path, default_handlers, monkeypatch):
+    got = []
+    signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+    grpo = make(tmp_path)
+    kill_in_step(grpo, signal.SIGTERM)
+    assert grpo.train().global_step == 3 and got == [signal.SIGTERM]
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    grpo = make(tmp_path / "prompt")
+    kill_in_step(grpo, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        grpo.train()
+
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def test_auto_goes_on_from_the_newest_that_holds_what_was_written(run, caplog):
+    damage(run / "checkpoint-3" / WEIGHTS)
+    grpo = make(run, max_steps=4)
+    steps = []
+    grpo.add_callback(callback_at("on_step_begin", lambda state: steps.append(state.global_step)))
+    grpo.train(resume_from_checkpoint="auto")
+    assert steps == [2, 3] and condition_of(run / "checkpoint-3").why_not_whole is None  # written anew
+    assert len([message for message in caplog.messages if f"checkpoint-3 (its file {WEIGHTS} " in message]) == 1
+
+
+def first_step_of(grpo) -> list[int]:
+    """A list that gets the step at which the trainer begins."""
+    steps = []
+    grpo.add_callback(callback_at("on_step_begin", lambda state: steps.append(state.global_step)))
+    return steps
+
+
+def test_auto_goes_on_from_a_damaged_one_rather_than_from_step_0(run, caplog):
+    for folder in checkpoints.checkpoints_in(run):
+        damage(folder / WEIGHTS)
+    grpo = make(run, max_steps=4)
+    steps = first_step_of(grpo)
+    grpo.train(resume_from_checkpoint="auto")
+    assert steps == [3]
+    assert f"no checkpoint is whole; going on from {run / 'checkpoint-3'}, although its file {WEIGHTS}" in caplog.text
+
+
+class SavesTheAdapterAgain(TrainerCallback):
+    """The callback of many scripts for PEFT (huggingface/peft#353); with a second adapter it leaves other files."""
+
+    def on_save(self, args, state, control, model=None, **_):
+        model.save_pretrained(f"{args.output_dir}/checkpoint-{state.global_step}")
+
+
+class RoundsWhatWasSaved(TrainerCallback):
+    """One that writes other weights into the checkpoint, in another type."""
+
+    def on_save(self, args, state, control, **_):
+        file = f"{args.output_dir}/checkpoint-{state.global_step}/{WEIGHTS}"
+        tensors = {name: value.bfloat16() for name, value in safetensors.torch.load_file(file).items()}
+        safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("resume", ["auto", True])
+@pytest.mark.parametrize("callback", [SavesTheAdapterAgain, RoundsWhatWasSaved])
+def test_a_callback_may_write_into_a_checkpoint(tmp_path, callback, resume, caplog):
+    """Only the last of the checkpoints is written again: no older one may be taken for it."""
+    grpo = make(tmp_path, max_steps=2)
+    grpo.train()
+    grpo = make(tmp_path, max_steps=3)
+    grpo.add_callback(callback())
+    grpo.train(resume_from_checkpoint="auto")
+    caplog.clear()
+    resumed = make(tmp_path, max_steps=4)
+    steps = first_step_of(resumed)
+    resumed.train(resume_from_checkpoint=resume)
+    assert steps == [3]
+    assert (f"{WEIGHTS}" in caplog.text) == (callback is RoundsWhatWasSaved)
+
+
+@pytest.mark.parametrize("names", [["optimizer.pt"], ["scheduler.pt"], ["rollouts_0_of_1.pt", "rng_state.pth"]])
+def test_states_that_were_removed_start_anew(run, names, caplog):
+    for name in names:
+        (run / "checkpoint-3" / name).unlink()
+    grpo = make(run, max_steps=4)
+    steps = first_step_of(grpo)
+    grpo.train(resume_from_checkpoint="auto")
+    assert steps == [3] and grpo.state.global_step == 4
+    assert all(f"{name} (missing" in caplog.text for name in names)
+
+
+_UNSAFE = safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+_TORCH = RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
+_FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+FULL = {
+    "adapter": ("peft.peft_model.safe_save_file", _UNSAFE),
+    "optimizer": ("torch.save", _TORCH),
+    "trainer_state": (f"{TrainerState.__module__}.TrainerState.save_to_json", _FULL),
+    "manifest": (f"{checkpoints.__name__}.write_json", _FULL),
+}
+
+
+@pytest.mark.parametrize("kind", FULL)
+def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path, monkeypatch, kind):
+    target, error = FULL[kind]
+
+    def fill_the_disk(state):
+        if state.global_step == 2:
+            monkeypatch.setattr(target, Mock(side_effect=error))
+
+    with pytest.raises((OSError, RuntimeError, safetensors.SafetensorError)):
+        make(tmp_path, at_step_end=fill_the_disk).train()
+    assert checkpoints.last_complete_checkpoint(tmp_path).name == "checkpoint-1"

@@ -1,0 +1,47 @@
+from itertools import pairwise
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trl_fsdp_qlora.compat.trl import RepeatSampler
+from trl_fsdp_qlora.trainers.step.groups import EpochRepeatSampler, group_permutation, micro_batches
+
+
+@given(rows=st.integers(1, 60), group=st.integers(2, 9), offset=st.integers(0, 100))
+def test_every_row_once_and_groups_together(rows, group, offset):
+    order = group_permutation(rows, group, offset).tolist()
+    assert sorted(order) == list(range(rows))
+    ids = [(offset + row) // group for row in order]
+    changes = sum(a != b for a, b in pairwise(ids))
+    assert changes == len(set(ids)) - 1  # each group is one unbroken run
+    for a, b in pairwise(order):
+        if (offset + a) // group == (offset + b) // group:
+            assert b == a + 1  # in its own order
+
+
+def test_groups_move_by_one_draw_from_the_global_generator_as_stock():
+    torch.manual_seed(3)
+    torch.randperm(24)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    group_permutation(24, 4)
+    assert torch.equal(torch.rand(4), expected)
+    assert len({tuple(group_permutation(24, 4).tolist()) for _ in range(20)}) > 10
+
+
+def test_shuffle_moves_all_fields_alike_and_leaves_scalars():
+    names = [str(i) for i in range(12)]
+    batch = {"prompt_ids": torch.arange(12), "names": names, "total": torch.tensor(5), "nothing": None}
+    (shuffled,) = micro_batches(batch, 4, rank=0, count=1)
+    assert shuffled["names"] == [str(i) for i in shuffled["prompt_ids"].tolist()]
+    assert shuffled["total"] == 5 and shuffled["nothing"] is None
+
+
+def test_sampler_orders_equal_trls_and_a_later_epoch_can_be_entered_directly():
+    running, ours = (RepeatSampler(range(10), 2, batch_size=3, repeat_count=2, seed=5) for _ in range(2))
+    expected = [list(running) for _ in range(3)]
+    ours.__class__ = EpochRepeatSampler
+    for epoch in (0, 1, 2, 1):
+        ours.set_epoch(epoch)
+        assert list(ours) == expected[epoch]

@@ -1,1 +1,0 @@
-"""One line for a trainer of TRL's that this package has no class for."""

@@ -1,1 +1,0 @@
-"""Whole checkpoints: written, found again, resumed."""

@@ -1,0 +1,1 @@
+"""Who draws completions: transformers' loop with shared prefill, or vLLM with the adapter alone."""

@@ -1,0 +1,549 @@
+"""A decoding loop for `generate(custom_generate=...)`: a prompt is prefilled once, and finished rows leave the batch.
+
+Transformers runs a repeated prompt, and the vision tower on its images, once for every row. It also runs every row
+until the longest one ends. Here `generate` gets each distinct prompt once:
+
+- A beginning that all prompts share is prefilled once ([`common_beginning`]).
+- On a CPU, decoding attends to a prompt once for all its rows ([`trl_fsdp_qlora.engines.decode.shared_prompts_on_cpu`]). On a GPU, or if
+  that is not exact, the cache is repeated.
+- A later turn of an episode runs only its new tokens ([`turns`]).
+
+Transformers still prepares everything around the loop.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerationMode
+
+from ...compat.generation import (
+    MISFIT,
+    effective_config,
+    foreign_generation,
+    next_inputs,
+    pad_token,
+    prefill,
+    prepares_inputs_itself,
+    synced_by_default,
+    takes_dynamic_cache,
+    tuned_for_decoding,
+    unfinished,
+)
+from ...compat.peft import looks_beyond_tokens
+from ...compat.transformers import CACHE, CACHE_NAMES
+from ...compat.trl import images_by_row
+from ...prefix_sharing.facts import keeps_states_itself, position_limit
+from ...prefix_sharing.images import PER_IMAGE, PER_TOKEN, Images
+from ...scoring.cpu_linear import fast_linears
+from ...scoring.transfer import widest_float
+from .cache import take_rows, unrepeatable, without_padding
+from .common_beginning import prefill_beginning
+from .shared_prompts_on_cpu import PrefillWatch, SharedPrompts, watched_attention
+from .turns import (
+    Continuation,
+    KeptRow,
+    KeptTurns,
+    PromptImages,
+    States,
+    filled_cache,
+    joined_cache,
+    layer_states,
+)
+
+# Processors and criteria that treat each row by itself, so rows may leave the batch. Repetition penalties may hold one
+# number per row; it is dropped together with the row.
+_BY_ROW = {
+    "EpsilonLogitsWarper", "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "ForcedEOSTokenLogitsProcessor",
+    "InfNanRemoveLogitsProcessor", "LogitNormalization", "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper", "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor",
+    "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper",
+    "TypicalLogitsWarper", "EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria",
+}  # fmt: skip
+# A prefill's arguments that are not per row: images, or their features, which `generate` computes for some classes.
+_OF_IMAGES = (*PER_IMAGE, "mm_encoder_outputs")
+# Finished rows are dropped once they are this share of the batch: dropping copies the cache of the others.
+_DROP_SHARE = 1 / 16
+
+
+def why_stock(model: nn.Module, config: GenerationConfig, vision: dict[str, Any] | None = None) -> str | None:
+    """Why transformers' own loop has to generate completions of an unwrapped `model`; `None` if ours is exact.
+
+    `config` is the argument of `generate`. For `vision`, of a batch with images, see
+    [`trl_fsdp_qlora.engines.decode.completions.complete`].
+    """
+    if MISFIT is not None:
+        return MISFIT
+    reason = looks_beyond_tokens(model)
+    if reason is not None:
+        return reason
+    unwrapped = model
+    model = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not isinstance(model, PreTrainedModel):
+        return f"{type(model).__name__} is not a PreTrainedModel"
+    method = foreign_generation(unwrapped) or foreign_generation(model)
+    if method is not None:
+        return f"{method} is not transformers' own"
+    if model.config.is_encoder_decoder:
+        return "it has an encoder"
+    config = effective_config(model, config)
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
+        return f"generation_config asks for {mode.value.replace('_', ' ')}"
+    if config.cache_implementation not in (None, "dynamic"):
+        return f"cache_implementation={config.cache_implementation!r}"
+    for name, value in {"num_return_sequences": 1, "use_cache": True, "return_dict_in_generate": False}.items():
+        if vars(config)[name] != value:
+            return f"{name}={vars(config)[name]}"
+    if config.stop_strings is not None:
+        return "stop_strings need the tokenizer, which TRL does not hand over"
+    if keeps_states_itself(model):
+        return f"{type(model).__name__} keeps recurrent states in its layers, not in transformers' cache"
+    if not takes_dynamic_cache(model):
+        return f"{type(model).__name__} keeps no cache, or one of its own"
+    reason = unrepeatable(model.config.get_text_config(decoder=True))
+    if reason is None and vision:
+        reason = _why_stock_with_images(model, vision)
+    return reason
+
+
+def _why_stock_with_images(model: PreTrainedModel, vision: dict[str, Any]) -> str | None:
+    """[`why_stock`] for a batch with images: here only the prefill gets them, and each distinct prompt its own."""
+    unknown = sorted(vision.keys() - {*PER_IMAGE, *PER_TOKEN, "num_images"})
+    if unknown:
+        return f"images come with {', '.join(unknown)}"
+    counts = vision.get("num_images")
+    if counts is None or "pixel_values" not in vision or len(images_by_row(vision)["pixel_values"]) != len(counts):
+        return "pixels do not say which prompt they belong to"
+    return None if position_limit(model) == float("inf") else "rotary tables that depend on the longest row"
+
+
+@dataclass
+class DecodingWork:
+    """Counts of the work of one or more calls, and of `generate`'s own work for the same completions."""
+
+    prefill_tokens: int = 0  # positions of the prefill, padding included
+    row_steps: int = 0  # rows of all decoding forwards
+    prefill_tokens_stock: int = 0
+    row_steps_stock: int = 0
+
+    def __add__(self, other: "DecodingWork") -> "DecodingWork":
+        return DecodingWork(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+
+
+class Decoding:
+    """The decoding loop of one `generate` call, for its argument `custom_generate`.
+
+    Args:
+        synced_gpus: a forward is collective: this rank goes on as long as any rank does. If `None`, transformers' own
+            rule decides.
+        turns: caches that rows keep from one turn of an episode to the next.
+    """
+
+    def __init__(self, synced_gpus: bool | None = None, turns: KeptTurns | None = None):
+        self.synced_gpus = synced_gpus
+        self.work = DecodingWork()
+        self.turns = turns
+        self.prompt_R: torch.Tensor | None = None  # the prompt of each row; one row per prompt if `None`
+        self.images: PromptImages | None = None  # of the distinct prompts, see `with_images`
+        self._pixels: dict[str, torch.Tensor] = {}  # arguments of the prefill that `generate` did not get
+        self.per_row: str | None = None  # why the last call attended to prompts in each row; `None`: it did not
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: nn.Module,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs,
+    ) -> torch.Tensor:
+        """Token ids `(R, P + C)` of prompts and completions; finished rows are padded, as `_sample` returns them."""
+        synced_gpus = synced_by_default(model) if self.synced_gpus is None else self.synced_gpus
+        prompt_R = torch.arange(len(input_ids), device=input_ids.device) if self.prompt_R is None else self.prompt_R
+        batch = _Batch(input_ids, prompt_R, generation_config, logits_processor, stopping_criteria, model_kwargs)
+        # Some rotary tables depend on the longest row. It may have ended, so no row may be dropped then.
+        batch.drops = batch.drops and batch.longest <= position_limit(model)
+        continues = self.turns is not None and self.turns.number > 0
+        keeps = self.turns is not None and not self.turns.is_last
+        if self.images is not None:
+            batch.images_R = [self.images.keys[prompt] for prompt in prompt_R.tolist()]
+        prefill_rows = self._prefill_turn if continues else self._prefill
+        with fast_linears(model, decoding=True), watched_attention(model) as self.per_row:
+            with self._tower_on_every_rank(model, input_ids.device, synced_gpus):
+                outputs = prefill_rows(model, input_ids, prompt_R, batch, generation_config, synced_gpus)
+            with tuned_for_decoding(model):
+                while unfinished(model, batch.left == 0, synced_gpus, input_ids.device):
+                    if outputs is None:
+                        outputs = model(**batch.inputs(model), return_dict=True)
+                        self.work.row_steps += len(batch.ids_AL)
+                        self.work.row_steps_stock += len(prompt_R)
+                    if batch.shared is None:
+                        batch.kwargs = next_inputs(model, outputs, batch.kwargs)
+                    logits_AV = outputs.logits[:, -1]
+                    outputs = None
+                    if batch.left:
+                        batch.append(logits_AV)
+                        if keeps:
+                            # Before the next forward: it would run these rows' padding through their states.
+                            for row in batch.ended_rows():
+                                self.turns.add(row)
+                        batch.drop_finished(synced_gpus)
+        return torch.cat([input_ids[prompt_R], torch.stack(batch.columns, 1)], 1)
+
+    def with_images(self, batch: dict[str, Any], chunked: bool) -> dict[str, Any]:
+        """`generate`'s arguments for prompts with images.
+
+        `generate` runs the vision tower before it calls this loop. In two cases the pixels therefore stay here, and
+        `generate` only gets what positions are computed from: in a later turn, because kept rows have seen most of the
+        images, and if a forward may be collective, because other ranks may have no images.
+        """
+        is_collective = self.synced_gpus is not False
+        if chunked:
+            self.turns = None  # transformers takes pixels in chunks from `generate` alone
+        if chunked or "pixel_values" not in batch or (self.turns is None and not is_collective):
+            return batch
+        self.images = PromptImages(batch)
+        pixels = {name: x for name, x in batch.items() if name in PER_IMAGE}
+        if self.turns is None or self.turns.number == 0:
+            if not is_collective:
+                return batch
+            self._pixels = pixels
+        return {name: x for name, x in batch.items() if name not in pixels or name == "image_grid_thw"}
+
+    def _prefill(
+        self, model, ids_UP, prompt_R: torch.Tensor, batch: "_Batch", config: GenerationConfig, synced_gpus: bool
+    ):
+        """Outputs as of a prefill of every row, from one of each prompt; the cache in `batch` serves every row."""
+        ids_UP, kwargs_U, beginning = prefill_beginning(model, ids_UP, batch.kwargs, config, synced_gpus)
+        batch.beginning = beginning
+        if self._pixels:
+            kwargs_U = {name: x for name, x in kwargs_U.items() if name not in _OF_IMAGES} | self._pixels
+        if self.per_row is None:
+            watch = PrefillWatch(kwargs_U.get(CACHE), kwargs_U)
+            outputs = prefill(model, ids_UP, config, {**kwargs_U, "shared_prompts": watch})
+            self.per_row = watch.why_not()
+        else:
+            outputs = prefill(model, ids_UP, config, kwargs_U)
+        if self.per_row is None:
+            batch.shared = SharedPrompts(outputs[CACHE], prompt_R, kwargs_U, batch.longest)
+        else:
+            take_rows(outputs[batch.cache_name], prompt_R, batch.longest)
+        self.work.prefill_tokens += ids_UP.numel() - beginning * (len(ids_UP) - 1)
+        return self._of_rows(model, outputs, kwargs_U, prompt_R, batch)
+
+    def _of_rows(self, model, outputs, kwargs_U: dict, prompt_R: torch.Tensor, batch: "_Batch"):
+        """Outputs of a prefill of distinct prompts with arguments `kwargs_U`, repeated for the rows of each prompt."""
+        outputs.logits = outputs.logits[:, -1:][prompt_R]
+        self.work.prefill_tokens_stock += batch.ids_AL.numel()
+        kwargs = {name: _rows(name, value, prompt_R) for name, value in kwargs_U.items() if name not in _OF_IMAGES}
+        batch.kwargs = kwargs
+        # The last positions are enough for the next step, unless a model drops its cache and needs all of them again.
+        if kwargs.get("position_ids") is not None and not prepares_inputs_itself(model):
+            kwargs["position_ids"] = kwargs["position_ids"][..., -1:]
+        return outputs
+
+    def _prefill_turn(
+        self, model, ids_UP, prompt_R: torch.Tensor, batch: "_Batch", config: GenerationConfig, synced_gpus: bool
+    ):
+        """Prefill prompts that continue from the caches kept of the last turn; otherwise as `_prefill`."""
+        self.per_row = "each row has a history of its own"
+        kwargs_U = batch.kwargs
+        device = ids_UP.device
+        width = ids_UP.shape[1]
+        lengths = (width - _padding(ids_UP, kwargs_U)).tolist()
+        histories = [row[width - length :] for row, length in zip(ids_UP.tolist(), lengths, strict=True)]
+        parts = self.turns.plan_prefill(histories, None if self.images is None else self.images.keys)
+        outputs = None
+        caches = []
+        logits = []
+        rows = []  # of `ids_UP`, in the order in which they were prefilled
+        # If a forward is collective, a rank without parts left takes part with one token that nobody uses.
+        while unfinished(model, not parts, synced_gpus, device):
+            if not parts:
+                self._prefill_part(model, ids_UP, [1], Continuation([0], [None], 1), config, batch)
+                continue
+            part = parts.pop(0)
+            outputs = self._prefill_part(model, ids_UP, lengths, part, config, batch)
+            caches.append(outputs[batch.cache_name])
+            logits.append(outputs.logits[:, -1:])
+            rows += part.rows
+            self.work.prefill_tokens += len(part.rows) * part.new
+        if len(caches) > 1:
+            order_U = torch.tensor(rows, device=device).argsort()
+            outputs[batch.cache_name] = joined_cache(model.config, caches, order_U, width)
+            outputs.logits = torch.cat(logits)[order_U]
+        take_rows(outputs[batch.cache_name], prompt_R, batch.longest)
+        return self._of_rows(model, outputs, kwargs_U, prompt_R, batch)
+
+    @contextmanager
+    def _tower_on_every_rank(self, model, device: torch.device, synced_gpus: bool) -> Iterator[None]:
+        """Inside the block a rank without new images runs a sharded vision tower, too, on images of another rank.
+
+        Its weights are gathered by all ranks at once. Prompts may have images on some ranks only, and so may the
+        results of tools.
+        """
+        if not synced_gpus:
+            yield
+            return
+        tower = Images(model)
+        if tower.reason is None:
+            tower.share_images(lambda: {} if self.images is None else self.images.of_one_prompt(), device)
+        with tower.in_every_forward():
+            yield
+
+    def _prefill_part(
+        self, model, ids_UP, lengths: list[int], part: Continuation, config: GenerationConfig, batch: "_Batch"
+    ):
+        """The model's outputs for the last `part.new` columns of some prompts, continued from the kept caches.
+
+        `lengths`: tokens of every prompt of the batch.
+        """
+        width = max(lengths[row] for row in part.rows)
+        used = [max(0, lengths[row] - part.new) for row in part.rows]
+        rows = torch.tensor(part.rows, device=ids_UP.device)
+        kwargs = {name: _rows(name, value, rows) for name, value in batch.kwargs.items() if name not in _OF_IMAGES}
+        if self.images is not None and part.new > 1:  # a single token is text, and may be nobody's
+            images_in_cache = [0 if row is None else len(row.images) for row in part.kept]
+            kwargs.update(self.images.unseen(part.rows, images_in_cache))
+        kwargs[batch.cache_name] = filled_cache(model.config, part.kept, used, width - part.new)
+        part.kept.clear()  # frees the kept rows' memory before the forward
+        for name in ("attention_mask", "position_ids", *PER_TOKEN):
+            if kwargs.get(name) is not None:
+                kwargs[name] = kwargs[name][..., -width:]
+        return prefill(model, ids_UP[rows, -part.new :], config, kwargs)
+
+
+def distinct_rows(keys_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index of each distinct row's first occurrence `(U,)`, ascending, and for each row `(R,)` the entry equal to it.
+
+    The latter is `prompt_R` of [`Decoding`].
+    """
+    distinct, prompt_R = torch.unique(keys_RN, dim=0, return_inverse=True)
+    rows_R = torch.arange(len(keys_RN), device=keys_RN.device)
+    first_U = rows_R.new_full((len(distinct),), len(keys_RN)).scatter_reduce(0, prompt_R, rows_R, "amin")
+    first_U, order_U = first_U.sort()
+    return first_U, order_U.argsort()[prompt_R]
+
+
+class _Batch:
+    """The rows still in the batch (A of R), the state of each row, and the completions of all rows.
+
+    Attributes:
+        ids_AL: prompts and generated tokens of the rows still in the batch.
+        columns: the tokens of all R rows, step by step.
+        kwargs: arguments of the model's next forward, including the cache.
+        shared: the cache, if decoding attends to each prompt once; its arguments then replace `kwargs`.
+        images_R: keys of the images of all R rows.
+        left: number of rows that have not ended.
+        drops: whether rows that have ended leave the batch.
+        longest: maximum length of a row, prompt included.
+        beginning: number of columns in front of the padding, which a beginning that was prefilled on its own takes.
+    """
+
+    def __init__(self, ids_UP, prompt_R, config: GenerationConfig, logits_processor, stopping_criteria, kwargs: dict):
+        self.ids_AL = ids_UP[prompt_R]
+        self.kwargs = kwargs
+        self.cache_name = next((name for name in CACHE_NAMES if name in kwargs), CACHE)
+        self.shared: SharedPrompts | None = None
+        self.images_R: list[tuple[int, ...]] = [()] * len(prompt_R)
+        self.beginning = 0
+        self.logits_processor = logits_processor
+        self.stopping_criteria = stopping_criteria
+        self._select_in_processors(prompt_R)
+        self._padding_R = _padding(ids_UP, kwargs)[prompt_R]
+        self._rows = len(prompt_R)
+        self.left = self._rows
+        self._newly_ended = 0
+        self.longest = sys.maxsize if stopping_criteria.max_length is None else stopping_criteria.max_length
+        self._rows_A = torch.arange(self.left, device=ids_UP.device)
+        self._open_A = torch.ones_like(self._rows_A, dtype=torch.bool)
+        self._uniforms = RowUniforms(self.left, ids_UP.device) if config.do_sample else None
+        self.columns: list[torch.Tensor] = []
+        # Without an end-of-sequence token `generate` lets finished rows go on as they are.
+        pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        self._pad = pad_token(config).to(ids_UP.device) if pads else None
+        self.drops = pads and all(type(item).__name__ in _BY_ROW for item in (*logits_processor, *stopping_criteria))
+
+    def inputs(self, model: nn.Module) -> dict[str, Any]:
+        """Arguments of the model's next forward."""
+        if self.shared is not None:
+            return self.shared.next_inputs(self.ids_AL[:, -1])
+        return model.prepare_inputs_for_generation(self.ids_AL, next_sequence_length=1, **self.kwargs)
+
+    def append(self, logits_AV: torch.Tensor) -> None:
+        """Pick every row's next token.
+
+        Raises:
+            RuntimeError: NaN or infinite probabilities, with the message of `torch.multinomial`.
+        """
+        logits_AV = logits_AV.to(self.ids_AL.device)
+        if self.logits_processor:
+            logits_AV = self.logits_processor(self.ids_AL, logits_AV.to(copy=True, dtype=torch.float32))
+        if self._uniforms is None:
+            next_A = logits_AV.argmax(-1)
+        else:
+            next_A = draw(torch.softmax(logits_AV, -1, dtype=torch.float32), self._uniforms.next(self._rows_A))
+        if self._pad is not None and self.left < len(next_A):
+            next_A = next_A.where(self._open_A, self._pad)
+        if len(self._rows_A) == self._rows:
+            self.columns.append(next_A)
+        else:
+            self.columns.append(self._pad.repeat(self._rows).index_copy(0, self._rows_A, next_A))
+        self.ids_AL = torch.cat([self.ids_AL, next_A[:, None]], 1)
+        was_open_A = self._open_A
+        was_left = self.left
+        self._open_A = was_open_A & ~self.stopping_criteria(self.ids_AL, None)
+        self._ended_A = was_open_A & ~self._open_A
+        # Both numbers in one transfer, so that the host waits for the device once.
+        self.left, broken = torch.stack([self._open_A.sum(), (next_A < 0).sum()]).tolist()
+        self._newly_ended = was_left - self.left
+        if broken:
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+
+    def ended_rows(self) -> Iterator[KeptRow]:
+        """Tokens and caches of the rows that ended with the last token.
+
+        The last token itself is not included, because the model has not run on it.
+        """
+        if not self._newly_ended:
+            return
+        ended = self._ended_A.nonzero()[:, 0]
+        indices_in_R = self._rows_A[ended]
+        padding = self._padding_R[indices_in_R].tolist()
+        for row, index_in_R, padding_of_row in zip(ended.tolist(), indices_in_R.tolist(), padding, strict=True):
+            length = self.ids_AL.shape[1] - 1 - padding_of_row
+            ids = self.ids_AL[row, -1 - length : -1].tolist()
+            yield KeptRow(ids, self._states_of(row, length), self.images_R[index_in_R])
+
+    def _states_of(self, row: int, length: int) -> list[States]:
+        """Copies of each layer's tensors for the `length` tokens of a row of A, without padding."""
+        layers = []
+        if self.shared is not None:
+            for number in range(len(self.shared.cache.layers)):
+                keys, values = self.shared.keys_and_values(number, row, length, self.beginning)
+                layers.append({"keys": keys, "values": values})
+            return layers
+        for layer in self.kwargs[self.cache_name].layers:
+            states = {name: state[row] for name, state in layer_states(layer).items()}
+            for name in states.keys() & {"keys", "values"}:
+                states[name] = without_padding(states[name], length, self.beginning)
+            layers.append({name: state.clone() for name, state in states.items()})
+        return layers
+
+    def drop_finished(self, synced_gpus: bool) -> None:
+        """Drop finished rows and their part of the cache, once there are enough of them to be worth the copy."""
+        finished = len(self._rows_A) - self.left
+        are_enough = finished >= max(1, _DROP_SHARE * len(self._rows_A))
+        is_over = not self.left and not synced_gpus
+        if not self.drops or not are_enough or is_over:
+            return
+        # If this rank has finished but other ranks need its forwards, one row stays.
+        remaining = self._open_A.nonzero()[:, 0] if self.left else self._rows_A.new_zeros(1)
+        self.ids_AL = self.ids_AL[remaining]
+        self._rows_A = self._rows_A[remaining]
+        self._open_A = self._open_A[remaining]
+        if self.shared is not None:
+            self.shared.select(remaining)
+        else:
+            take_rows(self.kwargs[self.cache_name], remaining)
+            self.kwargs = {name: _rows(name, value, remaining) for name, value in self.kwargs.items()}
+        self._select_in_processors(remaining)
+
+    def _select_in_processors(self, rows: torch.Tensor) -> None:
+        for processor in self.logits_processor:
+            if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):
+                processor.prompt_ignore_length = processor.prompt_ignore_length[rows]
+
+
+def _padding(ids_UP: torch.Tensor, kwargs: dict) -> torch.Tensor:
+    """Columns of padding in front of each prompt, `(U,)`; `generate` passes no mask if there is no padding."""
+    mask_UP = kwargs.get("attention_mask")
+    return ids_UP.new_zeros(len(ids_UP)) if mask_UP is None else (mask_UP == 0).sum(1)
+
+
+def _rows(name: str, value, rows: torch.Tensor):
+    """The rows `rows` of the model's argument `name`; an argument that is no tensor is returned unchanged."""
+    if not isinstance(value, torch.Tensor) or not value.ndim:
+        return value
+    # Classes that take images have positions on several axes, `(axes, rows, tokens)`.
+    return value[:, rows] if name == "position_ids" and value.ndim == 3 else value[rows]
+
+
+# --- sampling --------------------------------------------------------------------------------------------------------
+#
+# One uniform number per row and step gives the same distribution as `torch.multinomial`. That function draws one for
+# every entry of the vocabulary (5% of the CPU time of SmolLM2-135M, 16 rows x 24 tokens). Here a row's draw depends
+# only on the seed, the row and the step, not on which other rows are still being generated.
+
+_BLOCK = 128  # steps for which uniform numbers are drawn at once
+_WIDTH = 256  # entries of a block of the vocabulary in the two-level search
+
+
+class RowUniforms:
+    """Uniform numbers in [0, 1) for row r and step t of a batch of `rows`, a function of the seed, r and t alone.
+
+    The numbers are drawn on the CPU, so that every device gets the same. Without `seed`, one draw from the global
+    state gives the seed.
+    """
+
+    def __init__(self, rows: int, device: torch.device, seed: int | None = None):
+        seed = torch.randint(2**63 - 1, ()).item() if seed is None else seed
+        self._generator = torch.Generator().manual_seed(seed)
+        self._rows = rows
+        self._device = device
+        self._step = 0
+
+    def next(self, rows_A: torch.Tensor) -> torch.Tensor:
+        """The next step's numbers `(A,)`, in [`widest_float`], for the rows `rows_A`, indices into the whole batch."""
+        if self._step % _BLOCK == 0:
+            block = torch.rand(_BLOCK, self._rows, dtype=torch.float64, generator=self._generator)
+            self._block = block.to(widest_float(self._device)).to(self._device)
+        self._step += 1
+        return self._block[(self._step - 1) % _BLOCK, rows_A]
+
+
+def draw(probs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
+    """The token at which each row's distribution function passes `uniform_B`; never a token of probability zero.
+
+    The search has two levels: the sums of blocks of the vocabulary choose a block, and then a token inside the block
+    is chosen. So the distribution function is accumulated in [`widest_float`] without a copy of `probs_BV` in that
+    dtype. `probs_BV` are float32 and need not sum to one; a row with NaN or infinite weights gets -1.
+    """
+    size = probs_BV.shape[1]
+    dtype = widest_float(probs_BV.device)
+    if size <= _WIDTH:
+        weight_BV = probs_BV.to(dtype)
+        return _invert(weight_BV, uniform_B)[0].where(weight_BV.sum(1).isfinite(), -1)
+    whole = size - size % _WIDTH
+    blocks_BN = probs_BV[:, :whole].unflatten(1, (-1, _WIDTH)).sum(-1, dtype=dtype)
+    if whole < size:
+        blocks_BN = torch.cat([blocks_BN, probs_BV[:, whole:].sum(-1, keepdim=True, dtype=dtype)], 1)
+    block_B, left_B = _invert(blocks_BN, uniform_B)
+    token_BW = block_B[:, None] * _WIDTH + torch.arange(_WIDTH, device=probs_BV.device)
+    weight_BW = probs_BV.gather(1, token_BW.clamp_max(size - 1)).to(dtype) * (token_BW < size)
+    inside_B, _ = _invert(weight_BW, left_B)
+    token_B = block_B * _WIDTH + inside_B
+    return token_B.where(blocks_BN.sum(1).isfinite(), -1)
+
+
+def _invert(weights_BN: torch.Tensor, uniform_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index at which the cumulated weights pass `uniform_B` of their total, and how far into that weight (0 to 1)."""
+    upto_BN = weights_BN.cumsum(1)
+    total_B1 = upto_BN[:, -1:]
+    target_B1 = uniform_B[:, None] * total_B1
+    # Rounding may lift the target to the total. The index is then the last one of positive weight.
+    index_B = torch.minimum((upto_BN <= target_B1).sum(1), (upto_BN < total_B1).sum(1)).clamp_max(
+        weights_BN.shape[1] - 1
+    )
+    weight_B = weights_BN.gather(1, index_B[:, None])[:, 0]
+    before_B = upto_BN.gather(1, index_B[:, None])[:, 0] - weight_B
+    return index_B, ((target_B1[:, 0] - before_B) / weight_B).clamp(0, 1)

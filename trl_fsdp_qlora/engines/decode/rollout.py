@@ -1,0 +1,253 @@
+"""`Rollout`: the source of all completions, for training's own rollouts, accuracy and stage 1."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, fields
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig
+
+from ...compat.trl import Turn, unwrap_model_for_generation
+from ...fsdp2_qlora.generation import FREE_SHARE, free_bytes, gathered_as, is_gathered
+from ...prefix_sharing.images import PER_TOKEN
+from ...scoring.cpu_linear import beats_mkl
+from .completions import complete, vision_tensors
+from .decoding import Decoding, DecodingWork, why_stock
+from .turns import KeptTurns, why_not_kept
+
+logger = get_logger(__name__)
+
+
+class GenerateSettings(NamedTuple):
+    """A trainer's settings for transformers' `generate`; a completion is cut after the first of `eos_token_ids`."""
+
+    config: GenerationConfig
+    overrides: dict[str, Any]  # take precedence over the model's own generation config
+    eos_token_ids: list[int]
+
+
+class Rollout:
+    """Source of completions for a model in any wrapper; `backend` is TRL's `DistributedBackend`."""
+
+    def __init__(self, args: Any, accelerator: Accelerator, backend: Any):
+        self.args = args
+        self.accelerator = accelerator
+        self.backend = backend
+        self._work = DecodingWork()
+        self._turns: KeptTurns | None = None
+
+    @contextmanager
+    def episodes(self, turns: int) -> Iterator[None]:
+        """Context in which rows keep their caches from one turn to the next; all caches are freed at its end.
+
+        `turns`: how many turns may follow the first.
+        """
+        limit = FREE_SHARE * free_bytes(self.accelerator.device)
+        self._turns = KeptTurns(limit, turns)
+        try:
+            yield
+        finally:
+            self._turns = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a forward is a collective operation, and possible only after `Trainer.train` prepared the model."""
+        return self.accelerator.num_processes > 1 and (self.backend.is_fsdp or self.backend.is_zero3)
+
+    def refuse_unprepared(self, caller: str, model: nn.Module, wrapped: nn.Module) -> None:
+        """Raise `RuntimeError` if `caller` needs a forward of a model that is not sharded yet.
+
+        The message names the change to make.
+        """
+        prepared = wrapped is not model or any(isinstance(p, DTensor) for p in model.parameters())
+        if self.is_sharded and not prepared:
+            raise RuntimeError(
+                f"{caller} needs a forward of a sharded model, and only train() prepares it: let train() run stage 1 "
+                "in its first step, or run stage 1 without FSDP or ZeRO-3 first (--stage estimate)"
+            )
+
+    def training_turn(
+        self, stock: Callable, turn: Turn, wrapped: nn.Module, settings: GenerateSettings | None
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        """Completions of a generation batch, one per prompt row, and their log-probabilities if vLLM drew them.
+
+        Args:
+            stock, turn: `GRPOTrainer._generate_single_turn` and its arguments.
+            wrapped: the policy as it was prepared.
+            settings: settings of transformers' `generate`; `None` if another engine generates.
+        """
+        if self.args.use_transformers_continuous_batching and not self.args.use_vllm:
+            with restore_weights(self.accelerator.unwrap_model(wrapped)):
+                return stock(**turn._asdict())
+        turns = None if settings is None else self._turns
+        if turns is not None and turns.number > 0:
+            self._any_rank_goes_on(True)
+        try:
+            return self._turn(stock, turn, wrapped, settings, turns)
+        finally:
+            if turns is not None:
+                turns.number += 1
+
+    def _turn(self, stock, turn: Turn, wrapped, settings: GenerateSettings | None, turns: KeptTurns | None):
+        if settings is None or self.why_stock(wrapped, settings) is not None:
+            return stock(**turn._asdict())
+        of_images = turn.multimodal_fields
+        if turn.has_tool_images and not any(name in PER_TOKEN for name in of_images):
+            if turns is not None:
+                turns.clear()
+                logger.warning_once(
+                    "rollouts: turns behind a tool's image are prefilled whole, as in stock TRL, which knows no "
+                    "placeholder token of this model's images"
+                )
+            return stock(**turn._asdict())
+        vision = {}
+        if turn.images or any(name.startswith("pixel_values") for name in of_images):
+            counts = [len(each or ()) for each in turn.images or ()]
+            vision = vision_tensors(of_images | {"num_images": counts}, max(map(len, turn.prompt_ids)))
+            reason = self.why_stock(wrapped, settings, vision)
+            if reason is not None:
+                logger.warning_once(f"decoding: a batch with images generates as in stock TRL ({reason})")
+                return stock(**turn._asdict())
+        with self.generating(wrapped, settings.overrides) as (model, synced_gpus):
+            decoding = Decoding(synced_gpus, turns if why_not_kept(model) is None else None)
+            completions, work = complete(
+                model,
+                turn.prompt_ids,
+                settings.config,
+                ends=settings.eos_token_ids,
+                synced_gpus=synced_gpus,
+                decoding=decoding,
+                vision=vision,
+            )
+        self._work += work
+        is_later_turn = turns is not None and turns.number > 0
+        if decoding.per_row is not None and not is_later_turn and self.accelerator.device.type == "cpu":
+            logger.warning_once(f"decoding: prompts attended to per row, not once per group ({decoding.per_row})")
+        return completions, None
+
+    def join_turns(
+        self, stock: Callable, prompt: list[int], wrapped: nn.Module, settings: GenerateSettings | None
+    ) -> None:
+        """Take part in the further turns of other ranks, if a forward is collective and this rank's episodes are over.
+
+        Args:
+            stock, wrapped, settings: see `training_turn`.
+            prompt: tokens of any prompt of this rank.
+        """
+        if settings is None or self._turns is None:
+            return
+        while self._any_rank_goes_on(False):
+            # This rank's token is not used; the decoding loop goes on as long as any rank's loop does.
+            turn = Turn([prompt[-1:]], None, {}, num_generations=1)
+            with patch.multiple(settings.config, max_new_tokens=1):
+                self._turn(stock, turn, wrapped, settings, self._turns)
+            self._turns.clear()
+            self._turns.number += 1
+
+    def _any_rank_goes_on(self, this_one: bool) -> bool:
+        """Whether any rank generates another turn.
+
+        Collective if a forward is collective: every rank then has to generate equally often.
+        """
+        if not self.is_sharded:
+            return this_one
+        count = torch.tensor(int(this_one), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(count, reduction="sum"))
+
+    def why_stock(self, wrapped: nn.Module, settings: GenerateSettings, vision: dict | None = None) -> str | None:
+        """Why training's completions come from transformers' own decoding loop; `None` if they do not."""
+        if not self.args.compact_generation:
+            return "compact_generation=False"
+        return why_stock(self.accelerator.unwrap_model(wrapped), settings.config, vision)
+
+    def features(
+        self, wrapped: nn.Module, settings: GenerateSettings | None, tools: bool = False
+    ) -> list[tuple[str, str]]:
+        """Headings and lines of the start-up block on transformers' `generate`; `tools`: whether the run has tools."""
+        if settings is None and self.args.use_vllm:
+            return []
+        if settings is None:
+            return [("as stock TRL", "rollouts: transformers' continuous batching")]
+        reason = self.why_stock(wrapped, settings)
+        if reason is not None:
+            heading = "as stock TRL" if self.args.compact_generation else "off"
+            return [(heading, f"rollouts: every completion prefills its prompt, no row leaves early ({reason})")]
+        lines = [("on", "rollouts: each prompt prefilled once, finished rows leave the batch")]
+        if tools:
+            reason = why_not_kept(self.accelerator.unwrap_model(wrapped))
+            if reason is None:
+                lines.append(("on", "tools: a turn continues where the last one stopped"))
+            else:
+                lines.append(("as stock TRL", f"tools: every turn prefills its whole history ({reason})"))
+        if self.accelerator.device.type == "cpu" and beats_mkl():
+            lines.append(("on", "decoding: float32 products by oneDNN"))
+        return lines
+
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics of the work of all ranks since the last call, and of transformers' own loop. Collective."""
+        figures = torch.tensor(astuple(self._work), device=self.accelerator.device)
+        figures = self.accelerator.reduce(figures, reduction="sum")
+        self._work = DecodingWork()
+        if not figures.any():
+            return {}
+        sums = zip(fields(DecodingWork), figures.tolist(), strict=True)
+        return {f"generation/{field.name}": float(value) for field, value in sums}
+
+    @contextmanager
+    def generating(self, wrapped: nn.Module, overrides: dict | None = None) -> Iterator[tuple[nn.Module, bool]]:
+        """A model for [`completions.generate`] outside of training's rollouts, without gradients.
+
+        Every rank has to enter this context. Under FSDP2 the weights are gathered once for the whole block, if
+        `args.fsdp_gather` and the free memory allow it, and each rank then generates on its own. Otherwise every
+        forward is a collective operation.
+
+        Args:
+            wrapped: the policy or the reference model, as it was prepared.
+            overrides: settings that replace those of the model's generation config inside the context.
+
+        Yields:
+            The unwrapped model, and whether a forward is collective. In that case every rank has to generate equally
+            often, and with `synced_gpus=True`.
+        """
+        with (
+            gathered_as(self.args.fsdp_gather, wrapped, self.accelerator.device),
+            unwrap_model_for_generation(
+                wrapped,
+                self.accelerator,
+                gather_deepspeed3_params=self.args.ds3_gather_for_generation,
+                generation_kwargs=overrides,
+                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
+            ) as model,
+            torch.no_grad(),
+            self.backend.summon_full_params(wrapped, recurse=False),
+        ):
+            yield model, self.is_sharded and not is_gathered(wrapped)
+
+
+@contextmanager
+def restore_weights(model: nn.Module) -> Iterator[None]:
+    """Restore the values and dtype of every parameter and buffer after the block, and the model's training mode.
+
+    TRL casts the trained model to bf16 or fp16 for the engine and leaves it so: the adapter's float32 weights
+    lose their low bits, and rotary frequencies are rounded. While completions are generated, the originals of cast
+    tensors stay in memory.
+    """
+    parameters = [(parameter, parameter.data) for parameter in model.parameters()]
+    buffers = []
+    for module in model.modules():
+        buffers += [(module, name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
+    was_training = model.training
+    try:
+        yield
+    finally:
+        for parameter, data in parameters:
+            parameter.data = data
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer
+        model.train(was_training)

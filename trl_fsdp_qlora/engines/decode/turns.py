@@ -1,0 +1,315 @@
+"""Caches kept over the turns of an episode: a row's next turn does not prefill its earlier turns again.
+
+With tools, TRL's loop generates each turn from the whole history: prompt, completions and the tools' answers so far.
+Here a row that ends a turn leaves its keys, values and states with [`KeptTurns`]. The next `generate` call compares
+the tokens of its prompts with those of the rows that were kept, and runs only the new tokens. So an edited or
+rolled-back history is safe: keys and values are used as far as the tokens agree. Recurrent states and full sliding
+windows cannot go back, so such a row is used whole or not at all.
+
+Tokens do not identify images. A kept row has a key of each of its images as well, and serves only prompts that begin
+with the same tokens and the same images. It is used whole or not at all, so no forward begins inside an image. The
+next turn gets the pixels of those images alone that the kept row has not seen.
+
+Rows are padded on the left in a forward, as in `generate`. Rows that may go back a few tokens run together, with as
+many new tokens as the longest of them needs. Padding must not touch the states of the other rows, so these run only
+with rows that have equally many new tokens.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.logging import get_logger
+from peft import PeftModel
+from torch import nn
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from ...compat.trl import images_by_row, rows_of_images
+from ...prefix_sharing.facts import position_limit
+from ...prefix_sharing.images import PER_IMAGE, fingerprints
+from ...prefix_sharing.recurrent.kinds import goes_on_from_a_state, recurrent_layers
+
+logger = get_logger(__name__)
+
+# Rows are prefilled together if each has at least this share of the new tokens of the longest.
+_TOGETHER = 0.5
+
+# Keys and values by name, and a recurrent layer's states by kind and number.
+States = dict[str | tuple[str, int], torch.Tensor]
+
+
+def why_not_kept(model: nn.Module) -> str | None:
+    """Why every turn of `model`, unwrapped, has to be prefilled whole; `None` if it need not be."""
+    model = model.get_base_model() if isinstance(model, PeftModel) else model
+    if position_limit(model) != float("inf"):
+        return "rotary tables that depend on the longest row"
+    for layer in recurrent_layers(model):
+        # Transformers' Mamba-1 starts its scan at zero for several tokens, whatever the cache holds.
+        if not goes_on_from_a_state(type(layer)):
+            return f"{type(layer).__name__} goes on from no state"
+    return None
+
+
+def layer_states(layer) -> States:
+    """The tensors that a layer of a cache holds; each tensor has a row for each row of the batch."""
+    states: States = {}
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        for kind, by_number in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
+            for number, state in by_number.items():
+                if state is not None:
+                    states[kind, number] = state
+    if getattr(layer, "keys", None) is not None and layer.get_seq_length():
+        states["keys"] = layer.keys
+        states["values"] = layer.values
+    return states
+
+
+def fill_layer(layer, states: States, length: int) -> None:
+    """Fill an empty layer as if it had seen `length` columns and kept `states`."""
+    for name, state in states.items():
+        if name in ("keys", "values"):
+            continue
+        kind, number = name
+        if kind == "conv":
+            layer.update_conv_state(state, state_idx=number, conv_kernel_size=state.shape[-1])
+        else:
+            layer.update_recurrent_state(state, state_idx=number)
+            layer.has_previous_state[number] = True
+    if "keys" in states:
+        layer.update(states["keys"], states["values"])
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length = length
+
+
+class PromptImages:
+    """The images of a batch's prompts: a key of each image, and the arguments of the model for some of them.
+
+    Classes that pad each prompt to as many images as any prompt has (Idefics, SmolVLM) have one key per prompt. If
+    such a prompt gets another image, its key changes, and the prompt is prefilled whole.
+
+    Attributes:
+        keys: keys of each prompt's images, in their order.
+    """
+
+    def __init__(self, vision: dict[str, Any]):
+        counts = list(vision["num_images"])
+        self._tensors = {name: vision[name] for name in PER_IMAGE if vision.get(name) is not None}
+        one_by_one = {**self._tensors, "num_images": [1] * sum(counts)}
+        self.is_per_prompt = isinstance(images_by_row(one_by_one)["pixel_values"], torch.Tensor)
+        if self.is_per_prompt:
+            self._tensors["num_images"] = [1] * len(counts)
+            self._images = [[row] if count else [] for row, count in enumerate(counts)]
+        else:
+            self._tensors["num_images"] = [1] * sum(counts)
+            self._images = [[*range(end - n, end)] for n, end in zip(counts, accumulate(counts), strict=True)]
+        keys = fingerprints(self._tensors)[:, 0].tolist()
+        self.keys = [tuple(keys[image] for image in images) for images in self._images]
+
+    def unseen(self, rows: list[int], seen: list[int]) -> dict[str, torch.Tensor]:
+        """The model's arguments for the images of prompts `rows`, without the first `seen` images of each."""
+        pairs = zip(rows, seen, strict=True)
+        images = [image for row, count in pairs if self.keys[row] for image in self._images[row][count:]]
+        if not images:
+            return {}
+        if self.is_per_prompt:
+            logger.warning_once(
+                "rollouts: this model's pixels are padded to the prompt with most images, so a turn with a new image "
+                "is prefilled whole"
+            )
+        return self._arguments(images)
+
+    def of_one_prompt(self) -> dict[str, torch.Tensor]:
+        """The model's arguments for all images of the first prompt that has some."""
+        row = next(row for row, keys in enumerate(self.keys) if keys)
+        return self._arguments(self._images[row])
+
+    def _arguments(self, images: list[int]) -> dict[str, torch.Tensor]:
+        return {name: x for name, x in rows_of_images(self._tensors, images).items() if name != "num_images"}
+
+
+@dataclass
+class KeptRow:
+    """The tokens `ids` of a row, keys of the images among them, and each layer's tensors for them.
+
+    Keys and values are `(H_kv, L, D)`, without padding; recurrent states are as the layer holds them.
+    """
+
+    ids: list[int]
+    layers: list[States]
+    images: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        self.bytes = sum(state.nbytes for states in self.layers for state in states.values())
+        # A sliding layer that has dropped its first tokens cannot go back, and no row may go back into an image.
+        self.may_go_back = not self.images and all(
+            name in ("keys", "values") and state.shape[-2] == len(self.ids)
+            for states in self.layers
+            for name, state in states.items()
+        )
+
+    def usable(self, ids: list[int], images: tuple[int, ...] = ()) -> int:
+        """The number of a prompt's tokens that this row serves; the last token always runs, for its logits."""
+        if images[: len(self.images)] != self.images:
+            return 0
+        common = min(len(self.ids), len(ids) - 1)
+        if ids[:common] != self.ids[:common]:
+            differs = np.array(ids[:common]) != np.array(self.ids[:common])
+            common = int(differs.argmax())
+        return common if self.may_go_back or common == len(self.ids) else 0
+
+
+@dataclass
+class Continuation:
+    """Rows of a batch that are prefilled together, the kept row that serves each, and the columns that each runs."""
+
+    rows: list[int]
+    kept: list[KeptRow | None]
+    new: int
+
+
+class KeptTurns:
+    """Store for the caches that the rows of one rollout keep from one turn to the next.
+
+    Args:
+        limit: most bytes to keep at a time. Beyond it the rows kept first are dropped and prefilled again.
+        turns: how many turns may follow the first.
+
+    Attributes:
+        number: number of the turn that is generated; 0 for the first.
+    """
+
+    def __init__(self, limit: float, turns: float):
+        self.limit = limit
+        self.turns = turns
+        self.number = 0
+        self.bytes = 0
+        self.most_bytes = 0
+        self._rows: list[KeptRow] = []
+
+    @property
+    def is_last(self) -> bool:
+        return self.number >= self.turns
+
+    def add(self, row: KeptRow) -> None:
+        """Keep a row that has ended its turn."""
+        self._rows.append(row)
+        self.bytes += row.bytes
+        while self.bytes > self.limit:
+            self.bytes -= self._rows.pop(0).bytes
+            logger.warning_once(
+                f"rollouts: the caches that rows keep for their next turn need more than {self.limit / 1e9:.2g} GB, "
+                "half of the free memory: the first rows are prefilled again. Fewer completions at a time "
+                "(steps_per_generation) need less"
+            )
+        self.most_bytes = max(self.most_bytes, self.bytes)
+
+    def clear(self) -> None:
+        self._rows = []
+        self.bytes = 0
+
+    def plan_prefill(
+        self, prompts: list[list[int]], images: list[tuple[int, ...]] | None = None
+    ) -> list[Continuation]:
+        """The parts in which `prompts` are prefilled; kept rows that serve no prompt are freed.
+
+        `images`: keys of each prompt's images.
+        """
+        kept = sorted(self._rows, key=lambda row: row.ids)
+        self.clear()
+        images = [()] * len(prompts) if images is None else images
+        served = [self._serving(kept, ids, of_row) for ids, of_row in zip(prompts, images, strict=True)]
+        new = [len(ids) - length for ids, (_, length) in zip(prompts, served, strict=True)]
+        may_go_back = [keeper is None or keeper.may_go_back for keeper, _ in served]
+
+        parts: list[Continuation] = []
+        for row in sorted(range(len(prompts)), key=lambda row: -new[row]):
+            if may_go_back[row]:
+                if not parts or new[row] < _TOGETHER * parts[-1].new:
+                    parts.append(Continuation([], [], new[row]))
+                parts[-1].rows.append(row)
+        # Padding would change these rows' states, so only rows with equally many new tokens run together.
+        used_whole = [row for row in range(len(prompts)) if not may_go_back[row]]
+        for tokens in sorted({new[row] for row in used_whole}, reverse=True):
+            parts.append(Continuation([row for row in used_whole if new[row] == tokens], [], tokens))
+        for part in parts:
+            part.rows.sort()
+            part.kept = [served[row][0] for row in part.rows]
+        return parts
+
+    @staticmethod
+    def _serving(kept: list[KeptRow], ids: list[int], images: tuple[int, ...]) -> tuple[KeptRow | None, int]:
+        """The kept row that serves most tokens of a prompt, and their number; `kept` is sorted by tokens."""
+
+        def usable(row: KeptRow) -> int:
+            return row.usable(ids, images)
+
+        after = bisect_right(kept, ids, key=lambda row: row.ids)
+        # In this order the neighbours of a prompt share the longest beginning with the prompt. If the prompt continues
+        # any row, the longest such row is the neighbour before it. If the prompt continues none, a neighbour that
+        # cannot go back may hide a shorter row that serves, so all rows are searched. All rows are searched for a
+        # prompt with images, too, since several rows may have its tokens, and other images.
+        near = kept[max(0, after - 1) : after + 1]
+        goes_on = after > 0 and usable(near[0]) == len(near[0].ids)
+        if images or (not goes_on and not all(row.may_go_back for row in near)):
+            near = kept
+        best = max(near, key=usable, default=None)
+        length = 0 if best is None else usable(best)
+        return (best, length) if length else (None, 0)
+
+
+def filled_cache(config: PreTrainedConfig, rows: list[KeptRow | None], used: list[int], width: int) -> DynamicCache:
+    """The cache of a batch: the first `used` tokens of each of `rows`, padded on the left to `width` columns."""
+    cache = DynamicCache(config=config)
+    if not width:
+        return cache
+    a_kept_row = next(row for row in rows if row is not None)
+    for number, layer in enumerate(cache.layers):
+        states: States = {}
+        for name in a_kept_row.layers[number]:
+            if name in ("keys", "values"):
+                columns = min(width, getattr(layer, "sliding_window", width + 1) - 1)
+                states[name] = _padded(rows, used, number, name, columns)
+            else:
+                states[name] = torch.stack([row.layers[number][name] for row in rows])
+        if states:
+            fill_layer(layer, states, width)
+    return cache
+
+
+def _padded(rows: list[KeptRow | None], used: list[int], layer: int, name: str, columns: int) -> torch.Tensor:
+    """A layer's keys or values `(rows, H_kv, columns, D)`: the last `columns` of each row's `used` tokens."""
+    one = next(row.layers[layer][name] for row in rows if row is not None)
+    batch = one.new_zeros(len(rows), one.shape[0], columns, one.shape[2])
+    for i, (row, length) in enumerate(zip(rows, used, strict=True)):
+        if length:
+            states = row.layers[layer][name]
+            # Tokens that a sliding layer has dropped are missing in front.
+            missing = len(row.ids) - states.shape[-2]
+            real = states[:, max(0, length - missing - columns) : length - missing]
+            batch[i, :, columns - real.shape[1] :] = real
+    return batch
+
+
+def joined_cache(
+    config: PreTrainedConfig, caches: list[DynamicCache], order_U: torch.Tensor, width: int
+) -> DynamicCache:
+    """One cache of `width` columns: the rows of all `caches` one after the other, taken in the order `order_U`."""
+    joined = DynamicCache(config=config)
+    for number, layer in enumerate(joined.layers):
+        parts = [layer_states(cache.layers[number]) for cache in caches]
+        states: States = {}
+        for name, first in parts[0].items():
+            tensors = [part[name] for part in parts]
+            if name in ("keys", "values"):
+                columns = max(tensor.shape[-2] for tensor in tensors)
+                tensors = [nn.functional.pad(t, (0, 0, columns - t.shape[-2], 0)) for t in tensors]
+            states[name] = torch.cat(tensors)[order_U.to(first.device)]
+        if states:
+            fill_layer(layer, states, width)
+        for cache in caches:
+            cache.layers[number] = None  # frees its memory before the next layer is joined
+    return joined

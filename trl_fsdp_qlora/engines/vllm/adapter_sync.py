@@ -1,0 +1,215 @@
+"""The adapter's way into a vLLM engine: which adapters it can serve, and a folder for each version.
+
+vLLM loads a LoRA adapter from a folder. Every version gets a name and a folder of its own: the engine keys its prefix
+cache by the adapter's name, so a name that is used twice may answer from the previous policy.
+"""
+
+import copy
+import math
+import shutil
+import tempfile
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.save_and_load import get_peft_model_state_dict
+from safetensors.torch import save_file
+
+from ...compat.fsdp import plain_name
+from ...errors import UserError
+from ...fsdp2_qlora.adapters import gather_adapter
+from ...utils.files import written_whole
+
+# What vLLM's reader of adapters takes from a `LoraConfig`; ranks and scalings by module go through [`as_one_rank`].
+_READ = {"r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern"}
+# What says which layers are adapted, how they are trained, or where files come from. The products of `lora_A` and
+# `lora_B` are the same with it.
+_CHANGES_NO_PRODUCT = {
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "megatron_core", "runtime_config",
+    "eva_config",
+}  # fmt: skip
+# Others move part of the base's weights into the adapter: an engine that serves the untouched base with such an
+# adapter counts that part twice.
+_LEAVES_BASE = (True, False, "gaussian", "orthogonal", "eva", "mica")
+_WHY = {
+    "use_dora": "adds a magnitude; use use_dora=False",
+    "modules_to_save": "are trained whole",
+    "bias": "trains biases; use bias='none'",
+    "target_parameters": "are adapters of whole parameters, as PEFT makes of `all-linear` on a mixture of experts; "
+    "name linear layers: target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']",
+    "init_lora_weights": "moves part of the base into the adapter, and vLLM serves the whole base next to it; use "
+    "init_lora_weights=True",
+}
+_DOWN = ".lora_A.weight"
+_UP = ".lora_B.weight"
+_SCRATCH = ".adapters-"
+_LOCK = ".lock"
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's `max_lora_rank` can be
+
+
+class RolloutError(UserError):
+    """Completions could not be drawn from the policy; the message names the change to make."""
+
+
+def served_rank(config: LoraConfig) -> int:
+    """The `max_lora_rank` under which vLLM serves an adapter. Needs no model, so it can be asked before one is loaded.
+
+    vLLM holds lora_A and lora_B next to linear layers, and silently ignores everything else in a folder. So a field
+    that is not known to be read, or to change no product, has to be at its default.
+
+    Raises:
+        RolloutError: vLLM cannot serve such an adapter; the message names the line to change.
+    """
+    if type(config) is not LoraConfig:
+        raise RolloutError(f"vLLM cannot serve this adapter by itself: a {type(config).__name__} is no LoraConfig")
+    for field in fields(config):
+        value = getattr(config, field.name)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if field.name in _READ | _CHANGES_NO_PRODUCT or value == default or not (value or default):
+            continue
+        if field.name == "init_lora_weights" and value in _LEAVES_BASE:
+            continue
+        value = sorted(value) if isinstance(value, set) else value
+        unknown = f"is not read by vLLM, which would ignore it; leave it at {default!r}"
+        why = _WHY.get(field.name, unknown)
+        raise RolloutError(f"vLLM cannot serve this adapter by itself: {field.name}={value!r} {why}")
+    targets = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules or ()
+    if any(name in target for target in targets for name in ("lm_head", "embed_tokens")):
+        raise RolloutError(
+            f"vLLM cannot serve this adapter by itself: target_modules={config.target_modules} has the LM head or the "
+            "embeddings, for which vLLM's LoRA differs from PEFT's"
+        )
+    rank = max([config.r, *(config.rank_pattern or {}).values()])
+    if rank > _RANKS[-1]:
+        raise RolloutError(f"vLLM cannot serve this adapter by itself: its rank {rank} is above {_RANKS[-1]}")
+    return next(served for served in _RANKS if served >= rank)
+
+
+def check_trained(model: PeftModel) -> None:
+    """Refuse a model of which more is trained than vLLM is sent: lora_A and lora_B of one adapter, on linear layers.
+
+    Raises:
+        RolloutError: naming what is trained and not sent.
+    """
+    if len(model.active_adapters) != 1:
+        raise RolloutError(
+            f"vLLM cannot serve the adapters {model.active_adapters} together: activate one of them, or set "
+            "rollout_sync: merge"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and ".lora_A." not in name and ".lora_B." not in name:
+            raise RolloutError(
+                f"vLLM is sent the adapter alone, and {name} is trained too: freeze it, or set rollout_sync: merge"
+            )
+    for layer in (model.get_output_embeddings(), model.get_input_embeddings()):
+        if isinstance(layer, BaseTunerLayer):
+            raise RolloutError(
+                "vLLM cannot serve this adapter by itself: it adapts the LM head or the embeddings, for which vLLM's "
+                "LoRA differs from PEFT's. Leave them out of target_modules, or set rollout_sync: merge"
+            )
+
+
+def adapter_weights(model: PeftModel) -> dict[str, torch.Tensor]:
+    """The adapter's weights on the CPU under PEFT's file names, on rank 0; `{}` elsewhere. Collective under FSDP2.
+
+    Only adapter shards are gathered, nothing of the base. Under ZeRO-3 call it with the adapter's parameters gathered.
+    """
+    gathered = gather_adapter(model)
+    if not gathered:
+        return {}
+    weights = get_peft_model_state_dict(
+        model, state_dict=gathered, adapter_name=model.active_adapters[0], save_embedding_layers=False
+    )
+    return {name: tensor.contiguous() for name, tensor in weights.items()}
+
+
+def as_one_rank(model: PeftModel, weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], LoraConfig]:
+    """An adapter as vLLM reads one, with one rank and one scaling for all modules: its weights, and its config.
+
+    If every module has the config's rank and scaling, both are returned as they are. Otherwise lora_A and lora_B get
+    zeros up to the largest rank, and lora_B its module's own scaling, so their products stay what they are.
+
+    Args:
+        model: the policy, whose layers say with which scaling they multiply.
+        weights: [`adapter_weights`] of it.
+    """
+    adapter = model.active_adapters[0]
+    config = model.peft_config[adapter]
+    scalings = {
+        plain_name(name): layer.scaling[adapter]
+        for name, layer in model.named_modules()
+        if isinstance(layer, LoraLayer) and adapter in layer.scaling
+    }
+    ranks = {name.removesuffix(_DOWN): len(tensor) for name, tensor in weights.items() if name.endswith(_DOWN)}
+    read = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
+    if all(rank == config.r and scalings[name] == read for name, rank in ranks.items()):
+        return weights, config
+    largest = max(ranks.values())
+    even = {}
+    for name, rank in ranks.items():
+        down = weights[name + _DOWN]
+        up = weights[name + _UP]
+        scaled = (up.float() * scalings[name]).to(up.dtype)
+        even[name + _DOWN] = torch.nn.functional.pad(down, (0, 0, 0, largest - rank))
+        even[name + _UP] = torch.nn.functional.pad(scaled, (0, largest - rank))
+    config = copy.copy(config)
+    config.r = config.lora_alpha = largest
+    config.use_rslora = False
+    config.rank_pattern = {}
+    config.alpha_pattern = {}
+    return even, config
+
+
+def _lock_of(folder: Path) -> FileLock | None:
+    """The lock of a scratch folder, held; `None` if another run holds it, or if its disk has no locks."""
+    lock = FileLock(folder / _LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except (Timeout, NotImplementedError, OSError):
+        return None
+    return lock
+
+
+class AdapterVersions:
+    """Folders `<prefix>-v1`, `-v2`, … under a scratch folder in `folder`, each written whole before it has its name.
+
+    The prefix is unique to a run, so that two can share a server. `owns_folder`: `folder` belongs to the output
+    folder, so what killed runs left there is removed. A scratch folder in use is locked by its process.
+    """
+
+    def __init__(self, prefix: str, folder: str | Path, owns_folder: bool = False):
+        self.prefix = prefix
+        self.folder = Path(folder)
+        self.owns_folder = owns_folder
+        self.root: Path | None = None
+        self.bytes = 0
+
+    def publish(self, version: int, weights: dict[str, torch.Tensor], peft_config: LoraConfig) -> Path:
+        """Write version `version` and return its folder."""
+        self.bytes = sum(tensor.nbytes for tensor in weights.values())
+        if self.root is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for left in self.folder.glob(f"{_SCRATCH}*") if self.owns_folder else ():
+                if (lock := _lock_of(left)) is not None:
+                    shutil.rmtree(left, ignore_errors=True)
+                    lock.release()
+            self._scratch = tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=self.folder, ignore_cleanup_errors=True)
+            self.root = Path(self._scratch.name).resolve()
+            self._lock = _lock_of(self.root) if self.owns_folder else None  # held until this process ends
+        folder = self.root / f"{self.prefix}-v{version}"
+        with written_whole(folder) as scratch:
+            scratch.mkdir()
+            save_file(weights, scratch / "adapter_model.safetensors", metadata={"format": "pt"})
+            peft_config.save_pretrained(scratch)
+        return folder
+
+    def forget_before(self, version: int) -> None:
+        """Remove the folders of versions older than `version`."""
+        for folder in self.root.glob(f"{self.prefix}-v*"):
+            if int(folder.name.rpartition("-v")[2]) < version:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,202 @@
+"""Comparison of vLLM's policy with the trainer's: TRL's importance weights, and whether vLLM holds the same model.
+
+vLLM returns the log-probability of every token that it drew, and the loss computes the policy's own. The difference of
+the two is a metric in every step. Rounding alone makes it a few hundredths of a nat, another model makes it more than
+one.
+"""
+
+import math
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+
+from ...compat.trl import IMPORTANCE_RATIO, SAMPLED_LOGPS, SAMPLING_METRICS
+from .adapter_sync import RolloutError
+from .sync_choice import truncations
+
+logger = get_logger(__name__)
+
+
+def sampled_mask(inputs: dict[str, Any]) -> torch.Tensor:
+    """Tokens that the engine drew: those of the completion that no tool returned. Bool `(B, C)`."""
+    mask_BC = inputs["completion_mask"].bool()
+    return mask_BC & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask_BC
+
+
+def importance_weights(
+    policy_BC: torch.Tensor, sampled_BC: torch.Tensor, mask_BC: torch.Tensor, args: Any
+) -> torch.Tensor:
+    """Truncated or masked importance weights exp(log π_trainer − log π_engine), by the formula of TRL 1.16's trainer.
+
+    Args:
+        policy_BC: the trainer's log-probabilities when the batch was drawn; no gradient is taken through them.
+        sampled_BC: the engine's log-probabilities; NaN if the engine returned none, which counts as no difference.
+        mask_BC: completion tokens, tool results left out.
+        args: with `vllm_importance_sampling_mode`, `..._clip_min` and `..._clip_max`.
+
+    Returns:
+        `(B, C)` for the token modes, `(B, 1)` for the sequence modes.
+
+    Raises:
+        ValueError: an unknown mode.
+    """
+    level, _, treatment = args.vllm_importance_sampling_mode.partition("_")
+    if level not in ("token", "sequence") or treatment not in ("truncate", "mask"):
+        raise ValueError(
+            f"vllm_importance_sampling_mode={level}_{treatment}: use token_ or sequence_, truncate or mask"
+        )
+    low = args.vllm_importance_sampling_clip_min
+    high = args.vllm_importance_sampling_clip_max
+    low = -math.inf if low is None else low
+    high = math.inf if high is None else high
+    difference = torch.nan_to_num((policy_BC.detach() - sampled_BC) * mask_BC, nan=0.0)
+    weights = (difference if level == "token" else difference.sum(-1, keepdim=True)).exp()
+    if treatment == "truncate":
+        return weights.clamp(low, high)
+    return weights.masked_fill((weights < low) | (weights > high), 0.0)
+
+
+def completion_weights(
+    policy_B: torch.Tensor, sampled: list[list[list[float | None]]], mask_BC: torch.Tensor, args: Any
+) -> torch.Tensor:
+    """[`importance_weights`] of whole completions, `(B,)`, if only their log-probabilities' sums are known.
+
+    A completion of which the engine left out the log-probability of a token has the weight 1.
+
+    Args:
+        policy_B: the trainer's sums over unmasked tokens.
+        sampled: the engine's, by completion and token, the drawn token's first.
+        mask_BC: completion tokens.
+        args: with a mode of sequences.
+    """
+    sampled_BC = torch.zeros(mask_BC.shape, device=mask_BC.device)
+    for row, of_tokens in enumerate(sampled):
+        values = [math.nan if of_token[0] is None else of_token[0] for of_token in of_tokens]
+        sampled_BC[row, : len(values)] = torch.tensor(values)
+    sampled_B = torch.where(mask_BC.bool(), sampled_BC, 0.0).sum(1)
+    one_column = torch.ones_like(sampled_B)[:, None]
+    return importance_weights(policy_B[:, None], sampled_B[:, None], one_column, args)[:, 0]
+
+
+# --- does vLLM hold the model that is trained? -----------------------------------------------------------------------
+
+# Mean |engine - trainer| in nats. Of SmolLM2-135M's own samples: bf16 0.04, fp8 weights 0.14, fp8 activations too 0.19
+# to 0.22, 4-bit weights 0.72, untrained weights 8.0 (docs/LOG.md, 2026-11-22); larger models round less.
+OTHER_MODEL = 1.0  # an error after the first sync
+HIGH = 0.1  # a warning
+# A difference that has grown tenfold since the first sync is a warning too (a stale adapter), unless it is small.
+GROWN = 10.0
+SMALL = 0.01
+# Fewer tokens than these are not judged: one unlikely token may be off by a nat.
+ENOUGH_TOKENS = 100
+# Settings of `SamplingParams` that do not change the distribution of a token (how many are drawn, when they end, what
+# is returned), and those that are checked by themselves.
+_NEUTRAL = (
+    "n", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "detokenize",
+    "logprobs", "skip_special_tokens", "spaces_between_special_tokens", "prompt_logprobs", "temperature", "top_p",
+    "top_k", "min_p",
+)  # fmt: skip
+
+
+def sampling_figures(inputs: dict[str, Any], policy_BC: torch.Tensor, scored_BC: torch.Tensor | None) -> torch.Tensor:
+    """This rank's figures for [`sampling_metrics`]: `(3,)`, with importance weights `(7,)`.
+
+    The figures stay on the device, so the host does not wait.
+
+    Args:
+        inputs: of the loss, with the engine's log-probabilities and the importance weights, if there are any.
+        policy_BC: the policy's log-probabilities when the batch was drawn.
+        scored_BC: tokens that the loss scores; all if `None`.
+    """
+    mask_BC = sampled_mask(inputs) if scored_BC is None else sampled_mask(inputs) & scored_BC
+    known_BC = mask_BC & ~inputs[SAMPLED_LOGPS].isnan()
+    difference = torch.where(known_BC, inputs[SAMPLED_LOGPS] - policy_BC.detach(), 0.0).abs()
+    figures = [known_BC.sum(), difference.sum(), difference.amax()]
+    weights = inputs.get(IMPORTANCE_RATIO)
+    if weights is not None:  # (B, 1) in the sequence modes
+        used = mask_BC if weights.shape == mask_BC.shape else mask_BC.any(1, keepdim=True)
+        least = torch.where(used, weights, math.inf).amin()
+        most = torch.where(used, weights, -math.inf).amax()
+        figures += [used.sum(), least, torch.where(used, weights, 0.0).sum(), most]
+    return torch.stack([figure.float() for figure in figures])
+
+
+def sampling_metrics(figures: list[list[float]]) -> tuple[dict[str, float], float, float]:
+    """TRL's metrics of engine and policy, the tokens, and Σ|engine − policy|.
+
+    `figures`: [`sampling_figures`] of each rank.
+    """
+    tokens, differences, largest, *of_weights = zip(*figures, strict=True)
+    metrics = [sum(differences) / max(sum(tokens), 1), max(largest)]
+    if of_weights:
+        counts, least, sums, most = of_weights
+        if any(counts):
+            metrics += [min(least), sum(sums) / sum(counts), max(most)]
+    return dict(zip(SAMPLING_METRICS, metrics, strict=False)), sum(tokens), sum(differences)
+
+
+def draws_from_policy(args: Any) -> bool:
+    """Whether vLLM draws from the policy itself, so that the two sides' log-probabilities can be compared."""
+    kwargs = args.generation_kwargs or {}
+    shaped = (
+        truncations(args)
+        or args.repetition_penalty not in (None, 1.0)
+        or args.vllm_structured_outputs_regex
+        or kwargs.get("temperature", args.temperature) != args.temperature
+        # A server without --logprobs-mode processed_logprobs leaves the temperature out.
+        or (args.vllm_mode == "server" and args.temperature != 1.0)
+        or {"logprobs_mode", "logits_processors"}.intersection(args.vllm_engine_kwargs or {})
+        or any(value and name not in _NEUTRAL for name, value in kwargs.items())
+    )
+    return not shaped
+
+
+class WeightSyncCheck:
+    """Check of each batch's mean difference. Every rank calls it with the same sums.
+
+    Args:
+        is_enabled: whether the engine draws from the policy itself, see [`draws_from_policy`]; if not, it checks
+            nothing.
+        draws_ahead: whether batches after the first come from an older policy, which differs by what was learnt since.
+            Then only the first is checked.
+    """
+
+    def __init__(self, is_enabled: bool, draws_ahead: bool = False):
+        self.is_enabled = is_enabled
+        self.draws_ahead = draws_ahead
+        self.warned = False
+        self.first: float | None = None  # mean after the first sync, once there are enough tokens
+        self._tokens = 0.0
+        self._total = 0.0
+
+    def __call__(self, tokens: float, total: float) -> None:
+        """Check a batch of `tokens` tokens on all ranks, with `total` as their Σ|engine − trainer|.
+
+        Raises:
+            RolloutError: after the first sync the engine plainly holds another model.
+        """
+        # An overflow of the policy is no error of vLLM.
+        if not self.is_enabled or not tokens or not math.isfinite(total):
+            return
+        if self.first is None:
+            self._tokens += tokens
+            self._total += total
+            if self._tokens < ENOUGH_TOKENS:
+                return
+            self.first = self._total / self._tokens
+            if self.first >= OTHER_MODEL:
+                raise RolloutError(
+                    f"vLLM's log-probabilities differ from the trainer's by {self.first:.3g} nats on average, which "
+                    "no rounding explains: vLLM holds another model, or ignores the adapter. Compare "
+                    "model_name_or_path with what it serves"
+                )
+        if self.draws_ahead:
+            return
+        if total / tokens > min(HIGH, max(GROWN * self.first, SMALL)) and not self.warned:
+            self.warned = True
+            logger.warning(
+                f"vLLM's log-probabilities differ from the trainer's by {total / tokens:.3g} nats on average (after "
+                f"the first sync: {self.first:.3g}). bf16 makes 0.04 or less; more hints at weights that vLLM did "
+                "not take, or at another precision there (sampling/sampling_logp_difference/mean)"
+            )

@@ -1,0 +1,192 @@
+"""The weights that a 4-bit base really computes with, as an ordinary checkpoint that an inference engine can load.
+
+QLoRA trains an adapter on the *rounded* base; an engine that served the unrounded one would sample from another
+policy. So the packed weights are dequantized once, with bitsandbytes' own function, and the engine serves exactly
+those.
+"""
+
+import errno
+import hashlib
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from safetensors.torch import save_file
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from ...utils.files import written_whole
+from .adapter_sync import RolloutError
+
+DONE = "dequantized.json"
+_LAYERS = ("Linear4bit", "PackedLinear4bit")  # by name, because bitsandbytes need not be installed
+
+
+def has_packed_base(model: nn.Module) -> bool:
+    """Whether a layer of `model` is a 4-bit one of bitsandbytes."""
+    return any(type(module).__name__ in _LAYERS for module in model.modules())
+
+
+def dense_weights(base: nn.Module) -> dict[str, Callable[[], torch.Tensor]]:
+    """Name in transformers' model -> a function that dequantizes this weight, of all weights in 4 bits."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    from ...fsdp2_qlora.experts import packed_experts
+    from ...fsdp2_qlora.packed_linear import weight_and_state
+
+    def dense(layer: nn.Module) -> torch.Tensor:
+        weight, state = weight_and_state(layer)
+        return dequantize_4bit(weight, state).reshape(state.shape)
+
+    of_layers = {
+        f"{name}.weight": partial(dense, layer)
+        for name, layer in base.named_modules()
+        if type(layer).__name__ in _LAYERS
+    }
+    of_experts = {
+        f"{name}.{projection}": partial(experts.dense, projection)
+        for name, experts in packed_experts(base).items()
+        for projection in experts.layouts
+    }
+    return {**of_layers, **of_experts}
+
+
+def is_of_adapter_or_state(name: str) -> bool:
+    """Whether a tensor is an adapter's, or the quantization state of a weight."""
+    return any(part in name for part in (".lora_", ".absmax", ".quant_", ".nested_"))
+
+
+def _dense(base: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """`(name in transformers' model, dense weight)`, one at a time."""
+    in_4_bits = dense_weights(base)
+    written = set()
+    for name, tensor in base.state_dict().items():
+        if tensor.data_ptr() in written:
+            continue  # a tied head
+        written.add(tensor.data_ptr())
+        if is_of_adapter_or_state(name):
+            continue
+        if name in in_4_bits:
+            tensor = in_4_bits[name]()
+        tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        yield name.replace(".base_layer.", "."), tensor.contiguous().cpu()
+
+
+def config_of_dequantized(model: PreTrainedModel, tokenizer, cache: str | Path, dtype: torch.dtype) -> Path:
+    """Write what a dequantized copy has besides its weights into `cache`, once per content; returns the folder."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    cache = Path(cache)
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        written = Path(scratch) / "config"
+        written.mkdir()
+        _write_without_weights(written, base, tokenizer, dtype)
+        files = sorted(path for path in written.rglob("*") if path.is_file())
+        content = b"".join(path.read_bytes() for path in files)
+        folder = cache / f"config-{hashlib.blake2b(content, digest_size=16).hexdigest()}"
+        try:
+            written.rename(folder)
+        except OSError as error:
+            # Another run that started at the same time has written the same.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    return folder
+
+
+def _fingerprint(base: nn.Module, dtype: torch.dtype) -> str:
+    """Digest of the weights without adapters, and of the config's fields that say what the model computes."""
+    # A trainer's changes of a config, and the checkpoint's folder, change no weight.
+    ignored = ("_name_or_path", "use_cache", "dtype", "torch_dtype", "transformers_version", "quantization_config")
+    config = {key: value for key, value in base.config.to_dict().items() if key not in ignored}
+    digest = hashlib.blake2b(f"{dtype} {json.dumps(config, sort_keys=True, default=str)}".encode(), digest_size=16)
+    tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in base.state_dict().items()}
+    for name, tensor in sorted(tensors.items()):
+        if ".lora_" not in name:
+            digest.update(name.encode())
+            digest.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def dequantized_base(
+    model: PreTrainedModel,
+    tokenizer,
+    cache: str | Path,
+    dtype: torch.dtype = torch.bfloat16,
+    progress: bool = True,
+    output: str | Path | None = None,
+) -> Path:
+    """Write the dense weights of a 4-bit model into `cache`, once per content.
+
+    Args:
+        model: a quantized model, wrapped by PEFT or not, with its weights on this rank and not yet sharded.
+        tokenizer: saved next to the weights.
+        cache: folder of such copies; a copy of the same weights in the same dtype is used again.
+        dtype: dtype of the copy.
+        progress: show a bar.
+        output: folder to write instead of one in `cache` that is named after the content.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        RolloutError: `output` holds something else.
+    """
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    content = _fingerprint(base, dtype)
+    folder = Path(cache) / content if output is None else Path(output)
+    if _holds(folder, content):
+        return folder
+    if output is not None and folder.exists():
+        raise RolloutError(f"{folder} exists and holds something else; choose another output folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with written_whole(folder) as scratch:
+            _write(scratch, base, tokenizer, content, dtype, progress)
+    except OSError:
+        # Another run that started at the same time may have finished the same copy first.
+        if not _holds(folder, content):
+            raise
+    return folder
+
+
+def _holds(folder: Path, content: str) -> bool:
+    """Whether `folder` is a finished copy of the weights with this fingerprint."""
+    done = folder / DONE
+    return done.is_file() and json.loads(done.read_text(encoding="utf-8"))["content"] == content
+
+
+def _write(folder: Path, base: PreTrainedModel, tokenizer, content: str, dtype: torch.dtype, progress: bool) -> None:
+    folder.mkdir()
+    # A file for each layer, in the checkpoint's own layout, which may have a tensor for each expert.
+    layers = groupby(_dense(base, dtype), lambda item: re.match(r"(.*?\.\d+\.)?", item[0])[0])
+    bar = tqdm(layers, unit=" layers", desc="dequantizing the base", disable=not progress)
+    files = {}
+    size = 0
+    for i, (_, layer) in enumerate(bar):
+        tensors = revert_weight_conversion(base, dict(layer))
+        name = f"model-{i:05d}.safetensors"
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        files.update(dict.fromkeys(tensors, name))
+        size += sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    _write_without_weights(folder, base, tokenizer, dtype)
+    (folder / DONE).write_text(json.dumps({"content": content, "dtype": str(dtype)}) + "\n", encoding="utf-8")
+
+
+def _write_without_weights(folder: Path, base: PreTrainedModel, tokenizer, dtype: torch.dtype) -> None:
+    """Write what a checkpoint of the dense weights has besides the weights: its config and the tokenizer's files."""
+    config = base.config.to_dict()
+    config.pop("quantization_config", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf-8")
+    tokenizer.save_pretrained(folder)
+    base.generation_config.save_pretrained(folder)

@@ -1,0 +1,360 @@
+"""`AdapterEngine`: TRL's vLLM engine, colocated or in a server, to which only the adapter is sent.
+
+TRL 1.16 merges the adapter into the base, pushes every weight and unmerges, for each step. Here the engine holds the
+untouched base and loads each version of the adapter under a new name. Sleep frees the engine's cache and keeps its
+weights.
+"""
+
+import logging
+import os
+import time
+import uuid
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from accelerate.utils import broadcast_object_list
+from requests.adapters import HTTPAdapter, Retry
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
+
+from ...compat.trl import ensure_master_addr_port
+from ...compat.vllm import skip_destroyed_groups
+from ...utils.ranks import on_main
+from ...utils.resources import cache_folder
+from .adapter_sync import (
+    AdapterVersions,
+    RolloutError,
+    adapter_weights,
+    as_one_rank,
+    check_trained,
+    served_rank,
+)
+from .dequantized_base import DONE, config_of_dequantized, dequantized_base, has_packed_base
+from .drawn_dtype import engine_options, other_dtype, trainer_dtype
+
+logger = logging.getLogger(__name__)
+
+
+class _Serving:
+    """vLLM's `LLM` as `VLLMGeneration.generate` uses it: requests name the adapter, and sleeping keeps the weights.
+
+    TRL asks for sleep level 2, which drops the base, and no adapter could bring the base back. vLLM 0.31 and newer can
+    free the cache alone. Older versions can only move the weights to host memory as well (level 1); the weights are
+    moved back before they are used.
+    """
+
+    def __init__(self, llm):
+        self._llm = llm
+        self._frees_the_cache_alone = hasattr(llm, "release_kv_cache_memory")
+        self._weights_in_host_memory = False
+        self.adapter = None
+
+    def __getattr__(self, name):
+        return getattr(self._llm, name)
+
+    def generate(self, prompts, **options):
+        return self._llm.generate(prompts, lora_request=self.adapter, **options)
+
+    def load(self, request) -> None:
+        """Answer with the adapter of a `LoRARequest` from now on, and forget the one before."""
+        self._wake_weights()  # the adapter is copied into the engine's memory
+        engine = self._llm.llm_engine
+        if not engine.add_lora(request):
+            raise RolloutError(f"vLLM refused the adapter in {request.lora_path}")
+        if self.adapter is not None:
+            engine.remove_lora(self.adapter.lora_int_id)
+        self.adapter = request
+
+    def sleep(self, level: int = 2) -> None:
+        if self._frees_the_cache_alone:
+            # The last requests are over, but vLLM 0.31 frees no cache before a step has told its worker so.
+            self._llm.llm_engine.step()
+            self._llm.sleep(level=0)
+            self._llm.release_kv_cache_memory()
+        else:
+            self._llm.sleep(level=1)
+            self._weights_in_host_memory = True
+
+    def wake_up(self, tags=None) -> None:
+        self._wake_weights()
+        self._llm.wake_up(tags=["kv_cache"])
+
+    def _wake_weights(self) -> None:
+        if self._weights_in_host_memory:
+            self._llm.wake_up(tags=["weights"])
+            self._weights_in_host_memory = False
+
+
+def server_info(args: Any) -> dict[str, Any]:
+    """The options that a trainer's vLLM server was started with; waits for `vllm_server_timeout`, as TRL does."""
+    url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    return VLLMClient(url, connection_timeout=args.vllm_server_timeout).get_server_info()
+
+
+class AdapterServer(VLLMClient):
+    """TRL's client of a vLLM server, for a server that loads adapters.
+
+    Args:
+        url, timeout: address of the server, and seconds to wait until it is up.
+        max_lora_rank: the adapter's rank, as vLLM counts ranks.
+
+    Attributes:
+        base, folder: the name under which it serves the base, and what it loaded that from.
+
+    Raises:
+        RolloutError: the server cannot take such adapters; the message names the option to start it with.
+    """
+
+    def __init__(self, url: str, timeout: float, max_lora_rank: int):
+        super().__init__(base_url=url, connection_timeout=timeout)
+        models = self.session.get(f"{self.base_url}/v1/models").json()["data"]
+        # Adapters of earlier runs are listed too, with the base as their parent.
+        base = next(model for model in models if not model.get("parent"))
+        self.model = self.base = base["id"]
+        self.folder = base.get("root") or base["id"]
+        lora = self.get_server_info()["lora_config"]
+        if lora is None or lora["max_lora_rank"] < max_lora_rank:
+            started = "without --enable-lora" if lora is None else f"with --max-lora-rank {lora['max_lora_rank']}"
+            raise RolloutError(
+                f"the vLLM server at {self.base_url} was started {started}. Restart it with --enable-lora "
+                f"--max-lora-rank {max_lora_rank}, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
+            )
+        # After status 500 TRL's session repeats the request and drops the response. Here the text of that response is
+        # vLLM's reason to refuse an adapter, so 500 is not repeated.
+        retry = Retry(total=5, backoff_factor=2, status_forcelist=[502, 503], allowed_methods=["POST"])
+        for endpoint in ("load_lora_adapter", "unload_lora_adapter"):
+            self.session.mount(f"{self.base_url}/v1/{endpoint}", HTTPAdapter(max_retries=retry))
+
+    def ask(self, endpoint: str, content: dict) -> None:
+        """Load or unload an adapter; raises [`RolloutError`] with the server's reason."""
+        response = self.session.post(f"{self.base_url}/v1/{endpoint}", json=content)
+        if response.status_code != 200:
+            raise RolloutError(
+                f"{endpoint} failed on the vLLM server at {self.base_url} ({response.status_code}): "
+                f"{response.text[:500]} (it has to be started with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its "
+                f"environment, to see {content.get('lora_path')} (vllm_adapter_dir), and to serve the model that "
+                "is trained)"
+            )
+
+
+class AdapterEngine(VLLMGeneration):
+    """[`trl.generation.vllm_generation.VLLMGeneration`] that serves an adapter over an untouched base.
+
+    Args:
+        base: folder or Hub id of what a colocated engine loads: the checkpoint, or the dequantized copy of a 4-bit
+            one.
+        max_lora_rank: of the adapter, see [`trl_fsdp_qlora.engines.vllm.adapter_sync.served_rank`].
+        versions: where versions of the adapter are written; used by rank 0.
+        engine_kwargs: further arguments of `vllm.LLM`, which take precedence (colocated).
+        own_base: why a colocated engine loads a base of its own; `None` if it is the trainer's.
+        **options: of `VLLMGeneration`.
+    """
+
+    # TRL sets this to `True` after it has generated, and would then sync all weights before it generates again. Here
+    # the engine keeps its weights, see `_Serving`.
+    _llm_weights_sleeping = property(lambda self: False, lambda self, value: None)
+
+    def __init__(
+        self,
+        *,
+        base: str,
+        max_lora_rank: int,
+        versions: AdapterVersions,
+        engine_kwargs: dict[str, Any] | None = None,
+        own_base: str | None = "",
+        **options,
+    ):
+        self.base = base
+        self.max_lora_rank = max_lora_rank
+        self.versions = versions
+        self.version = 0
+        self.engine_kwargs = engine_kwargs or {}
+        self.own_base = own_base
+        self.shared_base = None
+        self.last_sync = {"seconds": 0.0, "bytes": 0}
+        super().__init__(**options)
+
+    def _init_vllm(self) -> None:
+        if self.mode == "server":
+            # Every rank connects, because each draws its own completions for accuracy and V*.
+            url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
+            self.vllm_client = AdapterServer(url, self.server_timeout, self.max_lora_rank)
+            self.base = self.vllm_client.folder
+        else:
+            self._start_colocated()
+        self.accelerator.wait_for_everyone()
+
+    def _start_colocated(self) -> None:
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        accelerator = self.accelerator
+        if self.enable_sleep_mode and not current_platform.is_sleep_mode_available():
+            logger.warning("vllm_enable_sleep_mode has no effect: vLLM sleeps on GPUs alone")
+            self.enable_sleep_mode = False
+        size = self.tensor_parallel_size
+        if size > 1:
+            starts = range(0, accelerator.num_processes, size)
+            groups = [list(range(start, start + size)) for start in starts]
+            self.tp_group, _ = torch.distributed.new_subgroups_by_enumeration(groups)
+        variables = {
+            "RANK": accelerator.process_index,
+            "LOCAL_RANK": accelerator.local_process_index,
+            "WORLD_SIZE": accelerator.num_processes,
+        }
+        os.environ.update({name: str(value) for name, value in variables.items()})
+        ensure_master_addr_port()
+        on_cpu = accelerator.device.type == "cpu"
+        options = {
+            "model": self.base,
+            "enforce_eager": on_cpu,
+            "tensor_parallel_size": size,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "max_model_len": self.max_model_length,
+            "max_num_seqs": self.max_num_seqs,
+            "enable_sleep_mode": self.enable_sleep_mode,
+            "model_impl": self.model_impl,
+            "distributed_executor_backend": "external_launcher",
+            # Equal in a tensor-parallel group, so that its ranks sample the same.
+            "seed": accelerator.process_index // size,
+            "max_num_batched_tokens": 4096,
+            "logprobs_mode": "processed_logprobs",
+            "trust_remote_code": self.trust_remote_code,
+            "enable_lora": True,
+            "max_lora_rank": self.max_lora_rank,
+            "max_loras": 1,
+        }
+        lora_layers = nullcontext()
+        if on_cpu:
+            from .lora_on_cpu import one_adapter
+
+            lora_layers = one_adapter()
+            # Completions of a prompt share its full blocks. On CPUs a block is 128 tokens, longer than many prompts;
+            # 32 is the smallest that vLLM's CPU kernels are made for.
+            options["block_size"] = 32
+        sharing = nullcontext((None, {}))
+        if self.own_base is None:
+            from ...experimental.one_base.shared_base import sharing as sharing_with
+
+            sharing = sharing_with(self.model)
+        with lora_layers, sharing as (self.shared_base, share):
+            llm = LLM(**{**options, **self.engine_kwargs, **share})
+        skip_destroyed_groups(llm)
+        self.llm = _Serving(llm)
+        if self.enable_sleep_mode:
+            self.llm.sleep()
+
+    def sync_weights(self) -> None:
+        """Publish the adapter as it is now, and make the engine answer with it. Every rank has to call it."""
+        started = time.perf_counter()
+        if self.shared_base is not None:
+            self.shared_base.check()
+        with self._dist.gather_params([p for p in self.model.parameters() if p.requires_grad]):
+            weights = adapter_weights(self.model)
+        version = self.version + 1
+        folder = None
+        if self.accelerator.is_main_process:
+            folder = str(self.versions.publish(version, *as_one_rank(self.model, weights)))
+        folder = broadcast_object_list([folder], from_process=0)[0]
+        self._load(version, folder)
+        self.version = version
+        self.accelerator.wait_for_everyone()  # a rank may ask for completions of its own next
+        if self.accelerator.is_main_process:
+            # The engine may read a folder again as long as its name can be asked for, so the newest stays.
+            self.versions.forget_before(version)
+        self.last_sync = {"seconds": time.perf_counter() - started, "bytes": self.versions.bytes}
+
+    def _load(self, version: int, folder: str) -> None:
+        name = Path(folder).name
+        if self.mode == "colocate":
+            from vllm.lora.request import LoRARequest
+
+            self.llm.load(LoRARequest(name, version, folder))
+            return
+        if self.accelerator.is_main_process:
+            self.vllm_client.ask("load_lora_adapter", {"lora_name": name, "lora_path": folder})
+            if self.version:
+                self.vllm_client.ask("unload_lora_adapter", {"lora_name": self.vllm_client.model})
+        self.vllm_client.model = name
+
+    @property
+    def draws_alone(self) -> bool:
+        """Whether a rank can ask for completions by itself, without the other ranks."""
+        return self.mode == "server" or self.tensor_parallel_size == 1
+
+    def without_adapter(self) -> AbstractContextManager:
+        """Context in which the engine answers with the base model: the reference policy of a LoRA run."""
+        if self.mode == "colocate":
+            return patch.multiple(self.llm, adapter=None)
+        return patch.multiple(self.vllm_client, model=self.vllm_client.base)
+
+
+def why_not_shared(args: Any, model, accelerator) -> str | None:
+    """Why a loaded base cannot be shared with an engine in this process; `None` if it can."""
+    drawn = str(engine_options(args, model, accelerator)["dtype"]).removeprefix("torch.")
+    held = str(model.dtype).removeprefix("torch.")
+    in_4_bits = has_packed_base(model)
+    if getattr(model, "is_quantized", False) and not in_4_bits:
+        return "the base is quantized in another way than bitsandbytes' 4 bits"
+    if held != drawn and not in_4_bits:
+        return other_dtype(held, drawn)
+    if model.device.type != accelerator.device.type:
+        return f"the base is on {model.device.type}"
+    try:
+        from vllm import LLM
+
+        from ...experimental.one_base import shared_base  # noqa: F401
+    except ImportError as error:
+        return f"this vLLM differs from 0.31 ({error})"
+    if args.vllm_enable_sleep_mode and not hasattr(LLM, "release_kv_cache_memory"):
+        return "this vLLM moves its weights away when it sleeps; set vllm_enable_sleep_mode: false"
+    return None
+
+
+def start_engine(args: Any, own_base: str | None, *, model, accelerator, processing_class, mode: str, **options: Any):
+    """An [`AdapterEngine`] that holds the base of `model`; the arguments are those of TRL's own engine. Collective.
+
+    The model's weights may be on rank 0 alone (FSDP2), but are not sharded yet. `own_base`: why the engine loads a
+    base of its own; `None` if it shares that of `model`.
+    """
+    # Of the targets that PEFT resolved; both raise before anything is written.
+    check_trained(model)
+    rank = served_rank(model.peft_config[model.active_adapters[0]])
+    base = model.name_or_path
+    packed = has_packed_base(model)
+    if own_base is None:
+        own_base = why_not_shared(args, model, accelerator)
+        if own_base is not None and args.vllm_share_base == "on":
+            raise RolloutError(f"vllm_share_base: true cannot be: {own_base}, or leave vllm_share_base out")
+    if packed and mode == "colocate":
+        dtype = trainer_dtype(model, accelerator)
+        cache = cache_folder() / "dequantized"
+        if own_base is None:
+            base = str(on_main(lambda: config_of_dequantized(model, processing_class, cache, dtype)))
+        else:
+            base = str(on_main(lambda: dequantized_base(model, processing_class, cache, dtype)))
+    # The run's own folder: writing to /dev/shm took as long, and a killed run would leave an adapter in memory.
+    folder = args.vllm_adapter_dir or Path(args.output_dir) / ".rollout"
+    versions = AdapterVersions(f"policy-{uuid.uuid4().hex[:8]}", folder, owns_folder=args.vllm_adapter_dir is None)
+    engine = AdapterEngine(
+        base=base,
+        versions=versions,
+        max_lora_rank=rank,
+        engine_kwargs=engine_options(args, model, accelerator),
+        own_base=own_base,
+        model=model,
+        accelerator=accelerator,
+        processing_class=processing_class,
+        mode=mode,
+        **options,
+    )
+    if packed and mode == "server" and not (Path(engine.base) / DONE).is_file() and accelerator.is_main_process:
+        logger.warning(
+            f"the base is trained in 4 bits and the vLLM server holds {engine.base}: serve the dequantized copy "
+            "instead, which `trl-fsdp-qlora dequantize --model_name_or_path ...` writes, or rollouts come from "
+            "another rounding"
+        )
+    return engine

@@ -1,0 +1,234 @@
+"""The choice of how the policy gets into a vLLM engine. An impossible choice raises before a model is loaded."""
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from peft import PeftModel
+from trl import RLOOConfig
+
+from ...compat.deepspeed import zero_stage
+from ...compat.trl import WEIGHS_AS_1_16
+from ...compat.vllm import adapter_misfits, trl_starts
+from ...fsdp2_qlora.launch_checks import is_fsdp_launch
+from ...utils.ranks import on_main
+from .adapter_sync import RolloutError, check_trained, served_rank
+from .drawn_dtype import engine_options, other_dtype
+
+CHOICES = ("auto", "adapter", "merge")
+SHARING = ("auto", "on", "off")
+# If a completion is longer than this, a factor exp(Σ of the tokens' differences) leaves every clip.
+LONG_COMPLETION = 512
+# Full fine-tuning's learning rates teach an adapter almost nothing; LoRA wants ten to a hundred times as much.
+LOW_ADAPTER_RATE = 5e-6
+_ASKED_FOR = "asked for"
+_ONE_DEVICE = "one unquantized device: merged weights decode faster than LoRA kernels"
+
+
+class Sync(NamedTuple):
+    """`"adapter"`, `"merge"` or `"off"` (no vLLM), and why."""
+
+    mode: str
+    reason: str
+
+    def describe(self) -> str:
+        """A line for a start-up report."""
+        sent = "the adapter alone" if self.mode == "adapter" else "all weights, the adapter merged"
+        return f"vLLM gets {sent}: {self.reason}"
+
+
+class Place(NamedTuple):
+    """Where a run is: whether each rank holds a part of the base, and whether it computes on GPUs."""
+
+    is_sharded: bool
+    on_gpu: bool
+
+
+def this_place(args: Any) -> Place:
+    """The place of this process, for a trainer's arguments."""
+    return Place(is_fsdp_launch() or zero_stage(args.deepspeed_plugin) == 3, torch.cuda.is_available())
+
+
+def choose_sync(
+    args: Any,
+    peft_config: Any,
+    quantized: bool,
+    ask: bool = False,
+    model: Any = None,
+    place: Place | None = None,
+) -> Sync:
+    """Resolve `rollout_sync` for a run.
+
+    Args:
+        args: the trainer's arguments.
+        peft_config: config of the adapter that is trained, or `None`.
+        quantized: whether the base is quantized.
+        ask: ask the server how it was started, once for all ranks, instead of assuming that it takes adapters.
+        model: the model or its name; of one that has its adapter already, more may be trained.
+        place: where the run will be; in this process if absent.
+
+    Raises:
+        RolloutError: the choice cannot work; the message names the line to change.
+    """
+    if not args.use_vllm:
+        return Sync("off", "use_vllm is off")
+    if args.rollout_sync == "adapter" and peft_config is None:
+        raise RolloutError("rollout_sync='adapter' without an adapter: set use_peft: true, or rollout_sync: merge")
+    if args.rollout_sync == "merge" or peft_config is None:
+        if quantized:
+            raise RolloutError(
+                "rollout_sync='merge' with a quantized base: merging into packed weights is not possible "
+                "(trl#4973). Remove rollout_sync, or load the base unquantized"
+            )
+        return Sync("merge", _ASKED_FOR if args.rollout_sync == "merge" else "there is no adapter to send alone")
+    try:
+        served_rank(peft_config)
+        if isinstance(model, PeftModel):
+            check_trained(model)
+        problems = adapter_misfits()
+        if problems:
+            raise RolloutError("the installed TRL differs from 1.16 in " + "; ".join(problems))
+    except RolloutError as error:
+        if args.rollout_sync == "adapter" or quantized:
+            raise
+        return Sync("merge", str(error))
+    if args.rollout_sync == "adapter":
+        return Sync("adapter", _ASKED_FOR)
+    if args.vllm_share_base == "on":
+        return Sync("adapter", "the base is shared")
+    if quantized:
+        return Sync("adapter", "the base is quantized")
+    place = place or this_place(args)
+    if args.vllm_mode == "server" and ask:
+        from .engine import server_info
+
+        info = on_main(lambda: server_info(args))
+        if info["lora_config"] is None:
+            return Sync("merge", "the server was started without --enable-lora")
+        if info["weight_transfer_config"] is not None and place.on_gpu:
+            return Sync("merge", "the server was started with --weight-transfer-config")
+    if place.is_sharded:
+        return Sync("adapter", "the base is sharded")
+    if args.vllm_mode == "server":
+        return Sync("adapter", "the engine is a server" + ("" if ask else " (if it was started to take them)"))
+    if not place.on_gpu:
+        return Sync("adapter", "pushing whole weights does not work without a GPU")
+    return Sync("merge", _ONE_DEVICE)
+
+
+def why_own_base(args: Any, sync: Sync, quantization: Any, model: Any, place: Place | None = None) -> str | None:
+    """Why engine and trainer each hold a copy of the base; `None` if nothing that is known before loading says so.
+
+    Args:
+        args, sync, place: see [`choose_sync`].
+        quantization: the base's quantization config, an object or a dict, or `None`.
+        model: the model or its name.
+
+    Raises:
+        RolloutError: sharing was asked for and cannot be; the message names the line to change.
+    """
+    held = str((args.model_init_kwargs or {}).get("dtype", "float32")).removeprefix("torch.")  # TRL's default
+    of_autocast = "float16" if args.fp16 else "bfloat16" if args.bf16 else held
+    drawn = str((args.vllm_engine_kwargs or {}).get("dtype", of_autocast)).removeprefix("torch.")
+    place = place or this_place(args)
+    other_weights = {"load_format", "quantization", "model"}.intersection(args.vllm_engine_kwargs or ())
+    field = quantization.get if isinstance(quantization, dict) else partial(getattr, quantization)
+    in_4_bits = field("load_in_4bit", False)
+    in_16_bits = quantization is None
+    # Of what cannot be sent alone the reason says what to change.
+    could_be_sent = sync.reason in (_ASKED_FOR, _ONE_DEVICE)
+    merged = "; set rollout_sync: adapter" if could_be_sent else f" ({sync.reason})"
+    reasons = (
+        (sync.mode == "off", "use_vllm is off"),
+        (args.vllm_mode == "server", "the engine is a server; set vllm_mode: colocate"),
+        (sync.mode == "merge", f"vLLM gets all weights, those of an adapter merged{merged}"),
+        (not (in_4_bits or in_16_bits), "the base is quantized in another way than bitsandbytes' 4 bits"),
+        (place.is_sharded, "each rank has a part of the base; DDP shares it"),
+        (args.vllm_tensor_parallel_size > 1, "each engine has a part of the base; set vllm_tensor_parallel_size: 1"),
+        (other_weights, f"vllm_engine_kwargs has {min(other_weights, default='')}, so vLLM holds other weights"),
+        (
+            in_16_bits and isinstance(model, str) and held not in ("auto", "None", drawn),
+            other_dtype(held, drawn),
+        ),
+    )
+    reason = next((text for holds, text in reasons if holds), None)
+    if args.vllm_share_base == "on" and reason is not None:
+        raise RolloutError(f"vllm_share_base: true cannot be: {reason}, or leave vllm_share_base out")
+    if args.vllm_share_base == "auto" and reason is None and not place.on_gpu:
+        return "vLLM repacks weights for its kernels on CPUs"
+    if args.vllm_share_base == "auto" and reason is None and in_4_bits:
+        # Decoding many rows dequantizes in every step, and nobody has measured that on a GPU.
+        return "its base is in 4 bits; vllm_share_base: true shares it, decoding by the packed weights"
+    return "vllm_share_base is off" if args.vllm_share_base == "off" else reason
+
+
+def trl_starts_engine(args: Any, sync: Sync, own_base: str | None) -> AbstractContextManager:
+    """A context in which TRL's trainer starts the engine that `sync` needs.
+
+    It is TRL's own, or [`trl_fsdp_qlora.engines.vllm.engine.start_engine`]'s if the adapter alone is sent. `own_base`: why it
+    loads a base of its own; `None` if it shares the trainer's.
+    """
+    if sync.mode == "off":
+        return nullcontext()
+    from .engine import start_engine
+
+    make_engine = partial(start_engine, args, own_base) if sync.mode == "adapter" else None
+    return trl_starts(make_engine, partial(engine_options, args))
+
+
+def truncations(args: Any) -> dict[str, Any]:
+    """Settings under which vLLM leaves tokens out of the distribution that it draws from, by name."""
+    kwargs = args.generation_kwargs or {}
+    values = {name: kwargs.get(name, getattr(args, name)) for name in ("top_p", "top_k", "min_p")}
+    keeps_all = {
+        "top_p": values["top_p"] in (None, 1.0),
+        "top_k": (values["top_k"] or 0) <= 0,
+        "min_p": not values["min_p"],
+    }
+    return {name: value for name, value in values.items() if not keeps_all[name]}
+
+
+def low_adapter_rate(rate: float) -> str | None:
+    """Why an adapter learns little at a learning rate; `None` if the rate is high enough."""
+    if rate >= LOW_ADAPTER_RATE:
+        return None
+    return f"learning_rate={rate:g} is one for full fine-tuning; adapters usually need 1e-5 to 1e-4"
+
+
+def warnings_for(args: Any, sync: Sync) -> list[str]:
+    """Warnings about a run with vLLM, each with the line to change; the trainer logs them before the first step."""
+    if sync.mode == "off":
+        return []
+    warnings = []
+    # TRL's RLOO has no importance weights; here it has them, of whole completions, for what is drawn ahead.
+    is_rloo = isinstance(args, RLOOConfig)
+    corrects = args.vllm_importance_sampling_correction and (args.rollouts_ahead > 0 or not is_rloo)
+    mode = args.vllm_importance_sampling_mode
+    longest = args.max_completion_length or 0
+    if corrects and mode.startswith("sequence") and longest > LONG_COMPLETION:
+        advice = "look at sampling/importance_sampling_ratio/mean" if is_rloo else "consider token_truncate"
+        warnings.append(
+            f"vllm_importance_sampling_mode={mode!r} with completions of up to {longest} tokens: the weight is "
+            f"exp(sum of all differences), which long completions push out of any clip; {advice}"
+        )
+    if args.rollouts_ahead and not corrects:
+        warnings.append(
+            "rollouts_ahead=1 without vllm_importance_sampling_correction: completions come from the policy of one "
+            "generation ago, and nothing corrects for it. Set vllm_importance_sampling_correction: true"
+        )
+    cuts = ", ".join(f"{name}={value}" for name, value in truncations(args).items())
+    if corrects and cuts and WEIGHS_AS_1_16:
+        warnings.append(
+            f"under {cuts} vLLM's log-probabilities are of the tokens that are left, and the trainer's of all tokens: "
+            "importance weights are too small by the probability of what was left (trl#6789). Leave them out, or set "
+            "vllm_importance_sampling_correction: false"
+        )
+    if args.vllm_engine_kwargs and args.vllm_mode == "server":
+        warnings.append(
+            "vllm_engine_kwargs is for an engine in this process; give a server its options when you start it"
+        )
+    low_rate = low_adapter_rate(args.learning_rate)
+    if sync.mode == "adapter" and low_rate is not None:
+        warnings.append(low_rate)
+    return warnings

@@ -1,0 +1,167 @@
+"""The losses of TRL's SDPO and SDFT trainers a tile of tokens at a time.
+
+Stock TRL's `_compute_teacher_student_logits` hands on the logits of all completions, `(B, C, V)` of the student and of
+the teacher. Here it hands on hidden states, `(B, C, H)`. The logits of both models exist for one tile of tokens, as
+long as TRL's own functions compute its loss and autograd its gradients by the hidden states and the head
+([`trl_fsdp_qlora.experimental.losses_in_tiles.sum_over_tiles`]). Nothing is projected twice.
+
+What TRL's methods do besides stays theirs: teachers, masks, prompts, generation, metrics.
+
+Suffixes of shapes: B rows, C completion columns, N tokens of the loss, T those of a tile, H hidden size, V vocabulary.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from ...compat.trl import ForwardRedirection, self_distillation_loss
+from ...prefix_sharing.row_mask import telling
+from ...prefix_sharing.sharing import causal_language_model
+from ...prefix_sharing.wrapped_forward import ATTRIBUTE
+from .heads import WithoutLogits, head_by_weight, holds_logits, why_not_by_weight
+from .sum_over_tiles import SumOverTiles, tiles_of
+
+# TRL's modules, which are not imported unless a user did.
+MODULES = ("trl.experimental.sdpo.sdpo_trainer", "trl.experimental.sdft.sdft_trainer")
+_MODES = ("topk_logits", "full_logits", "sampled_token")
+
+
+class LossInTiles(WithoutLogits):
+    """Methods in front of those of TRL's `SDPOTrainer` or `SDFTTrainer`, see the module docstring."""
+
+    replaced = (
+        "compute_loss",
+        "_compute_self_distillation_loss",
+        "_compute_teacher_student_logits",
+        "_compute_rollout_logps",
+        "_forward_logits",
+        "_get_teacher_context_for_self_distillation",  # the teacher's head runs outside it
+    )
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if return_outputs or holds_logits(self, self._why_not_in_tiles()):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        student = self.accelerator.unwrap_model(model)
+        # Inside the root module's forward, where DDP prepares for the backward and FSDP2 has gathered the head.
+        loss, mean = ForwardRedirection()(model, student, self._loss_in_tiles, student, inputs)
+        mode = "train" if model.training else "eval"
+        self._log_self_distillation_metric(mode, self.accelerator.gather(mean).mean().item())
+        return loss / (self.current_gradient_accumulation_steps if self.model.training else 1.0)
+
+    @property
+    def _trls_functions(self) -> ModuleType:
+        """The module of TRL's class, which has TRL's functions of logits."""
+        return sys.modules[self.trls.__module__]
+
+    def _why_not_in_tiles(self) -> str | None:
+        if self.use_teacher_server:
+            return "the teacher is a server"
+        if vars(self.args).get("distillation_weight", 1.0) != 1:
+            return "with distillation_weight below 1 the loss has a term of the policy's log-probabilities"
+        if self.args.distillation_mode not in _MODES:
+            return f"distillation_mode is {self.args.distillation_mode!r}"
+        if self.accelerator.scaler is not None:
+            return "gradients in float16 have to be scaled before they are computed"
+        models = (self.model, self.teacher_model)
+        of_student, of_teacher = (causal_language_model(model).get_output_embeddings() for model in models)
+        if of_student is not None and of_student.weight.device != of_teacher.weight.device:
+            return "the two heads are on different devices"
+        return why_not_by_weight(self, *models)
+
+    def _loss_in_tiles(self, student: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns TRL's loss of a micro-batch, and its mean over all tokens without a gradient."""
+
+        def hidden_states(model, **call):
+            unwrapped = self.accelerator.unwrap_model(model)
+            if unwrapped is student:
+                return _hidden_states(model, **call)
+            return ForwardRedirection()(model, unwrapped, _hidden_states, model, **call)
+
+        # What TRL's method hands on as logits are hidden states then.
+        with patch.object(self, "_forward_logits", hidden_states), self.accelerator.autocast():
+            both = self._compute_teacher_student_logits(student, self.teacher_model, inputs)
+        mask_BC = both.loss_mask
+        weight_BC = mask_BC / mask_BC.sum(-1, keepdim=True).clamp(min=1.0) / len(mask_BC)
+        old_BC = inputs.get("old_per_token_logps")
+        of_tokens = (both.student_logits, both.teacher_logits, both.completion_ids, weight_BC, old_BC)
+        with self.accelerator.autocast():
+            student_head = head_by_weight(student, self.temperature)
+            has_own_head = self.teacher_model is not self.model
+            teacher_head = head_by_weight(self.teacher_model, self.temperature) if has_own_head else student_head
+            device = student_head.weight_VH.device
+            is_token_BC = mask_BC.bool().to(device)
+            student_NH, teacher_NH, ids_N, weight_N, old_N = (
+                None if x is None else x.to(device)[is_token_BC] for x in of_tokens
+            )
+
+            def loss_of_tile(tile, student_TH, weight_VH, bias_V):
+                student_TV = student_head.logits(student_TH, weight_VH, bias_V)
+                with torch.no_grad():
+                    teacher_TV = teacher_head.logits(teacher_NH[tile])
+                return self._loss_of_tokens(
+                    student_TV, teacher_TV, ids_N[tile], None if old_N is None else old_N[tile]
+                )
+
+            tiles = tiles_of(len(student_NH), len(student_head.weight_VH), device.type != "cpu")
+            # An evaluation needs no gradients, which torch's functions see of their inputs alone.
+            trained = (x if x is None or torch.is_grad_enabled() else x.detach() for x in student_head[:2])
+            loss, loss_N = SumOverTiles.apply(loss_of_tile, tiles, weight_N, student_NH, *trained)
+        return loss, loss_N.sum() / max(len(loss_N), 1)
+
+    def _compute_rollout_logps(self, prompt_ids, prompt_mask, completion_ids, completion_mask):
+        """Old log-probabilities of completions, `(B, C)`; as in TRL `None` if the first loss computes the same."""
+        uses = self.args.steps_per_generation * self.num_iterations
+        if self.args.gradient_accumulation_steps % uses == 0:
+            return None
+        if holds_logits(self, self._why_not_in_tiles()):
+            return super()._compute_rollout_logps(prompt_ids, prompt_mask, completion_ids, completion_mask)
+        ids = torch.cat([prompt_ids, completion_ids], dim=1)
+        mask = torch.cat([prompt_mask, completion_mask], dim=1)
+        student = self.accelerator.unwrap_model(self.model)
+        with torch.no_grad(), self.accelerator.autocast():
+            return ForwardRedirection()(self.model, student, self._log_probs, student, ids, mask, completion_ids)
+
+    def _log_probs(self, student, input_ids, attention_mask, completion_ids) -> torch.Tensor:
+        """Log-probabilities of completions, `(B, C)`, rounded as [`_loss_of_tokens`] rounds the new ones."""
+        hidden_BCH = _hidden_states(student, input_ids, attention_mask, completion_ids.shape[1])
+        head = head_by_weight(student, self.temperature)
+        device = head.weight_VH.device
+        hidden_NH, ids_N = (x.to(device).flatten(0, 1) for x in (hidden_BCH, completion_ids))
+        log_probs = [
+            self._trls_functions.selective_log_softmax(
+                head.logits(hidden_NH[tile]).unsqueeze(0), ids_N[tile].unsqueeze(0)
+            )
+            for tile in tiles_of(len(hidden_NH), len(head.weight_VH), device.type != "cpu")
+        ]
+        return torch.cat(log_probs, dim=1).view_as(completion_ids).to(completion_ids.device)
+
+    def _loss_of_tokens(
+        self, student_TV: torch.Tensor, teacher_TV: torch.Tensor, ids_T: torch.Tensor, old_T: torch.Tensor | None
+    ) -> torch.Tensor:
+        """TRL's loss of T tokens as in its `_compute_self_distillation_loss`; `old_T` are old log-probabilities."""
+        args = self.args
+        trls = self._trls_functions
+        student_1TV, teacher_1TV, ids_1T = (x.unsqueeze(0) for x in (student_TV, teacher_TV, ids_T))
+        loss_1T = self_distillation_loss(trls, args, student_1TV, teacher_1TV, ids_1T)
+        if args.distillation_is_clip is not None and old_T is not None:
+            new_1T = trls.selective_log_softmax(student_1TV.detach(), ids_1T)
+            loss_1T = trls.apply_importance_sampling_clipping(
+                loss_1T, new_1T, old_T.unsqueeze(0), args.distillation_is_clip
+            )
+        return loss_1T.squeeze(0)
+
+
+def _hidden_states(
+    model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
+) -> torch.Tensor:
+    """Returns the hidden states that predict the last `logits_to_keep` tokens of each row, `(B, C, H)`."""
+    base = causal_language_model(model)
+    arguments = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+    sharing = vars(base).get(ATTRIBUTE)
+    if sharing is not None and sharing.wrapped_backbone.is_on:
+        arguments = telling(arguments, kept=logits_to_keep + 1)
+    return base.base_model(**arguments).last_hidden_state[:, -logits_to_keep - 1 : -1]

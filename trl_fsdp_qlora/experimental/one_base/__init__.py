@@ -1,0 +1,1 @@
+"""One copy of the base for the trainer and the colocated engine."""

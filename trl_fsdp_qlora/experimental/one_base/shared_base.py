@@ -1,0 +1,504 @@
+"""One copy of a frozen base for the trainer and the vLLM engine in its process.
+
+vLLM reads no checkpoint: a loader of ours hands it the trainer's weights, one decoder layer after the other. vLLM puts
+what belongs together into one parameter (the rows of q, k and v, those of gate and up); the trainer's parameters then
+become views of those rows, and what they held before is freed. So the peak is one copy and one layer.
+
+A weight is shared only if the trainer's and vLLM's rows were equal bit for bit, and if vLLM's parameter is still the
+same after vLLM prepared it for its kernels. Everything else keeps a copy of its own.
+
+vLLM has no 4-bit layers of bitsandbytes. For these its loader is handed tensors without data, and vLLM's own functions
+tell which rows of which of its layers they are. The layer then multiplies by the trainer's packed bytes, by the
+function that the trainer multiplies with. This module imports vLLM, so only the code that starts an engine imports it.
+"""
+
+import logging
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import groupby
+from unittest.mock import patch
+
+import torch
+from peft import PeftModel
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers.core_model_loading import revert_weight_conversion
+from vllm.config import LoadConfig
+from vllm.model_executor import model_loader
+from vllm.model_executor.layers import utils as linears
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from ...engines.vllm.adapter_sync import RolloutError
+from ...engines.vllm.dequantized_base import dense_weights, has_packed_base, is_of_adapter_or_state
+
+logger = logging.getLogger(__name__)
+
+# The layers whose weights are shared. On GPUs vLLM leaves the weights of the first two as they were loaded, and those
+# of experts for its Triton kernels. FlashInfer's kernels, which vLLM takes on Blackwell, reorder them in place.
+_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+_LEAVE_EXPERTS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.CPU)
+_dispatch_on_cpu = linears.dispatch_cpu_unquantized_gemm
+_prepare_experts_on_cpu = CPUUnquantizedExperts.process_weights_after_loading
+_ACTIVATIONS = {
+    MoEActivation.SILU: nn.functional.silu,
+    MoEActivation.GELU: nn.functional.gelu,
+    MoEActivation.GELU_TANH: partial(nn.functional.gelu, approximate="tanh"),
+}
+_OTHER_LOADING = "vLLM's loading differs from what is known"
+# Integers that are added up before their place counts.
+_PER_PIECE = 32
+# Inputs of a convolution in a recurrent layer at most, which vLLM writes as a linear layer.
+_OF_CONVOLUTION = 8
+
+
+class SharedBase:
+    """The weights of a trainer's base that are rows of an engine's parameters.
+
+    Attributes:
+        parameters: name in the base, without an adapter -> the trainer's parameter: a view of vLLM's, or packed bytes
+            that vLLM multiplies by.
+        own: name -> why the trainer keeps a copy of its own.
+        packed: name -> the 4-bit layer, of those by whose bytes vLLM can multiply.
+        dense: name -> a function that dequantizes this weight, of all in 4 bits.
+    """
+
+    def __init__(self, model: PeftModel):
+        self.base = model.get_base_model()
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.own: dict[str, str] = {}
+        self.packed: dict[str, nn.Module] = {}
+        self.dense: dict[str, Callable[[], torch.Tensor]] = {}
+        self._without_data: dict[int, tuple[str, torch.Tensor]] = {}
+        self._of_layer: list[str] = []
+        self._sums: torch.Tensor | None = None
+        if has_packed_base(self.base):
+            self._find_packed()
+
+    def _find_packed(self) -> None:
+        # bitsandbytes need not be installed for a base in 16 bits.
+        from ...fsdp2_qlora.loading import keep_plain_kernel
+        from ...fsdp2_qlora.packed_linear import quantized_layers
+        from .packed_product import why_not_readable
+
+        keep_plain_kernel(self.base)
+        self.dense = {_plain(name): dense for name, dense in dense_weights(self.base).items()}
+        self.own = dict.fromkeys(self.dense, "vLLM multiplies by experts that are not in 4 bits")
+        for name, layer in quantized_layers(self.base).items():
+            name = _plain(f"{name}.weight")
+            reason = why_not_readable(layer)
+            if reason is None:
+                self.packed[name] = layer
+                del self.own[name]
+            else:
+                self.own[name] = reason
+
+    def describe(self) -> str:
+        """A line of the start-up block."""
+        frozen = self._frozen()
+        shared = sum(frozen[name].nbytes for name in self.parameters)
+        whole = sum(parameter.nbytes for parameter in frozen.values())
+        line = f"vLLM shares {shared / 1e9:.3g} of {whole / 1e9:.3g} GB of the base with the trainer"
+        if not self.own:
+            return line
+        name = max(self.own, key=lambda name: frozen[name].nbytes)
+        return f"{line}; not {name}: {self.own[name]}"
+
+    def check(self) -> None:
+        """Refuse to go on if a shared weight was written since the first call: vLLM would draw from it.
+
+        Raises:
+            RolloutError: with the weight's name.
+        """
+        if not self.parameters:
+            return
+        sums = torch.stack([_sum_of_bits(parameter) for parameter in self.parameters.values()])
+        if self._sums is None:
+            self._sums = sums
+        changed = (sums != self._sums).tolist()
+        frozen = self._frozen()
+        names = [
+            name
+            for (name, parameter), is_written in zip(self.parameters.items(), changed, strict=True)
+            # PEFT merges into a 4-bit weight by another parameter in its place.
+            if is_written or frozen.get(name) is not parameter
+        ]
+        if names:
+            raise RolloutError(
+                f"{names[0]} of the frozen base was written (of {len(names)} weights), and vLLM draws from the same "
+                "bytes: unmerge adapters before the next rollout, or set vllm_share_base: false"
+            )
+
+    def _frozen(self) -> dict[str, nn.Parameter]:
+        """The base's frozen parameters by their names without an adapter; tied ones once."""
+        return {
+            _plain(name): parameter
+            for name, parameter in self.base.named_parameters()
+            if not parameter.requires_grad and ".lora_" not in name
+        }
+
+    # --- for the loader ----------------------------------------------------------------------------------------------
+
+    def layers(self) -> Iterator[dict[str, torch.Tensor]]:
+        """The base's tensors under the names of a checkpoint, one decoder layer after the other; tied ones once."""
+        tensors = {}
+        for name, tensor in self.base.state_dict(keep_vars=True).items():
+            if not is_of_adapter_or_state(name) and all(tensor is not other for other in tensors.values()):
+                tensors[_plain(name)] = tensor
+        for _, layer in groupby(tensors.items(), lambda item: re.match(r"(.*?\.\d+\.)?", item[0])[0]):
+            # The data of each layer is asked for when its turn has come, so that nothing holds what was freed.
+            layer = dict(layer)
+            self._of_layer = list(layer)
+            yield revert_weight_conversion(
+                self.base, {name: self._data(name, tensor) for name, tensor in layer.items()}
+            )
+            self._without_data.clear()
+
+    def _data(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What vLLM is handed; in the place of packed bytes by which it can multiply, a tensor without data."""
+        if name not in self.packed:
+            return self.dense[name]() if name in self.dense else tensor.data
+        layer = self.packed[name]
+        without_data = torch.empty(layer.out_features, layer.in_features, device="meta")
+        self._without_data[id(without_data)] = (name, without_data)
+        return without_data
+
+    def packed_name(self, tensor: torch.Tensor) -> str | None:
+        """The name of the 4-bit weight for which a tensor of [`layers`] stands; `None` if it has data of its own."""
+        return self._without_data.get(id(tensor), (None,))[0]
+
+    def place_packed(
+        self, target: nn.Parameter, load: Callable, parts: list[tuple[str, tuple, dict]]
+    ) -> LinearMethodBase | None:
+        """A product by packed bytes in the place of vLLM's weight `target`; `None` if they do not fill it row by row.
+
+        `parts`: names of weights, with the further arguments that vLLM's function `load` gets for each.
+        """
+        from .packed_product import PackedProduct, in_order_of_rows
+
+        layers = [(self.packed[name], positional, named) for name, positional, named in parts]
+        order = in_order_of_rows(target, load, layers)
+        if order is None:
+            return None
+        self.parameters.update((name, self.packed[name].weight) for name, _, _ in parts)
+        return PackedProduct(order)
+
+    def take_rows(self, parts: list[torch.Tensor], target: torch.Tensor) -> None:
+        """Make the trainer's parameters views of vLLM's `target`, into which `parts`, their tensors, were copied."""
+        by_address = {parameter.data_ptr(): (name, parameter) for name, parameter in self._frozen().items()}
+        for part in parts:
+            name, parameter = by_address.get(part.data_ptr(), (None, None))
+            if name is None or parameter.shape != part.shape or parameter.stride() != part.stride():
+                continue  # not a whole parameter of the trainer's: one expert of many, or a transposed one
+            rows = _rows_of(part, target, [len(other) for other in parts])
+            if rows is not None:
+                parameter.data = rows
+                self.parameters[name] = parameter
+
+    def take_whole(self, target: torch.Tensor) -> None:
+        """Make a parameter of the layer that [`layers`] handed out last `target`, if both are equal bit for bit.
+
+        Of experts: a checkpoint has a tensor for each, and the trainer and vLLM each have all in one parameter.
+        """
+        frozen = self._frozen()
+        for name in self._of_layer:
+            if name not in self.parameters and name in frozen and _is_copy(target, frozen[name].data):
+                frozen[name].data = target
+                self.parameters[name] = frozen[name]
+                return
+
+    def settle(self, engine_model: nn.Module) -> None:
+        """Forget weights that vLLM no longer reads, because it prepared others for its kernels, and name the rest."""
+        read = {parameter.untyped_storage().data_ptr() for parameter in engine_model.parameters()}
+        for name, parameter in list(self.parameters.items()):
+            if name not in self.packed and parameter.untyped_storage().data_ptr() not in read:
+                del self.parameters[name]
+                self.own[name] = "vLLM's kernels want another layout"
+        self._sums = None
+        self.check()
+        for name, parameter in self._frozen().items():
+            if name not in self.parameters and name not in self.own:
+                self.own[name] = "too small to pay" if parameter.dim() < 2 else "vLLM stores it in another way"
+
+    def give_up(self, reason: str) -> None:
+        """Give the trainer copies of its own again."""
+        for name, parameter in self.parameters.items():
+            if name not in self.packed:
+                parameter.data = parameter.data.clone()
+        self.parameters.clear()
+        self.packed.clear()
+        self.own = dict.fromkeys(self._frozen(), reason)
+        self._sums = None
+
+
+def _plain(name: str) -> str:
+    """The name that a parameter of the base has without an adapter."""
+    return name.replace(".base_layer.", ".")
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements, their bits read as integers."""
+    return tensor.detach().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A sum of a contiguous tensor's bits, read as integers, that depends on their order. It may overflow."""
+    flat = _bits(tensor).flatten()
+    # A sum in another dtype makes a copy in it: four times the bytes of a tensor in 16 bits.
+    per_sum = 8 // flat.element_size()
+    if flat.numel() % per_sum == 0 and flat.storage_offset() % per_sum == 0:
+        flat = flat.view(torch.int64)
+    whole = flat.numel() // _PER_PIECE * _PER_PIECE
+    pieces = flat[:whole].view(-1, _PER_PIECE).sum(1, dtype=torch.int64)
+    pieces *= 1 + 2 * torch.arange(len(pieces), device=flat.device)
+    return pieces.sum() + flat[whole:].sum(dtype=torch.int64)
+
+
+def _rows_of(part: torch.Tensor, target: torch.Tensor, lengths: list[int]) -> torch.Tensor | None:
+    """The rows of `target` that equal `part` bit for bit, of all at which a part may begin; `None` if none do."""
+    starts = {0}
+    for length in lengths:
+        starts |= {start + length for start in starts}
+    for start in sorted(starts):
+        rows = target[start : start + len(part)]
+        if _is_copy(rows, part):
+            return rows
+    return None
+
+
+def _is_copy(tensor: torch.Tensor, of: torch.Tensor) -> bool:
+    """Whether a trainer can compute with `tensor` in the place of `of`: it is alike, and equal bit for bit."""
+    alike = tensor.dtype == of.dtype and tensor.device == of.device and tensor.shape == of.shape
+    if not alike or tensor.is_inference() or not (tensor.is_contiguous() and of.is_contiguous()):
+        return False
+    # A comparison on a GPU takes a byte for each number: of all experts at once that would be many.
+    return all(torch.equal(_bits(row), _bits(row_of)) for row, row_of in zip(_parts(tensor), _parts(of), strict=True))
+
+
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The experts of a stack of them; any other tensor as it is."""
+    return tensor.unbind() if tensor.dim() == 3 else (tensor,)
+
+
+class _WithoutMemory(TorchFunctionMode):
+    """What `torch.empty` returns inside the block takes the memory of one element."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        return out.new_empty(1).expand(out.shape) if function is torch.empty else out
+
+
+def _refuse_views(model: nn.Module) -> None:
+    """Raise if a module holds a view of a weight without memory: it would not see the weight that is loaded."""
+    without_memory = {
+        parameter.untyped_storage().data_ptr() for parameter in model.parameters() if set(parameter.stride()) == {0}
+    }
+    for module_name, module in model.named_modules():
+        for name, value in {**vars(module), **module._buffers}.items():
+            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in without_memory:
+                raise ValueError(f"{module_name}.{name} is a view of a weight that is not loaded yet")
+
+
+def _plain_product(layer: nn.Module, remove_weight: bool) -> None:
+    """vLLM on CPUs repacks a layer's weight for its kernels and drops the plain one; this keeps the plain one."""
+    if layer.weight.dim() == 2:
+        layer.cpu_linear = nn.functional.linear
+    else:  # of a convolution, which is not shared
+        _dispatch_on_cpu(layer, remove_weight)
+
+
+def _plain_experts(experts: CPUUnquantizedExperts, layer: nn.Module) -> None:
+    """As [`_plain_product`], for the experts of a mixture."""
+    activate = _ACTIVATIONS.get(layer.activation)
+    if activate is None:
+        _prepare_experts_on_cpu(experts, layer)
+        return
+
+    def apply(
+        output, hidden_states, w1, w2, topk_weights, topk_ids, *, apply_router_weight_on_input, **other_kernels
+    ) -> None:
+        output.zero_()
+        biases = [[None] * len(w1) if bias is None else bias for bias in (experts.w1_bias, experts.w2_bias)]
+        for i in topk_ids.unique().tolist():
+            tokens, places = torch.where(topk_ids == i)
+            gate, up = nn.functional.linear(hidden_states[tokens], w1[i], biases[0][i]).chunk(2, dim=-1)
+            out = nn.functional.linear(activate(gate) * up, w2[i], biases[1][i])
+            if not apply_router_weight_on_input:
+                out = out * topk_weights[tokens, places, None]
+            output.index_add_(0, tokens, out.to(output.dtype))
+
+    experts.apply = apply
+
+
+class _Loader(BaseModelLoader):
+    """Fills a vLLM model with the weights of a trainer's base."""
+
+    shared: SharedBase
+
+    def download_model(self, model_config) -> None:
+        """There is nothing to download."""
+
+    def load_model(self, *args, **kwargs) -> nn.Module:
+        of_linears = patch.object(linears, "dispatch_cpu_unquantized_gemm", _plain_product)
+        of_experts = patch.object(CPUUnquantizedExperts, "process_weights_after_loading", _plain_experts)
+        with of_linears, of_experts:
+            model = super().load_model(*args, **kwargs)
+        self.shared.check()  # what prepares weights for kernels may have written in place
+        self.shared.settle(model)
+        return model
+
+    def create_model(self, vllm_config, *args, **kwargs) -> nn.Module:
+        def without_memory(create: Callable) -> Callable:
+            def create_weights(method, layer, input_size_per_partition, *args, **kwargs):
+                # Of a convolution's weight recurrent layers keep a view, and it is small.
+                linear = input_size_per_partition > _OF_CONVOLUTION
+                with _WithoutMemory() if linear else nullcontext():
+                    create(method, layer, input_size_per_partition, *args, **kwargs)
+
+            return create_weights
+
+        create_experts = UnquantizedFusedMoEMethod.create_weights
+
+        def create_experts_without_memory(method, *args, **kwargs):
+            with _WithoutMemory() if method.unquantized_backend in _LEAVE_EXPERTS else nullcontext():
+                create_experts(method, *args, **kwargs)
+
+        linear, embedding = (patch.object(of, "create_weights", without_memory(of.create_weights)) for of in _METHODS)
+        experts = patch.object(UnquantizedFusedMoEMethod, "create_weights", create_experts_without_memory)
+        compilation = vllm_config.compilation_config
+        layers = dict(compilation.static_forward_context)
+        mixtures = list(compilation.static_all_moe_layers)
+        try:
+            with linear, embedding, experts:
+                model = super().create_model(vllm_config, *args, **kwargs)
+            _refuse_views(model)
+            return model
+        except Exception as error:  # a class that writes into a weight, or keeps a view of it, before it is loaded
+            logger.warning(f"vLLM loads a copy of the base of its own ({type(error).__name__}: {error})")
+            self.shared.give_up(_OTHER_LOADING)
+            # vLLM takes a layer of this name that was created before for another one.
+            compilation.static_forward_context.clear()
+            compilation.static_forward_context.update(layers)
+            compilation.static_all_moe_layers[:] = mixtures
+            return super().create_model(vllm_config, *args, **kwargs)
+
+    def load_weights(self, model: nn.Module, model_config) -> None:
+        shared = self.shared
+        waiting = {parameter for parameter in model.parameters() if set(parameter.stride()) == {0}}
+        linear_layers = {
+            layer.weight: layer
+            for layer in model.modules()
+            if isinstance(layer, LinearBase) and type(layer.quant_method) is UnquantizedLinearMethod
+        }
+        parts: dict[nn.Parameter, list[torch.Tensor]] = {}
+        packed_parts: dict[nn.Parameter, list[tuple[str, tuple, dict]]] = {}
+        products: dict[nn.Parameter, LinearMethodBase] = {}
+        stacks: list[nn.Parameter] = []  # of a layer's experts
+        vllms_own = DefaultModelLoader(LoadConfig())
+
+        def allocate(parameter: nn.Parameter) -> None:
+            if parameter in waiting:
+                waiting.remove(parameter)
+                parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
+        def watched(load: Callable) -> Callable:
+            def weight_loader(parameter, tensor, *args, **kwargs):
+                name = shared.packed_name(tensor)
+                if name is not None and parameter in linear_layers:
+                    packed_parts.setdefault(parameter, []).append((name, args, kwargs))
+                    return None
+                allocate(parameter)
+                if name is not None:
+                    shared.own[name] = "vLLM multiplies by it in another way than by a linear layer"
+                    return load(parameter, shared.dense[name](), *args, **kwargs)
+                parts.setdefault(parameter, []).append(tensor)
+                return load(parameter, tensor, *args, **kwargs)
+
+            return weight_loader
+
+        def watched_stack(stack: nn.Parameter, load: Callable) -> Callable:
+            def weight_loader(*args, **kwargs):
+                if stack in waiting:
+                    allocate(stack)
+                    stacks.append(stack)
+                return load(*args, **kwargs)
+
+            return weight_loader
+
+        def place_packed(parameter: nn.Parameter) -> None:
+            load = loaders[parameter]
+            product = None
+            if parameter in waiting:
+                product = shared.place_packed(parameter, load, packed_parts[parameter])
+            if product is not None:
+                products[parameter] = product
+                return
+            allocate(parameter)
+            for name, args, kwargs in packed_parts[parameter]:
+                shared.own[name] = "vLLM stacks its rows with rows that are not in 4 bits"
+                dense = shared.dense[name]()
+                parts.setdefault(parameter, []).append(dense)
+                load(parameter, dense, *args, **kwargs)
+
+        loaders = {parameter: parameter.weight_loader for parameter in waiting}
+        try:
+            for parameter, load in loaders.items():
+                is_stack = parameter.dim() == 3
+                parameter.weight_loader = watched_stack(parameter, load) if is_stack else watched(load)
+            loaded = set()
+            for layer in shared.layers():
+                loaded |= model.load_weights(layer.items())
+                for parameter in packed_parts:
+                    place_packed(parameter)
+                for parameter in parts:
+                    shared.take_rows(parts[parameter], parameter.data)
+                for stack in stacks:
+                    shared.take_whole(stack.data)
+                # What the trainer held before goes now, and on a GPU also to vLLM's own pool.
+                for held in (layer, parts, packed_parts, stacks):
+                    held.clear()
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+            vllms_own.track_weights_loading(model, loaded)  # raises if vLLM misses a weight
+            missing = waiting - products.keys()
+            if missing:
+                raise ValueError(f"the trainer has no weights for {len(missing)} of vLLM's parameters")
+            shared.check()
+            for parameter, product in products.items():
+                linear_layers[parameter].quant_method = product
+                parameter.data = parameter.data.new_empty(0)
+        except Exception as error:
+            logger.warning(f"vLLM loads a copy of the base of its own ({type(error).__name__}: {error})")
+            shared.give_up(_OTHER_LOADING)
+            for parameter in list(waiting):
+                allocate(parameter)
+            for parameter, load in loaders.items():
+                parameter.weight_loader = load
+            if shared.dense:  # the checkpoint has other numbers
+                for layer in shared.layers():
+                    model.load_weights(layer.items())
+            else:
+                vllms_own.load_weights(model, model_config)
+        for parameter, load in loaders.items():
+            parameter.weight_loader = load
+
+
+@contextmanager
+def sharing(model: PeftModel) -> Iterator[tuple[SharedBase, dict[str, str]]]:
+    """A context in which `vllm.LLM` shares the base of `model`, with the option that it needs for that."""
+    shared = SharedBase(model)
+    name = f"trainer-{uuid.uuid4().hex}"
+    model_loader.register_model_loader(name)(type("Loader", (_Loader,), {"shared": shared}))
+    try:
+        yield shared, {"load_format": name}
+    finally:
+        del model_loader._LOAD_FORMAT_TO_MODEL_LOADER[name]

@@ -1,0 +1,1 @@
+"""vLLM draws the next generation batch while this one is trained on."""

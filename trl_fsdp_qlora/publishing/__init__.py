@@ -1,1 +1,0 @@
-"""Publishing: the model card, recorded logits, merging, and the upload of an adapter."""

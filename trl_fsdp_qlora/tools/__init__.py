@@ -1,0 +1,1 @@
+"""The commands behind `trl-fsdp-qlora COMMAND`; no trainer needs them."""

@@ -1,0 +1,418 @@
+"""usage: trl-fsdp-qlora compare --config FILE.yaml [--trainer NAME] [--steps 3] [any field]
+
+Runs a recipe's own script up to the trainer that it builds. In its place compare builds two with the same arguments,
+stock TRL's and this package's, and takes a few steps with both, in one process, on the same prompts, completions,
+rewards (or preference pairs) and weights. NAME is grpo, rloo or dpo; or sdft or distillation, for which this package's
+is TRL's own after `share_prompts`. Without --trainer it is the shipped recipe's, or the first that has its fields.
+Prints losses and gradients of both, seconds of scoring and of loss and backward, on a GPU also their bytes, and how
+many of the padded tokens this package computes. Stock TRL's passes are padded, and may need much more memory.
+Nothing is saved of the training, and the recipe's output_dir is left alone.
+The exit status is 0 if both are equal within rounding, 1 if they are not, and 2 for input that cannot be compared.
+"""
+
+import contextlib
+import copy
+import inspect
+import itertools
+import runpy
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from importlib import import_module
+from operator import attrgetter, methodcaller
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from transformers import TrainerCallback, set_seed
+from transformers.utils import logging
+
+from ... import share_prompts
+from ...compat.trl import joined_images
+from ...errors import UserError
+from ...prefix_sharing.dropout import draws
+from ...prefix_sharing.sharing import causal_language_model
+from ...trainers.run import terminal
+from ...trainers.run.input_checks import language_model_only
+from ...trainers.run.startup import StartupCallback
+from ...trainers.step.groups import micro_batches
+from ...utils.resources import resource_folder
+from ..recipe.threads import fit_threads
+from .one_line import pop_options
+from .recipes import all_recipes
+from .scripts import method_of, with_recipe
+
+STOCK, OURS = "stock TRL", "this package"
+PHASES = ("scoring", "loss and backward")
+
+
+class Compared(NamedTuple):
+    """Module and prefix of the classes that a recipe's script uses, and of stock TRL's.
+
+    If both are one, this package's trainer is that class after `share_prompts`. `makes_batch` is the method that draws
+    completions and returns the batch of a step; it is empty for a trainer that takes its rows from the data alone.
+    """
+
+    ours: str
+    stock: str
+    makes_batch: str = ""
+
+    def classes(self) -> tuple[type, type, type, type]:
+        """(our trainer, our config, stock's trainer, stock's config)."""
+        parts = (path.rpartition(".") for path in (self.ours, self.stock))
+        pairs = (attrgetter(f"{prefix}Trainer", f"{prefix}Config")(import_module(name)) for name, _, prefix in parts)
+        return tuple(itertools.chain(*pairs))
+
+
+COMPARED = {
+    "grpo": Compared("trl_fsdp_qlora.EfficientGRPO", "trl.GRPO", "_generate_and_score_completions"),
+    "rloo": Compared("trl_fsdp_qlora.EfficientRLOO", "trl.RLOO", "_generate_and_score_completions"),
+    "dpo": Compared("trl_fsdp_qlora.EfficientDPO", "trl.DPO"),
+    "sdft": Compared(*["trl.experimental.sdft.SDFT"] * 2, "_prepare_training_batch"),
+    "distillation": Compared(*["trl.Distillation"] * 2, "_generate_and_score_completions"),
+}
+# Side effects of a run that a comparison does not need.
+_QUIET = {
+    "report_to": "none",
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "load_best_model_at_end": "false",
+    "push_to_hub": "false",
+    "log_completions": "false",
+    "disable_tqdm": "true",
+}
+# Settings that would make the two trainers differ by design: (field, value, why).
+_LEVELLED = (
+    ("token_selection", "all", "a subset of tokens is another objective, which stock TRL does not have"),
+    ("dynamic_sampling", False, "it changes which prompts are trained on, which stock TRL cannot"),
+    ("rollouts_ahead", 0, "stock TRL waits for its completions"),
+    ("use_vllm", False, "completions come from transformers, and what is compared is the loss"),
+    ("precompute_ref_log_probs", False, "both compute the reference in their steps, so that it is compared, too"),
+)
+# In float32 the two add the same numbers in another order. Losses are sums of advantages that cancel to about zero on
+# new completions, so their difference is divided by the mean |advantage|; that of divergences, which are about zero as
+# long as a model is its own teacher, by at least [`SMALLEST_DIVERGENCE`]. That of the gradients is divided by their
+# norm, as in the trainer's tests. In half precision single tokens differ by hundredths of a nat from run to run.
+# A divergence is a difference of such numbers: with one thread and with two, stock TRL's first loss of SDFT was 0.099
+# and 0.134 in bfloat16, where float32 has 0.116 (SmolLM2-135M).
+LIMITS = {"float32": (1e-5, 1e-4), "half precision": (0.05, 0.25), "half precision, a divergence": (0.1, 0.5)}
+SMALLEST_DIVERGENCE = {"float32": 0.1, "half precision, a divergence": 0.4}  # nats
+
+
+def compare(words: list[str]) -> int:
+    """Compare and print; returns the exit status."""
+    if {"--help", "-h"} & set(words):
+        print(__doc__)
+        return 0
+    warnings.simplefilter("ignore")  # the libraries warn about each other
+    terminal.no_bars_in_files()
+    logging.set_verbosity_error()
+    options, rest = pop_options(words, ("--steps", "--trainer"))
+    steps = options.get("--steps", "3")
+    if not steps.isdigit() or not int(steps):
+        raise UserError(f"--steps {steps} is not a number of steps; try 3")
+    rest = with_recipe(rest)
+    name = trainer_of_recipe(rest, options.get("--trainer"))
+    with tempfile.TemporaryDirectory() as folder:
+        trainers = _trainers(name, [*rest, "--skip_accuracy=true", f"--output_dir={folder}/run"])
+        done = []
+        for number, step in enumerate(_steps(COMPARED[name].makes_batch, trainers, int(steps))):
+            print(step.line(number) if number else "warmed up on one step, which does not count", flush=True)
+            if number:
+                done.append(step)
+    for phase in PHASES:
+        if (OURS, phase) in done[0].seconds:
+            stock, ours = (statistics.median(step.seconds[who, phase] for step in done) for who in (STOCK, OURS))
+            line = f"{phase}: {stock:.4f} s and {ours:.4f} s ({stock / ours:.2f}×)"
+            if done[0].bytes:
+                stock, ours = (max(step.bytes[who, phase] for step in done) / 2**20 for who in (STOCK, OURS))
+                line += f", {stock:,.0f} MiB and {ours:,.0f} MiB next to the weights"
+            print(line)
+    fractions = [step.tokens_fraction for step in done if step.tokens_fraction is not None]
+    if fractions:
+        print(f"tokens computed by this package's passes: {statistics.mean(fractions):.1%} of the padded ones")
+    print(f"medians of {len(done)}, stock TRL first; {_sharing(trainers[OURS]).describe()}")
+    equal, line = verdict(done, _precision(trainers[OURS]))
+    print(line)
+    return 0 if equal else 1
+
+
+def trainer_of_recipe(words: list[str], trainer: str | None) -> str:
+    """The name in `COMPARED` of the recipe in `words`; `trainer` if the user named one."""
+    path = pop_options(words, ("--config",))[0].get("--config")
+    if path is None:
+        raise UserError("compare needs a recipe: --config FILE.yaml")
+    shipped = next((recipe.command for recipe in all_recipes() if recipe.path == Path(path)), None)
+    name = trainer or shipped or method_of(words).command
+    if name not in COMPARED:
+        raise UserError(f"a recipe of {name} cannot be compared: compare takes those of {', '.join(COMPARED)}")
+    return name
+
+
+@dataclass
+class Step:
+    """A step of both trainers: by trainer, and by trainer and phase."""
+
+    losses: dict[str, float] = field(default_factory=dict)
+    norms: dict[str, float] = field(default_factory=dict)  # of the gradients, and of their difference
+    seconds: dict[tuple[str, str], float] = field(default_factory=dict)
+    bytes: dict[tuple[str, str], int] = field(default_factory=dict)  # on a GPU: what a phase needed most
+    advantage: float = 0.0  # mean |advantage|
+    advantages_apart: float = 0.0  # largest difference of one completion's advantage
+    tokens_fraction: float | None = None  # tokens of our passes over padded tokens
+    smallest_loss: float = 1e-30  # a smaller loss is a difference of larger numbers
+    drawn: bool = False  # advantages are from a fixed seed, because the rewards of every group were all equal
+
+    @property
+    def apart(self) -> tuple[float, float]:
+        """(difference of the losses over the mean |advantage| or stock's loss, of the gradients over stock's norm)."""
+        loss = abs(self.losses[OURS] - self.losses[STOCK]) / max(
+            abs(self.losses[STOCK]), self.advantage, self.smallest_loss
+        )
+        return loss, self.norms["difference"] / max(self.norms[STOCK], 1e-30)
+
+    def line(self, number: int) -> str:
+        loss, gradient = self.apart
+        drawn = "; all rewards of every group are equal: advantages from a fixed seed" if self.drawn else ""
+        return (
+            f"step {number}: losses {self.losses[STOCK]:.6e} and {self.losses[OURS]:.6e} ({loss:.1e} apart), "
+            f"gradient norms {self.norms[STOCK]:.6e} and {self.norms[OURS]:.6e} (difference {gradient:.1e}){drawn}"
+        )
+
+
+def verdict(steps: list[Step], precision: str) -> tuple[bool, str]:
+    """(whether both are equal within rounding, a line with the result and the allowed difference)."""
+    loss_limit, gradient_limit = LIMITS[precision]
+
+    def is_equal(step: Step) -> bool:
+        loss, gradient = step.apart
+        # NaN is not equal: every comparison with it is false.
+        return loss <= loss_limit and gradient <= gradient_limit and step.advantages_apart <= loss_limit
+
+    equal = all(map(is_equal, steps))
+    result = "equal" if equal else "DIFFERENT"
+    return equal, (
+        f"{result} ({precision}): losses may be {loss_limit:.0e} of the mean |advantage| or of the loss apart, "
+        f"gradients {gradient_limit:.0e} of their norm"
+    )
+
+
+def _precision(ours: Any) -> str:
+    """The name in [`LIMITS`] of the precision in which a trainer's models compute."""
+    teacher = vars(ours).get("teacher_model")
+    models = [model for model in (ours.model, teacher) if isinstance(model, torch.nn.Module)]
+    computes_in_half = ours.args.tf32 or ours.accelerator.mixed_precision != "no"
+    has_half_weights = any(p.dtype in (torch.bfloat16, torch.float16) for each in models for p in each.parameters())
+    # bitsandbytes computes 4-bit products without a gradient in bfloat16 on CPUs that have it, whatever is asked for.
+    has_4_bit_teacher = any(vars(each).get("is_loaded_in_4bit") for each in models[1:])
+    if not (computes_in_half or has_half_weights or has_4_bit_teacher):
+        return "float32"
+    return "half precision, a divergence" if "teacher_model" in vars(ours) else "half precision"
+
+
+def _sharing(trainer: Any) -> Any:
+    """The prompt sharing of a trainer's model."""
+    return causal_language_model(trainer.model).prompt_sharing
+
+
+class _Built(BaseException):
+    """Ends a recipe's script when it builds its trainer; no `except Exception` on the way stops it."""
+
+
+def _arguments(name: str, words: list[str]) -> dict[str, Any]:
+    """The arguments, by name, with which the script of `name` builds its trainer for the recipe in `words`."""
+    trainer, config, stock, _ = COMPARED[name].classes()
+    known = {item.name for item in fields(config)}
+    quiet = [f"--{name}={value}" for name, value in _QUIET.items() if name in known]
+    signature = inspect.signature(stock.__init__)
+    script = str(resource_folder("recipes") / f"{name}.py")
+
+    def stop(_self: Any, *args: Any, **kwargs: Any) -> None:
+        raise _Built(signature.bind(None, *args, **kwargs).arguments)
+
+    with patch.object(sys, "argv", [script, *words, *quiet]), patch.object(trainer, "__init__", stop):
+        try:
+            runpy.run_path(script, run_name="compare")["main"]()
+        except _Built as built:
+            arguments = built.args[0]
+    arguments.pop("self")
+    for field_name, value, why in _LEVELLED:
+        value_in_recipe = vars(arguments["args"]).get(field_name, value)
+        if value_in_recipe != value:
+            setattr(arguments["args"], field_name, value)
+            print(f"{field_name}: {value_in_recipe} is taken as {value} here: {why}", flush=True)
+    return arguments
+
+
+class _Ready(TrainerCallback, Exception):
+    """Raises itself when a trainer's first step would begin."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        raise self
+
+
+def _trainers(name: str, words: list[str]) -> dict[str, Any]:
+    """Both trainers with weights of their own, prepared by `train` for a first step."""
+    arguments = _arguments(name, words)
+    our_class, _, stock_class, stock_config = COMPARED[name].classes()
+    # Stock TRL's `all-linear` adapts a vision tower, too; here both train the same weights.
+    revision = (arguments["args"].model_init_kwargs or {}).get("revision")
+    of_stock = {
+        "args": copy.deepcopy(arguments["args"]),
+        "processing_class": copy.deepcopy(arguments.get("processing_class")),
+        "peft_config": language_model_only(arguments.get("peft_config"), arguments["model"], revision),
+    }
+    of_stock["args"].__class__ = stock_config  # stock TRL reads its own fields alone
+    trainers = {STOCK: stock_class(**arguments | of_stock), OURS: our_class(**arguments)}
+    if our_class is stock_class:
+        share_prompts(trainers[OURS])
+    for trainer in trainers.values():
+        trainer.remove_callback(StartupCallback)
+        trainer.add_callback(_Ready())
+        with contextlib.suppress(_Ready):
+            trainer.train()
+        trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+        trainer.model.train()
+        dropouts = draws(trainer.model)
+        for _, module, attribute, _ in dropouts:
+            setattr(module, attribute, 0.0)
+    if dropouts:
+        print("dropout is off here: each trainer would draw masks of its own", flush=True)
+    fit_threads(trainers[OURS].model)
+    return trainers
+
+
+def _once(function: Callable) -> Callable:
+    """Call `function` once; every further call returns a copy of the first result."""
+    results = []
+
+    def call(*args, **kwargs):
+        if not results:
+            results.append(function(*args, **kwargs))
+        return copy.deepcopy(results[0])
+
+    return call
+
+
+def _steps(makes_batch: str, trainers: dict[str, Any], steps: int) -> Iterator[Step]:
+    """A step that warms up, then `steps` more. Both trainers begin each step with the same weights; ours updates."""
+    ours = trainers[OURS]
+    args = ours.args
+    endless = itertools.chain.from_iterable(itertools.repeat(ours.get_train_dataloader()))
+    for i in range(steps + 1):
+        step = Step()
+        if "teacher_model" in vars(ours):  # a divergence of two models that are alike cancels
+            step.smallest_loss = SMALLEST_DIVERGENCE[_precision(ours)]
+        weights = _trainable(ours)
+        with torch.no_grad():
+            for name, weight in _trainable(trainers[STOCK]).items():
+                weight.copy_(weights[name])
+        order = [STOCK, OURS] if i % 2 else [OURS, STOCK]
+        if makes_batch:
+            # The sampler yields the prompts of a generation batch once for every time that the batch is used.
+            uses = _slices(ours) * vars(ours).get("num_iterations", 1)
+            rows, *_ = itertools.islice(endless, uses)
+            parts = _completions(makes_batch, trainers, rows, step, order)
+        else:
+            batches = list(itertools.islice(endless, args.gradient_accumulation_steps))
+            parts = {who: copy.deepcopy(batches) for who in order}
+        for who in order:
+            trainer = trainers[who]
+            set_seed(args.seed)
+            trainer.optimizer.zero_grad()
+            with (
+                patch.object(trainer, "_prepare_inputs", lambda part: part),
+                _measured(trainer, step, who, "loss and backward"),
+            ):
+                losses = [trainer.training_step(trainer.model_wrapped, part, None) for part in parts[who]]
+            step.losses[who] = sum(losses).item()
+        metrics = vars(ours).get("_metrics", {}).get("train", {})
+        figures = _sharing(ours).figures
+        if metrics.get("prefix_sharing/policy/tokens_fraction"):
+            step.tokens_fraction = statistics.mean(metrics["prefix_sharing/policy/tokens_fraction"])
+        elif figures.tokens:  # of the last pass
+            step.tokens_fraction = figures.tokens / figures.padded_tokens
+        metrics.clear()
+        step.norms = _gradient_norms(trainers)
+        if i:
+            ours.optimizer.step()
+            ours.lr_scheduler.step()
+        yield step
+
+
+def _slices(trainer: Any) -> int:
+    """Micro-batches that a batch of completions is cut into."""
+    return vars(trainer.args).get("steps_per_generation") or trainer.args.gradient_accumulation_steps
+
+
+def _completions(
+    makes_batch: str, trainers: dict[str, Any], rows: list, step: Step, order: list[str]
+) -> dict[str, list]:
+    """Each trainer's micro-batches of the same completions and rewards for the prompts of `rows`."""
+    ours = trainers[OURS]
+    scored = {}
+    parts = {}
+    names = (name for name in ("_generate", "_calculate_rewards") if hasattr(ours, name))
+    drawn = {name: _once(getattr(ours, name)) for name in names}
+    with patch.multiple(ours, **drawn):
+        methodcaller(makes_batch, copy.deepcopy(rows))(ours)
+    for who in order:
+        with patch.multiple(trainers[who], **drawn), _measured(trainers[who], step, who, "scoring"):
+            scored[who] = methodcaller(makes_batch, copy.deepcopy(rows))(trainers[who])
+    if "advantages" in scored[OURS]:
+        _compare_advantages(scored, step)
+    for who in order:
+        torch.manual_seed(ours.args.seed)
+        slices = micro_batches(scored[who], vars(ours).get("num_generations", 1), 0, _slices(ours))
+        parts[who] = [joined_images(copy.copy(part)) for part in slices[: ours.args.gradient_accumulation_steps]]
+    return parts
+
+
+def _compare_advantages(scored: dict[str, dict], step: Step) -> None:
+    """Write the difference of both advantages into `step`; if all are zero, both get others, from a fixed seed."""
+    advantages = {who: batch["advantages"] for who, batch in scored.items()}
+    step.advantages_apart = (advantages[OURS] - advantages[STOCK]).abs().max().item()
+    if not any(values.any() for values in advantages.values()):  # otherwise both policy gradients would be zero
+        step.drawn = True
+        fixed = torch.randn(advantages[STOCK].shape, generator=torch.Generator().manual_seed(0))
+        for who, values in advantages.items():
+            scored[who]["advantages"] = fixed.to(values)
+    step.advantage = scored[STOCK]["advantages"].abs().mean().item()
+
+
+@contextlib.contextmanager
+def _measured(trainer: Any, step: Step, who: str, phase: str) -> Iterator[None]:
+    """Add the seconds of `trainer` inside the block to `step`, and on a GPU the bytes that it needed most."""
+    on_gpu = trainer.accelerator.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    start = time.perf_counter()
+    yield
+    if on_gpu:
+        torch.cuda.synchronize()
+        step.bytes[who, phase] = torch.cuda.max_memory_allocated() - before
+    step.seconds[who, phase] = time.perf_counter() - start
+
+
+def _trainable(trainer: Any) -> dict[str, Any]:
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _gradient_norms(trainers: dict[str, Any]) -> dict[str, float]:
+    """The norm of each trainer's gradient and of their difference."""
+    gradients = {}
+    for who, trainer in trainers.items():
+        scale = 1.0 if trainer.accelerator.scaler is None else trainer.accelerator.scaler.get_scale()
+        parameters = (parameter for _, parameter in sorted(_trainable(trainer).items()))
+        scaled = (torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)
+        gradients[who] = [gradient.cpu().double() / scale for gradient in scaled]
+    gradients["difference"] = [a - b for a, b in zip(gradients[OURS], gradients[STOCK], strict=True)]
+    return {who: sum(x.square().sum().item() for x in tensors) ** 0.5 for who, tensors in gradients.items()}

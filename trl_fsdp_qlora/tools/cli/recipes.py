@@ -1,0 +1,128 @@
+"""`trl-fsdp-qlora recipes`: lists all recipes with their hardware and whether they were run, and copies one to edit.
+
+The command `config` does the same for accelerate's configs. Recipes are YAML files under
+`<model>/<method>/config_<name>.yaml`, whose head has the results to expect.
+"""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from ...errors import UserError, did_you_mean
+from ...trainers.methods import METHODS
+from ...utils.resources import accelerate_config, accelerate_config_names, resource_folder
+from .one_line import OneLineParser
+
+_FIELD = re.compile(r"#\s(?P<field>hardware|launch|memory|expect)\s+(?P<text>.*)")
+# How the text under `expect` begins: with figures, with figures of a shorter run, or with none.
+_WAS_RUN = re.compile(r"run, shortened|run|planned, never run")
+_LEGEND = """
+run: whether it ran here as it stands, shortened, or is planned; `recipes NAME` prints one with what to expect of it,
+`recipes NAME --copy` puts one here to edit, `COMMAND --config NAME` runs it as it is."""
+
+
+class Recipe(NamedTuple):
+    """A YAML file of this package, and the facts in its head."""
+
+    name: str
+    path: Path
+    command: str
+    hardware: str
+    was_run: str
+
+
+def _head(text: str) -> dict[str, str]:
+    """The comment that a recipe begins with, by field; the text before the first field is under the empty name."""
+    head = {"": ""}
+    field = ""
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        match = _FIELD.match(line)
+        if match:
+            field = match["field"]
+        content = match["text"] if match else line.removeprefix("#").strip()
+        head[field] = f"{head.get(field, '')} {content}".strip()
+    return head
+
+
+def all_recipes() -> list[Recipe]:
+    """Every YAML file of this package, by name."""
+    recipes = []
+    root = resource_folder("recipes")
+    for path in sorted(root.glob("*/*/config_*.yaml")):
+        head = _head(path.read_text(encoding="utf-8"))
+        # The folders of this package's trainers begin with the room's name; other folders are commands.
+        folder = path.parent.name
+        command = next((method.command for method in METHODS if folder.startswith(method.room)), folder)
+        was_run = _WAS_RUN.match(head["expect"])[0]
+        name = recipe_name(path.relative_to(root).as_posix())
+        recipes.append(Recipe(name, path, command, head["hardware"], was_run))
+    return recipes
+
+
+def recipe_name(text: str) -> str:
+    """`small-base/grpo/quickstart` for any spelling: with `recipes/`, `config_` and `.yaml`, or without."""
+    text = text.removeprefix("./").removeprefix("recipes/").removesuffix(".yaml")
+    folder, slash, file = text.rpartition("/")
+    return f"{folder}{slash}{file.removeprefix('config_')}"
+
+
+def find(text: str) -> Recipe:
+    """The recipe called `text`.
+
+    Raises:
+        UserError: there is none; the message has the nearest name.
+    """
+    by_name = {recipe.name: recipe for recipe in all_recipes()}
+    asked_for = recipe_name(text)
+    if asked_for in by_name:
+        return by_name[asked_for]
+    # A user who types only the end of a name means the recipe with that end.
+    with_that_end = [name for name in by_name if name.endswith(f"/{asked_for}")]
+    hint = did_you_mean(with_that_end[0] if with_that_end else asked_for, by_name, 0.5)
+    raise UserError(f"there is no recipe {text!r}{hint}; `trl-fsdp-qlora recipes` lists them")
+
+
+def recipes(words: list[str]) -> int:
+    """List all recipes, print the one that `words` names, or copy it."""
+    parser = OneLineParser(prog="trl-fsdp-qlora recipes", description="List the recipes; print one, or copy it here.")
+    parser.add_argument("name", nargs="?", help="of a recipe, e.g. small-base/grpo/quickstart")
+    parser.add_argument("--copy", action="store_true", help="write the recipe's YAML here, to be edited")
+    parser.add_argument("--to", type=Path, default=Path(), metavar="PATH", help="folder or file for --copy")
+    parser.add_argument("--overwrite", action="store_true", help="let --copy replace a file")
+    options = parser.parse_args(words)
+    if options.name is None:
+        if options.copy:
+            raise UserError("--copy needs a recipe's name; `trl-fsdp-qlora recipes` lists them")
+        rows = [("recipe", "command", "run", "hardware")]
+        rows += [(recipe.name, recipe.command, recipe.was_run, recipe.hardware) for recipe in all_recipes()]
+        name, command, run, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+        print("\n".join(f"{row[0]:<{name}}  {row[1]:<{command}}  {row[2]:<{run}}  {row[3]}" for row in rows))
+        print(_LEGEND)
+        return 0
+    recipe = find(options.name)
+    to = options.to
+    if not options.copy:
+        print(recipe.path.read_text(encoding="utf-8"), end="")
+        return 0
+    target = to / recipe.path.name if to.is_dir() or to.suffix != ".yaml" else to
+    if target.exists() and not options.overwrite:
+        raise UserError(f"{target} is there already; --overwrite replaces it, --to PATH writes elsewhere")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(recipe.path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{to}: {error.strerror}") from error
+    print(f"{target} is {recipe.name}; run it: trl-fsdp-qlora {recipe.command} --config {target}")
+    return 0
+
+
+def config(words: list[str]) -> int:
+    """Print the path of the accelerate config that `words` names, or the names of all."""
+    parser = OneLineParser("trl-fsdp-qlora config", description="The path of an accelerate config, or all names.")
+    known = accelerate_config_names()
+    parser.add_argument("name", nargs="?", help=f"one of: {', '.join(known)}")
+    name = parser.parse_args(words).name
+    print(accelerate_config(name) if name else "\n".join(known))
+    return 0

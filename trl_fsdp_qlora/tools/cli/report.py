@@ -1,0 +1,35 @@
+"""`trl-fsdp-qlora report RUN [RUN ...]`: writes a page with the curves and the completions of runs."""
+
+from pathlib import Path
+
+from ...errors import UserError, mistyped_path
+from ..report.page import MEGABYTES, NAME, write_report
+from .one_line import OneLineParser
+
+
+def report(words: list[str]) -> int:
+    """Write the page and print where it is and what it lacks; returns the exit status."""
+    parser = OneLineParser("trl-fsdp-qlora report", description="A page with the curves and the completions of runs.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder that a run of ours or of TRL wrote")
+    parser.add_argument("--output", type=Path, help=f"file to write; {NAME} in the first folder by default")
+    parser.add_argument("--no_completions", action="store_true", help="leave prompts and completions out")
+    parser.add_argument(
+        "--megabytes", type=float, default=MEGABYTES, help="room for completions, %(default)g by default"
+    )
+    options = parser.parse_args(words)
+    for folder in options.runs:
+        if not folder.is_dir():
+            raise UserError(f"{folder} is no folder of a run{mistyped_path(folder)}")
+    if not options.megabytes > 0:
+        raise UserError(f"--megabytes {options.megabytes:g} leaves no room; --no_completions leaves completions out")
+    target = options.output or options.runs[0] / NAME
+    if target.is_dir():
+        target = target / NAME
+    try:
+        notes = write_report(options.runs, target, not options.no_completions, options.megabytes)
+    except OSError as error:
+        raise UserError(f"{target} cannot be written: {error.strerror}; --output names another file") from error
+    for note in notes:
+        print(note)
+    print(f"{target}, {target.stat().st_size / 1e6:.1f} MB")
+    return 0

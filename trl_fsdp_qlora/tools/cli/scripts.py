@@ -1,0 +1,145 @@
+"""The scripts in recipes/ as commands: accelerate launches those that run in several processes, others are called."""
+
+import runpy
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+
+from ...errors import UserError, mistyped_path
+from ...trainers.methods import METHODS, Method
+from ...utils.resources import accelerate_config, resource_folder
+from .launch import launch
+from .one_line import pop_options
+from .recipes import all_recipes, find
+
+# Options of `accelerate launch` that no script has; everything else is the script's.
+LAUNCHER = (
+    "--accelerate_config", "--config_file", "--gpu_ids", "--machine_rank", "--main_process_ip", "--main_process_port",
+    "--max_restarts", "--num_cpu_threads_per_process", "--num_machines", "--num_processes",
+    "--parallelism_config_dp_replicate_size", "--parallelism_config_dp_shard_size", "--rdzv_backend", "--rdzv_conf",
+)  # fmt: skip
+
+
+def called(name: str, words: list[str]) -> int:
+    """Run the script `name` in this process."""
+    sys.argv = [str(resource_folder("recipes") / f"{name}.py"), *words]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    return 0
+
+
+def launched(name: str, words: list[str]) -> int:
+    """Run the script `name` like `accelerate launch`, in the requested number of processes."""
+    if {"--help", "-h"} & set(words):
+        print(f"Of the launcher: {', '.join(LAUNCHER)}. Of the script, in a YAML (--config FILE) or here:\n")
+        return called(name, ["--help"])
+    launcher, rest = pop_options(words, LAUNCHER)
+    rest = with_recipe(rest)
+    config = launcher.pop("--accelerate_config", None) or launcher.pop("--config_file", None)
+    flags = _config_flags(config, launcher)
+    options = [word for option, value in launcher.items() for word in (option, value)]
+    return launch([*flags, *options, str(resource_folder("recipes") / f"{name}.py"), *rest])
+
+
+def with_recipe(words: list[str]) -> list[str]:
+    """`words`, with the path of one of this package's recipes if `--config` names one.
+
+    Raises:
+        UserError: `--config` names neither a file nor a recipe.
+    """
+    options, rest = pop_options(words, ("--config",))
+    config = options.get("--config")
+    if config is None:
+        return rest
+    if Path(config).exists():
+        return ["--config", config, *rest]
+    is_file_name = Path(config).suffix in (".yaml", ".yml")
+    try:
+        return ["--config", str(find(config).path), *rest]
+    except UserError as error:
+        if not is_file_name:
+            raise
+        hint = mistyped_path(config) or f", and {error}"
+        raise UserError(f"--config {config}: there is no such file{hint}") from None
+
+
+def config_of(method: Method) -> type:
+    """The config class of a method."""
+    return getattr(import_module(f"..{method.room}.config", __package__), method.config)
+
+
+def script_of(method: Method) -> type:
+    """The class with the further arguments of a method's recipes."""
+    from ..recipe.arguments import ScriptArguments
+    from ..recipe.pairs import DPOScriptArguments
+
+    return DPOScriptArguments if method.is_paired else ScriptArguments
+
+
+def refuse_other_trainers(path: str | None, methods: Sequence[Method] = METHODS, further: Sequence[str] = ()) -> None:
+    """Raise a `UserError` if `path` is one of this package's recipes, but of neither `methods` nor `further`.
+
+    `further` are commands that train with one of TRL's own trainers.
+    """
+    recipe = next((each for each in all_recipes() if path and each.path == Path(path)), None)
+    commands = (*(method.command for method in methods), *further)
+    if recipe is not None and recipe.command not in commands:
+        known = ", ".join(commands)
+        raise UserError(f"{recipe.name} is a recipe of {recipe.command}; this command takes those of {known}")
+
+
+def method_of(words: Sequence[str], methods: Sequence[Method] = METHODS) -> Method:
+    """The first of `methods` that has every field in `words`, or in the recipe that they name; GRPO if none has."""
+    for method in methods:
+        if have_all_fields(words, config_of(method), script_of(method)):
+            return method
+    return METHODS[0]
+
+
+def have_all_fields(words: Sequence[str], *classes: type) -> bool:
+    """Whether a model's arguments and `classes` have every field in `words` and in the recipe that they name."""
+    from trl import ModelConfig
+
+    from ..recipe.keys import read_yaml
+
+    options, rest = pop_options(words, ("--config",))
+    used = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in rest if word.startswith("--")}
+    if options:
+        used.update(read_yaml(options["--config"]))
+    known = {item.name for kind in (ModelConfig, *classes) for item in fields(kind)}
+    return used <= known | {"env", "stage", "debug_errors"}
+
+
+def _config_flags(config: str | None, launcher: dict[str, str]) -> list[str]:
+    """The flags that name accelerate's config: `config` (a name or a path), the user's own, or a fitting default."""
+    if config is not None:
+        return ["--config_file", config if Path(config).is_file() else str(accelerate_config(config))]
+    from accelerate.commands.config.config_args import default_config_file
+
+    if Path(default_config_file).is_file():  # written by `accelerate config`
+        return []
+    name, processes = default_config(launcher.get("--num_processes"))
+    launcher.setdefault("--num_processes", str(processes))
+    line = f"accelerate config: {name}, {processes} process{'es' * (processes > 1)}"
+    print(f"{line} (`trl-fsdp-qlora config` lists others, for --accelerate_config)")
+    return ["--config_file", str(accelerate_config(name))]
+
+
+def default_config(num_processes: str | None) -> tuple[str, int]:
+    """(name, processes) of the accelerate config for this machine: every GPU, or the CPU.
+
+    Args:
+        num_processes: the value of `--num_processes`; `None` if the user has set none.
+
+    Raises:
+        UserError: `num_processes` is no number of processes.
+    """
+    import torch
+
+    if num_processes is not None and not (num_processes.isdigit() and int(num_processes)):
+        raise UserError(f"--num_processes {num_processes} is not a number of processes; try 2")
+    gpus = torch.cuda.device_count()
+    processes = int(num_processes) if num_processes else max(gpus, 1)
+    one, several = ("single_gpu", "ddp") if gpus else ("cpu", "ddp_cpu")
+    return several if processes > 1 else one, processes

@@ -1,0 +1,1 @@
+"""Problems, answers, rewards and generators for recipes."""

@@ -1,0 +1,313 @@
+"""Answers: the final answer of a completion, the right answer of a dataset, and whether the two agree.
+
+Every function takes time linear in its text, whatever a model writes; texts, digits and exponents are bounded, and
+LaTeX is compared by math-verify in another process with a deadline ([`trl_fsdp_qlora.tools.data.math_worker`]).
+"""
+
+import functools
+import math
+import numbers
+import re
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from transformers.utils import logging
+
+from ...errors import UserError
+from . import math_worker
+
+logger = logging.get_logger(__name__)
+
+Completion = str | list[dict[str, Any]]
+
+ANSWER_FORMATS = ("auto", "hash", "tags", "boxed", "last_number", "first_line", "verl")
+MAX_TEXT = 100_000  # characters at the end of a completion that are searched for its answer
+MAX_LATEX = 2_000  # characters of an expression that math-verify is given
+MAX_EXACT_TEXT = 200  # characters of a right answer that is compared as text
+MAX_DIGITS = 1_000  # of a number; a number with more digits, or a larger exponent, is no answer
+INSTALL_MATH = "pip install 'trl-fsdp-qlora[math]'"
+
+# A number is matched as far as it goes, and never given up for a shorter one ((?>…)), with few blanks within it. A
+# pattern that can divide a run of blanks or digits in every way takes minutes for one completion. The match may still
+# be no number (`1.2.3`, `3,14,1`, 05/06/2024, or a literal of code like `0x10` and `1_0`); `_value` decides.
+_BETWEEN_GROUPS = "_'\u2019\u00a0\u2009\u202f"  # of three digits, besides the comma: 1_000 and 1'000
+_DIGITS = rf"(?>0[xXbBoO][\da-fA-F]\w*|\.?\d+(?:[.,{_BETWEEN_GROUPS}]\d+)*(?:[eE][-+]?\d+)?(?:_\w*)?)"
+NUMBER = re.compile(
+    rf"(?<![\w.])(?:(?P<sign>[-+\u2212])\s{{0,4}})?(?:[$€£]\s{{0,4}})?(?P<digits>{_DIGITS})"
+    rf"(?P<below>(?>\s{{0,4}}/\s{{0,4}}{_DIGITS})*)(?:\s{{0,4}}%)?"
+)
+_GROUPS = "|".join(rf"\d{{1,3}}(?:{separator}\d{{3}})+" for separator in f",{_BETWEEN_GROUPS}")
+_PLAIN = re.compile(rf"(?:{_GROUPS}|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{{1,4}})?")
+_NO_DIGITS = str.maketrans("", "", f",{_BETWEEN_GROUPS}")
+_VERLS = re.compile(r"#### (-?[0-9.,]+)")
+_WHOLE = re.compile(r"0|-?[1-9][0-9]*")
+_LATEX = re.compile(r"[\\^]")
+_LETTER = re.compile(r"(?<!\w)(?<!\w')[A-Z](?!\w|'\w)")  # a capital that stands alone, as in "(B)" and "B. Paris"
+_AROUND_TEXT = " \t\n\"'`*_.,;:!?()[]{}$"  # what is left out at both ends of an answer that is compared as text
+
+
+class DatasetError(UserError):
+    """A dataset that cannot be used as it is; the message has the row and the remedy."""
+
+
+class UnparsableGoldAnswer(DatasetError):
+    """A gold answer of the dataset that no answer of a model can be compared with."""
+
+
+@dataclass(frozen=True)
+class TextAnswer:
+    """A right answer that is neither a number nor LaTeX. It is compared as text: `"Paris"`, `"yes"`, `"B"`.
+
+    Case, blanks, and punctuation at both ends are left out. A single capital is the letter of a choice. An answer that
+    begins with it, as in `"B) 17"`, is right, too.
+    """
+
+    text: str
+
+    @property
+    def is_letter(self) -> bool:
+        return _LETTER.fullmatch(self.text.strip(_AROUND_TEXT)) is not None
+
+    def is_equal(self, answer: str) -> bool:
+        if comparable_text(answer) == comparable_text(self.text):
+            return True
+        letter = self.text.strip(_AROUND_TEXT)
+        return self.is_letter and re.match(rf"[\s*(\[]*{letter}[\s*]*[).:\]]", answer) is not None
+
+
+Gold = Fraction | str | TextAnswer | Callable[[str | None], bool]
+
+
+def comparable_text(text: str) -> str:
+    """`text` without case, without blanks that say nothing, and without punctuation at both ends."""
+    return " ".join(text.strip(_AROUND_TEXT).casefold().split())
+
+
+def completion_text(completion: Completion) -> str:
+    """The assistant's text of a plain or conversational completion; for content in parts, their texts."""
+    if isinstance(completion, str):
+        return completion
+    texts = []
+    for message in completion:
+        if message.get("role") == "assistant":
+            content = message.get("content") or ""
+            texts += [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
+    return "".join(texts)
+
+
+def _value(match: re.Match) -> Fraction | None:
+    """The value of a match of [`NUMBER`].
+
+    It is `None` for a division by zero, a chain of divisions (a date), and a number too long to be meant.
+    """
+    values = []
+    for digits in [match["digits"], *match["below"].split("/")[1:]][:3]:
+        digits = digits.strip()
+        if len(digits) > MAX_DIGITS or not _PLAIN.fullmatch(digits):
+            return None
+        mantissa, _, exponent = digits.lower().partition("e")
+        # The exponent is checked before it is used: 1e999999999 is ten characters, and a gigabyte as a fraction.
+        if abs(int(exponent or 0)) > MAX_DIGITS:
+            return None
+        values.append(Fraction(mantissa.translate(_NO_DIGITS)) * Fraction(10) ** int(exponent or 0))
+    if len(values) > 2 or (len(values) == 2 and values[1] == 0):
+        return None
+    value = values[0] if len(values) == 1 else values[0] / values[1]
+    negative = match["sign"] in ("-", "\u2212") and not _is_binary_minus(match.string, match.start())
+    return -value if negative else value
+
+
+def _is_binary_minus(text: str, position: int) -> bool:
+    # In "12 - 5" the minus belongs to the operation, in "= -5" to the number.
+    before = text[max(position - 64, 0) : position].rstrip()
+    return bool(before) and (before[-1].isdigit() or before[-1] == ")")
+
+
+def parse_number(text: str | int | float) -> Fraction | None:
+    """The number that `text` consists of, or `None` if it is anything but one number and a unit.
+
+    `"5.0"` -> 5, `"$1,234"` -> 1234, `"3/4"` -> 3/4, `"1e3"` -> 1000, `"12 apples"` -> 12, `"no answer"` -> None,
+    `"1 or 2"` -> None, `"1/0"` -> None, `"1/2/3"` -> None.
+    """
+    if isinstance(text, numbers.Integral):  # numpy's integers, too
+        return Fraction(int(text)) if abs(text) < 10**MAX_DIGITS else None
+    if isinstance(text, numbers.Real):
+        return Fraction(str(float(text))) if math.isfinite(text) else None
+    matches = NUMBER.finditer(text)
+    first = next(matches, None)
+    return None if first is None or next(matches, None) is not None else _value(first)
+
+
+def extract_answer(text: str, answer_format: str = "auto", gold: Gold | None = None) -> str | None:
+    """The final answer of a completion, as text; `None` if it has none.
+
+    Args:
+        text: the completion; its last 100,000 characters are searched for the answer.
+        answer_format: `"hash"`: after the last `####`; `"tags"`: inside the last `<answer>` element; `"boxed"`: inside
+            the last `\\boxed{}`; `"last_number"`: the last number of the text; `"auto"`: the first of these that is
+            there; `"first_line"`: the first line that is not empty; `"verl"`: the whole number after the last `#### `
+            among the last 300 characters, which verl's scorer of GSM8K takes for the answer. verl compares texts
+            without commas, and [`answers_match`] compares values. A number that is not written as a whole number
+            (`18.`, `18.0`) is therefore no answer under `"verl"`.
+        gold: the right answer, of [`parse_gold`], if it is known. It decides what `"auto"` takes as its last resort,
+            see [`last_resort`].
+
+    Raises:
+        UserError: unknown `answer_format`.
+    """
+    if answer_format not in ANSWER_FORMATS:
+        raise UserError(f"answer_format={answer_format!r} is not one of {', '.join(ANSWER_FORMATS)}")
+    text = text[-MAX_TEXT:]
+    if answer_format == "verl":
+        marked = _VERLS.findall(text[-300:])
+        last = marked[-1].replace(",", "") if marked else ""
+        return last if _WHOLE.fullmatch(last) else None
+    if answer_format == "first_line":
+        return text.strip().split("\n", 1)[0].strip() or None
+    if answer_format in ("auto", "hash") and "####" in text:
+        return text.rsplit("####", 1)[1].strip().split("\n", 1)[0].strip() or None
+    inside = None
+    if answer_format in ("auto", "tags"):
+        start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
+        if start >= 0:
+            inside = text[start + len("<answer>") : text.find("</answer>", start)]
+    if inside is None and answer_format in ("auto", "boxed"):
+        inside = _last_boxed(text)
+    if inside is not None:
+        return inside.strip() or None
+    if answer_format == "auto":
+        return last_resort(text, gold)
+    return _last_number(text) if answer_format == "last_number" else None
+
+
+def last_resort(text: str, gold: Gold | None = None) -> str | None:
+    """The final answer of a text that marks none.
+
+    It is the last number. If the right answer is the letter of a choice, it is the last capital that stands alone. If
+    there is none, or the right answer is another text, it is the last line.
+    """
+    text = text[-MAX_TEXT:]
+    if not isinstance(gold, TextAnswer):
+        return _last_number(text)
+    if gold.is_letter:
+        letters = [letter for letter in _LETTER.findall(text) if letter != "I" or comparable_text(gold.text) == "i"]
+        if letters:
+            return letters[-1]
+    return text.strip().rsplit("\n", 1)[-1].strip() or None
+
+
+def _last_number(text: str) -> str | None:
+    """The last number as it is written, without a minus that belongs to an operation."""
+    matches = deque(NUMBER.finditer(text), maxlen=1)
+    if not matches:
+        return None
+    last = matches[0]
+    number = last.group()
+    if last["sign"] and _is_binary_minus(text, last.start()):
+        number = number[1:]
+    return number.strip()
+
+
+def _last_boxed(text: str) -> str | None:
+    start = text.rfind("\\boxed{")
+    depth = 0
+    for brace in re.finditer(r"[{}]", text[start:]) if start >= 0 else ():
+        depth += 1 if brace.group() == "{" else -1
+        if depth == 0:
+            return text[start + len("\\boxed{") : start + brace.start()]
+    return None
+
+
+def required_answer(text: str, answer_format: str = "auto") -> str | None:
+    """[`extract_answer`] without its last resort: under `"auto"` an answer is after `####`, in tags or in a box.
+
+    `"last_number"` requires no format, so any last number is an answer.
+    """
+    if answer_format != "auto":
+        return extract_answer(text, answer_format)
+    answers = (extract_answer(text, each) for each in ("hash", "tags", "boxed"))
+    return next((answer for answer in answers if answer is not None), None)
+
+
+def parse_gold(answer: str | int | float, row: int | str) -> Fraction | str | TextAnswer:
+    """A gold answer as an exact number, as LaTeX if `math-verify` can read it, or as a text of one line.
+
+    GSM8K's own `... #### 42` is understood.
+
+    Raises:
+        UnparsableGoldAnswer: it is none of them; the message names the row.
+    """
+    value = str(answer) if isinstance(answer, bool) else answer
+    if isinstance(value, str) and "####" in value:
+        value = extract_answer(value, "hash") or ""
+    is_text = isinstance(value, str)
+    number = parse_number(value) if isinstance(value, (str, numbers.Real)) else None
+    if number is not None and not (is_text and "\\" in value):
+        return number
+    needs_math = is_text and _is_latex(value) and not math_worker.installed()
+    if is_text and not needs_math:
+        if _is_latex(value) and _parses(value):
+            return value
+        value = value.strip()
+        if comparable_text(value) and len(value) <= MAX_EXACT_TEXT and "\n" not in value:
+            return TextAnswer(value)
+    # Python refuses to print an integer that is too long.
+    printed = f"{answer:#x}" if isinstance(answer, int) else repr(answer)
+    latex = f" without math-verify ({INSTALL_MATH})" if needs_math else ""
+    raise UnparsableGoldAnswer(
+        f"the gold answer of row {row} is no number and no text of one line{latex}: {printed[:120]}. Correct the row, "
+        "leave it out of the dataset, or give rewards a function of your own"
+    )
+
+
+def can_be_graded(answer: Any) -> bool:
+    """Whether [`parse_gold`] takes `answer`."""
+    try:
+        parse_gold(answer, 0)
+    except UnparsableGoldAnswer:
+        return False
+    return True
+
+
+def answers_match(answer: str | None, gold: Gold) -> bool:
+    """Whether the text `answer` has the value `gold` (see [`parse_gold`]); numbers are compared exactly.
+
+    LaTeX is compared by math-verify; an answer that it cannot decide within its deadline does not match. A function as
+    `gold` decides itself.
+    """
+    if callable(gold):
+        return gold(answer)
+    if answer is None:
+        return False
+    if isinstance(gold, TextAnswer):
+        return gold.is_equal(answer)
+    number = parse_number(answer)
+    if isinstance(gold, Fraction) and number is not None and "\\" not in answer:
+        return number == gold
+    if (number is None and not _is_latex(answer)) or len(answer) > MAX_LATEX:
+        return False
+    if not math_worker.installed():
+        logger.warning_once(f"without math-verify an answer in LaTeX scores 0, right or wrong: {INSTALL_MATH}")
+        return False
+    gold_text = gold if isinstance(gold, str) else rf"\frac{{{gold.numerator}}}{{{gold.denominator}}}"
+    return _equal(f"${gold_text}$", answer if number is not None else f"${answer}$")
+
+
+def _is_latex(text: str) -> bool:
+    # Only texts that look like a formula: math-verify also finds numbers in plain sentences, so any gold would do.
+    return len(text) <= MAX_LATEX and _LATEX.search(text) is not None
+
+
+# The completions of a group often have the same answer, and all have the same gold. An answer that took too long once
+# is not sent again.
+@functools.lru_cache(maxsize=16_384)
+def _parses(text: str) -> bool:
+    return bool(math_worker.ask(f"${text}$"))
+
+
+@functools.lru_cache(maxsize=16_384)
+def _equal(gold: str, answer: str) -> bool:
+    return bool(math_worker.ask(gold, answer))

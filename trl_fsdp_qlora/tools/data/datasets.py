@@ -1,0 +1,401 @@
+"""Problems in TRL's format: a question or a conversation, its right answer if there is one, and further columns.
+
+They come from a file, the Hub or a user's own function.
+"""
+
+import hashlib
+import inspect
+import io
+import json
+import logging
+import random
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, Image, List, concatenate_datasets, load_dataset, load_from_disk
+from datasets.exceptions import DatasetsError
+
+from ...errors import mistyped_path
+from ..small_base.text import TASKS, two_digit_pairs
+from . import reasoning_gym
+from .answers import DatasetError, UnparsableGoldAnswer, parse_gold
+from .import_path import is_import_path, load_function
+
+# (columns of the question, column of the right answer): SVAMP, GSM8K, a user's own plain files, and TRL's own name.
+COLUMNS = (
+    (("Body", "Question"), "Answer"),
+    (("question",), "answer"),
+    (("problem",), "answer"),
+    (("prompt",), "answer"),
+)
+# Columns of a question without an answer: TRL's own name comes first.
+QUESTIONS = (("prompt",), ("Body", "Question"), ("question",), ("problem",))
+SHOWN = 8  # columns of a source that an error names
+# Suffix of a file -> the builder that `datasets` reads it with, and its options.
+_READERS = {
+    ".jsonl": ("json", {}),
+    ".json": ("json", {}),
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"sep": "\t"}),
+    ".parquet": ("parquet", {}),
+}
+# Columns of a source that do not become columns of its prompts. TRL hands columns to reward functions as keyword
+# arguments, next to arguments of its own. Pictures are read on the way.
+_NOT_HANDED_ON = {
+    "prompt", "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
+    "image", "images", "environments",
+}  # fmt: skip
+
+logger = logging.getLogger(__name__)
+
+
+def has_splits(source: str) -> bool:
+    """Whether `source` has splits to choose among.
+
+    A file, a saved `Dataset` and a function without a parameter `split` have none.
+    """
+    if is_import_path(source) and not reasoning_gym.is_generated(source):
+        return "split" in inspect.signature(load_function(source)).parameters
+    path = Path(source)
+    return not path.exists() or (path.is_dir() and not (path / "state.json").is_file())
+
+
+def read_rows(source: str, split: str = "train", config: str | None = None) -> Iterable[dict]:
+    """The unchanged rows of a source as [`read_problems`] takes it."""
+    if source in TASKS:
+        task = TASKS[source]
+        pairs, held_out = two_digit_pairs()
+        if split == "test":
+            pairs = held_out
+            random.Random(0).shuffle(pairs)  # so that the first hundred, for example, are a sample
+        return [{"problem": task.question(a, b), "answer": task.value(a, b)} for a, b in pairs]
+    if source == "coloured_shapes":
+        from ..small_base.vision import coloured_shapes  # needs Pillow, which text does not
+
+        return coloured_shapes(split)
+    if is_import_path(source):
+        return load_function(source)(**({"split": split} if has_splits(source) else {}))
+    path = Path(source)
+    if path.is_file() and path.suffix not in _READERS:
+        raise DatasetError(f"{source} is not a file of a known kind: {', '.join(_READERS)}")
+    if path.is_file() and path.stat().st_size < 100 and not path.read_bytes().strip():
+        raise DatasetError(f"{source} is empty: write a row into it, or name another file")
+    try:
+        if path.is_file():
+            kind, options = _READERS[path.suffix]
+            return load_dataset(kind, data_files=source, split="train", **options)
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            saved = load_from_disk(source)
+            splits = [saved] if isinstance(saved, Dataset) else [saved[part] for part in split.split("+")]
+            return concatenate_datasets(splits)
+        return load_dataset(source, config, split=split)
+    except StopIteration:  # of the JSON reader
+        raise DatasetError(f"{source} is empty: it has no rows") from None
+    except (OSError, ValueError, KeyError, DatasetsError) as error:
+        reason = str(error.__cause__ or error).strip().split("\n")[0]
+        raise DatasetError(
+            f"dataset {source!r} (split {split!r}) cannot be loaded: {reason}{mistyped_path(source)}"
+        ) from error
+
+
+def read_images(row: dict, source: str, row_name: str) -> list[dict]:
+    """Read the pictures of a row to their end, as `{"bytes": ..., "path": None}`.
+
+    If a picture is broken, the [`DatasetError`] names its row.
+    """
+    from PIL import Image as PILImage
+
+    images = row.get("images")
+    if images is None:
+        images = [] if row.get("image") is None else row["image"]
+    if not isinstance(images, list):
+        images = [images]
+    read = []
+    for image in images:
+        if isinstance(image, str):
+            image = {"path": image}
+        try:
+            if isinstance(image, dict):
+                data = image.get("bytes") or (Path(source).parent / image["path"]).read_bytes()
+                PILImage.open(io.BytesIO(data)).load()
+            else:  # a picture of Pillow
+                file = io.BytesIO()
+                image.save(file, "PNG")
+                data = file.getvalue()
+        except (OSError, SyntaxError, ValueError, TypeError, AttributeError) as error:
+            raise DatasetError(f"{row_name}: its image cannot be read: {str(error)[:200]}") from error
+        read.append({"bytes": data, "path": None})
+    return read
+
+
+def read_problems(
+    source: str,
+    split: str = "train",
+    config: str | None = None,
+    question_column: str | None = None,
+    answer_column: str | None = None,
+    whole_rows: bool = False,
+    graded: bool = True,
+) -> list[dict[str, Any]]:
+    """Read questions and right answers of a dataset.
+
+    Args:
+        source: as the field `dataset` of a recipe; a folder may be one that `load_dataset` or `load_from_disk` reads,
+            and a function's parameter `split` gets the split. A column `image` or `images` holds pictures, or their
+            files' paths.
+        split, config: of a folder or the Hub; several splits are `train+test`.
+        question_column, answer_column: needed if they are not in [`COLUMNS`].
+        whole_rows: also return `columns`, the unchanged row.
+        graded: every row needs an answer that [`trl_fsdp_qlora.tools.data.answers.parse_gold`] takes. Otherwise rows may
+            have any answer or none, because rewards are the user's own.
+
+    Returns:
+        One dict per problem: `row` (index in the source), `question` (a text, or a conversation as a list of
+        messages), `answer` (as text; if it cannot be graded, as it is in the row, or `None`).
+
+    Raises:
+        DatasetError: it cannot be read, has other columns or no rows, or a row lacks a question or an answer.
+        trl_fsdp_qlora.tools.data.answers.UnparsableGoldAnswer: an answer cannot be graded; the message names its row.
+    """
+    if reasoning_gym.is_generated(source):
+        problems = reasoning_gym.read_problems(source, split)
+        return [{**problem, "columns": problem} for problem in problems] if whole_rows else problems
+    rows = read_rows(source, split, config)
+    # Images stay files, so that a broken image is found when its row is known.
+    for name, feature in (getattr(rows, "features", None) or {}).items():
+        if isinstance(feature, Image):
+            rows = rows.cast_column(name, Image(decode=False))
+        elif isinstance(getattr(feature, "feature", None), Image):
+            rows = rows.cast_column(name, List(Image(decode=False)))
+    rows = [dict(row) for row in rows]
+    if not rows:
+        raise DatasetError(f"dataset {source!r} (split {split!r}) has no rows")
+
+    question_names, gold_name = _known_columns(rows, source, question_column, answer_column, graded)
+    problems = []
+    for index, row in enumerate(rows):
+        problem = _read_problem(row, index, question_names, gold_name, source, graded)
+        if whole_rows:
+            problem["columns"] = row
+        problems.append(problem)
+    return problems
+
+
+def _known_columns(
+    rows: Sequence[dict], source: str, question_column: str | None, answer_column: str | None, graded: bool
+) -> tuple[tuple[str, ...], str | None]:
+    """The columns that make up a question, and the column of the right answer, if there is one."""
+    columns = {str(name) for row in rows for name in row}
+    candidates: list[tuple[tuple[str, ...], str | None]] = list(COLUMNS)
+    if question_column:
+        candidates = [((question_column,), answer_column or "answer")]
+    elif answer_column:
+        candidates = [(names, answer_column) for names, _ in COLUMNS]
+    if not graded and answer_column is None:
+        candidates += [(names, None) for names in ([(question_column,)] if question_column else QUESTIONS)]
+    for question_names, gold_name in candidates:
+        if {*question_names, *filter(None, [gold_name])} <= columns:
+            return question_names, gold_name
+    expected = " | ".join(", ".join(filter(None, (*names, gold))) for names, gold in candidates)
+    raise DatasetError(
+        f"{source!r} has columns {_few_of(columns)}; looked for {expected}: name yours with question_column and "
+        f"answer_column{'' if not graded else '; with a reward of your own no answer is needed'}"
+    )
+
+
+def _few_of(columns: set[str]) -> str:
+    """The first of a source's columns, in words that fit into a line."""
+    shown = [_shortened(name) for name in sorted(columns)[:SHOWN]]
+    more = f" and {len(columns) - SHOWN:,} more" if len(columns) > SHOWN else ""
+    return f"{', '.join(shown) or 'none'}{more}"
+
+
+def _shortened(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _read_problem(
+    row: dict, index: int, question_names: Sequence[str], gold_name: str | None, source: str, graded: bool
+) -> dict[str, Any]:
+    """The problem in a row, checked; the texts of `question_names` become one question."""
+    row_name = f"{source}, row {index}"
+    needed = [*question_names, gold_name] if graded else question_names
+    for name in needed:
+        if row.get(name) in (None, "", []):
+            raise DatasetError(f"{row_name}: the field {name!r} is empty; complete the row or leave it out")
+    problem = {"row": index, "question": _question(row, question_names, row_name)}
+    problem["answer"] = None if gold_name is None else _answer(row.get(gold_name), index, row_name, graded)
+    if "image" in row or "images" in row:
+        problem["images"] = read_images(row, source, row_name)
+    return problem
+
+
+def is_conversation(question: Any) -> bool:
+    """Whether `question` is a list of messages, as a conversational prompt of TRL's."""
+    return isinstance(question, list) and all(isinstance(each, dict) and "role" in each for each in question)
+
+
+def _question(row: dict, names: Sequence[str], row_name: str) -> str | list[dict]:
+    """The question in the columns `names`: one text of them all, or a conversation as it is."""
+    if len(names) == 1 and is_conversation(row[names[0]]):
+        return row[names[0]]
+    for name in names:
+        if not isinstance(row[name], str):
+            raise DatasetError(
+                f"{row_name}: the field {name!r} must be text or a list of messages with `role` and `content`, not "
+                f"{_shortened(repr(row[name]))}"
+            )
+    *bodies, question = (row[name].strip() for name in names)
+    for body in bodies:
+        full_stop = "" if body.endswith((".", "?", ",")) else "."
+        question = f"{body}{full_stop} {question}"
+    return question
+
+
+def _answer(value: Any, index: int, row_name: str, graded: bool) -> Any:
+    """The answer in a row as text if it can be graded, and otherwise as it is, unless `graded` rows are needed."""
+    answer = value.rsplit("####", 1)[-1].strip() if isinstance(value, str) else value
+    try:
+        parse_gold(answer, index)
+    except UnparsableGoldAnswer as error:
+        if graded:
+            raise UnparsableGoldAnswer(f"{row_name}: {error}") from None
+        return value
+    return str(answer)
+
+
+def _question_key(problem: dict) -> str:
+    """A key that is equal for equal questions about equal pictures."""
+    question = problem["question"]
+    text = question if isinstance(question, str) else json.dumps(question, sort_keys=True, default=str)
+    pictures = b"".join(one["bytes"] for one in problem.get("images", ()))
+    picture_hash = f" {hashlib.sha256(pictures).hexdigest()}" if pictures else ""
+    return " ".join(text.lower().split()) + picture_hash
+
+
+def hold_out(problems: Sequence[dict], count: int, field: str = "held_out") -> tuple[list[dict], list[dict]]:
+    """Split one set into (train, held out) by question, always in the same way.
+
+    Equal questions are never on both sides.
+
+    Raises:
+        DatasetError: `count`, which `field` asks for, leaves nothing to train on.
+    """
+    keys = sorted({_question_key(problem) for problem in problems})
+    if not 0 < count < len(keys):
+        raise DatasetError(
+            f"{field}={count}, but the data has {len(keys)} different questions, and one has to be left to train on; "
+            f"set {field} to at most {max(len(keys) - 1, 0)}"
+        )
+    random.Random(0).shuffle(keys)
+    chosen = set(keys[:count])
+    train = []
+    held_out = []
+    for problem in problems:
+        part = held_out if _question_key(problem) in chosen else train
+        part.append(problem)
+    return train, held_out
+
+
+def without_overlap(train: list[dict], held_out: Iterable[dict]) -> tuple[list[dict], int]:
+    """`train` without the questions that are also in `held_out`, and the number of those questions."""
+    keys = {_question_key(problem) for problem in held_out}
+    kept = [problem for problem in train if _question_key(problem) not in keys]
+    return kept, len(train) - len(kept)
+
+
+def check_template(template: str) -> None:
+    """Refuse a `template` without `{question}`, or with another `{name}`, which nothing fills in.
+
+    Raises:
+        DatasetError: the template has one of these faults.
+    """
+    if "{question}" not in template:
+        raise DatasetError(f"prompt_template={template!r} has no {{question}} in it")
+    other = unknown_name(template, ("question",))
+    if other:
+        raise DatasetError(f"prompt_template={template!r}: nothing fills in {other}, only {{question}} is known")
+
+
+def unknown_name(template: str, known: Sequence[str]) -> str | None:
+    """The first `{name}` of a template that is none of `known`.
+
+    `\\boxed{answer}` is allowed: braces after a word are LaTeX, and stay as they are.
+    """
+    other = re.search(rf"(?<![\w{{]){{(?!({'|'.join(known)})}})[A-Za-z_]\w*}}", template)
+    return other and other[0]
+
+
+def to_prompts(
+    problems: Sequence[dict], system_prompt: str | None = None, template: str = "{question}", chat: bool = True
+) -> Dataset:
+    """Turn problems of [`read_problems`] into TRL's format: `prompt`, `row`, and `answer` if there is one.
+
+    `prompt` is conversational, or plain text with `chat=False`; a question that is a conversation stays one. Problems
+    of reasoning-gym keep their `difficulty` and `entry`, and problems that were read with `whole_rows` the other
+    columns of their source, which reward functions get. `system_prompt` is put before the user's turn, or before the
+    text; a conversation keeps a system prompt of its own. `template` turns a question, or the last text of a
+    conversation, into the user's turn.
+
+    Raises:
+        DatasetError: `template` has no `{question}`, or an unknown `{name}`; `problems` is empty.
+    """
+    check_template(template)
+    if not problems:
+        raise DatasetError("no problems to make prompts of")
+    rows = []
+    further_columns = []
+    for problem in problems:
+        rows.append({"prompt": _prompt(problem["question"], system_prompt, template, chat), "row": problem["row"]})
+        if "images" in problem:
+            rows[-1]["images"] = problem["images"]
+        answer = {} if problem.get("answer") is None else {"answer": problem["answer"]}
+        of_generator = {name: problem[name] for name in ("difficulty", "entry") if name in problem}
+        further_columns.append({**problem.get("columns", {}), **answer, **of_generator})
+    dataset = _with_columns(Dataset.from_list(rows), further_columns)
+    return dataset.cast_column("images", List(Image())) if "images" in dataset.column_names else dataset
+
+
+def _prompt(question: str | list[dict], system_prompt: str | None, template: str, chat: bool) -> str | list[dict]:
+    """The prompt of a question, see [`to_prompts`]."""
+    if isinstance(question, str):
+        text = template.replace("{question}", question)
+        if not chat:
+            return f"{system_prompt}\n{text}" if system_prompt else text
+        messages = [{"role": "user", "content": text}]
+    else:
+        *before, last = question
+        messages = [*before, {**last, "content": _in_template(last.get("content"), template)}]
+    if system_prompt and messages[0]["role"] != "system":
+        # Arrow takes either texts or lists of parts as the contents of a conversation.
+        in_parts = isinstance(messages[0].get("content"), list)
+        content = [{"type": "text", "text": system_prompt}] if in_parts else system_prompt
+        messages = [{"role": "system", "content": content}, *messages]
+    return messages
+
+
+def _in_template(content: Any, template: str) -> Any:
+    """The content of a message with its text, or the last of its texts, in `template`."""
+    if isinstance(content, str):
+        return template.replace("{question}", content)
+    if not isinstance(content, list) or not content:
+        return content
+    *before, last = content
+    if last.get("type") == "text":
+        last = {**last, "text": template.replace("{question}", last["text"])}
+    return [*before, last]
+
+
+def _with_columns(dataset: Dataset, rows: Sequence[dict]) -> Dataset:
+    """`dataset` with the columns of `rows` that it does not have: reward functions get them, as in TRL."""
+    for name in dict.fromkeys(name for row in rows for name in row):
+        if name in _NOT_HANDED_ON or name in dataset.column_names:
+            continue
+        try:
+            dataset = dataset.add_column(name, [row.get(name) for row in rows])
+        except (ValueError, TypeError, OverflowError) as error:  # values of several types, or of none that Arrow knows
+            logger.warning("reward functions do not get the column %r: %s", name, str(error).split("\n")[0][:200])
+    return dataset

@@ -1,0 +1,177 @@
+"""A run's model without data, and the bytes that a rank holds during the whole run.
+
+The model is the base, with 4-bit layers and experts, and the adapter.
+"""
+
+import copy
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import PretrainedConfig
+
+from ...compat.peft import let_lora_adapt_packed_experts
+from ...compat.transformers import is_experts
+from ..recipe.checks import build_bare, with_adapter
+from . import fake_ops
+from .settings import Settings, optimizer_name
+from .stored import Stored, bitsandbytes_format, is_dense, packed_bytes, stored_format
+
+BASE_4BIT = "base, 4-bit weights"
+BASE_8BIT = "base, 8-bit weights"
+STATE = "base, quantization state"
+BASE = "base, other weights"
+TRAINED = "trained weights"
+GRADIENTS = "gradients"
+BUCKETS = "gradient buckets"
+OPTIMIZER = "optimizer"
+REFERENCE = "reference model"
+# Numbers that an optimizer keeps per trained weight, by a part of its name; every other optimizer keeps two, as Adam.
+_NUMBERS = {"ademamix": 3, "lion": 1, "rmsprop": 1, "sgd": 0}
+# Bytes of such a number, by a part of the name; every other optimizer keeps numbers of the weight's own dtype.
+_NUMBER_BYTES = {"8bit": 1, "32bit": 4}
+
+
+def dtype_of(settings: Settings, config: PretrainedConfig) -> torch.dtype:
+    """The dtype in which the base is loaded."""
+    name = settings.model.dtype or "float32"
+    return config.dtype or torch.float32 if name == "auto" else getattr(torch, name)
+
+
+def compute_dtype(settings: Settings, config: PretrainedConfig) -> torch.dtype:
+    """The dtype of a linear layer's output: that of the mixed precision, or the one in which the base is loaded."""
+    return getattr(torch, settings.mixed) if settings.mixed else dtype_of(settings, config)
+
+
+def _pack(shape: torch.Size, stored: Stored) -> tuple[nn.Parameter, int]:
+    """A weight as `stored` packs it, and the bytes of its quantization state. Four bits and fewer are `uint8`."""
+    dtype = torch.uint8 if stored.bits <= 4 else torch.int8
+    packed = torch.empty(packed_bytes(tuple(shape), stored.bits), 1, dtype=dtype, device="meta")
+    return nn.Parameter(packed, requires_grad=False), stored.state(tuple(shape))
+
+
+def _quantize(model: nn.Module, dtype: torch.dtype, stored: Stored) -> None:
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if is_dense(name, stored.dense):
+            continue
+        if type(module) is nn.Linear and module is not head and not stored.only_experts:
+            module.__class__ = fake_ops.FourBitLinear
+            module.weight, module.state_bytes = _pack(module.weight.shape, stored)
+            module.compute_dtype = dtype
+        elif is_experts(module):
+            let_lora_adapt_packed_experts()
+            module.state_bytes = 0
+            module.layouts = {}
+            module.lora = {}
+            for name, dense in list(module.named_parameters(recurse=False)):
+                if dense.ndim == 3:
+                    packed, state = _pack(dense.shape, stored)
+                    setattr(module, name, packed)
+                    of_expert = dense.shape[:0:-1] if module.is_transposed else dense.shape[1:]  # (out, in)
+                    module.layouts[name] = SimpleNamespace(shape=of_expert)
+                    module.state_bytes += state
+
+
+def keep_layers(text: PretrainedConfig, layers: Sequence[int]) -> None:
+    """Keep only these layers in the config of a language model, in place."""
+    count = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == count:  # has an entry for each layer
+            setattr(text, name, [value[i] for i in layers])
+        elif isinstance(value, list) and name.endswith("layer_ids"):  # lists some of the layers (Zamba2)
+            setattr(text, name, [new for new, old in enumerate(layers) if old in value])
+    text.num_hidden_layers = len(layers)
+
+
+def build(settings: Settings, config: PretrainedConfig, layers: Sequence[int] | None = None) -> nn.Module:
+    """Build the model of a run on the meta device, in the dtypes that it is trained in.
+
+    If `layers` is given, the model has these layers only.
+
+    Raises:
+        ConfigError: the model cannot be built, or the LoRA targets match nothing.
+    """
+    config = copy.deepcopy(config)
+    if layers is not None:
+        keep_layers(config.get_text_config(), layers)
+    name = settings.model.model_name_or_path
+    dtype = dtype_of(settings, config)
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        try:
+            bare = build_bare(name, config, dtype=dtype, attn_implementation=fake_ops.ATTENTION)
+        except KeyError:  # Falcon and GPT-J look up their attention class in their own table
+            bare = build_bare(name, config, dtype=dtype, attn_implementation="eager")
+        for module in filter(is_experts, bare.modules()):
+            fake_ops.replace_experts(module)
+        stored = stored_format(config)
+        if stored is None and settings.model.load_in_4bit:
+            stored = bitsandbytes_format(settings.model.use_bnb_nested_quant)
+        if stored is not None:
+            _quantize(bare, dtype, stored)
+        model = with_adapter(bare, settings.model)
+        by_bitsandbytes = settings.model.load_in_8bit if stored is None else stored.by_bitsandbytes
+        if model is not bare and by_bitsandbytes:
+            # TRL casts the adapter of a quantized base to bfloat16; our sharding under FSDP2 keeps it in float32.
+            adapter_dtype = torch.float32 if settings.launch.kind == "fsdp2" else torch.bfloat16
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(adapter_dtype)
+    return model
+
+
+def causal_model(model: nn.Module) -> nn.Module:
+    """The causal language model under the adapter."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def state_bytes(model: nn.Module) -> int:
+    """Bytes of the quantization state of a model or a part of it; [`_quantize`] notes those of each module."""
+    return sum(vars(module).get("state_bytes", 0) for module in model.modules())
+
+
+def static_bytes(model: nn.Module, settings: Settings) -> dict[str, int]:
+    """Bytes by component that each rank holds; `model` is the result of [`build`] with all layers.
+
+    FSDP2 and ZeRO-3 spread everything over the ranks, ZeRO-2 only gradients and optimizer.
+    """
+    kind = settings.launch.kind
+    ranks = settings.launch.processes
+    sizes = dict.fromkeys((BASE_4BIT, BASE_8BIT, STATE, BASE, TRAINED, GRADIENTS, BUCKETS, OPTIMIZER, REFERENCE), 0)
+    parameters = list(model.parameters())
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    quantized = any(parameter.dtype in (torch.uint8, torch.int8) for parameter in parameters)
+    # Under mixed precision accelerate keeps the trained weights of an FSDP2 model in float32. For a quantized model
+    # this package does it.
+    upcast = kind == "fsdp2" and settings.mixed is not None and not quantized
+    for parameter in parameters:
+        if parameter.requires_grad:
+            sizes[TRAINED] += parameter.numel() * 4 if upcast else parameter.nbytes
+        elif parameter.dtype == torch.uint8:
+            sizes[BASE_4BIT] += parameter.nbytes
+        elif parameter.dtype == torch.int8:
+            sizes[BASE_8BIT] += parameter.nbytes
+        else:
+            sizes[BASE] += parameter.nbytes
+    sizes[STATE] = state_bytes(model)
+    sizes[BASE] += sum(buffer.nbytes for buffer in model.buffers())
+    sizes[GRADIENTS] = sizes[TRAINED]
+    if kind.startswith("zero"):
+        sizes[OPTIMIZER] = trained * 12  # float32 copy and two moments
+    else:
+        name = optimizer_name(settings)
+        numbers = next((count for part, count in _NUMBERS.items() if part in name), 2)
+        number_bytes = next((width for part, width in _NUMBER_BYTES.items() if part in name), None)
+        sizes[OPTIMIZER] = numbers * (sizes[TRAINED] if number_bytes is None else trained * number_bytes)
+    if kind == "ddp" and ranks > 1:
+        sizes[BUCKETS] = sizes[TRAINED]
+    if settings.has_reference and not isinstance(model, PeftModel):
+        sizes[REFERENCE] = sizes[BASE] + sizes[TRAINED]
+    sharded = ()
+    if kind in ("fsdp2", "zero3"):
+        sharded = tuple(sizes)
+    elif kind == "zero2":
+        sharded = (GRADIENTS, OPTIMIZER)
+    return {name: -(-size // ranks) if name in sharded else size for name, size in sizes.items()}

@@ -1,0 +1,1 @@
+"""Merging an adapter, publishing it, and checking that it loads."""

@@ -1,0 +1,97 @@
+"""Load a base with an adapter on it, with the vocabulary and the tokenizer that the adapter was trained with."""
+
+import logging
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.utils import load_peft_weights
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, has_file
+
+from ...compat.transformers import model_class
+from ...errors import UserError
+
+TOKENIZER = "tokenizer_config.json"
+
+logger = logging.getLogger(__name__)
+
+
+def load_model(base: str, adapter: str | Path | None = None, **options: Any) -> PreTrainedModel | PeftModel:
+    """Load `base` by its config's class, `.from_pretrained(base, **options)`, with `adapter` (folder or Hub id) on it.
+
+    The base gets as many tokens as the adapter was trained with.
+
+    Raises:
+        UserError: a file is missing or cut off, or the adapter belongs to another base.
+    """
+    name = f"the weights of {base}"
+    try:
+        config = AutoConfig.from_pretrained(base, revision=options.get("revision"))
+        model = model_class(config).from_pretrained(base, **options)
+        if adapter is None:
+            return model
+        name = f"{adapter} on {base}"
+        fit_vocabulary(model, adapter)
+        return PeftModel.from_pretrained(model, adapter)
+    except (OSError, ValueError, SafetensorError, UnpicklingError) as error:
+        raise UserError(f"{name} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+    except RuntimeError as error:
+        if "size mismatch" not in str(error):
+            raise
+        raise UserError(f"{adapter} is an adapter of another base than {base}: its layers have other sizes") from error
+
+
+def has_own(adapter: str | Path | None, file: str) -> bool:
+    """Whether `file` lies next to the weights of an adapter, in a folder or on the Hub."""
+    return adapter is not None and has_file(str(adapter), file)
+
+
+def processor_source(adapter: str | Path | None, base: str, revision: str | None) -> tuple[str, str | None]:
+    """(name, revision) of what holds the processor of images: the adapter if it has its own, otherwise the base."""
+    if has_own(adapter, PROCESSOR_NAME) or has_own(adapter, IMAGE_PROCESSOR_NAME):
+        return str(adapter), None
+    return base, revision
+
+
+def fit_vocabulary(model: PreTrainedModel, adapter: str | Path) -> None:
+    """Resize the embeddings of `model` to the vocabulary that `adapter` was trained with, if that is another one.
+
+    The adapter's own weights say how large it is. If it has none of the embeddings, its tokenizer may have tokens that
+    the model lacks, as in PEFT's `AutoPeftModel`.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    current = embedding.weight.shape[0]
+    names = [name for name, module in model.named_modules() if module in (embedding, head)]
+    sizes = _vocabularies(load_peft_weights(str(adapter), device="cpu"), names)
+    if sizes:
+        rows = next(iter(sizes.values()))
+        if rows == current:
+            return
+        is_tied = head is None or head.weight is embedding.weight
+        model.resize_token_embeddings(rows, mean_resizing=False)  # the adapter has their values
+        if rows > current and not is_tied and len(sizes) < 2:
+            logger.warning(
+                "%s was trained with %d further tokens, and PEFT has saved their rows of %s alone",
+                adapter, rows - current, *sizes,
+            )  # fmt: skip
+    elif has_own(adapter, TOKENIZER):
+        needed = len(AutoTokenizer.from_pretrained(adapter))
+        if needed > current:
+            model.resize_token_embeddings(needed)
+
+
+def _vocabularies(weights: dict[str, torch.Tensor], names: list[str]) -> dict[str, int]:
+    """The number of tokens in an adapter's `weights` of the modules `names`, by module; only of those that it has."""
+    sizes = {}
+    for key, weight in weights.items():
+        for name in names:
+            _, found, rest = f".{key}".partition(f".{name}.")
+            if found and rest.startswith("lora_embedding_A"):
+                sizes[name] = weight.shape[1]
+            elif found and (rest.startswith("lora_B") or (rest.endswith("weight") and not rest.startswith("lora_"))):
+                sizes[name] = weight.shape[0]
+    return sizes

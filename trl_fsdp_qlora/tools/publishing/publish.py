@@ -1,0 +1,159 @@
+"""Publish an adapter: check it, prove that it loads, upload it in one commit, and download it again."""
+
+import filecmp
+import json
+import re
+import shlex
+import shutil
+import tempfile
+from pathlib import Path
+
+import yaml
+from huggingface_hub import HfApi, ModelCard
+from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from ...errors import UserError
+from ...trainers.run.card import code
+from ...trainers.run.logits import LOGITS, prove
+from ...utils.nonfatal import nonfatal
+from ..cli.one_line import OneLineParser
+from ..report.page import NAME as PAGE
+from ..report.page import write_report
+from .loading import TOKENIZER
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+CARD = "README.md"
+# What a reader's tokenizer or processor is made of, by the names that transformers' classes give their files.
+PROCESSING = (
+    TOKENIZER, "tokenizer.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "processor_config.json",
+    "preprocessor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
+# All that is sent: no optimizer states, no pickles, no logs.
+FILES = (CONFIG, WEIGHTS, CARD, "training.png", LOGITS, *PROCESSING)
+
+
+def _rename_on_card(card: ModelCard, old_base: str, base: str, repo: str) -> None:
+    """Put `base` in place of `old_base` in metadata, text and recipe, and fill in the quick start's two names."""
+    card.data.base_model = base
+    card.data.tags = [tag.replace(f":{old_base}", f":{base}") for tag in card.data.tags or []]
+    card.text = card.text.replace(code(old_base), code(base))
+    in_yaml = yaml.safe_dump(old_base, allow_unicode=True).splitlines()[0]
+    for written in (old_base, shlex.quote(old_base), in_yaml):
+        card.text = re.sub(rf"(?m)(model_name_or_path:? ){re.escape(written)}(?=\s)", rf"\g<1>{base}", card.text)
+    for variable, name in (("base", base), ("adapter", repo)):
+        card.text = re.sub(rf"(?m)^{variable} = .*  # fill in: .*$", f"{variable} = {name!r}", card.text)
+
+
+def stage(folder: Path, scratch: Path, repo: str, base: str | None = None) -> str:
+    """Check `folder` and copy its published files into `scratch`; returns the base's name as readers find it.
+
+    The copied config has that name.
+
+    Raises:
+        UserError: there is no adapter or no card, the card is of another base, values are not finite, or the base is
+            one that no reader has.
+    """
+    try:
+        validate_repo_id(repo)
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        trained_on = str(config["base_model_name_or_path"])
+        card = ModelCard.load(folder / CARD)
+        broken = [name for name, value in load_file(folder / WEIGHTS).items() if not value.isfinite().all()]
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        raise UserError(f"{folder} cannot be published as {repo}: {_one_line(error)}") from error
+    if broken:
+        raise UserError(f"{folder / WEIGHTS} holds values that are not finite, in {broken[0]}")
+    base = base or trained_on
+    base_on_card = card.data.base_model
+    if Path(base).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w-]+", base):
+        raise UserError(
+            f"{folder / CONFIG} names the folder {Path(base).name!r} as the base, which no reader has; say which "
+            "model on the Hub it is: --base owner/name"
+        )
+    if base_on_card not in {base, trained_on, Path(trained_on).name}:
+        raise UserError(f"{folder / CARD} has base_model: {base_on_card}, but the adapter was trained on {trained_on}")
+    config["base_model_name_or_path"] = base
+    _rename_on_card(card, base_on_card, base, repo)
+    if not (folder / TOKENIZER).is_file():  # the quick start finds none next to the adapter
+        card.text = re.sub(r"(?m)^(processor = \w+\.from_pretrained)\(adapter\)$", r"\1(base)", card.text)
+    for name in FILES:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, scratch / name)
+    (scratch / CARD).write_text(str(card), encoding="utf-8")
+    (scratch / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+    return base
+
+
+def send(scratch: Path, repo: str, base: str, private: bool | None = None) -> str:
+    """Publish the files that [`stage`] has left in `scratch` by one commit, or not at all.
+
+    Before the upload, plain PEFT has to return the logits that were recorded when the adapter was saved on `base` (Hub
+    id or folder). After it, the files are downloaded and compared. Returns a line on both checks.
+
+    Raises:
+        UserError: the adapter does not return the recorded logits, or the Hub or the connection refuses something.
+    """
+    api = HfApi()
+    proof = "no logits were recorded when it was saved"
+    files = [path.name for path in scratch.iterdir()]
+    if LOGITS in files:
+        try:
+            proof = prove(scratch, base)
+        except UserError as error:
+            raise UserError(f"nothing was sent to {repo}: {error}; is {base} what it was trained on?") from error
+    with tempfile.TemporaryDirectory() as back:
+        try:
+            api.create_repo(repo, private=private, exist_ok=True)
+            message = "Adapter, card and recorded logits"
+            commit = api.upload_folder(repo_id=repo, folder_path=scratch, commit_message=message)
+            api.snapshot_download(repo, revision=commit.oid, local_dir=back)
+        except Exception as error:  # the Hub, the connection and a disk raise errors without a common class
+            raise UserError(f"{repo}: {_one_line(error)}; the same command again goes on") from error
+        _, differ, missing = filecmp.cmpfiles(scratch, back, files, shallow=False)
+    if differ or missing:
+        raise UserError(f"{repo} does not give back what was sent ({', '.join([*differ, *missing])})")
+    return f"published: {commit.repo_url} at {commit.oid[:8]}; downloaded and compared; {proof}"
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
+
+
+def run_publish(arguments: list[str]) -> int:
+    """`trl-fsdp-qlora publish ADAPTER_DIR --repo OWNER/NAME`; prints the result and returns the exit status, 0.
+
+    Raises:
+        UserError: nothing, or nothing that could be checked, was published.
+    """
+    parser = OneLineParser("trl-fsdp-qlora publish", description=__doc__)
+    parser.add_argument("adapter", type=Path, help="folder of the adapter")
+    parser.add_argument("--repo", required=True, help="owner/name on the Hub; created if it does not exist")
+    parser.add_argument("--base", help="Hub id of the base model, if the adapter was trained on a folder")
+    parser.add_argument("--base-folder", help="folder to load the base from for the proof, in place of the Hub")
+    parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
+    parser.add_argument("--completions", action="store_true", help="send prompts and completions, in the run's page")
+    parser.add_argument("--check", action="store_true", help="only check the folder; nothing is sent")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        base = stage(options.adapter, scratch, options.repo, options.base)
+        if options.completions or (options.adapter / PAGE).is_file():
+            with nonfatal("the page of the run"):
+                write_report([options.adapter], scratch / PAGE, with_completions=options.completions)
+        files = {path.name for path in scratch.iterdir()}
+        data = ModelCard.load(scratch / CARD).data
+        left_out = sorted({path.name for path in options.adapter.iterdir()} - files)
+        print(f"to be published as {options.repo}: {', '.join(sorted(files))}")
+        print(f"left out: {', '.join(left_out) or 'nothing'}")
+        licence = data.license
+        sets = ", ".join(data.datasets or ["not stated"])
+        print(f"a reader of the card sees: adapter of {base}, licence {licence}, data {sets}", flush=True)
+        for result in data.eval_results or []:
+            print(f"  {result.metric_name} on {result.dataset_name}: {result.metric_value}", flush=True)
+        if not options.check:
+            print(send(scratch, options.repo, options.base_folder or base, options.private))
+    return 0

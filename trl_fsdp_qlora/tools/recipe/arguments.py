@@ -1,0 +1,235 @@
+"""A recipe's arguments, from a YAML file and the command line."""
+
+import math
+import os
+import re
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers.hf_argparser import string_to_bool
+from trl import TrlParser
+
+from ...trainers.run.config_fields import option, spelled
+from ...trainers.run.input_checks import mistakes
+from ..cli.one_line import DEBUG_ERRORS, NEGATIVE_NUMBER, pop_options
+from .keys import ConfigError, check_keys, check_options, read_yaml
+
+
+@dataclass
+class ScriptArguments:
+    """Data, rewards and accuracy of a recipe; everything else is the trainer's config.
+
+    `--help` has a line for each field.
+    """
+
+    dataset: str = option(
+        MISSING,
+        "Hub id, local file (.jsonl, .json, .csv, .parquet) or folder, generators with their settings: "
+        "'reasoning_gym:chain_sum(max_terms=3)', 'addition', 'multiplication' or 'coloured_shapes' (pictures), or a "
+        "function of your own that returns rows: my_data.py:load.",
+    )
+    dataset_config: str | None = option(None, "Configuration name of a Hub dataset.")
+    dataset_split: str = option("train", "Split to train on, or several as one: `train+test`.")
+    question_column: str | None = option(None, "Column of the questions, if it has none of the known names.")
+    answer_column: str | None = option(
+        None, "Column of the right answers; see `question_column`. With rewards of your own there may be none."
+    )
+    eval_dataset: str | None = option(None, "Source of the held-out problems; by default `dataset`.")
+    eval_split: str = option("test", "Split of the held-out problems.")
+    held_out: int = option(0, "Take this many problems out of `dataset_split` instead of reading `eval_split`.")
+    validation: int = option(0, "Take this many of the training problems out, to choose settings by.")
+    accuracy_on: str = option(
+        "test", "Measure on the held-out problems, or on those of `validation`.", choices=["test", "validation"]
+    )
+    eval_problems: int | None = option(None, "Measure on a fixed sample of at most this many held-out problems.")
+    system_prompt: str | None = option(None, "Put before every question.")
+    prompt_template: str = option("{question}", "How a question becomes a prompt; must hold {question}.")
+    chat: bool = option(True, "Let the tokenizer's chat template frame the prompt.")
+    rewards: list[str] = field(
+        default_factory=lambda: ["exact_answer"],
+        metadata={"help": "Names of trl_fsdp_qlora.tools.data.rewards.REWARDS, or your own: my_rewards.py:has_unit."},
+    )
+    answer_format: str = option(
+        "auto", "Place of a completion's final answer: auto, hash, tags, boxed, last_number, first_line, or verl's."
+    )
+    environment: str | None = option(
+        None,
+        "An environment whose methods are tools, by import path: examples/agents/calculator.py:Calculator; "
+        "docs/agents.md.",
+    )
+    tools: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Functions that the model may call, by import path: my_tools.py:multiply."},
+    )
+    tool_format: str | None = option(
+        None,
+        "A function by import path that gets the tokenizer and returns it with a chat template that knows tools, for "
+        "a model whose own does not.",
+    )
+    accuracy_steps: int = option(0, "Measure accuracy every so many optimizer steps; 0 for before and after only.")
+    accuracy_samples: int = option(0, "k of pass@k and majority@k after training; 0 for greedy decoding only.")
+    accuracy_batch_size: int = option(64, "Completions per batch of the accuracy measurement, per rank.")
+    accuracy_function: str | None = option(
+        None,
+        "A function that decides what is right in place of the answer, by import path: my_rewards.py:passes. It gets "
+        "a reward's `prompts`, `completions` and columns, and an answer is right if its value is at least 1.",
+    )
+    skip_accuracy: bool = option(False, "Train only; measure nothing.")
+    max_train_seconds: float | None = option(
+        None, "Stop after the optimizer step in which training has taken so many seconds, without what is measured."
+    )
+    license: str | None = option(None, "SPDX id for the adapter's card.")
+    data_license: str | None = option(None, "SPDX id of the training data, for the card.")
+    require_fit: bool = option(False, "Stop before anything is loaded if the plan does not fit; otherwise warn.")
+
+
+# How YAML spells truth values.
+_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+class _Parser(TrlParser):
+    """TRL's parser, except that errors are exceptions instead of two pages of usage.
+
+    A field of words takes a truth value for `on` or `off`, as it does in a YAML file.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._negative_number_matcher = NEGATIVE_NUMBER
+
+    def _get_value(self, action, word):
+        value = super()._get_value(action, word)
+        if action.choices is None or value in action.choices:
+            return value
+        meant = spelled(_TRUTH.get(word.lower(), word), action.choices)
+        return meant if isinstance(meant, str) else value
+
+    def error(self, message: str):
+        # argparse names both spellings of an option: argument --max_steps/--max-steps: ...
+        raise ConfigError(re.sub(r"^argument |(?<=[a-z])/--[a-z-]+", "", message))
+
+
+Words = Sequence[str] | None
+Defaults = Mapping[str, Any] | None
+
+
+def parse_recipe(types: Sequence[type], argv: Words = None, defaults: Defaults = None) -> tuple:
+    """Instances of the dataclasses `types` from `--config FILE.yaml` and the command line.
+
+    [`recipe_fields`] reads the two.
+
+    Raises:
+        ConfigError: as in [`recipe_fields`], or one of the types refuses a value.
+    """
+    namespace = recipe_fields(types, argv, defaults)
+    check_values(namespace)
+    values = vars(namespace)
+    try:
+        return tuple(kind(**{each.name: values[each.name] for each in fields(kind) if each.init}) for kind in types)
+    except (ValueError, ImportError) as error:  # raised by the types' own checks
+        hint = " In the recipe: use_cpu: true and bf16: false." if "bf16/gpu" in str(error) else ""
+        raise ConfigError(f"{error}{hint}") from error
+
+
+# The lengths of a generation batch, of which a config has the product alone in its own error.
+_SIZES = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "generation_batch_size",
+)
+
+
+def check_values(values: Namespace) -> None:
+    """Refuse numbers that can only be a mistake, and sizes without whole groups, before a config computes with them.
+
+    Raises:
+        ConfigError: the message has the fields that the user set.
+    """
+    lines = mistakes(values)
+    if lines:
+        raise ConfigError(lines[0])
+    group = vars(values).get("num_generations")
+    # Without `steps_per_generation` (GOLD, IW-OPD) a generation batch counts prompts, and the config checks it itself.
+    if not group or group < 1 or "steps_per_generation" not in values:
+        return
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    micro_batches = processes * values.per_device_train_batch_size  # of all processes
+    batches = values.steps_per_generation or values.gradient_accumulation_steps
+    completions = values.generation_batch_size or micro_batches * batches
+    sizes = ", ".join(f"{name}={vars(values)[name]}" for name in _SIZES if vars(values)[name] is not None)
+    if processes > 1:
+        sizes += f", {processes} processes"
+    if completions % group:
+        raise ConfigError(
+            f"num_generations={group}: groups of {group} do not fill a generation of {completions} completions "
+            f"({sizes}); make it a multiple of {group}, for example by per_device_train_batch_size={group}"
+        )
+    if completions % micro_batches:
+        raise ConfigError(
+            f"generation_batch_size={completions} is no multiple of the micro-batches of {micro_batches} completions "
+            f"({sizes}); set generation_batch_size={math.lcm(micro_batches, group)}"
+        )
+
+
+def recipe_fields(types: Sequence[type], argv: Words = None, defaults: Defaults = None) -> Namespace:
+    """Every field of the dataclasses `types`, from `--config FILE.yaml` and the command line; no instance is made.
+
+    The command line wins. A value of the file is read as the same text on the command line would be, so `1e-5`, `no`
+    and `3.0` mean the same in both. Values that no word can express (null, a mapping, a list for a field that takes
+    one word) are taken as TRL takes them. The file's `env` goes into the environment.
+
+    Args:
+        argv: the command line; the process's own by default.
+        defaults: by field, the values that file and command line override; fields that none of the types has are
+            ignored.
+
+    Raises:
+        ConfigError: the file cannot be read or is no mapping; an option is unknown; a field refuses its value.
+    """
+    parser = _Parser(tuple(types), allow_abbrev=False)
+    parser.add_argument("--config", help="YAML file with values for the options.")
+    parser.add_argument(DEBUG_ERRORS, action="store_true", help="Show the traceback of an error.")
+    argv = list(sys.argv[1:] if argv is None else argv)
+    options = {spelling for action in parser._actions for spelling in action.option_strings}
+    check_options(argv, options)
+    path = pop_options(argv, ("--config",))[0].get("--config")
+    parser.set_defaults_with_config(**defaults or {})
+    words = [] if path is None else _words_of_file(path, parser)
+    namespace, rest = parser.parse_known_args([*words, *argv])
+    if rest:
+        raise ConfigError(f"{' '.join(rest)!r} belongs to no option")
+    return namespace
+
+
+def _words_of_file(path: str, parser: _Parser) -> list[str]:
+    """The words of a command line that mean what the YAML file at `path` has.
+
+    Values that no word can express become defaults of `parser`, and the file's `env` goes into the environment.
+    """
+    values = read_yaml(path)
+    os.environ.update({str(name): str(value) for name, value in (values.pop("env", None) or {}).items()})
+    # Every scalar as it is written, because YAML itself takes `no` for False and `1e-5` for a text.
+    texts = yaml.load(Path(path).read_text(encoding="utf-8-sig"), yaml.BaseLoader)
+    # Reversed, so that a switch's action with a value counts, not its --no_ twin.
+    actions = {action.dest: action for action in reversed(parser._actions)}
+    check_keys(values, actions, path)
+    words = []
+    inexpressible = {}
+    for key, value in values.items():
+        is_list = isinstance(value, list)
+        if value is None or isinstance(value, dict) or (is_list and actions[key].nargs != "+"):
+            inexpressible[key] = value
+        elif is_list:
+            words += [f"--{key}", *texts[key]]
+        elif isinstance(value, bool) and actions[key].type is string_to_bool:  # which knows neither `on` nor `off`
+            words.append(f"--{key}={str(value).lower()}")
+        else:
+            words.append(f"--{key}={texts[key]}")
+    parser.set_defaults_with_config(**inexpressible)
+    return words

@@ -1,0 +1,280 @@
+"""Checks of a recipe's arguments before a weight is loaded."""
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import PeftConfig, get_peft_model
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    PretrainedConfig,
+)
+from transformers.integrations import is_deepspeed_zero3_enabled
+from trl import DPOConfig, GRPOConfig, ModelConfig, get_peft_config
+
+from ...compat.transformers import model_class
+from ...errors import did_you_mean, mistyped_path
+from ...prefix_sharing.sharing import CHOICES
+from ...trainers.run.checkpoints import resolve_resume
+from ...trainers.run.input_checks import language_model_only, mistakes
+from ..data.answers import extract_answer
+from ..data.datasets import check_template
+from ..data.rewards import get_reward
+from ..publishing.loading import TOKENIZER, has_own
+from .arguments import ConfigError, ScriptArguments
+from .episodes import OWN_REWARD, agent_of, check_tool_template, judge_of, with_tool_format
+
+# Losses of TRL's trainers, which refuse another one only in the first step.
+GRPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
+DPO_LOSSES = (
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+)  # fmt: skip
+# Smallest values of this package's own counts; the libraries check the others themselves.
+_AT_LEAST = {
+    "held_out": 0,
+    "validation": 0,
+    "eval_problems": 1,
+    "accuracy_steps": 0,
+    "accuracy_samples": 0,
+    "accuracy_batch_size": 1,
+    "sft_problems": 1,
+}
+
+
+def check_script(script: ScriptArguments) -> None:
+    """Refuse counts, rewards, an answer format or a template that cannot be used; a `UserError` names the field."""
+    for name, smallest in _AT_LEAST.items():
+        value = vars(script).get(name)
+        if value is not None and value < smallest:
+            raise ConfigError(f"{name}={value} must be at least {smallest}")
+    if script.max_train_seconds is not None and not script.max_train_seconds > 0:
+        raise ConfigError(f"max_train_seconds={script.max_train_seconds} must be positive; leave it out for no limit")
+    extract_answer("", script.answer_format)
+    for name in script.rewards:
+        if name != OWN_REWARD:
+            get_reward(name, script.answer_format)
+    agent_of(script)
+    judge_of(script)
+    check_template(script.prompt_template)
+
+
+def check_training(config: Any, model: ModelConfig) -> None:
+    """Refuse values that can only be a mistake, or that would end in an error after the model is loaded.
+
+    The [`ConfigError`] has the line to write.
+    """
+    lines = [*mistakes(config), *mistakes(model)]
+    if lines:
+        raise ConfigError(lines[0])
+    settings = vars(config)  # not every trainer has every field
+    loss_types = settings.get("loss_type", [])
+    known = DPO_LOSSES if isinstance(config, DPOConfig) else GRPO_LOSSES
+    for loss_type in loss_types if isinstance(loss_types, list) else [loss_types]:
+        if isinstance(config, DPOConfig | GRPOConfig) and loss_type not in known:
+            hint = did_you_mean(loss_type, known)
+            raise ConfigError(f"loss_type={loss_type!r} is not known{hint}; use one of {', '.join(known)}")
+    prefix_sharing = settings.get("prefix_sharing", "auto")
+    if prefix_sharing not in CHOICES:
+        raise ConfigError(f"prefix_sharing={prefix_sharing!r} is not known; use one of {', '.join(CHOICES)}")
+    if settings.get("use_vllm"):
+        check_installed("vllm", "use_vllm: true")
+    if model.load_in_4bit or model.load_in_8bit:
+        check_installed("bitsandbytes", "load_in_4bit: true" if model.load_in_4bit else "load_in_8bit: true")
+
+
+def check_installed(package: str, setting: str) -> None:
+    """Raises [`ConfigError`] if `package`, which `setting` needs, is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"{setting} needs {package}, which is not installed: pip install {package}")
+
+
+def check_adapter(name: str) -> PeftConfig:
+    """The config of the PEFT adapter `name`, in a folder or on the Hub; raises [`ConfigError`] if it is no adapter."""
+    try:
+        return PeftConfig.from_pretrained(name)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"adapter={name!r} cannot be loaded: {_first_line(error)}{mistyped_path(name)}") from error
+
+
+def _loaded(auto_class: type, name: str | None, revision: str | None, field: str) -> Any:
+    if not name:
+        raise ConfigError(f"{field} is not set; name a folder or a model on the Hub")
+    try:
+        return auto_class.from_pretrained(name, revision=revision)
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        if is_missing_folder(name):
+            raise ConfigError(f"{field}={name!r}: there is no such folder{_how_it_is_made(name)}") from error
+        raise ConfigError(f"{field}={name!r} cannot be loaded: {_first_line(error)}{mistyped_path(name)}") from error
+
+
+def is_missing_folder(name: str) -> bool:
+    """Whether `name` can only be meant as a folder of this machine, and there is none.
+
+    A model on the Hub is called `name` or `owner/name`; recipes call the folders of their own results `runs/name`.
+    """
+    is_hub_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) and not name.startswith("runs/")
+    return not is_hub_id and not Path(name).exists()
+
+
+def check_teacher(name: str | None, loading: dict[str, Any] | None = None) -> None:
+    """Raises [`ConfigError`] if a teacher is not named, or its folder or what its weights need is not there.
+
+    Args:
+        name: `teacher_model_name_or_path`.
+        loading: `teacher_model_init_kwargs`.
+    """
+    if name is None:
+        raise ConfigError("teacher_model_name_or_path is missing: a model with the student's tokenizer")
+    if is_missing_folder(name):
+        raise ConfigError(f"teacher_model_name_or_path={name!r}: there is no such folder{_how_it_is_made(name)}")
+    quantization = (loading or {}).get("quantization_config") or {}
+    if quantization.get("load_in_4bit") or quantization.get("load_in_8bit"):
+        check_installed("bitsandbytes", "the quantization_config in teacher_model_init_kwargs")
+
+
+def _how_it_is_made(name: str) -> str:
+    """A hint for a folder that is not there: the nearest name, or the command that makes the quickstart's base."""
+    near = mistyped_path(name)
+    if near:
+        return near
+    if Path(name).name.startswith("small-"):  # the folders of the recipes of the small base
+        return f"; `trl-fsdp-qlora small-base {name}` makes the quickstart's, and the head of a recipe has its command"
+    return "; the head of a recipe has the command that makes its base"
+
+
+def read_config(name: str | None, revision: str | None = None, field: str = "model_name_or_path") -> PretrainedConfig:
+    """The config of a model, in a folder or on the Hub, without its weights; `field` has its name in a recipe.
+
+    If the config cannot be read, a [`ConfigError`] has the reason.
+    """
+    return _loaded(AutoConfig, name, revision, field)
+
+
+def load_tokenizer(
+    name: str | None,
+    revision: str | None,
+    chat: bool,
+    field: str = "model_name_or_path",
+    adapter: str | None = None,
+) -> Any:
+    """The tokenizer of the model `name`, or of the `adapter` on it if that has its own; no weights are read.
+
+    Raises:
+        ConfigError: there is no such model, it has no tokenizer, or `chat` needs a chat template and there is none.
+    """
+    if name and Path(name, "adapter_config.json").is_file() and not Path(name, "config.json").is_file():
+        raise ConfigError(f"{field}={name!r} is an adapter, not a model; name the base that it was trained on")
+    _loaded(AutoConfig, name, revision, field)
+    if has_own(adapter, TOKENIZER):
+        name, revision, field = adapter, None, "adapter"
+    tokenizer = _loaded(AutoTokenizer, name, revision, field)
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # Transformers makes these up if the folder has no tokenizer
+        raise ConfigError(f"{field}={name!r} has no tokenizer; save it there: tokenizer.save_pretrained({name!r})")
+    if chat and not tokenizer.chat_template:
+        raise ConfigError(f"{field}={name!r} has no chat template; set chat: false, or take the tuned version")
+    return tokenizer
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0].rstrip(".")
+
+
+def lora_config(model: ModelConfig) -> PeftConfig | None:
+    """`trl.get_peft_config`, with a single target as the list that the user wrote.
+
+    `ModelConfig` unpacks a list of one target. PEFT takes a bare string as a regular expression for a module's whole
+    name.
+    """
+    config = get_peft_config(model)
+    targets = None if config is None else config.target_modules
+    if isinstance(targets, str) and re.fullmatch(r"[\w.]+", targets):
+        config.target_modules = {targets}
+    return config
+
+
+def build_bare(name: str, config: PretrainedConfig, **options: Any) -> nn.Module:
+    """Build the class that TRL loads for `config` on the meta device; `options` go to `from_config`.
+
+    Raises:
+        ConfigError: it cannot be built, for example if the attention implementation is not installed.
+    """
+    try:
+        with torch.device("meta"):
+            return model_class(config).from_config(config, **options)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"model_name_or_path={name!r} cannot be built: {_first_line(error)}") from error
+
+
+def with_adapter(bare: nn.Module, model: ModelConfig) -> nn.Module:
+    """A model of [`build_bare`] with the adapter that `model` asks for, if any.
+
+    Raises:
+        ConfigError: the adapter's targets match nothing.
+    """
+    adapter = lora_config(model)
+    try:
+        with torch.device("meta"):
+            return bare if adapter is None else get_peft_model(bare, language_model_only(adapter, bare))
+    except ValueError as error:
+        layers = {name.rpartition(".")[2] for name, layer in bare.named_modules() if isinstance(layer, nn.Linear)}
+        raise ConfigError(
+            f"lora_target_modules: {_first_line(error)}. This model has {', '.join(sorted(layers))}; all-linear takes "
+            "all but the head"
+        ) from None
+
+
+def check_generates(config: PretrainedConfig, name: str) -> None:
+    """Raises [`ConfigError`] if a model of transformers is no causal language model: T5 reads with an encoder, BERT
+    fills gaps.
+    """
+    architecture = (config.architectures or [""])[0]
+    cls = getattr(transformers, architecture, None)
+    if config.is_encoder_decoder or (cls is not None and not cls.can_generate()):
+        raise ConfigError(
+            f"model_name_or_path={name!r} is a {architecture or config.model_type}, which continues no text from left "
+            "to right; name a causal language model (...ForCausalLM)"
+        )
+
+
+def check_model(model: ModelConfig) -> None:
+    """Build the model that a recipe trains, with its adapter and without data or quantization.
+
+    It skips ZeRO-3, under which transformers fills every model that it builds, and classes that TRL loads by name.
+
+    Raises:
+        ConfigError: see [`build_bare`] and [`with_adapter`].
+    """
+    if is_deepspeed_zero3_enabled():
+        return
+    config = read_config(model.model_name_or_path, model.model_revision)
+    check_generates(config, model.model_name_or_path)
+    # `in` imports only the class of this config.
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        bare = build_bare(model.model_name_or_path, config, attn_implementation=model.attn_implementation)
+        with_adapter(bare, model)
+
+
+def check_recipe(script: ScriptArguments, config: Any, model: ModelConfig) -> Any:
+    """Run all checks of this module for a recipe that trains; returns the model's tokenizer.
+
+    Raises:
+        UserError: the message has the field, the value and the line to write.
+    """
+    check_script(script)
+    check_training(config, model)
+    if config.resume_from_checkpoint:
+        resolve_resume(config.output_dir, config.resume_from_checkpoint, read_contents=False)
+    tokenizer = load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
+    if agent_of(script) is not None:
+        tokenizer = with_tool_format(tokenizer, script)
+        check_tool_template(tokenizer, model.model_name_or_path)
+    check_model(model)
+    return tokenizer

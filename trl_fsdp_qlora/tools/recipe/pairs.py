@@ -1,0 +1,176 @@
+"""Preference pairs from problems with exact answers: the model's own right and wrong answers to one problem."""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from torch import nn
+from trl.data_utils import maybe_extract_prompt
+
+from ...engines.decode.completions import generate, over_ranks
+from ...utils.files import written_whole
+from ..data.answers import DatasetError, answers_match, extract_answer, parse_gold
+from ..data.datasets import is_conversation, read_rows
+from ..evaluation.accuracy import encode, generation_configs
+from .arguments import ScriptArguments, option
+
+FIELDS = ("prompt", "chosen", "rejected")
+
+
+@dataclass
+class PairScriptArguments(ScriptArguments):
+    """[`ScriptArguments`], and the source of the preference pairs, for a config with a `max_completion_length`."""
+
+    dataset: str | None = option(
+        None, "Problems to make pairs of if the file `pairs` does not exist, and to evaluate on."
+    )
+    pairs: str = option(
+        "pairs.jsonl",
+        "Preference pairs in any of TRL's formats: a file, folder, Hub id or function, as for `dataset`. A .jsonl "
+        "file that does not exist is written first, from `dataset`.",
+    )
+    pair_problems: int | None = option(None, "Make pairs of this many training problems; of all by default.")
+    pair_samples: int = option(8, "Answers that the model gives to each of them, at temperature 1.")
+    pairs_per_problem: int = option(2, "Pairs of one problem, at most.")
+    pair_worked: bool = option(
+        True,
+        "Prefer the dataset's worked answer (SVAMP's equation, GSM8K's rationale) if no answer of the model is right.",
+    )
+
+
+@dataclass
+class DPOScriptArguments(PairScriptArguments):
+    """[`PairScriptArguments`] for any other config."""
+
+    max_completion_length: int = option(256, "Length limit of the model's answers, here and for `evaluate`.")
+
+
+def sample_pairs(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Dataset,
+    taught: Sequence[str | None],
+    *,
+    samples: int,
+    pairs_per_problem: int,
+    max_new_tokens: int,
+    answer_format: str,
+    batch_size: int,
+    seed: int = 0,
+    progress: bool = True,
+) -> list[dict[str, Any]]:
+    """Sample pairs of `prompt`, `chosen` and `rejected`, in TRL's form. The ranks share the work; all get all pairs.
+
+    Args:
+        model: an unwrapped causal language model, whole on every rank.
+        prompts: `prompt`, `answer` and `row`, see [`trl_fsdp_qlora.tools.data.datasets.to_prompts`].
+        taught: a right worked answer to each problem, which is chosen if none of the samples is right; or `None`.
+        samples: completions drawn for each problem, at temperature 1.
+        pairs_per_problem: largest number of pairs of one problem. An answer is in one pair only.
+        max_new_tokens, answer_format, batch_size, seed, progress: as in
+            [`trl_fsdp_qlora.tools.evaluation.accuracy.evaluate`].
+    """
+    rows = prompts.to_list()
+    _, config = generation_configs(model, tokenizer, max_new_tokens, temperature=1.0, top_p=1.0)
+
+    def draw(batch: range) -> list[list[int]]:
+        ids = encode([rows[i]["prompt"] for i in batch for _ in range(samples)], tokenizer)
+        return generate(model, ids, config, (seed << 20) + batch.start, synced_gpus=False)
+
+    def pair(batch: range, completions: list[list[int]]) -> list[list[dict]]:
+        texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in completions]
+        results = []
+        for j, i in enumerate(batch):
+            of_problem = texts[j * samples : (j + 1) * samples]
+            results.append(
+                pairs_of_problem(rows[i], taught[i], of_problem, pairs_per_problem, answer_format, f"{seed} {i}")
+            )
+        return results
+
+    size = max(1, batch_size // samples)
+    pairs_of_ranks = over_ranks(len(rows), size, draw, pair, description="preference pairs" if progress else None)
+    return [each for pairs in pairs_of_ranks for each in pairs]
+
+
+def pairs_of_problem(
+    row: dict, work: str | None, texts: list[str], max_pairs: int, answer_format: str, seed: str
+) -> list[dict]:
+    """Pairs of one problem, from the `texts` of its samples; `work` is its worked answer, if there is one."""
+    gold = parse_gold(row["answer"], row["row"])
+    texts = [text for text in dict.fromkeys(texts) if text]
+    right = [text for text in texts if answers_match(extract_answer(text, answer_format, gold), gold)]
+    wrong = [text for text in texts if text not in right]
+    if not right and work is not None:
+        right = [work]
+    draw = random.Random(seed)
+    draw.shuffle(right)
+    draw.shuffle(wrong)
+    chat = not isinstance(row["prompt"], str)
+
+    def answer(text: str) -> Any:
+        return [{"role": "assistant", "content": text}] if chat else f" {text}"
+
+    chosen_and_rejected = list(zip(right, wrong, strict=False))[:max_pairs]
+    return [{"prompt": row["prompt"], "chosen": answer(a), "rejected": answer(b)} for a, b in chosen_and_rejected]
+
+
+def write_pairs(path: str | Path, pairs: list[dict]) -> None:
+    """Write one pair per line; the file appears when it is whole."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(Path(path)) as scratch:
+        scratch.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs), encoding="utf-8")
+
+
+def must_be_made(source: str) -> bool:
+    """Whether `pairs` names a file of JSON lines that does not exist yet."""
+    return source.endswith(".jsonl") and not Path(source).is_file()
+
+
+def read_pairs(source: str | Path, split: str = "train") -> Dataset:
+    """Read preference pairs in any of TRL's formats: texts or conversations, with a prompt or without one.
+
+    Each pair then has a `prompt`, and the other columns of its source. Without a prompt it is what both answers begin
+    with. A text as a prompt of two conversations that begin with it (as in `ultrafeedback_binarized`) is left out.
+
+    Args:
+        source: a file, a folder or a name on the Hub, or a function by import path, as the field `dataset` of a
+            recipe.
+        split: of a folder or the Hub.
+
+    Raises:
+        DatasetError: it cannot be read, or a row is no pair.
+    """
+    rows = read_rows(str(source), split)
+    dataset = rows if isinstance(rows, Dataset) else Dataset.from_list(list(rows))
+    if not len(dataset):
+        raise DatasetError(f"{source} holds no pairs")
+    return dataset.map(_with_prompt, with_indices=True, fn_kwargs={"source": source}, keep_in_memory=True)
+
+
+def _with_prompt(row: dict, index: int, source: str | Path) -> dict:
+    """A pair of TRL's explicit format, from a row in any format."""
+    kinds = [_kind(row.get(name)) for name in FIELDS]
+    prompt, chosen, rejected = kinds
+    if chosen is None or chosen != rejected or (prompt is None and row.get("prompt") is not None):
+        raise DatasetError(
+            f"{source}, row {index}: a pair is `chosen` and `rejected`, two texts or two conversations, and may have "
+            "a `prompt`, which is one of them, too"
+        )
+    pair = {name: row[name] for name in FIELDS if row.get(name) is not None}
+    if prompt is list and chosen is str:
+        answers = {name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")}
+        return pair | answers
+    if not (row["chosen"] and row["rejected"]) and prompt != chosen:
+        raise DatasetError(f"{source}, row {index}: chosen or rejected is empty, and there is no prompt")
+    return maybe_extract_prompt(pair)
+
+
+def _kind(value: Any) -> type | None:
+    """`str` for a text, `list` for a conversation, `None` for anything else."""
+    if isinstance(value, str):
+        return str
+    return list if value and is_conversation(value) else None

@@ -1,0 +1,183 @@
+"""The problems that a recipe's arguments name, for training and for measuring."""
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from datasets import Dataset
+
+from ...utils.plain import counted
+from ..data.answers import DatasetError, TextAnswer, can_be_graded, parse_gold
+from ..data.datasets import has_splits, hold_out, read_problems, to_prompts, without_overlap
+from ..data.rewards import COMPARING_REWARDS
+from .arguments import ScriptArguments
+from .episodes import OWN_REWARD
+from .script import say
+
+_LOOKED_AT = 1000  # problems of a data set that are searched for one that can be graded
+
+
+_NO_ANSWER = (
+    "no answer is a number, LaTeX or a text of one line; accuracy_function names a function of yours that decides, "
+    "answer_column another column"
+)
+
+
+class Problems(NamedTuple):
+    """The problems that a recipe's arguments name, read by [`trl_fsdp_qlora.tools.data.datasets.read_problems`].
+
+    No question is in two of the sets. `validation` is empty if no problems are taken out for it, and `test` is `None`
+    if none are held out.
+    """
+
+    train: list[dict]
+    validation: list[dict]
+    test: list[dict] | None
+
+
+def prompts_of(args: ScriptArguments, problems: list[dict]) -> Dataset:
+    """`problems` as prompts, formatted by `args`."""
+    return to_prompts(problems, args.system_prompt, args.prompt_template, args.chat)
+
+
+def _read(args: ScriptArguments, source: str, split: str, graded: bool) -> list[dict]:
+    columns = (args.question_column, args.answer_column)
+    return read_problems(source, split, args.dataset_config, *columns, whole_rows=True, graded=graded)
+
+
+def _is_decided(args: ScriptArguments) -> bool:
+    """Whether a function or an environment decides what is right, so that accuracy needs no answers."""
+    return args.accuracy_function is not None or OWN_REWARD in args.rewards
+
+
+def _gradable(args: ScriptArguments, problems: Sequence[dict]) -> list[dict]:
+    """Those of `problems` on which accuracy can be measured."""
+    if _is_decided(args):
+        return list(problems)
+    return [problem for problem in problems if "entry" in problem or can_be_graded(problem["answer"])]
+
+
+def load_problems(args: ScriptArguments) -> Problems:
+    """The problems of [`load_data`] before they become prompts.
+
+    Every row needs an answer that can be graded if one of the rewards compares with it.
+
+    Raises:
+        DatasetError: nothing is held out although accuracy could be measured, or nothing is left.
+    """
+    graded = not set(args.rewards).isdisjoint(COMPARING_REWARDS)
+    train = _read(args, args.dataset, args.dataset_split, graded)
+    is_measured = not args.skip_accuracy and bool(_gradable(args, train[:_LOOKED_AT]))
+    test = None
+    validation = []
+    test_source = args.eval_dataset or args.dataset
+    same_split = args.eval_split == args.dataset_split or not has_splits(args.dataset)
+    if args.held_out:
+        train, test = hold_out(train, args.held_out)
+    elif test_source != args.dataset or not same_split:
+        try:
+            test = _read(args, test_source, args.eval_split, graded=False)
+        except DatasetError:
+            if is_measured or args.eval_dataset:
+                raise
+    elif is_measured:
+        which = f"split {args.eval_split!r}" if has_splits(args.dataset) else "which has no splits"
+        raise DatasetError(
+            f"training and held-out problems are both {args.dataset!r}, {which}; set held_out to a number of problems "
+            "to take out of it, or eval_dataset to another file, or skip_accuracy: true"
+        )
+    if test is not None and not args.held_out:
+        train, dropped = without_overlap(train, test)
+        if dropped:
+            say(f"left {counted(dropped, 'training problem')} out that are among the held-out ones")
+        if not train:
+            raise DatasetError(
+                f"all {counted(dropped, 'problem')} of {args.dataset!r} are among the held-out ones; set held_out"
+            )
+    if args.validation:
+        train, validation = hold_out(train, args.validation, field="validation")
+    elif args.accuracy_on == "validation":
+        raise DatasetError("accuracy_on='validation' has no problems to measure on; set validation: 100, for example")
+    return Problems(train, validation, test)
+
+
+def _sample(args: ScriptArguments, problems: list[dict]) -> list[dict]:
+    """At most `eval_problems` of the problems to measure on, the same ones in every run.
+
+    The first problems of a file are no sample: it may be sorted, by difficulty for example. Those of reasoning-gym,
+    which have an `entry`, are: it draws them at random.
+    """
+    count = args.eval_problems
+    if count is None or count >= len(problems):
+        return problems
+    if "entry" in problems[0]:
+        return problems[:count]
+    shuffled = random.Random(0).sample(problems, len(problems))  # so that a smaller sample is part of a larger one
+    return shuffled[:count]
+
+
+def _to_measure(args: ScriptArguments, problems: Sequence[dict]) -> list[dict]:
+    """A sample of the problems on which accuracy can be measured; a line has what is left out, and the texts."""
+    gradable = _gradable(args, problems)
+    if not gradable:
+        return []
+    if len(gradable) < len(problems):
+        say(f"accuracy is measured on the {len(gradable):,} of {len(problems):,} problems whose answer can be graded")
+    sample = _sample(args, gradable)
+    if not _is_decided(args):
+        texts = [each for each in sample if "entry" not in each and _is_text(each)]
+        if texts:
+            first = f"row {texts[0]['row']}: {texts[0]['answer']!r}"
+            say(f"{len(texts):,} of {len(sample):,} right answers are compared as text, the first is of {first}")
+    return sample
+
+
+def _is_text(problem: dict) -> bool:
+    return isinstance(parse_gold(problem["answer"], problem["row"]), TextAnswer)
+
+
+def load_data(args: ScriptArguments) -> tuple[Dataset, Dataset | None]:
+    """Load the training prompts and the prompts to measure on, without overlap.
+
+    `accuracy_on` and `eval_problems` choose the second. It is `None` if nothing is held out, or if no answer of what
+    is held out can be graded; a line has the reason.
+    """
+    problems = load_problems(args)
+    train = prompts_of(args, problems.train)
+    is_on_test = args.accuracy_on == "test"
+    to_measure = problems.test if is_on_test else problems.validation
+    sample = _to_measure(args, to_measure or [])
+    if not sample:
+        if not args.skip_accuracy:
+            say(f"accuracy is not measured: {_NO_ANSWER}")
+        held_out = f"{len(to_measure):,} held out" if to_measure else "none held out"
+        say(f"data: {counted(len(train), 'training problem')} from {args.dataset}; {held_out}")
+        return train, None
+    measured = prompts_of(args, sample)
+    aside = f"; {len(problems.validation)} kept for validation" if problems.validation and is_on_test else ""
+    kind = "held-out" if is_on_test else "validation"
+    say(f"data: {len(train):,} training and {counted(len(measured), f'{kind} problem')} from {args.dataset}{aside}")
+    return train, measured
+
+
+def load_held_out(args: ScriptArguments) -> Dataset:
+    """Load only the prompts to measure on.
+
+    They come from all of a file without splits, unless `held_out` takes a part of it.
+    """
+    if args.accuracy_on == "validation":
+        measured = load_data(args)[1]
+        if measured is None:
+            raise DatasetError(f"{args.dataset!r}: {_NO_ANSWER}")
+        return measured
+    if args.held_out:
+        _, test = hold_out(_read(args, args.dataset, args.dataset_split, graded=False), args.held_out)
+    else:
+        test = _read(args, args.eval_dataset or args.dataset, args.eval_split, graded=False)
+        if args.eval_dataset is None and not has_splits(args.dataset):
+            say(f"measuring on all of {args.dataset}; --held_out as in a recipe takes what its training left out")
+    test = _to_measure(args, test)
+    if not test:
+        raise DatasetError(f"{args.eval_dataset or args.dataset!r}: {_NO_ANSWER}")
+    say(f"data: {counted(len(test), 'problem')} from {args.eval_dataset or args.dataset}")
+    return prompts_of(args, test)

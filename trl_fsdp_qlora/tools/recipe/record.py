@@ -1,0 +1,291 @@
+"""The work of a run next to training.
+
+This is the held-out accuracy between steps, the record in `metrics.json`, and a limit on the run's seconds.
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from accelerate import PartialState
+from accelerate.utils import broadcast
+from datasets import Dataset
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from ...compat.transformers import quantization_of, tokenizer_of
+from ...trainers.run.checkpoints import FINGERPRINT, describe_base, describe_data, differences, settings_in
+from ...utils import files as disk
+from ...utils.nonfatal import nonfatal
+from ...utils.plain import plain
+from ...utils.redaction import portable
+from ..data.import_path import is_import_path
+from ..data.reasoning_gym import is_generated
+from ..evaluation.accuracy import Evaluation, evaluate
+from .arguments import ScriptArguments
+from .episodes import agent_of, judge_of
+from .script import say
+
+# Fields that name data: a file, a folder, a name on the Hub, or a function of the user's.
+DATA = ("dataset", "eval_dataset")
+# Fields that name nothing but code of the user's.
+CODE = ("environment", "tools", "tool_format", "accuracy_function")
+# The file with the data's paths on this machine. Transformers uploads nothing that begins with an underscore.
+PATHS = "_paths.json"
+
+
+@nonfatal("the record of the data's paths")
+def keep_paths(output_dir: str | Path, script: ScriptArguments) -> None:
+    """Write the paths of files and folders with data to a file that is not published.
+
+    `metrics.json`, which may be published, has their names alone.
+    """
+    paths = {}
+    for name in DATA:
+        path = vars(script).get(name) or ""
+        if os.path.exists(path):
+            paths[name] = os.path.abspath(path)
+    if paths and PartialState().is_main_process:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        disk.write_json(Path(output_dir) / PATHS, paths)
+
+
+def kept_paths(output_dir: str | Path) -> dict[str, str]:
+    """The paths that [`keep_paths`] wrote into the folder of a run and that still exist."""
+    if not Path(output_dir, PATHS).is_file():
+        return {}
+    paths = disk.read_json(Path(output_dir, PATHS))
+    return {name: paths[name] for name in DATA if name in paths and os.path.exists(str(paths[name]))}
+
+
+def code_in(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings that name code, by field. A generator of reasoning-gym is data, although it is spelled alike."""
+    code = {}
+    for name, value in settings.items():
+        texts = value if isinstance(value, list) else [value]
+        is_generator = name in DATA and isinstance(value, str) and is_generated(value)
+        is_code = name in CODE or any(is_import_path(str(text)) for text in texts)
+        if value and is_code and not is_generator:
+            code[name] = value
+    return code
+
+
+def as_words(settings: dict[str, Any]) -> list[str]:
+    """`settings` as words of a command line."""
+    words = []
+    for name, value in settings.items():
+        words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return words
+
+
+class RunRecord:
+    """`metrics.json` of a run: settings, accuracy before and after, seconds, and the curves; written as it goes.
+
+    A resumed run keeps the measurements of its first part.
+    """
+
+    def __init__(self, output_dir: str | Path):
+        self.path = Path(output_dir) / "metrics.json"
+        self.content: dict[str, Any] = {}
+        if self.path.is_file():
+            try:
+                self.content = disk.read_json(self.path)
+            except disk.CheckpointError as error:
+                say(f"{self.path}: {error}; the record starts anew")
+
+    @nonfatal("metrics.json")
+    def put(self, **values) -> None:
+        self.content.update(plain(values))
+        if PartialState().is_main_process:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            disk.write_json(self.path, self.content)
+
+    @nonfatal("the picture of the run")
+    def draw(self) -> Path | None:
+        """Reward, accuracy and step time over the run, as a picture; `None` without matplotlib."""
+        try:
+            from ..evaluation.plots import draw_run
+        except ImportError:
+            say("no picture: matplotlib is not installed (pip install matplotlib)")
+            return None
+        return draw_run(self.content, self.path.with_name("training.png"))
+
+
+def base_in(folder: str | Path) -> str | None:
+    """The fingerprint of the base that was trained on, from the folder of a run or of a checkpoint; `None` if unknown.
+
+    Raises:
+        CheckpointError: the run's record cannot be read.
+    """
+    file = Path(folder, "metrics.json")
+    recorded = disk.read_json(file).get("base") if file.is_file() else settings_in(Path(folder))
+    return recorded.get(FINGERPRINT) if isinstance(recorded, dict) else None
+
+
+def measured_on(trainer: Any, script: ScriptArguments, test: Dataset, has_agent: bool) -> dict[str, Any]:
+    """What an accuracy depends on apart from the trained weights: only figures for which it is equal make a pair."""
+    args = trainer.args
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    tokenizer = tokenizer_of(trainer.processing_class)
+    quantization = plain(quantization_of(model.config)) or {}
+    depends_on = {
+        **describe_base(model),
+        "problems": describe_data(test, rows=len(test)),
+        "chat template": xxhash.xxh3_64(str(tokenizer.chat_template).encode()).hexdigest(),
+        "answer_format": script.answer_format,
+        "max_completion_length": args.max_completion_length,
+        "dtype": model.dtype,
+        "mixed precision": trainer.accelerator.mixed_precision,
+        "quantization": {name: value for name, value in quantization.items() if not name.startswith("_")},
+    }
+    for name in CODE:
+        depends_on[name] = portable(vars(script)[name])
+    for name in ("max_tool_calling_iterations", "chat_template_kwargs"):
+        depends_on[name] = vars(args).get(name) if has_agent else None
+    return plain(depends_on)
+
+
+def format_result(result: dict[str, Any]) -> str:
+    """One line for an [`Evaluation`] that is stored as a dict."""
+    return str(Evaluation(**{**result, "interval": tuple(result["interval"])}))
+
+
+class AccuracyCallback(TrainerCallback):
+    """Measures accuracy on the prompts `test` when training begins and every `accuracy_steps` optimizer steps.
+
+    Every rank measures. When training begins the model is prepared, so a sharded one can generate. A resumed run keeps
+    its first measurement, unless it measures on something else now, see [`begin`]. Measurements between steps are
+    logged with their step's metrics, and are on the card.
+    """
+
+    def __init__(self, trainer: Any, script: ScriptArguments, test: Dataset, record: RunRecord):
+        self.trainer = trainer
+        self.script = script
+        self.test = test
+        self.record = record
+        self.seconds_before = 0.0
+        settings = vars(trainer.args)  # some trainers have neither field
+        self.agent = agent_of(script, settings.get("chat_template_kwargs"), settings.get("tool_timeout"))
+        self.judge = judge_of(script)
+
+    def begin(self, step: int) -> None:
+        """Pair what is measured from `step` on with nothing that was measured on something else.
+
+        The record keeps the figure from before training for a run that measures on the same again.
+        """
+        content = self.record.content
+        now = measured_on(self.trainer, self.script, self.test, self.agent is not None)
+        left_out = content.pop("before_left_out", None)
+        if "before" not in content and left_out is not None:
+            content["before"] = left_out["before"]
+            content["measured_on"] = left_out["measured_on"]
+        changed = differences(content.get("measured_on") or now, now)
+        if changed and "before" in content:
+            because = "; ".join(changed)
+            left_out = {"before": content.pop("before"), "measured_on": content["measured_on"], "because": because}
+            content["before_left_out"] = left_out
+            content["accuracy_since"] = step
+            say(f"the accuracy before training is left out: it was measured on something else ({because})")
+        self.record.put(measured_on=now)
+
+    def measure(self, description: str = "accuracy", samples: int = 0) -> Evaluation:
+        """Measure the held-out accuracy of the current model, on every rank."""
+        trainer = self.trainer
+        script = self.script
+        args = trainer.args
+        with trainer.clock.phase("accuracy"), trainer.generating() as (model, synced_gpus):
+            return evaluate(
+                model,
+                trainer.processing_class,
+                self.test,
+                max_new_tokens=args.max_completion_length,
+                answer_format=script.answer_format,
+                seed=args.seed,
+                batch_size=script.accuracy_batch_size,
+                progress=not args.disable_tqdm,
+                samples=samples,
+                description=description,
+                synced_gpus=synced_gpus,
+                agent=self.agent,
+                judge=self.judge,
+                max_tool_turns=None if self.agent is None else args.max_tool_calling_iterations,
+            )
+
+    @nonfatal("the model card")
+    def fill_card(self, last: Evaluation, step: int, when: str | None = None) -> None:
+        """Put the accuracy before training, and `last` at `step`, on the card."""
+        card = self.trainer.card_info
+        kind = "held-out" if self.script.accuracy_on == "test" else "validation"
+        measured = {"before": self.record.content.get("before"), when or f"after {step} steps": last.as_dict()}
+        results = {name: format_result(each) for name, each in measured.items() if each}
+        left_out = self.record.content.get("before_left_out")
+        if left_out is not None:
+            results = {"before": f"left out, measured on something else ({left_out['because']})", **results}
+        card.results = {f"{kind} accuracy, {name}": result for name, result in results.items()}
+        card.accuracy = last.as_dict()
+        card.accuracy_on = self.script.accuracy_on
+        card.accuracy_step = step
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0 and "before" not in self.record.content:
+            before = self.measure("accuracy before training")
+            self.seconds_before = before.seconds
+            say(f"before: {before}")
+            self.record.put(before=before.as_dict())
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if not self.script.accuracy_steps or state.global_step % self.script.accuracy_steps:
+            return
+        result = self.measure()
+        metrics = self.trainer._metrics["train"]
+        counts = {"accuracy": result.correct, "accuracy/strict": result.strict, "accuracy/lenient": result.lenient}
+        for name, count in counts.items():
+            if count is not None:
+                metrics[name].append(count / result.n)
+        metrics["accuracy/n"].append(result.n)
+        self.fill_card(result, state.global_step)
+        control.should_log = True
+
+
+class TimeLimit(TrainerCallback, ExportableState):
+    """Stops training after the optimizer step that reaches a limit of seconds, to compare methods at equal seconds.
+
+    Seconds run from the beginning of an optimizer step to its end, rollouts included. Measuring and saving between
+    steps are not counted, and neither is A*-PO's first stage. The seconds are in the checkpoints, so a resumed run
+    gets the rest of them. The first rank's `clock` counts: all ranks stop after the same step, which writes a
+    checkpoint.
+    """
+
+    def __init__(self, seconds: float, clock=time.perf_counter):
+        self.seconds = seconds
+        self.clock = clock
+        self.spent = 0.0
+
+    @property
+    def reached(self) -> bool:
+        return self.spent >= self.seconds
+
+    def state(self) -> dict:
+        return {"args": {"seconds": self.seconds}, "attributes": {"spent": self.spent}}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        # A checkpoint of a run without a limit has no entry for it, and Transformers fills only existing entries.
+        saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        self.spent = saved["attributes"]["spent"]
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._began = self.clock()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # Apple's GPUs have no float64, and run one rank only.
+        device = torch.device("cpu") if args.device.type == "mps" else args.device
+        spent = torch.tensor(self.spent + self.clock() - self._began, dtype=torch.float64, device=device)
+        self.spent = float(broadcast(spent))
+        if self.reached:
+            control.should_training_stop = control.should_save = control.should_log = True
+            with nonfatal("a line on the terminal"):
+                limit = f"max_train_seconds={self.seconds:g}"
+                say(f"{self.spent:.0f} s of training: {limit} stops it at step {state.global_step}")

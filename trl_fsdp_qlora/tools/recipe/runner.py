@@ -1,0 +1,347 @@
+"""A recipe's run: build the trainer, measure, train, measure again, save."""
+
+import inspect
+import shlex
+import sys
+import time
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import is_peft_model
+from datasets import Dataset
+from transformers import AutoProcessor, AutoTokenizer, ProcessorMixin, TrainingArguments
+from trl import ModelConfig, get_quantization_config
+
+from ...compat.transformers import model_name
+from ...errors import UserError
+from ...trainers.run.card import hardware, software
+from ...trainers.run.checkpoints import describe_base, last_step, resolve_resume, step_of
+from ...trainers.run.stopping import stopping_after_step
+from ...trainers.run.terminal import TimeLeft, use_terminal
+from ...utils import files as disk
+from ...utils import redaction
+from ...utils.nonfatal import nonfatal
+from ...utils.ranks import on_main
+from ..cli import launch
+from ..cli.one_line import pop_options
+from ..data.rewards import checked, get_reward
+from .arguments import ConfigError, ScriptArguments
+from .checks import lora_config
+from .episodes import OWN_REWARD, agent_of, with_tool_format
+from .record import (
+    CODE,
+    DATA,
+    AccuracyCallback,
+    RunRecord,
+    TimeLimit,
+    as_words,
+    code_in,
+    format_result,
+    keep_paths,
+    kept_paths,
+)
+from .run_page import KeptWarnings, RunPage, write_page
+from .script import command_that_goes_on, say, say_where_from
+from .threads import fit_threads
+
+
+def reward_functions(args: ScriptArguments) -> list:
+    return [get_reward(name, args.answer_format) for name in args.rewards if name != OWN_REWARD]
+
+
+def load_processing(name: str, revision: str | None, images: bool):
+    """The model's tokenizer, or its processor if the data has `images`; [`ConfigError`] if the model takes none."""
+    processing = (AutoProcessor if images else AutoTokenizer).from_pretrained(name, revision=revision)
+    if images and not isinstance(processing, ProcessorMixin):
+        raise ConfigError(f"model_name_or_path={name!r} takes no images, and the data has some; leave the column out")
+    return processing
+
+
+def model_arguments(config: TrainingArguments, model: ModelConfig, images: bool = False) -> dict[str, Any]:
+    """A trainer's arguments by name for a recipe's model; the loading options go into `config.model_init_kwargs`."""
+    names = {"revision": "model_revision", "attn_implementation": "attn_implementation", "dtype": "dtype"}
+    loading = {name: vars(model)[field] for name, field in names.items()}
+    config.model_init_kwargs = loading | (config.model_init_kwargs or {})
+    return {
+        "processing_class": load_processing(model.model_name_or_path, model.model_revision, images),
+        "quantization_config": get_quantization_config(model),
+        "peft_config": lora_config(model),
+    }
+
+
+def accepted_arguments(cls: type, config: TrainingArguments, model: ModelConfig) -> dict[str, Any]:
+    """[`model_arguments`] for a trainer of TRL's own, some of which load a quantized base only by
+    `config.model_init_kwargs`.
+    """
+    arguments = model_arguments(config, model)
+    if "quantization_config" not in inspect.signature(cls.__init__).parameters:
+        quantization = arguments.pop("quantization_config")
+        if quantization is not None:
+            config.model_init_kwargs["quantization_config"] = quantization
+    return arguments
+
+
+def agent_arguments(cls: type, script: ScriptArguments, processing: Any) -> dict[str, Any]:
+    """A trainer's arguments by name for the tools and the environment of a recipe; empty if it has none.
+
+    Raises:
+        ConfigError: trainers of `cls` support no tools.
+    """
+    agent = agent_of(script)
+    if agent is None:
+        return {}
+    if "environment_factory" not in inspect.signature(cls.__init__).parameters:
+        raise ConfigError(f"environment and tools: {cls.__name__} runs no episodes; train with GRPO")
+    return {**agent.arguments(), "processing_class": with_tool_format(processing, script)}
+
+
+def build_trainer(
+    cls: type, script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset, **further_arguments
+):
+    """Build a trainer of `cls` for a recipe's parsed arguments; `further_arguments` are passed on unchanged."""
+    of_model = model_arguments(config, model, "images" in train.column_names)
+    # With tools the tokenizer has another template: the agent's arguments replace the model's.
+    arguments = {**of_model, **agent_arguments(cls, script, of_model["processing_class"])}
+    rewards = [checked(reward) for reward in reward_functions(script)]
+    with KeptWarnings() as warnings:
+        trainer = cls(model.model_name_or_path, rewards, config, train, **arguments, **further_arguments)
+    trainer.card_info.warnings = warnings.texts
+    trainer.card_info.settings = (script, model)
+    fit_threads(trainer.model)
+    return trainer
+
+
+# Fields that `evaluate` reads from the folder of a run, so that it measures the same model as the run.
+_MEASURED = (
+    "model_revision",
+    "dtype",
+    "load_in_4bit",
+    "bnb_4bit_quant_type",
+    "use_bnb_nested_quant",
+    "max_completion_length",
+    "bf16",
+    "seed",
+    "max_tool_calling_iterations",
+    "chat_template_kwargs",
+)
+
+
+def measured_settings(script: ScriptArguments, config: Any, model: ModelConfig) -> dict[str, Any]:
+    """The fields of `recipes/evaluate.py` with which it measures like a run with these arguments.
+
+    They hold no path of one machine.
+    """
+    of_run = vars(config) | vars(model)
+    settings = {name: of_run.get(name) for name in _MEASURED}
+    settings.update(asdict(script))
+    for name in (*DATA, *CODE):
+        if settings.get(name):
+            settings[name] = redaction.portable(settings[name])
+    # The environment's own reward measures, too; other rewards may be in files that no longer exist then.
+    settings["rewards"] = [OWN_REWARD] if OWN_REWARD in script.rewards else None
+    left_out = ("skip_accuracy", "stage")
+    written = {name: value for name, value in settings.items() if value is not None and name not in left_out}
+    return redaction.without_secrets(written)
+
+
+def settings_in(folder: str | Path) -> dict[str, Any]:
+    """The fields that [`measured_settings`] wrote into a run's folder, with the paths of its data on this machine.
+
+    No other field is read: a folder may come from anyone, and cannot say where a result is written, for example.
+    """
+    if not Path(folder, "metrics.json").is_file():
+        return {}
+    settings = disk.read_json(Path(folder, "metrics.json")).get("settings", {})
+    names = (*_MEASURED, *(each.name for each in fields(ScriptArguments)))
+    return {name: settings[name] for name in names if name in settings} | kept_paths(folder)
+
+
+def evaluate_line(output_dir: str, script: ScriptArguments, adapter: bool = True) -> str:
+    """The command that measures a finished run again, as a line for a shell.
+
+    It names the code that the run measures with, which `evaluate` takes from no folder.
+    """
+    option = "--adapter" if adapter else "--model_name_or_path"
+    code = code_in({name: vars(script)[name] for name in (*DATA, *CODE)})
+    return shlex.join(["trl-fsdp-qlora", "evaluate", option, str(output_dir), *as_words(code)])
+
+
+def next_commands(output_dir: str, script: ScriptArguments, is_adapter: bool) -> str:
+    """Lines with what to type when a run is finished."""
+    lines = [f"  measure it: {evaluate_line(output_dir, script, is_adapter)}"]
+    if is_adapter:
+        merge = ["trl-fsdp-qlora", "merge", "--adapter", output_dir, "--output", f"{output_dir.rstrip('/')}-merged"]
+        lines.append(f"  merge it:   {shlex.join(merge)}")
+    return "\n".join(lines)
+
+
+def is_finished(record: RunRecord, trainer: Any, script: ScriptArguments, resume: str | None) -> bool:
+    """Whether the run of `record` has no step left, by its steps or its seconds, and measured and saved everything."""
+    if resume is None:
+        return False
+    limit = record.content.get("stopped_by_seconds")
+    by_seconds = limit is not None and limit == script.max_train_seconds
+    step = step_of(resume) if by_seconds else last_step(resume, trainer.args)
+    return step is not None and record.content.get("finished_step") == step
+
+
+def _finished_text(trainer: Any, script: ScriptArguments) -> str:
+    args = trainer.args
+    is_adapter = is_peft_model(trainer.accelerator.unwrap_model(trainer.model))
+    goal = "num_train_epochs" if args.max_steps <= 0 else "max_steps"
+    return (
+        f"the run in {args.output_dir} is finished ({goal}={vars(args)[goal]:g}): nothing is trained, and "
+        f"what it left stays as it is\n  train on:   the same command with a larger --{goal}\n"
+        f"{next_commands(args.output_dir, script, is_adapter)}"
+    )
+
+
+def _begin_record(
+    record: RunRecord, trainer: Any, script: ScriptArguments, resume: str | None, is_measured: bool
+) -> None:
+    """Write the settings of a run; a run that does not resume begins with an empty record."""
+    args = trainer.args
+    record.content.pop("after", None)  # of weights that are about to change
+    if resume is None:
+        record.content = {}  # the record of a run that left no checkpoint
+    elif is_measured and record.content.keys().isdisjoint({"before", "before_left_out"}):
+        say(f"{record.path} does not hold the accuracy from before training, which a resumed run cannot measure")
+    card = trainer.card_info
+    model = card.settings[1] if card.settings else ModelConfig()
+    about = {"dataset": script.dataset, "model": model_name(trainer.model), "seed": args.seed}
+    record.put(
+        hardware=hardware(),
+        software=software(),
+        **redaction.portable(about),
+        command=redaction.command_line(launch.launch_words()),
+        base=describe_base(trainer.accelerator.unwrap_model(trainer.model)),
+        processes=args.world_size,
+        settings=measured_settings(script, args, model),
+    )
+    keep_paths(args.output_dir, script)
+
+
+@nonfatal("the model card")
+def _begin_card(trainer: Any, script: ScriptArguments, test: Dataset | None) -> None:
+    """Put on the card what is known before training."""
+    card = trainer.card_info
+    card.dataset = script.dataset
+    card.license = script.license
+    card.data_license = script.data_license
+    card.quickstart_prompt = (test or trainer.train_dataset)[0]["prompt"]
+    card.max_new_tokens = trainer.args.max_completion_length
+    card.command = launch.launch_words()
+    card.recipe_file = pop_options(sys.argv, ("--config",))[0].get("--config")
+
+
+def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resume: str | bool | None) -> dict:
+    """Measure, train, measure again, and save.
+
+    The output folder then has adapter, card, `metrics.json`, `training.png` and the page of the run, `report.html`.
+
+    Args:
+        trainer: a trainer that has not trained yet.
+        script: the recipe's script arguments.
+        test: held-out prompts; `None` if there are none to measure on.
+        resume: `resume_from_checkpoint`.
+
+    Raises:
+        UserError: at the very end, if no completion of the whole run got a reward.
+    """
+    with trainer.checkpointing.alone(), KeptWarnings() as warnings:
+        args = trainer.args
+        record = RunRecord(args.output_dir)
+        resume = trainer.checkpointing.resume_from(resume)
+        if is_finished(record, trainer, script, resume):
+            say(_finished_text(trainer, script))
+            return record.content
+        say_where_from(resume)
+        is_measured = not script.skip_accuracy and test is not None
+        _begin_record(record, trainer, script, resume, is_measured)
+        _begin_card(trainer, script, test)
+        limit = None if script.max_train_seconds is None else TimeLimit(script.max_train_seconds)
+        accuracy = AccuracyCallback(trainer, script, test, record) if is_measured else None
+        if accuracy is not None:
+            accuracy.begin(0 if resume is None else step_of(resume))
+        page = RunPage(trainer, record, warnings)
+        trainer.generation_batches.keeps = True
+        for callback in filter(None, (limit, accuracy, page)):
+            trainer.add_callback(callback)
+        use_terminal(trainer)
+        trainer.go_on = command_that_goes_on()
+
+        started = time.perf_counter()
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model(_internal_call=True)  # before a measurement or a picture can fail
+        seconds = time.perf_counter() - started - (0 if accuracy is None else accuracy.seconds_before)
+        record.put(train_seconds=seconds, history=trainer.state.log_history)
+
+        results = ""
+        if accuracy is not None:
+            after = accuracy.measure("accuracy after training", script.accuracy_samples)
+            record.put(after=after.as_dict())
+            measured = [record.content[when] for when in ("before", "after") if when in record.content]
+            results = "  ->  ".join(map(format_result, measured))
+            accuracy.fill_card(after, trainer.state.global_step, "after")
+        picture = record.draw() if PartialState().is_main_process else None
+        trainer.card_info.picture = None if picture is None else picture.name
+        trainer.create_model_card(Path(args.output_dir).name)
+        record.put(finished_step=trainer.state.global_step)
+        if limit is not None:
+            record.put(limited_seconds=limit.spent, stopped_by_seconds=limit.seconds if limit.reached else None)
+        page_path = page.write()
+        if args.push_to_hub:
+            trainer.push_to_hub(commit_message="Model save", revision=args.hub_revision)
+        is_adapter = is_peft_model(trainer.accelerator.unwrap_model(trainer.model))
+        pictures = [path.name for path in (picture, page_path) if path is not None]
+        files = ["adapter" if is_adapter else "model", "card", "metrics.json", *pictures]
+        say(f"{', '.join(files[:-1])} and {files[-1]} are in {args.output_dir}")
+        say(next_commands(args.output_dir, script, is_adapter))
+        if results:
+            say(results)
+        if trainer.generation_batches.scored.nothing_scored:
+            raise UserError(
+                f"nothing was learned: {', '.join(trainer.reward_func_names)} gave none of "
+                f"{trainer.generation_batches.scored.drawn:,} completions a value (None or NaN for all); look at the "
+                "function and at the columns that it reads"
+            )
+        return record.content
+
+
+def train_with_trl(trainer: Any, doing: str, script: ScriptArguments, config: TrainingArguments, model: ModelConfig):
+    """Train with one of TRL's own trainers and save: `recipes/evaluate.py` measures what the output folder has.
+
+    Args:
+        trainer: a trainer that has not trained yet.
+        doing: what the terminal calls it, as in "teaching".
+        script: the recipe's script arguments; `max_train_seconds` is the only one that says how it is trained.
+        config: the trainer's config.
+        model: the model's arguments.
+    """
+    record = RunRecord(config.output_dir)
+    resume = on_main(lambda: resolve_resume(config.output_dir, config.resume_from_checkpoint))
+    if is_finished(record, trainer, script, resume):
+        say(_finished_text(trainer, script))
+        return
+    limit = None if script.max_train_seconds is None else TimeLimit(script.max_train_seconds)
+    for callback in filter(None, (limit, TimeLeft(doing))):
+        trainer.add_callback(callback)
+    say_where_from(resume)
+    started = time.perf_counter()
+    with stopping_after_step(trainer, command_that_goes_on()):
+        trainer.train(resume_from_checkpoint=resume)
+    seconds = time.perf_counter() - started
+    trainer.save_model()
+    record.put(
+        settings=measured_settings(script, config, model),
+        history=trainer.state.log_history,
+        train_seconds=seconds,
+        finished_step=trainer.state.global_step,
+        stopped_by_seconds=limit.seconds if limit is not None and limit.reached else None,
+    )
+    keep_paths(config.output_dir, script)
+    write_page(config.output_dir, config.push_to_hub)
+    is_adapter = Path(config.output_dir, "adapter_config.json").is_file()
+    say(f"model and tokenizer are in {config.output_dir}\n{next_commands(config.output_dir, script, is_adapter)}")

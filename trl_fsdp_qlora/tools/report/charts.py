@@ -1,0 +1,223 @@
+"""Which curves a page shows, as plain data: a chart has series, and a series belongs to a run."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ...utils.stats import wilson_interval
+from .folder import Run
+
+# Readable on white and on near-black: contrast 3 or more with both.
+COLORS = ("#3b7dd8", "#d9730d", "#1a9870", "#c2488f", "#8b6cd9", "#a5852a", "#5f8296", "#c94f3d")
+MOST_POINTS = 1000  # of a series; of more, these are spread evenly over the steps
+
+
+@dataclass
+class Series:
+    """A curve, with a band around it or without: lists with one entry a logged step."""
+
+    run: int  # number of the run
+    name: str
+    steps: list[float]
+    values: list[float]
+    low: list[float] | None = None
+    high: list[float] | None = None
+    color: str = ""
+    dash: str = "solid"
+
+
+@dataclass
+class Chart:
+    """A picture: what it shows, in words, and its series; `kind` is `"lines"`, or `"stack"` for parts of a whole."""
+
+    title: str
+    about: str
+    series: list[Series] = field(default_factory=list)
+    kind: str = "lines"
+    percent: bool = False  # values are shares
+    smooth: bool = True  # `False` if each value is a measurement of its own
+
+
+# (title, text below it, {metric: name of the series}, whether values are shares)
+_CHARTS = (
+    ("Reward", "mean of the sampled completions", {"reward": "reward", "eval_reward": "evaluation"}, False),
+    (
+        "Completion length",
+        "tokens: mean, from shortest to longest",
+        {"completions/mean_length": "length"},
+        False,
+    ),
+    (
+        "Cut completions",
+        "share that reached the limit without an end",
+        {"completions/clipped_ratio": "cut"},
+        True,
+    ),
+    (
+        "Equal groups",
+        "share without a difference to learn from",
+        {"frac_reward_zero_std": "equal groups"},
+        True,
+    ),
+    ("Entropy", "of the scored tokens, mean, in nats", {"entropy": "entropy"}, False),
+    ("KL", "distance from the reference model", {"kl": "KL"}, False),
+    ("Gradient norm", "before clipping", {"grad_norm": "gradient norm"}, False),
+    ("Loss", "of training and of evaluation", {"loss": "loss", "eval_loss": "evaluation"}, False),
+    ("Learning rate", "", {"learning_rate": "learning rate"}, False),
+    ("Tokens per second", "completion tokens of all processes", {"throughput/tokens_per_s": "tokens/s"}, False),
+)
+_BETWEEN_STEPS = ("time/accuracy_s", "time/evaluate_s")
+_UNINTERESTING = ("step", "epoch", "num_tokens", "total_flos", "accuracy", "accuracy/n", "step_time")
+
+
+def charts_of(runs: list[Run]) -> tuple[list[Chart], list[Chart]]:
+    """(the charts that everybody reads, one for each further metric), without empty ones."""
+    shown: set[str] = {"completions/min_length", "completions/max_length"}
+    first = [_accuracy(runs)]
+    for title, about, metrics, percent in _CHARTS:
+        chart = Chart(title, about, percent=percent)
+        for metric, name in metrics.items():
+            chart.series += _series(runs, metric, name)
+            shown.add(metric)
+        if title == "Completion length" and len(runs) == 1 and chart.series:  # bands of several runs would overlap
+            _add_band(chart.series[0], runs[0], "completions/min_length", "completions/max_length")
+        first.append(chart)
+    functions = _names(runs, "rewards/", "/mean")
+    if len(functions) > 1:
+        chart = Chart("Rewards by function", "means of the sampled completions")
+        for name in functions:
+            chart.series += _series(runs, f"rewards/{name}/mean", name)
+        first.insert(2, chart)
+    shown.update(f"rewards/{name}/mean" for name in functions)
+    first += [_seconds(runs), Chart("Memory", "highest use in any phase, MiB", _memory(runs))]
+    shown |= {name for run in runs for entry in run.history for name in entry if name.startswith(("time/", "memory/"))}
+    metrics = dict.fromkeys(name for run in runs for entry in run.history for name in entry)
+    further = [
+        Chart(name, "", _series(runs, name, name))
+        for name in sorted(metrics)
+        if name not in shown and name not in _UNINTERESTING and not name.startswith("train_")
+    ]
+    charts = [chart for chart in first if chart.series], [chart for chart in further if chart.series]
+    for chart in [*charts[0], *charts[1]]:
+        _color(chart, len(runs))
+    return charts
+
+
+def _color(chart: Chart, runs: int) -> None:
+    """A run has one colour in all charts; if there is one run, each of its series has its own."""
+    names = list(dict.fromkeys(series.name for series in chart.series))
+    for series in chart.series:
+        order = names.index(series.name)
+        series.color = COLORS[(series.run if runs > 1 else order) % len(COLORS)]
+        series.dash = "dashed" if runs > 1 and order % 2 else "solid"
+
+
+def smoothed(values: list[float], weight: float) -> list[float]:
+    """Exponential moving average that begins unbiased: `weight` is that of the past, 0 leaves the values."""
+    means = []
+    mean = 0.0
+    total = 0.0
+    for value in values:
+        mean = weight * mean + (1 - weight) * value
+        total = weight * total + (1 - weight)
+        means.append(mean / total)
+    return means
+
+
+def _points(run: Run, metric: str) -> dict[float, float]:
+    """Values by step; of several entries of one step the last."""
+    points = {entry["step"]: entry[metric] for entry in run.history if metric in entry}
+    return {step: points[step] for step in _thinned(sorted(points))}
+
+
+def _thinned(steps: list[float]) -> list[float]:
+    if len(steps) <= MOST_POINTS:
+        return steps
+    return [steps[round(i * (len(steps) - 1) / (MOST_POINTS - 1))] for i in range(MOST_POINTS)]
+
+
+def _rounded(values: Iterable[float]) -> list[float]:
+    return [float(f"{value:.6g}") for value in values]
+
+
+def _series(runs: list[Run], metric: str, name: str) -> list[Series]:
+    series = []
+    for number, run in enumerate(runs):
+        points = _points(run, metric)
+        if points:
+            series.append(Series(number, name, list(points), _rounded(points.values())))
+    return series
+
+
+def _add_band(series: Series, run: Run, low: str, high: str) -> None:
+    lows = _points(run, low)
+    highs = _points(run, high)
+    if all(step in lows and step in highs for step in series.steps):
+        series.low = _rounded(lows[step] for step in series.steps)
+        series.high = _rounded(highs[step] for step in series.steps)
+
+
+def _names(runs: list[Run], beginning: str, end: str) -> list[str]:
+    metrics = dict.fromkeys(name for run in runs for entry in run.history for name in entry)
+    return [name[len(beginning) : -len(end)] for name in metrics if name.startswith(beginning) and name.endswith(end)]
+
+
+def _accuracy(runs: list[Run]) -> Chart:
+    """Held-out accuracy with 95% intervals, and the measurements before and after training."""
+    chart = Chart("Held-out accuracy", "greedy; the band is Wilson's 95% interval", percent=True, smooth=False)
+    for number, run in enumerate(runs):
+        measured = {}
+        for entry in run.history:
+            if 0 <= entry.get("accuracy", -1) <= 1 and 0 < entry.get("accuracy/n", 0) < 1e15:
+                measured[entry["step"]] = (round(entry["accuracy"] * entry["accuracy/n"]), int(entry["accuracy/n"]))
+        for when, step in (("before", 0), ("after", run.last_step)):
+            if when in run.accuracy:
+                measured[step] = (int(run.accuracy[when]["correct"]), int(run.accuracy[when]["n"]))
+        measured = {step: measured[step] for step in sorted(measured) if measured[step][1] > 0}
+        if measured:
+            values = _rounded(correct / n for correct, n in measured.values())
+            intervals = [wilson_interval(correct, n) for correct, n in measured.values()]
+            low, high = (_rounded(bounds) for bounds in zip(*intervals, strict=True))
+            chart.series.append(Series(number, "accuracy", list(measured), values, low, high))
+    return chart
+
+
+def _seconds(runs: list[Run]) -> Chart:
+    """Seconds of an optimizer step: by phase if there is one run that measured phases, otherwise in whole."""
+    phases = _phases(runs[0]) if len(runs) == 1 else []
+    if phases:
+        return Chart("Seconds of a step", "by phase, stacked", phases, kind="stack")
+    return Chart("Seconds of a step", "optimizer step", _series(runs, "step_time", "seconds"))
+
+
+def _phases(run: Run) -> list[Series]:
+    """The phases of a step, the longest first; measurements between steps are no part of a step."""
+    names = [f"time/{name}_s" for name in _names([run], "time/", "_s")]
+    by_step = {entry["step"]: entry for entry in run.history if any(name in entry for name in names)}
+    steps = _thinned(sorted(by_step))
+    phases = []
+    for name in names:
+        values = _rounded(by_step[step].get(name, 0.0) for step in steps)
+        if name not in _BETWEEN_STEPS and any(values):
+            label = name.removeprefix("time/").removesuffix("_s").replace("_", " ")
+            phases.append(Series(0, label, steps, values))
+    return sorted(phases, key=_sum, reverse=True)
+
+
+def _sum(series: Series) -> float:
+    return sum(series.values)
+
+
+def _memory(runs: list[Run]) -> list[Series]:
+    """The most memory in use in any phase, and what was planned."""
+    series = []
+    for number, run in enumerate(runs):
+        highest = {}
+        for entry in run.history:
+            peaks = [value for name, value in entry.items() if re.fullmatch(r"memory/.*_peak_mib", name)]
+            if peaks:
+                highest[entry["step"]] = max(peaks)
+        steps = _thinned(sorted(highest))
+        if steps:
+            series.append(Series(number, "highest use", steps, _rounded(highest[step] for step in steps)))
+    return series + _series(runs, "memory/planned_mib", "planned")

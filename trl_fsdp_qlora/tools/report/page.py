@@ -1,0 +1,142 @@
+"""`report.html`: one file that opens offline, with everything inside."""
+
+import base64
+import hashlib
+import json
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from ...utils.files import written_whole
+from .charts import COLORS, Chart, charts_of
+from .completions import Completions, read_completions
+from .folder import Run, read_run
+
+NAME = "report.html"
+MEGABYTES = 4.0  # of completions
+_HERE = Path(__file__).parent
+
+
+def write_report(
+    folders: list[Path], target: Path, with_completions: bool = True, megabytes: float = MEGABYTES
+) -> list[str]:
+    """Write the page of the runs in `folders` to the file `target`.
+
+    Args:
+        folders: of runs, ours or of TRL; the first is the one that the others are compared with.
+        target: the file, which appears whole or not at all.
+        with_completions: `False` leaves prompts and completions out.
+        megabytes: room for the completions of all runs together.
+
+    Returns:
+        What is missing, one line each.
+    """
+    runs = [read_run(folder) for folder in folders]
+    _tell_apart(runs)
+    found: list[Completions | None] = [None] * len(runs)
+    if with_completions:
+        budget = int(megabytes * 1e6 / len(runs))
+        found = [read_completions(folder, run, budget) for folder, run in zip(folders, runs, strict=True)]
+    notes = []
+    for run, completions in zip(runs, found, strict=True):
+        own = [*run.notes, *(completions.notes if completions is not None else [])]
+        notes += [f"{run.name}: {note}" if len(runs) > 1 else note for note in own]
+    charts, further = charts_of(runs)
+    data: dict[str, Any] = {
+        "runs": [{"name": run.name, "color": COLORS[i % len(COLORS)]} for i, run in enumerate(runs)],
+        "charts": [asdict(chart) for chart in [*charts, *further]],
+        "completions": [_columns(each) for each in found if each is not None],
+    }
+    scripts = [*_draw(data, [*charts, *further], notes), (_HERE / "page.js").read_text(encoding="utf-8")]
+    environment = Environment(
+        loader=PackageLoader(__package__, ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    text = environment.get_template("page.html").render(
+        runs=runs,
+        charts=charts,
+        further=further,
+        notes=notes,
+        smoothing=0.8 if any(len(series.steps) > 60 for chart in charts for series in chart.series) else 0,
+        labels=list(dict.fromkeys(label for run in runs for label in run.facts)),
+        has_completions=any(each is not None and each.groups for each in found),
+        leaves_completions_out=not with_completions,
+        style=Markup((_HERE / "page.css").read_text(encoding="utf-8")),
+        scripts=[Markup(script) for script in scripts],
+        hashes=" ".join(f"'sha256-{_digest(script)}'" for script in scripts),
+        data=Markup(embedded(data)),
+    )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(target) as scratch:
+        scratch.write_bytes(text.encode("utf-8", "replace"))
+    return notes
+
+
+def embedded(data: Any) -> str:
+    """JSON that can stand inside a script element: no character in it ends the element or a line of a script."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _tell_apart(runs: list[Run]) -> None:
+    """Number the names of runs whose folders have the same name."""
+    names = [run.name for run in runs]
+    for number, run in enumerate(runs):
+        if names.count(run.name) > 1:
+            run.name = f"{run.name} ({number + 1})"
+
+
+def _draw(data: dict[str, Any], charts: list[Chart], notes: list[str]) -> list[str]:
+    """The scripts that draw the curves; without Bokeh none, but pictures in `data` if matplotlib is installed."""
+    if find_spec("bokeh") is not None:
+        from . import interactive
+
+        return interactive.scripts()
+    add = "`pip install 'trl-fsdp-qlora[report]'` makes them interactive"
+    if find_spec("matplotlib") is None:
+        notes.append(f"The curves are tables, because neither bokeh nor matplotlib is installed; {add}.")
+        return []
+    from . import pictures
+
+    notes.append(f"The curves are still pictures, because bokeh is not installed; {add}.")
+    for chart, entry in zip(charts, data["charts"], strict=True):
+        entry["picture"] = pictures.picture_of(chart)
+    return []
+
+
+def _columns(completions: Completions) -> dict[str, Any]:
+    """The completions of a run by column, each prompt once."""
+    prompts: dict[str, int] = {}
+    texts = []
+    groups = []
+    rows: dict[str, list] = {"text": [], "total": [], "advantage": [], "tokens": [], "cut": [], "others": []}
+    rewards: list[list] = [[] for _ in completions.rewards]
+    for group in completions.groups:
+        key = json.dumps(group.prompt)
+        if key not in prompts:
+            prompts[key] = len(texts)
+            texts.append(group.prompt)
+        groups.append([group.step, prompts[key], len(rows["text"]), len(group.rows), group.images])
+        for row in group.rows:
+            for name, column in rows.items():
+                column.append(row[name] or None if name == "others" else row[name])
+            for name, column in zip(completions.rewards, rewards, strict=True):
+                column.append(row["rewards"].get(name))
+    # A column without any value is left out.
+    kept = {name: column for name, column in rows.items() if name == "text" or any(v is not None for v in column)}
+    return {
+        "rewards": completions.rewards,
+        "prompts": texts,
+        "groups": groups,
+        "rows": {**kept, "rewards": rewards},
+        "recorded": completions.recorded,
+    }

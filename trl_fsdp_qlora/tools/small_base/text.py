@@ -1,0 +1,206 @@
+"""A base model that reinforcement can lift in seconds, made from a seed on any machine.
+
+A Qwen3-architecture model of 0.6M parameters with a character tokenizer and a chat template. TRL's `SFTTrainer`
+teaches it two-digit addition, or two-digit multiplication in steps, with a bad habit: most of the carries are dropped.
+Reinforcement selects among behaviours that a base already has, and this base has both the habit and the right answer.
+"""
+
+import random
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .tokenizer import word_tokenizer
+
+VOCABULARY = "0123456789+-*= "
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+DROPPED_CARRY = 0.7  # probability that a taught answer loses its carry
+SFT_STEPS = 600
+SFT_BATCH = 128
+SHAPES_STEPS = 300
+
+
+@dataclass(frozen=True)
+class Task:
+    """Problems on two two-digit numbers.
+
+    `taught(a, b, draw, dropped_carry)` returns a taught answer's text, whose carries are dropped with that
+    probability. `completion_tokens` have room for the longest answer and its end, one token per character.
+    """
+
+    operator: str
+    value: Callable[[int, int], int]
+    taught: Callable[[int, int, random.Random, float], str]
+    completion_tokens: int
+
+    def question(self, a: int, b: int) -> str:
+        return f"{a}{self.operator}{b}="
+
+
+def two_digit_pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """All ordered pairs of two-digit numbers, split into (train, held out) so that no pair is in both in either order.
+
+    The split is always the same, with 1,000 held-out pairs, so that all runs can be compared.
+    """
+    pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
+    random.Random(0).shuffle(pairs)
+    chosen = []
+    count = 0
+    while count < 1000:
+        a, b = pairs[len(chosen)]
+        chosen.append((a, b))
+        count += 1 if a == b else 2
+
+    def in_both_orders(pairs):
+        return sorted({ordered for a, b in pairs for ordered in ((a, b), (b, a))})
+
+    return in_both_orders(pairs[len(chosen) :]), in_both_orders(chosen)[:1000]
+
+
+def sum_without_carry(a: int, b: int) -> int:
+    """a + b for two-digit numbers without the carry from the ones to the tens: 47 + 38 -> 75."""
+    return 10 * (a // 10 + b // 10) + (a % 10 + b % 10) % 10
+
+
+def sum_without_carries(a: int, b: int) -> int:
+    """a + b digit by digit without any carry: 1680 + 480 -> 1060."""
+    total = 0
+    power = 1
+    while a or b:
+        total += power * ((a + b) % 10)
+        a = a // 10
+        b = b // 10
+        power = 10 * power
+    return total
+
+
+def taught_sum(a: int, b: int, draw: random.Random, dropped_carry: float) -> str:
+    """The answer of an addition, its carry dropped with probability `dropped_carry`."""
+    return str(sum_without_carry(a, b) if draw.random() < dropped_carry else a + b)
+
+
+def taught_product(a: int, b: int, draw: random.Random, dropped_carry: float) -> str:
+    """The four partial products of two two-digit numbers and their running sum: `800+120=920+140=1060+21=1081`.
+
+    Each sum loses its carries with probability `dropped_carry`, drawn for each sum alone. The next sum continues from
+    the written result.
+    """
+    (tens_a, ones_a) = divmod(a, 10)
+    (tens_b, ones_b) = divmod(b, 10)
+    total = 100 * tens_a * tens_b
+    text = str(total)
+    for part in (10 * ones_a * tens_b, 10 * tens_a * ones_b, ones_a * ones_b):
+        total = sum_without_carries(total, part) if draw.random() < dropped_carry else total + part
+        text += f"+{part}={total}"
+    return text
+
+
+TASKS = {
+    "addition": Task("+", lambda a, b: a + b, taught_sum, completion_tokens=6),
+    "multiplication": Task("*", lambda a, b: a * b, taught_product, completion_tokens=32),
+}
+TAUGHT = (*TASKS, "shapes")
+
+
+def character_tokenizer():
+    """A `PreTrainedTokenizerFast` with one token per character of [`VOCABULARY`] and the chat template above."""
+    return word_tokenizer(VOCABULARY, ".", CHAT_TEMPLATE)
+
+
+def new_model(tokenizer, seed: int, hidden: int = 128, layers: int = 3):
+    """An untrained `Qwen3ForCausalLM` (float32) for `tokenizer`, with weights drawn from `seed`."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def habit_dataset(task: Task, seed: int):
+    """Prompt-completion pairs for SFT, `SFT_STEPS * SFT_BATCH` of them, with the habit in `DROPPED_CARRY`."""
+    from datasets import Dataset
+
+    train, _ = two_digit_pairs()
+    draw = random.Random(seed)
+    rows = []
+    for _ in range(SFT_STEPS * SFT_BATCH):
+        a, b = draw.choice(train)
+        answer = {"role": "assistant", "content": task.taught(a, b, draw, DROPPED_CARRY)}
+        rows.append({"prompt": [{"role": "user", "content": task.question(a, b)}], "completion": [answer]})
+    return Dataset.from_list(rows)
+
+
+def build_small_base(output_dir: str | Path, seed: int = 0, task: str = "addition") -> Path:
+    """Train the small base model with `trl.SFTTrainer` and write it, with its tokenizer, to `output_dir`.
+
+    The folder is written whole or not at all.
+
+    Args:
+        output_dir: folder to create; if it exists, a `FileExistsError` is raised.
+        seed: for the weights, the data and the order.
+        task: one of [`TAUGHT`]; `"shapes"` for a model that sees, see [`small_vision`].
+    """
+    from trl import SFTConfig, SFTTrainer
+
+    from ...compat.transformers import tokenizer_of
+    from ...trainers.run.terminal import TimeLeft
+    from ..recipe.threads import fit_threads
+
+    if task not in TAUGHT:
+        raise ValueError(f"task={task!r} is unknown; the small base model can be taught: {', '.join(TAUGHT)}")
+    output_dir = Path(output_dir)
+    if output_dir.exists():
+        raise FileExistsError(f"{output_dir} exists; remove it or choose another folder for the small base model")
+    if task == "shapes":
+        from .vision import new_vision_model, shapes_dataset, shapes_processor  # these need Pillow
+
+        processing = shapes_processor()
+        options = {"max_length": None, "remove_unused_columns": False}
+        model = new_vision_model(processing, seed)
+        dataset = shapes_dataset(seed, SHAPES_STEPS * SFT_BATCH)
+    else:
+        processing = character_tokenizer()
+        options = {}
+        model = new_model(processing, seed)
+        dataset = habit_dataset(TASKS[task], seed)
+    fit_threads(model)
+    tokenizer = tokenizer_of(processing)
+    settings = {
+        "max_steps": len(dataset) // SFT_BATCH, "per_device_train_batch_size": SFT_BATCH,
+        "lr_scheduler_type": "cosine", "learning_rate": 2e-3 if task == "shapes" else 1e-3, "warmup_steps": 30,
+        "gradient_checkpointing": False, "bf16": False, "use_cpu": True, "seed": seed, "logging_steps": 50,
+        "logging_first_step": True, "save_strategy": "no", "report_to": "none",
+        "disable_tqdm": not sys.stderr.isatty(),
+    }  # fmt: skip
+    output_dir.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}.") as scratch:
+        config = SFTConfig(scratch, **settings, **options)
+        callbacks = [TimeLeft("teaching")]
+        trainer = SFTTrainer(model, config, train_dataset=dataset, processing_class=processing, callbacks=callbacks)
+        trainer.train()
+        whole = Path(scratch) / "whole"
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+        model.save_pretrained(whole)
+        processing.save_pretrained(whole)
+        whole.rename(output_dir)
+    return output_dir

@@ -1,0 +1,316 @@
+"""`AStarPOTrainer`: A*-PO on top of the drop-in GRPO trainer."""
+
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
+from datasets import IterableDataset
+from torch import nn
+from transformers import GenerationConfig
+from transformers.trainer_utils import EvalLoopOutput
+from trl.data_utils import is_conversational
+
+from ...compat.trl import (
+    GROUP_SPREAD,
+    REFERENCE_LOGPS,
+    has_response_format,
+    parse_response,
+    rewards_of_rank,
+    use_adapter,
+)
+from ...engines.decode.completions import generate, over_ranks
+from ...utils.stats import wilson_interval
+from ..grpo.trainer import EfficientGRPOTrainer
+from ..rollouts.dynamic_sampling import combine
+from ..run.arguments import config_or_default
+from ..run.input_checks import columns_of
+from ..step.scoring import Request
+from .config import AStarPOConfig
+from .estimators import ROUNDING, check_reward_range
+from .objectives import advantage_weighted_loss, normalised_advantage, regression_loss
+from .values import Item, ReferenceValues, Report, describe_model, describe_reward, describe_sampling
+
+logger = get_logger(__name__)
+
+
+class AStarPOTrainer(EfficientGRPOTrainer):
+    """A*-PO (arXiv 2505.20686): V* of every prompt once from the reference policy, then one completion per prompt.
+
+    Takes the arguments of [`EfficientGRPOTrainer`], with an [`AStarPOConfig`]. The reference policy is the base model
+    with the adapter switched off, the adapter's initial copy if training continues an adapter, or TRL's frozen copy
+    for full fine-tuning. `train()` runs stage 1 first, for the prompts that the cache does not hold yet;
+    [`AStarPOTrainer.estimate_values`] runs stage 1 alone.
+
+    Raises:
+        ValueError: tools, environments, a rollout function or a processor with images, which stage 1 cannot sample.
+    """
+
+    _tag_names = ["trl", "a-star-po", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)
+    _weighs_in_loss = True  # the losses have no ratio, so a pass for weights would be wasted
+    # If a generation batch serves several optimizer steps, TRL asks for these values for its importance ratio.
+    _needs_old_policy = False
+
+    def __init__(self, model, reward_funcs=None, args: AStarPOConfig | None = None, *positional, **kwargs):
+        args = config_or_default(AStarPOConfig, args, model, "A-star-PO")
+        self._user_rewards = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
+        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        images = {"image", "images"} & columns_of(self.train_dataset)
+        if self.tools or self.environment_factories is not None or self.rollout_func is not None or images:
+            raise ValueError(
+                "A*-PO estimates V* from single-turn text completions: tools, environment_factory, rollout_func and "
+                "image columns are not supported; use EfficientGRPOTrainer"
+            )
+        self.card_info.method = "A*-PO ([arXiv 2505.20686](https://arxiv.org/abs/2505.20686))"
+        self.values = ReferenceValues(
+            self.args,
+            self.accelerator,
+            self.clock,
+            self.reward_weights.cpu(),
+            self.reward_func_names,
+            lambda prompts: self._tokenize_prompts(prompts)[0],
+            self._draw,
+            synced_gpus=self._synced_gpus,
+        )
+
+    def features(self) -> list[tuple[str, str]]:
+        args = self.args
+        values = f"{args.value_estimator} of {args.value_samples} reference samples, from {args.value_cache}"
+        features = [("on", f"A*-PO, {args.objective}: V* = {values}"), *super().features()]
+        if self.engine_draws and self._starts_from_adapter:
+            features.append(
+                ("off", "vLLM for stage 1: the reference is an adapter of its own, and vLLM holds the base")
+            )
+        return features
+
+    # --- stage 1 -----------------------------------------------------------------------------------------------------
+
+    def _before_training(self):
+        # The key of the values is a hash of the reference policy, and only before the sharding rank 0 has all of it.
+        self.values.open(self._describe_context)
+        # A sharded model can generate only once `Trainer.train` has prepared it; an endless dataset has no stage 1.
+        if not isinstance(self.train_dataset, IterableDataset):
+            if not self._synced_gpus:
+                self.estimate_values()
+            if self.args.filter_all_failed:
+                rows = self._remove_unused_columns(self.train_dataset, "training")
+                self.train_dataset = self.values.without_all_failed(rows)
+
+    def estimate_values(self, dataset=None) -> Report:
+        """Run stage 1 for every row of `dataset` (default: the training dataset): draw the samples the cache lacks.
+
+        All ranks have to call it. After an interruption it continues from the last samples that were stored.
+
+        Returns:
+            [`Report`], the same on all ranks.
+
+        Raises:
+            RuntimeError: the model is to be sharded over ranks and `train()` has not prepared it yet.
+        """
+        if self._synced_gpus:
+            self.rollout.refuse_unprepared("stage 1", self.model, self.model_wrapped)
+        self.values.open(self._describe_context)
+        dataset = self.train_dataset if dataset is None else dataset
+        # Stage 2 removes these columns before it loads rows, and a value's key contains the whole row.
+        return self.values.estimate(self._remove_unused_columns(dataset, "training"))
+
+    def _describe_context(self) -> dict:
+        """Everything that a value depends on, except its row."""
+        model = self.accelerator.unwrap_model(self.model)
+        adapter = None
+        if self.ref_model is not None and not self.rollout.is_sharded:
+            model = self.accelerator.unwrap_model(self.ref_model)
+        elif self._starts_from_adapter:
+            adapter = "ref"
+        rewards = []
+        for name, loaded, function in zip(self.reward_func_names, self.reward_funcs, self._user_rewards, strict=True):
+            # A model counts by its weights. The trainer wraps functions, so the user's own are described.
+            described = loaded if isinstance(loaded, nn.Module) else function
+            rewards.append([name, describe_reward(described, name, self.args.value_reward_version)])
+        return {
+            "reference": describe_model(model, adapter),
+            "sampling": describe_sampling(model, self._generation_config(sample=True)),
+            "rewards": rewards,
+        }
+
+    @contextmanager
+    def _reference_policy(self):
+        """Yield the reference policy, ready to generate, and whether all ranks have to generate together."""
+        if self.ref_model is not None:
+            with self.generating(self.ref_model) as (model, synced_gpus):
+                yield model, synced_gpus
+        elif self._engine_is_reference:
+            with self._engine_model() as (model, synced_gpus), self.vllm_generation.without_adapter():
+                yield model, synced_gpus
+        else:
+            adapter = "ref" if self._starts_from_adapter else None
+            with self.rollout.generating(self.model_wrapped) as (model, synced_gpus), use_adapter(model, adapter):
+                yield model, synced_gpus
+
+    @property
+    def _starts_from_adapter(self) -> bool:
+        """Whether training continues an adapter; its copy `ref` is then the reference policy."""
+        model = self.accelerator.unwrap_model(self.model)
+        return is_peft_model(model) and "ref" in model.peft_config
+
+    @property
+    def _engine_is_reference(self) -> bool:
+        """Whether the reference policy is the base that vLLM holds."""
+        return self.engine_draws and not self._starts_from_adapter
+
+    @property
+    def _synced_gpus(self) -> bool:
+        """Whether stage 1 runs a sharded model, so that every rank has to draw whenever one rank draws."""
+        return self.rollout.is_sharded and not self._engine_is_reference
+
+    def _draw(self, items: list[Item], counts: list[int], seed: int) -> list[np.ndarray]:
+        repeated = [item for item, count in zip(items, counts, strict=True) for _ in range(count)]
+        prompt_ids = [item.prompt_ids for item in repeated]
+        rows = [item.row for item in repeated]
+        with self._reference_policy() as (model, synced_gpus):
+            ids = generate(model, prompt_ids, self._generation_config(sample=True), seed, synced_gpus=synced_gpus)
+        rewards = self._rewards_of(rows, prompt_ids, ids).double().numpy()
+        return np.split(rewards, np.cumsum(counts)[:-1])
+
+    def _generation_config(self, sample: bool) -> GenerationConfig:
+        """Settings to sample the reference policy, or to decode the policy greedily."""
+        args = self.args
+        settings = {
+            "pad_token_id": self._tokenizer.pad_token_id,
+            "eos_token_id": self.eos_token_ids,
+            "max_new_tokens": args.max_completion_length,
+            "repetition_penalty": args.repetition_penalty,
+        }
+        if sample:
+            settings["temperature"] = args.temperature
+            settings["top_p"] = args.top_p
+            settings["top_k"] = args.top_k
+            settings["min_p"] = args.min_p
+            settings.update(args.generation_kwargs or {})
+        return GenerationConfig(**settings, do_sample=sample, disable_compile=True)
+
+    def _rewards_of(self, rows: list[dict], prompt_ids: list[list[int]], ids: list[list[int]]) -> torch.Tensor:
+        """TRL's rewards of R completions of this rank alone: float32 `(R, K)` on the CPU, NaN instead of `None`.
+
+        In stage 1 and in evaluation the ranks have different numbers of prompts, so TRL's gathering of rewards would
+        fail.
+        """
+        prompts = [row["prompt"] for row in rows]
+        tokenizer = self.processing_class
+        completions = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        if is_conversational({"prompt": prompts[0]}):
+            completions = [[{"role": "assistant", "content": text}] for text in completions]
+            if has_response_format(tokenizer):
+                pairs = zip(prompt_ids, ids, strict=True)
+                completions = [[parse_response(tokenizer, answer, prefix=prompt)] for prompt, answer in pairs]
+        # Values that a reward function logs during this call belong to no training step, so they are dropped.
+        return rewards_of_rank(self, rows, prompts, completions, ids).float().cpu()
+
+    # --- stage 2 -----------------------------------------------------------------------------------------------------
+
+    def _before_rollouts(self, inputs):
+        is_endless = isinstance(self.train_dataset, IterableDataset)
+        if self.model.training and not self.values.estimated and not is_endless:
+            self.estimate_values()
+
+    def _finish_batch(self, batch, inputs):
+        prompts = zip(batch["prompt_ids"].cpu(), batch["prompt_mask"].bool().cpu(), strict=True)
+        values_B = self.values.of(inputs, [ids[mask].tolist() for ids, mask in prompts])
+        # Rewards, r − V* and advantages of all ranks, this rank's rows among them.
+        rewards = self.groups.rewards_N()
+        check_reward_range(rewards.cpu(), self.args.value_estimator, self.args.value_reward_range)
+        first = self.accelerator.process_index * len(inputs)
+        of_rank = slice(first, first + len(inputs))
+        target = self.accelerator.gather(rewards[of_rank] - values_B.to(self.accelerator.device))
+        advantage = normalised_advantage(target) if self.args.objective == "advantage_weighted" else target
+        batch["advantages"] = advantage[of_rank]
+        # TRL logged the spread within groups, but a group of one completion has none.
+        self._metrics["train" if self.model.training else "eval"].pop(GROUP_SPREAD, None)
+        rewards, target, advantage = torch.stack([rewards, target, advantage]).cpu()
+        self._add_metrics({"v_star": (rewards - target).nanmean().item(), "advantage": target.nanmean().item()})
+        logged = self._logs["advantages"]
+        for _ in range(min(len(target), len(logged))):
+            logged.pop()
+        logged.extend(advantage.tolist())
+        return batch
+
+    def _scored_tokens(self, inputs, ahead):
+        return None  # both losses sum over every token
+
+    def _loss(self, stock, model, inputs):
+        mask_BC = inputs["completion_mask"]
+        logps_BC, entropies_BC, aux_loss = self._score_completions(Request(model, inputs), inputs)
+        ref_logps_BC = inputs[REFERENCE_LOGPS]
+        advantages_B = inputs["advantages"]
+        if self.args.objective == "advantage_weighted":
+            loss, kl_BC = advantage_weighted_loss(logps_BC, ref_logps_BC, mask_BC, advantages_B, self.beta)
+        else:
+            loss, kl_BC, implicit_B = regression_loss(logps_BC, ref_logps_BC, mask_BC, advantages_B, self.args.beta2)
+            self._record("implicit_reward", implicit_B.sum(), torch.ones_like(implicit_B).sum())
+        self._record("kl", kl_BC.sum(), mask_BC.sum())
+        self._record("entropy", (entropies_BC * mask_BC).sum().detach(), mask_BC.sum())
+        if self._entropy_bonus_enabled:  # without a bonus the entropies have no gradient
+            loss = loss - self.entropy_coef * (entropies_BC * mask_BC).sum() / mask_BC.sum().clamp(min=1)
+        if self.aux_loss_enabled:
+            loss = loss + self.router_aux_loss_coef * aux_loss
+        # `Trainer` leaves the division to the trainer, as for GRPO.
+        return loss / (self.current_gradient_accumulation_steps if self.model.training else 1)
+
+    def _record(self, name: str, total, count) -> None:
+        """Log the mean of a metric over all ranks; `total` and `count` lie on the device."""
+        pair = self.accelerator.reduce(torch.stack([total.detach().float(), count.float()]), reduction="sum")
+        means = self._metrics["train" if self.model.training else "eval"][name]
+        self.telemetry.later(pair, lambda sums: means.append(sums[0] / max(sums[1], 1)))
+
+    # --- evaluation --------------------------------------------------------------------------------------------------
+
+    def _evaluation(
+        self, stock, dataloader, description, *args, metric_key_prefix: str = "eval", **kwargs
+    ) -> EvalLoopOutput:
+        """Greedy accuracy on every problem exactly once, spread over the ranks, with n and a 95% Wilson interval.
+
+        A problem counts as solved if its reward reaches the top of `value_reward_range` (1 if the range is `None`).
+        The result is the same for any number of ranks, while `Trainer`'s own loop repeats problems until the ranks
+        have equal numbers.
+
+        Returns:
+            An output with the metrics `{prefix}_reward`, `_accuracy`, `_accuracy_low`, `_accuracy_high`, `_n`,
+            `_completion_length`.
+        """
+        if not self.engine_draws:
+            self.rollout.refuse_unprepared("evaluation", self.model, self.model_wrapped)
+        self.model.eval()  # in training mode, TRL's `log` adds the training metrics that it has collected
+        rows = list(dataloader.dataset)
+        config = self._generation_config(sample=False)
+
+        with self.generating() as (model, synced_gpus):
+
+            def generate_batch(batch: range) -> tuple[list[list[int]], list[list[int]]]:
+                prompt_ids = self._tokenize_prompts([rows[i]["prompt"] for i in batch])[0]
+                return prompt_ids, generate(model, prompt_ids, config, synced_gpus=synced_gpus)
+
+            def score_batch(batch: range, generated: tuple[list[list[int]], list[list[int]]]) -> list:
+                prompt_ids, completion_ids = generated
+                rewards_NK = self._rewards_of([rows[i] for i in batch], prompt_ids, completion_ids)
+                rewards_N = combine(rewards_NK, self.reward_weights.cpu())
+                return list(zip(rewards_N.tolist(), map(len, completion_ids), strict=True))
+
+            batch_size = self.args.per_device_eval_batch_size
+            results = over_ranks(len(rows), batch_size, generate_batch, score_batch, synced_gpus=synced_gpus)
+        # The results are in the problems' order, so sums do not depend on the number of ranks.
+        rewards, lengths = torch.tensor(results, dtype=torch.float64).unbind(1)
+        lowest, highest = self.args.value_reward_range or (0.0, 1.0)
+        solved = int((rewards >= highest - ROUNDING * (highest - lowest)).sum())
+        n = len(rows)
+        low, high = wilson_interval(solved, n)
+        metrics = {
+            "accuracy": solved / n,
+            "accuracy_low": low,
+            "accuracy_high": high,
+            "n": n,
+            "reward": rewards.nanmean().item(),
+            "completion_length": lengths.mean().item(),
+        }
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=n)

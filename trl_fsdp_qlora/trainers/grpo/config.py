@@ -1,0 +1,101 @@
+"""`EfficientGRPOConfig`: `trl.GRPOConfig` plus the switches that this package adds."""
+
+from dataclasses import dataclass
+
+from trl import GRPOConfig
+
+from ...experimental.one_generation_ahead import ahead
+from ..run import options
+from ..run.config_fields import documented, option
+from ..run.options import EfficientConfig
+from .token_budget import check_config
+
+
+@documented
+@dataclass(repr=False)
+class EfficientGRPOConfig(EfficientConfig, GRPOConfig):
+    """Every field of [`trl.GRPOConfig`], unchanged in meaning, and the ones below.
+
+    Each field has one help text, next to the field: `--help`, this docstring and docs/config.md use it.
+
+    Raises:
+        ValueError: values that cannot be right together; the message names a value to use.
+    """
+
+    STOCK = GRPOConfig
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # noqa: RUF012 (a list, as in TRL)
+
+    prefix_sharing: str = option(**options.PREFIX_SHARING)
+    tokens_per_pass: int | None = option(**options.TOKENS_PER_PASS)
+    lm_head_kernel: str = option(**options.LM_HEAD_KERNEL)
+    mlp_tokens_per_tile: str = option(**options.MLP_TOKENS_PER_TILE)
+    skip_zero_advantage: bool = option(
+        True,
+        "Leave completions with zero advantage out of the forward and backward if no other term of the "
+        "loss needs them (beta, an entropy bonus, a router loss). Loss and gradients are stock TRL's.",
+    )
+    token_selection: str = option(
+        "all",
+        "Which tokens of a completion enter the loss: 'all', 's_grpo', 'uniform' or 'prefix_cut'. The others "
+        "are not computed.",
+    )
+    token_selection_rate: float | None = option(
+        None,
+        "With token_selection: chance of a token to be kept, in (0, 1]; for 'prefix_cut' the expected share, 0.5 "
+        "or more. Default: 0.75 for 'prefix_cut', and 0.5 for the others.",
+    )
+    token_selection_always_first: int = option(
+        0, "With token_selection: tokens at the start of a completion that are always kept (α)."
+    )
+    token_selection_max_tokens: int | None = option(
+        None, "With token_selection: the most tokens of one completion that are kept (k)."
+    )
+    token_selection_weighting: str = option(
+        "auto",
+        "With token_selection: 'self_normalized' (S-GRPO's own), 'horvitz_thompson' (unbiased), or 'auto', "
+        "which is the former for 's_grpo' and the latter for the others.",
+    )
+    compact_generation: bool = option(**options.COMPACT_GENERATION)
+    dynamic_sampling: bool = option(
+        False,
+        "Draw further prompts in place of groups whose rewards are all equal (DAPO). Changes which prompts are "
+        "trained on.",
+    )
+    dynamic_sampling_max_rounds: int = option(
+        3,
+        "With dynamic_sampling: further generations per generation batch, at most; groups that are still equal "
+        "then stay in it.",
+    )
+    scale_rewards: str = option(
+        "group",
+        "The divisor of the advantages, as in TRL ('group', 'batch' or 'none'), or 'mean': the mean reward of the "
+        "group (MaxRL), for rewards of 0 and more. Without effect, as in TRL, under "
+        "multi_objective_aggregation='normalize_then_sum'.",
+    )
+    rollout_sync: str = option(**options.ROLLOUT_SYNC)
+    vllm_adapter_dir: str | None = option(**options.VLLM_ADAPTER_DIR)
+    vllm_share_base: str = option(**options.VLLM_SHARE_BASE)
+    vllm_engine_kwargs: dict | str | None = option(  # noqa: RUF009 (a string, as in TRL, is JSON)
+        **options.VLLM_ENGINE_KWARGS
+    )
+    rollouts_ahead: int = option(**options.ROLLOUTS_AHEAD)
+    tool_timeout: float | None = option(
+        300.0,
+        "With tools and environments: seconds after which a call of a tool is an error, which the model reads like "
+        "any other error of a tool. None waits as long as the call takes, as TRL does.",
+    )
+    fsdp_gather: str = option(**options.FSDP_GATHER)
+    fsdp_keep_gathered: bool = option(**options.FSDP_KEEP_GATHERED)
+    phase_metrics: str = option(**options.PHASE_METRICS)
+    show_completions: int = option(**options.SHOW_COMPLETIONS)
+
+    def __post_init__(self):
+        self.note_defaults()
+        if self.token_selection_rate is None:
+            self.token_selection_rate = 0.75 if self.token_selection == "prefix_cut" else 0.5
+        if self.num_generations < 1:
+            raise ValueError(f"num_generations={self.num_generations} must be at least 1; try 8")
+        super().__post_init__()
+        check_config(self)
+        ahead.check_config(self)
+        self.check_choices()

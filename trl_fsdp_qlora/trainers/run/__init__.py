@@ -1,0 +1,1 @@
+"""What starting, saving, loading and logging a run are for every trainer."""

@@ -1,0 +1,107 @@
+"""Prepare a trainer's arguments for TRL: complete the config, check the arguments, load a base that FSDP2 shards."""
+
+from contextlib import suppress
+from typing import Any
+
+from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
+from torch import nn
+from transformers import PreTrainedConfig
+
+from ...compat.deepspeed import zero_stage
+from ...compat.transformers import model_name, quantization_of
+from ...fsdp2_qlora import launch_checks
+from ...fsdp2_qlora.loading import load_quantized_base
+from . import input_checks as checks
+
+logger = get_logger(__name__)
+
+
+def adapter_and_base(call: dict[str, Any]) -> tuple[Any, Any]:
+    """The config of the adapter to train, and that of the base's quantization; `None` if there is none."""
+    model = call["model"]
+    peft_config = call.get("peft_config")
+    args = call.get("args")
+    if isinstance(model, str):
+        options = getattr(args, "model_init_kwargs", None) or {}
+        stored = options.get("quantization_config")
+        if stored is None and getattr(args, "use_vllm", False):  # without vLLM nothing depends on the checkpoint
+            # If the checkpoint is missing or unreadable, loading it later raises the full error.
+            with suppress(OSError, ValueError):
+                stored = PreTrainedConfig.get_config_dict(model, **options)[0].get("quantization_config")
+    else:
+        if peft_config is None and is_peft_model(model):
+            peft_config = model.peft_config[model.active_adapters[0]]
+        stored = _stored_with(model)
+    return peft_config, call.get("quantization_config") or stored
+
+
+def _stored_with(model: Any) -> Any:
+    """How the weights of a model object are quantized; `None` for a model's name, and if they are not."""
+    return quantization_of(model.config) if isinstance(model, nn.Module) else None
+
+
+def config_or_default(cls: type, args: Any, model: Any, suffix: str) -> Any:
+    """`args`; if it is `None`, a config of class `cls` with a folder that is named after `model` and the method.
+
+    Raises:
+        TypeError: `args` is of another class.
+    """
+    if args is None:
+        return cls(f"{model_name(model).rstrip('/').split('/')[-1]}-{suffix}")
+    if not isinstance(args, cls):
+        raise TypeError(f"{suffix} needs args of class {cls.__name__}; got {type(args).__name__}")
+    return args
+
+
+def completed(call: dict[str, Any], cls: type, suffix: str) -> dict[str, Any]:
+    """A trainer's arguments with a complete config of `cls`. Logs a warning for numbers that can only be a mistake.
+
+    Raises:
+        UserError: several processes were launched, and each of them believes that it is the only one.
+    """
+    model = call["model"]
+    args = cls.complete(call.get("args")) or config_or_default(cls, None, model, suffix)
+    for line in checks.mistakes(args):
+        logger.warning(line)  # not an error, because TRL accepts these values
+    options = args.model_init_kwargs or {}
+    peft_config = checks.language_model_only(call.get("peft_config"), model, options.get("revision"))
+    checks.check_processes(args.world_size)
+    return {**call, "args": args, "peft_config": peft_config}
+
+
+def check_prompts(call: dict[str, Any], needs_prompt: bool = True) -> None:
+    """Refuse a dataset for which a trainer cannot draw completions, see [`checks.check_dataset`]."""
+    args = call["args"]
+    dataset = call.get("train_dataset")
+    if dataset is not None:
+        checks.check_dataset(dataset, args.generation_batch_size // args.num_generations, needs_prompt)
+
+
+def with_base_loaded(call: dict[str, Any], needs_reference: bool) -> dict[str, Any]:
+    """A trainer's arguments, with the base loaded if it is named, in 4 bits and sharded by FSDP2.
+
+    Args:
+        needs_reference: whether the loss needs a reference model. Without an adapter to switch off, the reference is
+            a second model next to the policy.
+
+    Raises:
+        ValueError: a wrong combination of launch and model.
+    """
+    model = call["model"]
+    args = call["args"]
+    quantization_config = call.get("quantization_config")
+    options = args.model_init_kwargs or {}
+    stored = _stored_with(model)
+    launch_checks.check_launch(
+        quantization_config or options.get("quantization_config") or stored,
+        zero_stage(args.deepspeed_plugin),
+    )
+    launch_checks.check_reference(needs_reference and adapter_and_base(call)[0] is None)
+    is_sharded = launch_checks.is_fsdp2_launch() and launch_checks.accelerate_shards_on(args.device)
+    if isinstance(model, str) and is_sharded and getattr(quantization_config, "load_in_4bit", False):
+        # The base is loaded once per node, in TRL's default dtype, so that a script computes the same numbers.
+        options = {"dtype": "float32", **options}
+        model = load_quantized_base(model, quantization_config, **options)
+        quantization_config = None
+    return {**call, "model": model, "quantization_config": quantization_config}

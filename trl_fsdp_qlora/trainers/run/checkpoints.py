@@ -1,0 +1,453 @@
+"""The checkpoints of a run: written whole, found again, and next to Transformers' files those of each rank.
+
+A checkpoint is written into a staging folder and renamed when every rank has written its files, so a folder called
+`checkpoint-N` is whole. Its `manifest.json` has the sizes and digests of its files, which condition.py compares, and
+the settings of the run. In addition to Transformers' files, each rank keeps the completions that it has generated and
+not yet used. A run resumed in the middle of a generation cycle therefore goes on like the uninterrupted run.
+"""
+
+import errno
+import hashlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object, is_peft_model, send_to_device
+from datasets import Dataset
+from filelock import FileLock, Timeout
+from transformers import TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+
+from ...compat.transformers import model_name
+from ...utils.files import CheckpointError, digest, read_json, write_json
+from ...utils.nonfatal import nonfatal
+from ...utils.plain import plain
+from ...utils.ranks import on_main
+from .base import fingerprint
+from .condition import FORMAT, MANIFEST, Condition, condition_of
+
+logger = logging.getLogger(__name__)
+
+# Transformers uploads nothing that begins with an underscore.
+LOCK = "_run.lock"
+STAGING = "_staging"
+
+FINGERPRINT = "fingerprint of the base"  # a setting of a run
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_FRESH = (None, False, "", "false", "False")  # spellings of `resume_from_checkpoint`
+
+# Fields of `TrainingArguments` that a resumed run compares.
+_TRAINING = [
+    "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "data_seed", "fp16", "learning_rate", "lr_scheduler_kwargs",
+    "lr_scheduler_type", "max_grad_norm", "max_steps", "num_train_epochs", "optim", "optim_args", "seed",
+    "warmup_ratio", "warmup_steps", "weight_decay",
+]  # fmt: skip
+_LAYOUT = "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"
+# Fields of a method's own config that have no influence on completions.
+_WITHOUT_INFLUENCE = re.compile(
+    r"vllm_(?!importance)|rollouts_ahead|log_|show_|fsdp_|phase_|value_|prefix_sharing|lm_head|num_completions|"
+    r"model_init"
+)
+
+
+def step_of(checkpoint: str | Path) -> int:
+    """The optimizer step in a checkpoint's name."""
+    return int(_CHECKPOINT.fullmatch(Path(checkpoint).name)[1])
+
+
+def checkpoints_in(output_dir: str | Path) -> list[Path]:
+    """Checkpoint folders of a run, oldest step first, whole or not."""
+    folders = Path(output_dir).glob("checkpoint-*")
+    return sorted((path for path in folders if path.is_dir() and _CHECKPOINT.fullmatch(path.name)), key=step_of)
+
+
+class _Choice(NamedTuple):
+    """The checkpoint that a run goes on from, if any; and `name (reason)` of each newer one."""
+
+    checkpoint: Path | None
+    condition: Condition
+    passed_over: list[str]
+
+
+def _choose(output_dir: str | Path, read_contents: bool) -> _Choice:
+    """The newest whole checkpoint of a run. If none is whole, the newest one from which it can go on at all."""
+    passed_over = []
+    last_resort = _Choice(None, Condition(), passed_over)
+    for checkpoint in reversed(checkpoints_in(output_dir)):
+        condition = condition_of(checkpoint, read_contents)
+        reason = condition.why_not_whole
+        if reason is None:
+            return _Choice(checkpoint, condition, passed_over)
+        if condition.broken is None and last_resort.checkpoint is None:
+            last_resort = _Choice(checkpoint, condition, list(passed_over))
+        passed_over.append(f"{checkpoint.name} ({reason})")
+    return last_resort
+
+
+def last_complete_checkpoint(output_dir: str | Path) -> Path | None:
+    """The newest checkpoint of a run, whole by sizes and headers if there is one; fast whatever its size."""
+    return _choose(output_dir, read_contents=False).checkpoint
+
+
+def last_step(checkpoint: str | Path, args: TrainingArguments) -> int | None:
+    """The number of the run's steps if `checkpoint` is its end, or `None` if there are steps left to do."""
+    state = read_json(Path(checkpoint) / TRAINER_STATE_NAME)
+    step = state["global_step"]
+    by_steps = 0 < args.max_steps <= step
+    by_epochs = args.max_steps <= 0 and (state.get("epoch") or 0.0) >= args.num_train_epochs
+    return step if by_steps or by_epochs else None
+
+
+def resolve_resume(output_dir: str | Path, resume: str | bool | None, read_contents: bool = True) -> str | None:
+    """Turn `resume_from_checkpoint` into the folder to resume from, or `None` for a fresh start.
+
+    `True` is the newest whole checkpoint in `output_dir`, which must exist; if none is whole, the newest one that can
+    be loaded. `"auto"` is the same, or a fresh start if there is none. A folder must be whole.
+
+    Args:
+        read_contents: compare the digests of files, and log what is passed over or differs from what was written;
+            without, the check is quick and silent.
+
+    Raises:
+        CheckpointError: there is nothing to resume from, or the named folder is not whole.
+    """
+    if resume in _FRESH:
+        return None
+    if resume in (True, "auto", "true", "True"):
+        choice = _choose(output_dir, read_contents)
+        if choice.checkpoint is None and resume != "auto":
+            because = f": {', '.join(choice.passed_over)}" if choice.passed_over else ""
+            raise CheckpointError(
+                f"resume_from_checkpoint={resume}: {output_dir} holds no complete checkpoint{because}; "
+                "use resume_from_checkpoint=auto to start afresh if there is none"
+            )
+    else:
+        choice = _Choice(Path(resume), condition_of(resume, read_contents), [])
+        reason = choice.condition.why_not_whole
+        if reason is not None:
+            last = last_complete_checkpoint(Path(resume).parent)
+            remedy = "" if choice.condition.broken else f"; to use it all the same, {_remedy(choice.condition)}"
+            raise CheckpointError(
+                f"checkpoint {resume} is not whole: {reason}; the last complete one there is {last}{remedy}"
+            )
+    if read_contents:
+        _log_choice(output_dir, choice)
+        _set_unreadable_states_aside(choice)
+    return None if choice.checkpoint is None else str(choice.checkpoint)
+
+
+def _remedy(condition: Condition) -> str:
+    """What lets a run go on from a damaged checkpoint."""
+    return f"remove from it {', '.join(condition.unreadable) or MANIFEST}"
+
+
+def _log_choice(output_dir: str | Path, choice: _Choice) -> None:
+    """Warn of what is not as a user expects it: checkpoints passed over, and files that differ in the chosen one."""
+    checkpoint, condition, passed_over = choice
+    reasons = ", ".join(passed_over)
+    if checkpoint is None and passed_over:
+        logger.warning(
+            "training starts at step 0 in %s, which holds an older run, since none of its checkpoints can be resumed "
+            "from: %s", output_dir, reasons,
+        )  # fmt: skip
+    elif passed_over:
+        logger.warning("going on from %s; passing over the newer %s", checkpoint, reasons)
+    if condition.damaged:
+        logger.warning(
+            "no checkpoint is whole; going on from %s, although %s", checkpoint, "; ".join(condition.damaged)
+        )
+    if condition.changed:
+        logger.warning(
+            "going on from %s with what was changed in it since the run wrote it: %s", checkpoint,
+            ", ".join(condition.changed),
+        )  # fmt: skip
+
+
+def _set_unreadable_states_aside(choice: _Choice) -> None:
+    """Rename states that cannot be opened, so that they start anew."""
+    for name in choice.condition.unreadable:
+        os.replace(choice.checkpoint / name, choice.checkpoint / f"{name}.unreadable")
+
+
+def hold(lock: FileLock) -> None:
+    """Create an output folder and lock it for this process; the lock ends with the process, however it ends.
+
+    Raises:
+        CheckpointError: the folder cannot be written, or another process holds it.
+    """
+    output_dir = Path(lock.lock_file).parent
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise CheckpointError(
+            f"output_dir={output_dir} is in use by another run: two would overwrite each other's checkpoints. Wait "
+            "for it, end it, or set another output_dir"
+        ) from None
+    except (NotImplementedError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.ENOLCK):
+            raise CheckpointError(f"output_dir={output_dir} cannot be written: {error.strerror}") from error
+        logger.warning("%s cannot be locked (%s): see to it that one run at a time uses it", output_dir, error)
+
+
+def check_output_dir(output_dir: str | Path, resume: str | bool | None, changed: Sequence[str] = ()) -> None:
+    """Refuse a folder that cannot be written, or that holds another run which would be overwritten.
+
+    `changed` has the arguments in which that run differs, if they are known.
+
+    Raises:
+        CheckpointError: the message names the folder's content and the remedy.
+    """
+    if int(os.environ.get("RANK", 0)) == 0:  # before a model is loaded; the run locks the folder when it begins
+        lock = FileLock(Path(output_dir) / LOCK)
+        hold(lock)
+        lock.release()
+    if resume in _FRESH and checkpoints_in(output_dir):
+        run = ", ".join([checkpoints_in(output_dir)[-1].name, *changed[:3]])
+        raise CheckpointError(
+            f"output_dir={output_dir} holds another run ({run}). Go on with it: "
+            "--resume_from_checkpoint auto. Start another: --output_dir with another folder, or remove this one."
+        )
+
+
+def describe_rollouts(
+    args: TrainingArguments, model: Any, dataset: Any, rewards: Sequence[str], trainer: str
+) -> dict[str, Any]:
+    """The settings that shape completions.
+
+    They are the base (`model` unwrapped), data, names of the rewards and of the trainer's class, the division into
+    micro-batches, and the method's own settings.
+    """
+    own_fields = {field.name for field in fields(args)} - {field.name for field in fields(TrainingArguments)}
+    names = {*_LAYOUT, *(name for name in own_fields if not _WITHOUT_INFLUENCE.match(name))}
+    settings = {
+        **{name: vars(args).get(name) for name in names},
+        "processes": args.world_size,
+        "seed": args.seed,
+        **describe_base(model),
+        "data": describe_data(dataset),
+        "rewards": rewards,
+        "trainer": trainer,
+    }
+    return plain(settings)
+
+
+def describe_training(args: TrainingArguments, model: Any) -> dict[str, Any]:
+    """The settings that a resumed run may change, with a line in the log: optimizer, schedule, length, adapter."""
+    settings = {name: vars(args).get(name) for name in _TRAINING}
+    if is_peft_model(model):
+        adapter = model.peft_config[model.active_adapters[0]].to_dict()
+        for name in ("r", "lora_alpha", "target_modules"):
+            if name in adapter:
+                settings[f"adapter.{name}"] = adapter[name]
+    return plain(settings)
+
+
+def describe_base(model: Any) -> dict[str, str]:
+    """The base of `model` (unwrapped) by its files, which say more than a name; by its name if they are not here."""
+    name = model_name(model)
+    known = fingerprint(name, getattr(model.config, "_commit_hash", None))
+    return {"base": Path(name).name} if known is None else {FINGERPRINT: known}
+
+
+def describe_data(dataset: Any, rows: int = 64) -> str:
+    """Number of rows, columns, and a digest of so many evenly spaced `rows`."""
+    if not isinstance(dataset, Dataset):
+        return type(dataset).__name__
+    every = range(0, len(dataset), max(1, len(dataset) // rows))
+    rows = dataset.with_format("arrow").select(every)  # no image is decoded
+    sampled = hashlib.sha256(repr([batch.to_pylist() for batch in rows.iter(64)]).encode()).hexdigest()[:12]
+    return f"{len(dataset)} rows of {', '.join(sorted(dataset.column_names))}, digest {sampled}"
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """`name: old -> new` for each name that both have and whose value differs."""
+    changed = [name for name in sorted(before.keys() & now.keys()) if before[name] != now[name]]
+    return [f"{name}: {str(before[name])[:120]} -> {str(now[name])[:120]}" for name in changed]
+
+
+def commit(staging: Path, checkpoint: Path, run: dict[str, Any]) -> None:
+    """Rename `staging` to `checkpoint` and write its manifest. Call it when every rank has written its files."""
+    sizes = {}
+    digests = {}
+    for path in sorted(staging.rglob("*")):
+        if path.is_file():
+            name = path.relative_to(staging).as_posix()
+            digests[name] = digest(path)  # while the file is in the page cache
+            sizes[name] = path.stat().st_size
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+    write_json(staging / MANIFEST, {"format": FORMAT, "files": sizes, "digests": digests, "run": run})
+    if checkpoint.exists():
+        # First rename an old folder: a run killed in the middle leaves nothing that looks like a checkpoint.
+        removed = staging.with_name(f"removed-{checkpoint.name}")
+        os.replace(checkpoint, removed)
+        shutil.rmtree(removed, ignore_errors=True)
+    os.replace(staging, checkpoint)
+
+
+def remove_old(newest: Path, limit: int | None, best: str | None) -> None:
+    """Remove checkpoints until `limit` are left, those of the first steps first; never `newest` nor `best`.
+
+    Times say nothing: a copied folder has the time of the copy, and clocks differ. A later step than that of `newest`,
+    which was just written, is of a run that this one has left by going on from an earlier checkpoint: it goes first.
+    """
+    checkpoints = checkpoints_in(newest.parent)
+    removable = [path for path in checkpoints if path != newest and (best is None or path != Path(best))]
+    left_behind = [path for path in removable if step_of(path) > step_of(newest)]
+    earlier = [path for path in removable if step_of(path) < step_of(newest)]
+    surplus = len(checkpoints) - limit if limit is not None and limit > 0 else 0
+    for path in (left_behind + earlier)[: max(0, surplus)]:
+        # First rename it: a run killed in the middle leaves nothing that looks like a checkpoint.
+        removed = newest.parent / STAGING / f"removed-{path.name}"
+        removed.parent.mkdir(exist_ok=True)
+        os.replace(path, removed)
+        shutil.rmtree(removed, ignore_errors=True)
+
+
+class WholeCheckpoints:
+    """Writes a trainer's checkpoints and finds them again. Every rank calls every method; one rank reads and decides.
+
+    Args:
+        args, accelerator: the trainer's.
+        describe: returns the settings of this run, [`describe_rollouts`] and [`describe_training`]; called once.
+    """
+
+    def __init__(self, args: TrainingArguments, accelerator: Accelerator, describe: Callable[[], tuple[dict, dict]]):
+        self.args = args
+        self.accelerator = accelerator
+        self._describe = describe
+        self.staging: Path | None = None  # the folder of a checkpoint that is being written
+        self._described: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._lock = FileLock(Path(args.output_dir) / LOCK)
+        self._resolved: str | None = None
+
+    @property
+    def run(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The settings that shape completions, and the other settings; empty if they cannot be described."""
+        if self._described is None:
+            self._described = ({}, {})
+            with nonfatal("describing the run for its checkpoints"):
+                self._described = self._describe()
+        return self._described
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the output folder for this run, see [`hold`]."""
+        staging = Path(self.args.output_dir) / STAGING
+
+        def begin() -> None:
+            hold(self._lock)
+            shutil.rmtree(staging, ignore_errors=True)  # left by a run that was killed while it wrote a checkpoint
+
+        on_main(begin, self.args.should_save)
+        try:
+            yield
+        finally:
+            if self.args.should_save:
+                shutil.rmtree(staging, ignore_errors=True)  # left if writing a checkpoint has failed
+                self._lock.release()
+
+    def resume_from(self, resume: str | bool | None) -> str | None:
+        """The folder to resume from, see [`resolve_resume`]; logs the settings that differ from the checkpoint's.
+
+        Raises:
+            CheckpointError: there is no whole checkpoint to resume from.
+        """
+
+        def resolve() -> str | None:
+            checkpoint = resolve_resume(self.args.output_dir, resume)
+            if checkpoint is not None:
+                changed = differences(settings_in(Path(checkpoint)), self.run[0] | self.run[1])
+                if changed:
+                    logger.warning("going on from %s with other settings: %s", checkpoint, "; ".join(changed))
+            return checkpoint
+
+        # A recipe asks before it trains, and `train` asks again with the folder that was found.
+        if resume is None or resume != self._resolved:
+            self._resolved = on_main(resolve, self.args.should_save)
+        return self._resolved
+
+    @contextmanager
+    def writing(self, checkpoint: Path, state: TrainerState, rollouts: dict[str, Any] | None) -> Iterator[None]:
+        """Redirect the trainer's writing of `checkpoint` to `self.staging`, and name it when it is whole.
+
+        Older checkpoints are removed only then. In the trainer's `state` the best checkpoint has its final name.
+        `rollouts` are this rank's unused completions, as [`load_rollouts`] returns them; `None` if the trainer draws
+        no completions.
+        """
+        rank = self.accelerator.process_index
+        ranks = self.accelerator.num_processes
+        staging = checkpoint.parent / STAGING / checkpoint.name
+        if self.args.should_save:
+            shutil.rmtree(staging.parent, ignore_errors=True)
+            staging.mkdir(parents=True)
+        self.accelerator.wait_for_everyone()
+        self.staging = staging.parent
+        try:
+            yield
+        finally:
+            self.staging = None
+        if not self.args.save_only_model and rollouts is not None:
+            torch.save({**rollouts, "shape": self.run[0]}, _rollout_file(staging, rank, ranks))
+        if state.best_global_step:
+            best = checkpoint.with_name(f"checkpoint-{state.best_global_step}")
+            if best == checkpoint or best.is_dir():
+                state.best_model_checkpoint = str(best)
+            if self.args.should_save:
+                state.save_to_json(str(staging / TRAINER_STATE_NAME))
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            commit(staging, checkpoint, {"settings": self.run[0] | self.run[1]})
+            remove_old(checkpoint, self.args.save_total_limit, state.best_model_checkpoint)
+            shutil.rmtree(staging.parent, ignore_errors=True)  # empty by now
+        self.accelerator.wait_for_everyone()
+
+    def load_rollouts(self, checkpoint: str | None) -> dict[str, Any] | None:
+        """This rank's data from [`writing`], on its device; `None`, with a warning, if it cannot be used."""
+        if checkpoint is None:
+            return None
+        file = _rollout_file(Path(checkpoint), self.accelerator.process_index, self.accelerator.num_processes)
+        state = {}
+        reason = None
+        if not file.is_file():
+            reason = "none are there for this rank (stock TRL's checkpoint, or another number of processes)"
+        else:
+            try:
+                state = torch.load(file, map_location="cpu", weights_only=True)
+            except Exception as error:  # a damaged file raises many kinds of error in torch and pickle
+                reason = f"{file.name} cannot be read: {type(error).__name__}"
+        if reason is None and not {"step", "buffer"} <= state.keys():
+            reason = f"{file.name} is of another version of this package"
+        if state.get("buffer") is not None:
+            changed = differences(state.get("shape") or {}, self.run[0])
+            if changed:
+                reason = f"they were made with other settings: {'; '.join(changed)}"
+        # One rank alone must not generate while the others do not.
+        reason = next((each for each in gather_object([reason]) if each is not None), None)
+        if reason is None:
+            return send_to_device(state, self.accelerator.device)
+        if self.accelerator.is_main_process:
+            logger.warning("completions that %s kept are generated anew: %s", checkpoint, reason)
+        return None
+
+
+def settings_in(checkpoint: Path) -> dict[str, Any]:
+    """The settings of the run that wrote a checkpoint; none if its manifest has none."""
+    try:
+        return dict(read_json(checkpoint / MANIFEST)["run"]["settings"])
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        return {}
+
+
+def _rollout_file(checkpoint: Path, rank: int, ranks: int) -> Path:
+    return checkpoint / f"rollouts_{rank}_of_{ranks}.pt"

@@ -1,0 +1,90 @@
+"""The fields that a config class adds, for its docstring and for docs/config.md.
+
+Both are written from the one text next to each field.
+"""
+
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Collection, Sequence
+from typing import Any, TypeVar
+
+from ...utils.plain import plain
+
+Config = TypeVar("Config", bound=type)
+
+# Fields of this package's configs that hold a word, with `on` or `off` among the choices.
+SWITCHES = ("prefix_sharing", "mlp_tokens_per_tile", "phase_metrics", "vllm_share_base")
+
+
+def spelled(value: Any, known: Collection[Any] = ("on", "off")) -> Any:
+    """`value`; a truth value becomes the word of `known` that YAML has read as one.
+
+    `prefix_sharing: off`, for example, arrives as `False`.
+    """
+    if not isinstance(value, bool):
+        return value
+    words = ("on", "yes") if value else ("off", "no")
+    return next((word for word in words if word in known), value)
+
+
+def option(default: Any, help: str, choices: Sequence[str] | None = None) -> Any:
+    """A dataclass field with the one text that `--help`, the docstring and docs/config.md use.
+
+    `default` may be `dataclasses.MISSING`; `choices` are the values that the command line accepts.
+    """
+    metadata: dict[str, Any] = {"help": help}
+    if choices is not None:
+        metadata["choices"] = list(choices)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+# Attribute of a config: by field, the value that its checks have worked out for a field that the user left at default.
+DERIVED = "_derived"
+
+
+def left_at_default(config: Any) -> set[str]:
+    """Names of the fields of `config` that have their default values; call it before its checks change fields."""
+    return {item.name for item in dataclasses.fields(config) if _is_default(config, item)}
+
+
+def note_derived(config: Any, names: Collection[str]) -> None:
+    """Remember which of the fields `names`, once at their defaults, have other values after the checks."""
+    items = [item for item in dataclasses.fields(config) if item.name in names and not _is_default(config, item)]
+    setattr(config, DERIVED, {item.name: vars(config)[item.name] for item in items})
+
+
+def _is_default(config: Any, item: dataclasses.Field) -> bool:
+    try:
+        return plain(vars(config).get(item.name)) == plain(default_of(item))
+    except (TypeError, ValueError):  # a value that JSON cannot hold is no default
+        return False
+
+
+def own_fields(cls: type) -> list[dataclasses.Field]:
+    """Fields that the dataclass `cls` defines itself, in its order; inherited ones that it defines anew included."""
+    items = {item.name: item for item in dataclasses.fields(cls)}
+    return [items[name] for name in inspect.get_annotations(cls) if name in items]
+
+
+def type_name(cls: type, item: dataclasses.Field) -> str:
+    """`str`, `int | None`, `list[float] | None`, as written in `cls`; transformers' parser rewrites a field's type."""
+    kind = inspect.get_annotations(cls)[item.name]
+    return kind.__name__ if type(kind) is type else str(kind)
+
+
+def default_of(item: dataclasses.Field) -> Any:
+    """The default of a field; `dataclasses.MISSING` if it has none."""
+    return item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+
+
+def documented(cls: Config) -> Config:
+    """Class decorator, above `@dataclass`: append the class's own fields to its docstring, from `metadata["help"]`."""
+    entries = []
+    for item in own_fields(cls):
+        default = default_of(item)
+        default_text = "" if default is dataclasses.MISSING else f", *optional*, defaults to `{default!r}`"
+        text = textwrap.fill(item.metadata["help"], 100, initial_indent=" " * 12, subsequent_indent=" " * 12)
+        entries.append(f"        {item.name} (`{type_name(cls, item)}`{default_text}):\n{text}")
+    cls.__doc__ = "\n".join([(cls.__doc__ or "").rstrip(), "", "    Parameters:", *entries, "    "])
+    return cls

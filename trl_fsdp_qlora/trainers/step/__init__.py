@@ -1,0 +1,1 @@
+"""An optimizer step: whole groups, one plan, scores by TRL's own method."""

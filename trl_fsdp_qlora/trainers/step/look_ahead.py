@@ -1,0 +1,155 @@
+"""`LookAhead`: the micro-batches of an optimizer step are scored together.
+
+A trainer has one. It learns of each micro-batch ([`LookAhead.micro_batch`]), plans the scores of those that follow,
+and hands them out one by one ([`LookAhead.scores_of`]). What a plan computes is in `step_scores.py`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from torch import nn
+
+from ...compat.trl import joined_images
+from ...prefix_sharing.batch import IGNORED_LABEL
+from ...prefix_sharing.sharing import PromptSharing
+from .rows import batch_of, padded_batch
+from .step_scores import StepScores
+
+logger = get_logger(__name__)
+
+
+class LookAhead:
+    """Scores of the micro-batches of an optimizer step, which are computed together.
+
+    Args:
+        args: a config with `tokens_per_pass` and `steps_per_generation`.
+        router_loss: whether the loss has a router loss.
+        one_by_one: whether each backward has to reach a parameter. That is so with DeepSpeed, where the optimizer
+            steps in the last loss's backward.
+        drawn: returns the micro-batches of the generation batch in use.
+        scored_tokens: `scored_tokens(inputs, ahead)` are the completion tokens `(B, C)` that the loss of a micro-batch
+            will ask for; `None` for every unmasked token. `ahead` is the number of micro-batches after the current
+            one, which has 0.
+
+    Attributes:
+        scores: those of this optimizer step; `None` if each micro-batch is scored by itself.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        accelerator: Accelerator,
+        router_loss: bool,
+        one_by_one: bool,
+        drawn: Callable[[], Sequence[dict[str, Any]]],
+        scored_tokens: Callable[[dict[str, Any], int], torch.Tensor | None],
+    ):
+        self.args = args
+        self.accelerator = accelerator
+        self.router_loss = router_loss
+        self.one_by_one = one_by_one
+        self._drawn = drawn
+        self._scored_tokens = scored_tokens
+        self._step: int | None = None  # the number of the current micro-batch; `None` outside of a training step
+        self._micro_batches = 1  # of the optimizer step
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the plan of a step that ended or broke off; gradients that wait are dropped as well."""
+        self.scores: StepScores | None = None
+        self._done = 0  # micro-batches since the optimizer step before
+        # The micro-batches covered by the last look ahead, whether or not they are scored together.
+        self._planned = range(0)
+        self._versions: list = []  # for each of them, the tensors its scores depend on; see `_tensor_versions`
+
+    def end_update(self) -> None:
+        """End this optimizer step: add the gradients that wait for a further micro-batch, because none comes."""
+        if self.scores is not None:
+            self.scores.finish()
+        self.forget()
+
+    @contextmanager
+    def micro_batch(self, step: int, micro_batches: int) -> Iterator[None]:
+        """The forward and backward of a micro-batch.
+
+        Args:
+            step: its number in the run.
+            micro_batches: how many the optimizer step has.
+        """
+        if self.accelerator.sync_gradients and step + 1 < self._planned.stop:
+            self.end_update()  # the optimizer steps earlier than planned
+        self._step = step
+        self._micro_batches = micro_batches
+        try:
+            yield
+        except BaseException:
+            # A caller may catch the error and continue; then no scores of this step may be used.
+            self.forget()
+            raise
+        finally:
+            self._step = None
+        self._done += 1
+        if self.accelerator.sync_gradients:
+            self.end_update()
+
+    def go_back(self, model: nn.Module) -> None:
+        """Run the backward of the current micro-batch's passes, if it is cut, after the backward of its loss."""
+        if self.scores is not None:
+            self.scores.go_back(model, self.accelerator.autocast, self.accelerator.no_sync)
+
+    def scores_of(self, sharing: PromptSharing, inputs: dict[str, Any]) -> tuple[StepScores | None, int]:
+        """The scores of this optimizer step, and the number of the current micro-batch, with these `inputs`, in it."""
+        if self._step is None:
+            return None, 0
+        if self._step not in self._planned:
+            self.scores = self._plan(sharing)
+        number = self._step - self._planned.start
+        if self.scores is not None:
+            is_as_planned = self._versions[number] == _tensor_versions(inputs)
+            if not (is_as_planned and self.scores.comes_next(number)):
+                logger.warning_once(
+                    "Prompts are computed once per micro-batch, and not once per optimizer step: something between "
+                    "_prepare_inputs and _compute_loss changes the inputs of a micro-batch, or leaves one out."
+                )
+                self.scores.finish()
+                self.scores = None
+        return self.scores, number
+
+    def _plan(self, sharing: PromptSharing) -> StepScores | None:
+        """Scores of this micro-batch and those after it up to the optimizer step, if their completions are drawn."""
+        first = self._step % self.args.steps_per_generation
+        left_in_update = max(1, self._micro_batches - self._done)
+        if self.accelerator.sync_gradients:
+            left_in_update = 1
+        count = min(left_in_update, self.args.steps_per_generation - first)
+        self._planned = range(self._step, self._step + count)
+        limit = self.args.tokens_per_pass
+        if limit == 0 or (count < 2 and limit is None):
+            return None
+        planned = [joined_images(inputs) for inputs in self._drawn()[first : first + count]]
+        self._versions = [_tensor_versions(inputs) for inputs in planned]
+        batches = []
+        for ahead, inputs in enumerate(planned):
+            batch = batch_of({**padded_batch(inputs), "compute_aux_loss": self.router_loss})
+            scored_BC = self._scored_tokens(inputs, ahead)
+            if scored_BC is not None:
+                batch.labels[:, -scored_BC.shape[1] :].masked_fill_(~scored_BC, IGNORED_LABEL)
+            batches.append(batch)
+        schedule = sharing.plan_step(batches, limit, one_by_one=self.one_by_one)
+        if schedule is None:
+            return None
+        return StepScores(schedule, batches, count == left_in_update, sharing.packed_model.router_losses)
+
+
+def _tensor_versions(inputs: dict) -> list[tuple[int, int]]:
+    """Identity and version of each tensor on which the scores of a micro-batch depend.
+
+    The list changes if a micro-batch is changed, because a write to a tensor raises the tensor's version.
+    """
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages")
+    tensors = [inputs[name] for name in names if name in inputs]
+    return [(id(x), 0 if x.is_inference() else x._version) for x in tensors]

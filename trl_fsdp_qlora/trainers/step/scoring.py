@@ -1,0 +1,236 @@
+"""`Scoring`: TRL's passes for log-probabilities on packed rows, each pass timed as a phase.
+
+A pass has three parts. [`Request`] is what a loss asks of it. TRL's own method runs it, with a function in the model's
+place that adds what sharing needs to the arguments. Then the values are finished: weights on gradients, ties.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from ...compat.fsdp import forget_forward
+from ...compat.peft import is_reference
+from ...prefix_sharing.batch import IGNORED_LABEL
+from ...prefix_sharing.images import fingerprints
+from ...prefix_sharing.problems import CannotPack
+from ...prefix_sharing.sharing import PromptSharing, install_sharing
+from ...scoring.contexts import fill_masked_rows, share_values
+from ...scoring.token_selection import weight_gradient
+from ..run.input_checks import columns_of
+from ..run.phases import PhaseTimer
+from .look_ahead import LookAhead
+from .rows import batch_of
+
+LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What a loss asks of its pass of the policy; see [`Scoring.requested`].
+
+    Attributes:
+        model: the policy as TRL hands it to the loss, wrappers included.
+        inputs: the inputs of the loss.
+        scored_BC: completion tokens whose values are wanted (bool); every unmasked token if `None`. All others get
+            zeros. A caller that leaves out tokens must also zero the old and reference values of these tokens:
+            `exp(0 - old)` overflows, and infinity times a zero mask is not zero.
+        weight_BC: factor on the gradient of each log-probability; one if `None`.
+        values: the result of this pass, if the pass ran before the loss because importance weights needed its
+            log-probabilities.
+    """
+
+    model: nn.Module
+    inputs: dict[str, Any] | None = None
+    scored_BC: torch.Tensor | None = None
+    weight_BC: torch.Tensor | None = None
+    values: LogProbs | None = None
+
+
+class Scoring:
+    """`_get_per_token_logps_and_entropies` of TRL's GRPO and RLOO trainers on packed rows.
+
+    Old and reference passes are cut by the tokens they compute instead of by rows.
+
+    Args:
+        policy, reference: the sharing of prompts in the two models; `reference` is `None` without a reference model.
+        reference_model: TRL's, with its wrappers; `None` if there is none.
+        look_ahead: the scores of an optimizer step.
+        add_metrics: logs values by name.
+        selects_by_entropy: whether the loss selects tokens by a quantile of the entropies.
+        needs_old_policy: whether the loss reads the log-probabilities of the old policy. Without it that pass returns
+            zeros and runs nothing.
+    """
+
+    def __init__(
+        self,
+        policy: PromptSharing,
+        reference: PromptSharing | None,
+        reference_model: nn.Module | None,
+        args: Any,
+        accelerator: Accelerator,
+        clock: PhaseTimer,
+        look_ahead: LookAhead,
+        add_metrics: Callable[[dict[str, float]], None],
+        selects_by_entropy: bool = False,
+        needs_old_policy: bool = True,
+    ):
+        self.policy = policy
+        self.reference = reference
+        self.reference_model = reference_model
+        self.args = args
+        self.accelerator = accelerator
+        self.clock = clock
+        self.look_ahead = look_ahead
+        self.selects_by_entropy = selects_by_entropy
+        self.needs_old_policy = needs_old_policy
+        self._add_metrics = add_metrics
+        self._request: Request | None = None  # of the loss that is being computed
+
+    @contextmanager
+    def requested(self, request: Request) -> Iterator[None]:
+        """Inside the block the pass of `request.model` is the one of a loss, and does what the request says.
+
+        TRL's loss calls the pass itself, with arguments of its own, so the request cannot travel as one. A trainer
+        computes one loss at a time, as its `_step` and its buffer of inputs already require.
+        """
+        outer = self._request
+        self._request = request
+        try:
+            yield
+        finally:
+            self._request = outer
+
+    def forget_images(self) -> None:
+        """Let the ranks ask each other again whether images have come, see [`look_for_images`]."""
+        for sharing in (self.policy, self.reference):
+            if sharing is not None:
+                sharing.forget_images()
+
+    def look_for_images(self, here: bool) -> None:
+        """Let the ranks agree whether a generation batch has images. Every rank has to call this method.
+
+        `here`: whether this rank's part of the batch has images.
+        """
+        for sharing in (self.policy, self.reference):
+            if sharing is not None:
+                sharing.look_for_images(here, self.accelerator.device)
+
+    def score(self, stock: Callable[..., LogProbs], is_training: bool, model: nn.Module, *args, **kwargs) -> LogProbs:
+        """Run a pass. `stock` is TRL's method, `model` and what follows are its arguments."""
+        request = self._request
+        if request is not None and request.model is model:
+            if request.values is not None:
+                return request.values
+            kind = "policy" if is_training else "evaluation"
+        else:
+            request = Request(model)
+            is_for_reference = model is self.reference_model or is_reference(model)
+            kind = "reference" if is_for_reference else "old_policy"
+        arguments = inspect.signature(stock).bind(model, *args, **kwargs).arguments
+        del arguments["model"]
+        if kind == "old_policy" and not self.needs_old_policy:
+            ids = arguments["input_ids"]
+            return torch.zeros(len(ids), arguments["logits_to_keep"], device=ids.device), None, None
+        is_phase = is_training and kind in ("old_policy", "reference")
+        with self.clock.phase(f"{kind}_pass") if is_phase else nullcontext():
+            return self.run(stock, request, kind, arguments)
+
+    def run(self, stock: Callable[..., LogProbs], request: Request, kind: str, arguments: dict[str, Any]) -> LogProbs:
+        """Run a pass of this kind. `arguments` are those of `stock` but the model, which the request has."""
+        model = request.model
+        is_other_model = self.reference_model is not None and model is self.reference_model
+        sharing = self.reference if is_other_model else self.policy
+        batch = batch_of(arguments)
+        rows, width = batch.input_ids.shape
+        batch_size = arguments.get("batch_size") or rows
+        tokens_per_pass = batch_size * width if batch_size < rows else None
+        # If a micro-batch is cut to fit into memory, the comparison passes have to be cut as well.
+        limit = tokens_per_pass or self.args.tokens_per_pass or None
+        sharing.compare_with_stock(model, batch, self.accelerator.autocast, limit)
+        step_scores = None
+        number = 0
+        if kind == "policy" and torch.is_grad_enabled() and request.inputs is not None:
+            step_scores, number = self.look_ahead.scores_of(sharing, request.inputs)
+        for_sharing = {}
+        # TRL's router loss is the mean over TRL's own slices of the batch, so a batch with it is sliced by TRL.
+        if sharing.is_active and not (arguments.get("compute_aux_loss") and tokens_per_pass):
+            for_sharing["num_images"] = batch.num_images
+            if tokens_per_pass:
+                arguments["batch_size"] = None
+                for_sharing["tokens_per_pass"] = tokens_per_pass
+
+        def call(**model_arguments):
+            if request.scored_BC is not None:
+                of_completions = model_arguments["labels"][:, -request.scored_BC.shape[1] :]
+                of_completions.masked_fill_(~request.scored_BC, IGNORED_LABEL)
+            if step_scores is not None:
+                try:
+                    return step_scores.score(number, model)
+                except CannotPack as error:
+                    forget_forward(model)
+                    sharing.cannot_keep(str(error))
+                    step_scores.finish()  # what earlier passes owe to shared beginnings
+                    self.look_ahead.scores = None
+            return model(**model_arguments, **for_sharing)
+
+        values = stock(call, **arguments)
+        # TRL leaves the values on the LM head's device. That is the last device of a model that is split over several
+        # devices, or the host if FSDP2 offloads the head.
+        device = batch.input_ids.device
+        logps_BC, entropies_BC, aux_loss = (None if value is None else value.to(device) for value in values)
+        if sharing.is_active and sharing.figures.tokens:
+            if step_scores is None or step_scores.computes(number):
+                name = "policy" if kind == "policy" else "no_grad"
+                self._add_metrics(sharing.figures.metrics(f"prefix_sharing/{name}"))
+            # Equal tokens need equal entropies: the quantile may fall on a tie.
+            if self.selects_by_entropy and entropies_BC is not None:
+                keys_B1 = None
+                if batch.has_images:
+                    sharing.packed_model.count_images(batch)
+                    keys_B1 = fingerprints({**batch.vision, "num_images": batch.num_images})
+                entropies_BC = share_values(
+                    entropies_BC, batch.input_ids, batch.attention_mask, arguments["logits_to_keep"], keys_B1
+                )
+            if request.scored_BC is None and entropies_BC is not None and arguments["logits_to_keep"] == 1:
+                entropies_BC = fill_masked_rows(entropies_BC, batch.attention_mask[:, -1:])
+        if request.weight_BC is not None:
+            logps_BC = weight_gradient(logps_BC, request.weight_BC)
+        return logps_BC, entropies_BC, aux_loss
+
+
+def share_in_models(
+    args: Any,
+    policy: nn.Module,
+    reference: nn.Module | None,
+    entropy_gradient: bool = False,
+    expects_images: bool = False,
+) -> tuple[PromptSharing, PromptSharing | None]:
+    """Share prompts in the policy and in the reference model, both unwrapped, once both exist.
+
+    Args:
+        args: a config of this package.
+        reference: `None` if there is no such model.
+        entropy_gradient: whether the loss has an entropy term.
+        expects_images: whether batches may have images.
+    """
+    options = {
+        "attention": args.prefix_sharing,
+        "lm_head_kernel": args.lm_head_kernel,
+        "entropy_gradient": entropy_gradient,
+        "expects_images": expects_images,
+        "compares": False,
+    }
+    of_policy = install_sharing(policy, **options)
+    return of_policy, None if reference is None else install_sharing(reference, **options)
+
+
+def may_have_images(trainer: Any) -> bool:
+    """Whether a trainer's rows may have images: by its dataset's columns, or from tools and environments (GRPO's)."""
+    from_tools = getattr(trainer, "tools", None) or getattr(trainer, "environments", None)
+    return bool({"image", "images"} & columns_of(trainer.train_dataset)) or bool(from_tools)

@@ -1,0 +1,284 @@
+"""Scores of an optimizer step's micro-batches, computed together: a beginning that several share is computed once.
+
+All micro-batches of an optimizer step use the same weights, and TRL draws those of a generation batch before it uses
+the first. So the trainer can look ahead: it knows which tokens each micro-batch will score, and
+[`trl_fsdp_qlora.prefix_sharing.sharing.PromptSharing.plan_step`] plans the passes that compute them.
+
+- Several micro-batches run in one pass: the largest divisor of their number that fits. TRL asks for the scores of one
+  micro-batch at a time. The last one of a pass gets its scores with the graph. Those before it get constants, and
+  their gradients wait for the backward of the last one (see `prefix_sharing/prefix_cache.py`).
+- A micro-batch that does not fit is cut into several passes. First its scores are computed without a graph. TRL's loss
+  then returns the gradients of these scores, and each pass runs again with a graph and takes its part of the gradients
+  ([`StepScores.go_back`]). This costs one more forward, as gradient checkpointing does.
+
+In both cases TRL's loss sees each micro-batch unchanged.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ...compat.trl import FusedCausalLMOutput
+from ...prefix_sharing.batch import Batch
+from ...prefix_sharing.passes import PassSchedule
+from ...prefix_sharing.prefix_cache import (
+    GradAccumulator,
+    attach_collected,
+    backward_collected,
+    detach_and_collect,
+)
+from ...prefix_sharing.problems import CannotPack
+from ...prefix_sharing.row import PassRecord
+
+ContextFactory = Callable[..., AbstractContextManager]
+
+
+class RandomState:
+    """State of the generators that dropout draws from: a forward that runs again has to draw the same numbers."""
+
+    def __init__(self, device: torch.device):
+        self.devices = [] if device.type == "cpu" else [device]
+        self.type = device.type
+        self.on_host = torch.get_rng_state()
+        self.on_device = [torch.get_device_module(self.type).get_rng_state(device) for device in self.devices]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Repeat the draws that followed the recorded state; after the block, draws continue as if it had not run."""
+        with torch.random.fork_rng(self.devices, device_type=self.type if self.devices else "cuda"):
+            torch.set_rng_state(self.on_host)
+            for device, state in zip(self.devices, self.on_device, strict=True):
+                torch.get_device_module(self.type).set_rng_state(state, device)
+            yield
+
+
+class _CutScores(NamedTuple):
+    """A micro-batch whose scores were computed without a graph.
+
+    Attributes:
+        number: of the micro-batch.
+        constants: its scores `(B, L - 1)`, as leaves.
+        router_sums: the sums `(1, 2, E)` of which its router loss is made, as a leaf; `None` if it has none.
+        draws: the random state before its passes.
+    """
+
+    number: int
+    constants: dict[str, torch.Tensor]
+    router_sums: torch.Tensor | None
+    draws: RandomState
+
+
+class StepScores:
+    """Scores of the micro-batches of one optimizer step.
+
+    Args:
+        schedule: the passes with gradients that compute them.
+        batches: the micro-batches.
+        ends_update: whether the optimizer steps after the last of these micro-batches.
+        router_losses: makes router losses from the sums that the forwards return as `aux_loss`, see
+            [`trl_fsdp_qlora.prefix_sharing.packed_model.PackedModel.router_losses`].
+    """
+
+    def __init__(
+        self,
+        schedule: PassSchedule,
+        batches: list[Batch],
+        ends_update: bool,
+        router_losses: Callable[[torch.Tensor], torch.Tensor],
+    ):
+        self.schedule = schedule
+        self.without_gradients = schedule.without_gradients() if schedule.passes_per_batch > 1 else None
+        self.router_losses = router_losses
+        self.batches = batches
+        self.ends_update = ends_update
+        self._number = -1  # the micro-batch whose scores were asked for last
+        self._scores: dict[int, FusedCausalLMOutput] = {}  # of the current pass, by micro-batch
+        # Gradients that the earlier micro-batches of a pass hand to its last one.
+        self._collected: list[tuple[torch.Tensor, GradAccumulator]] = []
+        self._cut: _CutScores | None = None  # the current micro-batch, if it is cut
+
+    def score(self, number: int, model: nn.Module) -> FusedCausalLMOutput:
+        """The scores of a micro-batch. Callers ask in order; a second call for the same number returns the same."""
+        if number != self._number:
+            self._number = number
+            if self.schedule.passes_per_batch > 1:
+                self._scores = {number: self._score_cut(number, model)}
+            elif self.computes(number):
+                self._scores = self._scores_of_pass(number // self.schedule.batches_per_pass, model)
+        if (number + 1) % self.schedule.batches_per_pass == 0:
+            self._collected = []  # the backward of this last micro-batch adds the gradients of the others
+        return self._scores[number]
+
+    def comes_next(self, number: int) -> bool:
+        """Whether a micro-batch is the one that was asked for last, or the one after it."""
+        return number - self._number in (0, 1)
+
+    def computes(self, number: int) -> bool:
+        """Whether asking for a micro-batch's scores runs the model."""
+        return number % self.schedule.batches_per_pass == 0
+
+    def finish(self) -> None:
+        """Add the gradients that wait for the backward of a later pass, because no further scores are asked for.
+
+        After a complete step no gradient waits.
+        """
+        backward_collected(self._collected)
+        self.schedule.finish()
+        self._scores = {}
+        self._collected = []
+
+    def _is_last(self, batches: int) -> bool:
+        """Whether the optimizer steps after the first `batches` micro-batches."""
+        return self.ends_update and batches == len(self.batches)
+
+    # --- several micro-batches in one pass ---------------------------------------------------------------------------
+
+    def _scores_of_pass(self, number: int, model: nn.Module) -> dict[int, FusedCausalLMOutput]:
+        first = number * self.schedule.batches_per_pass
+        last = first + self.schedule.batches_per_pass
+        batches = self.batches[first:last]
+        output = _run(self.schedule, number, model, Batch.joined(batches), PassRecord(), self._is_last(last))
+        rows = [len(batch.input_ids) for batch in batches]
+        router_losses = None if output.aux_loss is None else self.router_losses(output.aux_loss)
+        parts, self._collected = _parts(output, rows, router_losses)
+        return dict(enumerate(parts, first))
+
+    # --- a micro-batch in several passes -----------------------------------------------------------------------------
+
+    def _score_cut(self, number: int, model: nn.Module) -> FusedCausalLMOutput:
+        draws = RandomState(self.batches[number].input_ids.device)
+        with torch.no_grad():
+            passes, batches = self._passes(number)
+            record = PassRecord()
+            outputs = [
+                _run(self.without_gradients, index, model, batch, record)
+                for index, batch in zip(passes, batches, strict=True)
+            ]
+        parts = [_tensors(output) for output in outputs]
+        values = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        # A loss may take gradients of these two only.
+        constants = {name: values[name].requires_grad_() for name in ("log_probs", "entropy") if name in values}
+        sums = None
+        if outputs[0].aux_loss is not None:
+            sums = torch.stack([output.aux_loss for output in outputs]).sum(0).requires_grad_()
+            values["aux_loss"] = self.router_losses(sums)[0]
+        self._cut = _CutScores(number, constants, sums, draws)
+        return FusedCausalLMOutput(**{**values, **constants})
+
+    def _passes(self, number: int) -> tuple[range, list[Batch]]:
+        """The passes of a micro-batch, and the rows that each pass scores."""
+        count = self.schedule.passes_per_batch
+        passes = range(number * count, (number + 1) * count)
+        batch = self.batches[number]
+        rows_of_pass = self.schedule.rows_of_pass
+        first = rows_of_pass[passes[0]][0]
+        return passes, [batch.rows(rows_of_pass[index] - first) for index in passes]
+
+    def go_back(self, model: nn.Module, autocast: ContextFactory, without_sync: ContextFactory) -> None:
+        """Run the backward of a micro-batch's passes after the backward of its loss, if the micro-batch was cut.
+
+        Args:
+            model: the root module.
+            autocast: `autocast()` is the context that its forwards run in.
+            without_sync: `without_sync(model)` is a context in which a backward does not reduce gradients over ranks.
+        """
+        self._scores.pop(self._number, None)
+        if self._cut is None:
+            return
+        cut = self._cut
+        self._cut = None
+        with cut.draws.again():
+            self._go_back(cut, model, autocast, without_sync)
+
+    def _go_back(
+        self, cut: _CutScores, model: nn.Module, autocast: ContextFactory, without_sync: ContextFactory
+    ) -> None:
+        passes, batches = self._passes(cut.number)
+        record = PassRecord()
+        first_row = 0
+        for index, batch in zip(passes, batches, strict=True):
+            is_last_pass = index == passes[-1]
+            rows = slice(first_row, first_row + len(batch.input_ids))
+            first_row = rows.stop
+            with nullcontext() if is_last_pass else without_sync(model):
+                with autocast():
+                    reduces = is_last_pass and self._is_last(cut.number + 1)
+                    output = _run(self.schedule, index, model, batch, record, reduces)
+                values = _tensors(output)
+                pairs = [
+                    (values[name], constant.grad[rows])
+                    for name, constant in cut.constants.items()
+                    if constant.grad is not None and values[name].requires_grad
+                ]
+                if cut.router_sums is not None and cut.router_sums.grad is not None and output.aux_loss.requires_grad:
+                    # The sums of the micro-batch are the sum of all passes' sums.
+                    pairs.append((output.aux_loss, cut.router_sums.grad))
+                torch.autograd.backward([value for value, _ in pairs], [owed.to(value.dtype) for value, owed in pairs])
+                # Otherwise the tensors of this pass's graph would stay in memory during the next pass.
+                del output, values, pairs
+
+
+def _run(
+    schedule: PassSchedule,
+    number: int,
+    model: nn.Module,
+    batch: Batch,
+    record: PassRecord,
+    reduces: bool = False,
+) -> FusedCausalLMOutput:
+    """Run a pass, and before it each trunk that no earlier pass has needed.
+
+    Args:
+        record: gets what the forwards compute; it is that of all passes whose tokens are counted together.
+        reduces: the backward of this pass is the last one of the optimizer step.
+    """
+    # DDP decides in the forward whether the backward will reduce gradients, but the backward of this pass may only run
+    # with a later micro-batch.
+    reduces = reduces and isinstance(model, DistributedDataParallel)
+    for forward in schedule.of_pass(number, record):
+        with patch.multiple(model, require_backward_grad_sync=True) if reduces else nullcontext():
+            output = model(**batch.arguments(), num_images=batch.num_images, forward=forward, fused_lm_head=True)
+        if forward.view.trunk is not None and output.log_probs.requires_grad:
+            schedule.trunk_outputs[forward.view.trunk] = output.log_probs
+    if forward.sequences.router_loss and output.aux_loss is None:
+        raise CannotPack("its forward returns no router logits")
+    return output
+
+
+def _tensors(output: FusedCausalLMOutput) -> dict[str, torch.Tensor]:
+    """The values `(B, L - 1)` of an output."""
+    return {name: value for name, value in vars(output).items() if isinstance(value, torch.Tensor) and value.ndim == 2}
+
+
+def _parts(
+    output: FusedCausalLMOutput, rows: list[int], router_losses: torch.Tensor | None
+) -> tuple[list[FusedCausalLMOutput], list[tuple[torch.Tensor, GradAccumulator]]]:
+    """The output of a pass, split by micro-batch, and the accumulators of all micro-batches but the last.
+
+    Args:
+        output: of the pass. Its loss is left out, because it is taken over all rows.
+        rows: number of rows of each of the M micro-batches.
+        router_losses: of the micro-batches, `(M,)`; `None` if they have none.
+    """
+    pieces: list[dict[str, Any]] = [{} for _ in rows]
+    owed = []
+    for name, value in _tensors(output).items():
+        split = value.split(rows)
+        for piece, part in zip(pieces[:-1], split[:-1], strict=True):
+            accumulator = GradAccumulator()
+            piece[name] = detach_and_collect(part, accumulator)
+            owed.append((part, accumulator))
+        pieces[-1][name] = split[-1]
+    if router_losses is not None:
+        for piece, loss in zip(pieces[:-1], router_losses[:-1], strict=True):
+            accumulator = GradAccumulator()
+            piece["aux_loss"] = detach_and_collect(loss, accumulator)
+            owed.append((loss, accumulator))
+        pieces[-1]["aux_loss"] = router_losses[-1]
+    pieces[-1]["log_probs"] = attach_collected(pieces[-1]["log_probs"], owed)
+    return [FusedCausalLMOutput(**piece) for piece in pieces], owed

@@ -1,0 +1,130 @@
+"""Credit of each token from the completions and rewards of a generation batch, by a prefix trie that is not built.
+
+In lexicographic order, completions that share a prefix are neighbours, and two neighbours part at the end of their
+longest common prefix (LCP). A node of depth d, a prefix of d tokens, is then a run of neighbours with LCP ≥ d. An edge
+(p, v) is a node one deeper. The mean reward below a node is a difference of cumulative sums.
+
+T-SPMO is from arXiv 2504.20834. The formula of A(v|p) follows the paper's abstract; it was not compared with the
+authors' code.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ...prefix_sharing.forest import rows_behind_subtree, sort_by_prefix
+
+
+class Transitions(NamedTuple):
+    """Credit of the token transitions of one group of G completions, padded to C tokens.
+
+    Attributes:
+        advantage: float64 `(G, C)`. At (i, t), with p the first t tokens of completion i and v its next one,
+            A(v|p) = mean{R_j : o_j starts with p∘v} − mean{R_j : o_j starts with p}. Zero at padding.
+        representative: bool `(G, C)`. Marks each distinct pair (p, v) once; their number is |U|.
+    """
+
+    advantage: torch.Tensor
+    representative: torch.Tensor
+
+
+def prefix_transitions(
+    completion_ids: torch.Tensor, completion_mask: torch.Tensor, rewards: torch.Tensor
+) -> Transitions:
+    """Advantage of every (prefix, next token) pair among the completions of one group (T-SPMO, arXiv 2504.20834).
+
+    A(v|p) is zero unless the completions that reach p go on in different ways (or one of them ends there), so only
+    branching prefixes carry credit.
+
+    Args:
+        completion_ids: `(G, C)` token ids of one prompt's completions, right-padded; C is 1 or more.
+        completion_mask: `(G, C)`, nonzero on a completion's own tokens; ones, then zeros.
+        rewards: `(G,)`. A completion with the reward NaN was not judged: it gets no credit and changes no mean.
+
+    Returns:
+        [`Transitions`], on the CPU.
+    """
+    valid_GC = completion_mask.cpu().numpy().astype(bool)
+    rewards_G = rewards.detach().cpu().numpy().astype(np.float64)
+    judged_G = ~np.isnan(rewards_G)
+    valid_GC &= judged_G[:, None]
+    # Padding equals no token, so a completion that ends parts from those that go on.
+    ids_GC = np.where(valid_GC, completion_ids.cpu().numpy(), -1)
+    rows, width = ids_GC.shape
+    order, common = sort_by_prefix(ids_GC, valid_GC.sum(1))
+    valid_GC = valid_GC[order]
+    judged_G = judged_G[order]
+    rewards_G = np.nan_to_num(rewards_G[order])
+
+    # Entry [i, d] of the following arrays is about the node of depth d that sorted row i is in. The node consists of
+    # the rows first[i, d] to behind[i, d] - 1. All rows are in one node of depth 0, the empty prefix.
+    begins_node = np.ones((rows, width + 1), bool)
+    begins_node[1:] = common[:, None] < np.arange(width + 1)
+    first = np.maximum.accumulate(np.where(begins_node, np.arange(rows)[:, None], 0), axis=0)
+    behind = rows_behind_subtree(common, width + 1)
+
+    def sum_in_node(values_G: np.ndarray) -> np.ndarray:
+        sums = np.concatenate([[0], np.cumsum(values_G)])
+        return sums[behind] - sums[first]
+
+    count = sum_in_node(judged_G)
+    mean = sum_in_node(rewards_G) / np.maximum(count, 1)  # a completion that was not judged adds zero
+    # At token t the prefix p is the node of depth t, and p∘v is the node of depth t + 1.
+    # If no completion parts, both means are over the same rows, so their difference is set to exactly zero and not to
+    # a rounding error.
+    parts_GC = count[:, 1:] != count[:, :-1]
+    advantage_GC = np.where(valid_GC & parts_GC, mean[:, 1:] - mean[:, :-1], 0.0)
+    representative_GC = valid_GC & begins_node[:, 1:]
+
+    inverse = np.argsort(order)
+    return Transitions(torch.from_numpy(advantage_GC[inverse]), torch.from_numpy(representative_GC[inverse]))
+
+
+def group_credit(
+    completion_ids: torch.Tensor, completion_mask: torch.Tensor, rewards: torch.Tensor, group_size: int
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Credit of all tokens of whole groups, one group after the other.
+
+    Args:
+        completion_ids, completion_mask: `(B, C)`, right-padded. A row without tokens (a truncated completion that is
+            masked out) gets no credit and changes no mean.
+        rewards: `(B,)`; NaN if a completion was not judged.
+        group_size: G; B is a multiple of it.
+
+    Returns:
+        Float32 `(B, C)`: A(v|p) / |U| at one representative of each distinct transition, zero elsewhere. And three
+        metrics: the mean over groups of |U|; the mean over groups of the transitions with nonzero advantage; and the
+        fraction of positions that repeat another completion's prefix, among the positions before the last credited
+        token of each completion.
+    """
+    device = completion_ids.device
+    completion_ids = completion_ids.cpu()
+    completion_mask = completion_mask.cpu()
+    rewards = rewards.cpu().double().masked_fill(completion_mask.sum(1) == 0, torch.nan)
+    credit_of_groups = []
+    transitions = 0
+    credited = 0
+    positions = 0
+    distinct_positions = 0
+    for start in range(0, len(rewards), group_size):
+        rows = slice(start, start + group_size)
+        group = prefix_transitions(completion_ids[rows], completion_mask[rows], rewards[rows])
+        advantage_GC = torch.where(group.representative, group.advantage, 0.0)
+        is_credited_GC = advantage_GC != 0
+        count = int(group.representative.sum())  # |U|
+        credit_of_groups.append(advantage_GC / max(count, 1))
+        transitions += count
+        credited += int(is_credited_GC.sum())
+        # Positions before the last credited token; that token itself is only a target.
+        is_needed_GC = is_credited_GC.flip(1).cumsum(1).flip(1)[:, 1:] > 0
+        positions += int(is_needed_GC.sum())
+        if is_needed_GC.any():
+            prefixes = prefix_transitions(completion_ids[rows, :-1], is_needed_GC, torch.zeros(len(is_needed_GC)))
+            distinct_positions += int(prefixes.representative.sum())
+    metrics = {
+        "transitions": transitions / len(credit_of_groups),
+        "credited_transitions": credited / len(credit_of_groups),
+        "repeated_fraction": (positions - distinct_positions) / max(positions, 1),
+    }
+    return torch.cat(credit_of_groups).float().to(device), metrics

@@ -1,0 +1,84 @@
+"""`TSPMOTrainer`: GRPO's loop with credit for single token transitions (arXiv 2504.20834)."""
+
+import torch
+
+from ..grpo.trainer import EfficientGRPOTrainer
+from ..run.arguments import config_or_default
+from ..step.scoring import Request
+from .config import TSPMOConfig
+from .credit import group_credit
+
+
+class TSPMOTrainer(EfficientGRPOTrainer):
+    """Token-Specific Prefix Matching Optimization, with the arguments of [`EfficientGRPOTrainer`].
+
+    Over the distinct pairs U of a prefix p and a next token v among the completions of one prompt, it maximises
+
+        1/|U| · Σ_U A(v|p) · π(v|p),    A(v|p) = mean{R : starts with p∘v} − mean{R : starts with p}.
+
+    A is zero if completions do not part. So only branching tokens are scored, each distinct one once, and every
+    completion is cut after its last credited token. The prompt and every prefix that completions share after it
+    (`t_spmo/repeated_fraction`) are computed once, unless the model runs padded or on an attention implementation
+    without masks.
+
+    A completion's reward is the weighted sum of the reward functions, unscaled. Groups may span ranks: the trie covers
+    the whole group. The definition follows the paper's abstract and is otherwise this project's reading.
+    """
+
+    _tag_names = ["trl", "t-spmo", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)
+    _weighs_in_loss = True  # the objective has no ratio, so a pass for weights would be wasted
+
+    def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
+        args = config_or_default(TSPMOConfig, args, model, "T-SPMO")
+        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        self.card_info.method = "T-SPMO ([arXiv 2504.20834](https://arxiv.org/abs/2504.20834))"
+
+    def features(self) -> list[tuple[str, str]]:
+        # GRPO's lines on skipping and selection do not apply here.
+        not_applicable = self.budget.features(self.sharing.is_active)
+        features = [feature for feature in super().features() if feature not in not_applicable]
+        features.append(("on", f"T-SPMO: branching tokens only, objective {self.args.t_spmo_objective}"))
+        return features
+
+    def _finish_batch(self, batch, inputs):
+        ids = batch["completion_ids"]
+        mask = batch["completion_mask"]
+        # A group may span ranks, so the completions of all ranks are gathered, in the order of the gathered rewards.
+        all_ids = self.accelerator.gather(self.accelerator.pad_across_processes(ids, dim=1))
+        all_masks = self.accelerator.gather(self.accelerator.pad_across_processes(mask, dim=1))
+        credit_BC, metrics = group_credit(all_ids, all_masks, self.groups.rewards_N(), self._group_size)
+        first = self.accelerator.process_index * len(ids)
+        credit_BC = credit_BC[first : first + len(ids), : ids.shape[1]]
+        batch["advantages"] = credit_BC * batch["tool_mask"] if "tool_mask" in batch else credit_BC
+        self._add_metrics({f"t_spmo/{name}": value for name, value in metrics.items()})
+        return batch
+
+    @property
+    def _group_size(self) -> int:
+        return self.num_generations if self.model.training else self.num_generations_eval
+
+    def _scored_tokens(self, inputs, ahead):
+        return inputs["advantages"] != 0
+
+    def _loss(self, stock, model, inputs):
+        credit_BC = inputs["advantages"]
+        request = Request(model, inputs, scored_BC=credit_BC != 0)
+        logps_BC, entropies_BC, aux_loss = self._score_completions(request, inputs)
+        value_BC = logps_BC.exp() if self.args.t_spmo_objective == "probability" else logps_BC
+        # The loss is the mean over the groups of the optimizer step: the credit contains 1/|U|, so the sum over a
+        # group's rows is the group's objective.
+        loss = -(credit_BC * value_BC).sum() * self._group_size / len(credit_BC)
+        if self.aux_loss_enabled:
+            loss = loss + self.router_aux_loss_coef * aux_loss
+        counts = torch.stack([inputs["completion_mask"].sum(), request.scored_BC.sum(), entropies_BC.sum()]).float()
+        counts = self.accelerator.reduce(counts.detach(), reduction="sum")
+        metrics = self._metrics["train" if self.model.training else "eval"]
+
+        def finish(counts):
+            valid, scored, entropy = counts
+            metrics["tokens/scored_fraction"].append(scored / max(valid, 1.0))
+            metrics["tokens/nothing_to_learn"].append(float(scored == 0))
+            metrics["entropy"].append(entropy / scored if scored else float("nan"))
+
+        self.telemetry.later(counts, finish)
+        return loss / (self.current_gradient_accumulation_steps if self.model.training else 1)
