@@ -50,7 +50,7 @@ def types_of(path: Path) -> list[type]:
 def test_the_names_that_are_read_are_those_of_the_parser(path):
     types = types_of(path)
     assert option_fields(path).keys() == {item.name for kind in types for item in fields(kind)}
-    _, options = typos.known_names("cli.scripts", [path])
+    _, options = typos.known_names("tools.cli.scripts", [path])
     if types:
         assert {option for option in TrlParser(tuple(types))._option_string_actions if option != "-h"} <= options
 
@@ -59,7 +59,7 @@ def test_every_command_that_imports_torch_has_its_options_read():
     quick = {"recipes", "config"}  # import nothing
     theirs = {"launch", "doctor"}  # accelerate's parser; a list of findings
     assert {*typos.SCRIPTS} == {*COMMANDS} - quick - theirs
-    _, options = typos.known_names("cli.plan", typos.script_paths("plan"))
+    _, options = typos.known_names("tools.cli.plan", typos.script_paths("plan"))
     assert {option for option in plan._parser()._option_string_actions if option != "-h"} <= options
 
 
@@ -89,7 +89,7 @@ print(sorted({{"torch", "trl", "transformers", "accelerate"}} & {{*sys.modules}}
 def test_the_text_is_that_of_the_parser_and_what_cannot_be_read_is_left_to_it(tmp_path, monkeypatch):
     words = ["--outptu", "merged"]
     with pytest.raises(ConfigError) as quick:
-        typos.refuse_typos("merge", "cli.scripts", words)
+        typos.refuse_typos("merge", "tools.cli.scripts", words)
     with pytest.raises(ConfigError) as parsed:
         recipe_fields(types_of(ROOT / "recipes" / "merge.py"), words)
     assert str(quick.value) == str(parsed.value)
@@ -98,7 +98,7 @@ def test_the_text_is_that_of_the_parser_and_what_cannot_be_read_is_left_to_it(tm
         path = tmp_path / "own.py"
         path.write_text(f"{source}\n{PARSE}((NoSuchConfig,))\n")
         monkeypatch.setattr(typos, "script_paths", lambda command, path=path: [path])
-        assert typos.refuse_typos("merge", "cli.scripts", words) is None
+        assert typos.refuse_typos("merge", "tools.cli.scripts", words) is None
         source_fields._tree.cache_clear()
         source_fields._fields.cache_clear()
 
@@ -106,8 +106,8 @@ def test_the_text_is_that_of_the_parser_and_what_cannot_be_read_is_left_to_it(tm
 def test_compare_takes_fields_of_trls_own_trainers():
     """Those of KTO stand in no script here; with `--trainer` they reach `compare`, which knows them."""
     words = ["--desirable_weight", "1.5", "--config", "small-base/grpo/quickstart"]
-    typos.refuse_typos("compare", "cli.compare", ["--trainer", "kto", *words])
+    typos.refuse_typos("compare", "tools.cli.compare", ["--trainer", "kto", *words])
     with pytest.raises(UserError, match="desirable_weight"):
-        typos.refuse_typos("compare", "cli.compare", words)
+        typos.refuse_typos("compare", "tools.cli.compare", words)
     of_teacher = ["--teacher_model_name_or_path", "x", "--config", "small-base/distillation/quickstart"]
-    typos.refuse_typos("compare", "cli.compare", of_teacher)
+    typos.refuse_typos("compare", "tools.cli.compare", of_teacher)

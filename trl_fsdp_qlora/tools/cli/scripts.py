@@ -66,7 +66,7 @@ def with_recipe(words: list[str]) -> list[str]:
 
 def config_of(method: Method) -> type:
     """The config class of a method."""
-    return getattr(import_module(f"..{method.room}.config", __package__), method.config)
+    return getattr(import_module(f"trl_fsdp_qlora.trainers.{method.room}.config"), method.config)
 
 
 def script_of(method: Method) -> type:
@@ -108,7 +108,7 @@ def have_all_fields(words: Sequence[str], *classes: type) -> bool:
     if options:
         used.update(read_yaml(options["--config"]))
     known = {item.name for kind in (ModelConfig, *classes) for item in fields(kind)}
-    return used <= known | {"env", "stage", "debug_errors"}
+    return used <= known | {"env", "stage"}
 
 
 def _config_flags(config: str | None, launcher: dict[str, str]) -> list[str]:

@@ -367,8 +367,8 @@ class EfficientGRPOTrainer(GRPOTrainer):
     def generating(self, wrapped=None):
         """A model to generate with outside of training's rollouts.
 
-        See [`trl_fsdp_qlora.engines.decode.rollout.Rollout.generating`]. With vLLM the model is the engine, which then holds
-        the current adapter.
+        See [`trl_fsdp_qlora.engines.decode.rollout.Rollout.generating`]. With vLLM the model is the engine, which then
+        holds the current adapter.
         """
         if wrapped is not None or not self.engine_draws:
             return self.rollout.generating(self.model_wrapped if wrapped is None else wrapped)
