@@ -300,7 +300,7 @@ def test_without_bokeh_the_curves_are_tables(browser, tmp_path, monkeypatch):
     browser.wait_for("document.querySelector('#chart-0 table') !== null")
     cells = texts(browser, "#chart-0 tbody tr:last-child > *")
     assert cells[0] == "100" and math.isclose(float(cells[1]), 0.8747)
-    assert "trl-fsdp-qlora[report]" in texts(browser, ".notes")[0]
+    assert "trl-fsdp-qlora[tools]" in texts(browser, ".notes")[0]
     assert browser.troubles == []
 
 

@@ -101,7 +101,7 @@ def _bokeh(notes: list[str]) -> list[str]:
     """The scripts of Bokeh, in their order, as they are in the installed package; without it none, and a note."""
     if find_spec("bokeh") is None:
         notes.append(
-            "The curves are tables, because bokeh is not installed: pip install 'trl-fsdp-qlora[report]' draws them."
+            "The curves are tables, because bokeh is not installed: pip install 'trl-fsdp-qlora[tools]' draws them."
         )
         return []
     import bokeh
