@@ -2,7 +2,6 @@
 
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
@@ -67,7 +66,6 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             self.args,
             self.accelerator,
             self.clock,
-            self.reward_weights.cpu(),
             self.reward_func_names,
             lambda prompts: self._tokenize_prompts(prompts)[0],
             self._draw,
@@ -127,11 +125,12 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         for name, loaded, function in zip(self.reward_func_names, self.reward_funcs, self._user_rewards, strict=True):
             # A model counts by its weights. The trainer wraps functions, so the user's own are described.
             described = loaded if isinstance(loaded, nn.Module) else function
-            rewards.append([name, describe_reward(described, name, self.args.value_reward_version)])
+            rewards.append([name, describe_reward(described, self.args.value_reward_version)])
         return {
             "reference": describe_model(model, adapter),
             "sampling": describe_sampling(model, self._generation_config(sample=True)),
             "rewards": rewards,
+            "weights": self.reward_weights,
         }
 
     @contextmanager
@@ -164,14 +163,14 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         """Whether stage 1 runs a sharded model, so that every rank has to draw whenever one rank draws."""
         return self.rollout.is_sharded and not self._engine_is_reference
 
-    def _draw(self, items: list[Item], counts: list[int], seed: int) -> list[np.ndarray]:
+    def _draw(self, items: list[Item], counts: list[int], seed: int) -> list[list[float]]:
         repeated = [item for item, count in zip(items, counts, strict=True) for _ in range(count)]
         prompt_ids = [item.prompt_ids for item in repeated]
         rows = [item.row for item in repeated]
         with self._reference_policy() as (model, synced_gpus):
             ids = generate(model, prompt_ids, self._generation_config(sample=True), seed, synced_gpus=synced_gpus)
-        rewards = self._rewards_of(rows, prompt_ids, ids).double().numpy()
-        return np.split(rewards, np.cumsum(counts)[:-1])
+        rewards = combine(self._rewards_of(rows, prompt_ids, ids).double(), self.reward_weights.cpu())
+        return [part.tolist() for part in rewards.split(counts)]
 
     def _generation_config(self, sample: bool) -> GenerationConfig:
         """Settings to sample the reference policy, or to decode the policy greedily."""
