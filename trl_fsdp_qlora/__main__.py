@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from . import __version__
 from .errors import UserError, did_you_mean
-from .tools.cli.one_line import in_one_line, stop_at_once, stop_by_exception
+from .tools.cli.one_line import in_one_line
 from .trainers.methods import METHODS
 
 
@@ -70,7 +70,7 @@ def _help() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run the command that `argv` (the process's own by default) names, and return its exit status.
 
-    [`~trl_fsdp_qlora.tools.cli.one_line.in_one_line`] prints an exception and exits.
+    [`~trl_fsdp_qlora.tools.cli.one_line.in_one_line`] prints a `UserError` and exits.
     """
     with in_one_line():
         argv = sys.argv[1:] if argv is None else argv
@@ -86,9 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         # bitsandbytes warns about 4-bit products on a CPU whenever it is imported without another package. The warning
         # has nothing to do with the command.
         logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-        stop_at_once()
         function = getattr(import_module(f".{command.module}", __package__), command.function)
-        stop_by_exception()
         return function(words) if command.script is None else function(command.script, words)
 
 

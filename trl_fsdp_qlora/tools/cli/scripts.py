@@ -108,7 +108,7 @@ def have_all_fields(words: Sequence[str], *classes: type) -> bool:
     if options:
         used.update(read_yaml(options["--config"]))
     known = {item.name for kind in (ModelConfig, *classes) for item in fields(kind)}
-    return used <= known | {"env", "stage", "debug_errors"}
+    return used <= known | {"env", "stage"}
 
 
 def _config_flags(config: str | None, launcher: dict[str, str]) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from ...trainers.methods import METHODS
 from ...utils.resources import resource_folder
 from ..recipe.keys import check_keys, check_options, read_yaml
-from .one_line import DEBUG_ERRORS, pop_options
+from .one_line import pop_options
 from .scripts import LAUNCHER, refuse_other_trainers, with_recipe
 from .source_fields import option_fields, written_options
 
@@ -43,8 +43,8 @@ def known_names(module: str, scripts: Sequence[Path]) -> tuple[set[str], set[str
     The options contain all that the parser takes, and `--no_<field>` of every switch, of which it takes some. Returns
     `None` if the names cannot be read.
     """
-    keys = {"env", "config", "debug_errors"}
-    options = {DEBUG_ERRORS, "--config", "--help", *LAUNCHER}
+    keys = {"env", "config"}
+    options = {"--config", "--help", *LAUNCHER}
     options |= written_options(_PACKAGE.joinpath(*module.split(".")).with_suffix(".py"))
     for script in scripts:
         fields = option_fields(script)
