@@ -58,5 +58,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise CheckpointError(f"its {path.name} is missing") from None
     except (OSError, ValueError, TypeError) as error:  # JSON and UTF-8 that do not decode are value errors
         raise CheckpointError(f"its {path.name} cannot be read: {error}") from error

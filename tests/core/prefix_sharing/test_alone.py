@@ -8,8 +8,8 @@ from pathlib import Path
 
 import trl_fsdp_qlora
 
-# prefix_sharing/, scoring/ and compat/; of errors.py the class, of cpu/ the product that scoring's head takes.
-PARTS = ("prefix_sharing", "scoring", "compat", "errors.py", "cpu/__init__.py", "cpu/linear.py")
+# prefix_sharing/, scoring/ and compat/; of errors.py the class.
+PARTS = ("prefix_sharing", "scoring", "compat", "errors.py")
 SCRIPT = """
 import sys
 

@@ -1,7 +1,7 @@
 """How often the host waits for the device in a pass through prompt sharing, next to the padded pass of stock TRL.
 
-`tests/trainers/grpo/test_syncs.py` counts whole steps of the trainers; these are the families of models, with and without
-images.
+`tests/trainers/grpo/test_syncs.py` counts whole steps of the trainers; these are the families of models, with and
+without images.
 """
 
 import functools

@@ -18,8 +18,7 @@ from tests.distributed.launch import launch
 from tests.tiny import save_tiny_model, these_first
 from tests.trainers.grpo.test_resume import assert_equal_runs
 from trl_fsdp_qlora import EfficientGRPOConfig
-from trl_fsdp_qlora.trainers.run.checkpoints import last_complete_checkpoint
-from trl_fsdp_qlora.trainers.run.condition import condition_of
+from trl_fsdp_qlora.trainers.run.checkpoints import last_complete_checkpoint, why_not_whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -259,7 +258,7 @@ def test_a_saved_adapter_is_plain_peft_and_loads_in_one_ordinary_process(runs, r
 def test_a_model_object_without_a_folder_is_saved_and_resumed(runs, root):
     """The base's weight files were once looked for; where there are none, one rank alone sliced sharded weights."""
     for folder in ("in_memory/checkpoint-1", "in_memory_resumed/checkpoint-2", "in_memory_full/checkpoint-1"):
-        assert condition_of(root / "two" / folder).why_not_whole is None
+        assert why_not_whole(root / "two" / folder) is None
     one, two = (runs[run, "in_memory_resumed"][0]["entropy_coef"] for run in ("one", "two"))
     assert one == two != EfficientGRPOConfig.entropy_coef
 

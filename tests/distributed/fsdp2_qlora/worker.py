@@ -388,8 +388,8 @@ def by_name(path, out, base="", stored="", experts=0, gather="auto", keep=0):
 
 
 def killed(path, _out, kills, resume, into):
-    """A run of tests/trainers/grpo/resume_worker.py, of whose two ranks one dies of what `kills` says for it: "step+" or
-    "+saving".
+    """A run of tests/trainers/grpo/resume_worker.py, of whose two ranks one dies of what `kills` says for it: "step+"
+    or "+saving".
     """
     kill = kills.split("+")[RANK]
     trained = resume_worker.run(into, kill or None, resume or None, tiny.load(path))

@@ -34,7 +34,7 @@ from trl_fsdp_qlora.tools.publishing.loading import load_model
 from trl_fsdp_qlora.tools.publishing.merge import merge_adapter
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.trainers.run import card
-from trl_fsdp_qlora.trainers.run.condition import condition_of
+from trl_fsdp_qlora.trainers.run.checkpoints import why_not_whole
 from trl_fsdp_qlora.trainers.run.logits import LOGITS, prove, record_logits
 
 BASE = "owner/tiny-base"
@@ -86,7 +86,7 @@ def test_every_card_has_metadata_and_recipe(trained):
         assert "More Information Needed" not in text, "this is PEFT's empty card"
         assert "## Quick start" in text
         assert str(root) not in text
-    assert condition_of(root / "out" / "checkpoint-1").why_not_whole is None
+    assert why_not_whole(root / "out" / "checkpoint-1") is None
     written = ModelCard.load(root / "out" / "README.md")
     data = {"library_name": "peft", "base_model": "base", "datasets": ["someone/sums"], "license": "mit"}
     assert data.items() <= vars(written.data).items()

@@ -108,8 +108,8 @@ def measured_run(tmp_path, capsys):
     return run
 
 
-def other_weights(run):
-    save_tiny_model(run.base, seed=1)
+def another_base(run):
+    run.base = save_tiny_model(run.folder / "other", seed=1)
     return {}
 
 
@@ -117,7 +117,7 @@ MEASURED_ON_ANOTHER_THING = {
     "fewer problems": lambda run: {"test": answered(4)},
     "other problems": lambda run: {"test": answered(8).select(range(2, 8))},
     "other answers": lambda run: {"test": answered(6).map(lambda row: {"answer": "7"})},
-    "another base": other_weights,
+    "another base": another_base,
     "another length": lambda run: {"max_completion_length": 5},
     "another place of the answer": lambda run: {"answer_format": "boxed"},
     "another type": lambda run: {"model_init_kwargs": {"dtype": "bfloat16"}},
@@ -133,15 +133,13 @@ def test_figures_make_a_pair_only_if_they_were_measured_on_the_same(measured_run
     assert "the accuracy before training is left out: it was measured on something else (" in measured_run.printed
     assert "->" not in measured_run.printed.splitlines()[-1]
     assert "| held-out accuracy, before | left out, measured on something else (" in measured_run.card
-    save_tiny_model(measured_run.base)
+    measured_run.base = str(measured_run.folder / "base")
     record = measured_run.train(3)
     assert record["before"] == measured_run.before and "before_left_out" not in record
     assert "  ->  " in measured_run.printed.splitlines()[-1]
 
 
 def test_what_a_figure_does_not_depend_on_leaves_the_pair(measured_run):
-    shutil.move(measured_run.base, measured_run.folder / "moved")
-    measured_run.base = str(measured_run.folder / "moved")
     record = measured_run.train(2, learning_rate=1e-3, seed=5, num_generations=8, use_vllm=False)
     assert record["before"] == measured_run.before and "  ->  " in measured_run.printed.splitlines()[-1]
 
@@ -199,10 +197,12 @@ def test_a_folder_that_is_resumed_runs_no_code(measured_run, monkeypatch):
     for name in ENDING_THE_RUN:
         shutil.copytree("out", "kept")
         plant(measured_run.folder / "out" / "checkpoint-1", name)
+        (measured_run.folder / "out" / "checkpoint-1" / "manifest.json").unlink()  # it has the digests of all files
         with pytest.raises(pickle.UnpicklingError):
             measured_run.train(2)
         shutil.rmtree("out")
         shutil.move("kept", "out")
+    (measured_run.folder / "out" / "checkpoint-1" / "manifest.json").write_text('{"format": 3, "files": {}}')
     for name in NAMING_CODE:
         plant(measured_run.folder / "out", name)
     assert measured_run.train(2)["finished_step"] == 2

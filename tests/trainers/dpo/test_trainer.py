@@ -10,7 +10,7 @@ from trl import DPOConfig, DPOTrainer
 
 from tests.core.prefix_sharing.helpers import assert_equal_gradients, build, gradients, tokenizer
 from trl_fsdp_qlora import EfficientDPOConfig, EfficientDPOTrainer
-from trl_fsdp_qlora.trainers.run.condition import condition_of
+from trl_fsdp_qlora.trainers.run.checkpoints import why_not_whole
 
 FAMILIES = ("qwen3", "gemma3", "qwen3_5")
 # PEFT refuses adapters on projections out of the state.
@@ -137,7 +137,7 @@ def test_resumed_equals_uninterrupted_to_the_bit(tmp_path):
         return losses, {name: p.detach().clone() for name, p in each.model.named_parameters()}
 
     losses, weights = train(tmp_path / "whole")
-    assert condition_of(tmp_path / "whole" / "checkpoint-2").why_not_whole is None
+    assert why_not_whole(tmp_path / "whole" / "checkpoint-2") is None
     assert "DPO" in (tmp_path / "whole" / "checkpoint-2" / "README.md").read_text()
     shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
     resumed_losses, resumed = train(tmp_path / "resumed", "auto")

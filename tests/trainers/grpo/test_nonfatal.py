@@ -9,7 +9,7 @@ from trl import GRPOConfig
 from tests.tiny import character_tokenizer, lora, new_model, prompts, save_tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.trainers.run import checkpoints
-from trl_fsdp_qlora.trainers.run.condition import condition_of
+from trl_fsdp_qlora.trainers.run.checkpoints import why_not_whole
 from trl_fsdp_qlora.trainers.run.terminal import use_terminal
 from trl_fsdp_qlora.utils import nonfatal
 
@@ -57,10 +57,10 @@ def test_a_config_as_users_write_it_trains_saves_and_resumes(tmp_path, on_card, 
 
 # What fails at once; the last two would keep others from being reached.
 BESIDE = [
-    ("publishing.card.changed_arguments", "publishing.logits.few_logits", "telemetry.phases.PeakMemory.read",
-     "telemetry.phases.TelemetryCallback._read_held", "telemetry.phases.PhaseTimer.drain_peaks",
-     "telemetry.startup.first_prompt", "telemetry.terminal.completion_lines"),
-    ("telemetry.startup.startup_block", "telemetry.terminal._duration"),
+    ("trainers.run.card.changed_arguments", "trainers.run.logits.few_logits", "trainers.run.phases.PeakMemory.read",
+     "trainers.run.phases.TelemetryCallback._read_held", "trainers.run.phases.PhaseTimer.drain_peaks",
+     "trainers.run.startup.first_prompt", "trainers.run.terminal.completion_lines"),
+    ("trainers.run.startup.startup_block", "trainers.run.terminal._duration"),
 ]  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def test_what_is_done_beside_the_maths_may_fail(tmp_path, monkeypatch, caplog, s
     grpo.train()
     grpo.save_model()
     assert grpo.state.global_step == 2
-    assert [condition_of(tmp_path / f"checkpoint-{step}").why_not_whole for step in (1, 2)] == [None, None]
+    assert [why_not_whole(tmp_path / f"checkpoint-{step}") for step in (1, 2)] == [None, None]
     assert (tmp_path / "adapter_model.safetensors").is_file()
     assert not (tmp_path / checkpoints.STAGING).exists()
     lines = [record for record in caplog.records if record.name == nonfatal.__name__]

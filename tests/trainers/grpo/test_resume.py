@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.distributed.launch import launch
 from tests.tiny import these_first
 from trl_fsdp_qlora.trainers.run import checkpoints
-from trl_fsdp_qlora.trainers.run.condition import condition_of
+from trl_fsdp_qlora.trainers.run.checkpoints import why_not_whole
 
 KEYS = ("loss", "reward", "kl", "grad_norm", "learning_rate", "completions/mean_length")
 
@@ -62,7 +62,7 @@ def assert_equal_runs(run: Path, uninterrupted: Path) -> None:
     weights = load_file(run / "final" / "adapter_model.safetensors")
     for name, weight in load_file(uninterrupted / "final" / "adapter_model.safetensors").items():
         assert weight.equal(weights[name]), name
-    kept = [path.name for path in checkpoints.checkpoints_in(run) if condition_of(path).why_not_whole is None]
+    kept = [path.name for path in checkpoints.checkpoints_in(run) if why_not_whole(path) is None]
     assert kept[-1] == "checkpoint-9"
 
 

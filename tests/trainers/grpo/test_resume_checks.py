@@ -16,10 +16,10 @@ from filelock import FileLock
 from transformers import TrainerCallback, TrainerState
 from trl import GRPOTrainer
 
-from tests.tiny import lora, prompts, save_tiny_model, trainer
+from tests.tiny import lora, prompts, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.trainers.run import checkpoints, stopping
-from trl_fsdp_qlora.trainers.run.condition import condition_of
+from trl_fsdp_qlora.trainers.run.checkpoints import why_not_whole
 from trl_fsdp_qlora.utils.files import CheckpointError
 
 SETTINGS = {
@@ -37,12 +37,10 @@ def make(folder, data=None, at_step_end=None, **changes):
 
 
 def damage(path) -> None:
-    """One bit of the last weight; size, header and time stay as they are, as where a disk does it."""
-    times = path.stat()
+    """One bit of the last weight; size and header stay as they are."""
     content = bytearray(path.read_bytes())
     content[-2] ^= 1
     path.write_bytes(content)
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def callback_at(event: str, call) -> TrainerCallback:
@@ -112,26 +110,6 @@ def test_another_shape_generates_anew_and_says_so(run, caplog, changes, reason):
     assert rows == [changes.get("per_device_train_batch_size", 4)] * 2
 
 
-def test_a_base_is_known_by_its_files_and_not_by_its_name(tmp_path, caplog):
-    """Moved, it is the same; other weights under its name are another base, with other completions."""
-    base = save_tiny_model(tmp_path / "base")
-
-    def train(model, steps, resume=None) -> int:
-        caplog.clear()
-        grpo = make(tmp_path / "run", model=model, max_steps=steps)
-        drawn = drawn_batches(grpo)
-        grpo.train(resume_from_checkpoint=resume)
-        return len(drawn)
-
-    train(base, steps=1)
-    shutil.move(base, tmp_path / "moved")
-    assert train(str(tmp_path / "moved"), steps=2, resume="auto") == 0
-    assert "fingerprint of the base" not in caplog.text
-    save_tiny_model(tmp_path / "moved", seed=1)
-    assert train(str(tmp_path / "moved"), steps=3, resume="auto") == 1
-    assert "completions that" in caplog.text and "fingerprint of the base: " in caplog.text
-
-
 def test_the_optimizer_may_change_with_a_warning_and_what_says_nothing_of_the_maths_without(run, caplog):
     make(run, save_steps=2, logging_steps=3, save_total_limit=5, run_name="other").train(resume_from_checkpoint="auto")
     assert " -> " not in caplog.text
@@ -167,7 +145,7 @@ def test_a_checkpoint_is_pushed_when_whole_and_old_ones_go_but_the_best(tmp_path
     grpo.args.push_to_hub = True
 
     def record(self, folder):
-        pushed.append((os.path.basename(folder), condition_of(folder).why_not_whole))
+        pushed.append((os.path.basename(folder), why_not_whole(folder)))
 
     monkeypatch.setattr(GRPOTrainer, "_push_from_checkpoint", record)
     grpo.train()
@@ -248,69 +226,8 @@ def test_auto_goes_on_from_the_newest_that_holds_what_was_written(run, caplog):
     steps = []
     grpo.add_callback(callback_at("on_step_begin", lambda state: steps.append(state.global_step)))
     grpo.train(resume_from_checkpoint="auto")
-    assert steps == [2, 3] and condition_of(run / "checkpoint-3").why_not_whole is None  # written anew
-    assert len([message for message in caplog.messages if f"checkpoint-3 (its file {WEIGHTS} " in message]) == 1
-
-
-def first_step_of(grpo) -> list[int]:
-    """A list that gets the step at which the trainer begins."""
-    steps = []
-    grpo.add_callback(callback_at("on_step_begin", lambda state: steps.append(state.global_step)))
-    return steps
-
-
-def test_auto_goes_on_from_a_damaged_one_rather_than_from_step_0(run, caplog):
-    for folder in checkpoints.checkpoints_in(run):
-        damage(folder / WEIGHTS)
-    grpo = make(run, max_steps=4)
-    steps = first_step_of(grpo)
-    grpo.train(resume_from_checkpoint="auto")
-    assert steps == [3]
-    assert f"no checkpoint is whole; going on from {run / 'checkpoint-3'}, although its file {WEIGHTS}" in caplog.text
-
-
-class SavesTheAdapterAgain(TrainerCallback):
-    """The callback of many scripts for PEFT (huggingface/peft#353); with a second adapter it leaves other files."""
-
-    def on_save(self, args, state, control, model=None, **_):
-        model.save_pretrained(f"{args.output_dir}/checkpoint-{state.global_step}")
-
-
-class RoundsWhatWasSaved(TrainerCallback):
-    """One that writes other weights into the checkpoint, in another type."""
-
-    def on_save(self, args, state, control, **_):
-        file = f"{args.output_dir}/checkpoint-{state.global_step}/{WEIGHTS}"
-        tensors = {name: value.bfloat16() for name, value in safetensors.torch.load_file(file).items()}
-        safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize("resume", ["auto", True])
-@pytest.mark.parametrize("callback", [SavesTheAdapterAgain, RoundsWhatWasSaved])
-def test_a_callback_may_write_into_a_checkpoint(tmp_path, callback, resume, caplog):
-    """Only the last of the checkpoints is written again: no older one may be taken for it."""
-    grpo = make(tmp_path, max_steps=2)
-    grpo.train()
-    grpo = make(tmp_path, max_steps=3)
-    grpo.add_callback(callback())
-    grpo.train(resume_from_checkpoint="auto")
-    caplog.clear()
-    resumed = make(tmp_path, max_steps=4)
-    steps = first_step_of(resumed)
-    resumed.train(resume_from_checkpoint=resume)
-    assert steps == [3]
-    assert (f"{WEIGHTS}" in caplog.text) == (callback is RoundsWhatWasSaved)
-
-
-@pytest.mark.parametrize("names", [["optimizer.pt"], ["scheduler.pt"], ["rollouts_0_of_1.pt", "rng_state.pth"]])
-def test_states_that_were_removed_start_anew(run, names, caplog):
-    for name in names:
-        (run / "checkpoint-3" / name).unlink()
-    grpo = make(run, max_steps=4)
-    steps = first_step_of(grpo)
-    grpo.train(resume_from_checkpoint="auto")
-    assert steps == [3] and grpo.state.global_step == 4
-    assert all(f"{name} (missing" in caplog.text for name in names)
+    assert steps == [2, 3] and why_not_whole(run / "checkpoint-3") is None  # written anew
+    assert len([message for message in caplog.messages if f"checkpoint-3: its file {WEIGHTS} " in message]) == 1
 
 
 _UNSAFE = safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")

@@ -23,7 +23,6 @@ from tests.trainers.vllm.test_ahead import (
     make,
     trained_prompts,
     wait_until,
-    without_vllm,
 )
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 

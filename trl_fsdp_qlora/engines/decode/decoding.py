@@ -4,7 +4,7 @@ Transformers runs a repeated prompt, and the vision tower on its images, once fo
 until the longest one ends. Here `generate` gets each distinct prompt once:
 
 - A beginning that all prompts share is prefilled once ([`common_beginning`]).
-- On a CPU, decoding attends to a prompt once for all its rows ([`trl_fsdp_qlora.engines.decode.shared_prompts_on_cpu`]). On a GPU, or if
+- On a CPU, decoding attends to a prompt once for all its rows ([`shared_prompts_on_cpu`]). On a GPU, or if
   that is not exact, the cache is repeated.
 - A later turn of an episode runs only its new tokens ([`turns`]).
 

@@ -32,7 +32,12 @@ from .adapter_sync import (
     check_trained,
     served_rank,
 )
-from .dequantized_base import DONE, config_of_dequantized, dequantized_base, has_packed_base
+from .dequantized_base import (
+    DONE,
+    config_of_dequantized,
+    dequantized_base,
+    has_packed_base,
+)
 from .drawn_dtype import engine_options, other_dtype, trainer_dtype
 
 logger = logging.getLogger(__name__)

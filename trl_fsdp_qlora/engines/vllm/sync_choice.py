@@ -166,8 +166,8 @@ def why_own_base(args: Any, sync: Sync, quantization: Any, model: Any, place: Pl
 def trl_starts_engine(args: Any, sync: Sync, own_base: str | None) -> AbstractContextManager:
     """A context in which TRL's trainer starts the engine that `sync` needs.
 
-    It is TRL's own, or [`trl_fsdp_qlora.engines.vllm.engine.start_engine`]'s if the adapter alone is sent. `own_base`: why it
-    loads a base of its own; `None` if it shares the trainer's.
+    It is TRL's own, or [`trl_fsdp_qlora.engines.vllm.engine.start_engine`]'s if the adapter alone is sent. `own_base`:
+    why it loads a base of its own; `None` if it shares the trainer's.
     """
     if sync.mode == "off":
         return nullcontext()

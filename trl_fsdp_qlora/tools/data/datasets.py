@@ -148,8 +148,8 @@ def read_problems(
         split, config: of a folder or the Hub; several splits are `train+test`.
         question_column, answer_column: needed if they are not in [`COLUMNS`].
         whole_rows: also return `columns`, the unchanged row.
-        graded: every row needs an answer that [`trl_fsdp_qlora.tools.data.answers.parse_gold`] takes. Otherwise rows may
-            have any answer or none, because rewards are the user's own.
+        graded: every row needs an answer that [`trl_fsdp_qlora.tools.data.answers.parse_gold`] takes. Otherwise rows
+            may have any answer or none, because rewards are the user's own.
 
     Returns:
         One dict per problem: `row` (index in the source), `question` (a text, or a conversation as a list of

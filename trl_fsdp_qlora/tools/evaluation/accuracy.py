@@ -221,8 +221,8 @@ def evaluate(
         model: an unwrapped causal language model (not a DDP wrapper); its training mode is restored.
         tokenizer: a tokenizer with a pad token, or a processor if `dataset` has a column `images`.
         dataset: `prompt` and `answer`, and `entry` if a generator verifies, see
-            [`trl_fsdp_qlora.tools.data.datasets.to_prompts`]. With a `judge`, or an environment that owns its reward, no
-            answer is needed.
+            [`trl_fsdp_qlora.tools.data.datasets.to_prompts`]. With a `judge`, or an environment that owns its reward,
+            no answer is needed.
         max_new_tokens: length limit of a completion, in tokens.
         batch_size: completions per batch, per rank; sampled completions of a problem are batched together.
         samples: k of pass@k and majority@k; 0 measures greedy decoding only.
@@ -241,7 +241,7 @@ def evaluate(
         [`Evaluation`], the same on every rank.
 
     Raises:
-        trl_fsdp_qlora.tools.data.answers.UnparsableGoldAnswer: a gold answer has no value; it is raised before generation.
+        trl_fsdp_qlora.tools.data.answers.UnparsableGoldAnswer: a gold answer has no value; raised before generation.
     """
     started = time.perf_counter()
     with_images = "images" in dataset.column_names

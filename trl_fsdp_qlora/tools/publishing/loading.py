@@ -6,7 +6,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from peft.utils import load_peft_weights
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
@@ -15,6 +15,7 @@ from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, has_file
 from ...compat.transformers import model_class
 from ...errors import UserError
 
+CONFIG = "adapter_config.json"
 TOKENIZER = "tokenizer_config.json"
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,33 @@ def load_model(base: str, adapter: str | Path | None = None, **options: Any) -> 
         if "size mismatch" not in str(error):
             raise
         raise UserError(f"{adapter} is an adapter of another base than {base}: its layers have other sizes") from error
+
+
+def find_base(base: str, adapter: str | Path) -> str:
+    """The path of the base that the config of `adapter` names.
+
+    A relative path is relative to the working directory. If there is no such folder, it is relative to the adapter's
+    folder or to one of the folders above it, because a run writes the path as its user typed it. A name on the Hub is
+    returned as it is.
+    """
+    if not base or Path(base).is_absolute() or Path(base).exists():
+        return base
+    folder = Path(adapter).resolve()
+    for above in (folder, *folder.parents) if folder.is_dir() else ():
+        if (above / base / "config.json").is_file():
+            return str((above / base).resolve())
+    return base
+
+
+def other_base_warning(adapter: str | Path, base: str) -> str | None:
+    """A line if `adapter` was trained on a base of another name than `base`; `None` if not."""
+    trained_on = PeftConfig.from_pretrained(adapter).base_model_name_or_path
+    if not trained_on or Path(trained_on).name == Path(base).name:
+        return None
+    return (
+        f"{base} is not the base that {adapter} was trained on by its {CONFIG}, {trained_on}; if its weights differ, "
+        "the result is another model than the trained one"
+    )
 
 
 def has_own(adapter: str | Path | None, file: str) -> bool:

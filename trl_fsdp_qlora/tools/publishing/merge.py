@@ -13,7 +13,6 @@ from transformers.trainer_utils import align_special_tokens
 
 from ...compat.transformers import quantization_of
 from ...errors import UserError
-from ...trainers.run.base import find_base
 from ...trainers.run.card import code, escape
 from ...trainers.run.logits import compare_logits, few_logits, probes
 from ...trainers.run.terminal import progress
@@ -21,7 +20,7 @@ from ...utils.files import written_whole
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import plain
 from ...utils.redaction import portable
-from .loading import TOKENIZER, has_own, load_model, processor_source
+from .loading import TOKENIZER, find_base, has_own, load_model, processor_source
 
 _CARD = """---
 {{ card_data }}

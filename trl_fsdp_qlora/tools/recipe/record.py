@@ -16,8 +16,8 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from ...compat.transformers import quantization_of, tokenizer_of
-from ...trainers.run.checkpoints import FINGERPRINT, describe_base, describe_data, differences, settings_in
+from ...compat.transformers import model_name, quantization_of, tokenizer_of
+from ...trainers.run.checkpoints import describe_data, differences
 from ...utils import files as disk
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import plain
@@ -114,17 +114,6 @@ class RunRecord:
         return draw_run(self.content, self.path.with_name("training.png"))
 
 
-def base_in(folder: str | Path) -> str | None:
-    """The fingerprint of the base that was trained on, from the folder of a run or of a checkpoint; `None` if unknown.
-
-    Raises:
-        CheckpointError: the run's record cannot be read.
-    """
-    file = Path(folder, "metrics.json")
-    recorded = disk.read_json(file).get("base") if file.is_file() else settings_in(Path(folder))
-    return recorded.get(FINGERPRINT) if isinstance(recorded, dict) else None
-
-
 def measured_on(trainer: Any, script: ScriptArguments, test: Dataset, has_agent: bool) -> dict[str, Any]:
     """What an accuracy depends on apart from the trained weights: only figures for which it is equal make a pair."""
     args = trainer.args
@@ -132,7 +121,7 @@ def measured_on(trainer: Any, script: ScriptArguments, test: Dataset, has_agent:
     tokenizer = tokenizer_of(trainer.processing_class)
     quantization = plain(quantization_of(model.config)) or {}
     depends_on = {
-        **describe_base(model),
+        "base": Path(model_name(model)).name,
         "problems": describe_data(test, rows=len(test)),
         "chat template": xxhash.xxh3_64(str(tokenizer.chat_template).encode()).hexdigest(),
         "answer_format": script.answer_format,

@@ -17,7 +17,7 @@ from trl import ModelConfig, get_quantization_config
 from ...compat.transformers import model_name
 from ...errors import UserError
 from ...trainers.run.card import hardware, software
-from ...trainers.run.checkpoints import describe_base, last_step, resolve_resume, step_of
+from ...trainers.run.checkpoints import last_step, resolve_resume, step_of
 from ...trainers.run.stopping import stopping_after_step
 from ...trainers.run.terminal import TimeLeft, use_terminal
 from ...utils import files as disk
@@ -216,7 +216,6 @@ def _begin_record(
         software=software(),
         **redaction.portable(about),
         command=redaction.command_line(launch.launch_words()),
-        base=describe_base(trainer.accelerator.unwrap_model(trainer.model)),
         processes=args.world_size,
         settings=measured_settings(script, args, model),
     )

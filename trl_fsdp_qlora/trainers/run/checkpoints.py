@@ -1,9 +1,9 @@
 """The checkpoints of a run: written whole, found again, and next to Transformers' files those of each rank.
 
 A checkpoint is written into a staging folder and renamed when every rank has written its files, so a folder called
-`checkpoint-N` is whole. Its `manifest.json` has the sizes and digests of its files, which condition.py compares, and
-the settings of the run. In addition to Transformers' files, each rank keeps the completions that it has generated and
-not yet used. A run resumed in the middle of a generation cycle therefore goes on like the uninterrupted run.
+`checkpoint-N` is whole. Its `manifest.json` has the size and the digest of each file, and the settings of the run. In
+addition to Transformers' files, each rank keeps the completions that it has generated and not yet used. A run resumed
+in the middle of a generation cycle therefore continues like the uninterrupted run.
 """
 
 import errno
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -31,19 +31,20 @@ from ...utils.files import CheckpointError, digest, read_json, write_json
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import plain
 from ...utils.ranks import on_main
-from .base import fingerprint
-from .condition import FORMAT, MANIFEST, Condition, condition_of
 
 logger = logging.getLogger(__name__)
 
+MANIFEST = "manifest.json"
+FORMAT = 3
 # Transformers uploads nothing that begins with an underscore.
 LOCK = "_run.lock"
 STAGING = "_staging"
 
-FINGERPRINT = "fingerprint of the base"  # a setting of a run
-
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _FRESH = (None, False, "", "false", "False")  # spellings of `resume_from_checkpoint`
+_NEWEST = (True, "auto", "true", "True")
+# How the names of files end that a run reads when it resumes. Cards, tokenizers and configs are a user's to edit.
+_READ = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".metadata", ".index.json", TRAINER_STATE_NAME)
 
 # Fields of `TrainingArguments` that a resumed run compares.
 _TRAINING = [
@@ -70,32 +71,44 @@ def checkpoints_in(output_dir: str | Path) -> list[Path]:
     return sorted((path for path in folders if path.is_dir() and _CHECKPOINT.fullmatch(path.name)), key=step_of)
 
 
-class _Choice(NamedTuple):
-    """The checkpoint that a run goes on from, if any; and `name (reason)` of each newer one."""
+def why_not_whole(checkpoint: str | Path, read_contents: bool = True) -> str | None:
+    """Why a run cannot resume from the folder `checkpoint`; `None` if it can.
 
-    checkpoint: Path | None
-    condition: Condition
-    passed_over: list[str]
+    A folder without a manifest, as stock TRL writes it, is whole if it has a `trainer_state.json`, which stock writes
+    last. So is one whose manifest is of another version of this package.
 
-
-def _choose(output_dir: str | Path, read_contents: bool) -> _Choice:
-    """The newest whole checkpoint of a run. If none is whole, the newest one from which it can go on at all."""
-    passed_over = []
-    last_resort = _Choice(None, Condition(), passed_over)
-    for checkpoint in reversed(checkpoints_in(output_dir)):
-        condition = condition_of(checkpoint, read_contents)
-        reason = condition.why_not_whole
-        if reason is None:
-            return _Choice(checkpoint, condition, passed_over)
-        if condition.broken is None and last_resort.checkpoint is None:
-            last_resort = _Choice(checkpoint, condition, list(passed_over))
-        passed_over.append(f"{checkpoint.name} ({reason})")
-    return last_resort
+    Args:
+        read_contents: compare digests; without, sizes alone are compared, which takes no time.
+    """
+    checkpoint = Path(checkpoint)
+    if not checkpoint.is_dir():
+        return "there is no such folder"
+    try:
+        read_json(checkpoint / TRAINER_STATE_NAME)
+        manifest = read_json(checkpoint / MANIFEST) if (checkpoint / MANIFEST).exists() else {}
+        if manifest.get("format") != FORMAT:
+            return None
+        for name, size in manifest["files"].items():
+            path = checkpoint / name
+            if not name.endswith(_READ) or name.endswith("training_args.bin"):
+                continue
+            if path.stat().st_size != size:
+                return f"its file {name} has {path.stat().st_size:,} bytes, and {size:,} were written"
+            if read_contents and digest(path) != manifest["digests"][name]:
+                return f"its file {name} differs from what was written"
+    except FileNotFoundError as error:
+        return f"its file {Path(error.filename).name} is missing"
+    except CheckpointError as error:
+        return str(error)
+    except (OSError, LookupError, TypeError, AttributeError) as error:
+        return f"it cannot be compared with its {MANIFEST}: {error}"
+    return None
 
 
 def last_complete_checkpoint(output_dir: str | Path) -> Path | None:
-    """The newest checkpoint of a run, whole by sizes and headers if there is one; fast whatever its size."""
-    return _choose(output_dir, read_contents=False).checkpoint
+    """The newest checkpoint of a run that is whole by sizes; fast whatever its size."""
+    newest_first = reversed(checkpoints_in(output_dir))
+    return next((path for path in newest_first if why_not_whole(path, read_contents=False) is None), None)
 
 
 def last_step(checkpoint: str | Path, args: TrainingArguments) -> int | None:
@@ -110,72 +123,46 @@ def last_step(checkpoint: str | Path, args: TrainingArguments) -> int | None:
 def resolve_resume(output_dir: str | Path, resume: str | bool | None, read_contents: bool = True) -> str | None:
     """Turn `resume_from_checkpoint` into the folder to resume from, or `None` for a fresh start.
 
-    `True` is the newest whole checkpoint in `output_dir`, which must exist; if none is whole, the newest one that can
-    be loaded. `"auto"` is the same, or a fresh start if there is none. A folder must be whole.
+    `True` is the newest whole checkpoint in `output_dir`, which must exist. `"auto"` is the same, or a fresh start if
+    there is none. A folder must be whole.
 
     Args:
-        read_contents: compare the digests of files, and log what is passed over or differs from what was written;
-            without, the check is quick and silent.
+        read_contents: compare the digests of files, and log which checkpoints are passed over; without, the check is
+            quick and silent.
 
     Raises:
-        CheckpointError: there is nothing to resume from, or the named folder is not whole.
+        CheckpointError: there is nothing to resume from, the named folder is not whole, or none is whole of those that
+            were once written to the end: a fresh start would overwrite them.
     """
     if resume in _FRESH:
         return None
-    if resume in (True, "auto", "true", "True"):
-        choice = _choose(output_dir, read_contents)
-        if choice.checkpoint is None and resume != "auto":
-            because = f": {', '.join(choice.passed_over)}" if choice.passed_over else ""
-            raise CheckpointError(
-                f"resume_from_checkpoint={resume}: {output_dir} holds no complete checkpoint{because}; "
-                "use resume_from_checkpoint=auto to start afresh if there is none"
-            )
-    else:
-        choice = _Choice(Path(resume), condition_of(resume, read_contents), [])
-        reason = choice.condition.why_not_whole
+    if resume not in _NEWEST:
+        reason = why_not_whole(resume, read_contents)
         if reason is not None:
             last = last_complete_checkpoint(Path(resume).parent)
-            remedy = "" if choice.condition.broken else f"; to use it all the same, {_remedy(choice.condition)}"
             raise CheckpointError(
-                f"checkpoint {resume} is not whole: {reason}; the last complete one there is {last}{remedy}"
+                f"checkpoint {resume} is not whole: {reason}; the last whole one there is {last}. To use it as it is, "
+                f"remove its {MANIFEST}"
             )
-    if read_contents:
-        _log_choice(output_dir, choice)
-        _set_unreadable_states_aside(choice)
-    return None if choice.checkpoint is None else str(choice.checkpoint)
-
-
-def _remedy(condition: Condition) -> str:
-    """What lets a run go on from a damaged checkpoint."""
-    return f"remove from it {', '.join(condition.unreadable) or MANIFEST}"
-
-
-def _log_choice(output_dir: str | Path, choice: _Choice) -> None:
-    """Warn of what is not as a user expects it: checkpoints passed over, and files that differ in the chosen one."""
-    checkpoint, condition, passed_over = choice
-    reasons = ", ".join(passed_over)
-    if checkpoint is None and passed_over:
-        logger.warning(
-            "training starts at step 0 in %s, which holds an older run, since none of its checkpoints can be resumed "
-            "from: %s", output_dir, reasons,
-        )  # fmt: skip
-    elif passed_over:
-        logger.warning("going on from %s; passing over the newer %s", checkpoint, reasons)
-    if condition.damaged:
-        logger.warning(
-            "no checkpoint is whole; going on from %s, although %s", checkpoint, "; ".join(condition.damaged)
+        return str(resume)
+    damaged = []
+    for checkpoint in reversed(checkpoints_in(output_dir)):
+        reason = why_not_whole(checkpoint, read_contents)
+        if reason is None:
+            return str(checkpoint)
+        if read_contents:
+            logger.warning("passing over %s: %s", checkpoint, reason)
+        if (checkpoint / TRAINER_STATE_NAME).exists():  # otherwise a kill has cut it off while stock TRL wrote it
+            damaged.append(f"{checkpoint.name} ({reason})")
+    if damaged or resume != "auto":
+        because = f": {', '.join(damaged)}" if damaged else ""
+        remedy = f"To use one as it is, remove its {MANIFEST}; to start at step 0, name another output_dir"
+        if not damaged:
+            remedy = "Use resume_from_checkpoint=auto to start at step 0 if there is none"
+        raise CheckpointError(
+            f"resume_from_checkpoint={resume}: {output_dir} has no whole checkpoint{because}. {remedy}"
         )
-    if condition.changed:
-        logger.warning(
-            "going on from %s with what was changed in it since the run wrote it: %s", checkpoint,
-            ", ".join(condition.changed),
-        )  # fmt: skip
-
-
-def _set_unreadable_states_aside(choice: _Choice) -> None:
-    """Rename states that cannot be opened, so that they start anew."""
-    for name in choice.condition.unreadable:
-        os.replace(choice.checkpoint / name, choice.checkpoint / f"{name}.unreadable")
+    return None
 
 
 def hold(lock: FileLock) -> None:
@@ -193,14 +180,14 @@ def hold(lock: FileLock) -> None:
             f"output_dir={output_dir} is in use by another run: two would overwrite each other's checkpoints. Wait "
             "for it, end it, or set another output_dir"
         ) from None
-    except (NotImplementedError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in (None, errno.ENOLCK):
+    except OSError as error:
+        if error.errno != errno.ENOLCK:
             raise CheckpointError(f"output_dir={output_dir} cannot be written: {error.strerror}") from error
-        logger.warning("%s cannot be locked (%s): see to it that one run at a time uses it", output_dir, error)
+        logger.warning("%s cannot be locked (%s): use it for one run at a time", output_dir, error)
 
 
 def check_output_dir(output_dir: str | Path, resume: str | bool | None, changed: Sequence[str] = ()) -> None:
-    """Refuse a folder that cannot be written, or that holds another run which would be overwritten.
+    """Refuse a folder that cannot be written, or that has another run which would be overwritten.
 
     `changed` has the arguments in which that run differs, if they are known.
 
@@ -214,8 +201,8 @@ def check_output_dir(output_dir: str | Path, resume: str | bool | None, changed:
     if resume in _FRESH and checkpoints_in(output_dir):
         run = ", ".join([checkpoints_in(output_dir)[-1].name, *changed[:3]])
         raise CheckpointError(
-            f"output_dir={output_dir} holds another run ({run}). Go on with it: "
-            "--resume_from_checkpoint auto. Start another: --output_dir with another folder, or remove this one."
+            f"output_dir={output_dir} holds another run ({run}). Resume it: --resume_from_checkpoint auto. "
+            "Start another: --output_dir with another folder, or remove this one."
         )
 
 
@@ -233,7 +220,7 @@ def describe_rollouts(
         **{name: vars(args).get(name) for name in names},
         "processes": args.world_size,
         "seed": args.seed,
-        **describe_base(model),
+        "base": Path(model_name(model)).name,
         "data": describe_data(dataset),
         "rewards": rewards,
         "trainer": trainer,
@@ -250,13 +237,6 @@ def describe_training(args: TrainingArguments, model: Any) -> dict[str, Any]:
             if name in adapter:
                 settings[f"adapter.{name}"] = adapter[name]
     return plain(settings)
-
-
-def describe_base(model: Any) -> dict[str, str]:
-    """The base of `model` (unwrapped) by its files, which say more than a name; by its name if they are not here."""
-    name = model_name(model)
-    known = fingerprint(name, getattr(model.config, "_commit_hash", None))
-    return {"base": Path(name).name} if known is None else {FINGERPRINT: known}
 
 
 def describe_data(dataset: Any, rows: int = 64) -> str:
@@ -298,8 +278,9 @@ def commit(staging: Path, checkpoint: Path, run: dict[str, Any]) -> None:
 def remove_old(newest: Path, limit: int | None, best: str | None) -> None:
     """Remove checkpoints until `limit` are left, those of the first steps first; never `newest` nor `best`.
 
-    Times say nothing: a copied folder has the time of the copy, and clocks differ. A later step than that of `newest`,
-    which was just written, is of a run that this one has left by going on from an earlier checkpoint: it goes first.
+    Times are not compared: a copied folder has the time of the copy, and clocks differ. A step after that of
+    `newest`, which was just written, is of a run that this one has left by resuming from an earlier checkpoint: it is
+    removed first.
     """
     checkpoints = checkpoints_in(newest.parent)
     removable = [path for path in checkpoints if path != newest and (best is None or path != Path(best))]
@@ -369,7 +350,7 @@ class WholeCheckpoints:
             if checkpoint is not None:
                 changed = differences(settings_in(Path(checkpoint)), self.run[0] | self.run[1])
                 if changed:
-                    logger.warning("going on from %s with other settings: %s", checkpoint, "; ".join(changed))
+                    logger.warning("resuming from %s with other settings: %s", checkpoint, "; ".join(changed))
             return checkpoint
 
         # A recipe asks before it trains, and `train` asks again with the folder that was found.
@@ -433,11 +414,11 @@ class WholeCheckpoints:
             if changed:
                 reason = f"they were made with other settings: {'; '.join(changed)}"
         # One rank alone must not generate while the others do not.
-        reason = next((each for each in gather_object([reason]) if each is not None), None)
+        reason = next((reason for reason in gather_object([reason]) if reason is not None), None)
         if reason is None:
             return send_to_device(state, self.accelerator.device)
         if self.accelerator.is_main_process:
-            logger.warning("completions that %s kept are generated anew: %s", checkpoint, reason)
+            logger.warning("completions that %s kept are generated again: %s", checkpoint, reason)
         return None
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C, `kill` and a scheduler's SIGTERM: a run ends its step, writes a checkpoint and says what goes on from it."""
+"""Ctrl-C, `kill` and a scheduler's SIGTERM: a run ends its step, writes a checkpoint and prints what resumes it."""
 
 import os
 import signal
@@ -59,7 +59,7 @@ def stopping_after_step(trainer: Any, go_on: str) -> Iterator[None]:
 
     Args:
         trainer: a trainer of Transformers.
-        go_on: the command or the call with which the run goes on.
+        go_on: the command or the call that resumes the run.
 
     Raises:
         KeyboardInterrupt: after SIGINT; its text is a line with the step, the checkpoint and `go_on`.
