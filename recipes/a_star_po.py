@@ -49,7 +49,7 @@ def main() -> None:
         report = trainer.estimate_values()
         say(
             f"V* of {counted(report.prompts, 'prompt')} is in {config.value_cache}: {report.already_known} "
-            f"were there, {report.prompts - report.already_known} are new ({report.seconds:.1f} s)"
+            f"were there, {report.prompts - report.already_known} are new"
         )
         return
     watch(trainer, plan)

@@ -58,7 +58,7 @@ GRPO = [
         "check the target modules and try again. This model has down_proj, gate_proj, k_proj, ",
     ),
     ("--attn_implementation flash", "model_name_or_path='base' cannot be built"),
-    ("--resume_from_checkpoint true", "resume_from_checkpoint=true: out holds no complete checkpoint"),
+    ("--resume_from_checkpoint true", "resume_from_checkpoint=true: out has no whole checkpoint"),
     ("--output_dir taken", "output_dir=taken holds another run (checkpoint-5)"),
     ("--learning_rate -1e-4", "learning_rate=-0.0001 can only be a mistake: "),
     ("--learning_rate -inf", "learning_rate=-inf can only be a mistake: "),
