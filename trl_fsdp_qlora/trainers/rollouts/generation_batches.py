@@ -78,7 +78,7 @@ class GenerationBatches:
 
 
 def groups_feature(args: Any, group_size: int, sharing: PromptSharing) -> tuple[str, str]:
-    """A line of the start-up block: whether the completions of a prompt lie in one micro-batch."""
+    """A line of the start-up block: whether the completions of a prompt are in one micro-batch."""
     per_device = args.per_device_train_batch_size
     if per_device % group_size == 0:
         return "on", "whole groups in every micro-batch"
