@@ -135,7 +135,7 @@ class FixedCompletions(EfficientGRPOTrainer):
         values = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         scores = self.look_ahead.scores
         if scores is not None and scores is not before:
-            self.trunks += int(scores.schedule.trunks.sum())
+            self.trunks += int(scores.plan.trunks.sum())
         logps = values[0].detach()[values[0] != 0]
         self.unrounded = (*self.unrounded, (logps != logps.bfloat16()).float().mean().item())
         return values
