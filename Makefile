@@ -64,11 +64,12 @@ docs: $(DOCS_VENV)/.done
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 
 $(VENV)/.quickstart: pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (a minute or two)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -c constraints.txt -e '.[math,report]'
+	$(BIN)/pip install -c constraints.txt -e '.[tools]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt

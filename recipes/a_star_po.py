@@ -9,23 +9,22 @@ One process, or any number of them; the cache of values is shared by all of them
 `recipes/grpo.py`.
 """
 
-import trl_fsdp_qlora.tools.cli.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
+from trl_fsdp_qlora.tools.cli.importing import importing
 
-# isort: split
+with importing():
+    from dataclasses import dataclass, field
 
-from dataclasses import dataclass, field
+    from trl import ModelConfig
 
-from trl import ModelConfig
-
-from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
-from trl_fsdp_qlora.tools.planning.plan_vs_actual import plan_first, watch
-from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments, parse_recipe
-from trl_fsdp_qlora.tools.recipe.checks import check_recipe
-from trl_fsdp_qlora.tools.recipe.problems import load_data
-from trl_fsdp_qlora.tools.recipe.runner import build_trainer, run_recipe
-from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
-from trl_fsdp_qlora.tools.recipe.script import run_main, say
-from trl_fsdp_qlora.utils.plain import counted
+    from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
+    from trl_fsdp_qlora.tools.planning.plan_vs_actual import plan_first, watch
+    from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments, parse_recipe
+    from trl_fsdp_qlora.tools.recipe.checks import check_recipe
+    from trl_fsdp_qlora.tools.recipe.problems import load_data
+    from trl_fsdp_qlora.tools.recipe.runner import build_trainer, run_recipe
+    from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
+    from trl_fsdp_qlora.tools.recipe.script import run_main, say
+    from trl_fsdp_qlora.utils.plain import counted
 
 
 @dataclass
@@ -50,7 +49,7 @@ def main() -> None:
         report = trainer.estimate_values()
         say(
             f"V* of {counted(report.prompts, 'prompt')} is in {config.value_cache}: {report.already_known} "
-            f"were there, {report.prompts - report.already_known} are new ({report.seconds:.1f} s)"
+            f"were there, {report.prompts - report.already_known} are new"
         )
         return
     watch(trainer, plan)

@@ -8,22 +8,21 @@ Give it the quantization of the recipe (`--bnb_4bit_quant_type`, `--use_bnb_nest
 4-bit model in host memory and writes bfloat16 (`--dense_dtype`), two bytes a weight. Prints the folder.
 """
 
-import trl_fsdp_qlora.tools.cli.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
+from trl_fsdp_qlora.tools.cli.importing import importing
 
-# isort: split
+with importing():
+    from dataclasses import dataclass, field
 
-from dataclasses import dataclass, field
+    import torch
+    from transformers import AutoConfig, AutoTokenizer
+    from trl import ModelConfig, get_quantization_config
 
-import torch
-from transformers import AutoConfig, AutoTokenizer
-from trl import ModelConfig, get_quantization_config
-
-from trl_fsdp_qlora.compat.transformers import model_class
-from trl_fsdp_qlora.engines.vllm.dequantized_base import dequantized_base
-from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
-from trl_fsdp_qlora.tools.recipe.arguments import parse_recipe
-from trl_fsdp_qlora.tools.recipe.script import run_main, say
-from trl_fsdp_qlora.utils.resources import cache_folder
+    from trl_fsdp_qlora.compat.transformers import model_class
+    from trl_fsdp_qlora.engines.vllm.dequantized_base import dequantized_base
+    from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
+    from trl_fsdp_qlora.tools.recipe.arguments import parse_recipe
+    from trl_fsdp_qlora.tools.recipe.script import run_main, say
+    from trl_fsdp_qlora.utils.resources import cache_folder
 
 
 @dataclass

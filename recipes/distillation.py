@@ -8,21 +8,20 @@ example. Every field of `ScriptArguments`, `trl.DistillationConfig` and `trl.Mod
 and be overridden on the command line; `trl-fsdp-qlora evaluate --adapter FOLDER` measures what came of it.
 """
 
-import trl_fsdp_qlora.tools.cli.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
+from trl_fsdp_qlora.tools.cli.importing import importing
 
-# isort: split
+with importing():
+    from trl import DistillationConfig, DistillationTrainer, ModelConfig
 
-from trl import DistillationConfig, DistillationTrainer, ModelConfig
-
-from trl_fsdp_qlora import share_prompts
-from trl_fsdp_qlora.tools.planning.plan_vs_actual import plan_first
-from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments, parse_recipe
-from trl_fsdp_qlora.tools.recipe.checks import check_script, check_teacher, load_tokenizer
-from trl_fsdp_qlora.tools.recipe.problems import load_problems, prompts_of
-from trl_fsdp_qlora.tools.recipe.runner import model_arguments, train_with_trl
-from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
-from trl_fsdp_qlora.tools.recipe.script import run_main, say
-from trl_fsdp_qlora.tools.recipe.threads import fit_threads
+    from trl_fsdp_qlora import share_prompts
+    from trl_fsdp_qlora.tools.planning.plan_vs_actual import plan_first
+    from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments, parse_recipe
+    from trl_fsdp_qlora.tools.recipe.checks import check_script, check_teacher, load_tokenizer
+    from trl_fsdp_qlora.tools.recipe.problems import load_problems, prompts_of
+    from trl_fsdp_qlora.tools.recipe.runner import model_arguments, train_with_trl
+    from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
+    from trl_fsdp_qlora.tools.recipe.script import run_main, say
+    from trl_fsdp_qlora.tools.recipe.threads import fit_threads
 
 
 def main() -> None:

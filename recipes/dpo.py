@@ -9,36 +9,35 @@ overridden on the command line. `trl-fsdp-qlora evaluate` measures the result wi
 before with `--model_name_or_path`.
 """
 
-import trl_fsdp_qlora.tools.cli.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
+from trl_fsdp_qlora.tools.cli.importing import importing
 
-# isort: split
+with importing():
+    from pathlib import Path
 
-from pathlib import Path
+    import torch
+    from accelerate import PartialState
+    from trl import ModelConfig
 
-import torch
-from accelerate import PartialState
-from trl import ModelConfig
-
-from trl_fsdp_qlora import EfficientDPOConfig, EfficientDPOTrainer
-from trl_fsdp_qlora.tools.data.worked import worked
-from trl_fsdp_qlora.tools.publishing.loading import load_model
-from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, parse_recipe
-from trl_fsdp_qlora.tools.recipe.checks import check_recipe
-from trl_fsdp_qlora.tools.recipe.pairs import (
-    DPOScriptArguments,
-    must_be_made,
-    read_pairs,
-    sample_pairs,
-    write_pairs,
-)
-from trl_fsdp_qlora.tools.recipe.problems import load_problems, prompts_of
-from trl_fsdp_qlora.tools.recipe.record import RunRecord, keep_paths
-from trl_fsdp_qlora.tools.recipe.run_page import write_page
-from trl_fsdp_qlora.tools.recipe.runner import measured_settings, model_arguments, next_commands
-from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
-from trl_fsdp_qlora.tools.recipe.script import command_that_goes_on, run_main, say, say_where_from
-from trl_fsdp_qlora.trainers.run.terminal import TimeLeft
-from trl_fsdp_qlora.utils.ranks import on_main
+    from trl_fsdp_qlora import EfficientDPOConfig, EfficientDPOTrainer
+    from trl_fsdp_qlora.tools.data.worked import worked
+    from trl_fsdp_qlora.tools.publishing.loading import load_model
+    from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, parse_recipe
+    from trl_fsdp_qlora.tools.recipe.checks import check_recipe
+    from trl_fsdp_qlora.tools.recipe.pairs import (
+        DPOScriptArguments,
+        must_be_made,
+        read_pairs,
+        sample_pairs,
+        write_pairs,
+    )
+    from trl_fsdp_qlora.tools.recipe.problems import load_problems, prompts_of
+    from trl_fsdp_qlora.tools.recipe.record import RunRecord, keep_paths
+    from trl_fsdp_qlora.tools.recipe.run_page import write_page
+    from trl_fsdp_qlora.tools.recipe.runner import measured_settings, model_arguments, next_commands
+    from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
+    from trl_fsdp_qlora.tools.recipe.script import command_that_goes_on, run_main, say, say_where_from
+    from trl_fsdp_qlora.trainers.run.terminal import TimeLeft
+    from trl_fsdp_qlora.utils.ranks import on_main
 
 
 def make_pairs(script: DPOScriptArguments, config: EfficientDPOConfig, model: ModelConfig, tokenizer) -> None:

@@ -10,41 +10,40 @@ that a folder names is never run.
 Prints n and the 95% Wilson interval, and writes a JSON file if `--output` names one.
 """
 
-import trl_fsdp_qlora.tools.cli.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
+from trl_fsdp_qlora.tools.cli.importing import importing
 
-# isort: split
+with importing():
+    import shlex
+    import sys
+    from contextlib import nullcontext
+    from dataclasses import dataclass, field
+    from pathlib import Path
+    from typing import Any
 
-import shlex
-import sys
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+    import torch
+    from accelerate import PartialState
+    from transformers import BitsAndBytesConfig
 
-import torch
-from accelerate import PartialState
-from transformers import BitsAndBytesConfig
-
-from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit, keep_plain_kernel
-from trl_fsdp_qlora.tools.cli.one_line import pop_options
-from trl_fsdp_qlora.tools.evaluation.accuracy import evaluate
-from trl_fsdp_qlora.tools.publishing.loading import (
-    find_base,
-    load_model,
-    other_base_warning,
-    processor_source,
-)
-from trl_fsdp_qlora.tools.recipe import checks
-from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
-from trl_fsdp_qlora.tools.recipe.episodes import agent_of, check_tool_template, judge_of, with_tool_format
-from trl_fsdp_qlora.tools.recipe.problems import load_held_out
-from trl_fsdp_qlora.tools.recipe.record import as_words, code_in
-from trl_fsdp_qlora.tools.recipe.runner import load_processing, settings_in
-from trl_fsdp_qlora.tools.recipe.script import run_main, say
-from trl_fsdp_qlora.tools.recipe.threads import fit_threads
-from trl_fsdp_qlora.trainers.run.card import hardware, software
-from trl_fsdp_qlora.utils.files import write_json
-from trl_fsdp_qlora.utils.redaction import portable
+    from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit, keep_plain_kernel
+    from trl_fsdp_qlora.tools.cli.one_line import pop_options
+    from trl_fsdp_qlora.tools.evaluation.accuracy import evaluate
+    from trl_fsdp_qlora.tools.publishing.loading import (
+        find_base,
+        load_model,
+        other_base_warning,
+        processor_source,
+    )
+    from trl_fsdp_qlora.tools.recipe import checks
+    from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
+    from trl_fsdp_qlora.tools.recipe.episodes import agent_of, check_tool_template, judge_of, with_tool_format
+    from trl_fsdp_qlora.tools.recipe.problems import load_held_out
+    from trl_fsdp_qlora.tools.recipe.record import as_words, code_in
+    from trl_fsdp_qlora.tools.recipe.runner import load_processing, settings_in
+    from trl_fsdp_qlora.tools.recipe.script import run_main, say
+    from trl_fsdp_qlora.tools.recipe.threads import fit_threads
+    from trl_fsdp_qlora.trainers.run.card import hardware, software
+    from trl_fsdp_qlora.utils.files import write_json
+    from trl_fsdp_qlora.utils.redaction import portable
 
 # Settings of a run that belong to its dataset, and do not apply to another one.
 OF_THE_DATA = (

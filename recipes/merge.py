@@ -7,20 +7,19 @@ against that base's rounding: the merged model is close to the trained one, not 
 `trl-fsdp-qlora evaluate`.
 """
 
-import trl_fsdp_qlora.tools.cli.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
+from trl_fsdp_qlora.tools.cli.importing import importing
 
-# isort: split
+with importing():
+    import shlex
+    from dataclasses import dataclass, field
 
-import shlex
-from dataclasses import dataclass, field
+    import torch
 
-import torch
-
-from trl_fsdp_qlora.tools.publishing.loading import find_base
-from trl_fsdp_qlora.tools.publishing.merge import merge_adapter
-from trl_fsdp_qlora.tools.recipe.arguments import parse_recipe
-from trl_fsdp_qlora.tools.recipe.checks import check_adapter, load_tokenizer
-from trl_fsdp_qlora.tools.recipe.script import run_main, say
+    from trl_fsdp_qlora.tools.publishing.loading import find_base
+    from trl_fsdp_qlora.tools.publishing.merge import merge_adapter
+    from trl_fsdp_qlora.tools.recipe.arguments import parse_recipe
+    from trl_fsdp_qlora.tools.recipe.checks import check_adapter, load_tokenizer
+    from trl_fsdp_qlora.tools.recipe.script import run_main, say
 
 
 @dataclass

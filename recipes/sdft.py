@@ -8,23 +8,22 @@ student and teacher, and the loss in tiles of logits (`trl_fsdp_qlora/experiment
 line; `trl-fsdp-qlora evaluate --adapter FOLDER` measures what came of it.
 """
 
-import trl_fsdp_qlora.tools.cli.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
+from trl_fsdp_qlora.tools.cli.importing import importing
 
-# isort: split
+with importing():
+    from trl import ModelConfig
+    from trl.experimental.sdft import SDFTConfig
 
-from trl import ModelConfig
-from trl.experimental.sdft import SDFTConfig
-
-from trl_fsdp_qlora import share_prompts
-from trl_fsdp_qlora.experimental.losses_in_tiles import TiledSDFTTrainer
-from trl_fsdp_qlora.tools.planning.plan_vs_actual import plan_first
-from trl_fsdp_qlora.tools.recipe.arguments import parse_recipe
-from trl_fsdp_qlora.tools.recipe.checks import check_script, load_tokenizer
-from trl_fsdp_qlora.tools.recipe.privileged import SDFTScriptArguments, privileged_prompts
-from trl_fsdp_qlora.tools.recipe.runner import accepted_arguments, train_with_trl
-from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
-from trl_fsdp_qlora.tools.recipe.script import run_main
-from trl_fsdp_qlora.tools.recipe.threads import fit_threads
+    from trl_fsdp_qlora import share_prompts
+    from trl_fsdp_qlora.experimental.losses_in_tiles import TiledSDFTTrainer
+    from trl_fsdp_qlora.tools.planning.plan_vs_actual import plan_first
+    from trl_fsdp_qlora.tools.recipe.arguments import parse_recipe
+    from trl_fsdp_qlora.tools.recipe.checks import check_script, load_tokenizer
+    from trl_fsdp_qlora.tools.recipe.privileged import SDFTScriptArguments, privileged_prompts
+    from trl_fsdp_qlora.tools.recipe.runner import accepted_arguments, train_with_trl
+    from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
+    from trl_fsdp_qlora.tools.recipe.script import run_main
+    from trl_fsdp_qlora.tools.recipe.threads import fit_threads
 
 
 def main() -> None:

@@ -8,22 +8,21 @@ folder that this leaves as `model_name_or_path`. Every field of `SFTScriptArgume
 `trl-fsdp-qlora evaluate --model_name_or_path FOLDER` measures what came of it.
 """
 
-import trl_fsdp_qlora.tools.cli.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
+from trl_fsdp_qlora.tools.cli.importing import importing
 
-# isort: split
+with importing():
+    from dataclasses import dataclass
 
-from dataclasses import dataclass
+    from datasets import Dataset
+    from trl import ModelConfig, SFTConfig, SFTTrainer
 
-from datasets import Dataset
-from trl import ModelConfig, SFTConfig, SFTTrainer
-
-from trl_fsdp_qlora.tools.data.worked import worked
-from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
-from trl_fsdp_qlora.tools.recipe.checks import check_script, load_tokenizer
-from trl_fsdp_qlora.tools.recipe.problems import load_problems, prompts_of
-from trl_fsdp_qlora.tools.recipe.runner import model_arguments, train_with_trl
-from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
-from trl_fsdp_qlora.tools.recipe.script import run_main, say
+    from trl_fsdp_qlora.tools.data.worked import worked
+    from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
+    from trl_fsdp_qlora.tools.recipe.checks import check_script, load_tokenizer
+    from trl_fsdp_qlora.tools.recipe.problems import load_problems, prompts_of
+    from trl_fsdp_qlora.tools.recipe.runner import model_arguments, train_with_trl
+    from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
+    from trl_fsdp_qlora.tools.recipe.script import run_main, say
 
 
 @dataclass

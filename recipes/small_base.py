@@ -6,17 +6,16 @@ count coloured shapes with most of the answers one too small. About a minute on 
 folder is kept.
 """
 
-import trl_fsdp_qlora.tools.cli.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
+from trl_fsdp_qlora.tools.cli.importing import importing
 
-# isort: split
+with importing():
+    import argparse
+    import shlex
+    from pathlib import Path
 
-import argparse
-import shlex
-from pathlib import Path
-
-from trl_fsdp_qlora.tools.cli.one_line import OneLineParser
-from trl_fsdp_qlora.tools.recipe.script import run_main
-from trl_fsdp_qlora.tools.small_base.text import TAUGHT, build_small_base
+    from trl_fsdp_qlora.tools.cli.one_line import OneLineParser
+    from trl_fsdp_qlora.tools.recipe.script import run_main
+    from trl_fsdp_qlora.tools.small_base.text import TAUGHT, build_small_base
 
 # The words of `trl-fsdp-qlora grpo` that train the base of each task.
 TRAIN = {

@@ -9,20 +9,19 @@ overridden on the command line. Leaves the adapter, its card, `metrics.json` and
 that was killed goes on with `--resume_from_checkpoint auto`.
 """
 
-import trl_fsdp_qlora.tools.cli.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
+from trl_fsdp_qlora.tools.cli.importing import importing
 
-# isort: split
+with importing():
+    from trl import ModelConfig
 
-from trl import ModelConfig
-
-from trl_fsdp_qlora import TSPMOConfig, TSPMOTrainer
-from trl_fsdp_qlora.tools.planning.plan_vs_actual import plan_first, watch
-from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments, parse_recipe
-from trl_fsdp_qlora.tools.recipe.checks import check_recipe
-from trl_fsdp_qlora.tools.recipe.problems import load_data
-from trl_fsdp_qlora.tools.recipe.runner import build_trainer, run_recipe
-from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
-from trl_fsdp_qlora.tools.recipe.script import run_main
+    from trl_fsdp_qlora import TSPMOConfig, TSPMOTrainer
+    from trl_fsdp_qlora.tools.planning.plan_vs_actual import plan_first, watch
+    from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments, parse_recipe
+    from trl_fsdp_qlora.tools.recipe.checks import check_recipe
+    from trl_fsdp_qlora.tools.recipe.problems import load_data
+    from trl_fsdp_qlora.tools.recipe.runner import build_trainer, run_recipe
+    from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
+    from trl_fsdp_qlora.tools.recipe.script import run_main
 
 
 def main() -> None:

@@ -4,20 +4,10 @@
 imported when first used, so `import trl_fsdp_qlora` costs neither torch nor any optional package.
 """
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from .trainers.methods import METHODS
-
-if "TRL_FSDP_QLORA_LAUNCHER" in os.environ:  # the process id of `trl-fsdp-qlora launch`
-    from .tools.cli.one_line import end_with
-
-    end_with(os.environ["TRL_FSDP_QLORA_LAUNCHER"])
-elif "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by `accelerate launch`
-    from .tools.cli.launch import stop_with_launcher
-
-    stop_with_launcher()
 
 __version__ = "0.1.0"
 

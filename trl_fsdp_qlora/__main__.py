@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from . import __version__
 from .errors import UserError, did_you_mean
-from .tools.cli.one_line import in_one_line, stop_at_once, stop_by_exception
+from .tools.cli.one_line import in_one_line
 from .trainers.methods import METHODS
 
 
@@ -70,7 +70,7 @@ def _help() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run the command that `argv` (the process's own by default) names, and return its exit status.
 
-    [`~trl_fsdp_qlora.tools.cli.one_line.in_one_line`] prints an exception and exits.
+    [`~trl_fsdp_qlora.tools.cli.one_line.in_one_line`] prints a `UserError` and exits.
     """
     with in_one_line():
         argv = sys.argv[1:] if argv is None else argv
@@ -82,13 +82,12 @@ def main(argv: list[str] | None = None) -> int:
         if command is None:
             hint = did_you_mean(name.replace("_", "-"), COMMANDS, 0.5) or f"; there are {', '.join(COMMANDS)}"
             raise UserError(f"trl-fsdp-qlora has no command {name!r}{hint}")
-        import_module(".tools.cli.typos", __package__).refuse_typos(name, command.module, words)
+        scripts = import_module(".tools.cli.scripts", __package__)
+        scripts.refuse_typos(name, command.module, command.script, words)
         # bitsandbytes warns about 4-bit products on a CPU whenever it is imported without another package. The warning
         # has nothing to do with the command.
         logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-        stop_at_once()
         function = getattr(import_module(f".{command.module}", __package__), command.function)
-        stop_by_exception()
         return function(words) if command.script is None else function(command.script, words)
 
 

@@ -1,6 +1,6 @@
 """The errors whose text is all that a user needs, and hints for mistyped names.
 
-Commands and recipes print a `UserError` as its text. They keep the traceback of any other error in a file.
+Commands and recipes print a `UserError` as its text, and the traceback of any other error.
 """
 
 import difflib

@@ -163,6 +163,6 @@ def test_latex_without_math_verify_is_one_warning_with_what_to_install(monkeypat
         ((r"\frac{1}{2}", r"2^{-1}"), 1),  # which math-verify would be asked
     ):
         assert not any(answers.answers_match(text, Fraction(1, 2)) for text in texts)
-        assert caplog.text.count("pip install 'trl-fsdp-qlora[math]'") == len(caplog.records) == times
-    with pytest.raises(answers.UnparsableGoldAnswer, match=r"trl-fsdp-qlora\[math\]"):
+        assert caplog.text.count("pip install 'trl-fsdp-qlora[tools]'") == len(caplog.records) == times
+    with pytest.raises(answers.UnparsableGoldAnswer, match=r"trl-fsdp-qlora\[tools\]"):
         answers.parse_gold(r"\frac{1}{2}", 0)

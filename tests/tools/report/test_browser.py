@@ -289,19 +289,30 @@ def test_a_page_without_anything(browser, tmp_path):
     assert browser.troubles == []
 
 
-@pytest.mark.parametrize("missing", [{"bokeh"}, {"bokeh", "matplotlib"}])
-def test_without_bokeh_the_curves_are_pictures_or_tables(browser, tmp_path, monkeypatch, missing):
+def test_without_bokeh_the_curves_are_tables(browser, tmp_path, monkeypatch):
     from trl_fsdp_qlora.tools.report import page
 
-    monkeypatch.setattr(page, "find_spec", lambda name: None if name in missing else object())
+    monkeypatch.setattr(page, "find_spec", lambda name: None)
     folder = trl_run(tmp_path / "run")
     open_report(browser, folder)
     assert (folder / "report.html").stat().st_size < 1e6
-    pictures = browser.evaluate("document.querySelectorAll('.chart img').length")
-    assert (pictures > 5) == ("matplotlib" not in missing)
     browser.evaluate("document.querySelector('#chart-0 details').open = true")
     browser.wait_for("document.querySelector('#chart-0 table') !== null")
     cells = texts(browser, "#chart-0 tbody tr:last-child > *")
     assert cells[0] == "100" and math.isclose(float(cells[1]), 0.8747)
-    assert "trl-fsdp-qlora[report]" in texts(browser, ".notes")[0]
+    assert "trl-fsdp-qlora[tools]" in texts(browser, ".notes")[0]
     assert browser.troubles == []
+
+
+def test_a_share_that_stays_zero_is_between_0_and_100_percent(browser, tmp_path):
+    write_state(tmp_path, [{"step": step, "frac_reward_zero_std": 0.0} for step in (1, 2, 3)], 3)
+    open_report(browser, tmp_path)
+    assert browser.evaluate("[plots[0].y_range.start, plots[0].y_range.end]") == [0, 1]
+    assert browser.evaluate("plots[0].xaxes[0].ticker.min_interval") == 1
+    assert browser.troubles == []
+
+
+def test_one_step(browser, tmp_path):
+    write_state(tmp_path, [{"step": 1, "reward": 0.5}], 1)
+    open_report(browser, tmp_path)
+    assert texts(browser, ".run")[0].endswith(" 1 step")

@@ -14,6 +14,7 @@ import pytest
 from tests.tools.report.folders import group, logged, trl_run, write_completions, write_state
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.tools.cli.report import report
+from trl_fsdp_qlora.tools.report import completions as module
 from trl_fsdp_qlora.tools.report.page import embedded, write_report
 
 
@@ -148,6 +149,46 @@ def test_columns_of_other_types(tmp_path, columns):
     assert "root:" not in text
 
 
+def test_a_small_file_of_many_bytes(tmp_path, monkeypatch):
+    """One value of a megabyte for all rows is stored once; eight gigabytes are never in memory."""
+    folder = trl_run(tmp_path / "run")
+    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 8000, pyarrow.int32()), ["a" * 1_000_000])
+    path = folder / "completions" / "completions_00110.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"completion": texts}), path, compression="zstd")
+    assert path.stat().st_size < 2000
+    most = []
+    batches = pyarrow.parquet.ParquetFile.iter_batches
+
+    def watched(self, batch_size):
+        for batch in batches(self, batch_size):
+            most.append(len(batch))
+            yield batch
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", watched)
+    monkeypatch.setattr(module, "LARGEST_FILE", 2**25)
+    data, notes, _ = page_of(folder)
+    assert len(data["completions"][0]["groups"]) == 40
+    assert "completions_00110.parquet cannot be read (its values have more than" in notes[0]
+    assert max(most) * 1_000_000 <= 2**29
+
+
+def test_nested_json_in_a_parquet_file_is_a_note(tmp_path):
+    folder = trl_run(tmp_path / "run")
+    table = pyarrow.table({"step": [1], "prompt_json": ['"p"'], "completion_json": ["[" * 200_000 + "]" * 200_000]})
+    (folder / "_completions").mkdir()
+    pyarrow.parquet.write_table(table, folder / "_completions" / "completions_00001.parquet")
+    _, notes, _ = page_of(folder)
+    assert len(notes) == 1 and "completions_00001.parquet cannot be read" in notes[0]
+
+
+def test_a_card_whose_head_never_ends(tmp_path):
+    folder = trl_run(tmp_path / "run")
+    lines = ["a0: &a0 [x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30))]
+    (folder / "README.md").write_text("\n".join(["---", *lines, "base_model: *a29", "---", ""]))
+    _, notes, _ = page_of(folder)
+    assert notes == ["README.md cannot be read: its head has aliases"]
+
+
 @pytest.mark.parametrize(
     "name, content",
     [
@@ -168,7 +209,6 @@ def test_columns_of_other_types(tmp_path, columns):
         ("README.md", "---\ntags: 5\nbase_model: [a, b]\ndatasets: {a: 1}\n---\n"),
         ("README.md", "---\ntags: [[a], {b: c}, grpo]\nbase_model: !!python/object/apply:os.system [exit]\n---\n"),
         ("adapter_config.json", '{"r": "x", "lora_alpha": {}, "base_model_name_or_path": [], "peft_type": 3}'),
-        ("logits.json", '{"logits": [["a"]], "logits_of_the_base": [[1]]}'),
     ],
 )
 def test_values_of_other_types(tmp_path, name, content):
@@ -200,7 +240,6 @@ def test_a_state_that_is_no_state(tmp_path, content):
     (tmp_path / "metrics.json").write_text(content, errors="surrogatepass")
     (tmp_path / "README.md").write_text(f"---\n{content}\n---\n", errors="surrogatepass")
     (tmp_path / "adapter_config.json").write_text(content, errors="surrogatepass")
-    (tmp_path / "logits.json").write_text(content, errors="surrogatepass")
     data, notes, _ = page_of(tmp_path)
     assert data["charts"] == []
     assert any(note.startswith("There are no curves") for note in notes)
@@ -355,6 +394,10 @@ def test_a_wrong_folder_is_one_line(tmp_path):
     trl_run(tmp_path / "run", 10)
     with pytest.raises(UserError, match="runn is no folder of a run; did you mean"):
         report([str(tmp_path / "runn")])
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "README.md").write_text("# Something else\n")
+    with pytest.raises(UserError, match="elsewhere has nothing of a run"):
+        report([str(tmp_path / "elsewhere")])
     with pytest.raises(UserError, match="leaves no room"):
         report([str(tmp_path / "run"), "--megabytes", "0"])
     with pytest.raises(UserError, match="cannot be written"):

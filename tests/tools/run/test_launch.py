@@ -36,29 +36,31 @@ def test_one_process_by_the_name_of_a_config_and_with_the_scripts_own_words(tmp_
     assert launch.launch(words) == 3
 
 
-SLEEPS = """
-import os, time
-import trl_fsdp_qlora
-os.write(1, b"pid %d\\n" % os.getpid())  # in one piece: two ranks write
+WAITS = """
+import os, signal, sys, time
+signal.signal(int(sys.argv[1]), lambda *_: sys.exit(5))
+os.write(1, b"waits\\n")  # in one piece: two ranks write
 time.sleep(120)
 """
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent was killed")
-@pytest.mark.parametrize(("config", "ranks", "sent"), [("cpu", 1, signal.SIGTERM), ("ddp_cpu", 2, signal.SIGKILL)])
-def test_the_run_ends_with_its_launcher(tmp_path, config, ranks, sent):
-    (tmp_path / "script.py").write_text(SLEEPS)
-    words = ["--config_file", config, "--num_processes", str(ranks), str(tmp_path / "script.py")]
-    code = f"from trl_fsdp_qlora.tools.cli.launch import launch; raise SystemExit(launch({words}))"
+@pytest.mark.parametrize(
+    ("config", "ranks", "sent"),
+    [("cpu", 1, signal.SIGTERM), ("cpu", 1, signal.SIGINT), ("ddp_cpu", 2, signal.SIGTERM)],
+)
+def test_a_signal_is_passed_on_to_the_run_whose_end_is_waited_for(tmp_path, config, ranks, sent):
+    (tmp_path / "script.py").write_text(WAITS)
+    words = ["--config_file", config, "--num_processes", str(ranks), str(tmp_path / "script.py"), str(int(sent))]
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += f"from trl_fsdp_qlora.tools.cli.launch import launch; raise SystemExit(launch({words}))"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", code], **pipes, cwd=os.getcwd()) as launcher:
-        lines = iter(launcher.stdout.readline, "")
-        ranks_seen = [psutil.Process(int(line.split()[1])) for _, line in zip(range(ranks), lines, strict=False)]
+        assert [launcher.stdout.readline() for _ in range(ranks)] == ["waits\n"] * ranks
+        processes = psutil.Process(launcher.pid).children(recursive=True)
         launcher.send_signal(sent)
         launcher.communicate(timeout=60)
-    assert len(ranks_seen) == ranks and psutil.wait_procs(ranks_seen, timeout=30)[1] == []
-    assert launcher.returncode in (-sent, 128 + sent)
+    assert launcher.returncode == 128 + sent and not any(process.is_running() for process in processes)
 
 
 @pytest.mark.parametrize(

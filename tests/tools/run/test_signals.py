@@ -22,8 +22,8 @@ def ended(*words: str, **options) -> tuple[int, str]:
 def test_ctrl_c_while_libraries_are_imported_is_one_word(rank, message):
     # SIGINT as a process of a terminal has it: where the tests run in the background a shell has had it ignored.
     code = "import os, signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    code += "import trl_fsdp_qlora.tools.cli.importing\n"
-    code += "os.kill(os.getpid(), signal.SIGINT); time.sleep(9); print('went on')"
+    code += "from trl_fsdp_qlora.tools.cli.importing import importing\n"
+    code += "with importing(): os.kill(os.getpid(), signal.SIGINT); time.sleep(9); print('went on')"
     assert ended("-c", code, env={**os.environ, "RANK": rank}) == (130, message)
 
 
@@ -38,6 +38,22 @@ def test_ctrl_c_in_any_command_is_one_word(monkeypatch, capsys):
         __main__.main(["config"])
     assert end.value.code == 130 and capsys.readouterr().err == "stopped\n"
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+@pytest.mark.processes
+def test_an_import_changes_nothing_of_the_process():
+    code = """
+import os, signal
+environment, handlers = dict(os.environ), {n: signal.getsignal(n) for n in signal.valid_signals()}
+import trl_fsdp_qlora
+from trl_fsdp_qlora import EfficientGRPOTrainer
+from trl_fsdp_qlora.tools.cli import importing, launch
+print({n for n, handler in handlers.items() if signal.getsignal(n) != handler})
+print({name for name in os.environ if name.startswith(("TRL_FSDP", "ACCELERATE")) and name not in environment})
+"""
+    environment = {**os.environ, "ACCELERATE_MIXED_PRECISION": "no"}  # as under `accelerate launch`
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert run.stdout.split() == ["set()", "set()"], run.stderr
 
 
 @pytest.mark.processes

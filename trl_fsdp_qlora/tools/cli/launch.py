@@ -1,8 +1,7 @@
-"""`accelerate launch` with the script's exit status and without a second traceback; and how a run was launched."""
+"""`accelerate launch` that passes signals on to the run and has its exit status; and how a run was launched."""
 
 import contextlib
 import logging
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,14 +13,14 @@ from typing import Any, NoReturn
 import psutil
 
 from ...utils.resources import accelerate_config
-from .one_line import USER_ERROR, OneLineParser, check_num_processes, end_with
+from .one_line import USER_ERROR, OneLineParser, check_num_processes
 
 _LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "trl-fsdp-qlora")
 _MODULES = ("accelerate.commands.launch", "torch.distributed.run", "trl_fsdp_qlora")  # names for `python -m`
 
 
 def launch(words: Sequence[str]) -> int:
-    """Run `accelerate launch` with these words. On Linux its processes end with this one, however it ends.
+    """Run `accelerate launch` with these words; SIGINT and SIGTERM are passed on to the run's processes.
 
     Args:
         words: as for `accelerate launch`; `--config_file` also takes the name of one of this package's configs.
@@ -47,7 +46,6 @@ def launch(words: Sequence[str]) -> int:
     if options.config_file and not Path(options.config_file).exists():
         options.config_file = str(accelerate_config(options.config_file))
     options.signals_to_handle = "SIGHUP,SIGQUIT"  # torchrun's own handlers kill a rank after 30 seconds
-    os.environ["TRL_FSDP_QLORA_LAUNCHER"] = str(os.getpid())
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number, handler in before.items():
         if handler in (signal.SIG_DFL, signal.default_int_handler):
@@ -63,7 +61,6 @@ def launch(words: Sequence[str]) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        del os.environ["TRL_FSDP_QLORA_LAUNCHER"]
     return 0
 
 
@@ -77,16 +74,6 @@ def _pass_on(number: int, _frame: Any) -> NoReturn:
             rank.send_signal(number)
     psutil.wait_procs(ranks)
     raise SignalException(f"stopped by {signal.Signals(number).name}", signal.Signals(number))
-
-
-def stop_with_launcher() -> None:
-    """On Linux, get SIGTERM when the launcher ends that is this process's parent.
-
-    `accelerate launch` passes no signal on to a single process.
-    """
-    with contextlib.suppress(psutil.Error):
-        if _launcher_in(psutil.Process().parent().cmdline()):
-            end_with(str(os.getppid()), signal.SIGTERM)
 
 
 def exit_status(exit_codes: dict[int, int]) -> int:

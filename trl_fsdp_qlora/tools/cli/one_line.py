@@ -1,39 +1,32 @@
-"""A command's words, and how the command ends: an exception and Ctrl-C print a line each, a closed pipe none."""
+"""A command's words, and how the command ends: a `UserError` and Ctrl-C print a line each, a closed pipe none."""
 
 import argparse
-import ctypes
 import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import NoReturn
 
 from ...errors import UserError
-from .error_line import error_line, wants_traceback
 
-USER_ERROR = 2  # exit status of a script that has printed in one line what its user did wrong
-UNEXPECTED = 1  # exit status after any other exception, as in Python
+USER_ERROR = 2  # exit status of a command that has printed in one line what its user did wrong
 INTERRUPTED = 128 + signal.SIGINT  # the status that a shell makes of the signal
 READER_GONE = 128 + 13  # SIGPIPE, which Windows lacks
-DEBUG_ERRORS = "--debug_errors"
-# A launcher ends the other ranks as soon as one has ended. The other ranks therefore wait this many seconds for the
-# first rank's line, and print their own only if the launcher has not ended them by then.
-PATIENCE = 20.0
 
 
 @contextmanager
 def in_one_line() -> Iterator[None]:
-    """Run a command or a script; how it ends is at most one line and an exit status.
+    """Run a command or a script, and end it with a line and an exit status if something stops it.
 
-    - A [`~trl_fsdp_qlora.errors.UserError`] is one line of the first rank, and 2.
-    - Any other exception is one line with the path of its traceback ([`~trl_fsdp_qlora.tools.cli.error_line`]), and 1.
+    - A [`~trl_fsdp_qlora.errors.UserError`] is one line, of one rank, and 2.
     - Ctrl-C is one line, and 130.
     - A closed pipe (`| head -1`) is no line, and 141.
 
-    `TRL_FSDP_QLORA_TRACEBACK=1` leaves exceptions as they are.
+    Any other exception passes through: Python prints its traceback. `TRL_FSDP_QLORA_TRACEBACK=1` does the same for a
+    `UserError`.
     """
     try:
         yield
@@ -45,19 +38,27 @@ def in_one_line() -> Iterator[None]:
         # Otherwise the interpreter's end would try again to write the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(READER_GONE)
-    except Exception as error:
-        if wants_traceback() or DEBUG_ERRORS in sys.argv:
+    except UserError as error:
+        if os.environ.get("TRL_FSDP_QLORA_TRACEBACK") == "1":
             raise
-        is_users = isinstance(error, UserError)
-        rank = int(os.environ.get("RANK", "0"))
-        if rank:
-            time.sleep(PATIENCE)
-        rank_text = f" on rank {rank}" if rank else ""
-        line = str(error) if is_users else error_line(error)
-        if not (is_users and error.keeps_lines):
-            line = " ".join(line.split())
-        print(f"error{rank_text}: {line}", file=sys.stderr, flush=True)
-        sys.exit(USER_ERROR if is_users else UNEXPECTED)
+        if _is_first_rank_to_end():
+            line = str(error) if error.keeps_lines else " ".join(str(error).split())
+            print(f"error: {line}", file=sys.stderr, flush=True)
+        sys.exit(USER_ERROR)
+
+
+def _is_first_rank_to_end() -> bool:
+    """Whether no other rank of this launch has printed its `UserError`; the launcher's store counts them."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return True
+    try:
+        from torch.distributed import TCPStore
+
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5))
+        return store.add("trl_fsdp_qlora/user_error", 1) == 1
+    except (KeyError, ValueError, RuntimeError):  # a launcher without a store: every rank prints its line
+        return True
 
 
 def _print_stopped(text: str) -> None:
@@ -74,8 +75,8 @@ def _stop(*_signal) -> None:
 def stop_at_once() -> None:
     """Let Ctrl-C end this process at once, until [`stop_by_exception`].
 
-    It is for the seconds in which libraries are imported. There is nothing to tidy up yet, and a library may take a
-    `KeyboardInterrupt` for a failure of its own. If SIGINT is ignored (a job in the background), it stays ignored.
+    It is for work on fake tensors, whose callbacks lose a `KeyboardInterrupt`, and which leaves no file half written.
+    If SIGINT is ignored (a job in the background), it stays ignored.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop)
@@ -85,12 +86,6 @@ def stop_by_exception() -> None:
     """Make Ctrl-C raise a `KeyboardInterrupt` again."""
     if signal.getsignal(signal.SIGINT) is _stop:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def end_with(launcher: str, number: int = signal.SIGKILL) -> None:
-    """On Linux, get a signal when the process `launcher` that started this one ends; a GPU would stay taken."""
-    if sys.platform == "linux" and str(os.getppid()) == launcher:
-        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG, which child processes do not inherit
 
 
 # Values that argparse accepts for an option although they begin with a minus; its own pattern knows no exponent.

@@ -3,8 +3,11 @@
 from pathlib import Path
 
 from ...errors import UserError, mistyped_path
+from ..report.completions import FOLDERS
 from ..report.page import MEGABYTES, NAME, write_report
 from .one_line import OneLineParser
+
+_OF_A_RUN = ("trainer_state.json", "metrics.json", "adapter_config.json", "checkpoint-*", *FOLDERS)
 
 
 def report(words: list[str]) -> int:
@@ -20,6 +23,8 @@ def report(words: list[str]) -> int:
     for folder in options.runs:
         if not folder.is_dir():
             raise UserError(f"{folder} is no folder of a run{mistyped_path(folder)}")
+        if not any(any(folder.glob(name)) for name in _OF_A_RUN):
+            raise UserError(f"{folder} has nothing of a run: none of {', '.join(_OF_A_RUN)}")
     if not options.megabytes > 0:
         raise UserError(f"--megabytes {options.megabytes:g} leaves no room; --no_completions leaves completions out")
     target = options.output or options.runs[0] / NAME

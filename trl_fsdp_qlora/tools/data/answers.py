@@ -28,7 +28,7 @@ MAX_TEXT = 100_000  # characters at the end of a completion that are searched fo
 MAX_LATEX = 2_000  # characters of an expression that math-verify is given
 MAX_EXACT_TEXT = 200  # characters of a right answer that is compared as text
 MAX_DIGITS = 1_000  # of a number; a number with more digits, or a larger exponent, is no answer
-INSTALL_MATH = "pip install 'trl-fsdp-qlora[math]'"
+INSTALL_MATH = "pip install 'trl-fsdp-qlora[tools]'"
 
 # A number is matched as far as it goes, and never given up for a shorter one ((?>…)), with few blanks within it. A
 # pattern that can divide a run of blanks or digits in every way takes minutes for one completion. The match may still

@@ -16,7 +16,7 @@ from trl import TrlParser
 
 from ...trainers.run.config_fields import option, spelled
 from ...trainers.run.input_checks import mistakes
-from ..cli.one_line import DEBUG_ERRORS, NEGATIVE_NUMBER, pop_options
+from ..cli.one_line import NEGATIVE_NUMBER, pop_options
 from .keys import ConfigError, check_keys, check_options, read_yaml
 
 
@@ -194,7 +194,6 @@ def recipe_fields(types: Sequence[type], argv: Words = None, defaults: Defaults 
     """
     parser = _Parser(tuple(types), allow_abbrev=False)
     parser.add_argument("--config", help="YAML file with values for the options.")
-    parser.add_argument(DEBUG_ERRORS, action="store_true", help="Show the traceback of an error.")
     argv = list(sys.argv[1:] if argv is None else argv)
     options = {spelling for action in parser._actions for spelling in action.option_strings}
     check_options(argv, options)

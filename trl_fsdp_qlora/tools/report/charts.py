@@ -112,18 +112,6 @@ def _color(chart: Chart, runs: int) -> None:
         series.dash = "dashed" if runs > 1 and order % 2 else "solid"
 
 
-def smoothed(values: list[float], weight: float) -> list[float]:
-    """Exponential moving average that begins unbiased: `weight` is that of the past, 0 leaves the values."""
-    means = []
-    mean = 0.0
-    total = 0.0
-    for value in values:
-        mean = weight * mean + (1 - weight) * value
-        total = weight * total + (1 - weight)
-        means.append(mean / total)
-    return means
-
-
 def _points(run: Run, metric: str) -> dict[float, float]:
     """Values by step; of several entries of one step the last."""
     points = {entry["step"]: entry[metric] for entry in run.history if metric in entry}

@@ -24,7 +24,8 @@ from .folder import Run
 
 FOLDERS = ("_completions", "completions")  # the first that has a file counts
 MOST_FILES = 200  # that are read; of more, these are spread evenly over the steps
-LARGEST_FILE = 2 * 2**30  # bytes of a file's values in memory; a larger file is not read
+LARGEST_FILE = 2**30  # characters of a file's values in memory; a larger file is not read
+_AT_ONCE = 2**29  # bytes that a batch of rows may take while it is decoded
 LONGEST_TEXT = 20_000  # characters; the middle of a longer text is left out
 _OF_A_ROW = 40  # bytes of numbers and punctuation of a completion in the page
 _THUMBNAIL = 128  # pixels
@@ -75,15 +76,15 @@ def read_completions(folder: Path, run: Run, budget: int) -> Completions:
     for number, path in enumerate(chosen):
         try:
             rows = _rows(path)
-        except (OSError, ValueError, KeyError, pyarrow.ArrowException, MemoryError) as error:
+            rewards = _reward_columns(rows, run)
+            groups = list(_groups(rows, path, rewards, run.reward_weights))
+        except (OSError, ValueError, KeyError, RecursionError, pyarrow.ArrowException, MemoryError) as error:
             unread += 1
             if unread <= 3:
                 reason = " ".join(str(error).split())[:200].replace(str(path), path.name)
                 found.notes.append(f"{path.name} cannot be read ({reason}): its completions are missing.")
             continue
-        rewards = _reward_columns(rows, run, found.notes)
         names.update(dict.fromkeys(rewards))
-        groups = list(_groups(rows, path, rewards, run.reward_weights))
         found.recorded += len(rows)
         share = budget // (len(chosen) - number)
         kept = _within(groups, share)
@@ -115,25 +116,31 @@ def _spread(items: list, count: int) -> list:
 def _rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a parquet file.
 
+    A value that many rows have is stored once, so a small file can hold any number of bytes: it is decoded in batches.
+
     Raises:
         ValueError: it is too large, or has no column `completion`.
     """
+    rows = []
+    size = 0
     with pyarrow.parquet.ParquetFile(path) as file:
-        size = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
-        if size > LARGEST_FILE:
-            raise ValueError(f"it holds {size:,} bytes")
-        table = file.read()
-    if not {"completion", "completion_json"} & set(table.column_names):
-        raise ValueError(f"it has no column 'completion', but {', '.join(table.column_names)}")
-    rows = table.to_pylist()
-    for row in rows:
-        for name in ("prompt", "completion"):
-            if f"{name}_json" in row:
-                row[name] = json.loads(row.pop(f"{name}_json") or "null")
+        stored = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
+        columns = file.schema_arrow.names
+        if not {"completion", "completion_json"} & set(columns):
+            raise ValueError(f"it has no column 'completion', but {', '.join(columns)}")
+        for batch in file.iter_batches(batch_size=min(max(_AT_ONCE // max(stored, 1), 1), 1024)):
+            for row in batch.to_pylist():
+                size += len(repr(row))
+                if size > LARGEST_FILE:
+                    raise ValueError(f"its values have more than {LARGEST_FILE:,} characters")
+                for name in ("prompt", "completion"):
+                    if f"{name}_json" in row:
+                        row[name] = json.loads(row.pop(f"{name}_json") or "null")
+                rows.append(row)
     return rows
 
 
-def _reward_columns(rows: list[dict], run: Run, notes: list[str]) -> list[str]:
+def _reward_columns(rows: list[dict], run: Run) -> list[str]:
     """The columns with rewards: those whose means were logged, or else all numbers that are nothing else."""
     if not rows:
         return []
@@ -142,14 +149,7 @@ def _reward_columns(rows: list[dict], run: Run, notes: list[str]) -> list[str]:
     rewards = [name for name in names if f"rewards/{name}/mean" in logged]
     if rewards:
         return rewards
-    rewards = [name for name in names if _is_number_column(rows, name)]
-    if rewards and not run.reward_weights:
-        note = (
-            f"The log does not name the reward functions; these columns were taken for rewards: {', '.join(rewards)}."
-        )
-        if note not in notes:
-            notes.append(note)
-    return rewards
+    return [name for name in names if _is_number_column(rows, name)]
 
 
 def _is_number_column(rows: list[dict], name: str) -> bool:

@@ -19,7 +19,8 @@ from ...utils.plain import counted
 from ...utils.redaction import text_for_others
 from ...utils.stats import format_accuracy, wilson_interval
 
-LARGEST_FILE = 200 * 2**20  # bytes; a larger JSON file or card is not read
+LARGEST_FILE = 200 * 2**20  # bytes; a larger JSON file is not read
+_LONGEST_HEAD = 2**16  # characters of a card that are read; its head is at their beginning
 _TITLES = {method.command: method.title for method in METHODS} | {
     "sft": "SFT",
     "distillation": "Distillation",
@@ -170,7 +171,7 @@ def _of_files(folder: Path, notes: list[str]) -> dict[str, Any]:
     tags = [tag for tag in _texts(head.get("tags")) if tag in _TITLES]
     facts: dict[str, Any] = {
         "method": _TITLES[tags[-1]] if tags else None,
-        "model": head.get("base_model"),
+        "model": head.get("base_model") if isinstance(head.get("base_model"), str) else None,
         "data": ", ".join(_texts(head.get("datasets"))),
     }
     adapter = _json_file(folder / "adapter_config.json", notes)
@@ -180,31 +181,30 @@ def _of_files(folder: Path, notes: list[str]) -> dict[str, Any]:
         facts["adapter"] = f"{adapter.get('peft_type', 'adapter')}{rank}"
     architectures = _texts(_json_file(folder / "config.json", notes).get("architectures"))
     facts["class"] = ", ".join(architectures)
-    facts["effect of the adapter"] = _effect(_json_file(folder / "logits.json", notes))
     return facts
+
+
+class _NoAliases(yaml.SafeLoader):
+    """Reads no aliases: nested ones make a few lines endless."""
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("its head has aliases")
+        return super().compose_node(parent, index)
 
 
 def _card_head(path: Path, notes: list[str]) -> dict[str, Any]:
     """The YAML between the first two lines of three hyphens of a model card."""
-    if not path.is_file() or path.stat().st_size > LARGEST_FILE:
+    if not path.is_file():
         return {}
     try:
-        head = re.match(r"---\n(.*?)\n---", path.read_text(encoding="utf-8"), re.DOTALL)
-        content = yaml.safe_load(head[1]) if head else {}
+        with path.open(encoding="utf-8") as file:
+            head = re.match(r"---\n(.*?)\n---", file.read(_LONGEST_HEAD), re.DOTALL)
+        content = yaml.load(head[1], _NoAliases) if head else {}
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         notes.append(f"{path.name} cannot be read: {text_for_others(' '.join(str(error).split()))}")
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _effect(logits: dict[str, Any]) -> str | None:
-    """How far the adapter moves the logits that were recorded when it was saved."""
-    try:
-        pairs = zip(logits["logits"], logits["logits_of_the_base"], strict=True)
-        largest = max(abs(a - b) for row, base in pairs for a, b in zip(row, base, strict=True))
-    except (KeyError, TypeError, ValueError):
-        return None
-    return f"up to {largest:.3g} on a few recorded logits"
 
 
 def _of_record(record: dict[str, Any]) -> dict[str, Any]:

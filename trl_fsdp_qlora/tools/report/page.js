@@ -117,8 +117,7 @@ function frame(figure, chart) {
     .map((s) => `${label(s, chart)}: ${number(s.values[0], chart.percent)} at step ${s.steps[0]}, ` +
       `${number(s.values.at(-1), chart.percent)} at step ${s.steps.at(-1)}`)
     .join("; ");
-  if (chart.picture) plot.append(element("img", { src: chart.picture, alt: `${chart.title}. ${words}` }));
-  else plot.setAttribute("aria-label", `${chart.title}. ${words}`);
+  plot.setAttribute("aria-label", `${chart.title}. ${words}`);
   plot.setAttribute("role", "img");
   return plot;
 }
@@ -149,9 +148,14 @@ function bokehPlot(chart, shared) {
   });
   shared.plot ??= plot;
   plot.xaxes[0].formatter = new Bokeh.BasicTickFormatter({ use_scientific: false });
-  // A curve that stays at one value has it in the middle.
-  plot.y_range.default_span = Math.max(...chart.series.flatMap((series) => series.values.map(Math.abs))) || 1;
-  if (chart.percent) plot.yaxes[0].formatter = new Bokeh.NumeralTickFormatter({ format: "0.[0]%" });
+  plot.xaxes[0].ticker = new Bokeh.BasicTicker({ min_interval: 1, num_minor_ticks: 0 }); // there is no step 1.5
+  // A curve that stays at one value has it in the middle; a share that does is shown between 0 and 100%.
+  const values = chart.series.flatMap((series) => series.values);
+  plot.y_range.default_span = Math.max(...values.map(Math.abs)) || 1;
+  if (chart.percent) {
+    plot.yaxes[0].formatter = new Bokeh.NumeralTickFormatter({ format: "0.[0]%" });
+    if (values.every((value) => value === values[0])) plot.y_range = new Bokeh.Range1d({ start: 0, end: 1 });
+  }
   chart.series.forEach((series, index) => {
     const source = new Bokeh.ColumnDataSource({ data: columns(chart, index, smoothing()) });
     sources.push({ source, chart, index });

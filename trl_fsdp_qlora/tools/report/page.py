@@ -12,7 +12,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ...utils.files import written_whole
-from .charts import COLORS, Chart, charts_of
+from ...utils.plain import counted
+from .charts import COLORS, charts_of
 from .completions import Completions, read_completions
 from .folder import Run, read_run
 
@@ -51,12 +52,13 @@ def write_report(
         "charts": [asdict(chart) for chart in [*charts, *further]],
         "completions": [_columns(each) for each in found if each is not None],
     }
-    scripts = [*_draw(data, [*charts, *further], notes), (_HERE / "page.js").read_text(encoding="utf-8")]
+    scripts = [*_bokeh(notes), (_HERE / "page.js").read_text(encoding="utf-8")]
     environment = Environment(
         loader=PackageLoader(__package__, ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     text = environment.get_template("page.html").render(
         runs=runs,
+        counted=counted,
         charts=charts,
         further=further,
         notes=notes,
@@ -95,22 +97,17 @@ def _tell_apart(runs: list[Run]) -> None:
             run.name = f"{run.name} ({number + 1})"
 
 
-def _draw(data: dict[str, Any], charts: list[Chart], notes: list[str]) -> list[str]:
-    """The scripts that draw the curves; without Bokeh none, but pictures in `data` if matplotlib is installed."""
-    if find_spec("bokeh") is not None:
-        from . import interactive
-
-        return interactive.scripts()
-    add = "`pip install 'trl-fsdp-qlora[report]'` makes them interactive"
-    if find_spec("matplotlib") is None:
-        notes.append(f"The curves are tables, because neither bokeh nor matplotlib is installed; {add}.")
+def _bokeh(notes: list[str]) -> list[str]:
+    """The scripts of Bokeh, in their order, as they are in the installed package; without it none, and a note."""
+    if find_spec("bokeh") is None:
+        notes.append(
+            "The curves are tables, because bokeh is not installed: pip install 'trl-fsdp-qlora[tools]' draws them."
+        )
         return []
-    from . import pictures
+    import bokeh
 
-    notes.append(f"The curves are still pictures, because bokeh is not installed; {add}.")
-    for chart, entry in zip(charts, data["charts"], strict=True):
-        entry["picture"] = pictures.picture_of(chart)
-    return []
+    folder = Path(bokeh.__file__).parent / "server" / "static" / "js"
+    return [(folder / name).read_text(encoding="utf-8") for name in ("bokeh.min.js", "bokeh-api.min.js")]
 
 
 def _columns(completions: Completions) -> dict[str, Any]:

@@ -19,10 +19,9 @@ from ...compat.peft import is_reference
 from ...prefix_sharing.batch import IGNORED_LABEL
 from ...prefix_sharing.images import fingerprints
 from ...prefix_sharing.problems import CannotPack
-from ...prefix_sharing.sharing import PromptSharing, install_sharing
+from ...prefix_sharing.sharing import PromptSharing
 from ...scoring.contexts import fill_masked_rows, share_values
 from ...scoring.token_selection import weight_gradient
-from ..run.input_checks import columns_of
 from ..run.phases import PhaseTimer
 from .look_ahead import LookAhead
 from .rows import batch_of
@@ -202,35 +201,3 @@ class Scoring:
         if request.weight_BC is not None:
             logps_BC = weight_gradient(logps_BC, request.weight_BC)
         return logps_BC, entropies_BC, aux_loss
-
-
-def share_in_models(
-    args: Any,
-    policy: nn.Module,
-    reference: nn.Module | None,
-    entropy_gradient: bool = False,
-    expects_images: bool = False,
-) -> tuple[PromptSharing, PromptSharing | None]:
-    """Share prompts in the policy and in the reference model, both unwrapped, once both exist.
-
-    Args:
-        args: a config of this package.
-        reference: `None` if there is no such model.
-        entropy_gradient: whether the loss has an entropy term.
-        expects_images: whether batches may have images.
-    """
-    options = {
-        "attention": args.prefix_sharing,
-        "lm_head_kernel": args.lm_head_kernel,
-        "entropy_gradient": entropy_gradient,
-        "expects_images": expects_images,
-        "compares": False,
-    }
-    of_policy = install_sharing(policy, **options)
-    return of_policy, None if reference is None else install_sharing(reference, **options)
-
-
-def may_have_images(trainer: Any) -> bool:
-    """Whether a trainer's rows may have images: by its dataset's columns, or from tools and environments (GRPO's)."""
-    from_tools = getattr(trainer, "tools", None) or getattr(trainer, "environments", None)
-    return bool({"image", "images"} & columns_of(trainer.train_dataset)) or bool(from_tools)

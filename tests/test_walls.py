@@ -1,0 +1,98 @@
+"""What no import linter tells: what an import brings along, what it does to the process, and what has to be installed.
+
+The arrows between rooms are contracts of import-linter in pyproject.toml (`make lint`).
+"""
+
+import ast
+import json
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "trl_fsdp_qlora"
+CORE = ("prefix_sharing", "scoring", "long_rows")
+
+# Imports a module's names in a new process, and prints what came along and what changed.
+SCRIPT = """
+import json, os, signal, sys
+
+before = dict(os.environ), [signal.getsignal(number) for number in signal.valid_signals()]
+{statement}
+after = dict(os.environ), [signal.getsignal(number) for number in signal.valid_signals()]
+ours = [module for name, module in sys.modules.items() if name.startswith("trl_fsdp_qlora")]
+lines = sum(sum(1 for _ in open(module.__file__, encoding="utf-8")) for module in ours)
+added = [name for name in after[0] if "TRL_FSDP" in name and name not in before[0]]
+print(json.dumps([lines, sorted(name for name in sys.modules if "." not in name), before[1] == after[1], added]))
+"""
+
+
+def imported(statement: str) -> tuple[int, set[str]]:
+    """(lines of this package, top-level modules) that `statement` imports; it may change nothing of the process."""
+    script = SCRIPT.format(statement=statement)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert run.returncode == 0, run.stderr
+    lines, modules, keeps_handlers, our_variables = json.loads(run.stdout.splitlines()[-1])
+    assert keeps_handlers and not our_variables, statement
+    return lines, set(modules)
+
+
+@pytest.mark.parametrize(
+    ("statement", "most"),
+    [
+        ("from trl_fsdp_qlora import share_prompts", 6500),
+        ("from trl_fsdp_qlora import EfficientGRPOTrainer", 12500),
+        ("from trl_fsdp_qlora import EfficientDPOTrainer", 9500),
+        ("from trl_fsdp_qlora.fsdp2_qlora.trainer import ShardedQLoRAMixin", 1100),
+    ],
+)
+def test_an_import_reads_no_more_than_its_part_of_the_package(statement, most):
+    lines, _ = imported(statement)
+    print(f"{statement}: {lines} lines")
+    assert lines <= most
+
+
+def test_the_core_imports_no_trl():
+    """A loop of one's own with `share_prompts(model)` needs torch and transformers."""
+    names = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for room in CORE
+        for path in sorted((PACKAGE / room).rglob("*.py"))
+    ]
+    _, modules = imported("import " + ", ".join(names))
+    assert not modules & {"trl", "datasets", "pandas", "pyarrow", "requests", "matplotlib", "bitsandbytes"}
+
+
+def absolute_imports(path: Path) -> set[str]:
+    """Top-level names of what a file imports, also inside functions."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    return {name.split(".")[0] for name in names}
+
+
+def test_what_is_imported_is_declared():
+    """The library's imports by its dependencies; those of the commands, recipes and benchmarks by an extra, too."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    required = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
+    extras = [name for names in project["optional-dependencies"].values() for name in names]
+    declared = required | {canonicalize_name(Requirement(line).name) for line in extras}
+    distributions = packages_distributions()
+    benchmarks = sorted((ROOT / "benchmarks").glob("*.py"))
+    ours = {PACKAGE.name, *(path.stem for path in benchmarks)}
+    # Libraries that a user brings along; `triton` comes with torch's CUDA build.
+    optional = {"triton", "bitsandbytes", "vllm", "unsloth"}
+    undeclared = {}
+    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "recipes").glob("*.py"), *benchmarks]:
+        is_library = path.is_relative_to(PACKAGE) and "tools" not in path.parts
+        for name in absolute_imports(path) - ours - optional - sys.stdlib_module_names:
+            installed_as = {canonicalize_name(x) for x in distributions.get(name, [name])}
+            if not installed_as & (required if is_library else declared):
+                undeclared.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    assert undeclared == {}
