@@ -15,10 +15,10 @@ from ...compat.transformers import quantization_of
 from ...errors import UserError
 from ...trainers.run.card import code, escape
 from ...trainers.run.logits import compare_logits, few_logits, probes
-from ...trainers.run.terminal import progress
 from ...utils.files import written_whole
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import plain
+from ...utils.progress import progress
 from ...utils.redaction import portable
 from .loading import TOKENIZER, find_base, has_own, load_model, processor_source
 
