@@ -228,7 +228,6 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
     assert resumed["weights"] == whole["weights"] and resumed["loss"] == whole["loss"]
 
 
-
 @pytest.mark.parametrize("saves", ["steps", "no"])
 def test_sigterm_waits_for_what_is_in_flight_where_a_checkpoint_holds_it(tmp_path, saves):
     """Then the run goes on to the bit. Without checkpoints the request is ended."""
