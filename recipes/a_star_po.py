@@ -38,7 +38,7 @@ def estimate(trainer: AStarPOTrainer, script: AStarPOScriptArguments) -> bool:
     report = trainer.estimate_values()
     say(
         f"V* of {counted(report.prompts, 'prompt')} is in {trainer.args.value_cache}: {report.already_known} "
-        f"were there, {report.prompts - report.already_known} are new ({report.seconds:.1f} s)"
+        f"were there, {report.prompts - report.already_known} are new"
     )
     return True
 

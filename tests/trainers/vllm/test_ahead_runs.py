@@ -16,13 +16,14 @@ from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import launch
 from tests.trainers.vllm.runs import figures
 from tests.trainers.vllm.sampling_server import SamplingServer
-from tests.trainers.vllm.test_ahead import (
+from tests.trainers.vllm.test_ahead import (  # noqa: F401 (a fixture, too)
     HALVES,
     adapter_by_step,
     assert_drawn_by,
     make,
     trained_prompts,
     wait_until,
+    without_vllm,
 )
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 

@@ -20,8 +20,8 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.utils import logging
 
 from ...utils.nonfatal import nonfatal
+from ...utils.progress import progress
 
-LINE_SECONDS = 30.0  # between two lines on long work, if there is no terminal for a bar
 SHOWS_PER_RUN = 10  # number of times that completions are shown, apart from the last step
 _PROMPT_WIDTH = 60
 _COMPLETION_WIDTH = 100
@@ -52,24 +52,6 @@ def number(value: float | None) -> str:
 
 def _duration(seconds: float) -> str:
     return tqdm.format_interval(round(seconds)).removeprefix("0")
-
-
-def progress(task: str, total: int, unit: str, *, initial: int = 0, hidden: bool = False, leave: bool = False) -> tqdm:
-    """A context with a bar that counts `unit`s of `task` and stays if `leave`; `hidden` on all ranks but the main one.
-
-    In a log file it prints a line every [`LINE_SECONDS`], and no line if the work ends sooner.
-    """
-    counter = {"total": total, "initial": initial, "desc": task, "unit": f" {unit}", "disable": hidden}
-    if sys.stderr.isatty():
-        return tqdm(**counter, leave=leave)
-    return tqdm(
-        **counter,
-        leave=False,
-        mininterval=LINE_SECONDS,
-        maxinterval=LINE_SECONDS,
-        delay=LINE_SECONDS,
-        bar_format="{desc}: {n:,}/{total:,}{unit}, {remaining} left\n",
-    )
 
 
 class TimeLeft(TrainerCallback):
