@@ -20,7 +20,8 @@ with importing():
     from trl_fsdp_qlora.tools.recipe.arguments import parse_recipe
     from trl_fsdp_qlora.tools.recipe.checks import check_script, load_tokenizer
     from trl_fsdp_qlora.tools.recipe.privileged import SDFTScriptArguments, privileged_prompts
-    from trl_fsdp_qlora.tools.recipe.runner import accepted_arguments, train_with_trl
+    from trl_fsdp_qlora.tools.recipe.problems import load_problems, to_measure
+    from trl_fsdp_qlora.tools.recipe.runner import accepted_arguments, run_recipe
     from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
     from trl_fsdp_qlora.tools.recipe.script import run_main
     from trl_fsdp_qlora.tools.recipe.threads import fit_threads
@@ -31,13 +32,15 @@ def main() -> None:
     check_script(script)
     check_output_dir(script, config, model)
     tokenizer = load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
-    train = privileged_prompts(script)
+    problems = load_problems(script)
+    train = privileged_prompts(script, problems.train)
+    test = to_measure(script, problems)
     plan_first(script, config, model, train, tokenizer)
     arguments = accepted_arguments(TiledSDFTTrainer, config, model)
     trainer = TiledSDFTTrainer(model.model_name_or_path, args=config, train_dataset=train, **arguments)
     fit_threads(trainer.model)
     share_prompts(trainer)
-    train_with_trl(trainer, "distilling", script, config, model)
+    run_recipe(trainer, script, test, config.resume_from_checkpoint, model)
 
 
 if __name__ == "__main__":

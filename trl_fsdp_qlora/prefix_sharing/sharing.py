@@ -31,7 +31,7 @@ from .facts import Stamp, stamp
 from .first_pass import FirstPasses
 from .images import Images
 from .packed_model import PackedModel, but_for_the_model, merge, not_compiled
-from .passes import Forward, PassSchedule, plan_call, plan_step
+from .passes import Forward, Plan, plan_call, plan_step
 from .prefix_cache import cannot_keep_reason, no_graph_reason
 from .problems import CannotPack
 from .ranks import reduced_over_ranks
@@ -309,7 +309,7 @@ class PromptSharing:
     @not_compiled
     def plan_step(
         self, batches: list[Batch], tokens_per_pass: int | None = None, one_by_one: bool = False
-    ) -> PassSchedule | None:
+    ) -> Plan | None:
         """Plan the passes of batches that are scored with the same weights.
 
         A beginning that several batches share is then computed once. The method is a collective: every rank has to

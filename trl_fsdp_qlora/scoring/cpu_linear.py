@@ -2,7 +2,7 @@
 
 On x86, torch computes float32 products by MKL. It calls oneDNN, which is in the same wheel, only from its compiler, by
 the private operator that this module borrows. On AMD's processors MKL runs at about half of oneDNN's speed
-(docs/LOG.md). A LoRA layer runs five small operations in addition to its base layer. Without gradients two products
+(dev/LOG.md). A LoRA layer runs five small operations in addition to its base layer. Without gradients two products
 suffice, the second of which is added to the base's output in place; this saves 12% of generation's time with SmolLM2.
 Sums run in another order; weights are neither copied nor changed.
 """
