@@ -184,9 +184,8 @@ class TerminalCallback(TrainerCallback):
         elif "loss" in logs and self._steps:
             seconds_left = (time.perf_counter() - self._began) / (step - self._first_step) * (steps - step)
             accuracy = f"  accuracy {100 * logs['accuracy']:.1f}%" if "accuracy" in logs else ""
-            figures = (
-                f"reward {number(logs.get('reward', math.nan))}{accuracy}  {self._seconds / self._steps:.2f} s/step"
-            )
+            shown = "reward" if "reward" in logs else "loss"  # a trainer without rewards learns from its data
+            figures = f"{shown} {number(logs[shown])}{accuracy}  {self._seconds / self._steps:.2f} s/step"
             lines.append(f"step {step:>{len(str(steps))}}/{steps}  {figures}  {_duration(seconds_left)} left")
             self._steps = 0
             self._seconds = 0.0
@@ -260,6 +259,8 @@ def use_terminal(trainer: Any) -> None:
     """
 
     def completions() -> list[str]:
+        if not hasattr(trainer.args, "show_completions"):  # a trainer without rewards
+            return []
         logs = trainer._logs  # that TRL keeps for its own table of completions, which it prints with log_completions
         count = 0 if trainer.log_completions else trainer.args.show_completions
         rewards = {name: list(values) for name, values in logs["rewards"].items()}
