@@ -20,6 +20,7 @@ from ...prefix_sharing.batch import IGNORED_LABEL
 from ...prefix_sharing.images import fingerprints
 from ...prefix_sharing.problems import CannotPack
 from ...prefix_sharing.sharing import PromptSharing
+from ...prefix_sharing.wrapped_forward import Instructions
 from ...scoring.contexts import fill_masked_rows, share_values
 from ...scoring.token_selection import weight_gradient
 from ..run.phases import PhaseTimer
@@ -176,7 +177,7 @@ class Scoring:
                     sharing.cannot_keep(str(error))
                     step_scores.finish()  # what earlier passes owe to shared beginnings
                     self.look_ahead.scores = None
-            return model(**model_arguments, **for_sharing)
+            return model(**model_arguments, **({"sharing": Instructions(**for_sharing)} if for_sharing else {}))
 
         values = stock(call, **arguments)
         # TRL leaves the values on the LM head's device. That is the last device of a model that is split over several
