@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from peft import PeftModel
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -35,6 +34,7 @@ from transformers import PreTrainedModel
 
 from ..compat.deepspeed import is_zero3
 from ..compat.fsdp import has_unreduced_gradients, misfit, reducing
+from ..compat.peft import is_peft
 from ..scoring.transfer import to_device
 from .batch import IGNORED_LABEL, Batch, Sequences
 from .dropout import attention_reason, without_dropout
@@ -491,7 +491,7 @@ def compares_gradients(model: nn.Module) -> bool:
     if isinstance(model, FSDPModule):
         return torch.is_grad_enabled() and misfit() is None and not has_unreduced_gradients(model)
     # By class, because DeepSpeed's engine passes attributes of its model through. ZeRO marks the parameters.
-    is_known = isinstance(model, (DistributedDataParallel, PreTrainedModel, PeftModel))
+    is_known = isinstance(model, (DistributedDataParallel, PreTrainedModel)) or is_peft(model)
     if not (torch.is_grad_enabled() and is_known):
         return False
     return not any(is_zero3(p) or p._post_accumulate_grad_hooks for p in model.parameters())
@@ -540,7 +540,7 @@ def _squared_norm(parameters: list[nn.Parameter]) -> float:
 
 def _is_collective(model: nn.Module) -> bool:
     """Whether a pass of `model` gathers weights, so that the other ranks wait for a rank that leaves the pass."""
-    is_known = isinstance(model, (DistributedDataParallel, PreTrainedModel, PeftModel))
+    is_known = isinstance(model, (DistributedDataParallel, PreTrainedModel)) or is_peft(model)
     return not is_known or any(isinstance(p, DTensor) or is_zero3(p) for p in model.parameters())
 
 
