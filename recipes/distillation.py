@@ -42,7 +42,7 @@ def main() -> None:
     )
     fit_threads(trainer.model)
     share_prompts(trainer)
-    train_with_trl(trainer, "distilling", script, config, model)
+    train_with_trl(trainer, script, config, model)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ with importing():
     from trl_fsdp_qlora.tools.recipe.runner import measured_settings, model_arguments, next_commands
     from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
     from trl_fsdp_qlora.tools.recipe.script import command_that_goes_on, run_main, say, say_where_from
-    from trl_fsdp_qlora.trainers.run.terminal import TimeLeft
+    from trl_fsdp_qlora.trainers.run.terminal import use_terminal
     from trl_fsdp_qlora.utils.ranks import on_main
 
 
@@ -85,7 +85,7 @@ def main() -> None:
     trainer.card_info.license = script.license
     trainer.card_info.data_license = script.data_license
     trainer.go_on = command_that_goes_on()
-    trainer.add_callback(TimeLeft("training"))
+    use_terminal(trainer)
     resume = trainer.checkpointing.resume_from(config.resume_from_checkpoint)
     say_where_from(resume)
     trainer.train(resume_from_checkpoint=resume)

@@ -35,7 +35,7 @@ def main() -> None:
     trainer = SDFTTrainer(model.model_name_or_path, args=config, train_dataset=train, **arguments)
     fit_threads(trainer.model)
     share_prompts(trainer)
-    train_with_trl(trainer, "distilling", script, config, model)
+    train_with_trl(trainer, script, config, model)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def main() -> None:
     answers = [[{"role": "assistant", "content": answer}] if script.chat else answer for _, answer in taught]
     data = Dataset.from_dict({"prompt": prompts, "completion": answers})
     trainer = SFTTrainer(model.model_name_or_path, config, train_dataset=data, **model_arguments(config, model))
-    train_with_trl(trainer, "teaching", script, config, model)
+    train_with_trl(trainer, script, config, model)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from ...errors import UserError
 from ...trainers.run.card import hardware, software
 from ...trainers.run.checkpoints import last_step, resolve_resume, step_of
 from ...trainers.run.stopping import stopping_after_step
-from ...trainers.run.terminal import TimeLeft, use_terminal
+from ...trainers.run.terminal import use_terminal
 from ...utils import files as disk
 from ...utils import redaction
 from ...utils.nonfatal import nonfatal
@@ -303,18 +303,17 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
         if trainer.generation_batches.scored.nothing_scored:
             raise UserError(
                 f"nothing was learned: {', '.join(trainer.reward_func_names)} gave none of "
-                f"{trainer.generation_batches.scored.drawn:,} completions a value (None or NaN for all); look at the "
-                "function and at the columns that it reads"
+                f"{trainer.generation_batches.scored.drawn:,} completions a finite value (None, NaN or infinite for "
+                "all); look at the function and at the columns that it reads"
             )
         return record.content
 
 
-def train_with_trl(trainer: Any, doing: str, script: ScriptArguments, config: TrainingArguments, model: ModelConfig):
+def train_with_trl(trainer: Any, script: ScriptArguments, config: TrainingArguments, model: ModelConfig):
     """Train with one of TRL's own trainers and save: `recipes/evaluate.py` measures what the output folder has.
 
     Args:
         trainer: a trainer that has not trained yet.
-        doing: what the terminal calls it, as in "teaching".
         script: the recipe's script arguments; `max_train_seconds` is the only one that says how it is trained.
         config: the trainer's config.
         model: the model's arguments.
@@ -325,8 +324,9 @@ def train_with_trl(trainer: Any, doing: str, script: ScriptArguments, config: Tr
         say(_finished_text(trainer, script))
         return
     limit = None if script.max_train_seconds is None else TimeLimit(script.max_train_seconds)
-    for callback in filter(None, (limit, TimeLeft(doing))):
-        trainer.add_callback(callback)
+    if limit is not None:
+        trainer.add_callback(limit)
+    use_terminal(trainer)
     say_where_from(resume)
     started = time.perf_counter()
     with stopping_after_step(trainer, command_that_goes_on()):
