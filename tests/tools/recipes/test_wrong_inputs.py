@@ -48,6 +48,9 @@ GRPO = [
     ("--per_device_train_batch_size 0", "per_device_train_batch_size=0 can only be a mistake: "),
     ("--gradient_accumulation_steps 0", "gradient_accumulation_steps=0 can only be a mistake: "),
     ("--max_completion_length 0", "max_completion_length=0 can only be a mistake: "),
+    ("--epsilon -0.2", "epsilon=-0.2 can only be a mistake: "),
+    ("--beta -0.1", "beta=-0.1 can only be a mistake: "),
+    ("--save_strategy steps --save_steps 0", "save_steps=0"),
     ("--max_steps -5", "max_steps=-5 can only be a mistake: whole epochs would be trained"),
     ("--loss_type grp", "loss_type='grp' is not known; did you mean 'grpo'?; use one of grpo, bnpo, "),
     ("--use_vllm true", "use_vllm: true needs vllm, which is not installed: pip install"),
@@ -70,6 +73,7 @@ GRPO = [
         "--model_name_or_path runs/small-base",
         "model_name_or_path='runs/small-base': there is no such folder; `trl-fsdp-",
     ),
+    ("--model_name_or_path base/small", "model_name_or_path='base/small': there is no such folder"),
     ("--model_name_or_path runs/sft", "model_name_or_path='runs/sft': there is no such folder; the head of a recipe"),
     ("--model_name_or_path /no/such/model", "model_name_or_path='/no/such/model': there is no such folder"),
     ("--model_name_or_path t5", "model_name_or_path='t5' is a T5ForConditionalGeneration, which continues no text"),
@@ -94,7 +98,7 @@ GRPO = [
     ("--held_out 54 --per_device_train_batch_size 16", "the training dataset has 1 row, but one generation batch"),
 ]
 OTHERS = [
-    ("a_star_po", "--beta 0", "beta=0.0 has no place in A*-PO"),
+    ("a_star_po", "--beta 0", "beta=0.0 does not fit A*-PO"),
     ("evaluate", "--adapter empty", "adapter='empty' cannot be loaded"),
     ("evaluate", "--adapter nowhere", "adapter='nowhere' cannot be loaded: Can't find 'adapter_config.json'"),
     ("evaluate", "--adapter", "trl-fsdp-qlora: --adapter: expected one argument"),
