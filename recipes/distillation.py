@@ -41,11 +41,7 @@ def main() -> None:
     )
     fit_threads(trainer.model)
     share_prompts(trainer)
-<<<<<<< HEAD
-    train_with_trl(trainer, script, config, model)
-=======
     run_recipe(trainer, script, test, config.resume_from_checkpoint, model)
->>>>>>> main
 
 
 if __name__ == "__main__":

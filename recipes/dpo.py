@@ -33,12 +33,7 @@ with importing():
     from trl_fsdp_qlora.tools.recipe.problems import load_data, load_problems, prompts_of
     from trl_fsdp_qlora.tools.recipe.runner import model_arguments, run_recipe
     from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
-<<<<<<< HEAD
-    from trl_fsdp_qlora.tools.recipe.script import command_that_goes_on, run_main, say, say_where_from
-    from trl_fsdp_qlora.trainers.run.terminal import use_terminal
-=======
     from trl_fsdp_qlora.tools.recipe.script import run_main, say
->>>>>>> main
     from trl_fsdp_qlora.utils.ranks import on_main
 
 
@@ -85,27 +80,7 @@ def main() -> None:
         **model_arguments(config, model),
     )
     trainer.card_info.settings = (script, model)
-<<<<<<< HEAD
-    trainer.card_info.dataset = script.dataset or script.pairs
-    trainer.card_info.license = script.license
-    trainer.card_info.data_license = script.data_license
-    trainer.go_on = command_that_goes_on()
-    use_terminal(trainer)
-    resume = trainer.checkpointing.resume_from(config.resume_from_checkpoint)
-    say_where_from(resume)
-    trainer.train(resume_from_checkpoint=resume)
-    trainer.save_model()
-    trainer.create_model_card(Path(config.output_dir).name)
-    settings = measured_settings(script, config, model)
-    RunRecord(config.output_dir).put(settings=settings, history=trainer.state.log_history)
-    keep_paths(config.output_dir, script)
-    write_page(config.output_dir, config.push_to_hub)
-    is_adapter = Path(config.output_dir, "adapter_config.json").is_file()
-    say(f"{'adapter' if is_adapter else 'model'} and card are in {config.output_dir}")
-    say(next_commands(config.output_dir, script, is_adapter))
-=======
     run_recipe(trainer, script, test, config.resume_from_checkpoint, model)
->>>>>>> main
 
 
 if __name__ == "__main__":

@@ -48,15 +48,9 @@ def main() -> None:
     say(f"data: {len(taught)} of {len(problems)} training problems are taught")
     prompts = prompts_of(script, [problem for problem, _ in taught])["prompt"]
     answers = [[{"role": "assistant", "content": answer}] if script.chat else answer for _, answer in taught]
-<<<<<<< HEAD
-    data = Dataset.from_dict({"prompt": prompts, "completion": answers})
-    trainer = SFTTrainer(model.model_name_or_path, config, train_dataset=data, **model_arguments(config, model))
-    train_with_trl(trainer, script, config, model)
-=======
     rows = Dataset.from_dict({"prompt": prompts, "completion": answers})
     trainer = SFTTrainer(model.model_name_or_path, config, train_dataset=rows, **model_arguments(config, model))
     run_recipe(trainer, script, test, config.resume_from_checkpoint, model)
->>>>>>> main
 
 
 if __name__ == "__main__":

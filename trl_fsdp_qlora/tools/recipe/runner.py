@@ -330,52 +330,8 @@ def run_recipe(
         scored = getattr(getattr(trainer, "generation_batches", None), "scored", None)
         if scored is not None and scored.nothing_scored:
             raise UserError(
-<<<<<<< HEAD
-                f"nothing was learned: {', '.join(trainer.reward_func_names)} gave none of "
-                f"{trainer.generation_batches.scored.drawn:,} completions a finite value (None, NaN or infinite for "
-                "all); look at the function and at the columns that it reads"
-            )
-        return record.content
-
-
-def train_with_trl(trainer: Any, script: ScriptArguments, config: TrainingArguments, model: ModelConfig):
-    """Train with one of TRL's own trainers and save: `recipes/evaluate.py` measures what the output folder has.
-
-    Args:
-        trainer: a trainer that has not trained yet.
-        script: the recipe's script arguments; `max_train_seconds` is the only one that says how it is trained.
-        config: the trainer's config.
-        model: the model's arguments.
-    """
-    record = RunRecord(config.output_dir)
-    resume = on_main(lambda: resolve_resume(config.output_dir, config.resume_from_checkpoint))
-    if is_finished(record, trainer, script, resume):
-        say(_finished_text(trainer, script))
-        return
-    limit = None if script.max_train_seconds is None else TimeLimit(script.max_train_seconds)
-    if limit is not None:
-        trainer.add_callback(limit)
-    use_terminal(trainer)
-    say_where_from(resume)
-    started = time.perf_counter()
-    with stopping_after_step(trainer, command_that_goes_on()):
-        trainer.train(resume_from_checkpoint=resume)
-    seconds = time.perf_counter() - started
-    trainer.save_model()
-    record.put(
-        settings=measured_settings(script, config, model),
-        history=trainer.state.log_history,
-        train_seconds=seconds,
-        finished_step=trainer.state.global_step,
-        stopped_by_seconds=limit.seconds if limit is not None and limit.reached else None,
-    )
-    keep_paths(config.output_dir, script)
-    write_page(config.output_dir, config.push_to_hub)
-    is_adapter = Path(config.output_dir, "adapter_config.json").is_file()
-    say(f"model and tokenizer are in {config.output_dir}\n{next_commands(config.output_dir, script, is_adapter)}")
-=======
                 f"nothing was learned: {', '.join(trainer.reward_func_names)} gave none of {scored.drawn:,} "
-                "completions a value (None or NaN for all); look at the function and at the columns that it reads"
+                "completions a finite value (None, NaN or infinite for all); look at the function and at the columns "
+                "that it reads"
             )
         return record.content
->>>>>>> main
