@@ -3,17 +3,19 @@
     trl-fsdp-qlora sdft --config SmolLM2-135M-Instruct/sdft/basic_arithmetic
 
 TRL's experimental `SDFTTrainer` on the problems of recipes/grpo.py, with each prompt computed once for its group by
-student and teacher. Every field of `SDFTScriptArguments`, `SDFTConfig` and `trl.ModelConfig` can stand in the YAML
-file and be overridden on the command line; `trl-fsdp-qlora evaluate --adapter FOLDER` measures what came of it.
+student and teacher, and the loss in tiles of logits (`trl_fsdp_qlora/experimental/losses_in_tiles`). Every field of
+`SDFTScriptArguments`, `SDFTConfig` and `trl.ModelConfig` can stand in the YAML file and be overridden on the command
+line; `trl-fsdp-qlora evaluate --adapter FOLDER` measures what came of it.
 """
 
 from trl_fsdp_qlora.tools.cli.importing import importing
 
 with importing():
     from trl import ModelConfig
-    from trl.experimental.sdft import SDFTConfig, SDFTTrainer
+    from trl.experimental.sdft import SDFTConfig
 
     from trl_fsdp_qlora import share_prompts
+    from trl_fsdp_qlora.experimental.losses_in_tiles import TiledSDFTTrainer
     from trl_fsdp_qlora.tools.planning.plan_vs_actual import plan_first
     from trl_fsdp_qlora.tools.recipe.arguments import parse_recipe
     from trl_fsdp_qlora.tools.recipe.checks import check_script, load_tokenizer
@@ -34,8 +36,8 @@ def main() -> None:
     train = privileged_prompts(script, problems.train)
     test = to_measure(script, problems)
     plan_first(script, config, model, train, tokenizer)
-    arguments = accepted_arguments(SDFTTrainer, config, model)
-    trainer = SDFTTrainer(model.model_name_or_path, args=config, train_dataset=train, **arguments)
+    arguments = accepted_arguments(TiledSDFTTrainer, config, model)
+    trainer = TiledSDFTTrainer(model.model_name_or_path, args=config, train_dataset=train, **arguments)
     fit_threads(trainer.model)
     share_prompts(trainer)
     run_recipe(trainer, script, test, config.resume_from_checkpoint, model)

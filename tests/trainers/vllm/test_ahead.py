@@ -272,7 +272,7 @@ def test_what_cannot_be_is_refused_with_what_to_set(server, tmp_path):
                 tiny.tiny_model(), tiny.digit_share, args, tiny.prompts(), peft_config=tiny.lora(),
                 processing_class=tiny.character_tokenizer(), **{name: [len] if name == "tools" else len},
             )  # fmt: skip
-    with pytest.raises(ValueError, match="rollouts_ahead=1 has no place in A\\*-PO"):
+    with pytest.raises(ValueError, match="rollouts_ahead=1 does not fit A\\*-PO"):
         tiny.config(AStarPOConfig, tmp_path, rollouts_ahead=1, num_generations=1, **server.settings())
 
 

@@ -9,7 +9,7 @@ from accelerate.logging import get_logger
 from ...compat.trl import joined_images
 from ...engines.decode.rollout import GenerateSettings, Rollout
 from ..experimental_fields import experiment
-from ..run.arguments import adapter_and_base, with_base_loaded
+from ..run.arguments import adapter_and_base, check_rewards, with_base_loaded
 from ..run.input_checks import too_long
 from ..run.trainer_run import TrainerRun
 from ..step.groups import EpochRepeatSampler
@@ -38,6 +38,7 @@ class OnPolicyRun(TrainerRun):
 
     def __init__(self, **call):
         args = call["args"]
+        check_rewards(call)
         one_generation_ahead = experiment("rollouts_ahead") if args.rollouts_ahead else None
         if one_generation_ahead is not None:
             one_generation_ahead.check_call(call)
