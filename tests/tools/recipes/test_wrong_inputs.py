@@ -8,6 +8,9 @@ import shutil
 import huggingface_hub.constants
 import pytest
 import transformers
+from peft import get_peft_model, get_peft_model_state_dict
+from peft.utils import SAFETENSORS_WEIGHTS_NAME as WEIGHTS
+from safetensors.torch import save_file
 from transformers import BertConfig, T5Config
 from trl import DPOTrainer, GRPOTrainer
 
@@ -145,6 +148,7 @@ def folder(tmp_path_factory):
         config.base_model_name_or_path = base
         config.save_pretrained(folder / name)
     character_tokenizer().save_pretrained(folder / "adapter")
+    save_file(get_peft_model_state_dict(get_peft_model(tiny_model(), lora())), folder / "adapter" / WEIGHTS)
     return folder
 
 
