@@ -16,7 +16,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ..compat.trl import FusedCausalLMOutput, FusedHead, fused_head
+from ..compat import trl as trls
+from ..compat.trl import FusedHead, fused_head
 from ..scoring.logprobs import score_with_head
 from ..scoring.transfer import to_device, to_host
 from .attention.implementation import can_nest
@@ -198,7 +199,7 @@ class PackedModel:
     # --- run, score, scatter -----------------------------------------------------------------------------------------
 
     @but_for_the_model
-    def run(self, batch: Batch, forward: Forward) -> FusedCausalLMOutput | ModelOutput:
+    def run(self, batch: Batch, forward: Forward) -> ModelOutput:
         """Run one forward over the rows of `batch`.
 
         Returns:
@@ -242,7 +243,7 @@ class PackedModel:
         values = {name: None if x is None else packed_row.scatter(x) for name, x in values.items()}
         values["log_probs"] = forward.view.with_collected(values["log_probs"])
         forward.record.add(packed_row)
-        return FusedCausalLMOutput(label_mask=batch.labels[:, 1:] != IGNORED_LABEL, aux_loss=sums_M2E, **values)
+        return trls.FusedCausalLMOutput(label_mask=batch.labels[:, 1:] != IGNORED_LABEL, aux_loss=sums_M2E, **values)
 
     @but_for_the_model
     def _run_backbone(self, batch: Batch, forward: Forward, packed_row: PackedRow, needs_router: bool) -> ModelOutput:
@@ -262,7 +263,7 @@ class PackedModel:
 
     # --- router losses -----------------------------------------------------------------------------------------------
 
-    def with_router_loss(self, output: FusedCausalLMOutput) -> FusedCausalLMOutput:
+    def with_router_loss(self, output: ModelOutput) -> ModelOutput:
         """Returns the output of one forward with its router loss, as transformers adds it to the loss."""
         # transformers returns 0 for a model without router logits.
         aux_loss = 0 if output.aux_loss is None else self.router_losses(output.aux_loss)[0]
@@ -279,8 +280,8 @@ class PackedModel:
 
 @not_compiled
 def merge(
-    outputs: list[FusedCausalLMOutput], rows: list[np.ndarray | None], num_items: torch.Tensor | int | None
-) -> FusedCausalLMOutput:
+    outputs: list[ModelOutput], rows: list[np.ndarray | None], num_items: torch.Tensor | int | None
+) -> ModelOutput:
     """Returns TRL's output of a call, in the order of its rows, from the outputs of forwards that score some of them.
 
     Args:
@@ -295,7 +296,7 @@ def merge(
         for name in ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask"):
             parts = [vars(output)[name] for output in outputs]
             fields[name] = None if parts[0] is None else torch.cat(parts)[order]
-        merged = FusedCausalLMOutput(**fields)
+        merged = trls.FusedCausalLMOutput(**fields)
     count = merged.label_mask.sum().clamp(min=1) if num_items is None else num_items
     return replace(merged, loss=-merged.log_probs.sum() / count)
 

@@ -17,13 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import extract_model_from_parallel
-from peft import PeftModel
 from torch import nn
 from transformers.utils import ModelOutput
 
 from ..compat.fsdp import forget_forward
-from ..compat.peft import looks_beyond_tokens
-from ..compat.trl import FusedCausalLMOutput
+from ..compat.peft import is_peft, looks_beyond_tokens
 from ..errors import PrefixSharingError
 from .attention.backends import BACKENDS
 from .attention.implementation import original_attention
@@ -33,7 +31,7 @@ from .facts import Stamp, stamp
 from .first_pass import FirstPasses
 from .images import Images
 from .packed_model import PackedModel, but_for_the_model, merge, not_compiled
-from .passes import Forward, PassSchedule, plan_call, plan_step
+from .passes import Forward, Plan, plan_call, plan_step
 from .prefix_cache import cannot_keep_reason, no_graph_reason
 from .problems import CannotPack
 from .ranks import reduced_over_ranks
@@ -88,8 +86,7 @@ def install_sharing(
 def causal_language_model(model: nn.Module) -> nn.Module:
     """Returns the causal language model inside all wrappers."""
     model = extract_model_from_parallel(model)
-    # By class: transformers' models have an attribute `peft_config`, too.
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+    return model.get_base_model() if is_peft(model) else model
 
 
 class PromptSharing:
@@ -312,7 +309,7 @@ class PromptSharing:
     @not_compiled
     def plan_step(
         self, batches: list[Batch], tokens_per_pass: int | None = None, one_by_one: bool = False
-    ) -> PassSchedule | None:
+    ) -> Plan | None:
         """Plan the passes of batches that are scored with the same weights.
 
         A beginning that several batches share is then computed once. The method is a collective: every rank has to
@@ -447,11 +444,11 @@ class PromptSharing:
     @but_for_the_model
     def score(
         self,
-        stock: Callable[..., FusedCausalLMOutput],
+        stock: Callable[..., ModelOutput],
         arguments: dict[str, Any],
         num_images: list[int] | None = None,
         tokens_per_pass: int | None = None,
-    ) -> FusedCausalLMOutput:
+    ) -> ModelOutput:
         """Returns the output of a fused call, with equal beginnings computed once.
 
         Args:
@@ -541,11 +538,11 @@ class PromptSharing:
     @but_for_the_model
     def _as_stock(
         self,
-        stock: Callable[..., FusedCausalLMOutput],
+        stock: Callable[..., ModelOutput],
         arguments: dict[str, Any],
         num_images: list[int] | None,
         tokens_per_pass: int | None,
-    ) -> FusedCausalLMOutput:
+    ) -> ModelOutput:
         """Returns the output of a call as in stock TRL, in slices of as many rows as fit into `tokens_per_pass`."""
         if tokens_per_pass is None:
             return stock(fused_lm_head=True, **arguments)
@@ -560,9 +557,7 @@ class PromptSharing:
         return merge(outputs, slices, batch.num_items)
 
     @but_for_the_model
-    def run_planned(
-        self, forward: Forward, arguments: dict[str, Any], num_images: list[int] | None
-    ) -> FusedCausalLMOutput:
+    def run_planned(self, forward: Forward, arguments: dict[str, Any], num_images: list[int] | None) -> ModelOutput:
         """Run one forward of a plan, or of a comparison, that a trainer passed through the root module."""
         start = time.perf_counter()
         output = self.packed_model.run(batch_of(self.base, arguments, num_images), forward)

@@ -6,6 +6,7 @@ All other calls come by `wrapped_backbone.py`.
 """
 
 import functools
+import importlib.util
 import inspect
 import logging
 import types
@@ -18,8 +19,8 @@ from accelerate.utils.modeling import get_mixed_precision_context_manager
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..compat import trl as trls
 from ..compat.signatures import is_of_library
-from ..compat.trl import add_fused_lm_head
 from .batch import from_padding
 from .packed_model import head_of, not_compiled
 from .row_mask import telling
@@ -66,14 +67,16 @@ class WrappedForward:
         # The forward of all other calls, if the head is ours: TRL's would call this model's also in a copy of it.
         below = None
         has_head = head_of(self.base) is not None
-        if not has_head and self.base.get_output_embeddings() is None:  # a classifier; its backbone is wrapped
+        # A classifier has no LM head, and without TRL nobody calls a fused one: the backbone alone is wrapped.
+        can_have_one = self.base.get_output_embeddings() is not None and importlib.util.find_spec("trl") is not None
+        if not has_head and not can_have_one:
             return
         if not has_head and all(map(is_of_library, before.values())):
             # Accelerate's mixed precision has to stay outside, so that the head runs in mixed precision, too.
             if "_original_forward" in before:
                 self.base.forward = before["_original_forward"]
             below = self.base.forward
-            add_fused_lm_head(self.base, temperature=temperature, outputs=outputs)
+            trls.add_fused_lm_head(self.base, temperature=temperature, outputs=outputs)
             if "_original_forward" in before:
                 self.base._original_forward = self.base.forward
             self._of_later_heads = self.base.base_model.register_forward_pre_hook(self._put_on_again)

@@ -19,7 +19,7 @@ from tests.tools.planning.test_plan import CPU
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.__main__ import main
 from trl_fsdp_qlora.compat.memory import FakeTensorMode, PeakTracker, divergence_tiles_of
-from trl_fsdp_qlora.experimental.losses_in_tiles import sum_over_tiles
+from trl_fsdp_qlora.experimental.losses_in_tiles import TiledSDFTTrainer, sum_over_tiles
 from trl_fsdp_qlora.prefix_sharing.share import models_of
 from trl_fsdp_qlora.prefix_sharing.sharing import causal_language_model
 from trl_fsdp_qlora.tools.planning import fake_ops, passes
@@ -66,7 +66,9 @@ def trainer_of(kind: str, run: Settings, student, out, **further):
     fields = {name: run.values[name] for name in names if name in run.values}
     args = CONFIGS[kind](str(out), gradient_accumulation_steps=1, use_cpu=True, report_to="none", **fields)
     columns = {"prompt": ["A"]} if kind == "distillation" else {"prompt": ["A"], "privileged_context": ["B"]}
-    cls = {"distillation": trl.DistillationTrainer, "sdft": sdft.SDFTTrainer}[kind]
+    cls = {"distillation": trl.DistillationTrainer, "sdft": TiledSDFTTrainer}[kind]
+    if kind == "sdft" and run.prefix_sharing == "off":
+        cls = sdft.SDFTTrainer
     return cls(
         model=student, args=args, train_dataset=Dataset.from_dict(columns), processing_class=tokenizer(),
         peft_config=lora_config(run.model), **further,
@@ -166,7 +168,7 @@ def test_a_step_with_a_teacher_of_its_own_peaks_where_it_was_planned(tmp_path, c
     ],
 )
 def test_a_step_of_a_model_that_teaches_itself_peaks_where_it_was_planned(tmp_path, changes, monkeypatch):
-    """With the loss in tiles of 64 tokens, or on whole logits without `share_prompts`."""
+    """With the loss in tiles of 64 tokens, or stock TRL's on whole logits."""
     monkeypatch.setattr(sum_over_tiles, "TILE_ELEMENTS", 64 * 8192)
     run = run_of("sdft", saved(tmp_path, **WORDS), **changes)
     trainer = trainer_of("sdft", run, tf.AutoModelForCausalLM.from_pretrained(tmp_path), tmp_path)

@@ -116,7 +116,7 @@ def classes_of(words: Sequence[str], trainer: str | None = None) -> tuple[type, 
 
 def _solve(planned) -> dict:
     """The most that fits, for this run and for the ways to compute groups."""
-    from ...trainers.run.terminal import progress
+    from ...utils.progress import progress
     from ..planning import plan as planning
     from ..planning.largest_model import largest_models
 

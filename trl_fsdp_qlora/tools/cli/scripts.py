@@ -34,7 +34,7 @@ def launched(name: str, words: list[str]) -> int:
     """Run the script `name` like `accelerate launch`, in the requested number of processes."""
     if {"--help", "-h"} & set(words):
         print(f"Of the launcher: {', '.join(LAUNCHER)}. Of the script, in a YAML (--config FILE) or here:\n")
-        return called(name, ["--help"])
+        return called(name, ["--help", *(["all"] if "all" in words else [])])
     launcher, rest = pop_options(words, LAUNCHER)
     rest = with_recipe(rest)
     config = launcher.pop("--accelerate_config", None) or launcher.pop("--config_file", None)

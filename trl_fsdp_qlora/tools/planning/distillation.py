@@ -79,7 +79,7 @@ def teacher_of(settings: Settings, config: PretrainedConfig) -> tuple[Settings, 
 
 
 def computes_tiles(settings: Settings, head: nn.Module) -> bool:
-    """Whether SDFT's or SDPO's loss is in tiles, as far as settings show it (`any_trainer.self_distillation`)."""
+    """Whether SDFT's or SDPO's loss is in tiles, as far as settings show it (`experimental.losses_in_tiles`)."""
     is_sharded = settings.launch.kind == "fsdp2" and head.weight.requires_grad
     has_policy_loss = settings.values.get("distillation_weight", 1.0) != 1
     scales = settings.mixed == "float16" or settings.launch.kind.startswith("zero")

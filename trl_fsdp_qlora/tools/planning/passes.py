@@ -383,16 +383,16 @@ def _run_step(settings: Settings, config, layers, longest: Pass, on_gpu: bool, i
                     values = passes_like(longest, settings.max_completion_length)
                     for forward in values.of_pass(0):
                         run(forward)
-            schedule = passes_like(longest, settings.max_completion_length, ties_ends)
-            for number in (0, len(schedule.rows_of_pass) - 1):
-                *trunks, forward = schedule.of_pass(number)
+            shared_passes = passes_like(longest, settings.max_completion_length, ties_ends)
+            for number in (0, len(shared_passes.plan.rows_of_pass) - 1):
+                *trunks, forward = shared_passes.of_pass(number)
                 for trunk in trunks:
                     run(trunk)
                 scores = run(forward)
                 if number:
                     # The trunk's backward begins with the last value that the trunk kept. Without a border between the
                     # two backwards, the larger peak of few layers would hide the one that grows with more of them.
-                    ends = [*schedule.cache.trunk_ends.values()] or [schedule.cache.of(0)[-1][0]]
+                    ends = [*shared_passes.cache.trunk_ends.values()] or [shared_passes.cache.of(0)[-1][0]]
                     ends[0].register_hook(lambda _: end_part())
                 with torch.autocast("cpu", enabled=False):
                     scores.sum().backward()

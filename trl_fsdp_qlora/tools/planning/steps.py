@@ -156,24 +156,25 @@ def _shared(
 ) -> Step | None:
     """The passes of micro-batches that are planned together; `None` if each computes its own prompts."""
     sequences = sequences_of(np.arange(rows * batches) // group, prompt, completion)
-    schedule = passes.plan_step(sequences, batches, RULES, tokens_per_pass, one_by_one)
-    if schedule is None:
+    plan = passes.plan_step(sequences, batches, RULES, tokens_per_pass, one_by_one)
+    if plan is None:
         return None
     longest = Pass(0, 0)
     computed = 0
-    for number in range(len(schedule.rows_of_pass)):
-        *trunks, forward = schedule.of_pass(number)
+    run = passes.Run(plan)
+    for number in range(len(plan.rows_of_pass)):
+        *trunks, forward = run.of_pass(number)
         computed += sum(trunk.forest.tokens for trunk in trunks) + forward.forest.tokens
         longest = max(longest, _size(forward), key=held_tokens)
     return Step(
         longest=longest,
-        passes=len(schedule.rows_of_pass),
-        trunks=int(schedule.trunks.sum()),
+        passes=len(plan.rows_of_pass),
+        trunks=int(plan.trunks.sum()),
         # A row that is longer than the limit runs alone, in one pass: it is not cut.
-        values=schedule.count if schedule.passes_per_batch > 1 else 0,
+        values=plan.count if plan.passes_per_batch > 1 else 0,
         computed=computed,
-        batches_per_pass=schedule.batches_per_pass,
-        passes_per_batch=schedule.passes_per_batch,
+        batches_per_pass=plan.batches_per_pass,
+        passes_per_batch=plan.passes_per_batch,
     )
 
 
@@ -210,7 +211,7 @@ def _build_forest(sequences: Sequences) -> Forest:
 RULES = passes.PassRules(_build_forest)
 
 
-def passes_like(longest: Pass, completion: int, ties_ends: bool = False) -> passes.PassSchedule:
+def passes_like(longest: Pass, completion: int, ties_ends: bool = False) -> passes.Run:
     """Passes of the size of `longest` that share its trunks.
 
     Args:
@@ -228,4 +229,4 @@ def passes_like(longest: Pass, completion: int, ties_ends: bool = False) -> pass
     prompt_of_pass = np.concatenate([np.tile(of_trunks, (count, 1)), own_prompts], axis=1)
     sequences = sequences_of(prompt_of_pass.ravel(), prompt, completion)
     rows_of_pass = list(np.arange(count * longest.rows).reshape(count, longest.rows))
-    return passes.PassSchedule(sequences, rows_of_pass, replace(RULES, ties_ends=ties_ends))
+    return passes.Run(passes.Plan.of(sequences, rows_of_pass, replace(RULES, ties_ends=ties_ends)))

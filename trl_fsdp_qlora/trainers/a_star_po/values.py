@@ -32,9 +32,9 @@ from transformers import GenerationConfig
 
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import counted
+from ...utils.progress import progress
 from ...utils.ranks import on_main
 from ..run.phases import PhaseTimer
-from ..run.terminal import progress
 from .config import AStarPOConfig
 from .estimators import ROUNDING, check_reward_range, optimal_value
 

@@ -19,14 +19,6 @@ from ...compat.trl import (
 )
 from ...engines.decode.completions import EngineModel
 from ...engines.decode.tools import fitted, limited
-from ...engines.vllm.correction import (
-    WeightSyncCheck,
-    draws_from_policy,
-    importance_weights,
-    sampled_mask,
-    sampling_figures,
-    sampling_metrics,
-)
 from ..rollouts.dynamic_sampling import DynamicSampling, ScoredRows, to_rows
 from ..rollouts.generation_batches import generate_every
 from ..rollouts.group_statistics import GroupStatistics
@@ -71,8 +63,12 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         normalizes_each_reward = self.args.multi_objective_aggregation == "normalize_then_sum"
         self.groups = GroupStatistics(self.reward_weights, normalizes_each_reward)
         self.dynamic_sampling = DynamicSampling(self.args, self.train_dataset, self.accelerator, self.reward_weights)
-        engine_draws_from_policy = self.use_vllm and self.rollout_func is None and draws_from_policy(self.args)
-        self.weight_sync_check = WeightSyncCheck(engine_draws_from_policy, draws_ahead=self.args.rollouts_ahead > 0)
+        if self.use_vllm:
+            # Only a run with vLLM imports this.
+            from ...engines.vllm.correction import WeightSyncCheck, draws_from_policy
+
+            is_comparable = self.rollout_func is None and draws_from_policy(self.args)
+            self.weight_sync_check = WeightSyncCheck(is_comparable, draws_ahead=self.args.rollouts_ahead > 0)
         self.budget = TokenBudget(
             self.args,
             self.accelerator.process_index,
@@ -167,7 +163,7 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
     @property
     def engine_draws(self) -> bool:
         """Whether vLLM also draws completions outside of training: for accuracy, evaluation and V*."""
-        return self.sync.mode == "adapter" and self.vllm_generation.draws_alone
+        return self.use_vllm and self.sync.mode == "adapter" and self.vllm_generation.draws_alone
 
     def _engine_model(self):
         """A context with the engine in the place of a model, and `False`: ranks draw independently of each other."""
@@ -232,6 +228,8 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
             values = self._get_per_token_logps_and_entropies(request.model, **padded_batch(inputs), **options)
         if self.use_vllm and SAMPLED_LOGPS in inputs and OLD_LOGPS not in inputs:
             if weigh and self.vllm_importance_sampling_correction:
+                from ...engines.vllm.correction import importance_weights, sampled_mask
+
                 inputs[IMPORTANCE_RATIO] = importance_weights(
                     values[0], inputs[SAMPLED_LOGPS], sampled_mask(inputs), self.args
                 )
@@ -240,6 +238,8 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
 
     def _compare_with_engine(self, inputs, policy_BC, scored_BC=None):
         """Log and check the difference between the engine's log-probabilities and the policy's. Collective."""
+        from ...engines.vllm.correction import sampling_figures, sampling_metrics
+
         figures_of_rank = sampling_figures(inputs, policy_BC, scored_BC)
         width = len(figures_of_rank)
         figures = self.accelerator.gather(figures_of_rank)

@@ -6,7 +6,6 @@ import torch
 from trl import RLOOTrainer
 
 from ...compat.trl import SAMPLING_METRICS, Turn
-from ...engines.vllm.correction import completion_weights
 from ..rollouts.on_policy import OnPolicyRun
 from ..run.arguments import check_prompts, completed
 from ..run.trainer_run import bound_to
@@ -39,6 +38,8 @@ class EfficientRLOOTrainer(OnPolicyRun, RLOOTrainer):
     def _make_batch(self, stock, inputs):
         batch = stock(inputs)
         if self.ahead is not None and self.model.training and self.args.vllm_importance_sampling_correction:
+            from ...engines.vllm.correction import completion_weights
+
             # RLOO's loss has its advantages as a factor, so a completion's weight is a factor of its advantage.
             weights_B = completion_weights(
                 batch["old_logps"], self.ahead.logprobs, batch["completion_mask"], self.args

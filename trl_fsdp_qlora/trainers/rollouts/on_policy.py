@@ -1,16 +1,14 @@
 """`OnPolicyRun`: what GRPO and RLOO have in common: drawing completions, and the micro-batches of a step."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from accelerate.logging import get_logger
 
 from ...compat.trl import joined_images
 from ...engines.decode.rollout import GenerateSettings, Rollout
-from ...engines.vllm.drawn_dtype import describe_dtype
-from ...engines.vllm.sync_choice import choose_sync, trl_starts_engine, warnings_for, why_own_base
-from ...experimental.one_generation_ahead.ahead import RolloutsAhead, check_call
-from ...experimental.one_generation_ahead.upcoming import drawing_ahead
+from ..experimental_fields import experiment
 from ..run.arguments import adapter_and_base, with_base_loaded
 from ..run.input_checks import too_long
 from ..run.trainer_run import TrainerRun
@@ -28,7 +26,7 @@ class OnPolicyRun(TrainerRun):
     Groups stay whole in micro-batches, each phase is on the clock, and passes go through `scoring`.
 
     Attributes:
-        sync: what is sent to vLLM after an optimizer step.
+        sync: what is sent to vLLM after an optimizer step; only with vLLM.
         scoring: computes shared tokens once and skips padding; `look_ahead` does so over an optimizer step.
         rollout: draws the completions; `generation_batches` splits them into micro-batches of whole groups.
         ahead: lets a vLLM server draw one generation batch ahead; `None` without `rollouts_ahead`.
@@ -40,21 +38,19 @@ class OnPolicyRun(TrainerRun):
 
     def __init__(self, **call):
         args = call["args"]
-        check_call(call)
-        # `choose_sync` raises, before anything is loaded, if vLLM cannot serve the model.
-        peft_config, quantization = adapter_and_base(call)
-        self.sync = choose_sync(args, peft_config, quantization is not None, ask=True, model=call["model"])
-        own_base = why_own_base(args, self.sync, quantization, call["model"])
+        one_generation_ahead = experiment("rollouts_ahead") if args.rollouts_ahead else None
+        if one_generation_ahead is not None:
+            one_generation_ahead.check_call(call)
+        engine = self._engine_for(call) if args.use_vllm else nullcontext()
         call = with_base_loaded(call, needs_reference=args.beta != 0.0)
-        with trl_starts_engine(args, self.sync, own_base):
+        with engine:
             super().__init__(**call)
         self.rollout = Rollout(self.args, self.accelerator, self._dist)
         if self.use_vllm:
             self.vllm_generation.sync_weights = self.clock.phase("weight_sync")(self.vllm_generation.sync_weights)
-        self.ahead: RolloutsAhead | None = drawing_ahead(self)
-        for warning in (too_long(self.args.max_completion_length, self.model.config), *warnings_for(args, self.sync)):
-            if warning is not None:
-                logger.warning(warning)  # accelerate's logger: on the main rank
+        self.ahead = None if one_generation_ahead is None else one_generation_ahead.drawing_ahead(self)
+        if line := too_long(self.args.max_completion_length, self.model.config):
+            logger.warning(line)
         self.look_ahead = LookAhead(
             self.args,
             self.accelerator,
@@ -85,6 +81,23 @@ class OnPolicyRun(TrainerRun):
             self._add_metrics,
             self.telemetry.later,
         )
+
+    def _engine_for(self, call: dict[str, Any]) -> AbstractContextManager:
+        """A context in which TRL's constructor starts the vLLM engine that the arguments need.
+
+        Raises:
+            ValueError: vLLM cannot serve the model, before anything is loaded.
+        """
+        # Only a run with vLLM imports this.
+        from ...engines.vllm.sync_choice import choose_sync, trl_starts_engine, warnings_for, why_own_base
+
+        args = call["args"]
+        peft_config, quantization = adapter_and_base(call)
+        self.sync = choose_sync(args, peft_config, quantization is not None, ask=True, model=call["model"])
+        own_base = why_own_base(args, self.sync, quantization, call["model"])
+        for warning in warnings_for(args, self.sync):
+            logger.warning(warning)  # accelerate's logger: on the main rank
+        return trl_starts_engine(args, self.sync, own_base, partial(experiment, "vllm_share_base"))
 
     def _tokenize_for_display(self):
         # With environments (of GRPO) no prompt is known before the first reset.
@@ -223,6 +236,8 @@ class OnPolicyRun(TrainerRun):
         """Lines of the start-up block on vLLM; none if it does not draw."""
         if not self.use_vllm:
             return []
+        from ...engines.vllm.drawn_dtype import describe_dtype
+
         sends_adapter = self.sync.mode == "adapter"
         lines = [("on" if sends_adapter else "as stock TRL", self.sync.describe())]
         if self.ahead is not None:

@@ -24,7 +24,6 @@ from ...utils.plain import counted
 from .card import CardInfo, write_card, write_first_card
 from .checkpoints import WholeCheckpoints, describe_rollouts, describe_training
 from .input_checks import columns_of
-from .logits import record
 from .phases import PhaseTimer, TelemetryCallback
 from .startup import StartupCallback
 from .stopping import stopping_after_step
@@ -158,14 +157,6 @@ class TrainerRun(ShardedQLoRAMixin):
                 yield
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
-
-    def save_model(self, output_dir=None, _internal_call=False):
-        super().save_model(output_dir, _internal_call=True)  # which pushes nothing
-        if self.checkpointing.staging is None:  # the model is not part of a checkpoint: record a few of its logits
-            with self.sharing.closed():  # one rank calls the model alone there, and stock's logits are wanted
-                record(output_dir or self.args.output_dir, self)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir=None, state_dict=None):
         # PEFT writes our card, because its own contains nothing about the run. Only PEFT's models have this method;
