@@ -17,7 +17,7 @@ with importing():
     from trl import ModelConfig
 
     from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
-    from trl_fsdp_qlora.tools.planning.plan_vs_actual import plan_first, watch
+    from trl_fsdp_qlora.tools.planning.first import plan_first
     from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments, parse_recipe
     from trl_fsdp_qlora.tools.recipe.checks import check_recipe
     from trl_fsdp_qlora.tools.recipe.problems import load_data
@@ -43,7 +43,7 @@ def main() -> None:
     if script.stage == "train":
         check_output_dir(script, config, model)
     train, test = load_data(script)
-    plan = plan_first(script, config, model, train, tokenizer)
+    plan_first(script, config, model, train, tokenizer)
     trainer = build_trainer(AStarPOTrainer, script, config, model, train, eval_dataset=test)
     if script.stage == "estimate":
         report = trainer.estimate_values()
@@ -52,7 +52,6 @@ def main() -> None:
             f"were there, {report.prompts - report.already_known} are new ({report.seconds:.1f} s)"
         )
         return
-    watch(trainer, plan)
     run_recipe(trainer, script, test, config.resume_from_checkpoint)
 
 

@@ -15,7 +15,7 @@ with importing():
     from trl import ModelConfig
 
     from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-    from trl_fsdp_qlora.tools.planning.plan_vs_actual import plan_first, watch
+    from trl_fsdp_qlora.tools.planning.first import plan_first
     from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments, parse_recipe
     from trl_fsdp_qlora.tools.recipe.checks import check_recipe
     from trl_fsdp_qlora.tools.recipe.problems import load_data
@@ -29,9 +29,8 @@ def main() -> None:
     tokenizer = check_recipe(script, config, model)
     check_output_dir(script, config, model)
     train, test = load_data(script)
-    plan = plan_first(script, config, model, train, tokenizer)
+    plan_first(script, config, model, train, tokenizer)
     trainer = build_trainer(EfficientGRPOTrainer, script, config, model, train)
-    watch(trainer, plan)
     run_recipe(trainer, script, test, config.resume_from_checkpoint)
 
 

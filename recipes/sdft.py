@@ -14,7 +14,6 @@ with importing():
     from trl.experimental.sdft import SDFTConfig, SDFTTrainer
 
     from trl_fsdp_qlora import share_prompts
-    from trl_fsdp_qlora.tools.planning.plan_vs_actual import plan_first
     from trl_fsdp_qlora.tools.recipe.arguments import parse_recipe
     from trl_fsdp_qlora.tools.recipe.checks import check_script, load_tokenizer
     from trl_fsdp_qlora.tools.recipe.privileged import SDFTScriptArguments, privileged_prompts
@@ -28,9 +27,8 @@ def main() -> None:
     script, config, model = parse_recipe((SDFTScriptArguments, SDFTConfig, ModelConfig))
     check_script(script)
     check_output_dir(script, config, model)
-    tokenizer = load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
+    load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
     train = privileged_prompts(script)
-    plan_first(script, config, model, train, tokenizer)
     arguments = accepted_arguments(SDFTTrainer, config, model)
     trainer = SDFTTrainer(model.model_name_or_path, args=config, train_dataset=train, **arguments)
     fit_threads(trainer.model)
