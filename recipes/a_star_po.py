@@ -14,16 +14,10 @@ from trl_fsdp_qlora.tools.cli.importing import importing
 with importing():
     from dataclasses import dataclass, field
 
-    from trl import ModelConfig
-
     from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
-    from trl_fsdp_qlora.tools.planning.first import plan_first
-    from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments, parse_recipe
-    from trl_fsdp_qlora.tools.recipe.checks import check_recipe
-    from trl_fsdp_qlora.tools.recipe.problems import load_data
-    from trl_fsdp_qlora.tools.recipe.runner import build_trainer, run_recipe
-    from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
+    from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
     from trl_fsdp_qlora.tools.recipe.script import run_main, say
+    from trl_fsdp_qlora.tools.recipe.train import train
     from trl_fsdp_qlora.utils.plain import counted
 
 
@@ -37,23 +31,17 @@ class AStarPOScriptArguments(ScriptArguments):
     )
 
 
-def main() -> None:
-    script, config, model = parse_recipe((AStarPOScriptArguments, AStarPOConfig, ModelConfig))
-    tokenizer = check_recipe(script, config, model)
-    if script.stage == "train":
-        check_output_dir(script, config, model)
-    train, test = load_data(script)
-    plan_first(script, config, model, train, tokenizer)
-    trainer = build_trainer(AStarPOTrainer, script, config, model, train, eval_dataset=test)
-    if script.stage == "estimate":
-        report = trainer.estimate_values()
-        say(
-            f"V* of {counted(report.prompts, 'prompt')} is in {config.value_cache}: {report.already_known} "
-            f"were there, {report.prompts - report.already_known} are new ({report.seconds:.1f} s)"
-        )
-        return
-    run_recipe(trainer, script, test, config.resume_from_checkpoint)
+def estimate(trainer: AStarPOTrainer, script: AStarPOScriptArguments) -> bool:
+    """Fill the cache of values if `--stage estimate` asks for that alone."""
+    if script.stage != "estimate":
+        return False
+    report = trainer.estimate_values()
+    say(
+        f"V* of {counted(report.prompts, 'prompt')} is in {trainer.args.value_cache}: {report.already_known} "
+        f"were there, {report.prompts - report.already_known} are new"
+    )
+    return True
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(train, AStarPOTrainer, AStarPOConfig, AStarPOScriptArguments, instead=estimate)

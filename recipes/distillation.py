@@ -16,10 +16,10 @@ with importing():
     from trl_fsdp_qlora import share_prompts
     from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments, parse_recipe
     from trl_fsdp_qlora.tools.recipe.checks import check_script, check_teacher, load_tokenizer
-    from trl_fsdp_qlora.tools.recipe.problems import load_problems, prompts_of
-    from trl_fsdp_qlora.tools.recipe.runner import model_arguments, train_with_trl
+    from trl_fsdp_qlora.tools.recipe.problems import load_data
+    from trl_fsdp_qlora.tools.recipe.runner import model_arguments, run_recipe
     from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
-    from trl_fsdp_qlora.tools.recipe.script import run_main, say
+    from trl_fsdp_qlora.tools.recipe.script import run_main
     from trl_fsdp_qlora.tools.recipe.threads import fit_threads
 
 
@@ -29,8 +29,7 @@ def main() -> None:
     check_teacher(config.teacher_model_name_or_path, config.teacher_model_init_kwargs)
     check_output_dir(script, config, model)
     load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
-    prompts = prompts_of(script, load_problems(script).train)
-    say(f"data: {len(prompts):,} training problems from {script.dataset}")
+    prompts, test = load_data(script)
     trainer = DistillationTrainer(
         model.model_name_or_path,
         config.teacher_model_name_or_path,
@@ -40,7 +39,7 @@ def main() -> None:
     )
     fit_threads(trainer.model)
     share_prompts(trainer)
-    train_with_trl(trainer, "distilling", script, config, model)
+    run_recipe(trainer, script, test, config.resume_from_checkpoint, model)
 
 
 if __name__ == "__main__":

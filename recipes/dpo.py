@@ -12,7 +12,7 @@ before with `--model_name_or_path`.
 from trl_fsdp_qlora.tools.cli.importing import importing
 
 with importing():
-    from pathlib import Path
+    import sys
 
     import torch
     from accelerate import PartialState
@@ -30,13 +30,10 @@ with importing():
         sample_pairs,
         write_pairs,
     )
-    from trl_fsdp_qlora.tools.recipe.problems import load_problems, prompts_of
-    from trl_fsdp_qlora.tools.recipe.record import RunRecord, keep_paths
-    from trl_fsdp_qlora.tools.recipe.run_page import write_page
-    from trl_fsdp_qlora.tools.recipe.runner import measured_settings, model_arguments, next_commands
+    from trl_fsdp_qlora.tools.recipe.problems import load_data, load_problems, prompts_of
+    from trl_fsdp_qlora.tools.recipe.runner import model_arguments, run_recipe
     from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
-    from trl_fsdp_qlora.tools.recipe.script import command_that_goes_on, run_main, say, say_where_from
-    from trl_fsdp_qlora.trainers.run.terminal import TimeLeft
+    from trl_fsdp_qlora.tools.recipe.script import run_main, say
     from trl_fsdp_qlora.utils.ranks import on_main
 
 
@@ -70,8 +67,10 @@ def make_pairs(script: DPOScriptArguments, config: EfficientDPOConfig, model: Mo
 def main() -> None:
     script, config, model = parse_recipe((DPOScriptArguments, EfficientDPOConfig, ModelConfig))
     tokenizer = check_recipe(script, config, model)
+    is_made = on_main(lambda: must_be_made(script.pairs, sys.argv))
     check_output_dir(script, config, model)
-    if on_main(lambda: must_be_made(script.pairs)):
+    test = None if script.dataset is None else load_data(script)[1]
+    if is_made:
         make_pairs(script, config, model, tokenizer)
     PartialState().wait_for_everyone()
     trainer = EfficientDPOTrainer(
@@ -81,23 +80,7 @@ def main() -> None:
         **model_arguments(config, model),
     )
     trainer.card_info.settings = (script, model)
-    trainer.card_info.dataset = script.dataset or script.pairs
-    trainer.card_info.license = script.license
-    trainer.card_info.data_license = script.data_license
-    trainer.go_on = command_that_goes_on()
-    trainer.add_callback(TimeLeft("training"))
-    resume = trainer.checkpointing.resume_from(config.resume_from_checkpoint)
-    say_where_from(resume)
-    trainer.train(resume_from_checkpoint=resume)
-    trainer.save_model()
-    trainer.create_model_card(Path(config.output_dir).name)
-    settings = measured_settings(script, config, model)
-    RunRecord(config.output_dir).put(settings=settings, history=trainer.state.log_history)
-    keep_paths(config.output_dir, script)
-    write_page(config.output_dir, config.push_to_hub)
-    is_adapter = Path(config.output_dir, "adapter_config.json").is_file()
-    say(f"{'adapter' if is_adapter else 'model'} and card are in {config.output_dir}")
-    say(next_commands(config.output_dir, script, is_adapter))
+    run_recipe(trainer, script, test, config.resume_from_checkpoint, model)
 
 
 if __name__ == "__main__":

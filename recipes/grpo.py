@@ -12,27 +12,9 @@ that was killed goes on with `--resume_from_checkpoint auto`.
 from trl_fsdp_qlora.tools.cli.importing import importing
 
 with importing():
-    from trl import ModelConfig
-
     from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-    from trl_fsdp_qlora.tools.planning.first import plan_first
-    from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments, parse_recipe
-    from trl_fsdp_qlora.tools.recipe.checks import check_recipe
-    from trl_fsdp_qlora.tools.recipe.problems import load_data
-    from trl_fsdp_qlora.tools.recipe.runner import build_trainer, run_recipe
-    from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
     from trl_fsdp_qlora.tools.recipe.script import run_main
-
-
-def main() -> None:
-    script, config, model = parse_recipe((ScriptArguments, EfficientGRPOConfig, ModelConfig))
-    tokenizer = check_recipe(script, config, model)
-    check_output_dir(script, config, model)
-    train, test = load_data(script)
-    plan_first(script, config, model, train, tokenizer)
-    trainer = build_trainer(EfficientGRPOTrainer, script, config, model, train)
-    run_recipe(trainer, script, test, config.resume_from_checkpoint)
-
+    from trl_fsdp_qlora.tools.recipe.train import train
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(train, EfficientGRPOTrainer, EfficientGRPOConfig)

@@ -2,9 +2,9 @@
 
     trl-fsdp-qlora merge --adapter runs/quickstart --output runs/quickstart-merged
 
-The base is loaded in bfloat16 (`--dtype`) in host memory. An adapter that was trained on a 4-bit base was trained
-against that base's rounding: the merged model is close to the trained one, not equal to it. Measure it with
-`trl-fsdp-qlora evaluate`.
+The base is loaded in host memory, in the type of its weights or in `--dtype`. An adapter that was trained on a 4-bit
+base was trained against that base's rounding: the merged model is close to the trained one, not equal to it. Measure
+it with `trl-fsdp-qlora evaluate`.
 """
 
 from trl_fsdp_qlora.tools.cli.importing import importing
@@ -15,7 +15,7 @@ with importing():
 
     import torch
 
-    from trl_fsdp_qlora.tools.publishing.loading import find_base
+    from trl_fsdp_qlora.tools.publishing.loading import find_base, other_base_warning
     from trl_fsdp_qlora.tools.publishing.merge import merge_adapter
     from trl_fsdp_qlora.tools.recipe.arguments import parse_recipe
     from trl_fsdp_qlora.tools.recipe.checks import check_adapter, load_tokenizer
@@ -30,16 +30,23 @@ class MergeArguments:
     output: str = field(metadata={"help": "folder to make"})
     base: str | None = field(default=None, metadata={"help": "base model, if the adapter names another one"})
     revision: str | None = field(default=None, metadata={"help": "of the base model"})
-    dtype: str = field(default="bfloat16", metadata={"choices": ["bfloat16", "float16", "float32"]})
+    dtype: str = field(
+        default="auto",
+        metadata={"help": "of the weights; auto: the base's", "choices": ["auto", "bfloat16", "float16", "float32"]},
+    )
 
 
 def main() -> None:
     (args,) = parse_recipe((MergeArguments,))
     base = args.base or find_base(check_adapter(args.adapter).base_model_name_or_path, args.adapter)
     load_tokenizer(base, args.revision, chat=False, field="base", adapter=args.adapter)
-    merged = merge_adapter(args.adapter, args.output, base, args.revision, getattr(torch, args.dtype))
-    say(f"merged model, tokenizer and card are in {merged.folder}; {merged.proof}")
-    evaluate = shlex.join(["trl-fsdp-qlora", "evaluate", "--model_name_or_path", str(merged.folder), "--dataset"])
+    warning = other_base_warning(args.adapter, base)
+    if warning is not None:
+        say(warning)
+    dtype = "auto" if args.dtype == "auto" else getattr(torch, args.dtype)
+    merged = merge_adapter(args.adapter, args.output, base, args.revision, dtype)
+    say(f"merged model, tokenizer and card are in {merged}")
+    evaluate = shlex.join(["trl-fsdp-qlora", "evaluate", "--model_name_or_path", str(merged), "--dataset"])
     say(f"  measure it: {evaluate} DATA, with the recipe's other settings of the data")
 
 

@@ -19,8 +19,8 @@ with importing():
     from trl_fsdp_qlora.tools.data.worked import worked
     from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
     from trl_fsdp_qlora.tools.recipe.checks import check_script, load_tokenizer
-    from trl_fsdp_qlora.tools.recipe.problems import load_problems, prompts_of
-    from trl_fsdp_qlora.tools.recipe.runner import model_arguments, train_with_trl
+    from trl_fsdp_qlora.tools.recipe.problems import load_problems, prompts_of, to_measure
+    from trl_fsdp_qlora.tools.recipe.runner import model_arguments, run_recipe
     from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
     from trl_fsdp_qlora.tools.recipe.script import run_main, say
 
@@ -38,7 +38,9 @@ def main() -> None:
     check_script(script)
     check_output_dir(script, config, model)
     load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
-    problems = load_problems(script).train
+    data = load_problems(script)
+    test = to_measure(script, data)
+    problems = data.train
     with_answers = [(problem, worked(problem["columns"])) for problem in problems]
     taught = [(problem, answer) for problem, answer in with_answers if answer is not None][: script.sft_problems]
     if not taught:
@@ -46,9 +48,9 @@ def main() -> None:
     say(f"data: {len(taught)} of {len(problems)} training problems are taught")
     prompts = prompts_of(script, [problem for problem, _ in taught])["prompt"]
     answers = [[{"role": "assistant", "content": answer}] if script.chat else answer for _, answer in taught]
-    data = Dataset.from_dict({"prompt": prompts, "completion": answers})
-    trainer = SFTTrainer(model.model_name_or_path, config, train_dataset=data, **model_arguments(config, model))
-    train_with_trl(trainer, "teaching", script, config, model)
+    rows = Dataset.from_dict({"prompt": prompts, "completion": answers})
+    trainer = SFTTrainer(model.model_name_or_path, config, train_dataset=rows, **model_arguments(config, model))
+    run_recipe(trainer, script, test, config.resume_from_checkpoint, model)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 from tests.distributed.launch import run_script
 
 # Before torch is imported, and inherited by every process a test starts: two processes with two threads each on two
-# cores spend their time waiting for each other (docs/LOG.md), and sums do not depend on the number of cores.
+# cores spend their time waiting for each other (dev/LOG.md), and sums do not depend on the number of cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test needs the Hub; looking for it where there is no network takes seconds each time.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

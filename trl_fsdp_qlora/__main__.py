@@ -82,7 +82,8 @@ def main(argv: list[str] | None = None) -> int:
         if command is None:
             hint = did_you_mean(name.replace("_", "-"), COMMANDS, 0.5) or f"; there are {', '.join(COMMANDS)}"
             raise UserError(f"trl-fsdp-qlora has no command {name!r}{hint}")
-        import_module(".tools.cli.typos", __package__).refuse_typos(name, command.module, words)
+        scripts = import_module(".tools.cli.scripts", __package__)
+        scripts.refuse_typos(name, command.module, command.script, words)
         # bitsandbytes warns about 4-bit products on a CPU whenever it is imported without another package. The warning
         # has nothing to do with the command.
         logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

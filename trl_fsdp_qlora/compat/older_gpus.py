@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
-from trl.kernels import chunked_logprob
 
 FIRST_WITH_BF16 = (8, 0)
 
@@ -33,10 +32,12 @@ def casting_wide_sums() -> Iterator[None]:
 
     The block must contain a step's backward.
     """
-    original = chunked_logprob._addmm_fp32
     if not any(lacks_bf16(torch.device("cuda", i)) for i in range(torch.cuda.device_count())):
         yield
         return
+    from trl.kernels import chunked_logprob
+
+    original = chunked_logprob._addmm_fp32
 
     def addmm_fp32(acc, a, b):
         if refuses_wide_sum(acc.device, a.dtype):

@@ -1,12 +1,12 @@
-"""The state of a model under PEFT, and LoRA on parameters of packed bytes."""
+"""The state of a model under PEFT, and LoRA on parameters of packed bytes.
 
+PEFT is imported when it is used: it imports bitsandbytes, if that is installed.
+"""
+
+import sys
 from contextlib import contextmanager
 from functools import partial
 
-from peft import LoraConfig, PeftModel
-from peft.tuners.lora.layer import ParamWrapper
-from peft.tuners.trainable_tokens import TrainableTokensLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 # Kinds of adapters that change what a layer computes from one token, and look at no other token and at no row. Each
@@ -17,6 +17,12 @@ BY_TOKEN = {
     "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "RANDLORA", "ROAD", "SHIRA",
     "SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT",
 }  # fmt: skip
+
+
+def is_peft(model: nn.Module) -> bool:
+    """Whether `model` is wrapped by PEFT. By class: transformers' models have an attribute `peft_config`, too."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def looks_beyond_tokens(model: nn.Module) -> str | None:
@@ -34,7 +40,7 @@ def looks_beyond_tokens(model: nn.Module) -> str | None:
         kind = config.peft_type.value
         if config.is_prompt_learning:
             return f"the adapter {name!r} ({kind}) puts tokens or states of its own in front of every row"
-        if isinstance(config, LoraConfig) and config.alora_invocation_tokens:
+        if getattr(config, "alora_invocation_tokens", None):
             return f"the adapter {name!r} (aLoRA) begins behind its invocation tokens, which it looks for in every row"
         if kind not in BY_TOKEN:
             return f"the adapter {name!r} ({kind}) is not known to compute each token by itself"
@@ -48,6 +54,9 @@ def rows_have_adapters(model: nn.Module) -> bool:
     """
     if not getattr(model, "peft_config", None):
         return False
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     for module in model.modules():
         if isinstance(module, BaseTunerLayer) and not isinstance(module, TrainableTokensLayer):
             return any(_is_of_peft(hook) for hook in module._forward_pre_hooks.values())
@@ -66,7 +75,7 @@ def is_reference(model: nn.Module) -> bool:
         model: wrapped or not.
     """
     # `accelerator.unwrap_model` would read package metadata from the disk each time (some 3 ms).
-    peft_model = next((module for module in model.modules() if isinstance(module, PeftModel)), None)
+    peft_model = next((module for module in model.modules() if is_peft(module)), None)
     if peft_model is None:
         return False
     return not peft_model.has_active_enabled_adapter or peft_model.active_adapter == "ref"
@@ -74,8 +83,10 @@ def is_reference(model: nn.Module) -> bool:
 
 def adapted_parts(model: nn.Module) -> list[tuple[str, str]]:
     """A line of the start-up block for models that take images: whether LoRA adapts the vision tower, too."""
-    if not isinstance(model, PeftModel) or model.config.get_text_config() is model.config:
+    if not is_peft(model) or model.config.get_text_config() is model.config:
         return []
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     decoder = {id(module) for module in model.get_base_model().get_decoder().modules()}
     adapted = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     outside = sum(id(module) not in decoder for module in adapted)
@@ -85,6 +96,10 @@ def adapted_parts(model: nn.Module) -> list[tuple[str, str]]:
 
 def wraps_experts(module: nn.Module) -> bool:
     """Whether `module` is PEFT's wrapper around all experts of a layer, with an adapter of their parameters."""
+    if not hasattr(module, "get_base_layer"):
+        return False
+    from peft.tuners.lora.layer import ParamWrapper
+
     return isinstance(module, ParamWrapper) and hasattr(module.get_base_layer(), "_is_expert_parallel")
 
 
@@ -95,6 +110,8 @@ def let_lora_adapt_packed_experts() -> None:
     has `layouts`, the shape is read from these instead, and the layer gets the active adapters' factors in its
     attribute `lora`.
     """
+    from peft.tuners.lora.layer import ParamWrapper
+
     if hasattr(ParamWrapper, "_adapts_packed_experts"):
         return
     ParamWrapper._adapts_packed_experts = True

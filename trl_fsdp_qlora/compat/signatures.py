@@ -35,6 +35,20 @@ def _takes(signature: inspect.Signature, names: list[str]) -> bool:
     return True
 
 
+# Packages whose hooks and forwards leave what a model computes from a token as it is, so that they may come and go.
+_LIBRARIES = {"accelerate", "deepspeed", "peft", "torch", "transformers", "trl", "trl_fsdp_qlora", "wandb"}
+
+
+def is_of_library(function: Any) -> bool:
+    """Whether a hook or a forward was written in one of the libraries below this package, and not by the user."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)  # of a bound method
+    # Not its `__module__`, which `functools.wraps` copies.
+    module = function.__globals__["__name__"] if inspect.isfunction(function) else type(function).__module__
+    return module.partition(".")[0] in _LIBRARIES
+
+
 @functools.cache
 def names_in_code(cls: type) -> frozenset[str]:
     """Returns the names that the methods of `cls` look up, and the keywords of their function calls."""

@@ -11,7 +11,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from peft import PeftModel
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -23,9 +22,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
-    Trainer,
 )
 from transformers.utils.generic import is_flash_attention_requested
+
+from .peft import is_peft
 
 # The argument for a model's cache, which is also the entry of its outputs. Transformers 5.24 gave it a new name.
 _prepares_inputs = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
@@ -81,12 +81,14 @@ def cache_name(cls: type) -> str | None:
 
 def auto_class_of(model: nn.Module) -> str:
     """The name of the auto class that loads a checkpoint of `model`, which may have an adapter."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = model.get_base_model() if is_peft(model) else model
     return model_class(base.config, type(base).__name__).__name__
 
 
 def no_optimizer_read() -> AbstractContextManager:
     """Keep transformers from reading an optimizer inside the block; a trainer still reads its own further states."""
+    from transformers import Trainer
+
     return patch.multiple(Trainer, _load_optimizer_and_scheduler=lambda self, checkpoint: None)
 
 

@@ -1,46 +1,23 @@
-"""Names from undocumented modules of TRL.
+"""Names from undocumented modules of TRL, each imported when it is used first; importing this module imports no TRL.
 
-A few more are in the files of this room that need them: `vllm.py`, `memory.py` and `older_gpus.py`.
+[`BORROWED`] lists all names of TRL's that this package imports from this module. A few more are in the files of this
+room that need them: `vllm.py`, `memory.py` and `older_gpus.py`. Public classes of TRL's (trainers, configs) are
+imported where they are extended.
 """
 
+import functools
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-import trl
 from packaging.version import Version
 from transformers import PretrainedConfig, PreTrainedModel
-from trl.chat_template_utils import (
-    add_response_schema,
-    get_training_chat_template,
-    is_chat_template_prefix_preserving,
-    parse_response,
-    supports_tool_calling,
-)
-from trl.data_utils import prepare_multimodal_messages
-from trl.kernels import chunked_logprob
-from trl.kernels.chunked_logprob import ChunkedLogProbFunction
-from trl.models import unwrap_model_for_generation
-from trl.models.utils import _ForwardRedirection as ForwardRedirection
-from trl.trainer import grpo_trainer
-from trl.trainer.grpo_config import GRPOConfig
-from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.utils import (
-    FusedCausalLMOutput,
-    RepeatSampler,
-    add_fused_lm_head,
-    ensure_master_addr_port,
-    maybe_gather_lm_head_ctx,
-    shuffle_sequence_dict,
-    split_pixel_values_by_grid,
-    split_tensor_dict,
-    unsplit_pixel_values_by_grid,
-    use_adapter,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -62,31 +39,105 @@ SCORED_MEANS = ("entropy",)
 LEARNING_MEANS = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
 PHI_MEAN = "vespo/phi_seq_mean"  # over completions
 GROUP_SPREAD = "frac_reward_zero_std"
-# TRL 1.17 corrects the importance weights of vLLM's samples for `top_p`, `top_k` and `min_p` (trl#6789). The formula
-# in `vllm/correction.py` is that of 1.16, so a newer TRL computes its own.
-WEIGHS_AS_1_16 = Version(trl.__version__).release[:2] <= (1, 16)
-_SCALE_REWARDS_HELP = str(GRPOConfig.__dataclass_fields__["scale_rewards"].metadata.get("help"))
-# Whether this TRL has MaxRL's `scale_rewards="mean"` itself, as it will after 1.16 (trl#5026).
-SCALES_BY_MEAN = "'mean'" in _SCALE_REWARDS_HELP or '"mean"' in _SCALE_REWARDS_HELP
+
+# Names of TRL's: the module that has each, and what needs it. Without it everything else works.
+BORROWED = {
+    # the core
+    "FusedCausalLMOutput": ("trl.trainer.utils", "calls with fused_lm_head=True"),
+    "add_fused_lm_head": ("trl.trainer.utils", "calls with fused_lm_head=True"),
+    "maybe_gather_lm_head_ctx": ("trl.trainer.utils", "calls with fused_lm_head=True"),
+    "ChunkedLogProbFunction": ("trl.kernels.chunked_logprob", "scores by TRL's kernel"),
+    "split_pixel_values_by_grid": ("trl.trainer.utils", "prompts with images"),
+    "unsplit_pixel_values_by_grid": ("trl.trainer.utils", "prompts with images"),
+    # trainers
+    "RepeatSampler": ("trl.trainer.utils", "micro-batches of whole groups"),
+    "split_tensor_dict": ("trl.trainer.utils", "micro-batches of whole groups"),
+    "unwrap_model_for_generation": ("trl.models", "completions by transformers' generate"),
+    "use_adapter": ("trl.trainer.utils", "reference policies of A*-PO"),
+    "ensure_master_addr_port": ("trl.trainer.utils", "vLLM engines in a trainer's process"),
+    "ForwardRedirection": ("trl.models.utils", "losses in tiles"),
+    # episodes and images
+    "prepare_multimodal_messages": ("trl.data_utils", "prompts with images"),
+    "add_response_schema": ("trl.chat_template_utils", "episodes with tools"),
+    "get_training_chat_template": ("trl.chat_template_utils", "episodes"),
+    "is_chat_template_prefix_preserving": ("trl.chat_template_utils", "episodes"),
+    "parse_response": ("trl.chat_template_utils", "episodes with tools"),
+    "supports_tool_calling": ("trl.chat_template_utils", "episodes with tools"),
+}
+_this = sys.modules[__name__]  # functions below read borrowed names from it
+_SPELLED = {"ForwardRedirection": "_ForwardRedirection"}  # as TRL does
 
 
-if Version(trl.__version__).release[:2] != Version(TESTED_TRL).release:
-    logger.warning(
-        "trl_fsdp_qlora is written for TRL %s and was never run with TRL %s: compare a few steps with stock TRL "
-        "(`trl-fsdp-qlora compare`), or install the version in constraints.txt",
-        TESTED_TRL,
-        trl.__version__,
-    )
+def __getattr__(name: str) -> Any:
+    """A name of [`BORROWED`], or a fact about the installed TRL of [`_FACTS`].
+
+    Raises:
+        ImportError: the installed TRL does not have the name, or there is no TRL.
+    """
+    if name in _FACTS:
+        value = _FACTS[name]()
+    elif name in BORROWED:
+        value = _borrow(name, *BORROWED[name])
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
 
 
-def rewards_of_rank(trainer: GRPOTrainer, rows: list, prompts: list, completions: list, ids: list) -> torch.Tensor:
+def _borrow(name: str, module: str, needed_by: str) -> Any:
+    borrowed = _SPELLED.get(name, name)
+    install = f"and {needed_by} need it: pip install 'trl~={TESTED_TRL}.0'"
+    try:
+        version = import_module("trl").__version__
+    except ImportError as error:
+        raise ImportError(f"TRL is not installed, {install}") from error
+    _warn_of_another_version(version)
+    try:
+        return getattr(import_module(module), borrowed)
+    except (ImportError, AttributeError) as error:
+        raise ImportError(f"TRL {version} has no {module}.{borrowed}, {install}") from error
+
+
+@functools.cache
+def _warn_of_another_version(version: str) -> None:
+    if Version(version).release[:2] != Version(TESTED_TRL).release:
+        logger.warning(
+            "trl_fsdp_qlora is written for TRL %s and was never run with TRL %s: compare a few steps with stock TRL "
+            "(`trl-fsdp-qlora compare`), or install the version in constraints.txt",
+            TESTED_TRL,
+            version,
+        )
+
+
+def _weighs_as_1_16() -> bool:
+    """Whether TRL's importance weights of vLLM's samples have the formula in `vllm/correction.py`, that of TRL 1.16.
+
+    TRL 1.17 corrects them for `top_p`, `top_k` and `min_p` (trl#6789), so a newer TRL computes its own.
+    """
+    return Version(import_module("trl").__version__).release[:2] <= (1, 16)
+
+
+def _scales_by_mean() -> bool:
+    """Whether this TRL has MaxRL's `scale_rewards="mean"` itself, as it will after 1.16 (trl#5026)."""
+    fields = import_module("trl").GRPOConfig.__dataclass_fields__
+    text = str(fields["scale_rewards"].metadata.get("help"))
+    return "'mean'" in text or '"mean"' in text
+
+
+# Facts about the installed TRL, found out when they are used first.
+_FACTS = {"WEIGHS_AS_1_16": _weighs_as_1_16, "SCALES_BY_MEAN": _scales_by_mean}
+
+
+def rewards_of_rank(trainer: Any, rows: list, prompts: list, completions: list, ids: list) -> torch.Tensor:
     """TRL's rewards of R completions by K functions, `(R, K)`, of this rank alone and not logged.
 
     TRL itself gathers the rewards at the end.
     """
+    from trl.trainer import grpo_trainer
+
     unlogged = patch.multiple(trainer, _log_completion_extra=lambda *_: None, _log_metric=lambda *_: None)
     with patch.multiple(grpo_trainer, gather=lambda rewards: rewards), unlogged:
-        return GRPOTrainer._calculate_rewards(trainer, rows, prompts, completions, ids)
+        return grpo_trainer.GRPOTrainer._calculate_rewards(trainer, rows, prompts, completions, ids)
 
 
 def prompts_of(rows: list[dict[str, Any]]) -> list:
@@ -100,7 +151,8 @@ def prompts_of(rows: list[dict[str, Any]]) -> list:
         return prompts
     if all(of_row == [] for of_row in images):
         return prompts
-    return [prepare_multimodal_messages(*pair) for pair in zip(prompts, images, strict=True)]
+    prepare = _this.prepare_multimodal_messages
+    return [prepare(*pair) for pair in zip(prompts, images, strict=True)]
 
 
 def has_response_format(tokenizer: Any) -> bool:
@@ -110,7 +162,7 @@ def has_response_format(tokenizer: Any) -> bool:
 
 def with_response_schema(tokenizer: Any) -> Any:
     """`tokenizer`, changed as in `GRPOTrainer` to read tool calls; a `response_template` of its own stays."""
-    return tokenizer if has_response_format(tokenizer) else add_response_schema(tokenizer)
+    return tokenizer if has_response_format(tokenizer) else _this.add_response_schema(tokenizer)
 
 
 def training_chat_template(tokenizer: Any) -> str | None:
@@ -118,7 +170,9 @@ def training_chat_template(tokenizer: Any) -> str | None:
 
     It is `None` if `GRPOTrainer` uses the tokenizer's own.
     """
-    return None if is_chat_template_prefix_preserving(tokenizer) else get_training_chat_template(tokenizer)
+    if _this.is_chat_template_prefix_preserving(tokenizer):
+        return None
+    return _this.get_training_chat_template(tokenizer)
 
 
 def tool_suffix_ids(tokenizer: Any, chat_template: str | None, options: dict, messages: list[dict]) -> list[int]:
@@ -133,6 +187,8 @@ def tool_suffix_ids(tokenizer: Any, chat_template: str | None, options: dict, me
         chat_template=chat_template,
         chat_template_kwargs=options,
     )
+    from trl import GRPOTrainer
+
     return GRPOTrainer._get_tool_suffix_ids(trainer, messages)
 
 
@@ -176,7 +232,7 @@ def is_padded_by_row(vision: dict[str, Any]) -> bool:
 
 def images_by_row(vision: dict[str, Any]) -> dict[str, Any]:
     """`split_pixel_values_by_grid`: pixels and grids as lists with an entry per row, or padded tensors as they are."""
-    return vision if is_padded_by_row(vision) else split_pixel_values_by_grid(vision)
+    return vision if is_padded_by_row(vision) else _this.split_pixel_values_by_grid(vision)
 
 
 def rows_of_images(vision: dict[str, Any], rows: Iterable[int]) -> dict[str, Any]:
@@ -196,7 +252,7 @@ def joined_images(batch: dict[str, Any]) -> dict[str, Any]:
     if batch.get("num_images") is not None and not any(batch["num_images"]):
         of_images = ("pixel_", "image_", "num_images", "num_tiles", "spatial_")
         return {name: x for name, x in batch.items() if not name.startswith(of_images)}
-    return unsplit_pixel_values_by_grid(batch)
+    return _this.unsplit_pixel_values_by_grid(batch)
 
 
 def token_types_of_images(trainer: Any, prompt_ids: list[list[int]], fields: dict) -> dict[str, list[list[int]]]:
@@ -278,3 +334,18 @@ def fused_head(forward: Callable) -> FusedHead | None:
         settings["final_logit_softcapping"],
         settings["logit_scale"],
     )
+
+
+def logit_settings(model: PreTrainedModel) -> FusedHead:
+    """How TRL's fused head would transform the logits of `model`: TRL reads it from the config. Nothing is changed."""
+
+    class Shell:
+        """All that `add_fused_lm_head` looks at."""
+
+        config = model.config
+
+        def forward(self) -> None: ...
+
+    shell = Shell()
+    _this.add_fused_lm_head(shell)
+    return fused_head(shell.forward)

@@ -1,1 +1,1 @@
-"""Features with an owner, a page each, and a rule by which they move out or go."""
+"""Parts that may change or go: a folder each, whose README has its owner and the rule by which it leaves."""

@@ -5,12 +5,25 @@
 
 Under an accelerate config with FSDP2 the trainer shards a 4-bit base. It saves plain PEFT adapters and resumes from
 them (with unquantized bases as well), can evaluate before it trains, and gathers weights once for generation. Under
-every other config the mixin changes nothing. This package's trainers need no mixin: their own methods call the same
-functions, those of `sharded.py`.
+every other config the mixin changes nothing. The trainers of this package are built on it.
 """
 
-from . import sharded
-from .adapters import has_sharded_adapter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+from accelerate import Accelerator
+from peft import PeftModel
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from ..compat.transformers import no_optimizer_read
+from .adapters import gather_adapter, gather_optimizer, has_sharded_adapter, load_adapter, load_optimizer
+from .generation import gathered_as, keep_gathered
 from .prepare import shard_quantized_base
 
 
@@ -30,39 +43,106 @@ class ShardedQLoRAMixin:
 
         It is `None` if the model's base is not sharded.
         """
-        return sharded.base_bytes_of(self.model)
+        return getattr(self.model, "base_bytes", None)
+
+    # --- weights that are gathered for a while -----------------------------------------------------------------------
 
     def training_step(self, model, *args, **kwargs):
-        sharded.gather_for_step(self.args, self.model, last_micro_batch=self.accelerator.sync_gradients)
+        # `vars`, because TRL's own configs do not have every field.
+        if vars(self.args).get("fsdp_keep_gathered") and self.base_bytes is not None:
+            keep_gathered(self.model, last_micro_batch=self.accelerator.sync_gradients)
         return super().training_step(model, *args, **kwargs)
 
     def compute_loss(self, *args, **kwargs):
-        with sharded.head_on_device(self.model, self.accelerator):
+        with _head_on_device(self.model, self.accelerator):
             return super().compute_loss(*args, **kwargs)
 
+    def weights_gathered(self) -> AbstractContextManager[None]:
+        """Keep all weights gathered inside the block, if `args.fsdp_gather` and the free memory allow it.
+
+        The block is meant for generation and for the passes of the old policy and the reference: many forwards without
+        gradient, with the same weights.
+        """
+        # With vLLM the model does not generate, and TRL's sync of the weights expects them sharded.
+        options = vars(self.args)
+        mode = "per_layer" if options.get("use_vllm") else options.get("fsdp_gather", "auto")
+        return gathered_as(mode, self.model, self.accelerator.device)
+
     def _generate_and_score_completions(self, inputs):  # of trainers that generate
-        with sharded.weights_gathered(self.args, self.model, self.accelerator.device):
+        with self.weights_gathered():
             return super()._generate_and_score_completions(inputs)
 
     def evaluation_loop(self, *args, **kwargs):
-        sharded.prepare_for_evaluation(self)
+        if self.accelerator.is_fsdp2 and not isinstance(self.model, FSDPModule):
+            # The evaluation comes before training. Accelerate prepares the optimizer with the model, and an evaluation
+            # alone does not create it.
+            self.create_optimizer()
+            self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+            register_fsdp_forward_method(self.model, "generate")
+            self.model_wrapped = self.model
         return super().evaluation_loop(*args, **kwargs)
+
+    # --- saving and loading: the trainer's own methods do it unless the adapter is sharded ---------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not has_sharded_adapter(self.model):
             return super().save_model(output_dir, _internal_call)
-        sharded.save_adapter(self, output_dir)
+        adapter = gather_adapter(self.model)
+        if self.args.should_save:  # transformers 5.17's `_save` writes on every rank that calls it
+            self._save(output_dir or self.args.output_dir, state_dict=adapter)
+        self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        sharded.save_optimizer_and_scheduler(super()._save_optimizer_and_scheduler, self, output_dir)
+        if not has_sharded_adapter(self.model):
+            return super()._save_optimizer_and_scheduler(output_dir)
+        state = gather_optimizer(self.optimizer)
+        if self.args.should_save:
+            torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
-        sharded.load_from_checkpoint(super()._load_from_checkpoint, self, resume_from_checkpoint, model)
+        model = self.model if model is None else model
+        if not has_sharded_adapter(model):
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        load_adapter(model, resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        sharded.load_optimizer_and_scheduler(super(), self, checkpoint)
+        if checkpoint is None or not has_sharded_adapter(self.model):
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        optimizer = Path(checkpoint) / OPTIMIZER_NAME
+        schedule = Path(checkpoint) / SCHEDULER_NAME
+        if optimizer.is_file() and schedule.is_file():  # otherwise both start from nothing, as in transformers
+            load_optimizer(self.optimizer, torch.load(optimizer, map_location="cpu", weights_only=True))
+            self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+        with no_optimizer_read():  # TRL's own method restores its other states, such as its entropy controller
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
-        sharded.load_best_model(super()._load_best_model, self)
+        if not has_sharded_adapter(self.model):
+            return super()._load_best_model()
+        load_adapter(self.model, self.state.best_model_checkpoint)
+
+
+@contextmanager
+def _head_on_device(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
+    """Let TRL's fused LM head find its weight on the device although the shards are offloaded.
+
+    The fused head computes on the device of its weight. If that is the host, the device's collectives refuse the
+    results.
+    """
+    plugin = accelerator.state.fsdp_plugin if isinstance(model, FSDPModule) else None
+    if plugin is None or not isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        yield
+        return
+    language_model = model.get_base_model() if isinstance(model, PeftModel) else model
+    head = language_model.get_output_embeddings()
+    device = accelerator.device
+
+    def moved_head():
+        bias = getattr(head, "bias", None)
+        return SimpleNamespace(weight=head.weight.to(device), bias=None if bias is None else bias.to(device))
+
+    with patch.multiple(language_model, get_output_embeddings=moved_head):
+        yield

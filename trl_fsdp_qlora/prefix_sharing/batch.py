@@ -47,6 +47,8 @@ class Batch:
         router_loss: whether the router loss of a mixture of experts is needed.
         num_items: divisor of the loss; the number of labels if absent.
         kept: without labels, number of last columns whose hidden states are needed; 0 for all.
+        from_padding: whether the model's own loss predicts a label from a column without a token (bool, no dimension),
+            if a forward without `fused_lm_head` computes a loss.
     """
 
     input_ids: torch.Tensor
@@ -57,6 +59,7 @@ class Batch:
     router_loss: bool = False
     num_items: Any = None
     kept: int = 0
+    from_padding: torch.Tensor | None = None
 
     @property
     def has_images(self) -> bool:
@@ -121,7 +124,7 @@ class Batch:
             counted = vision if self.num_images is None else {**vision, "num_images": self.num_images}
             vision = rows_of_images(on_host(counted), rows)
             num_images = vision.pop("num_images", None)
-        return replace(self, vision=vision, num_images=num_images, **tensors)
+        return replace(self, vision=vision, num_images=num_images, from_padding=None, **tensors)
 
 
 @dataclass
@@ -215,9 +218,22 @@ def decode(code_BL: np.ndarray) -> Sequences:
 # Arguments of a forward that do not change its values.
 _NEUTRAL = {"use_cache", "return_dict"}
 # Arguments of a model that come to its backbone and mean nothing there. RewardTrainer passes the margin of its loss.
-_NEUTRAL_IN_BACKBONE = {"logits_to_keep", "num_items_in_batch", "shift_labels", "margin"}
+_NEUTRAL_IN_BACKBONE = {"logits_to_keep", "num_items_in_batch", "margin"}
 # Outputs of a backbone that have no counterpart on a packed row, by the arguments that ask for them.
 _FURTHER_OUTPUTS = ("output_hidden_states", "output_attentions")
+
+
+@torch.compiler.disable
+def from_padding(arguments: dict[str, Any]) -> torch.Tensor | None:
+    """Whether the loss in a model's own forward predicts a label from padding, of which a packed row has no states.
+
+    Returns:
+        A bool without dimensions on the device; `None` if the arguments of the call have no loss, or no mask.
+    """
+    labels, mask = map(arguments.get, ("labels", "attention_mask"))
+    if not (isinstance(labels, torch.Tensor) and isinstance(mask, torch.Tensor)) or labels.shape != mask.shape:
+        return None
+    return ((labels[:, 1:] != IGNORED_LABEL) & ~mask[:, :-1].bool()).any()
 
 
 @torch.compiler.disable
@@ -249,7 +265,10 @@ def batch_of(
     labels = arguments.pop("labels", None)
     mask = arguments.pop("attention_mask", None)
     num_items = arguments.pop("num_items_in_batch", None)
-    vision = {name: arguments.pop(name) for name in (*PER_IMAGE, *PER_TOKEN) if name in arguments}
+    # Of a model of text alone, types of tokens are no marks of images.
+    takes_images = base.config.get_text_config() is not base.config
+    of_images = (*PER_IMAGE, *PER_TOKEN) if takes_images else ()
+    vision = {name: arguments.pop(name) for name in of_images if name in arguments}
     # Some models hand their config's settings on to their backbone.
     arguments = {
         name: x

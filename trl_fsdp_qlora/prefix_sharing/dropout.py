@@ -11,7 +11,7 @@ import torch
 from torch.nn.modules.dropout import _DropoutNd
 
 # Attributes in which a module of attention keeps the dropout of its weights, as a number or as a `Dropout`.
-_ATTENTION_NAMES = {"dropout", "dropout_p", "dropout_prob", "attn_dropout", "attention_dropout", "attn_pdrop"}
+ATTENTION_NAMES = {"dropout", "dropout_p", "dropout_prob", "attn_dropout", "attention_dropout", "attn_pdrop"}
 # Parts of the names of probabilities for functional calls: dropout, layerdrop, drop_path, a router's jitter.
 _DRAWS = ("drop", "jitter")
 
@@ -46,7 +46,7 @@ def attention_reason(model: torch.nn.Module) -> str | None:
         if attribute == "p":  # a `Dropout` module is an attribute of the module that uses it
             owner, _, attribute = owner.rpartition(".")
         kind = type(modules[owner]).__name__
-        if attribute in _ATTENTION_NAMES and ("attention" in kind.lower() or kind.lower().endswith("attn")):
+        if attribute in ATTENTION_NAMES and ("attention" in kind.lower() or kind.lower().endswith("attn")):
             return f"{kind}.{attribute}={value:g} (attention dropout) has no counterpart on a packed row"
     return None
 

@@ -17,10 +17,10 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from ..compat.signatures import names_in_code
+from ..compat.signatures import is_of_library, names_in_code
 from .attention.backends import LAYER_TYPES as ATTENTION
 from .attention.implementation import implementation_of
-from .dropout import attention_reason
+from .dropout import ATTENTION_NAMES, attention_reason
 from .recurrent.kinds import LAYER_TYPES as RECURRENT
 from .recurrent.kinds import kind_of, recurrent_layers
 from .recurrent.level_by_level import SHORTEST
@@ -38,7 +38,7 @@ class ModelFacts:
     """What packed passes have to know about a causal language model, see [`read_facts`].
 
     Attributes:
-        stamp: see [`stamp`]; if the model's is another one, the facts have to be read again.
+        stamp: see [`Stamp`]; if the model's is another one, the facts have to be read again.
         attention_layers, recurrent_layers: numbers of layers that one forward runs.
         mask_names: names under which the model looks up the masks of its kinds of layers, if it has attention layers.
         shortest_segment: the smallest number of tokens of a segment that others may go on from.
@@ -50,7 +50,7 @@ class ModelFacts:
         longest_window: see [`longest_window`].
     """
 
-    stamp: int
+    stamp: "Stamp"
     attention_layers: int
     recurrent_layers: int
     mask_names: frozenset[str]
@@ -133,18 +133,58 @@ def setting(config: PreTrainedConfig, name: str, default: Any = None) -> Any:
     return getattr(config, name, default)
 
 
-def stamp(model: PreTrainedModel) -> int:
-    """A number that changes if what the facts about `model` were read from changes.
+# The dicts in which a module keeps its hooks. Those of all modules of the process are named alike.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-    It changes with the attention implementation, with modules that are added or replaced (an adapter, torch's
-    `checkpoint_wrapper`), and with forwards that are replaced (a wrapper of the user's own).
+
+@dataclass(frozen=True)
+class Stamp:
+    """Numbers that change if anything changes by which packed passes of a model may be wrong.
+
+    A model with another stamp is read and compared again.
+
+    Attributes:
+        structure: changes with the attention implementation, with modules that are added or replaced (an adapter,
+            torch's `checkpoint_wrapper`), with forwards that are replaced, and with dropout.
+        hooks: changes with hooks of the user's own, which may be put on by one rank alone.
     """
-    modules = model.modules()
-    next(modules)  # the model's own forward is ours
+
+    structure: int
+    hooks: int
+
+
+def stamp(model: PreTrainedModel) -> Stamp:
+    """Returns the stamp of a model without wrappers."""
     facts: list[Any] = [implementation_of(model)]
-    for module in modules:
-        facts += [type(module), vars(module).get("forward")]
-    return hash(tuple(facts))
+    hooks: list[int] = []
+    for name in _HOOKS:
+        hooks += _hooks_of_user(getattr(torch.nn.modules.module, f"_global{name}"))
+    seen = {model}
+    to_visit = [model]
+    while to_visit:
+        module = to_visit.pop()
+        fields = vars(module)
+        if module is not model:  # the model's own forward is ours
+            facts.append(type(module))
+            if "forward" in fields:
+                facts.append(fields["forward"])
+            for name in _HOOKS:
+                if fields[name]:
+                    hooks += _hooks_of_user(fields[name])
+        if "layer_idx" in fields:
+            facts += (fields[name] for name in ATTENTION_NAMES if isinstance(fields.get(name), float))
+        elif isinstance(fields.get("p"), float):  # a `Dropout`
+            facts.append(fields["p"])
+        for child in fields["_modules"].values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                to_visit.append(child)
+    return Stamp(hash(tuple(facts)), hash(tuple(hooks)))
+
+
+def _hooks_of_user(hooks: dict[int, Callable]) -> list[int]:
+    """Returns the numbers, which are never used twice, of the hooks that are of no library."""
+    return [number for number, hook in hooks.items() if not is_of_library(hook)]
 
 
 def _layers_reason(model: PreTrainedModel, text: PreTrainedConfig) -> str | None:

@@ -24,9 +24,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from ..compat import trl as trls
 from ..compat.deepspeed import is_zero3
 from ..compat.transformers import CACHE
-from ..compat.trl import is_padded_by_row, rows_of_images, split_pixel_values_by_grid
+from ..compat.trl import is_padded_by_row, rows_of_images
 from ..scoring.transfer import to_device
 from .batch import PER_IMAGE, PER_TOKEN, READ_ON_HOST, Batch, Sequences, on_host
 from .problems import CannotPack
@@ -60,7 +61,7 @@ def _row_keys(lines: dict[str, torch.Tensor], vision: dict[str, Any]) -> torch.T
     hashes = {name: x for name, x in lines.items() if name != "image_grid_thw"}
     by_row = {**vision, **hashes}
     if not is_padded_by_row(vision):
-        by_row = split_pixel_values_by_grid(by_row)
+        by_row = trls.split_pixel_values_by_grid(by_row)
     keys_B = torch.zeros(len(by_row["pixel_values"]), dtype=torch.int64, device=lines["pixel_values"].device)
     for name, lines_N in lines.items():
         sizes = torch.tensor([1 if isinstance(by_row[name], torch.Tensor) else len(part) for part in by_row[name]])

@@ -16,7 +16,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ..compat.trl import FusedCausalLMOutput, FusedHead, fused_head
+from ..compat import trl as trls
+from ..compat.trl import FusedHead, fused_head
 from ..scoring.logprobs import score_with_head
 from ..scoring.transfer import to_device, to_host
 from .attention.implementation import can_nest
@@ -52,6 +53,7 @@ class PackedModel:
         lm_head_kernel, entropy_gradient: see [`sharing.install_sharing`].
         facts: what it is.
         images: images in its prompts.
+        stock_here: why this rank's calls cannot be packed; `None` if they can be.
 
     Raises:
         CannotPack: the model's layers cannot compute packed rows.
@@ -69,6 +71,7 @@ class PackedModel:
         install_recurrent(base)
         self.facts = read_facts(base)
         self.images = Images(base)
+        self.stock_here: str | None = None
 
     def remove(self) -> None:
         """Give the model's layers back what they were before."""
@@ -84,6 +87,8 @@ class PackedModel:
         Raises:
             CannotPack: the rows cannot be packed.
         """
+        if self.stock_here is not None:
+            raise CannotPack(self.stock_here)
         width = batches[0].input_ids.shape[1]
         if width > self.facts.position_limit:
             raise CannotPack(f"rows of {width} positions switch the rotary tables at {self.facts.position_limit}")
@@ -93,10 +98,14 @@ class PackedModel:
         codes = [encode(batch.input_ids, batch.attention_mask, batch.labels) for batch in batches]
         to_send = {"code": codes[0] if len(codes) == 1 else torch.cat(codes)}
         for number, batch in enumerate(batches):
+            if batch.from_padding is not None:
+                to_send["from_padding"] = batch.from_padding
             if batch.has_images:
                 to_send.update({(number, name): x for name, x in self.images.to_send(batch).items()})
         on_host = to_host(to_send)  # the host waits for the device here, once for all batches
         sequences = decode(on_host.pop("code").numpy())
+        if "from_padding" in on_host and on_host.pop("from_padding"):
+            raise CannotPack("its loss predicts a label from padding")
         sequences.router_loss = any(batch.router_loss for batch in batches)
         sequences.needs_all = sequences.router_loss or any(batch.labels is None for batch in batches)
         if has_images:
@@ -190,7 +199,7 @@ class PackedModel:
     # --- run, score, scatter -----------------------------------------------------------------------------------------
 
     @but_for_the_model
-    def run(self, batch: Batch, forward: Forward) -> FusedCausalLMOutput | ModelOutput:
+    def run(self, batch: Batch, forward: Forward) -> ModelOutput:
         """Run one forward over the rows of `batch`.
 
         Returns:
@@ -200,6 +209,9 @@ class PackedModel:
             kept, and router logits if a router loss is needed, with zeros where there is no token. Its other fields
             are empty.
         """
+        head = None if batch.labels is None else head_of(self.base)
+        if head is None and batch.labels is not None:
+            raise CannotPack("a forward of the user's own lies around TRL's head, and may change what it returns")
         self.count_images(batch)
         packed_row = self._lay_out(batch, forward)
         needs_router = forward.sequences.router_loss
@@ -224,14 +236,14 @@ class PackedModel:
             self.base,
             hidden_NH,
             packed_row.targets_N,
-            head_of(self.base),
+            head,
             self.entropy_gradient,
             self.lm_head_kernel,
         )
         values = {name: None if x is None else packed_row.scatter(x) for name, x in values.items()}
         values["log_probs"] = forward.view.with_collected(values["log_probs"])
         forward.record.add(packed_row)
-        return FusedCausalLMOutput(label_mask=batch.labels[:, 1:] != IGNORED_LABEL, aux_loss=sums_M2E, **values)
+        return trls.FusedCausalLMOutput(label_mask=batch.labels[:, 1:] != IGNORED_LABEL, aux_loss=sums_M2E, **values)
 
     @but_for_the_model
     def _run_backbone(self, batch: Batch, forward: Forward, packed_row: PackedRow, needs_router: bool) -> ModelOutput:
@@ -251,7 +263,7 @@ class PackedModel:
 
     # --- router losses -----------------------------------------------------------------------------------------------
 
-    def with_router_loss(self, output: FusedCausalLMOutput) -> FusedCausalLMOutput:
+    def with_router_loss(self, output: ModelOutput) -> ModelOutput:
         """Returns the output of one forward with its router loss, as transformers adds it to the loss."""
         # transformers returns 0 for a model without router logits.
         aux_loss = 0 if output.aux_loss is None else self.router_losses(output.aux_loss)[0]
@@ -268,8 +280,8 @@ class PackedModel:
 
 @not_compiled
 def merge(
-    outputs: list[FusedCausalLMOutput], rows: list[np.ndarray | None], num_items: torch.Tensor | int | None
-) -> FusedCausalLMOutput:
+    outputs: list[ModelOutput], rows: list[np.ndarray | None], num_items: torch.Tensor | int | None
+) -> ModelOutput:
     """Returns TRL's output of a call, in the order of its rows, from the outputs of forwards that score some of them.
 
     Args:
@@ -284,7 +296,7 @@ def merge(
         for name in ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask"):
             parts = [vars(output)[name] for output in outputs]
             fields[name] = None if parts[0] is None else torch.cat(parts)[order]
-        merged = FusedCausalLMOutput(**fields)
+        merged = trls.FusedCausalLMOutput(**fields)
     count = merged.label_mask.sum().clamp(min=1) if num_items is None else num_items
     return replace(merged, loss=-merged.log_probs.sum() / count)
 
@@ -294,9 +306,7 @@ def head_of(base: PreTrainedModel) -> FusedHead | None:
     """Returns TRL's fused head of a model, which lies inside our forward, or around it if it was added later."""
     # Accelerate's mixed precision wraps the forward, and keeps the wrapped one under the second name.
     forwards = [vars(base).get(name) for name in ("forward", "_original_forward")]
-    forwards += [getattr(forward, "stock_forward", None) for forward in forwards]
-    for forward in forwards:
-        head = fused_head(forward)
-        if head is not None:
-            return head
-    return None
+    sharing = vars(base).get("prompt_sharing")
+    if sharing is not None:  # a forward of the user's own may lie around ours
+        forwards.append(sharing.wrapped_forward.stock_forward)
+    return next(filter(None, map(fused_head, forwards)), None)

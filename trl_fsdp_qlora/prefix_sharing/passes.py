@@ -1,8 +1,8 @@
 """Which forwards compute a call or an optimizer step, and which of them keep values for others.
 
-[`plan_call`] returns the forwards of a call that is cut into parts, [`plan_step`] the [`PassSchedule`] of an optimizer
-step's micro-batches; `trainers/step_scores.py` runs its forwards and their backward. A beginning that several passes
-share is computed once, with its gradient: a prompt whose group is cut in two.
+[`plan_call`] returns the forwards of a call that is cut into parts, [`plan_step`] the [`Plan`] of an optimizer step's
+micro-batches. A [`Run`] has the forwards of a plan, and the values that they keep for each other. A beginning that
+several passes share is computed once, with its gradient: a prompt whose group is cut in two.
 
 A packed pass computes a beginning once for its own rows. The rows of an optimizer step may not fit into one pass (one
 completion in each micro-batch, a group larger than memory). Then a forward of its own, a *trunk*, computes their
@@ -21,9 +21,8 @@ Which beginnings are shared, and where a trunk ends, is found in `shared_prefixe
 Suffixes of shapes: B rows of a call or a step, L tokens of a row.
 """
 
-import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -97,63 +96,57 @@ class Forward:
         self.batches = batches
 
 
-# --- the forwards of a call or a step --------------------------------------------------------------------------------
+# --- which passes there are, and which of them share beginnings ------------------------------------------------------
 
 
-class PassSchedule:
-    """The forwards that compute the rows of a call or of an optimizer step, pass by pass.
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The passes that compute the rows of a call or of an optimizer step. It holds no tensor; a [`Run`] runs it.
 
-    Args:
+    Attributes:
         sequences: all rows.
         rows_of_pass: the rows that each pass scores.
         rules: what passes of the model have to keep to.
-        shares: whether passes may share beginnings.
+        kept: the beginnings that passes share, each computed by a trunk.
+        trunks: bool `(P, P)`, at (first, last): whether a trunk lives from the one pass to the other. Forwards are
+            collective, so each rank runs the trunks of all ranks.
         batches_per_pass, passes_per_batch: of a step; one of the two is 1.
     """
 
-    def __init__(
-        self,
+    sequences: Sequences
+    rows_of_pass: list[np.ndarray]
+    rules: PassRules
+    kept: list[SharedPrefix]
+    trunks: np.ndarray
+    batches_per_pass: int = 1
+    passes_per_batch: int = 1
+    # By pass, because planning and running use the same forests, see `build_pass_forest`.
+    _forests: dict[int, tuple[Forest, dict[int, int]]] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def of(
+        cls,
         sequences: Sequences,
         rows_of_pass: list[np.ndarray],
         rules: PassRules,
         shares: bool = True,
         batches_per_pass: int = 1,
         passes_per_batch: int = 1,
-    ):
-        self.sequences = sequences
-        self.rows_of_pass = rows_of_pass
-        self.rules = rules
+    ) -> "Plan":
+        """Find the beginnings that these passes share; `shares`: whether they may. Collective if they may."""
+        count = len(rows_of_pass)
+        if not shares:
+            trunks = np.zeros((count, count), dtype=bool)
+            return cls(sequences, rows_of_pass, rules, [], trunks, batches_per_pass, passes_per_batch)
         pass_B = np.zeros(len(sequences.lengths_B), dtype=int)
         for number, rows in enumerate(rows_of_pass):
             pass_B[rows] = number
-        self.kept = shared_prefixes(sequences, pass_B, MIN_SAVED_TOKENS, rules.min_length) if shares else []
-        self.cache = PrefixCache()
-        self.batches_per_pass = batches_per_pass
-        self.passes_per_batch = passes_per_batch
-        # The scores that a trunk's forward returned, by its first and last pass, if each of its layers is collective.
-        self.trunk_outputs: dict[Trunk, torch.Tensor] = {}
-        # By pass, because planning and running use the same forests, see `build_pass_forest`.
-        self._forests: dict[int, tuple[Forest, dict[int, int]]] = {}
-        # Forwards are collective, so each rank runs the trunks of all ranks. A trunk lives from the first pass that
-        # needs it to the last one.
-        count = len(rows_of_pass)
+        kept = shared_prefixes(sequences, pass_B, MIN_SAVED_TOKENS, rules.min_length)
         needed = np.zeros((count, count), dtype=int)
-        for node in self.kept:
+        for node in kept:
             needed[node.first, node.last] = 1
-        if shares:
-            needed = np.array(rules.reduce(needed.ravel().tolist(), "MAX")).reshape(count, count)
-        self.trunks = needed > 0
-
-    def without_gradients(self) -> "PassSchedule":
-        """Returns the same passes for forwards without gradients, which keep values of their own.
-
-        If a batch is cut into several passes, a loss needs all of its values before there is a gradient.
-        """
-        schedule = copy.copy(self)
-        schedule.rules = replace(self.rules, ties_ends=False)
-        schedule.cache = PrefixCache()
-        schedule.trunk_outputs = {}
-        return schedule
+        trunks = np.array(rules.reduce(needed.ravel().tolist(), "MAX")).reshape(count, count) > 0
+        return cls(sequences, rows_of_pass, rules, kept, trunks, batches_per_pass, passes_per_batch)
 
     @property
     def is_shared(self) -> bool:
@@ -170,10 +163,25 @@ class PassSchedule:
         """Number of tokens that this rank computes in all passes and trunks."""
         tokens = sum(self._length(node) for node in self.kept)
         for number in range(len(self.rows_of_pass)):
-            tokens += self._forest_of_pass(number)[0].tokens
+            tokens += self.forest_of_pass(number)[0].tokens
         return tokens
 
-    def _forest_of(self, number: int) -> tuple[Forest, dict[int, int]]:
+    def fits(self, limit: int) -> bool:
+        """Whether no pass, together with the trunks that are alive then, has more tokens with a graph than `limit`."""
+        for number in range(len(self.rows_of_pass)):
+            tokens = self.forest_of_pass(number)[0].tokens
+            for node in self.kept:
+                if node.first <= number <= node.last:
+                    tokens += self._length(node)
+            if tokens > limit:
+                return False
+        return True
+
+    def _length(self, node: SharedPrefix) -> int:
+        """Returns the number of tokens of a kept beginning that its parent does not have."""
+        return node.depth - (self.kept[node.parent].depth if node.parent >= 0 else 0)
+
+    def forest_of(self, number: int) -> tuple[Forest, dict[int, int]]:
         """Returns all segments of a pass's rows, and those of its kept nodes, which are found once."""
         if number not in self._forests:
             rows = self.rows_of_pass[number]
@@ -182,14 +190,14 @@ class PassSchedule:
             )
         return self._forests[number]
 
-    def _forest_of_trunk(self, number: int, nodes: list[int]) -> tuple[Forest, list[int]]:
+    def forest_of_trunk(self, number: int, nodes: list[int]) -> tuple[Forest, list[int]]:
         """Returns the forest of the forward that computes kept nodes of a pass, and the node of each kept segment."""
-        forest, segment_of = self._forest_of(number)
+        forest, segment_of = self.forest_of(number)
         return self._part(forest, segment_of, np.sort([segment_of[node] for node in nodes]))
 
-    def _forest_of_pass(self, number: int) -> tuple[Forest, list[int]]:
+    def forest_of_pass(self, number: int) -> tuple[Forest, list[int]]:
         """Returns the forest of the forward that computes all else, and the node of each kept segment in it."""
-        forest, segment_of = self._forest_of(number)
+        forest, segment_of = self.forest_of(number)
         if not segment_of:
             return forest, []
         return self._part(forest, segment_of, np.setdiff1d(np.arange(forest.segments), list(segment_of.values())))
@@ -200,36 +208,45 @@ class PassSchedule:
         node_of = {segment: node for node, segment in segment_of.items()}
         return part, [node_of[segment] for segment in kept]
 
-    def _length(self, node: SharedPrefix) -> int:
-        """Returns the number of tokens of a kept beginning that its parent does not have."""
-        return node.depth - (self.kept[node.parent].depth if node.parent >= 0 else 0)
+    def unscored(self, rows: np.ndarray) -> Sequences:
+        """Returns some rows without their labels."""
+        unscored = self.sequences.rows(rows)
+        unscored.scored_BL = np.zeros_like(unscored.scored_BL)
+        return unscored
 
-    def fits(self, limit: int) -> bool:
-        """Whether no pass, together with the trunks that are alive then, has more tokens with a graph than `limit`."""
-        for number in range(len(self.rows_of_pass)):
-            tokens = self._forest_of_pass(number)[0].tokens
-            for node in self.kept:
-                if node.first <= number <= node.last:
-                    tokens += self._length(node)
-            if tokens > limit:
-                return False
-        return True
+    def nodes_of(self, trunk: Trunk) -> list[int]:
+        """Returns the kept beginnings that a trunk computes on this rank; none if it is another rank's."""
+        return [number for number, node in enumerate(self.kept) if (node.first, node.last) == trunk]
 
-    def filled_up(self, at_least: int) -> Iterator[Forward]:
-        """Yields the forwards of all passes, counted together, and empty ones up to a number of forwards.
+    def ending_in(self, number: int) -> frozenset[int]:
+        """Returns the kept beginnings whose last pass is `number`."""
+        return frozenset(n for n, node in enumerate(self.kept) if node.last == number)
 
-        Other ranks have as many forwards, which may be collective.
-        """
-        record = PassRecord()
-        for number in range(len(self.rows_of_pass)):
-            yield from self.of_pass(number, record)
-        for _ in range(at_least - self.count):
-            rows = np.array([0])
-            unscored = self._unscored(rows)
-            nothing = replace(unscored, needs_all=False, router_loss=False)
-            yield Forward(
-                nothing, self.rules.build_forest(nothing), CacheView(self.cache, scores_nothing=True), record, rows
-            )
+    def ended_before(self, number: int) -> tuple[set[int], set[Trunk]]:
+        """Returns the kept beginnings, and the trunks, that only passes before `number` need."""
+        prefixes = {n for n, node in enumerate(self.kept) if node.last < number}
+        trunks = {(first, last) for first, last in np.argwhere(self.trunks).tolist() if last < number}
+        return prefixes, trunks
+
+
+# --- the forwards of a plan ------------------------------------------------------------------------------------------
+
+
+class Run:
+    """The forwards of a plan, pass by pass, and what they keep for each other.
+
+    Args:
+        plan: the passes.
+        ties_ends: whether every layer of a trunk has to be part of the backward; by default as the plan's rules have
+            it. Forwards without gradients need no such tie.
+    """
+
+    def __init__(self, plan: Plan, ties_ends: bool | None = None):
+        self.plan = plan
+        self.cache = PrefixCache()
+        # The scores that a trunk's forward returned, by its first and last pass, if each of its layers is collective.
+        self.trunk_outputs: dict[Trunk, torch.Tensor] = {}
+        self._ties_ends = plan.rules.ties_ends if ties_ends is None else ties_ends
 
     def of_pass(self, number: int, record: PassRecord | None = None) -> Iterator[Forward]:
         """Yields the trunks that no earlier pass needs, the longest-lived first, and then the pass itself.
@@ -238,64 +255,73 @@ class PassSchedule:
             number: of the pass.
             record: gets what these forwards compute; a new one if absent.
         """
+        plan = self.plan
         record = record or PassRecord()
-        self.cache.drop(*self._ended_before(number))
-        for last in reversed(np.flatnonzero(self.trunks[number]).tolist()):
+        self.cache.drop(*plan.ended_before(number))
+        for last in reversed(np.flatnonzero(plan.trunks[number]).tolist()):
             yield self._trunk(number, last, record)
-        forest, used_nodes = self._forest_of_pass(number)
-        first_passes = np.flatnonzero(self.trunks[:, number]).tolist()
+        forest, used_nodes = plan.forest_of_pass(number)
+        first_passes = np.flatnonzero(plan.trunks[:, number]).tolist()
         for first in first_passes:
             # The backward of this pass begins the trunk's, so `finish` must not.
             self.trunk_outputs.pop((first, number), None)
         view = CacheView(
             self.cache,
             used=used_nodes,
-            ending=self._ending_in(number),
+            ending=plan.ending_in(number),
             ending_trunks=tuple((first, number) for first in first_passes),
         )
-        rows = self.rows_of_pass[number]
-        yield Forward(self.sequences.rows(rows), forest, view, record, rows, self.batches_per_pass)
-
-    def _unscored(self, rows: np.ndarray) -> Sequences:
-        """Returns some rows without their labels."""
-        unscored = self.sequences.rows(rows)
-        unscored.scored_BL = np.zeros_like(unscored.scored_BL)
-        return unscored
+        rows = plan.rows_of_pass[number]
+        yield Forward(plan.sequences.rows(rows), forest, view, record, rows, plan.batches_per_pass)
 
     def _trunk(self, first: int, last: int, record: PassRecord) -> Forward:
         """Returns the trunk of the nodes that are needed from pass `first` to pass `last`."""
-        rows = self.rows_of_pass[first]
-        unscored = self._unscored(rows)
-        nodes = [n for n, node in enumerate(self.kept) if (node.first, node.last) == (first, last)]
+        plan = self.plan
+        rows = plan.rows_of_pass[first]
+        unscored = plan.unscored(rows)
+        nodes = plan.nodes_of((first, last))
         computed_nodes = []
         used_nodes = []
         if nodes:
-            forest, used_nodes = self._forest_of_trunk(first, nodes)
-            _, segment_of = self._forest_of(first)
+            forest, used_nodes = plan.forest_of_trunk(first, nodes)
+            _, segment_of = plan.forest_of(first)
             # The trunk's own segments come first, in the order of the pass's forest.
             for segment, node in enumerate(sorted(nodes, key=segment_of.__getitem__)):
                 computed_nodes.append((node, int(forest.starts[segment]), int(forest.lengths[segment])))
         else:  # another rank's trunk: this rank computes one token
-            forest = self.rules.build_forest(replace(unscored, needs_all=False))
+            forest = plan.rules.build_forest(replace(unscored, needs_all=False))
         view = CacheView(
             self.cache,
             computed=computed_nodes,
             used=used_nodes,
-            ending=self._ending_in(last),
-            trunk=(first, last) if self.rules.ties_ends else None,
+            ending=plan.ending_in(last),
+            trunk=(first, last) if self._ties_ends else None,
             scores_nothing=True,
         )
         return Forward(unscored, forest, view, record, rows)
 
+    def filled_up(self, at_least: int) -> Iterator[Forward]:
+        """Yields the forwards of all passes, counted together, and empty ones up to a number of forwards.
+
+        Other ranks have as many forwards, which may be collective.
+        """
+        record = PassRecord()
+        for number in range(len(self.plan.rows_of_pass)):
+            yield from self.of_pass(number, record)
+        for _ in range(at_least - self.plan.count):
+            rows = np.array([0])
+            nothing = replace(self.plan.unscored(rows), needs_all=False, router_loss=False)
+            forest = self.plan.rules.build_forest(nothing)
+            yield Forward(nothing, forest, CacheView(self.cache, scores_nothing=True), record, rows)
+
     def finish(self) -> None:
         """End the step: run the backward of trunks whose last pass did not run, and free all kept values."""
-        trunks = [tuple(trunk) for trunk in np.argwhere(self.trunks).tolist()]
-        # A trunk goes on from trunks that live longer, so its backward comes before theirs.
+        trunks = [tuple(trunk) for trunk in np.argwhere(self.plan.trunks).tolist()]
+        # A trunk continues trunks that live longer, so its backward comes before theirs.
         for trunk in sorted(trunks, key=lambda trunk: (-trunk[0], trunk[1])):
             values = []
-            for number, prefix in enumerate(self.kept):
-                if (prefix.first, prefix.last) == trunk:
-                    values += self.cache.of(number)
+            for node in self.plan.nodes_of(trunk):
+                values += self.cache.of(node)
             if trunk in self.trunk_outputs:
                 # Its backward begins at the output, where the model's hooks gather sharded weights.
                 output = self.trunk_outputs[trunk]
@@ -306,17 +332,8 @@ class PassSchedule:
         self.cache.clear()
         self.trunk_outputs.clear()
 
-    def _ending_in(self, number: int) -> frozenset:
-        return frozenset(n for n, node in enumerate(self.kept) if node.last == number)
 
-    def _ended_before(self, number: int) -> tuple[set[int], set[Trunk]]:
-        """Returns the prefixes, and the trunks, that only passes before `number` need."""
-        prefixes = {n for n, prefix in enumerate(self.kept) if prefix.last < number}
-        trunks = {(first, last) for first, last in np.argwhere(self.trunks).tolist() if last < number}
-        return prefixes, trunks
-
-
-# --- plans -----------------------------------------------------------------------------------------------------------
+# --- how a plan is made ----------------------------------------------------------------------------------------------
 
 
 @torch.compiler.disable
@@ -333,17 +350,17 @@ def plan_call(
         rules: what passes of the model have to keep to.
         shares: whether a beginning that several passes share is computed once. The call must not record gradients.
     """
-    schedule = None
+    plan = None
     if sequences is not None:
         rows_of_pass = cut_rows(
             sequences, tokens_per_pass, lambda rows: rules.build_forest(sequences.rows(rows)).tokens
         )
         # Each rank has trunks of its own: the ranks agree on the number of forwards only.
         alone = replace(rules, reduce=of_this_rank)
-        schedule = PassSchedule(sequences, rows_of_pass, alone, shares=shares and len(rows_of_pass) > 1)
-    count = 0 if schedule is None else schedule.count
-    most, cannot = rules.reduce([count, int(schedule is None)], "MAX")
-    return None if cannot else schedule.filled_up(at_least=most)
+        plan = Plan.of(sequences, rows_of_pass, alone, shares=shares and len(rows_of_pass) > 1)
+    count = 0 if plan is None else plan.count
+    most, cannot = rules.reduce([count, int(plan is None)], "MAX")
+    return None if cannot else Run(plan).filled_up(at_least=most)
 
 
 def plan_step(
@@ -353,7 +370,7 @@ def plan_step(
     tokens_per_pass: int | None,
     one_by_one: bool = False,
     warn: Callable[[str], None] = lambda line: None,
-) -> PassSchedule | None:
+) -> Plan | None:
     """Plan the passes of batches that are scored with the same weights. Collective.
 
     Args:
@@ -387,24 +404,24 @@ def plan_step(
     return _passes_of(sequences, rows_per_pass, rows, rules)
 
 
-def _plan_whole_batches(sequences: Sequences, rows: int, rows_per_pass: int, rules: PassRules) -> PassSchedule | None:
+def _plan_whole_batches(sequences: Sequences, rows: int, rows_per_pass: int, rules: PassRules) -> Plan | None:
     """Plan passes of one or several whole batches; `None` if the batches, each alone, compute no more tokens."""
     one_per_batch = _passes_of(sequences, rows, rows, rules)
     if not one_per_batch.is_shared:
         return None
-    schedule = one_per_batch if rows_per_pass == rows else _passes_of(sequences, rows_per_pass, rows, rules)
+    plan = one_per_batch if rows_per_pass == rows else _passes_of(sequences, rows_per_pass, rows, rules)
     # A batch that runs alone may be a dense row, which a pass with kept beginnings cannot be. That may save more than
     # sharing between batches does.
     alone_tokens = sum(rules.build_forest(batch).tokens for batch in sequences.split(rows))
-    shared_tokens, alone_tokens = rules.reduce([schedule.tokens, alone_tokens], "SUM")
-    return None if shared_tokens >= alone_tokens else schedule
+    shared_tokens, alone_tokens = rules.reduce([plan.tokens, alone_tokens], "SUM")
+    return None if shared_tokens >= alone_tokens else plan
 
 
-def _passes_of(sequences: Sequences, rows_per_pass: int, rows_per_batch: int, rules: PassRules) -> PassSchedule:
-    """Returns the forwards that compute `sequences`, `rows_per_pass` rows in a pass."""
+def _passes_of(sequences: Sequences, rows_per_pass: int, rows_per_batch: int, rules: PassRules) -> Plan:
+    """Returns the plan that computes `sequences`, `rows_per_pass` rows in a pass."""
     first_rows = range(0, len(sequences.lengths_B), rows_per_pass)
     rows_of_pass = [np.arange(first, first + rows_per_pass) for first in first_rows]
-    return PassSchedule(
+    return Plan.of(
         sequences,
         rows_of_pass,
         rules,

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 # Folders of transformers' models. For each a small model in float64 with random norms gave the same hidden states
-# after all positions were moved by 1, 7, 3,000 and 40,000 (docs/LOG.md, 2026-11-26). `test_relative_positions.py` does
+# after all positions were moved by 1, 7, 3,000 and 40,000 (dev/LOG.md, 2026-11-26). `test_relative_positions.py` does
 # that again.
 _FAMILIES = """
 afmoe apertus arcee aria axk1 axk2 bailing_hybrid bamba bitnet cohere cohere2 cohere2_moe cosmos3_edge cwm

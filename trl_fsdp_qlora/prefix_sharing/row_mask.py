@@ -85,7 +85,7 @@ def telling(arguments: dict[str, Any], **told: Any) -> dict[str, Any]:
     Args:
         arguments: of the call.
         told: `as_stock=True`: the backbone has to run as in stock TRL. `kept=n`: only its last n hidden states of each
-            row are needed.
+            row are needed. `from_padding=...`: see [`batch.Batch`].
     """
     mask = arguments.get("attention_mask")
     if mask is not None and not isinstance(mask, torch.Tensor):

@@ -17,23 +17,21 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import extract_model_from_parallel
-from peft import PeftModel
 from torch import nn
 from transformers.utils import ModelOutput
 
 from ..compat.fsdp import forget_forward
-from ..compat.peft import looks_beyond_tokens
-from ..compat.trl import FusedCausalLMOutput
+from ..compat.peft import is_peft, looks_beyond_tokens
 from ..errors import PrefixSharingError
 from .attention.backends import BACKENDS
 from .attention.implementation import original_attention
 from .batch import Batch, batch_of
 from .dropout import noise_reason, other_dropout
-from .facts import stamp
+from .facts import Stamp, stamp
 from .first_pass import FirstPasses
 from .images import Images
 from .packed_model import PackedModel, but_for_the_model, merge, not_compiled
-from .passes import Forward, PassSchedule, plan_call, plan_step
+from .passes import Forward, Plan, plan_call, plan_step
 from .prefix_cache import cannot_keep_reason, no_graph_reason
 from .problems import CannotPack
 from .ranks import reduced_over_ranks
@@ -88,8 +86,7 @@ def install_sharing(
 def causal_language_model(model: nn.Module) -> nn.Module:
     """Returns the causal language model inside all wrappers."""
     model = extract_model_from_parallel(model)
-    # By class: transformers' models have an attribute `peft_config`, too.
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+    return model.get_base_model() if is_peft(model) else model
 
 
 class PromptSharing:
@@ -117,6 +114,7 @@ class PromptSharing:
         self.first_passes = FirstPasses()
         self.is_closed = False
         self._cannot_keep: str | None = None
+        self._stamp: Stamp | None = None  # of the model that `reason` and `checked` are about
         # What its config says of caches, once `return_no_cache` has changed that.
         self._of_caches: dict[str, bool] | None = None
         self._logged: set[str] = set()
@@ -157,26 +155,37 @@ class PromptSharing:
         """Give the model layers for packed rows, or settings for those that it has."""
         if self.packed_model is None:
             self.packed_model = PackedModel(self.base)
+        self._stamp = self.packed_model.facts.stamp
         self.packed_model.attention = self.attention
         self.packed_model.lm_head_kernel, self.packed_model.entropy_gradient = self._of_head
 
     @not_compiled
     def look_at_model(self) -> None:
-        """Notice what was changed since the last pass. All ranks make the same changes.
+        """Notice what was changed since the last pass.
 
-        After another attention implementation, an adapter or a wrapper, what the model is is read anew, and its passes
-        are compared again. Some wrappers and adapters, and noise on the embeddings, do not allow packed rows.
+        After another attention implementation, an adapter, a wrapper, a hook or dropout, the model is read again, and
+        its passes are compared again. Some wrappers and adapters, and noise on the embeddings, do not allow packed
+        rows. All ranks make the same changes, except that one rank may put on hooks: it runs as in stock TRL then,
+        because a comparison is collective.
         """
-        if not self.is_active:
+        if self.packed_model is None or self.attention == "off":
             return
-        if stamp(self.base) != self.packed_model.facts.stamp:
+        now = stamp(self.base)
+        is_same = now.structure == self._stamp.structure
+        if self.checked and is_same and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            is_hooked = now.hooks != self._stamp.hooks
+            self.packed_model.stock_here = "a hook was put on after its passes were compared" if is_hooked else None
+        elif now != self._stamp:
+            self._stamp = now
+            self.reason = None
             self.checked.clear()
             try:
                 self.packed_model = PackedModel(self.base)
                 self._prepare()
             except (ValueError, ImportError) as error:
                 self.disable(str(error))
-                return
+        if not self.is_active:
+            return
         reason = noise_reason(self.base) or looks_beyond_tokens(self.base)
         if reason is None and not self.checked:  # wrappers that are put on later change the stamp
             reason = gathered_per_call(self.base)
@@ -300,7 +309,7 @@ class PromptSharing:
     @not_compiled
     def plan_step(
         self, batches: list[Batch], tokens_per_pass: int | None = None, one_by_one: bool = False
-    ) -> PassSchedule | None:
+    ) -> Plan | None:
         """Plan the passes of batches that are scored with the same weights.
 
         A beginning that several batches share is then computed once. The method is a collective: every rank has to
@@ -435,11 +444,11 @@ class PromptSharing:
     @but_for_the_model
     def score(
         self,
-        stock: Callable[..., FusedCausalLMOutput],
+        stock: Callable[..., ModelOutput],
         arguments: dict[str, Any],
         num_images: list[int] | None = None,
         tokens_per_pass: int | None = None,
-    ) -> FusedCausalLMOutput:
+    ) -> ModelOutput:
         """Returns the output of a fused call, with equal beginnings computed once.
 
         Args:
@@ -486,7 +495,11 @@ class PromptSharing:
 
     @but_for_the_model
     def last_hidden_states(
-        self, stock: Callable[..., ModelOutput], arguments: dict[str, Any], kept: int = 0
+        self,
+        stock: Callable[..., ModelOutput],
+        arguments: dict[str, Any],
+        kept: int = 0,
+        from_padding: torch.Tensor | None = None,
     ) -> ModelOutput:
         """Returns the output of a call of the backbone, with equal beginnings computed once if that pays.
 
@@ -498,13 +511,16 @@ class PromptSharing:
             stock: the backbone's own forward.
             arguments: of the call.
             kept: number of last positions of each row that are needed; 0 for all. Others may be missing.
+            from_padding: see [`batch.Batch`].
         """
         start = time.perf_counter()
         self.figures = PassRecord()
         if not self.is_active or self.is_closed:
             return stock(**arguments)
         try:
-            batch = replace(batch_of(self.base, arguments, None, of_backbone=True), kept=kept)
+            batch = replace(
+                batch_of(self.base, arguments, None, of_backbone=True), kept=kept, from_padding=from_padding
+            )
             sequences = self.packed_model.read(batch)
         except CannotPack as error:
             self._log_once(f"A call for hidden states or logits runs padded as in stock TRL: {error}")
@@ -522,11 +538,11 @@ class PromptSharing:
     @but_for_the_model
     def _as_stock(
         self,
-        stock: Callable[..., FusedCausalLMOutput],
+        stock: Callable[..., ModelOutput],
         arguments: dict[str, Any],
         num_images: list[int] | None,
         tokens_per_pass: int | None,
-    ) -> FusedCausalLMOutput:
+    ) -> ModelOutput:
         """Returns the output of a call as in stock TRL, in slices of as many rows as fit into `tokens_per_pass`."""
         if tokens_per_pass is None:
             return stock(fused_lm_head=True, **arguments)
@@ -541,9 +557,7 @@ class PromptSharing:
         return merge(outputs, slices, batch.num_items)
 
     @but_for_the_model
-    def run_planned(
-        self, forward: Forward, arguments: dict[str, Any], num_images: list[int] | None
-    ) -> FusedCausalLMOutput:
+    def run_planned(self, forward: Forward, arguments: dict[str, Any], num_images: list[int] | None) -> ModelOutput:
         """Run one forward of a plan, or of a comparison, that a trainer passed through the root module."""
         start = time.perf_counter()
         output = self.packed_model.run(batch_of(self.base, arguments, num_images), forward)

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -29,6 +28,7 @@ from transformers import PreTrainedModel
 
 from ..compat.deepspeed import is_zero3
 from ..compat.fsdp import has_unreduced_gradients, misfit, reducing
+from ..compat.peft import is_peft
 from .problems import CannotPack, is_out_of_memory, reason_of
 from .ranks import reduced_over_ranks
 
@@ -91,7 +91,7 @@ def compares_gradients(model: torch.nn.Module) -> bool:
     if isinstance(model, FSDPModule):
         return torch.is_grad_enabled() and misfit() is None and not has_unreduced_gradients(model)
     # By class, because DeepSpeed's engine passes attributes of its model through. ZeRO marks the parameters.
-    is_known = isinstance(model, (DistributedDataParallel, PreTrainedModel, PeftModel))
+    is_known = isinstance(model, (DistributedDataParallel, PreTrainedModel)) or is_peft(model)
     if not (torch.is_grad_enabled() and is_known):
         return False
     return not any(is_zero3(p) or p._post_accumulate_grad_hooks for p in model.parameters())
@@ -249,7 +249,7 @@ def _added_over_ranks(sums: dict[str, float], device: torch.device) -> dict[str,
 
 def _is_collective(model: torch.nn.Module) -> bool:
     """Whether a pass of `model` gathers weights, so that the other ranks wait for a rank that leaves the pass."""
-    is_known = isinstance(model, (DistributedDataParallel, PreTrainedModel, PeftModel))
+    is_known = isinstance(model, (DistributedDataParallel, PreTrainedModel)) or is_peft(model)
     return not is_known or any(isinstance(p, DTensor) or is_zero3(p) for p in model.parameters())
 
 

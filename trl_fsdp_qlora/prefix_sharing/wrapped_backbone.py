@@ -92,7 +92,8 @@ def _with_sharing(cls: type[PreTrainedModel], before: Callable | None) -> Callab
         own_forward = functools.partial(stock, self)
         sharing.look_at_model()
         sharing.compare_call_with_stock(own_forward, arguments, of_backbone=True)
-        return sharing.last_hidden_states(own_forward, arguments, told["kept"] if told else 0)
+        told = told or {}
+        return sharing.last_hidden_states(own_forward, arguments, told.get("kept", 0), told.get("from_padding"))
 
     return forward
 

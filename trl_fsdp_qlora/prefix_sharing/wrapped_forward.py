@@ -6,6 +6,7 @@ All other calls come by `wrapped_backbone.py`.
 """
 
 import functools
+import importlib.util
 import inspect
 import logging
 import types
@@ -18,7 +19,9 @@ from accelerate.utils.modeling import get_mixed_precision_context_manager
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..compat.trl import add_fused_lm_head
+from ..compat import trl as trls
+from ..compat.signatures import is_of_library
+from .batch import from_padding
 from .packed_model import head_of, not_compiled
 from .row_mask import telling
 
@@ -41,8 +44,9 @@ class WrappedForward:
 
     def __init__(self, base: nn.Module):
         self.base = base
-        # The forward that was put on the model, and what the model had in its place.
+        # The forward that was put on the model, the one that it wraps, and what the model had in its place.
         self._own_forward: Callable | None = None
+        self.stock_forward: Callable | None = None
         self._before: dict[str, Callable] = {}
         # The hook that puts the forward on again, and the one that counts passes that do not come to prompt sharing.
         self._of_later_heads = None
@@ -62,14 +66,17 @@ class WrappedForward:
         before = {name: vars(self.base)[name] for name in _FORWARDS if name in vars(self.base)}
         # The forward of all other calls, if the head is ours: TRL's would call this model's also in a copy of it.
         below = None
-        if head_of(self.base) is None:
-            if self.base.get_output_embeddings() is None:  # a classifier; its backbone is wrapped
-                return
+        has_head = head_of(self.base) is not None
+        # A classifier has no LM head, and without TRL nobody calls a fused one: the backbone alone is wrapped.
+        can_have_one = self.base.get_output_embeddings() is not None and importlib.util.find_spec("trl") is not None
+        if not has_head and not can_have_one:
+            return
+        if not has_head and all(map(is_of_library, before.values())):
             # Accelerate's mixed precision has to stay outside, so that the head runs in mixed precision, too.
             if "_original_forward" in before:
                 self.base.forward = before["_original_forward"]
             below = self.base.forward
-            add_fused_lm_head(self.base, temperature=temperature, outputs=outputs)
+            trls.add_fused_lm_head(self.base, temperature=temperature, outputs=outputs)
             if "_original_forward" in before:
                 self.base._original_forward = self.base.forward
             self._of_later_heads = self.base.base_model.register_forward_pre_hook(self._put_on_again)
@@ -79,7 +86,9 @@ class WrappedForward:
             return
         self._before = before
         inner = forward if wrapped is None else wrapped
-        self._own_forward = types.MethodType(_with_sharing(self.base, inner, below or inner), self.base)
+        self.stock_forward = inner or self.base.forward
+        below = below or self.stock_forward
+        self._own_forward = types.MethodType(_with_sharing(self.base, self.stock_forward, below), self.base)
         if wrapped is None:
             self.base.forward = self._own_forward
             return
@@ -183,8 +192,12 @@ def _with_sharing(base: PreTrainedModel, stock: Callable, below: Callable) -> Ca
         arguments = dict(zip(names, args, strict=False)) | kwargs
         tells_backbone = sharing.wrapped_backbone.is_on
         if not is_fused:
-            kept = _kept_positions(self, arguments) if tells_backbone and needs_kept_alone else 0
-            return function_below(self, **(telling(arguments, kept=kept) if kept else arguments))
+            if tells_backbone:
+                kept = _kept_positions(self, arguments) if needs_kept_alone else 0
+                loss = from_padding(arguments)
+                if kept or loss is not None:
+                    arguments = telling(arguments, kept=kept, from_padding=loss)
+            return function_below(self, **arguments)
 
         def run_stock(**arguments):
             # TRL's head calls the backbone, which has to run as in stock TRL, too.
@@ -202,5 +215,4 @@ def _with_sharing(base: PreTrainedModel, stock: Callable, below: Callable) -> Ca
         sharing.compare_call_with_stock(run_stock, arguments, num_images)
         return sharing.score(run_stock, arguments, num_images, tokens_per_pass)
 
-    forward.stock_forward = stock
     return forward

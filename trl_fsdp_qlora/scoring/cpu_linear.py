@@ -2,7 +2,7 @@
 
 On x86, torch computes float32 products by MKL. It calls oneDNN, which is in the same wheel, only from its compiler, by
 the private operator that this module borrows. On AMD's processors MKL runs at about half of oneDNN's speed
-(docs/LOG.md). A LoRA layer runs five small operations in addition to its base layer. Without gradients two products
+(dev/LOG.md). A LoRA layer runs five small operations in addition to its base layer. Without gradients two products
 suffice, the second of which is added to the base's output in place; this saves 12% of generation's time with SmolLM2.
 Sums run in another order; weights are neither copied nor changed.
 """
@@ -15,14 +15,12 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 # With fewer weights the call itself costs as much as the product.
 MANY_WEIGHTS = 2**16
 _LINEAR = nn.Linear.forward
-_LORA = LoraLinear.forward
 
 
 @functools.cache
@@ -81,6 +79,8 @@ def fast_linears(model: nn.Module, decoding: bool = False) -> Iterator[None]:
         if nn.Linear.forward is _LINEAR:
             stack.enter_context(patch.multiple(nn.Linear, forward=_linear))
         if decoding:
+            from peft.tuners.lora.layer import Linear as LoraLinear
+
             for layer in model.modules():
                 name = _only_adapter(layer) if type(layer) is LoraLinear else None
                 if name is not None:
@@ -125,8 +125,8 @@ class _Product(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias
 
 
-def _only_adapter(layer: LoraLinear) -> str | None:
-    """The name of the one adapter whose product `layer` adds to its base's; `None` if its output is anything else."""
+def _only_adapter(layer: nn.Module) -> str | None:
+    """The name of the one adapter whose product PEFT's LoRA `layer` adds to its base's; `None` if it does more."""
     if layer.disable_adapters or layer.merged:
         return None
     active = [name for name in layer.active_adapters if name in layer.lora_A]
@@ -144,7 +144,7 @@ def _only_adapter(layer: LoraLinear) -> str | None:
     return name
 
 
-def _fused(layer: LoraLinear, name: str) -> Callable:
+def _fused(layer: nn.Module, name: str) -> Callable:
     weight = layer.base_layer.weight
     bias = layer.base_layer.bias
     down = layer.lora_A[name].weight.t()
@@ -154,7 +154,7 @@ def _fused(layer: LoraLinear, name: str) -> Callable:
     def forward(x, *args, **kwargs):
         # Further arguments (a batch that mixes adapters) and other dtypes go to PEFT's own forward.
         if args or kwargs or _needs_torch(x):
-            return _LORA(layer, x, *args, **kwargs)
+            return type(layer).forward(layer, x, *args, **kwargs)
         out = multiply(x, weight, bias)
         out.view(-1, out.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]) @ down, up)
         return out

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import is_triton_available
 
-from ..compat.trl import ChunkedLogProbFunction, FusedHead, maybe_gather_lm_head_ctx
+from ..compat import trl as trls
+from ..compat.trl import FusedHead
 from .frozen_head import FrozenHeadLogProbFunction
 
 VOCABULARY_TILE = 8192
@@ -99,7 +100,7 @@ def score_positions(
     if softcap is not None:
         only_trls.add("mean_logits")
     if chosen == "trl" or only_trls & set(wanted):
-        return ChunkedLogProbFunction.apply(*inputs, VOCABULARY_TILE, softcap, logit_scale, wanted)
+        return trls.ChunkedLogProbFunction.apply(*inputs, VOCABULARY_TILE, softcap, logit_scale, wanted)
     keep_jacobian = torch.is_grad_enabled() and hidden_NH.requires_grad
     values = FrozenHeadLogProbFunction.apply(*inputs, softcap, logit_scale, keep_jacobian)
     mean_logits = None
@@ -146,7 +147,7 @@ def score_with_head(
     if head.cast_lm_head_to_fp32:
         hidden_NH = hidden_NH.float()
         autocast = torch.autocast(hidden_NH.device.type, enabled=False)
-    with autocast, maybe_gather_lm_head_ctx(weight, bias):
+    with autocast, trls.maybe_gather_lm_head_ctx(weight, bias):
         values = score_positions(
             hidden_NH,
             weight,

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+import transformers as tf
 from peft import get_peft_model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -24,7 +25,15 @@ from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.verdict import copied_leaves
 
-from .helpers import MAKE, VOCABULARY, assert_equal_gradients, build, gradients, with_stock_head
+from .helpers import (
+    MAKE,
+    VOCABULARY,
+    assert_equal_gradients,
+    build,
+    counting_padded_forwards,
+    gradients,
+    with_stock_head,
+)
 
 
 def group(seed: int, prompt: int = 12, completion: int = 6) -> dict[str, torch.Tensor]:
@@ -237,15 +246,17 @@ def test_an_adapter_that_is_added_later_is_compared():
 
 @contextlib.contextmanager
 def meeting_between_layers(models):
-    """Inside, two threads wait for each other between the first and the second layer of their forwards."""
+    """Inside, two threads wait for each other between the first and the second layer, once the event is set."""
     barrier = threading.Barrier(2, timeout=60)
+    begins = threading.Event()
 
     def meet(*_) -> None:
-        barrier.wait()
+        if begins.is_set():
+            barrier.wait()
 
     handles = [model.base_model.layers[1].register_forward_pre_hook(meet) for model in models]
     try:
-        yield
+        yield begins
     finally:
         for handle in handles:
             handle.remove()
@@ -259,15 +270,16 @@ def test_two_threads_have_a_row_each(name, count):
     models = [ours, ours if count == 1 else copy.deepcopy(ours)]
     batches = [group(1), group(2, prompt=9, completion=4)]
     expected = [score(stock, batch).detach() for batch in batches]
-    for model, batch in zip(models, batches, strict=True):
-        score(model, batch)  # the comparison is over
     results = [None, None]
 
     def run(number: int) -> None:
         results[number] = score(models[number], batches[number]).detach()
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
-    with meeting_between_layers(set(models)):
+    with meeting_between_layers(set(models)) as begins:
+        for model, batch in zip(models, batches, strict=True):
+            score(model, batch)  # the comparison is over
+        begins.set()
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -338,4 +350,122 @@ def test_a_call_inside_a_call_has_its_own_row(name):
     torch.testing.assert_close(values, score(stock, group(1)), atol=2e-5, rtol=1e-5)
     for result in seen:
         torch.testing.assert_close(result, expected, atol=2e-5, rtol=1e-5)
-    assert len(seen) == 2 and name in MAKE
+    assert seen and name in MAKE
+
+
+# --- what is known of a model is known until the model changes ------------------------------------------------------
+
+
+def steer(module, arguments, output):
+    """Moves the last tokens of each padded row, which are other tokens of a packed row."""
+    states = (output[0] if isinstance(output, tuple) else output).clone()
+    states[:, -6:] += 0.5
+    return (states, *output[1:]) if isinstance(output, tuple) else states
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_hook_that_is_put_on_after_the_first_pass_is_compared(fused):
+    def values(model, batch):
+        if fused:
+            return score(model, batch)
+        return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+
+    stock, ours = pair("qwen3")
+    torch.testing.assert_close(values(ours, group(1)), values(stock, group(1)), atol=2e-5, rtol=1e-5)
+    handles = [model.model.layers[0].register_forward_hook(steer) for model in (stock, ours)]
+    torch.testing.assert_close(values(ours, group(2)), values(stock, group(2)), atol=2e-5, rtol=1e-5)
+    assert not ours.prompt_sharing.is_active
+    for handle in handles:
+        handle.remove()
+    torch.testing.assert_close(values(ours, group(3)), values(stock, group(3)), atol=2e-5, rtol=1e-5)
+    assert ours.prompt_sharing.figures.tokens
+
+
+def test_hooks_of_libraries_are_no_change():
+    """Trainers put the hook of `enable_input_require_grads` on again after each generation."""
+    _, ours = pair("qwen3")
+    score(ours, group(1))
+    ours.disable_input_require_grads()
+    ours.enable_input_require_grads()
+    with counting_padded_forwards(ours) as padded:
+        score(ours, group(2))
+    assert not padded
+
+
+def test_dropout_in_attention_that_is_set_later_runs_as_stock(caplog):
+    stock, ours = pair("qwen3")
+    assert_alike(stock, ours, seed=1)
+    for layer in ours.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    with caplog.at_level("WARNING"):
+        assert torch.isfinite(score(ours, group(2))).all()
+    assert not ours.prompt_sharing.figures.tokens and "attention dropout" in caplog.text
+    for layer in ours.model.layers:
+        layer.self_attn.attention_dropout = 0.0
+    assert_alike(stock, ours, seed=3)
+
+
+@pytest.mark.parametrize("comes", ["before", "after"])
+def test_a_forward_of_the_users_own_around_trls_head(comes):
+    def scale(model):
+        inner = model.forward
+
+        def scaled(*args, **kwargs):
+            output = inner(*args, **kwargs)
+            output.log_probs = 0.5 * output.log_probs
+            return output
+
+        model.forward = scaled
+
+    stock, ours = (with_stock_head(build("qwen3")).train() for _ in range(2))
+    if comes == "before":
+        scale(ours)
+    share_prompts(ours)
+    if comes == "after":
+        score(ours, group(1))
+        scale(ours)
+    torch.testing.assert_close(score(ours, group(2)), 0.5 * score(stock, group(2)), atol=2e-5, rtol=1e-5)
+    sharing = ours.prompt_sharing
+    assert sharing.is_active if comes == "after" else "forward of the user's own" in sharing.describe()
+
+
+# --- what a call may have is known by its name ----------------------------------------------------------------------
+
+
+def test_types_of_tokens_are_known_of_models_with_images_alone():
+    gpt2 = functools.partial(
+        tf.GPT2LMHeadModel,
+        tf.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0.0),
+    )
+    stock, ours = (with_stock_head(build(gpt2)) for _ in range(2))
+    share_prompts(ours)
+    types = torch.zeros_like(group(1)["input_ids"])
+    types[:, 12:] = 5
+    for further in ({}, {"token_type_ids": types}):
+        batch = group(1) | further
+        torch.testing.assert_close(score(ours, batch), score(stock, batch), atol=2e-5, rtol=1e-5)
+        del batch["labels"]
+        logits = [model(**batch, use_cache=False).logits for model in (ours, stock)]
+        torch.testing.assert_close(*logits, atol=2e-5, rtol=1e-5)
+        assert bool(ours.prompt_sharing.figures.tokens) == (not further)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_a_loss_with_a_label_behind_padding_runs_as_stock(name):
+    """`DataCollatorForLanguageModeling` makes such labels of rows that are padded on the left."""
+    stock, ours = (build(name).train() for _ in range(2))
+    share_prompts(ours)
+    batch = group(1)
+    batch["labels"] = batch["input_ids"].clone()
+    if name == "qwen3_moe":
+        batch["output_router_logits"] = True
+    for padding in (0, 3):
+        batch["attention_mask"][::2, :padding] = 0
+        batch["labels"][batch["attention_mask"] == 0] = -100
+        losses = [model(**batch, use_cache=False).loss for model in (stock, ours)]
+        assert type(losses[1]) is torch.Tensor
+        torch.testing.assert_close(losses[1], losses[0])
+        for loss in losses:
+            loss.backward()
+        assert_equal_gradients(gradients(ours), gradients(stock), tolerance=2e-5)
+        assert bool(ours.prompt_sharing.figures.tokens) == (padding == 0)

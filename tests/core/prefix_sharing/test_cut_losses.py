@@ -131,12 +131,10 @@ def assert_cuts_give_stock_gradients(trainer, monkeypatch, cuts, tolerance, inpu
         micro_batches = sliced(inputs, count)
         with trainer.sharing.closed():
             expected = step_gradients(trainer, micro_batches, 0)
-        monkeypatch.setattr(
-            passes.PassSchedule, "fits", lambda self, limit, most=pass_count: len(self.rows_of_pass) == most
-        )
+        monkeypatch.setattr(passes.Plan, "fits", lambda self, limit, most=pass_count: len(self.rows_of_pass) == most)
         planned.clear()
         actual = step_gradients(trainer, micro_batches, 1)
-        assert [len(schedule.rows_of_pass) for schedule in planned] == [pass_count]
+        assert [len(plan.rows_of_pass) for plan in planned] == [pass_count]
         assert_equal_gradients(actual, expected, tolerance)
 
 

@@ -149,14 +149,16 @@ def assemble(row, load, adapter, processing_class, out, **changes):
     )
 
 
-def make_trainer(kind, folder, adapter, out, **changes):
+def make_trainer(kind, folder, adapter, out, cls=None, **changes):
+    """A trainer of [`TRAINERS`] of the base in `folder`; of `cls` in place of TRL's class, if that is given."""
     if kind == "reward":
         load = functools.partial(tf.AutoModelForSequenceClassification.from_pretrained, num_labels=1)
     else:
         load = tf.AutoModelForCausalLM.from_pretrained
     tokens = tool_tokenizer() if kind == "gold" else chat_tokenizer()
     load = functools.partial(load, folder, dtype=torch.float32)
-    return assemble(TRAINERS[kind], load, adapters() if adapter else None, tokens, out, **changes)
+    row = TRAINERS[kind] if cls is None else (cls, *TRAINERS[kind][1:])
+    return assemble(row, load, adapters() if adapter else None, tokens, out, **changes)
 
 
 @pytest.fixture

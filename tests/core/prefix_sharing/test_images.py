@@ -243,11 +243,12 @@ def test_images_are_seen_once_per_optimizer_step(name, monkeypatch):
         wanted = gradients(model)
     model.zero_grad()
     rows = [batch.rows(np.array([row])) for row in range(len(batch.input_ids))]
-    schedule = sharing.plan_step(rows, tokens_per_pass=batch.input_ids.shape[1])
-    assert schedule.trunks.any() and schedule.batches_per_pass == 1
+    plan = sharing.plan_step(rows, tokens_per_pass=batch.input_ids.shape[1])
+    run = passes.Run(plan)
+    assert plan.trunks.any() and plan.batches_per_pass == 1
     tokens = 0
     for number, row in enumerate(rows):
-        for forward in schedule.of_pass(number):
+        for forward in run.of_pass(number):
             tokens += forward.forest.tokens
             output = model(**row.arguments(), num_images=row.num_images, forward=forward, fused_lm_head=True)
         assert (output.log_probs - expected[number]).abs().max() <= 1e-4

@@ -70,18 +70,19 @@ def batches_of(batch, count):
     return [Batch(*part) for part in zip(*parts, strict=True)]
 
 
-def run(model, batches, weights, schedule=None, per_pass=1):
+def run(model, batches, weights, plan=None, per_pass=1):
     model.zero_grad()
     values = []
     tokens = 0
+    run_of_plan = None if plan is None else passes.Run(plan)
     for number in range(0, len(batches), per_pass):
         some = batches[number : number + per_pass]
         names = ("input_ids", "attention_mask", "labels")
         arguments = {name: torch.cat([getattr(b, name) for b in some]) for name in names}
-        if schedule is None:
+        if run_of_plan is None:
             output = model(**arguments, fused_lm_head=True)
         else:
-            for forward in schedule.of_pass(number // per_pass):
+            for forward in run_of_plan.of_pass(number // per_pass):
                 tokens += forward.forest.tokens
                 output = model(**arguments, forward=forward, fused_lm_head=True)
         values.append(output.log_probs.detach())
@@ -96,8 +97,8 @@ def compare(model, batch, count, tokens_per_pass=None, tolerance=1e-5):
     weights = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(batch["labels"].device).chunk(count)
     with sharing.closed():
         reference, expected, _ = run(model, batches, weights)
-    schedule = sharing.plan_step(batches, tokens_per_pass or batch["input_ids"].numel() // count)
-    values, grads, tokens = run(model, batches, weights, schedule, schedule.batches_per_pass)
+    plan = sharing.plan_step(batches, tokens_per_pass or batch["input_ids"].numel() // count)
+    values, grads, tokens = run(model, batches, weights, plan, plan.batches_per_pass)
     torch.testing.assert_close(values, reference, atol=2e-5, rtol=1e-5)
     assert_equal_gradients(grads, expected, tolerance)  # float32, sums in other orders
     return tokens

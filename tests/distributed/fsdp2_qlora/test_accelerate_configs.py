@@ -7,7 +7,6 @@ import re
 import runpy
 import sys
 import time
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from trl_fsdp_qlora.tools.data.datasets import hold_out, read_problems, to_promp
 from trl_fsdp_qlora.tools.evaluation.accuracy import evaluate
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.tools.recipe.problems import load_held_out
-from trl_fsdp_qlora.trainers.run.logits import LOGITS, few_logits
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -63,11 +61,8 @@ def recipe(problems, quantized, gather="auto"):
     return f"recipe=recipe:base={problems[0]},data={problems[1][quantized]},quantized={int(quantized)},gather={gather}"
 
 
-def check_accuracy(problems, quantized, out, recorded):
-    """What the ranks measured together is what one ordinary process measures, without and with the adapter.
-
-    So are the logits that they recorded beside it, which under DeepSpeed they do not.
-    """
+def check_accuracy(problems, quantized, out):
+    """What the ranks measured together is what one ordinary process measures, without and with the adapter."""
     record = json.loads((out / "metrics.json").read_text())
     assert [entry["step"] for entry in record["history"] if "accuracy" in entry] == [2]
     held_out = load_held_out(ScriptArguments(problems[1][quantized], held_out=10, eval_problems=9, chat=False))
@@ -83,13 +78,6 @@ def check_accuracy(problems, quantized, out, recorded):
         assert {**record[when], "seconds": 0} == {**expected, "seconds": 0}, when
     assert 0 < record["before"]["correct"] < 9
     assert record["after"]["correct"] != record["before"]["correct"]  # the adapter does something
-    assert (out / LOGITS).is_file() == recorded
-    if recorded:
-        kept = json.loads((out / LOGITS).read_text())
-        for name, context in (("logits", nullcontext()), ("logits_of_the_base", adapted.disable_adapter())):
-            with context:
-                plain = few_logits(adapted.eval(), kept["input_ids"], kept["entries"])
-            assert torch.tensor(plain).sub(torch.tensor(kept[name])).abs().max() <= 1e-5
 
 
 def test_the_evaluation_script_measures_a_4_bit_base(problems, tmp_path, monkeypatch):
@@ -143,7 +131,7 @@ def test_a_config_trains_as_ddp_does_syncs_measures_and_saves(reference, problem
         loaded = PeftModel.from_pretrained(tiny.load(model) if kind == "sft" else tiny.load_whole(model), out / kind)
         plain = {name: value.float() for name, value in loaded.state_dict().items() if "lora_" in name}
         assert difference(plain, expected["adapter"]) <= near
-    check_accuracy(problems, quantized, out / "recipe", recorded=fsdp2)
+    check_accuracy(problems, quantized, out / "recipe")
     if quantized:  # the start-up block says what was measured, and counts parameters, not bytes
         block = ranks[0]["recipe"]
         assert "ratio 0.500 on 2 ranks" in block and "weights sharded over them by FSDP" in block

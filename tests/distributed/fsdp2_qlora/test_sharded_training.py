@@ -65,7 +65,6 @@ TWO = {
     "kept": "by_name:base={root}/tied,gather=per_layer,keep=1",
     "stored": "by_name:stored={root}/stored",
     "context": "gather_context",
-    "recording_fails": "recording_fails",
     "memory": "memory:big={root}/big",
     # Environment variables stay for what follows.
     "full_state_dict": "sft:max_steps=1,save_steps=1,double=0,FSDP_STATE_DICT_TYPE=FULL_STATE_DICT",

@@ -77,8 +77,6 @@ from trl_fsdp_qlora.fsdp2_qlora.prepare import shard_quantized_base
 from trl_fsdp_qlora.fsdp2_qlora.trainer import ShardedQLoRAMixin
 from trl_fsdp_qlora.long_rows import tiles as token_tiles
 from trl_fsdp_qlora.prefix_sharing import passes
-from trl_fsdp_qlora.trainers.run import logits
-from trl_fsdp_qlora.trainers.run.logits import LOGITS
 
 ON_GPU = os.environ.get("ON_GPU") == "1"  # set by the tests that need CUDA
 # Of a mixture, whose experts are adapted too.
@@ -137,7 +135,7 @@ class FixedCompletions(EfficientGRPOTrainer):
         values = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         scores = self.look_ahead.scores
         if scores is not None and scores is not before:
-            self.trunks += int(scores.schedule.trunks.sum())
+            self.trunks += int(scores.plan.trunks.sum())
         logps = values[0].detach()[values[0] != 0]
         self.unrounded = (*self.unrounded, (logps != logps.bfloat16()).float().mean().item())
         return values
@@ -470,7 +468,7 @@ def publish(path, out):
     if RANK:
         assert (files, pushes, commit) == ({}, 0, None)
     else:
-        assert {"README.md", "adapter_config.json", "adapter_model.safetensors", LOGITS} < files.keys()
+        assert {"README.md", "adapter_config.json", "adapter_model.safetensors"} < files.keys()
         assert commit and pushes == 2
         for name, content in files.items():
             (out / "sent" / name).parent.mkdir(exist_ok=True)
@@ -479,37 +477,6 @@ def publish(path, out):
         keep_plain_kernel(alone)
         loaded = PeftModel.from_pretrained(alone, out / "sent").eval()
         assert (loaded(input_ids=ids).logits - logits).abs().max() <= 1e-5
-    return {"dtensors": is_sharded(trainer.model)}
-
-
-def recording_fails(path, out):
-    """What fails on the rank that records logits is a warning there, whatever the gathering; nobody waits for it."""
-    trainer = grpo_trainer(FixedCompletions, tiny.load(path), out, fsdp_gather="per_layer", max_steps=1)
-    trainer.train()
-    collectives = count_traffic(trainer.model)
-    few_logits = logits.few_logits
-    asked = []
-
-    def fails_in_the_middle(model, *arguments):
-        asked.append(RANK)
-        if len(asked) == 2:
-            raise RuntimeError("no memory on this rank alone")
-        collectives.take()
-        values = few_logits(model, *arguments)
-        assert collectives.take().gathers == 0  # nothing of the forward waits for another rank
-        return values
-
-    logits.few_logits = fails_in_the_middle
-    try:
-        trainer.save_model()
-    finally:
-        logits.few_logits = few_logits
-    assert asked == ([0, 0] if RANK == 0 else []) and is_sharded(trainer.model)
-    assert (out / "adapter_model.safetensors").is_file() and not (out / LOGITS).exists()
-    trainer.accelerator.wait_for_everyone()
-    trainer.save_model()
-    trainer.accelerator.wait_for_everyone()
-    assert (out / LOGITS).is_file()
     return {"dtensors": is_sharded(trainer.model)}
 
 

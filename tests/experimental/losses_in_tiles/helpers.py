@@ -2,25 +2,29 @@
 
 import pytest
 import torch
-from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.core.prefix_sharing import test_every_trainer
-from tests.core.prefix_sharing.test_every_trainer import assert_equal_steps, make_trainer, train_both
+from tests.core.prefix_sharing.test_every_trainer import assert_equal_steps, make_trainer, steps_of, trained
+from trl_fsdp_qlora.experimental import losses_in_tiles as tiles
 
 VOCABULARY = 67  # of the models of prefix_sharing/helpers.build
+CLASSES = {
+    "sdft": tiles.TiledSDFTTrainer,
+    "sdpo": tiles.TiledSDPOTrainer,
+    "cpo": tiles.FusedCPOTrainer,
+    "orpo": tiles.FusedORPOTrainer,
+}
 
 
-def both(kind, folder, adapter, change=lambda trainer: None, **changes):
-    """[`train_both`] of two trainers of the base in `folder`; `change` is done to both before they train."""
-
-    def make():
-        trainer = make_trainer(kind, folder / "base", adapter, folder / "out", **changes)
-        change(trainer)
-        return trainer
-
-    return train_both(make)
+def both(kind, folder, adapter, shares=True, **changes):
+    """(steps, gradients) of TRL's trainer, and of the class in place of it, which `shares` prompts; and the latter."""
+    runs = []
+    for cls in (None, CLASSES[kind]):
+        trainer = make_trainer(kind, folder / "base", adapter, folder / "out", cls, **changes)
+        gradients = trained(trainer, shares and cls is not None)
+        runs.append((steps_of(trainer), gradients))
+    return *runs, trainer
 
 
 def assert_equal(stock, ours):
@@ -30,13 +34,6 @@ def assert_equal(stock, ours):
     for step, of_stock in zip(steps, stock_steps, strict=True):
         assert step == pytest.approx(of_stock, rel=1e-3, abs=1e-5)
     assert_equal_steps(gradients, stock_gradients)
-
-
-def adapt_head(monkeypatch) -> str:
-    """Give the trainers an adapter on the LM head; returns the reason of the line that says so."""
-    config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
-    monkeypatch.setattr(test_every_trainer, "adapters", lambda: config)
-    return "a model is more than a backbone and a linear head"
 
 
 class MostLogits(TorchDispatchMode):

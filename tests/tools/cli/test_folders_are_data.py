@@ -21,7 +21,6 @@ from trl_fsdp_qlora.tools.publishing import publish
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.tools.recipe.record import CODE as CODE_FIELDS
 from trl_fsdp_qlora.tools.recipe.record import DATA
-from trl_fsdp_qlora.trainers.run.logits import prove, record_logits
 
 CODE = """
 open('RAN', 'w').write(__name__)
@@ -60,7 +59,6 @@ def folders(tmp_path_factory):
     model = get_peft_model(tiny_model(), lora())
     model.peft_config["default"].base_model_name_or_path = str(root / "base")
     model.save_pretrained(root / "adapter")
-    record_logits(model, root / "adapter")
     (root / "adapter" / "README.md").write_text("---\nbase_model: base\n---\n")
     for source, name in (("adapter", "planted_adapter"), ("base", "planted_model")):
         planted = shutil.copytree(root / source, root / name)
@@ -86,7 +84,6 @@ def folders(tmp_path_factory):
         auto_map=AUTO_MAP,
     )
     (root / "planted_adapter" / "config.json").unlink()
-    change_json(root / "planted_adapter" / "logits.json", dtype="planted.load")
     (root / "planted_adapter" / "README.md").write_text(CARD)
     unknown = shutil.copytree(root / "planted_model", root / "unknown_model")  # it needs its own code
     change_json(unknown / "config.json", model_type="planted")
@@ -154,7 +151,6 @@ RUN = (
         ("merge", "--adapter ROOT/adapter --base ROOT/planted_model --output ROOT/merged --dtype float32"),
         ("publish", "ROOT/planted_adapter --repo me/it --base owner/base --check"),
         ("publish", "ROOT/pickled_adapter --repo me/it --base owner/base --check"),
-        ("prove", "ROOT/planted_adapter"),
         ("compare", f"--model_name_or_path ROOT/planted_model {RUN} --steps 1"),
         ("doctor", f"--model_name_or_path ROOT/planted_model {RUN}"),
     ],
@@ -163,9 +159,7 @@ def test_no_command_runs_code_that_a_folder_carries(command, words, cwd, called)
     arguments = words.replace("ROOT", str(cwd)).replace("DATA", str(cwd / "data.jsonl")).split()
     commands = {"publish": publish.run_publish, "compare": compare, "doctor": doctor}
     try:
-        if command == "prove":
-            prove(*arguments, str(cwd / "base"))
-        elif command in commands:
+        if command in commands:
             commands[command](arguments)
         else:
             called(command, arguments)

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
+from trl import TrlParser
 
-from tests.test_docs import options_of
+from tests.tools.recipe_scripts import option_types
 from trl_fsdp_qlora.__main__ import COMMANDS, main
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.tools.cli import scripts
@@ -77,8 +78,8 @@ def test_a_copy_never_overwrites_unasked(tmp_path, monkeypatch, capsys):
 def test_the_launchers_options_are_accelerates_and_no_scripts():
     known = {option for action in launch_command_parser()._actions for option in action.option_strings}
     assert set(scripts.LAUNCHER) - known == {"--accelerate_config"}
-    for name in ("grpo.py", "t_spmo.py", "a_star_po.py", "evaluate.py"):
-        assert not set(scripts.LAUNCHER) & options_of(name)
+    for name in ("grpo", "t_spmo", "a_star_po", "evaluate"):
+        assert not set(scripts.LAUNCHER) & {*TrlParser(tuple(option_types(name)))._option_string_actions}
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,18 @@
 """A typo is answered without torch, from names that are read in source files: they have to be those of the parsers."""
 
-import re
 import subprocess
 import sys
-from dataclasses import fields
-from pathlib import Path
 
 import pytest
 from trl import TrlParser
 
-from tests.test_docs import script
+from tests.tools.recipe_scripts import option_types
 from trl_fsdp_qlora.__main__ import COMMANDS
-from trl_fsdp_qlora.errors import UserError
-from trl_fsdp_qlora.tools.cli import plan, source_fields, typos
-from trl_fsdp_qlora.tools.cli.source_fields import PARSE, option_fields
-from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, recipe_fields
+from trl_fsdp_qlora.tools.cli import plan
+from trl_fsdp_qlora.tools.cli.scripts import refuse_typos
+from trl_fsdp_qlora.tools.recipe.arguments import recipe_fields
+from trl_fsdp_qlora.tools.recipe.keys import FILES, ConfigError, UnknownKeys, read_yaml
 
-ROOT = Path(__file__).parents[3]
-RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 # Typos of every kind of command; the line has to name what was meant.
 TYPOS = {
     "grpo --max_step 3": "--max_steps",
@@ -39,28 +34,22 @@ TYPOS = {
 }
 
 
-def types_of(path: Path) -> list[type]:
-    """The classes that a script in recipes/ parses its options into."""
-    match = re.search(rf"{PARSE}\(\((.*?),?\)", path.read_text(encoding="utf-8"))
-    module = script(path)
-    return [getattr(module, name.strip()) for name in match[1].split(",")] if match else []
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_the_names_that_are_read_are_those_of_the_parser(path):
-    types = types_of(path)
-    assert option_fields(path).keys() == {item.name for kind in types for item in fields(kind)}
-    _, options = typos.known_names("tools.cli.scripts", [path])
-    if types:
-        assert {option for option in TrlParser(tuple(types))._option_string_actions if option != "-h"} <= options
+@pytest.mark.parametrize("name", [name for name in FILES if COMMANDS[name].script])
+def test_every_option_of_a_commands_parser_is_known(name):
+    command = COMMANDS[name]
+    types = option_types(command.script)
+    for option in TrlParser(tuple(types))._option_string_actions if types else ():
+        if option != "-h":
+            refuse_typos(name, command.module, command.script, [option])
 
 
 def test_every_command_that_imports_torch_has_its_options_read():
     quick = {"recipes", "config"}  # import nothing
     theirs = {"launch", "doctor"}  # accelerate's parser; a list of findings
-    assert {*typos.SCRIPTS} == {*COMMANDS} - quick - theirs
-    _, options = typos.known_names("tools.cli.plan", typos.script_paths("plan"))
-    assert {option for option in plan._parser()._option_string_actions if option != "-h"} <= options
+    assert {*FILES} == {*COMMANDS} - quick - theirs
+    for option in plan._parser()._option_string_actions:
+        if option != "-h":
+            refuse_typos("plan", "tools.cli.plan", None, [option])
 
 
 @pytest.mark.processes
@@ -86,28 +75,37 @@ print(sorted({{"torch", "trl", "transformers", "accelerate"}} & {{*sys.modules}}
         assert ended == f"{words} 2"
 
 
-def test_the_text_is_that_of_the_parser_and_what_cannot_be_read_is_left_to_it(tmp_path, monkeypatch):
+def test_the_text_is_that_of_the_parser_and_what_cannot_be_read_is_left_to_it(monkeypatch):
     words = ["--outptu", "merged"]
     with pytest.raises(ConfigError) as quick:
-        typos.refuse_typos("merge", "tools.cli.scripts", words)
+        refuse_typos("merge", "tools.cli.scripts", "merge", words)
     with pytest.raises(ConfigError) as parsed:
-        recipe_fields(types_of(ROOT / "recipes" / "merge.py"), words)
+        recipe_fields(option_types("merge"), words)
     assert str(quick.value) == str(parsed.value)
-    # A library that keeps its class elsewhere, and one that is not installed.
-    for source in ("from trl import NoSuchConfig", "from no_such_library import NoSuchConfig", "from . import x"):
-        path = tmp_path / "own.py"
-        path.write_text(f"{source}\n{PARSE}((NoSuchConfig,))\n")
-        monkeypatch.setattr(typos, "script_paths", lambda command, path=path: [path])
-        assert typos.refuse_typos("merge", "tools.cli.scripts", words) is None
-        source_fields._tree.cache_clear()
-        source_fields._fields.cache_clear()
+    for path in ("trl/trainer/no_such_config.py", "no_such_library/config.py"):
+        monkeypatch.setitem(FILES, "merge", (path,))
+        assert refuse_typos("merge", "tools.cli.scripts", "merge", words) is None
+
+
+def test_keys_that_no_field_has_are_named_at_once_and_a_guess_is_near_or_there_is_none(tmp_path):
+    path = tmp_path / "theirs.yaml"
+    path.write_text("dataset_name: x\nlerning_rate: 1\n")
+    with pytest.raises(UnknownKeys) as caught:
+        refuse_typos("grpo", "tools.cli.scripts", "grpo", ["--config", str(path)])
+    head, first, second = str(caught.value).splitlines()
+    assert head == f"{path}: 2 keys that no field has"
+    assert first == "  unknown key 'dataset_name'; docs/coming_from.md has what keys of TRL are called here"
+    assert second == "  unknown key 'lerning_rate'; did you mean 'learning_rate'?"
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path):
+    path = tmp_path / "twice.yaml"
+    path.write_text("seed: 1\nmodel_init_kwargs: {seed: 2}\nseed: 3\n")
+    with pytest.raises(ConfigError, match=r"twice.yaml: no YAML: 'seed' is there twice(.|\n)*line 3"):
+        read_yaml(path)
 
 
 def test_compare_takes_fields_of_trls_own_trainers():
-    """Those of KTO stand in no script here; with `--trainer` they reach `compare`, which knows them."""
-    words = ["--desirable_weight", "1.5", "--config", "small-base/grpo/quickstart"]
-    typos.refuse_typos("compare", "tools.cli.compare", ["--trainer", "kto", *words])
-    with pytest.raises(UserError, match="desirable_weight"):
-        typos.refuse_typos("compare", "tools.cli.compare", words)
-    of_teacher = ["--teacher_model_name_or_path", "x", "--config", "small-base/distillation/quickstart"]
-    typos.refuse_typos("compare", "tools.cli.compare", of_teacher)
+    """Those of KTO are in no script here."""
+    for words in ("--trainer kto --desirable_weight 1.5", "--teacher_model_name_or_path x"):
+        refuse_typos("compare", "tools.cli.compare", None, [*words.split(), "--config", "small-base/grpo/quickstart"])

@@ -16,7 +16,7 @@ from tests.tools.planning.models import LAYERS, config, folder, in_4_bits, setti
 from trl_fsdp_qlora.compat.memory import FakeTensorMode, PeakTracker
 from trl_fsdp_qlora.engines.decode.decoding import _Batch
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
-from trl_fsdp_qlora.prefix_sharing.passes import PassSchedule
+from trl_fsdp_qlora.prefix_sharing.passes import Plan
 from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
 from trl_fsdp_qlora.scoring import logprobs
 from trl_fsdp_qlora.tools.planning import fake_ops, passes, steps
@@ -100,7 +100,7 @@ def test_a_pass_peaks_where_it_was_planned(tmp_path, packed, checkpointing, use_
     assert planned(run, packed, grad) == pytest.approx(measured(run, built(run), packed, grad), rel=NEAR)
 
 
-def measured_step(run, model) -> tuple[int, PassSchedule]:
+def measured_step(run, model) -> tuple[int, Plan]:
     """Peak bytes of an optimizer step on real tensors, by shared passes, and its passes."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
@@ -116,15 +116,15 @@ def measured_step(run, model) -> tuple[int, PassSchedule]:
         Batch(*part) for part in zip(*(x.chunk(count) for x in (ids, torch.ones_like(ids), labels)), strict=True)
     ]
     sharing = install_sharing(model, compares=False, entropy_gradient=False)
-    schedule = sharing.plan_step(batches, run.tokens_per_pass)
-    scores = StepScores(schedule, batches, True, sharing.packed_model.router_losses)
+    plan = sharing.plan_step(batches, run.tokens_per_pass)
+    scores = StepScores(plan, batches, True, sharing.packed_model.router_losses)
     tracker = PeakTracker(*model.parameters(), *model.buffers(), *(parameter.grad for parameter in trained))
     with tracker:
         before = tracker.now
         for number in range(count):
             scores.score(number, model).log_probs.sum().backward()
             scores.go_back(model, contextlib.nullcontext, contextlib.nullcontext)
-    return tracker.peak - before, schedule
+    return tracker.peak - before, plan
 
 
 ROW = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}

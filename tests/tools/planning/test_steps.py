@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tools.planning.models import config, folder, settings
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
+from trl_fsdp_qlora.prefix_sharing.passes import Run
 from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
 from trl_fsdp_qlora.tools.planning.settings import Launch
 from trl_fsdp_qlora.tools.planning.steps import Pass, passes_like, plan_step
@@ -54,12 +55,13 @@ def test_a_step_is_planned_as_the_trainer_plans_batches_of_tokens(tmp_path, shar
     run = settings(folder(tmp_path), Launch(kind, use_cpu=True), **fields)
     torch.manual_seed(0)
     step = plan_step(run)
-    schedule = sharing.plan_step(batches_of(run), run.tokens_per_pass, one_by_one=kind == "zero2")
-    if schedule is None:
+    plan = sharing.plan_step(batches_of(run), run.tokens_per_pass, one_by_one=kind == "zero2")
+    if plan is None:
         assert not step.is_shared
         return
-    assert (step.batches_per_pass, step.passes_per_batch) == (schedule.batches_per_pass, schedule.passes_per_batch)
-    forwards = [list(schedule.of_pass(number)) for number in range(step.passes)]
+    assert (step.batches_per_pass, step.passes_per_batch) == (plan.batches_per_pass, plan.passes_per_batch)
+    run_of_plan = Run(plan)
+    forwards = [list(run_of_plan.of_pass(number)) for number in range(step.passes)]
     assert step.trunks == sum(map(len, forwards)) - step.passes
     assert step.values == (step.passes + step.trunks if step.passes_per_batch > 1 else 0)
     assert step.computed == sum(forward.forest.tokens for of_pass in forwards for forward in of_pass)
@@ -71,10 +73,10 @@ def test_a_step_is_planned_as_the_trainer_plans_batches_of_tokens(tmp_path, shar
 @pytest.mark.parametrize("rows, shared, own, prompt", [(3, 1, 0, 200), (3, 1, 2, 200), (4, 2, 0, 10), (7, 2, 3, 70)])
 def test_passes_like_the_longest_one_have_its_size(rows, shared, own, prompt):
     size = Pass(rows * 19 + shared + own * prompt, rows, shared * (prompt - 1), shared)
-    schedule = passes_like(size, completion=20)
-    last = len(schedule.rows_of_pass) - 1
+    shared_passes = passes_like(size, completion=20)
+    last = len(shared_passes.plan.rows_of_pass) - 1
     for number in (0, last):
-        *trunks, forward = schedule.of_pass(number)
+        *trunks, forward = shared_passes.of_pass(number)
         assert [trunk.forest.tokens for trunk in trunks] == ([] if number else [size.trunk])
         read = forward.forest.lengths[forward.forest.computed :]
         assert Pass(forward.forest.tokens, len(forward.rows), int(read.sum()), len(read)) == size

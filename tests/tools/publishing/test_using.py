@@ -28,9 +28,7 @@ def test_chat_with_the_adapter_and_the_merged_folder(tmp_path, monkeypatch, caps
     names = {}
     exec(compile(code, "publishing.md", "exec"), names)
     assert names["rows"].shape[1] > names["batch"]["input_ids"].shape[1]
-    merged = AutoModelForCausalLM.from_pretrained(
-        merge_adapter("runs/mine", "runs/mine-merged", base=base).folder
-    ).float()
+    merged = AutoModelForCausalLM.from_pretrained(merge_adapter("runs/mine", "runs/mine-merged", base=base)).float()
     with torch.no_grad():
         ours = names["model"](**names["batch"]).logits
         theirs = merged(**names["batch"]).logits

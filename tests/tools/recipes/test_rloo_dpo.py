@@ -13,7 +13,7 @@ from trl import extract_prompt
 from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.tools.data import datasets
 from trl_fsdp_qlora.tools.data.answers import DatasetError, answers_match, extract_answer
-from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
+from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments
 from trl_fsdp_qlora.tools.recipe.pairs import must_be_made, pairs_of_problem, read_pairs, write_pairs
 from trl_fsdp_qlora.tools.recipe.problems import load_held_out
 
@@ -78,14 +78,19 @@ def test_a_recipe_trains_on_tests_as_answers_with_functions_of_ones_own(folder, 
 
 def test_dpo_makes_its_pairs_once_trains_and_is_measured(folder, called, capsys):
     words = (
-        f"{COMMON} --pairs pairs.jsonl --pair_problems 24 --pair_samples 2 --pairs_per_problem 1 --answer_format hash "
+        f"{COMMON} --pair_problems 24 --pair_samples 2 --pairs_per_problem 1 --answer_format hash "
         "--per_device_train_batch_size 8 --save_strategy steps --save_steps 1"
     )
     called("dpo", f"{words} --max_steps 1")
     written = (folder / "pairs.jsonl").stat().st_mtime_ns
     called("dpo", f"{words} --max_steps 2")
     assert (folder / "pairs.jsonl").stat().st_mtime_ns == written
-    assert "8 preference pairs in the loss" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "8 preference pairs in the loss" in printed
+    assert re.search(r"(?m)^step 1/1  loss 0\.\d+  [\d.]+ s/step  0:00 left$", printed) and "{'loss'" not in printed
+    assert re.search(r"(?m)^adapter, card, metrics.json, .*report.html are in out$", printed)
+    assert "  see it:     open out/report.html in a browser" in printed
+    assert "  ->  " in printed.splitlines()[-1]
     pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
     assert 16 <= len(pairs) <= 24
     for pair in pairs:
@@ -94,10 +99,11 @@ def test_dpo_makes_its_pairs_once_trains_and_is_measured(folder, called, capsys)
         assert answers_match(right, Fraction(total)) and not answers_match(wrong, Fraction(total))
     record = json.loads((folder / "out" / "metrics.json").read_text())
     assert [entry["step"] for entry in record["history"] if "loss" in entry] == [1, 2]
+    assert record["before"]["n"] == record["after"]["n"] == 30
     assert "DPO" in (folder / "out" / "README.md").read_text()
     assert "rewards/margins" in (folder / "out" / "report.html").read_text()
     called("evaluate", "--adapter out --output measured.json")
-    assert json.loads((folder / "measured.json").read_text())["n"] == 30
+    assert json.loads((folder / "measured.json").read_text())["correct"] == record["after"]["correct"]
 
 
 def test_an_answer_is_in_one_pair_and_the_models_own_right_answer_goes_before_the_worked_one():
@@ -120,7 +126,6 @@ SAID = {name: [{"role": "assistant", "content": text}] for name, text in (("chos
 ASKED = [{"role": "user", "content": "1+1="}]
 EXPLICIT_TALK = {"prompt": ASKED, **SAID}
 IMPLICIT_TALK = {"chosen": talk("1+1=", "2"), "rejected": talk("1+1=", "3")}
-EQUAL_TALK = {**EXPLICIT_TALK, "rejected": SAID["chosen"]}  # as TRL's `extract_prompt` splits it
 SPACED = {"chosen": " 2", "rejected": " 3"}
 TEXTS = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
 # By name, a row in one of TRL's formats and the pair that it is.
@@ -129,7 +134,6 @@ PAIRS = {
     "texts without a prompt": ({"chosen": "1+1= 2", "rejected": "1+1= 3"}, {"prompt": "1+1=", **SPACED}),
     "conversations": (EXPLICIT_TALK, EXPLICIT_TALK),
     "conversations without a prompt": (IMPLICIT_TALK, EXPLICIT_TALK),
-    "equal answers": ({"chosen": talk("1+1=", "2"), "rejected": talk("1+1=", "2")}, EQUAL_TALK),
     "conversations and a text": ({"prompt": "1+1=", **IMPLICIT_TALK}, EXPLICIT_TALK),
     "a conversation and texts": ({"prompt": ASKED, "chosen": "2", "rejected": "3"}, EXPLICIT_TALK),
     "further columns": ({**TEXTS, "score_chosen": 3.5}, {**TEXTS, "score_chosen": 3.5}),
@@ -171,6 +175,24 @@ def test_dpo_on_conversations_without_a_prompt_is_dpo_on_explicit_ones(folder, c
         record = json.loads((folder / name / "metrics.json").read_text())
         losses.append([entry["loss"] for entry in record["history"] if "loss" in entry])
     assert len(losses[0]) == 2 and losses[0] == losses[1]
+
+
+def test_pairs_of_equal_answers_are_left_out_with_a_line(tmp_path, capsys):
+    path = tmp_path / "pairs.jsonl"
+    equal = {"chosen": talk("1+1=", "2"), "rejected": talk("1+1=", "2")}
+    write_pairs(path, [IMPLICIT_TALK, equal, IMPLICIT_TALK])
+    assert len(read_pairs(path)) == 2
+    assert capsys.readouterr().out == f"left 1 pair of {path} out whose two answers are equal\n"
+    write_pairs(path, [equal])
+    with pytest.raises(DatasetError, match="nothing can be learned"):
+        read_pairs(path)
+
+
+def test_a_file_of_pairs_that_the_user_names_is_not_made(tmp_path):
+    path = str(tmp_path / "nosuch.jsonl")
+    assert must_be_made(path, ["dpo", "--config", "x"])
+    with pytest.raises(ConfigError, match=r"--pairs .*nosuch.jsonl: there is no such file"):
+        must_be_made(path, ["dpo", "--pairs", path])
 
 
 def test_a_file_of_pairs_that_cannot_be_read_names_the_row(tmp_path):

@@ -79,7 +79,9 @@ def test_it_trains_and_a_stopped_run_goes_on(script, tmp_path, monkeypatch, call
     )
     for epochs in (1, 2):
         called("sft", f"{words} --num_train_epochs {epochs}")
-    assert "data: 32 of 70 training problems are taught" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "data: 32 of 70 training problems are taught" in printed
+    assert "\nmodel, metrics.json, " in printed and "{'loss'" not in printed and "\x1b" not in printed
     record = json.loads((tmp_path / "out" / "metrics.json").read_text())
     losses = [entry["loss"] for entry in record["history"] if "loss" in entry]
     assert len(losses) == 4 and losses[-1] < losses[0]
@@ -87,3 +89,4 @@ def test_it_trains_and_a_stopped_run_goes_on(script, tmp_path, monkeypatch, call
     called("evaluate", "--model_name_or_path out --output measured.json")  # the folder says how it is measured
     result = json.loads((tmp_path / "measured.json").read_text())
     assert result["n"] == 30 and 0 < result["tokens_per_completion"] <= 4
+    assert result["correct"] == record["after"]["correct"] and record["before"]["n"] == 30

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from tests.test_docs import script
+from tests.tools.recipe_scripts import script
 from trl_fsdp_qlora.__main__ import main
-from trl_fsdp_qlora.tools.cli.typos import refuse_typos
+from trl_fsdp_qlora.tools.cli.scripts import refuse_typos
 from trl_fsdp_qlora.tools.data.answers import answers_match, extract_answer, parse_gold
 from trl_fsdp_qlora.tools.data.datasets import read_problems, without_overlap
 from trl_fsdp_qlora.tools.recipe.threads import fit_threads
@@ -24,7 +24,6 @@ from trl_fsdp_qlora.tools.small_base.text import (
     sum_without_carries,
     sum_without_carry,
 )
-from trl_fsdp_qlora.utils.resources import resource_folder
 
 PAIRS = [(a, b) for a in range(10, 100) for b in range(10, 100)]
 
@@ -149,10 +148,10 @@ def test_its_words_are_those_of_every_question_and_most_answers_are_one_too_smal
 
 
 def test_the_command_that_trains_each_base_names_a_recipe_and_its_options(tmp_path, monkeypatch, capsys):
-    page = script(resource_folder("recipes") / "small_base.py")
+    page = script("small_base")
     assert page.TRAIN.keys() == {*small_base.TAUGHT}
     for task, words in page.TRAIN.items():
-        refuse_typos("grpo", "cli.scripts", words.split())
+        refuse_typos("grpo", "tools.cli.scripts", "grpo", words.split())
         monkeypatch.setattr("sys.argv", ["small_base.py", str(tmp_path), "--task", task])
         page.main()
         printed = capsys.readouterr().out

@@ -121,7 +121,7 @@ def rank(model, cache, out, batch, kind):
     trainer.train()
     result["sharded"] = all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
     result["evaluation_after"] = trainer.evaluate(problems(13))
-    result["table"] = {key: rewards.tolist() for key, rewards in trainer.values.read().items()}
+    result["table"] = trainer.values.read()
     logs = [log for log in trainer.state.log_history if "loss" in log]
     result["steps"] = [{name: log[name] for name in ("loss", "v_star", "reward", "advantage")} for log in logs]
     if trainer.accelerator.is_main_process:

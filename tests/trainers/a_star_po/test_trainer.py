@@ -13,6 +13,7 @@ from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_mo
 from tests.tiny import config, tiny_model
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
 from trl_fsdp_qlora.trainers.a_star_po import trainer as trainer_module
+from trl_fsdp_qlora.trainers.a_star_po.values import describe_model
 from trl_fsdp_qlora.utils.stats import wilson_interval
 
 from .tiny import has_digit, problems
@@ -46,7 +47,7 @@ def test_the_table_depends_on_the_seed_and_not_on_the_order_of_the_rows(make_tra
         order = list(range(24))
         random.Random(i).shuffle(order)
         trainer.estimate_values(problems(24).select(order))
-        tables.append({key: rewards.tolist() for key, rewards in trainer.values.read().items()})
+        tables.append(trainer.values.read())
     assert tables[0] == tables[1] != tables[2]
     assert tables[0].keys() == tables[2].keys()
 
@@ -61,9 +62,9 @@ def test_more_samples_extend_those_that_are_stored(make_trainer):
     highest = make_trainer(value_samples=4, value_estimator="max")
     assert highest.estimate_values().samples == 0
     for key, rewards in new.items():
-        assert rewards[:4].tolist() == old[key].tolist()
-        assert eight.values.known[key] == pytest.approx(rewards.mean())
-        assert highest.values.known[key] == rewards[:4].max()
+        assert rewards[:4] == old[key]
+        assert eight.values.known[key] == pytest.approx(sum(rewards) / 8)
+        assert highest.values.known[key] == max(rewards[:4])
 
 
 def test_what_a_value_depends_on_is_never_reused_after_a_change(make_trainer):
@@ -327,4 +328,6 @@ def test_the_reference_is_the_base_model_or_the_initial_copy_of_a_continued_adap
     torch.testing.assert_close(batch["ref_per_token_logps"][kept], want[kept], atol=2e-4, rtol=1e-4)
     assert set(drawn_with) == {"ref" if kind == "continued" else "default"}
     assert trainer.model.active_adapter == "default"
-    assert ("adapter" in trainer._describe_context()["reference"]) == (kind == "continued")
+    if kind in ("lora", "continued"):
+        is_base = trainer._describe_context()["reference"] == describe_model(tiny_model())
+        assert is_base == (kind == "lora")

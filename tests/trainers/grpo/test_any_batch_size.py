@@ -19,11 +19,11 @@ def steps(monkeypatch):
     plan_step = PromptSharing.plan_step
 
     def watched(sharing, batches, *args, **kwargs):
-        schedule = plan_step(sharing, batches, *args, **kwargs)
-        if schedule is not None:
-            per_pass = schedule.batches_per_pass / schedule.passes_per_batch
-            seen.append((len(batches), per_pass, int(schedule.trunks.sum())))
-        return schedule
+        plan = plan_step(sharing, batches, *args, **kwargs)
+        if plan is not None:
+            per_pass = plan.batches_per_pass / plan.passes_per_batch
+            seen.append((len(batches), per_pass, int(plan.trunks.sum())))
+        return plan
 
     monkeypatch.setattr(PromptSharing, "plan_step", watched)
     return seen

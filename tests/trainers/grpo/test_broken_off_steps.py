@@ -4,6 +4,7 @@ lost.
 Each run is compared with one that computes every micro-batch by itself (`tokens_per_pass=0`).
 """
 
+import functools
 import gc
 import itertools
 import weakref
@@ -11,12 +12,14 @@ import weakref
 import pytest
 import torch
 from transformers import TrainerCallback
+from trl import GRPOTrainer
 
 from tests.tiny import digit_share, lora, prompts, these_first, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.prefix_sharing import passes, prefix_cache
 from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
+from trl_fsdp_qlora.trainers.step import look_ahead
 
 # Rows of a micro-batch and `tokens_per_pass`: one micro-batch a pass with a trunk; several in one pass; a micro-batch
 # in several passes.
@@ -359,3 +362,25 @@ def test_reentrant_checkpointing_of_a_cut_micro_batch(tmp_path, caplog):
     for name, weight in weights[0].items():
         torch.testing.assert_close(weights[1][name], weight)
     assert caplog.text.count("use_reentrant=False") == 1
+
+
+LAST_COLUMN = torch.tensor([-1])
+# A TRL that scores other tokens, and one that gives the model an argument more.
+OTHER_CALLS = {
+    "labels": lambda arguments: {**arguments, "labels": arguments["labels"].index_fill(1, LAST_COLUMN, -100)},
+    "output_hidden_states": lambda arguments: {**arguments, "output_hidden_states": False},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CALLS)
+def test_a_trl_that_calls_the_model_otherwise_is_not_answered_from_the_plan(tmp_path, monkeypatch, caplog, name):
+    stock = GRPOTrainer._get_per_token_logps_and_entropies
+
+    @functools.wraps(stock)
+    def of_another_trl(self, model, *args, **kwargs):
+        return stock(self, lambda **arguments: model(**OTHER_CALLS[name](arguments)), *args, **kwargs)
+
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", of_another_trl)
+    look_ahead.logger.warning_once.cache_clear()
+    assert_as_alone(tmp_path, "kept")
+    assert f"calls the model with another {name}" in caplog.text

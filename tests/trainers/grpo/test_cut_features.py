@@ -13,7 +13,13 @@ from trl_fsdp_qlora import (
     TSPMOTrainer,
 )
 
-from .test_broken_off_steps import assert_as_alone, every_split, make, trained
+from .test_broken_off_steps import (
+    assert_as_alone,
+    every_split,
+    make,
+    short_beginnings,  # noqa: F401 (a fixture)
+    trained,
+)
 
 
 def dora():

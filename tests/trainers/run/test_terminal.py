@@ -15,6 +15,7 @@ from trl_fsdp_qlora.engines.decode.completions import over_ranks
 from trl_fsdp_qlora.tools.small_base.text import character_tokenizer
 from trl_fsdp_qlora.trainers.run import terminal
 from trl_fsdp_qlora.trainers.run.terminal import TerminalCallback, completion_lines, use_terminal
+from trl_fsdp_qlora.utils import progress
 
 
 class Tracker(TrainerCallback):
@@ -168,7 +169,7 @@ def test_the_phases_of_a_step_are_means_over_all_steps_the_largest_first():
 @pytest.mark.parametrize("has_terminal", [True, False])
 def test_the_time_left_stands_in_a_log_and_not_next_to_transformers_own_bar(has_terminal, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: has_terminal)
-    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     state = SimpleNamespace(is_world_process_zero=True, max_steps=4, global_step=2)  # resumed
     callback = terminal.TimeLeft("teaching")
     callback.on_train_begin(None, state, None)
@@ -208,7 +209,7 @@ def test_progress_is_a_line_now_and_then_or_a_bar(monkeypatch, capsys):
         return capsys.readouterr().err
 
     assert accuracy(description="accuracy") == accuracy() == ""  # it is quick, or nobody asks
-    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     lines = [line.strip("\r") for line in accuracy(description="accuracy").split("\n")]
     assert {"accuracy: 2/5 problems", "accuracy: 4/5 problems"} <= {line.partition(",")[0] for line in lines}
     assert all(line.endswith(" left") for line in lines if line.strip())

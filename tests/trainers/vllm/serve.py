@@ -61,12 +61,6 @@ class Server:
         with urllib.request.urlopen(f"{self.url}/v1/models", timeout=10) as answer:
             return [model["id"] for model in json.load(answer)["data"]]
 
-    def running(self) -> float:
-        """Completions that it draws now."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))
-
 
 class RecordedServer:
     """Answers as a vLLM 0.31 server does that was started in some way, and at the paths of `other` with these

@@ -261,7 +261,6 @@ def test_what_cannot_be_is_refused_with_what_to_set(server, tmp_path):
         ({"vllm_mode": "colocate"}, r"vllm_mode='colocate': .* vllm_mode: server"),
         ({"dynamic_sampling": True}, "dynamic_sampling: false"),
         ({"dataset": IterableDataset.from_generator(lambda: iter(tiny.prompts()))}, "streaming dataset"),
-        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
     )
     for changes, named in refused:
         with pytest.raises(ValueError, match=named):
@@ -278,7 +277,7 @@ def test_what_cannot_be_is_refused_with_what_to_set(server, tmp_path):
 
 
 def test_a_server_that_fails_and_a_reward_that_raises(server, tmp_path):
-    """The error names the server; what is in flight when a run breaks off is ended on the server, too."""
+    """The error names the server; what is in flight when a run breaks off is forgotten."""
 
     class Fail(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
@@ -301,8 +300,6 @@ def test_a_server_that_fails_and_a_reward_that_raises(server, tmp_path):
     trainer = make(server, tmp_path, rollouts_ahead=1, max_steps=4, reward=raises)
     with pytest.raises(RuntimeError, match="no reward today"):
         trainer.train()
-    wait_until(lambda: server.draws[-1].status != "running")
-    assert server.draws[-1].status == "disconnected"
     assert trainer.ahead.batch is None
 
 

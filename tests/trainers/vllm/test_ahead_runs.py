@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -11,18 +10,18 @@ import torch
 from transformers import TrainerCallback
 
 from tests import tiny
-from tests.benchmark_modules import benchmark
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import launch
 from tests.trainers.vllm.runs import figures
 from tests.trainers.vllm.sampling_server import SamplingServer
-from tests.trainers.vllm.test_ahead import (
+from tests.trainers.vllm.test_ahead import (  # noqa: F401 (a fixture, too)
     HALVES,
     adapter_by_step,
     assert_drawn_by,
     make,
     trained_prompts,
     wait_until,
+    without_vllm,
 )
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 
@@ -227,42 +226,6 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
         server.holds_from = 100
         (resumed,) = on_ranks(server, tmp_path / "killed", processes=1, **settings)
     assert resumed["weights"] == whole["weights"] and resumed["loss"] == whole["loss"]
-
-
-def test_the_benchmark_in_small(tmp_path, monkeypatch, capsys):
-    """Its table, its file and its picture, with this server in the place of vLLM's; the figures say nothing."""
-    rollouts_ahead = benchmark("rollouts_ahead")
-    tiny.save_recipe_files(tmp_path)
-
-    @contextmanager
-    def sampling_server(model, core, port):
-        with SamplingServer(seconds=0.1) as server:
-            yield server.url
-
-    monkeypatch.setattr(rollouts_ahead, "vllm_server", sampling_server)
-    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: None)
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    files = [str(tmp_path / name) for name in ("rows.json", "timeline.png")]
-    words = [
-        "--model",
-        str(tmp_path / "base"),
-        "--data",
-        str(tmp_path / "data.jsonl"),
-        "--rounds",
-        "1",
-        "--group",
-        "4",
-    ]
-    words += ["--tokens", "6", "--steps", "2", "--reward_seconds", "0.05", "--output", files[0], "--picture", files[1]]
-    monkeypatch.setattr("sys.argv", ["rollouts_ahead.py", *words])
-    rollouts_ahead.main()
-    assert "times faster; a step takes" in capsys.readouterr().out
-    written = json.loads((tmp_path / "rows.json").read_text())
-    for rows in written["rows"].values():
-        assert len(rows) == 2 and all(row["step"] >= row["rest"] > 0.05 and row["draw"] > 0.1 for row in rows)
-    for row in written["rows"]["0"]:  # without the option a step is the sum of both sides
-        assert row["step"] == pytest.approx(row["draw"] + row["rest"])
-    assert (tmp_path / "timeline.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("saves", ["steps", "no"])

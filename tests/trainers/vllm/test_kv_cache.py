@@ -2,6 +2,8 @@
 here.
 """
 
+from functools import partial
+
 import pytest
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
@@ -11,7 +13,9 @@ from tests.trainers.vllm.runs import figures, grpo
 from tests.trainers.vllm.test_shared_base import DIFFERENCE, args, drawn_logps
 from trl_fsdp_qlora.engines.vllm.adapter_sync import AdapterVersions
 from trl_fsdp_qlora.engines.vllm.engine import AdapterEngine, why_not_shared
+from trl_fsdp_qlora.trainers.experimental_fields import experiment
 
+ONE_BASE = partial(experiment, "vllm_share_base")
 pytestmark = pytest.mark.vllm
 
 
@@ -104,8 +108,8 @@ def test_a_vllm_that_moves_its_weights_when_it_sleeps_shares_nothing(monkeypatch
     model = tiny.tiny_model()
     accelerator = Accelerator(cpu=True)
     settings = {"vllm_engine_kwargs": {"dtype": "float32"}}
-    assert why_not_shared(args(vllm_enable_sleep_mode=True, **settings), model, accelerator) is None
+    assert why_not_shared(args(vllm_enable_sleep_mode=True, **settings), model, accelerator, ONE_BASE) is None
     monkeypatch.delattr(vllm.LLM, "release_kv_cache_memory")
-    assert why_not_shared(args(vllm_enable_sleep_mode=False, **settings), model, accelerator) is None
-    reason = why_not_shared(args(vllm_enable_sleep_mode=True, **settings), model, accelerator)
+    assert why_not_shared(args(vllm_enable_sleep_mode=False, **settings), model, accelerator, ONE_BASE) is None
+    reason = why_not_shared(args(vllm_enable_sleep_mode=True, **settings), model, accelerator, ONE_BASE)
     assert "set vllm_enable_sleep_mode: false" in reason

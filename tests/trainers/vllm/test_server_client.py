@@ -10,7 +10,7 @@ from tests.trainers.vllm.serve import RecordedServer
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.engines.vllm.adapter_sync import RolloutError
 from trl_fsdp_qlora.engines.vllm.engine import AdapterServer
-from trl_fsdp_qlora.trainers.grpo.arguments import checked_arguments
+from trl_fsdp_qlora.engines.vllm.sync_choice import choose_sync
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def test_a_server_that_trl_accepts_is_taken_as_it_was_started(tmp_path, monkeypa
 
         def chosen(**changes):
             config = tiny.config(EfficientGRPOConfig, tmp_path, use_vllm=True, **server, **changes)
-            return checked_arguments({"model": tiny.tiny_model(), "args": config, "peft_config": LoraConfig(r=4)})[1]
+            return choose_sync(config, LoraConfig(r=4), quantized=False, ask=True, model=tiny.tiny_model())
 
         engine = chosen()
         assert engine.mode == mode and reason in engine.reason

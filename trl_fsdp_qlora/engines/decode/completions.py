@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 from ...compat.trl import rows_of_images
 from ...errors import UserError
 from ...prefix_sharing.images import fingerprints
-from ...trainers.run.terminal import progress
+from ...utils.progress import progress
 from .decoding import Decoding, DecodingWork, distinct_rows, why_stock
 from .turns import KeptTurns, why_not_kept
 

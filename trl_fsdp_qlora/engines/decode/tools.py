@@ -1,11 +1,10 @@
-"""Limits on a tool's time and on the length of its answer. Everything else about tools is TRL's."""
+"""A limit on a tool's time. Everything else about tools is TRL's."""
 
 import asyncio
 import functools
 import inspect
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,10 +12,9 @@ from typing import Any
 from accelerate.logging import get_logger
 
 logger = get_logger(__name__)
+_CHARACTERS = 64
 
 _READ = "the model reads that as an error of the tool. tool_timeout=None waits as long as it takes"
-# An answer with at most this many characters per token of the budget is tokenized without a check of the vocabulary.
-_CHARACTERS = 64
 
 
 def limited(tool: Callable, seconds: float | None) -> Callable:
@@ -61,22 +59,14 @@ def _alarm(seconds: float, line: str) -> Iterator[None]:
         logger.warning_once(f"tools: {line}; {_READ}")
         raise TimeoutError(line)
 
-    # A process has one such timer, and other code may have set it. If that timer ends before ours would, it stays;
-    # otherwise it goes on after the block.
-    left, interval = signal.getitimer(signal.ITIMER_REAL)
-    if 0 < left <= seconds:
-        yield
-        return
     before = signal.signal(signal.SIGALRM, ring)
-    started = time.monotonic()
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    others = signal.setitimer(signal.ITIMER_REAL, seconds)  # a process has one such timer
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        if left:
-            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - started), 1e-3), interval)
+        signal.setitimer(signal.ITIMER_REAL, *others)
 
 
 def fitted(messages: list[dict[str, Any]], tokenizer: Any, budget: int) -> list[dict[str, Any]]:

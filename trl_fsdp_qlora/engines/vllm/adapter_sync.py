@@ -12,7 +12,6 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -48,7 +47,6 @@ _WHY = {
 _DOWN = ".lora_A.weight"
 _UP = ".lora_B.weight"
 _SCRATCH = ".adapters-"
-_LOCK = ".lock"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's `max_lora_rank` can be
 
 
@@ -165,21 +163,11 @@ def as_one_rank(model: PeftModel, weights: dict[str, torch.Tensor]) -> tuple[dic
     return even, config
 
 
-def _lock_of(folder: Path) -> FileLock | None:
-    """The lock of a scratch folder, held; `None` if another run holds it, or if its disk has no locks."""
-    lock = FileLock(folder / _LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except (Timeout, NotImplementedError, OSError):
-        return None
-    return lock
-
-
 class AdapterVersions:
     """Folders `<prefix>-v1`, `-v2`, … under a scratch folder in `folder`, each written whole before it has its name.
 
     The prefix is unique to a run, so that two can share a server. `owns_folder`: `folder` belongs to the output
-    folder, so what killed runs left there is removed. A scratch folder in use is locked by its process.
+    folder, in which one run trains at a time, so what killed runs left there is removed.
     """
 
     def __init__(self, prefix: str, folder: str | Path, owns_folder: bool = False):
@@ -195,12 +183,9 @@ class AdapterVersions:
         if self.root is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             for left in self.folder.glob(f"{_SCRATCH}*") if self.owns_folder else ():
-                if (lock := _lock_of(left)) is not None:
-                    shutil.rmtree(left, ignore_errors=True)
-                    lock.release()
+                shutil.rmtree(left, ignore_errors=True)
             self._scratch = tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=self.folder, ignore_cleanup_errors=True)
             self.root = Path(self._scratch.name).resolve()
-            self._lock = _lock_of(self.root) if self.owns_folder else None  # held until this process ends
         folder = self.root / f"{self.prefix}-v{version}"
         with written_whole(folder) as scratch:
             scratch.mkdir()

@@ -82,7 +82,7 @@ def completion_weights(
 # --- does vLLM hold the model that is trained? -----------------------------------------------------------------------
 
 # Mean |engine - trainer| in nats. Of SmolLM2-135M's own samples: bf16 0.04, fp8 weights 0.14, fp8 activations too 0.19
-# to 0.22, 4-bit weights 0.72, untrained weights 8.0 (docs/LOG.md, 2026-11-22); larger models round less.
+# to 0.22, 4-bit weights 0.72, untrained weights 8.0 (dev/LOG.md, 2026-11-22); larger models round less.
 OTHER_MODEL = 1.0  # an error after the first sync
 HIGH = 0.1  # a warning
 # A difference that has grown tenfold since the first sync is a warning too (a stale adapter), unless it is small.

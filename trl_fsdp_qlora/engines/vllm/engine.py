@@ -9,8 +9,10 @@ import logging
 import os
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -155,6 +157,7 @@ class AdapterEngine(VLLMGeneration):
         versions: where versions of the adapter are written; used by rank 0.
         engine_kwargs: further arguments of `vllm.LLM`, which take precedence (colocated).
         own_base: why a colocated engine loads a base of its own; `None` if it is the trainer's.
+        one_base: imports the module that lets both hold one base.
         **options: of `VLLMGeneration`.
     """
 
@@ -170,6 +173,7 @@ class AdapterEngine(VLLMGeneration):
         versions: AdapterVersions,
         engine_kwargs: dict[str, Any] | None = None,
         own_base: str | None = "",
+        one_base: Callable[[], ModuleType] | None = None,
         **options,
     ):
         self.base = base
@@ -178,6 +182,7 @@ class AdapterEngine(VLLMGeneration):
         self.version = 0
         self.engine_kwargs = engine_kwargs or {}
         self.own_base = own_base
+        self.one_base = one_base
         self.shared_base = None
         self.last_sync = {"seconds": 0.0, "bytes": 0}
         super().__init__(**options)
@@ -242,9 +247,7 @@ class AdapterEngine(VLLMGeneration):
             options["block_size"] = 32
         sharing = nullcontext((None, {}))
         if self.own_base is None:
-            from ...experimental.one_base.shared_base import sharing as sharing_with
-
-            sharing = sharing_with(self.model)
+            sharing = self.one_base().sharing(self.model)
         with lora_layers, sharing as (self.shared_base, share):
             llm = LLM(**{**options, **self.engine_kwargs, **share})
         skip_destroyed_groups(llm)
@@ -297,8 +300,11 @@ class AdapterEngine(VLLMGeneration):
         return patch.multiple(self.vllm_client, model=self.vllm_client.base)
 
 
-def why_not_shared(args: Any, model, accelerator) -> str | None:
-    """Why a loaded base cannot be shared with an engine in this process; `None` if it can."""
+def why_not_shared(args: Any, model, accelerator, one_base: Callable[[], ModuleType]) -> str | None:
+    """Why a loaded base cannot be shared with an engine in this process; `None` if it can.
+
+    `one_base` imports the module that shares it.
+    """
     drawn = str(engine_options(args, model, accelerator)["dtype"]).removeprefix("torch.")
     held = str(model.dtype).removeprefix("torch.")
     in_4_bits = has_packed_base(model)
@@ -311,7 +317,7 @@ def why_not_shared(args: Any, model, accelerator) -> str | None:
     try:
         from vllm import LLM
 
-        from ...experimental.one_base import shared_base  # noqa: F401
+        one_base()
     except ImportError as error:
         return f"this vLLM differs from 0.31 ({error})"
     if args.vllm_enable_sleep_mode and not hasattr(LLM, "release_kv_cache_memory"):
@@ -319,11 +325,21 @@ def why_not_shared(args: Any, model, accelerator) -> str | None:
     return None
 
 
-def start_engine(args: Any, own_base: str | None, *, model, accelerator, processing_class, mode: str, **options: Any):
+def start_engine(
+    args: Any,
+    own_base: str | None,
+    *,
+    one_base: Callable[[], ModuleType] | None = None,
+    model,
+    accelerator,
+    processing_class,
+    mode: str,
+    **options: Any,
+) -> AdapterEngine:
     """An [`AdapterEngine`] that holds the base of `model`; the arguments are those of TRL's own engine. Collective.
 
     The model's weights may be on rank 0 alone (FSDP2), but are not sharded yet. `own_base`: why the engine loads a
-    base of its own; `None` if it shares that of `model`.
+    base of its own; `None` if it shares that of `model`. `one_base`: imports the module that shares it.
     """
     # Of the targets that PEFT resolved; both raise before anything is written.
     check_trained(model)
@@ -331,7 +347,7 @@ def start_engine(args: Any, own_base: str | None, *, model, accelerator, process
     base = model.name_or_path
     packed = has_packed_base(model)
     if own_base is None:
-        own_base = why_not_shared(args, model, accelerator)
+        own_base = why_not_shared(args, model, accelerator, one_base)
         if own_base is not None and args.vllm_share_base == "on":
             raise RolloutError(f"vllm_share_base: true cannot be: {own_base}, or leave vllm_share_base out")
     if packed and mode == "colocate":
@@ -350,6 +366,7 @@ def start_engine(args: Any, own_base: str | None, *, model, accelerator, process
         max_lora_rank=rank,
         engine_kwargs=engine_options(args, model, accelerator),
         own_base=own_base,
+        one_base=one_base,
         model=model,
         accelerator=accelerator,
         processing_class=processing_class,

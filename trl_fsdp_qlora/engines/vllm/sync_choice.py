@@ -1,7 +1,9 @@
 """The choice of how the policy gets into a vLLM engine. An impossible choice raises before a model is loaded."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +18,6 @@ from ...utils.ranks import on_main
 from .adapter_sync import RolloutError, check_trained, served_rank
 from .drawn_dtype import engine_options, other_dtype
 
-CHOICES = ("auto", "adapter", "merge")
-SHARING = ("auto", "on", "off")
 # If a completion is longer than this, a factor exp(Σ of the tokens' differences) leaves every clip.
 LONG_COMPLETION = 512
 # Full fine-tuning's learning rates teach an adapter almost nothing; LoRA wants ten to a hundred times as much.
@@ -163,17 +163,19 @@ def why_own_base(args: Any, sync: Sync, quantization: Any, model: Any, place: Pl
     return "vllm_share_base is off" if args.vllm_share_base == "off" else reason
 
 
-def trl_starts_engine(args: Any, sync: Sync, own_base: str | None) -> AbstractContextManager:
+def trl_starts_engine(
+    args: Any, sync: Sync, own_base: str | None, one_base: Callable[[], ModuleType]
+) -> AbstractContextManager:
     """A context in which TRL's trainer starts the engine that `sync` needs.
 
     It is TRL's own, or [`trl_fsdp_qlora.engines.vllm.engine.start_engine`]'s if the adapter alone is sent. `own_base`:
-    why it loads a base of its own; `None` if it shares the trainer's.
+    why it loads a base of its own; `None` if it shares the trainer's. `one_base` imports the module that shares it.
     """
     if sync.mode == "off":
         return nullcontext()
     from .engine import start_engine
 
-    make_engine = partial(start_engine, args, own_base) if sync.mode == "adapter" else None
+    make_engine = partial(start_engine, args, own_base, one_base=one_base) if sync.mode == "adapter" else None
     return trl_starts(make_engine, partial(engine_options, args))
 
 

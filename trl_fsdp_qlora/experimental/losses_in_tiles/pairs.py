@@ -1,37 +1,48 @@
-"""The forward of TRL's CPO and ORPO trainers by the fused head.
+"""TRL's CPO and ORPO trainers by the fused head.
 
 Stock TRL's `concatenated_forward` makes the logits of chosen and rejected rows, `(B, L, V)`, prompts included, and
-reads log-probabilities from them. Here the model's fused head computes these, and makes no logits.
+reads log-probabilities from them. Here TRL's fused LM head computes these, and makes no logits.
 
 Suffixes of shapes: B rows, L columns.
 """
 
 import torch
+from torch import nn
+from trl.experimental.cpo import CPOTrainer
+from trl.experimental.orpo import ORPOTrainer
 
-from ...compat.trl import counts_experts
+from ...compat.trl import add_fused_lm_head, counts_experts
+from ...errors import UserError
 from ...prefix_sharing.batch import IGNORED_LABEL
-from ...prefix_sharing.packed_model import head_of
 from ...prefix_sharing.sharing import causal_language_model
-from .heads import WithoutLogits, holds_logits, why_not_by_weight
-
-MODULES = ("trl.experimental.cpo.cpo_trainer", "trl.experimental.orpo.orpo_trainer")
+from .heads import why_no_plain_head
 
 
-class PairsByFusedHead(WithoutLogits):
+class _ByFusedHead:
     """A method in front of that of TRL's `CPOTrainer` or `ORPOTrainer`, see the module docstring."""
 
-    replaced = ("concatenated_forward", "get_batch_logps", "get_batch_loss_metrics")  # the last one gets the logits
-    outputs = ("log_probs", "mean_logits")
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        base = causal_language_model(self.model)
+        reason = why_no_plain_head(self.model)
+        if self.is_encoder_decoder:
+            reason = "the model has an encoder"
+        elif self.aux_loss_enabled and not counts_experts(base.config.get_text_config()):
+            reason = "the config has no number of experts for the router loss of TRL's fused head"
+        if reason is not None:
+            raise UserError(f"{type(self).__name__} cannot be used: {reason}; use TRL's class, which can")
+        add_fused_lm_head(base, outputs=("log_probs", "mean_logits"))
 
-    def concatenated_forward(self, model, batch):
+    def concatenated_forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """As in TRL `(chosen_logps, rejected_logps, chosen_logits, rejected_logits, nll_loss)`, and a router loss.
 
         In place of each of the two logits it returns one number: their mean over the vocabulary and the tokens of the
-        answers, or zero if there are none. The trainers only log the mean of what is returned.
+        answers, or zero if there are none. The trainers only log the mean of what is returned. Another model than the
+        trainer's has no fused head, so it makes its logits as in TRL.
         """
-        if holds_logits(self, self._why_not_fused()):
+        if causal_language_model(model) is not causal_language_model(self.model):
             return super().concatenated_forward(model, batch)
-        is_orpo = self.trls.__name__ == "ORPOTrainer"
+        is_orpo = isinstance(self, ORPOTrainer)
         chosen = slice(len(batch["chosen_labels"]))
         rejected = slice(chosen.stop, None)
         padding = self.padding_value if is_orpo else self.pad_token_id
@@ -63,15 +74,18 @@ class PairsByFusedHead(WithoutLogits):
         router_loss = [outputs.aux_loss] if self.aux_loss_enabled else []
         return logps_B[chosen], logps_B[rejected], *means, nll_loss, *router_loss
 
-    def _why_not_fused(self) -> str | None:
-        if self.is_encoder_decoder:
-            return "the model has an encoder"
-        reason = why_not_by_weight(self, self.model)
-        if reason is not None:
-            return reason
-        if self.aux_loss_enabled and not counts_experts(self.model.config.get_text_config()):
-            return "the config has no number of experts for the router loss of TRL's fused head"
-        head = head_of(causal_language_model(self.model))
-        if head.temperature != 1 or "mean_logits" not in head.outputs:
-            return "the model has a fused head of other settings, from an earlier trainer or share_prompts(model)"
-        return None
+
+class FusedCPOTrainer(_ByFusedHead, CPOTrainer):
+    """TRL's `CPOTrainer`, which holds no logits of a batch. Arguments, losses and gradients are TRL's.
+
+    `logits/chosen` and `logits/rejected` are means over the tokens of the answers; TRL's are means over prompts and
+    padding, too. The log-probabilities are those of TRL's fused head: a softcap and a scale of the config, and
+    nothing else that a model's forward may do to its logits.
+
+    Raises:
+        UserError: the model has an encoder, an adapter on its LM head, or a router loss that the fused head lacks.
+    """
+
+
+class FusedORPOTrainer(_ByFusedHead, ORPOTrainer):
+    """TRL's `ORPOTrainer`, which holds no logits of a batch; see [`FusedCPOTrainer`]."""

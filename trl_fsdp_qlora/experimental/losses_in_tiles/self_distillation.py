@@ -3,47 +3,44 @@
 Stock TRL's `_compute_teacher_student_logits` hands on the logits of all completions, `(B, C, V)` of the student and of
 the teacher. Here it hands on hidden states, `(B, C, H)`. The logits of both models exist for one tile of tokens, as
 long as TRL's own functions compute its loss and autograd its gradients by the hidden states and the head
-([`trl_fsdp_qlora.experimental.losses_in_tiles.sum_over_tiles`]). Nothing is projected twice.
+(`sum_over_tiles.py`). Nothing is projected twice.
 
-What TRL's methods do besides stays theirs: teachers, masks, prompts, generation, metrics.
+Everything else of TRL's methods stays theirs: teachers, masks, prompts, generation, metrics.
 
 Suffixes of shapes: B rows, C completion columns, N tokens of the loss, T those of a tile, H hidden size, V vocabulary.
 """
 
-import sys
-from types import ModuleType
+import functools
+import logging
 from typing import Any
-from unittest.mock import patch
 
 import torch
+from accelerate.utils import DynamoBackend
 from torch import nn
+from trl.experimental.sdft import SDFTTrainer, loss_utils
+from trl.experimental.sdft.sdft_trainer import apply_importance_sampling_clipping, selective_log_softmax
+from trl.experimental.sdpo import SDPOTrainer
 
 from ...compat.trl import ForwardRedirection, self_distillation_loss
 from ...prefix_sharing.row_mask import telling
 from ...prefix_sharing.sharing import causal_language_model
 from ...prefix_sharing.wrapped_forward import ATTRIBUTE
-from .heads import WithoutLogits, head_by_weight, holds_logits, why_not_by_weight
+from .heads import head_by_weight, why_no_plain_head
 from .sum_over_tiles import SumOverTiles, tiles_of
 
-# TRL's modules, which are not imported unless a user did.
-MODULES = ("trl.experimental.sdpo.sdpo_trainer", "trl.experimental.sdft.sdft_trainer")
+logger = logging.getLogger(__name__)
+
 _MODES = ("topk_logits", "full_logits", "sampled_token")
 
 
-class LossInTiles(WithoutLogits):
+class _LossInTiles:
     """Methods in front of those of TRL's `SDPOTrainer` or `SDFTTrainer`, see the module docstring."""
 
-    replaced = (
-        "compute_loss",
-        "_compute_self_distillation_loss",
-        "_compute_teacher_student_logits",
-        "_compute_rollout_logps",
-        "_forward_logits",
-        "_get_teacher_context_for_self_distillation",  # the teacher's head runs outside it
-    )
+    # Whether `_forward_logits` returns hidden states, as it does while a loss in tiles is computed.
+    _returns_hidden_states = False
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if return_outputs or holds_logits(self, self._why_not_in_tiles()):
+        if return_outputs or self._whole_logits_reason is not None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         student = self.accelerator.unwrap_model(model)
         # Inside the root module's forward, where DDP prepares for the backward and FSDP2 has gathered the head.
@@ -52,38 +49,61 @@ class LossInTiles(WithoutLogits):
         self._log_self_distillation_metric(mode, self.accelerator.gather(mean).mean().item())
         return loss / (self.current_gradient_accumulation_steps if self.model.training else 1.0)
 
-    @property
-    def _trls_functions(self) -> ModuleType:
-        """The module of TRL's class, which has TRL's functions of logits."""
-        return sys.modules[self.trls.__module__]
+    @functools.cached_property
+    def _whole_logits_reason(self) -> str | None:
+        """Why this run holds the logits of a batch whole, as stock TRL does; logged once. `None` if it need not."""
+        reason = self._find_whole_logits_reason()
+        if reason is not None:
+            logger.warning("The logits of a batch are held whole, as in stock TRL: %s.", reason)
+        return reason
 
-    def _why_not_in_tiles(self) -> str | None:
+    def _find_whole_logits_reason(self) -> str | None:
         if self.use_teacher_server:
             return "the teacher is a server"
-        if vars(self.args).get("distillation_weight", 1.0) != 1:
+        if getattr(self.args, "distillation_weight", 1.0) != 1:
             return "with distillation_weight below 1 the loss has a term of the policy's log-probabilities"
         if self.args.distillation_mode not in _MODES:
             return f"distillation_mode is {self.args.distillation_mode!r}"
         if self.accelerator.scaler is not None:
             return "gradients in float16 have to be scaled before they are computed"
-        models = (self.model, self.teacher_model)
-        of_student, of_teacher = (causal_language_model(model).get_output_embeddings() for model in models)
-        if of_student is not None and of_student.weight.device != of_teacher.weight.device:
+        if self.is_deepspeed_enabled or (self.is_fsdp_enabled and not self.accelerator.is_fsdp2):
+            return "DeepSpeed and FSDP1 have no head outside a model's forward"
+        if self.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+            return "the run compiles its model"
+        for model in (self.model, self.teacher_model):
+            unwrapped = self.accelerator.unwrap_model(model)
+            reason = why_no_plain_head(unwrapped)
+            if reason is not None:
+                return reason
+        of_student, of_teacher = (
+            causal_language_model(model).get_output_embeddings().weight for model in (self.model, self.teacher_model)
+        )
+        if of_student.device != of_teacher.device:
             return "the two heads are on different devices"
-        return why_not_by_weight(self, *models)
+        # Its weight is no `DTensor` while FSDP2 keeps the root's weights gathered, as it does after a generation.
+        if self.accelerator.is_fsdp2 and of_student.requires_grad:
+            return "the head is trained and sharded"
+        return None
+
+    def _forward_logits(self, model, input_ids, attention_mask, logits_to_keep):
+        """TRL's logits of the completions; while a loss in tiles is computed, the hidden states that predict them."""
+        call = {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": logits_to_keep}
+        if not self._returns_hidden_states:
+            return super()._forward_logits(model=model, **call)
+        unwrapped = self.accelerator.unwrap_model(model)
+        if unwrapped is self.accelerator.unwrap_model(self.model):  # its root's forward runs already
+            return _hidden_states(model, **call)
+        return ForwardRedirection()(model, unwrapped, _hidden_states, model, **call)
 
     def _loss_in_tiles(self, student: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns TRL's loss of a micro-batch, and its mean over all tokens without a gradient."""
 
-        def hidden_states(model, **call):
-            unwrapped = self.accelerator.unwrap_model(model)
-            if unwrapped is student:
-                return _hidden_states(model, **call)
-            return ForwardRedirection()(model, unwrapped, _hidden_states, model, **call)
-
-        # What TRL's method hands on as logits are hidden states then.
-        with patch.object(self, "_forward_logits", hidden_states), self.accelerator.autocast():
-            both = self._compute_teacher_student_logits(student, self.teacher_model, inputs)
+        self._returns_hidden_states = True
+        try:
+            with self.accelerator.autocast():
+                both = self._compute_teacher_student_logits(student, self.teacher_model, inputs)
+        finally:
+            self._returns_hidden_states = False
         mask_BC = both.loss_mask
         weight_BC = mask_BC / mask_BC.sum(-1, keepdim=True).clamp(min=1.0) / len(mask_BC)
         old_BC = inputs.get("old_per_token_logps")
@@ -117,7 +137,7 @@ class LossInTiles(WithoutLogits):
         uses = self.args.steps_per_generation * self.num_iterations
         if self.args.gradient_accumulation_steps % uses == 0:
             return None
-        if holds_logits(self, self._why_not_in_tiles()):
+        if self._whole_logits_reason is not None:
             return super()._compute_rollout_logps(prompt_ids, prompt_mask, completion_ids, completion_mask)
         ids = torch.cat([prompt_ids, completion_ids], dim=1)
         mask = torch.cat([prompt_mask, completion_mask], dim=1)
@@ -132,9 +152,7 @@ class LossInTiles(WithoutLogits):
         device = head.weight_VH.device
         hidden_NH, ids_N = (x.to(device).flatten(0, 1) for x in (hidden_BCH, completion_ids))
         log_probs = [
-            self._trls_functions.selective_log_softmax(
-                head.logits(hidden_NH[tile]).unsqueeze(0), ids_N[tile].unsqueeze(0)
-            )
+            selective_log_softmax(head.logits(hidden_NH[tile]).unsqueeze(0), ids_N[tile].unsqueeze(0))
             for tile in tiles_of(len(hidden_NH), len(head.weight_VH), device.type != "cpu")
         ]
         return torch.cat(log_probs, dim=1).view_as(completion_ids).to(completion_ids.device)
@@ -144,15 +162,31 @@ class LossInTiles(WithoutLogits):
     ) -> torch.Tensor:
         """TRL's loss of T tokens as in its `_compute_self_distillation_loss`; `old_T` are old log-probabilities."""
         args = self.args
-        trls = self._trls_functions
         student_1TV, teacher_1TV, ids_1T = (x.unsqueeze(0) for x in (student_TV, teacher_TV, ids_T))
-        loss_1T = self_distillation_loss(trls, args, student_1TV, teacher_1TV, ids_1T)
+        loss_1T = self_distillation_loss(loss_utils, args, student_1TV, teacher_1TV, ids_1T)
         if args.distillation_is_clip is not None and old_T is not None:
-            new_1T = trls.selective_log_softmax(student_1TV.detach(), ids_1T)
-            loss_1T = trls.apply_importance_sampling_clipping(
+            new_1T = selective_log_softmax(student_1TV.detach(), ids_1T)
+            loss_1T = apply_importance_sampling_clipping(
                 loss_1T, new_1T, old_T.unsqueeze(0), args.distillation_is_clip
             )
         return loss_1T.squeeze(0)
+
+
+class TiledSDFTTrainer(_LossInTiles, SDFTTrainer):
+    """TRL's `SDFTTrainer`, which holds the logits of a tile of tokens in place of a batch's.
+
+    Arguments, losses, gradients and metrics are TRL's. What a run needs whole logits for (float16, DeepSpeed, FSDP1, a
+    teacher's server, `torch_compile`, an adapter on the LM head, a head that is trained under FSDP2) computes them as
+    in TRL, and a line of the log has the reason. The logits are those of TRL's fused head: a linear head, and a
+    softcap and a scale of the config.
+    """
+
+
+class TiledSDPOTrainer(_LossInTiles, SDPOTrainer):
+    """TRL's `SDPOTrainer`, which holds the logits of a tile of tokens in place of a batch's; see [`TiledSDFTTrainer`].
+
+    A `distillation_weight` below 1 needs whole logits, too.
+    """
 
 
 def _hidden_states(

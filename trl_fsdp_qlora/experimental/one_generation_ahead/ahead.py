@@ -23,10 +23,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
-import requests
 import xxhash
 from accelerate.logging import get_logger
-from requests.adapters import HTTPAdapter
 
 from ...engines.vllm.adapter_sync import RolloutError
 from ...trainers.run.phases import PhaseTimer
@@ -34,7 +32,6 @@ from ...utils.ranks import on_main
 
 logger = get_logger(__name__)
 
-CONNECTIONS = 64  # requests of prompts with images that TRL's client sends at once
 PATIENCE = 60.0  # seconds after which a line says who waits for whom, again and again
 
 
@@ -91,51 +88,6 @@ def check_call(call: dict[str, Any]) -> None:
             "rollouts_ahead=1 with a streaming dataset: the next prompts are looked up by their index. Load it "
             "whole, or set rollouts_ahead: 0"
         )
-    if getattr(args.accelerator_config, "dispatch_batches", None):
-        raise ValueError(
-            "rollouts_ahead=1 with dispatch_batches, under which rank 0 alone knows the next prompts: leave it out "
-            "of accelerator_config, or set rollouts_ahead: 0"
-        )
-
-
-class Stopped(Exception):
-    """The connections of a request were closed on purpose."""
-
-
-class _ClosableConnections(HTTPAdapter):
-    """HTTP connections that another thread can close, so that vLLM ends what was asked over them."""
-
-    def __init__(self, **options):
-        self.closed = False
-        self._sockets = []
-        super().__init__(**options)
-
-    def init_poolmanager(self, *args, **kwargs):
-        super().init_poolmanager(*args, **kwargs)
-        pools = self.poolmanager.pool_classes_by_scheme
-        self.poolmanager.pool_classes_by_scheme = {scheme: self._recording(pool) for scheme, pool in pools.items()}
-
-    def _recording(self, pool: type) -> type:
-        connections = self
-
-        class Connection(pool.ConnectionCls):
-            def connect(self):
-                if not connections.closed:
-                    super().connect()
-                    connections._sockets.append(self.sock)
-                if connections.closed:  # perhaps while this one was being made
-                    self.close()
-                    raise Stopped  # no error of the network, so nothing is tried again
-
-        return type(pool.__name__, (pool,), {"ConnectionCls": Connection})
-
-    def close_all(self) -> None:
-        self.closed = True
-        for socket in self._sockets:
-            try:
-                socket.shutdown(2)  # both ways; a thread that reads from it goes on at once
-            except OSError:
-                continue  # closed already
 
 
 class Batch:
@@ -163,16 +115,10 @@ class Batch:
         self.asked_at: float | None = None
         self.answered_at: float | None = None
         self._ended = threading.Event()
-        self._connections: _ClosableConnections | None = None
 
     def ask(self, client: Any, arguments: dict[str, Any]) -> None:
-        """Let a thread ask the server, over connections of its own."""
-        retries = client.session.get_adapter(client.base_url).max_retries
-        self._connections = _ClosableConnections(max_retries=retries, pool_maxsize=CONNECTIONS)
+        """Let a thread ask the server."""
         own_client = copy.copy(client)  # the name of the policy that answers stays what it is now
-        own_client.session = requests.Session()
-        own_client.session.headers.update(client.session.headers)
-        own_client.session.mount(client.base_url, self._connections)
         self.asked_at = time.perf_counter()
 
         def wait_for_answer() -> None:
@@ -192,10 +138,6 @@ class Batch:
     def wait(self, seconds: float) -> bool:
         """Whether there is an answer or an error after so many seconds at most."""
         return self._ended.wait(seconds)
-
-    def stop(self) -> None:
-        if self._connections is not None:
-            self._connections.close_all()
 
 
 class RolloutsAhead:
@@ -298,7 +240,7 @@ class RolloutsAhead:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Inside the block batches are drawn ahead; what is in flight at its end, however it ends, is ended too."""
+        """Inside the block batches are drawn ahead; what is in flight at its end, however it ends, is forgotten."""
         self.stop()
         try:
             yield
@@ -332,9 +274,7 @@ class RolloutsAhead:
             self.batch.arrive(kept["answer"])
 
     def stop(self) -> None:
-        """End the request in flight, on the server too, and forget the batch."""
-        if self.batch is not None:
-            self.batch.stop()
+        """Forget the batch in flight; the server draws it to its end."""
         self.batch = None
         self._free_since = None
 

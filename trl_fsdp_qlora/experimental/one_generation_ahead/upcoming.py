@@ -19,10 +19,8 @@ from ...trainers.rollouts.generation_batches import generate_every
 from .ahead import RolloutsAhead
 
 
-def drawing_ahead(trainer: Trainer) -> RolloutsAhead | None:
-    """Returns what lets a trainer's vLLM server draw one generation batch ahead; `None` without `rollouts_ahead`."""
-    if not trainer.args.rollouts_ahead:
-        return None
+def drawing_ahead(trainer: Trainer) -> RolloutsAhead:
+    """Returns what lets a trainer's vLLM server draw one generation batch ahead."""
     upcoming = UpcomingBatch(trainer)
     trainer.add_callback(upcoming)
     return RolloutsAhead(

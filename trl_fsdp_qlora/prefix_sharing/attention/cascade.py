@@ -14,7 +14,7 @@ ancestor add up over the ancestor's own queries and those of all its descendants
 This backend is the best one if it applies (no softcap, no sinks, one head size; sliding windows only on CUDA).
 Keys and values are never copied for a segment or repeated for grouped queries. Only q, k, v, o and l are kept for the
 backward, and there is no mask. torch's public `varlen_attn` cannot be used: its backward takes the output and the
-log-sum-exp of its own forward (docs/LOG.md).
+log-sum-exp of its own forward (dev/LOG.md).
 
 Suffixes of shapes: T tokens of the packed row, H heads, N segments, L tokens of the longest one; [`_FlashCall`] has
 further ones.

@@ -63,17 +63,23 @@ class Compared(NamedTuple):
     makes_batch: str = ""
 
     def classes(self) -> tuple[type, type, type, type]:
-        """(our trainer, our config, stock's trainer, stock's config)."""
-        parts = (path.rpartition(".") for path in (self.ours, self.stock))
-        pairs = (attrgetter(f"{prefix}Trainer", f"{prefix}Config")(import_module(name)) for name, _, prefix in parts)
-        return tuple(itertools.chain(*pairs))
+        """(our trainer, its config, stock's trainer, stock's config); a trainer without a config takes stock's."""
+        (ours, _, our_prefix), (stocks, _, prefix) = (path.rpartition(".") for path in (self.ours, self.stock))
+        stock, stock_config = attrgetter(f"{prefix}Trainer", f"{prefix}Config")(import_module(stocks))
+        our_module = import_module(ours)
+        config = getattr(our_module, f"{our_prefix}Config", stock_config)
+        return getattr(our_module, f"{our_prefix}Trainer"), config, stock, stock_config
 
 
 COMPARED = {
     "grpo": Compared("trl_fsdp_qlora.EfficientGRPO", "trl.GRPO", "_generate_and_score_completions"),
     "rloo": Compared("trl_fsdp_qlora.EfficientRLOO", "trl.RLOO", "_generate_and_score_completions"),
     "dpo": Compared("trl_fsdp_qlora.EfficientDPO", "trl.DPO"),
-    "sdft": Compared(*["trl.experimental.sdft.SDFT"] * 2, "_prepare_training_batch"),
+    "sdft": Compared(
+        "trl_fsdp_qlora.experimental.losses_in_tiles.TiledSDFT",
+        "trl.experimental.sdft.SDFT",
+        "_prepare_training_batch",
+    ),
     "distillation": Compared(*["trl.Distillation"] * 2, "_generate_and_score_completions"),
 }
 # Side effects of a run that a comparison does not need.
@@ -259,7 +265,7 @@ class _Ready(TrainerCallback, Exception):
 def _trainers(name: str, words: list[str]) -> dict[str, Any]:
     """Both trainers with weights of their own, prepared by `train` for a first step."""
     arguments = _arguments(name, words)
-    our_class, _, stock_class, stock_config = COMPARED[name].classes()
+    our_class, our_config, stock_class, stock_config = COMPARED[name].classes()
     # Stock TRL's `all-linear` adapts a vision tower, too; here both train the same weights.
     revision = (arguments["args"].model_init_kwargs or {}).get("revision")
     of_stock = {
@@ -269,7 +275,7 @@ def _trainers(name: str, words: list[str]) -> dict[str, Any]:
     }
     of_stock["args"].__class__ = stock_config  # stock TRL reads its own fields alone
     trainers = {STOCK: stock_class(**arguments | of_stock), OURS: our_class(**arguments)}
-    if our_class is stock_class:
+    if our_config is stock_config:  # a trainer of TRL's, or one in tiles: the recipe shares its prompts
         share_prompts(trainers[OURS])
     for trainer in trainers.values():
         trainer.remove_callback(StartupCallback)

@@ -10,6 +10,7 @@ from pathlib import Path
 from ...errors import UserError, mistyped_path
 from ...trainers.methods import METHODS, Method
 from ...utils.resources import accelerate_config, resource_folder
+from ..recipe.keys import FILES, read_yaml, refuse_unknown
 from .launch import launch
 from .one_line import pop_options
 from .recipes import all_recipes, find
@@ -33,7 +34,7 @@ def launched(name: str, words: list[str]) -> int:
     """Run the script `name` like `accelerate launch`, in the requested number of processes."""
     if {"--help", "-h"} & set(words):
         print(f"Of the launcher: {', '.join(LAUNCHER)}. Of the script, in a YAML (--config FILE) or here:\n")
-        return called(name, ["--help"])
+        return called(name, ["--help", *(["all"] if "all" in words else [])])
     launcher, rest = pop_options(words, LAUNCHER)
     rest = with_recipe(rest)
     config = launcher.pop("--accelerate_config", None) or launcher.pop("--config_file", None)
@@ -62,6 +63,24 @@ def with_recipe(words: list[str]) -> list[str]:
             raise
         hint = mistyped_path(config) or f", and {error}"
         raise UserError(f"--config {config}: there is no such file{hint}") from None
+
+
+def refuse_typos(command: str, module: str, script: str | None, words: Sequence[str]) -> None:
+    """Refuse options, and keys of the `--config` file, that `command` does not take, before torch is imported.
+
+    Args:
+        command, module, script: of `trl_fsdp_qlora.__main__.COMMANDS`.
+        words: the command's words.
+    """
+    package = Path(__file__).parents[2]
+    sources = [package.joinpath(*module.split(".")).with_suffix(".py"), Path(__file__)]  # which has LAUNCHER
+    if script is not None:
+        sources.append(resource_folder("recipes") / f"{script}.py")
+    has_recipe = command in FILES and "--config" in pop_options(words, ("--config",))[0]
+    config = pop_options(with_recipe(words), ("--config",))[0]["--config"] if has_recipe else None
+    if command == "plan":
+        refuse_other_trainers(config, further=("distillation", "sdft"))
+    refuse_unknown(command, sources, words, config)
 
 
 def config_of(method: Method) -> type:
@@ -100,8 +119,6 @@ def method_of(words: Sequence[str], methods: Sequence[Method] = METHODS) -> Meth
 def have_all_fields(words: Sequence[str], *classes: type) -> bool:
     """Whether a model's arguments and `classes` have every field in `words` and in the recipe that they name."""
     from trl import ModelConfig
-
-    from ..recipe.keys import read_yaml
 
     options, rest = pop_options(words, ("--config",))
     used = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in rest if word.startswith("--")}

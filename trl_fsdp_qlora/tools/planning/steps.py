@@ -102,13 +102,14 @@ def _shared(
 ) -> Step | None:
     """The passes of micro-batches that are planned together; `None` if each computes its own prompts."""
     sequences = _sequences_of(np.arange(rows * batches) // group, prompt, completion)
-    schedule = sharing.plan_step(sequences, batches, _RULES, tokens_per_pass, one_by_one)
-    if schedule is None:
+    plan = sharing.plan_step(sequences, batches, _RULES, tokens_per_pass, one_by_one)
+    if plan is None:
         return None
     longest = Pass(0, 0)
     computed = 0
-    for number in range(len(schedule.rows_of_pass)):
-        *trunks, forward = schedule.of_pass(number)
+    run = sharing.Run(plan)
+    for number in range(len(plan.rows_of_pass)):
+        *trunks, forward = run.of_pass(number)
         forest = forward.forest
         computed += sum(trunk.forest.tokens for trunk in trunks) + forest.tokens
         of_trunks = int(forest.lengths[forest.computed :].sum())
@@ -116,13 +117,13 @@ def _shared(
         longest = max(longest, size, key=lambda one: one.tokens + one.trunk)
     return Step(
         longest=longest,
-        passes=len(schedule.rows_of_pass),
-        trunks=int(schedule.trunks.sum()),
+        passes=len(plan.rows_of_pass),
+        trunks=int(plan.trunks.sum()),
         # A row that is longer than the limit runs alone, in one pass: it is not cut.
-        values=schedule.count if schedule.passes_per_batch > 1 else 0,
+        values=plan.count if plan.passes_per_batch > 1 else 0,
         computed=computed,
-        batches_per_pass=schedule.batches_per_pass,
-        passes_per_batch=schedule.passes_per_batch,
+        batches_per_pass=plan.batches_per_pass,
+        passes_per_batch=plan.passes_per_batch,
     )
 
 
@@ -227,16 +228,16 @@ def _run_step(
                 with torch.no_grad():
                     for forward in values.of_pass(0):
                         run(forward)
-            schedule = passes_like(longest, settings.max_completion_length, ties_ends)
-            for number in (0, len(schedule.rows_of_pass) - 1):
-                *trunks, forward = schedule.of_pass(number)
+            shared_passes = passes_like(longest, settings.max_completion_length, ties_ends)
+            for number in (0, len(shared_passes.plan.rows_of_pass) - 1):
+                *trunks, forward = shared_passes.of_pass(number)
                 for trunk in trunks:
                     run(trunk)
                 scores = run(forward)
                 if number:
                     # The trunk's backward begins with the last value that the trunk kept. Without a border between the
                     # two backwards, the larger peak of few layers would hide the one that grows with more of them.
-                    ends = [*schedule.cache.trunk_ends.values()] or [schedule.cache.of(0)[-1][0]]
+                    ends = [*shared_passes.cache.trunk_ends.values()] or [shared_passes.cache.of(0)[-1][0]]
                     ends[0].register_hook(lambda _: end_part())
                 with torch.autocast("cpu", enabled=False):
                     scores.sum().backward()
@@ -245,7 +246,7 @@ def _run_step(
     return peaks
 
 
-def passes_like(longest: Pass, completion: int, ties_ends: bool = False) -> sharing.PassSchedule:
+def passes_like(longest: Pass, completion: int, ties_ends: bool = False) -> sharing.Run:
     """Passes of the size of `longest` that share its trunks.
 
     Args:
@@ -262,4 +263,4 @@ def passes_like(longest: Pass, completion: int, ties_ends: bool = False) -> shar
     prompt_of_pass = np.concatenate([np.tile(of_trunks, (count, 1)), new_prompts], axis=1)
     sequences = _sequences_of(prompt_of_pass.ravel(), prompt, completion)
     rows_of_pass = list(np.arange(count * longest.rows).reshape(count, longest.rows))
-    return sharing.PassSchedule(sequences, rows_of_pass, replace(_RULES, ties_ends=ties_ends))
+    return sharing.Run(sharing.Plan.of(sequences, rows_of_pass, replace(_RULES, ties_ends=ties_ends)))

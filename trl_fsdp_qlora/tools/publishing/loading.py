@@ -1,6 +1,7 @@
 """Load a base with an adapter on it, with the vocabulary and the tokenizer that the adapter was trained with."""
 
 import logging
+import warnings
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -27,17 +28,22 @@ def load_model(base: str, adapter: str | Path | None = None, **options: Any) -> 
     The base gets as many tokens as the adapter was trained with.
 
     Raises:
-        UserError: a file is missing or cut off, or the adapter belongs to another base.
+        UserError: a file is missing or cut off, the adapter belongs to another base, or its weights are not finite.
     """
-    name = f"the weights of {base}"
+    name = f"the weights of {adapter}"
     try:
+        if adapter is not None:
+            weights = _finite_weights(adapter)
+        name = f"the weights of {base}"
         config = AutoConfig.from_pretrained(base, revision=options.get("revision"))
         model = model_class(config).from_pretrained(base, **options)
         if adapter is None:
             return model
         name = f"{adapter} on {base}"
-        fit_vocabulary(model, adapter)
+        fit_vocabulary(model, adapter, weights)
         return PeftModel.from_pretrained(model, adapter)
+    except UserError:
+        raise
     except (OSError, ValueError, SafetensorError, UnpicklingError) as error:
         raise UserError(f"{name} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
     except RuntimeError as error:
@@ -73,6 +79,29 @@ def other_base_warning(adapter: str | Path, base: str) -> str | None:
     )
 
 
+def check_loads(adapter: str | Path, base: str) -> None:
+    """Let plain PEFT load `adapter` on `base`, in host memory.
+
+    Raises:
+        UserError: as [`load_model`], or the adapter has no weights for a layer that its config adapts.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_model(base, adapter, dtype="auto")
+    missing = [str(warning.message) for warning in caught if "missing adapter keys" in str(warning.message)]
+    if missing:
+        raise UserError(f"{adapter} lacks weights for layers of {base}: {missing[0][:200]}")
+
+
+def _finite_weights(adapter: str | Path) -> dict[str, torch.Tensor]:
+    """The weights of an adapter; a [`UserError`] if one has NaN or infinity."""
+    weights = load_peft_weights(str(adapter), device="cpu")
+    broken = next((key for key, weight in weights.items() if not weight.isfinite().all()), None)
+    if broken is not None:
+        raise UserError(f"{adapter} has weights that are not finite (NaN or infinite), in {broken}")
+    return weights
+
+
 def has_own(adapter: str | Path | None, file: str) -> bool:
     """Whether `file` lies next to the weights of an adapter, in a folder or on the Hub."""
     return adapter is not None and has_file(str(adapter), file)
@@ -85,16 +114,16 @@ def processor_source(adapter: str | Path | None, base: str, revision: str | None
     return base, revision
 
 
-def fit_vocabulary(model: PreTrainedModel, adapter: str | Path) -> None:
+def fit_vocabulary(model: PreTrainedModel, adapter: str | Path, weights: dict[str, torch.Tensor]) -> None:
     """Resize the embeddings of `model` to the vocabulary that `adapter` was trained with, if that is another one.
 
-    The adapter's own weights say how large it is. If it has none of the embeddings, its tokenizer may have tokens that
+    The adapter's `weights` say how large it is. If it has none of the embeddings, its tokenizer may have tokens that
     the model lacks, as in PEFT's `AutoPeftModel`.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     current = embedding.weight.shape[0]
     names = [name for name, module in model.named_modules() if module in (embedding, head)]
-    sizes = _vocabularies(load_peft_weights(str(adapter), device="cpu"), names)
+    sizes = _vocabularies(weights, names)
     if sizes:
         rows = next(iter(sizes.values()))
         if rows == current:

@@ -2,11 +2,10 @@
 
 import warnings
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig
 from torch import nn
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel, ProcessorMixin
 from transformers.trainer_utils import align_special_tokens
@@ -14,8 +13,6 @@ from transformers.trainer_utils import align_special_tokens
 from ...compat.transformers import quantization_of
 from ...errors import UserError
 from ...trainers.run.card import code, escape
-from ...trainers.run.logits import compare_logits, few_logits, probes
-from ...trainers.run.terminal import progress
 from ...utils.files import written_whole
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import plain
@@ -32,16 +29,7 @@ The adapter {{ adapter }} merged into {{ base }} in {{ dtype }} by trl-fsdp-qlor
 
 An adapter that was trained on a 4-bit base corrects that base's rounding too. Merged into the unquantized one, the model is
 close to the one that was trained and measured, not equal to it: measure it before you rely on it.
-
-Compared when it was merged: {{ proof }}.
 """
-
-
-class Merged(NamedTuple):
-    """The folder that [`merge_adapter`] made, and a line on how close its logits are to the adapter's."""
-
-    folder: Path
-    proof: str
 
 
 def own_weights(model: nn.Module) -> None:
@@ -72,24 +60,23 @@ def merge_adapter(
     output: str | Path,
     base: str | None = None,
     revision: str | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Merged:
-    """Load the base in `dtype` on the CPU, merge the adapter, and save model, tokenizer and card in `output`.
+    dtype: torch.dtype | str = "auto",
+) -> Path:
+    """Load the base on the CPU, merge the adapter, and save model, tokenizer and card in `output`, which is returned.
 
-    Tokenizer and chat template are the adapter's if it has its own, and the base's otherwise. At the end the folder is
-    loaded, and its logits are compared with those of the base and of the adapter on it. The folder is written whole or
-    not at all.
+    Tokenizer and chat template are the adapter's if it has its own, and the base's otherwise. The folder is written
+    whole or not at all.
 
     Args:
         adapter: folder or Hub id of a PEFT adapter.
         output: folder to make; it must not exist.
         base, revision: folder or Hub id of the base; the one in the adapter's config by default.
-        dtype: of the weights, while merging and in the folder. The base has to fit into host memory in this dtype.
+        dtype: of the weights, while merging and in the folder; `"auto"` is the base's. The base has to fit into host
+            memory in this dtype.
 
     Raises:
         UserError: `output` exists or cannot be made, the base is quantized, base or adapter cannot be loaded, the
-            adapter is of a kind that cannot be merged, the merged weights are not finite, the folder's logits are not
-            the adapter's, or the disk is full.
+            adapter is of a kind that cannot be merged, weights are not finite, or the disk is full.
     """
     output = Path(output)
     if output.exists():
@@ -97,15 +84,12 @@ def merge_adapter(
     base = base or find_base(PeftConfig.from_pretrained(adapter).base_model_name_or_path, adapter)
     if quantization_of(AutoConfig.from_pretrained(base, revision=revision)) is not None:
         raise UserError(f"{base} is quantized, which would round the adapter away; name the base it was made from")
-    bar = progress("merging", 4, "parts")  # loaded, merged, saved, compared
-    model = load_model(base, adapter, revision=revision, dtype=dtype).eval()
-    bar.update()
+    model = load_model(base, adapter, revision=revision, dtype=dtype)
     if not hasattr(model.base_model, "merge_and_unload"):
         kind = model.peft_config["default"].peft_type.value
         raise UserError(
             f"{adapter} is an adapter of PEFT's kind {kind}, which adds nothing to weights: serve it as it is"
         )
-    before = _logits(model)
     is_tied = getattr(model.config, "tie_word_embeddings", False)
     try:
         own_weights(model)
@@ -114,21 +98,14 @@ def merge_adapter(
             merged = model.merge_and_unload(safe_merge=True)
         if is_tied:
             tie_if_equal(merged)
-        bar.update()
         with written_whole(output) as scratch:
             _save_processing(scratch, merged, adapter, base, revision)
             merged.save_pretrained(scratch)
-            bar.update()
-            del model, merged  # so that there is one model in memory
-            proof = _proof(scratch, before, dtype)
-            bar.update()
-            bar.close()
             values = {
                 "name": escape(output.name),
                 "base": code(portable(base)),
                 "adapter": code(portable(str(adapter))),
-                "dtype": plain(dtype),
-                "proof": proof,
+                "dtype": plain(merged.dtype),
             }
             data = ModelCardData(
                 base_model=portable(base),
@@ -137,14 +114,12 @@ def merge_adapter(
                 tags=["trl-fsdp-qlora"],
             )
             ModelCard.from_template(data, template_str=_CARD, **values).save(scratch / "README.md")
-    except UserError:
-        raise
     except NotImplementedError as error:
         raise UserError(f"{adapter} cannot be merged: {error}") from error
     except (OSError, ValueError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise UserError(f"{output} cannot be made: {reason}") from error
-    return Merged(output, proof)
+    return output
 
 
 def _save_processing(
@@ -165,35 +140,3 @@ def _save_processing(
     else:
         tokenizer = AutoTokenizer.from_pretrained(base, revision=revision)
     tokenizer.save_pretrained(folder)
-
-
-def _logits(model: PeftModel) -> tuple[list[list[float]], list[list[float]]] | None:
-    """A few logits of `model` and of its base; `None`, with a warning, if it takes more than tokens."""
-    with nonfatal("the comparison of logits"):
-        ids, entries = probes(model)
-        of_adapter = few_logits(model, ids, entries)
-        with model.disable_adapter():
-            return of_adapter, few_logits(model, ids, entries)
-    return None
-
-
-def _proof(folder: Path, before: tuple[list[list[float]], list[list[float]]] | None, dtype: torch.dtype) -> str:
-    """A line on the logits of the model in `folder`, next to those of [`_logits`] before it was merged.
-
-    Raises:
-        UserError: they are not the adapter's.
-    """
-    model = load_model(str(folder), dtype=dtype).eval()
-    if before is None:
-        return "its logits could not be compared with the adapter's"
-    comparison = compare_logits(few_logits(model, *probes(model)), *before, dtype)
-    difference, effect, tolerance = comparison
-    figures = f"largest difference of logits {difference:.2g} ({plain(dtype)}), adapter against base {effect:.2g}"
-    # In half precision a deep model rounds by hundredths of an effect; what is lost or added twice is a large part.
-    if not difference <= max(tolerance, effect / 4):
-        raise UserError(
-            f"the merged model does not answer like the adapter on its base: {figures}; nothing is written"
-        )
-    if difference > effect / 2:
-        return f"{figures}: the adapter does less than {plain(dtype)} rounds; merge it in float32"
-    return f"it answers like the adapter on its base: {figures}"

@@ -1,4 +1,4 @@
-"""Publish an adapter: check it, prove that it loads, upload it in one commit, and download it again."""
+"""Publish an adapter: check that it loads, upload it in one commit, and download it again."""
 
 import filecmp
 import json
@@ -11,17 +11,14 @@ from pathlib import Path
 import yaml
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.utils import validate_repo_id
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from ...errors import UserError
 from ...trainers.run.card import code
-from ...trainers.run.logits import LOGITS, prove
 from ...utils.nonfatal import nonfatal
 from ..cli.one_line import OneLineParser
 from ..report.page import NAME as PAGE
 from ..report.page import write_report
-from .loading import TOKENIZER
+from .loading import TOKENIZER, check_loads, find_base
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -33,7 +30,7 @@ PROCESSING = (
     "preprocessor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
 # All that is sent: no optimizer states, no pickles, no logs.
-FILES = (CONFIG, WEIGHTS, CARD, "training.png", LOGITS, *PROCESSING)
+FILES = (CONFIG, WEIGHTS, CARD, "training.png", *PROCESSING)
 
 
 def _rename_on_card(card: ModelCard, old_base: str, base: str, repo: str) -> None:
@@ -51,22 +48,21 @@ def _rename_on_card(card: ModelCard, old_base: str, base: str, repo: str) -> Non
 def stage(folder: Path, scratch: Path, repo: str, base: str | None = None) -> str:
     """Check `folder` and copy its published files into `scratch`; returns the base's name as readers find it.
 
-    The copied config has that name.
+    The copied config has that name. Plain PEFT loads the adapter on the base that it was trained on.
 
     Raises:
-        UserError: there is no adapter or no card, the card is of another base, values are not finite, or the base is
-            one that no reader has.
+        UserError: there is no adapter or no card, the adapter does not load, the card is of another base, values are
+            not finite, or the base is one that no reader has.
     """
     try:
         validate_repo_id(repo)
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         trained_on = str(config["base_model_name_or_path"])
         card = ModelCard.load(folder / CARD)
-        broken = [name for name, value in load_file(folder / WEIGHTS).items() if not value.isfinite().all()]
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise UserError(f"{folder} cannot be published as {repo}: {_one_line(error)}") from error
-    if broken:
-        raise UserError(f"{folder / WEIGHTS} holds values that are not finite, in {broken[0]}")
+    if not (folder / WEIGHTS).is_file():
+        raise UserError(f"{folder} has no {WEIGHTS}")
     base = base or trained_on
     base_on_card = card.data.base_model
     if Path(base).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w-]+", base):
@@ -76,6 +72,8 @@ def stage(folder: Path, scratch: Path, repo: str, base: str | None = None) -> st
         )
     if base_on_card not in {base, trained_on, Path(trained_on).name}:
         raise UserError(f"{folder / CARD} has base_model: {base_on_card}, but the adapter was trained on {trained_on}")
+    local = find_base(trained_on, folder)
+    check_loads(folder, local if Path(local).exists() else base)
     config["base_model_name_or_path"] = base
     _rename_on_card(card, base_on_card, base, repo)
     if not (folder / TOKENIZER).is_file():  # the quick start finds none next to the adapter
@@ -88,35 +86,28 @@ def stage(folder: Path, scratch: Path, repo: str, base: str | None = None) -> st
     return base
 
 
-def send(scratch: Path, repo: str, base: str, private: bool | None = None) -> str:
+def send(scratch: Path, repo: str, private: bool | None = None) -> str:
     """Publish the files that [`stage`] has left in `scratch` by one commit, or not at all.
 
-    Before the upload, plain PEFT has to return the logits that were recorded when the adapter was saved on `base` (Hub
-    id or folder). After it, the files are downloaded and compared. Returns a line on both checks.
+    The files are then downloaded and compared. Returns a line on that.
 
     Raises:
-        UserError: the adapter does not return the recorded logits, or the Hub or the connection refuses something.
+        UserError: the Hub or the connection refuses something.
     """
     api = HfApi()
-    proof = "no logits were recorded when it was saved"
     files = [path.name for path in scratch.iterdir()]
-    if LOGITS in files:
-        try:
-            proof = prove(scratch, base)
-        except UserError as error:
-            raise UserError(f"nothing was sent to {repo}: {error}; is {base} what it was trained on?") from error
     with tempfile.TemporaryDirectory() as back:
         try:
             api.create_repo(repo, private=private, exist_ok=True)
-            message = "Adapter, card and recorded logits"
+            message = "Adapter and card"
             commit = api.upload_folder(repo_id=repo, folder_path=scratch, commit_message=message)
             api.snapshot_download(repo, revision=commit.oid, local_dir=back)
         except Exception as error:  # the Hub, the connection and a disk raise errors without a common class
-            raise UserError(f"{repo}: {_one_line(error)}; the same command again goes on") from error
+            raise UserError(f"{repo}: {_one_line(error)}; type the same command again") from error
         _, differ, missing = filecmp.cmpfiles(scratch, back, files, shallow=False)
     if differ or missing:
         raise UserError(f"{repo} does not give back what was sent ({', '.join([*differ, *missing])})")
-    return f"published: {commit.repo_url} at {commit.oid[:8]}; downloaded and compared; {proof}"
+    return f"published: {commit.repo_url} at {commit.oid[:8]}; downloaded and compared"
 
 
 def _one_line(error: BaseException) -> str:
@@ -133,7 +124,6 @@ def run_publish(arguments: list[str]) -> int:
     parser.add_argument("adapter", type=Path, help="folder of the adapter")
     parser.add_argument("--repo", required=True, help="owner/name on the Hub; created if it does not exist")
     parser.add_argument("--base", help="Hub id of the base model, if the adapter was trained on a folder")
-    parser.add_argument("--base-folder", help="folder to load the base from for the proof, in place of the Hub")
     parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
     parser.add_argument("--completions", action="store_true", help="send prompts and completions, in the run's page")
     parser.add_argument("--check", action="store_true", help="only check the folder; nothing is sent")
@@ -155,5 +145,5 @@ def run_publish(arguments: list[str]) -> int:
         for result in data.eval_results or []:
             print(f"  {result.metric_name} on {result.dataset_name}: {result.metric_value}", flush=True)
         if not options.check:
-            print(send(scratch, options.repo, options.base_folder or base, options.private))
+            print(send(scratch, options.repo, options.private))
     return 0

@@ -1,10 +1,11 @@
 """A recipe's arguments, from a YAML file and the command line."""
 
+import inspect
 import math
 import os
 import re
 import sys
-from argparse import Namespace
+from argparse import SUPPRESS, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -198,12 +199,31 @@ def recipe_fields(types: Sequence[type], argv: Words = None, defaults: Defaults 
     options = {spelling for action in parser._actions for spelling in action.option_strings}
     check_options(argv, options)
     path = pop_options(argv, ("--config",))[0].get("--config")
+    if not {"-h", "--help"}.isdisjoint(argv):
+        _print_help(parser, types, "all" in argv)
+        sys.exit(0)
     parser.set_defaults_with_config(**defaults or {})
     words = [] if path is None else _words_of_file(path, parser)
     namespace, rest = parser.parse_known_args([*words, *argv])
     if rest:
         raise ConfigError(f"{' '.join(rest)!r} belongs to no option")
     return namespace
+
+
+def _print_help(parser: _Parser, types: Sequence[type], lists_all: bool) -> None:
+    """Print the options that this package adds, or all of them with TRL's and transformers'."""
+    ours = {"config", "help"}
+    for base in (base for kind in types for base in kind.__mro__):
+        if base.__module__.partition(".")[0] not in ("trl", "transformers"):
+            ours.update(inspect.get_annotations(base))
+    hidden = [] if lists_all else [action for action in parser._actions if action.dest not in ours]
+    for action in hidden:
+        action.help = SUPPRESS
+    parser.usage = "%(prog)s [--config FILE.yaml] [--FIELD VALUE ...]"
+    parser.print_help()
+    if hidden:
+        count = len({action.dest for action in hidden})
+        print(f"\n{count} further fields are those of TRL's config and ModelConfig: --help all lists them.")
 
 
 def _words_of_file(path: str, parser: _Parser) -> list[str]:

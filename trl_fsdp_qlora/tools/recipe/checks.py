@@ -74,6 +74,8 @@ def check_training(config: Any, model: ModelConfig) -> None:
     lines = [*mistakes(config), *mistakes(model)]
     if lines:
         raise ConfigError(lines[0])
+    if config.save_strategy == "steps" and not config.save_steps > 0:
+        raise ConfigError(f"save_steps={config.save_steps} saves nothing; save_strategy: no leaves checkpoints out")
     settings = vars(config)  # not every trainer has every field
     loss_types = settings.get("loss_type", [])
     known = DPO_LOSSES if isinstance(config, DPOConfig) else GRPO_LOSSES
@@ -98,6 +100,8 @@ def check_installed(package: str, setting: str) -> None:
 
 def check_adapter(name: str) -> PeftConfig:
     """The config of the PEFT adapter `name`, in a folder or on the Hub; raises [`ConfigError`] if it is no adapter."""
+    if is_missing_folder(name):
+        raise ConfigError(f"adapter={name!r} cannot be loaded: there is no such folder{mistyped_path(name)}")
     try:
         return PeftConfig.from_pretrained(name)
     except (OSError, ValueError, TypeError) as error:
@@ -107,21 +111,23 @@ def check_adapter(name: str) -> PeftConfig:
 def _loaded(auto_class: type, name: str | None, revision: str | None, field: str) -> Any:
     if not name:
         raise ConfigError(f"{field} is not set; name a folder or a model on the Hub")
+    if is_missing_folder(name):
+        raise ConfigError(f"{field}={name!r}: there is no such folder{_how_it_is_made(name)}")
     try:
         return auto_class.from_pretrained(name, revision=revision)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-        if is_missing_folder(name):
-            raise ConfigError(f"{field}={name!r}: there is no such folder{_how_it_is_made(name)}") from error
         raise ConfigError(f"{field}={name!r} cannot be loaded: {_first_line(error)}{mistyped_path(name)}") from error
 
 
 def is_missing_folder(name: str) -> bool:
     """Whether `name` can only be meant as a folder of this machine, and there is none.
 
-    A model on the Hub is called `name` or `owner/name`; recipes call the folders of their own results `runs/name`.
+    A model on the Hub is called `name` or `owner/name`. If a folder called `owner` is here, one in it is meant.
     """
+    path = Path(name)
     is_hub_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) and not name.startswith("runs/")
-    return not is_hub_id and not Path(name).exists()
+    is_inside = len(path.parts) > 1 and Path(path.parts[0]).is_dir()
+    return (not is_hub_id or is_inside) and not path.exists()
 
 
 def check_teacher(name: str | None, loading: dict[str, Any] | None = None) -> None:

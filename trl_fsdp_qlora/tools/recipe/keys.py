@@ -1,19 +1,51 @@
-"""Keys of a recipe's YAML file and options of its command line: unknown ones are refused with the nearest known one.
+"""Options of a command and keys of its YAML file: an unknown one is refused, with the nearest known one.
 
-Nothing here imports torch, TRL or transformers, so a command can answer a typo before it imports them.
+A command asks before it imports torch: [`refuse_unknown`] reads the names in the source files of config classes, those
+of TRL and transformers that are installed here. The parser asks once more with the names of its own fields.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from itertools import takewhile
+import re
+from collections.abc import Collection, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ...errors import UserError, did_you_mean, mistyped_path
-from .trl_keys import in_our_words
+from ...trainers.methods import METHODS
 
+_PACKAGE = Path(__file__).parents[2]
 _NEAR = 0.75  # similarity of a name that is worth a guess
+# The files with the fields of a recipe, and of one method. A name in a path is a library's or a room's.
+_OF_MODEL = ("trl/trainer/model_config.py",)
+_OF_RECIPES = (
+    *_OF_MODEL, "trl/trainer/base_config.py", "transformers/training_args.py",
+    "trl_fsdp_qlora/tools/recipe/arguments.py",
+)  # fmt: skip
+_OF_METHODS: dict[str, tuple[str, ...]] = {
+    **{
+        method.command: (
+            f"trl_fsdp_qlora/trainers/{method.room}/config.py",
+            f"trl/trainer/{(method.stock or 'grpo').lower()}_config.py",
+            *(() if method.stock else ("trl_fsdp_qlora/trainers/grpo/config.py",)),
+            *(("trl_fsdp_qlora/tools/recipe/pairs.py",) if method.is_paired else ()),
+        )
+        for method in METHODS
+    },
+    "sft": ("trl/trainer/sft_config.py",),
+    "distillation": ("trl/trainer/distillation_config.py",),
+    "sdft": ("trl/experimental/sdft/sdft_config.py", "trl_fsdp_qlora/tools/recipe/privileged.py"),
+}
+# Any trainer's fields.
+_OF_ALL = (*_OF_RECIPES, *(path for paths in _OF_METHODS.values() for path in paths), "trl/**/*_config.py")
+FILES = {
+    **{command: (*_OF_RECIPES, *paths) for command, paths in _OF_METHODS.items()},
+    "evaluate": _OF_RECIPES[-1:],
+    "dequantize": _OF_MODEL,
+    "merge": (), "small-base": (), "publish": (), "report": (),
+    "plan": _OF_ALL, "compare": _OF_ALL,
+}  # fmt: skip
 
 
 class ConfigError(UserError):
@@ -26,63 +58,79 @@ class UnknownKeys(ConfigError):
     keeps_lines = True
 
 
-def check_options(words: Sequence[str], known: Collection[str]) -> None:
-    """Refuse options that are not in `known`.
+def refuse_unknown(command: str, sources: Sequence[Path], words: Sequence[str], config: str | None) -> None:
+    """Refuse options in `words`, and keys of the YAML file `config`, that `command` does not take.
 
-    A [`ConfigError`] names the nearest option, or this package's option for one of TRL's.
+    `sources` are the files of the command and of its script. Nothing is refused if a file cannot be read.
     """
-    unknown = {}
-    for i, word in enumerate(words):
-        option, is_assigned, value = word.partition("=")
-        if not word.startswith("--") or option in known:
-            continue
-        values = [value] if is_assigned else list(takewhile(_is_value, words[i + 1 :]))
-        unknown[option] = in_our_words(_key(option), values[0] if len(values) == 1 else values)
-    _refuse(unknown, known)
-
-
-def _is_value(word: str) -> bool:
-    return not word.startswith("--")
-
-
-def _key(option: str) -> str:
-    return option.removeprefix("--").replace("-", "_")
-
-
-def check_keys(config: Mapping[str, Any], known: Collection[str], path: str | Path) -> None:
-    """Refuse keys of the file at `path` that are not in `known`, all at once.
-
-    A [`ConfigError`] names the nearest keys, or this package's keys for those of TRL's configs.
-    """
-    unknown = {key: in_our_words(str(key), value) for key, value in config.items() if key not in known}
-    _refuse(unknown, known, f"{path}: ")
-
-
-def _refuse(lines: Mapping[Any, str | None], known: Collection[str], lead: str = "") -> None:
-    """Raise an error with a line for each unknown key: that of the table in `lines`, or the nearest known key."""
-    if not lines:
+    if command not in FILES:
         return
-    nearest = {*known} - {"help", "--help"}
-    translated = [line for line in lines.values() if line is not None]
-    unknown = [
-        f"unknown key {key!r}{did_you_mean(str(key), nearest, _NEAR)}" for key, line in lines.items() if line is None
-    ]
-    if translated:
-        head = f"{lead}keys of TRL that have another name here, or none (docs/coming_from.md):"
-        raise UnknownKeys("\n  ".join([head, *translated, *unknown]))
-    if len(unknown) > 1:
-        raise UnknownKeys("\n  ".join([f"{lead}{len(unknown)} keys that no field has", *unknown]))
-    raise ConfigError(f"{lead}{unknown[0]}")
+    try:
+        texts = [path.read_text(encoding="utf-8") for path in (*sources, *_paths(FILES[command]))]
+    except OSError:  # another version of a library keeps its class elsewhere; the parser answers alone
+        return
+    keys = {"env", *(name for text in texts for name in re.findall(r"^    (\w+): \S", text, re.MULTILINE))}
+    options = {"--config", "--help", *(name for text in texts for name in re.findall(r'"(--[\w-]+)"', text))}
+    for name in keys:
+        options |= {f"--{name}", f"--no_{name}", f"--{name.replace('_', '-')}", f"--no-{name.replace('_', '-')}"}
+    check_options(words, options)
+    if config is not None:
+        check_keys(read_yaml(config), keys, config)
+
+
+def _paths(patterns: Sequence[str]) -> Iterator[Path]:
+    for pattern in patterns:
+        library, _, path = pattern.partition("/")
+        spec = find_spec(library)  # imports nothing of it
+        folder = (
+            Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else Path(library)
+        )
+        yield from folder.glob(path) if "*" in path else [folder / path]
+
+
+def check_options(words: Sequence[str], known: Collection[str]) -> None:
+    """Refuse options that are not in `known`; a [`ConfigError`] names the nearest ones."""
+    options = [word.partition("=")[0] for word in words if word.startswith("--")]
+    _refuse([option for option in options if option not in known], known)
+
+
+def check_keys(config: Collection[str], known: Collection[str], path: str | Path) -> None:
+    """Refuse keys of the file at `path` that are not in `known`, all at once, with the nearest ones."""
+    _refuse([key for key in config if key not in known], known, f"{path}: ")
+
+
+def _refuse(unknown: Sequence[Any], known: Collection[str], lead: str = "") -> None:
+    if not unknown:
+        return
+    lines = []
+    for key in unknown:
+        near = did_you_mean(str(key), {*known} - {"help", "--help"}, _NEAR)
+        lines.append(f"unknown key {key!r}{near or '; docs/coming_from.md has what keys of TRL are called here'}")
+    if len(lines) == 1:
+        raise ConfigError(f"{lead}{lines[0]}")
+    raise UnknownKeys("\n  ".join([f"{lead}{len(lines)} keys that no field has", *lines]))
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is in a mapping twice, of which YAML would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key, _ in node.value:
+            if str(key.value) in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key.value!r} is there twice", problem_mark=key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
 
 
 def read_yaml(path: str | Path, option: str = "--config") -> dict[str, Any]:
     """The mapping in a YAML file, which `option` names on the command line.
 
     Raises:
-        ConfigError: there is no such file, it is no YAML (with the line), or it is no mapping.
+        ConfigError: there is no such file, it is no YAML (with the line), it has a key twice, or it is no mapping.
     """
     try:
-        config = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
+        config = yaml.load(Path(path).read_text(encoding="utf-8-sig"), _Loader)
     except OSError as error:
         raise ConfigError(f"{option} {path}: {error.strerror}{mistyped_path(path)}") from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:

@@ -12,11 +12,15 @@ from torch import nn
 from trl.data_utils import maybe_extract_prompt
 
 from ...engines.decode.completions import generate, over_ranks
+from ...errors import mistyped_path
 from ...utils.files import written_whole
+from ...utils.plain import counted
+from ..cli.one_line import pop_options
 from ..data.answers import DatasetError, answers_match, extract_answer, parse_gold
 from ..data.datasets import is_conversation, read_rows
 from ..evaluation.accuracy import encode, generation_configs
-from .arguments import ScriptArguments, option
+from .arguments import ConfigError, ScriptArguments, option
+from .script import say
 
 FIELDS = ("prompt", "chosen", "rejected")
 
@@ -125,9 +129,18 @@ def write_pairs(path: str | Path, pairs: list[dict]) -> None:
         scratch.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs), encoding="utf-8")
 
 
-def must_be_made(source: str) -> bool:
-    """Whether `pairs` names a file of JSON lines that does not exist yet."""
-    return source.endswith(".jsonl") and not Path(source).is_file()
+def must_be_made(source: str, words: Sequence[str] = ()) -> bool:
+    """Whether `pairs` names a file of JSON lines that does not exist yet, which is then made.
+
+    Raises:
+        ConfigError: the command line `words` names it; whoever does so has such a file.
+    """
+    if not source.endswith(".jsonl") or Path(source).is_file():
+        return False
+    if "--pairs" in pop_options(words, ("--pairs",))[0]:
+        hint = mistyped_path(source) or "; a recipe's own file, its key `pairs`, is made of its `dataset`"
+        raise ConfigError(f"--pairs {source}: there is no such file{hint}")
+    return True
 
 
 def read_pairs(source: str | Path, split: str = "train") -> Dataset:
@@ -135,6 +148,7 @@ def read_pairs(source: str | Path, split: str = "train") -> Dataset:
 
     Each pair then has a `prompt`, and the other columns of its source. Without a prompt it is what both answers begin
     with. A text as a prompt of two conversations that begin with it (as in `ultrafeedback_binarized`) is left out.
+    Pairs of two equal answers, from which nothing can be learned, are left out with a line.
 
     Args:
         source: a file, a folder or a name on the Hub, or a function by import path, as the field `dataset` of a
@@ -148,7 +162,14 @@ def read_pairs(source: str | Path, split: str = "train") -> Dataset:
     dataset = rows if isinstance(rows, Dataset) else Dataset.from_list(list(rows))
     if not len(dataset):
         raise DatasetError(f"{source} holds no pairs")
-    return dataset.map(_with_prompt, with_indices=True, fn_kwargs={"source": source}, keep_in_memory=True)
+    pairs = dataset.map(_with_prompt, with_indices=True, fn_kwargs={"source": source}, keep_in_memory=True)
+    answers = zip(pairs["chosen"], pairs["rejected"], strict=True)
+    different = [index for index, (chosen, rejected) in enumerate(answers) if chosen != rejected]
+    if not different:
+        raise DatasetError(f"{source}: the two answers of every pair are equal, and nothing can be learned from them")
+    if len(different) < len(pairs):
+        say(f"left {counted(len(pairs) - len(different), 'pair')} of {source} out whose two answers are equal")
+    return pairs.select(different)
 
 
 def _with_prompt(row: dict, index: int, source: str | Path) -> dict:

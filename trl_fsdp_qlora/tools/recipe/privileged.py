@@ -38,8 +38,12 @@ def privileged(problem: dict, template: str) -> str | None:
     return asked_for.sub(lambda found: str(values[found[1]]), template)
 
 
-def privileged_prompts(script: SDFTScriptArguments) -> Dataset:
+def privileged_prompts(script: SDFTScriptArguments, problems: Sequence[dict] | None = None) -> Dataset:
     """The training problems that the teacher can be told about: `prompt` and `privileged_context`.
+
+    Args:
+        script: the recipe's script arguments.
+        problems: the training problems, if they were read before.
 
     Raises:
         ConfigError: there are none, or the template asks for something else.
@@ -50,7 +54,8 @@ def privileged_prompts(script: SDFTScriptArguments) -> Dataset:
         raise ConfigError(
             f"privileged_template={script.privileged_template!r}: nothing fills in {other}; {known} are known"
         )
-    problems = load_problems(script).train
+    if problems is None:
+        problems = load_problems(script).train
     contexts: Sequence[str | None] = [privileged(problem, script.privileged_template) for problem in problems]
     solved = [index for index, context in enumerate(contexts) if context is not None]
     if not solved:

@@ -116,7 +116,7 @@ def _sample(args: ScriptArguments, problems: list[dict]) -> list[dict]:
     return shuffled[:count]
 
 
-def _to_measure(args: ScriptArguments, problems: Sequence[dict]) -> list[dict]:
+def _graded_sample(args: ScriptArguments, problems: Sequence[dict]) -> list[dict]:
     """A sample of the problems on which accuracy can be measured; a line has what is left out, and the texts."""
     gradable = _gradable(args, problems)
     if not gradable:
@@ -137,27 +137,29 @@ def _is_text(problem: dict) -> bool:
 
 
 def load_data(args: ScriptArguments) -> tuple[Dataset, Dataset | None]:
-    """Load the training prompts and the prompts to measure on, without overlap.
-
-    `accuracy_on` and `eval_problems` choose the second. It is `None` if nothing is held out, or if no answer of what
-    is held out can be graded; a line has the reason.
-    """
+    """Load the training prompts and the prompts to measure on, see [`to_measure`], without overlap."""
     problems = load_problems(args)
-    train = prompts_of(args, problems.train)
+    return prompts_of(args, problems.train), to_measure(args, problems)
+
+
+def to_measure(args: ScriptArguments, problems: Problems) -> Dataset | None:
+    """The prompts of `problems` to measure on, which `accuracy_on` and `eval_problems` choose; a line has the counts.
+
+    It is `None` if nothing is held out, or if no answer of what is held out can be graded; a line has the reason.
+    """
     is_on_test = args.accuracy_on == "test"
-    to_measure = problems.test if is_on_test else problems.validation
-    sample = _to_measure(args, to_measure or [])
+    held_out = problems.test if is_on_test else problems.validation
+    sample = _graded_sample(args, held_out or [])
+    count = counted(len(problems.train), "training problem")
     if not sample:
         if not args.skip_accuracy:
             say(f"accuracy is not measured: {_NO_ANSWER}")
-        held_out = f"{len(to_measure):,} held out" if to_measure else "none held out"
-        say(f"data: {counted(len(train), 'training problem')} from {args.dataset}; {held_out}")
-        return train, None
-    measured = prompts_of(args, sample)
+        say(f"data: {count} from {args.dataset}; {f'{len(held_out):,}' if held_out else 'none'} held out")
+        return None
     aside = f"; {len(problems.validation)} kept for validation" if problems.validation and is_on_test else ""
     kind = "held-out" if is_on_test else "validation"
-    say(f"data: {len(train):,} training and {counted(len(measured), f'{kind} problem')} from {args.dataset}{aside}")
-    return train, measured
+    say(f"data: {count} and {counted(len(sample), f'{kind} problem')} from {args.dataset}{aside}")
+    return prompts_of(args, sample)
 
 
 def load_held_out(args: ScriptArguments) -> Dataset:
@@ -176,7 +178,7 @@ def load_held_out(args: ScriptArguments) -> Dataset:
         test = _read(args, args.eval_dataset or args.dataset, args.eval_split, graded=False)
         if args.eval_dataset is None and not has_splits(args.dataset):
             say(f"measuring on all of {args.dataset}; --held_out as in a recipe takes what its training left out")
-    test = _to_measure(args, test)
+    test = _graded_sample(args, test)
     if not test:
         raise DatasetError(f"{args.eval_dataset or args.dataset!r}: {_NO_ANSWER}")
     say(f"data: {counted(len(test), 'problem')} from {args.eval_dataset or args.dataset}")

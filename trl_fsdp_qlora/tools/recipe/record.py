@@ -5,6 +5,8 @@ This is the held-out accuracy between steps, the record in `metrics.json`, and a
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,11 @@ import xxhash
 from accelerate import PartialState
 from accelerate.utils import broadcast
 from datasets import Dataset
-from transformers import TrainerCallback
+from torch import nn
+from transformers import TrainerCallback, TrainingArguments
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_callback import ExportableState
+from trl.models import unwrap_model_for_generation
 
 from ...compat.transformers import model_name, quantization_of, tokenizer_of
 from ...trainers.run.checkpoints import describe_data, differences
@@ -125,7 +130,7 @@ def measured_on(trainer: Any, script: ScriptArguments, test: Dataset, has_agent:
         "problems": describe_data(test, rows=len(test)),
         "chat template": xxhash.xxh3_64(str(tokenizer.chat_template).encode()).hexdigest(),
         "answer_format": script.answer_format,
-        "max_completion_length": args.max_completion_length,
+        "max_completion_length": completion_length(args, script),
         "dtype": model.dtype,
         "mixed precision": trainer.accelerator.mixed_precision,
         "quantization": {name: value for name, value in quantization.items() if not name.startswith("_")},
@@ -135,6 +140,27 @@ def measured_on(trainer: Any, script: ScriptArguments, test: Dataset, has_agent:
     for name in ("max_tool_calling_iterations", "chat_template_kwargs"):
         depends_on[name] = vars(args).get(name) if has_agent else None
     return plain(depends_on)
+
+
+def completion_length(args: TrainingArguments, script: ScriptArguments) -> int:
+    """Length limit of a measured completion: a field of the config, or of the script for trainers that draw none."""
+    return vars(args).get("max_completion_length") or vars(script)["max_completion_length"]
+
+
+def can_measure(trainer: Any) -> bool:
+    """Whether accuracy can be measured: a trainer that draws nothing cannot generate with sharded weights."""
+    return hasattr(trainer, "generating") or not (trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled())
+
+
+@contextmanager
+def _generating(trainer: Any) -> Iterator[tuple[nn.Module, bool]]:
+    """A model to generate with, and whether a forward is collective."""
+    if hasattr(trainer, "generating"):
+        with trainer.clock.phase("accuracy"), trainer.generating() as ready:
+            yield ready
+    else:
+        with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
+            yield model, False
 
 
 def format_result(result: dict[str, Any]) -> str:
@@ -161,22 +187,13 @@ class AccuracyCallback(TrainerCallback):
         self.judge = judge_of(script)
 
     def begin(self, step: int) -> None:
-        """Pair what is measured from `step` on with nothing that was measured on something else.
-
-        The record keeps the figure from before training for a run that measures on the same again.
-        """
+        """Leave the accuracy before training out if what is measured from `step` on is something else."""
         content = self.record.content
         now = measured_on(self.trainer, self.script, self.test, self.agent is not None)
-        left_out = content.pop("before_left_out", None)
-        if "before" not in content and left_out is not None:
-            content["before"] = left_out["before"]
-            content["measured_on"] = left_out["measured_on"]
         changed = differences(content.get("measured_on") or now, now)
-        if changed and "before" in content:
-            because = "; ".join(changed)
-            left_out = {"before": content.pop("before"), "measured_on": content["measured_on"], "because": because}
-            content["before_left_out"] = left_out
+        if changed and content.pop("before", None):
             content["accuracy_since"] = step
+            because = "; ".join(changed)
             say(f"the accuracy before training is left out: it was measured on something else ({because})")
         self.record.put(measured_on=now)
 
@@ -185,12 +202,12 @@ class AccuracyCallback(TrainerCallback):
         trainer = self.trainer
         script = self.script
         args = trainer.args
-        with trainer.clock.phase("accuracy"), trainer.generating() as (model, synced_gpus):
+        with _generating(trainer) as (model, synced_gpus):
             return evaluate(
                 model,
                 trainer.processing_class,
                 self.test,
-                max_new_tokens=args.max_completion_length,
+                max_new_tokens=completion_length(args, script),
                 answer_format=script.answer_format,
                 seed=args.seed,
                 batch_size=script.accuracy_batch_size,
@@ -205,14 +222,13 @@ class AccuracyCallback(TrainerCallback):
 
     @nonfatal("the model card")
     def fill_card(self, last: Evaluation, step: int, when: str | None = None) -> None:
-        """Put the accuracy before training, and `last` at `step`, on the card."""
-        card = self.trainer.card_info
+        """Put the accuracy before training, and `last` at `step`, on the card; trainers of TRL's own have none."""
+        card = getattr(self.trainer, "card_info", None)
+        if card is None:
+            return
         kind = "held-out" if self.script.accuracy_on == "test" else "validation"
         measured = {"before": self.record.content.get("before"), when or f"after {step} steps": last.as_dict()}
         results = {name: format_result(each) for name, each in measured.items() if each}
-        left_out = self.record.content.get("before_left_out")
-        if left_out is not None:
-            results = {"before": f"left out, measured on something else ({left_out['because']})", **results}
         card.results = {f"{kind} accuracy, {name}": result for name, result in results.items()}
         card.accuracy = last.as_dict()
         card.accuracy_on = self.script.accuracy_on

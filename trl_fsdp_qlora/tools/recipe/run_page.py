@@ -65,8 +65,11 @@ class RunPage(TrainerCallback):
         self.record = record
         self.warnings = warnings
         self.folder = Path(trainer.args.output_dir)
+        if hasattr(trainer, "generation_batches"):
+            trainer.generation_batches.keeps = True
+        card = getattr(trainer, "card_info", None)  # trainers of TRL's own have none
         # Those of a resumed run's first part, and of the trainer's construction.
-        self._earlier = [*(record.content.get("warnings") or []), *trainer.card_info.warnings]
+        self._earlier = [*(record.content.get("warnings") or []), *([] if card is None else card.warnings)]
 
     def on_train_begin(self, args, state, control, **kwargs):
         if args.push_to_hub:  # a page with completions may be there, of an earlier part that was not pushed
@@ -82,21 +85,22 @@ class RunPage(TrainerCallback):
 
     @nonfatal("keeping completions")
     def _keep_completions(self, step: int) -> None:
-        drawn = self.trainer.generation_batches.last
-        self.trainer.generation_batches.last = None
-        if drawn is not None:
+        batches = getattr(self.trainer, "generation_batches", None)
+        if batches is not None and batches.last is not None:
+            drawn, batches.last = batches.last, None
             write_completions(self.folder, step, drawn)
 
     @nonfatal("the page of the run")
     def write(self) -> Path | None:
         """[`write_page`] of what the run has left so far."""
         texts = dict.fromkeys([*self._earlier, *self.warnings.texts])
-        self.record.put(
-            history=self.trainer.state.log_history,
-            startup=self.trainer.startup.block,
-            warnings=list(texts),
-            reward_weights=dict(
-                zip(self.trainer.reward_func_names, self.trainer.reward_weights.tolist(), strict=True)
-            ),
-        )
+        trainer = self.trainer
+        about = {}
+        if hasattr(trainer, "startup"):
+            about["startup"] = trainer.startup.block
+        if hasattr(trainer, "reward_func_names"):
+            about["reward_weights"] = dict(
+                zip(trainer.reward_func_names, trainer.reward_weights.tolist(), strict=True)
+            )
+        self.record.put(history=trainer.state.log_history, warnings=list(texts), **about)
         return write_page(self.folder, self.trainer.args.push_to_hub)

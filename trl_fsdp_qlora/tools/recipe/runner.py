@@ -4,6 +4,7 @@ import inspect
 import shlex
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from ...errors import UserError
 from ...trainers.run.card import hardware, software
 from ...trainers.run.checkpoints import last_step, resolve_resume, step_of
 from ...trainers.run.stopping import stopping_after_step
-from ...trainers.run.terminal import TimeLeft, use_terminal
+from ...trainers.run.terminal import use_terminal
 from ...utils import files as disk
 from ...utils import redaction
 from ...utils.nonfatal import nonfatal
@@ -27,6 +28,7 @@ from ...utils.ranks import on_main
 from ..cli import launch
 from ..cli.one_line import pop_options
 from ..data.rewards import checked, get_reward
+from ..report.page import NAME as PAGE
 from .arguments import ConfigError, ScriptArguments
 from .checks import lora_config
 from .episodes import OWN_REWARD, agent_of, with_tool_format
@@ -37,13 +39,15 @@ from .record import (
     RunRecord,
     TimeLimit,
     as_words,
+    can_measure,
     code_in,
+    completion_length,
     format_result,
     keep_paths,
     kept_paths,
 )
-from .run_page import KeptWarnings, RunPage, write_page
-from .script import command_that_goes_on, say, say_where_from
+from .run_page import KeptWarnings, RunPage
+from .script import command_that_goes_on, say
 from .threads import fit_threads
 
 
@@ -171,9 +175,15 @@ def evaluate_line(output_dir: str, script: ScriptArguments, adapter: bool = True
 def next_commands(output_dir: str, script: ScriptArguments, is_adapter: bool) -> str:
     """Lines with what to type when a run is finished."""
     lines = [f"  measure it: {evaluate_line(output_dir, script, is_adapter)}"]
+    served = output_dir
     if is_adapter:
-        merge = ["trl-fsdp-qlora", "merge", "--adapter", output_dir, "--output", f"{output_dir.rstrip('/')}-merged"]
+        served = f"{output_dir.rstrip('/')}-merged"
+        merge = ["trl-fsdp-qlora", "merge", "--adapter", output_dir, "--output", served]
         lines.append(f"  merge it:   {shlex.join(merge)}")
+    served = shlex.quote(served)
+    lines.append(f"  chat:       transformers serve {served}, and in another terminal transformers chat {served}")
+    if Path(output_dir, PAGE).is_file():
+        lines.append(f"  see it:     open {shlex.quote(str(Path(output_dir, PAGE)))} in a browser")
     return "\n".join(lines)
 
 
@@ -199,17 +209,15 @@ def _finished_text(trainer: Any, script: ScriptArguments) -> str:
 
 
 def _begin_record(
-    record: RunRecord, trainer: Any, script: ScriptArguments, resume: str | None, is_measured: bool
+    record: RunRecord, trainer: Any, script: ScriptArguments, model: ModelConfig, resume: str | None, is_measured: bool
 ) -> None:
     """Write the settings of a run; a run that does not resume begins with an empty record."""
     args = trainer.args
     record.content.pop("after", None)  # of weights that are about to change
     if resume is None:
         record.content = {}  # the record of a run that left no checkpoint
-    elif is_measured and record.content.keys().isdisjoint({"before", "before_left_out"}):
+    elif is_measured and "before" not in record.content:
         say(f"{record.path} does not hold the accuracy from before training, which a resumed run cannot measure")
-    card = trainer.card_info
-    model = card.settings[1] if card.settings else ModelConfig()
     about = {"dataset": script.dataset, "model": model_name(trainer.model), "seed": args.seed}
     record.put(
         hardware=hardware(),
@@ -226,53 +234,70 @@ def _begin_record(
 def _begin_card(trainer: Any, script: ScriptArguments, test: Dataset | None) -> None:
     """Put on the card what is known before training."""
     card = trainer.card_info
-    card.dataset = script.dataset
+    card.dataset = script.dataset or vars(script)["pairs"]
     card.license = script.license
     card.data_license = script.data_license
-    card.quickstart_prompt = (test or trainer.train_dataset)[0]["prompt"]
-    card.max_new_tokens = trainer.args.max_completion_length
+    card.quickstart_prompt = (test or trainer.train_dataset)[0].get("prompt")
+    card.max_new_tokens = completion_length(trainer.args, script)
     card.command = launch.launch_words()
     card.recipe_file = pop_options(sys.argv, ("--config",))[0].get("--config")
 
 
-def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resume: str | bool | None) -> dict:
+def run_recipe(
+    trainer: Any,
+    script: ScriptArguments,
+    test: Dataset | None,
+    resume: str | bool | None,
+    model: ModelConfig | None = None,
+) -> dict:
     """Measure, train, measure again, and save.
 
-    The output folder then has adapter, card, `metrics.json`, `training.png` and the page of the run, `report.html`.
+    The output folder then has adapter, `metrics.json`, `training.png`, the page of the run, `report.html`, and the
+    card of a trainer of this package.
 
     Args:
-        trainer: a trainer that has not trained yet.
+        trainer: a trainer that has not trained yet, of this package or of TRL's own.
         script: the recipe's script arguments.
         test: held-out prompts; `None` if there are none to measure on.
         resume: `resume_from_checkpoint`.
+        model: the recipe's model arguments.
 
     Raises:
         UserError: at the very end, if no completion of the whole run got a reward.
     """
-    with trainer.checkpointing.alone(), KeptWarnings() as warnings:
+    is_ours = hasattr(trainer, "card_info")
+    with trainer.checkpointing.alone() if is_ours else nullcontext(), KeptWarnings() as warnings:
         args = trainer.args
         record = RunRecord(args.output_dir)
-        resume = trainer.checkpointing.resume_from(resume)
+        if is_ours:
+            resume = trainer.checkpointing.resume_from(resume)
+        else:
+            resume = on_main(lambda: resolve_resume(args.output_dir, resume))
         if is_finished(record, trainer, script, resume):
             say(_finished_text(trainer, script))
             return record.content
-        say_where_from(resume)
-        is_measured = not script.skip_accuracy and test is not None
-        _begin_record(record, trainer, script, resume, is_measured)
-        _begin_card(trainer, script, test)
+        if resume is not None:
+            say(f"going on from {resume}")
+        is_measured = not script.skip_accuracy and test is not None and can_measure(trainer)
+        _begin_record(record, trainer, script, model or ModelConfig(), resume, is_measured)
+        if is_ours:
+            _begin_card(trainer, script, test)
         limit = None if script.max_train_seconds is None else TimeLimit(script.max_train_seconds)
         accuracy = AccuracyCallback(trainer, script, test, record) if is_measured else None
         if accuracy is not None:
             accuracy.begin(0 if resume is None else step_of(resume))
         page = RunPage(trainer, record, warnings)
-        trainer.generation_batches.keeps = True
         for callback in filter(None, (limit, accuracy, page)):
             trainer.add_callback(callback)
         use_terminal(trainer)
-        trainer.go_on = command_that_goes_on()
 
         started = time.perf_counter()
-        trainer.train(resume_from_checkpoint=resume)
+        if is_ours:
+            trainer.go_on = command_that_goes_on()
+            trainer.train(resume_from_checkpoint=resume)
+        else:
+            with stopping_after_step(trainer, command_that_goes_on()):
+                trainer.train(resume_from_checkpoint=resume)
         trainer.save_model(_internal_call=True)  # before a measurement or a picture can fail
         seconds = time.perf_counter() - started - (0 if accuracy is None else accuracy.seconds_before)
         record.put(train_seconds=seconds, history=trainer.state.log_history)
@@ -285,8 +310,9 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
             results = "  ->  ".join(map(format_result, measured))
             accuracy.fill_card(after, trainer.state.global_step, "after")
         picture = record.draw() if PartialState().is_main_process else None
-        trainer.card_info.picture = None if picture is None else picture.name
-        trainer.create_model_card(Path(args.output_dir).name)
+        if is_ours:
+            trainer.card_info.picture = None if picture is None else picture.name
+            trainer.create_model_card(Path(args.output_dir).name)
         record.put(finished_step=trainer.state.global_step)
         if limit is not None:
             record.put(limited_seconds=limit.spent, stopped_by_seconds=limit.seconds if limit.reached else None)
@@ -294,53 +320,17 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
         if args.push_to_hub:
             trainer.push_to_hub(commit_message="Model save", revision=args.hub_revision)
         is_adapter = is_peft_model(trainer.accelerator.unwrap_model(trainer.model))
+        card = ["card"] if is_ours else []
         pictures = [path.name for path in (picture, page_path) if path is not None]
-        files = ["adapter" if is_adapter else "model", "card", "metrics.json", *pictures]
+        files = ["adapter" if is_adapter else "model", *card, "metrics.json", *pictures]
         say(f"{', '.join(files[:-1])} and {files[-1]} are in {args.output_dir}")
         say(next_commands(args.output_dir, script, is_adapter))
         if results:
             say(results)
-        if trainer.generation_batches.scored.nothing_scored:
+        scored = getattr(getattr(trainer, "generation_batches", None), "scored", None)
+        if scored is not None and scored.nothing_scored:
             raise UserError(
-                f"nothing was learned: {', '.join(trainer.reward_func_names)} gave none of "
-                f"{trainer.generation_batches.scored.drawn:,} completions a value (None or NaN for all); look at the "
-                "function and at the columns that it reads"
+                f"nothing was learned: {', '.join(trainer.reward_func_names)} gave none of {scored.drawn:,} "
+                "completions a value (None or NaN for all); look at the function and at the columns that it reads"
             )
         return record.content
-
-
-def train_with_trl(trainer: Any, doing: str, script: ScriptArguments, config: TrainingArguments, model: ModelConfig):
-    """Train with one of TRL's own trainers and save: `recipes/evaluate.py` measures what the output folder has.
-
-    Args:
-        trainer: a trainer that has not trained yet.
-        doing: what the terminal calls it, as in "teaching".
-        script: the recipe's script arguments; `max_train_seconds` is the only one that says how it is trained.
-        config: the trainer's config.
-        model: the model's arguments.
-    """
-    record = RunRecord(config.output_dir)
-    resume = on_main(lambda: resolve_resume(config.output_dir, config.resume_from_checkpoint))
-    if is_finished(record, trainer, script, resume):
-        say(_finished_text(trainer, script))
-        return
-    limit = None if script.max_train_seconds is None else TimeLimit(script.max_train_seconds)
-    for callback in filter(None, (limit, TimeLeft(doing))):
-        trainer.add_callback(callback)
-    say_where_from(resume)
-    started = time.perf_counter()
-    with stopping_after_step(trainer, command_that_goes_on()):
-        trainer.train(resume_from_checkpoint=resume)
-    seconds = time.perf_counter() - started
-    trainer.save_model()
-    record.put(
-        settings=measured_settings(script, config, model),
-        history=trainer.state.log_history,
-        train_seconds=seconds,
-        finished_step=trainer.state.global_step,
-        stopped_by_seconds=limit.seconds if limit is not None and limit.reached else None,
-    )
-    keep_paths(config.output_dir, script)
-    write_page(config.output_dir, config.push_to_hub)
-    is_adapter = Path(config.output_dir, "adapter_config.json").is_file()
-    say(f"model and tokenizer are in {config.output_dir}\n{next_commands(config.output_dir, script, is_adapter)}")

@@ -20,7 +20,7 @@ ARGUMENTS = "_arguments.json"
 # (by default TRANSFORMERS_VERBOSITY decides).
 _NOT_COMPARED = {
     "output_dir", "resume_from_checkpoint", "max_steps", "num_train_epochs", "max_train_seconds", "local_rank",
-    "ddp_local_rank", "run_name", "disable_tqdm",
+    "ddp_local_rank", "run_name", "disable_tqdm", "stage",
 }  # fmt: skip
 
 

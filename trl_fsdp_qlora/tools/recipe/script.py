@@ -6,6 +6,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -41,13 +42,13 @@ class PrintedWarnings(logging.Handler):
         logging.getLogger().removeHandler(self)
 
 
-def run_main(main: Callable[[], None]) -> None:
-    """Run a script; [`~trl_fsdp_qlora.tools.cli.one_line.in_one_line`] decides how it ends."""
+def run_main(main: Callable[..., None], *arguments: Any, **options: Any) -> None:
+    """Call `main` with these arguments; [`~trl_fsdp_qlora.tools.cli.one_line.in_one_line`] decides how it ends."""
     terminal.no_bars_in_files()
     # The libraries warn about each other, and a recipe's user can change nothing about it.
     warnings.simplefilter("ignore", FutureWarning)
     with in_one_line(), PrintedWarnings():
-        main()
+        main(*arguments, **options)
         # If the interpreter's end destroys the process group, gloo's threads sometimes abort a process that is done.
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -56,12 +57,6 @@ def run_main(main: Callable[[], None]) -> None:
 def command_that_goes_on() -> str:
     """The command that continues this run, as a line for a shell. Ask while the launcher is there."""
     return shlex.join([*launch.launch_words(), "--resume_from_checkpoint", "auto"])  # an option's last value counts
-
-
-def say_where_from(checkpoint: str | None) -> None:
-    """Print the checkpoint from which a run goes on; nothing for a fresh start."""
-    if checkpoint is not None:
-        say(f"going on from {checkpoint}")
 
 
 def say(text: str) -> None:

@@ -10,7 +10,7 @@ def fit_threads(model: torch.nn.Module) -> None:
 
     Torch's threads wait for each other in a loop after each of the model's short operations.
     While other processes use the machine, that is most of the time: 40 steps of the quickstart's base of 0.6M
-    parameters took 33 to 49 s with one thread, and 225 to 243 s with two, on two busy cores (docs/LOG.md).
+    parameters took 33 to 49 s with one thread, and 225 to 243 s with two, on two busy cores (dev/LOG.md).
     """
     parameters = list(model.parameters())
     if all(each.device.type == "cpu" for each in parameters) and sum(each.numel() for each in parameters) < SMALL:

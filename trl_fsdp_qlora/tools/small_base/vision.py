@@ -102,7 +102,7 @@ def new_vision_model(processor, seed: int):
     import torch
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
-    # Larger than transformers' 0.02, which suits wide layers (docs/LOG.md).
+    # Larger than transformers' 0.02, which suits wide layers (dev/LOG.md).
     shape = {"hidden_size": HIDDEN, "num_attention_heads": 4, "initializer_range": HIDDEN**-0.5}
     tokenizer = processor.tokenizer
     text = {

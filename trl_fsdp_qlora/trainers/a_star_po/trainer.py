@@ -2,7 +2,6 @@
 
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
@@ -51,6 +50,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     _weighs_in_loss = True  # the losses have no ratio, so a pass for weights would be wasted
     # If a generation batch serves several optimizer steps, TRL asks for these values for its importance ratio.
     _needs_old_policy = False
+    method_on_card = "A*-PO ([arXiv 2505.20686](https://arxiv.org/abs/2505.20686))"
 
     def __init__(self, model, reward_funcs=None, args: AStarPOConfig | None = None, *positional, **kwargs):
         args = config_or_default(AStarPOConfig, args, model, "A-star-PO")
@@ -62,12 +62,10 @@ class AStarPOTrainer(EfficientGRPOTrainer):
                 "A*-PO estimates V* from single-turn text completions: tools, environment_factory, rollout_func and "
                 "image columns are not supported; use EfficientGRPOTrainer"
             )
-        self.card_info.method = "A*-PO ([arXiv 2505.20686](https://arxiv.org/abs/2505.20686))"
         self.values = ReferenceValues(
             self.args,
             self.accelerator,
             self.clock,
-            self.reward_weights.cpu(),
             self.reward_func_names,
             lambda prompts: self._tokenize_prompts(prompts)[0],
             self._draw,
@@ -86,7 +84,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     # --- stage 1 -----------------------------------------------------------------------------------------------------
 
-    def _before_training(self):
+    def train(self, *args, **kwargs):
         # The key of the values is a hash of the reference policy, and only before the sharding rank 0 has all of it.
         self.values.open(self._describe_context)
         # A sharded model can generate only once `Trainer.train` has prepared it; an endless dataset has no stage 1.
@@ -96,6 +94,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             if self.args.filter_all_failed:
                 rows = self._remove_unused_columns(self.train_dataset, "training")
                 self.train_dataset = self.values.without_all_failed(rows)
+        return super().train(*args, **kwargs)
 
     def estimate_values(self, dataset=None) -> Report:
         """Run stage 1 for every row of `dataset` (default: the training dataset): draw the samples the cache lacks.
@@ -127,11 +126,12 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         for name, loaded, function in zip(self.reward_func_names, self.reward_funcs, self._user_rewards, strict=True):
             # A model counts by its weights. The trainer wraps functions, so the user's own are described.
             described = loaded if isinstance(loaded, nn.Module) else function
-            rewards.append([name, describe_reward(described, name, self.args.value_reward_version)])
+            rewards.append([name, describe_reward(described, self.args.value_reward_version)])
         return {
             "reference": describe_model(model, adapter),
             "sampling": describe_sampling(model, self._generation_config(sample=True)),
             "rewards": rewards,
+            "weights": self.reward_weights,
         }
 
     @contextmanager
@@ -164,14 +164,14 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         """Whether stage 1 runs a sharded model, so that every rank has to draw whenever one rank draws."""
         return self.rollout.is_sharded and not self._engine_is_reference
 
-    def _draw(self, items: list[Item], counts: list[int], seed: int) -> list[np.ndarray]:
+    def _draw(self, items: list[Item], counts: list[int], seed: int) -> list[list[float]]:
         repeated = [item for item, count in zip(items, counts, strict=True) for _ in range(count)]
         prompt_ids = [item.prompt_ids for item in repeated]
         rows = [item.row for item in repeated]
         with self._reference_policy() as (model, synced_gpus):
             ids = generate(model, prompt_ids, self._generation_config(sample=True), seed, synced_gpus=synced_gpus)
-        rewards = self._rewards_of(rows, prompt_ids, ids).double().numpy()
-        return np.split(rewards, np.cumsum(counts)[:-1])
+        rewards = combine(self._rewards_of(rows, prompt_ids, ids).double(), self.reward_weights.cpu())
+        return [part.tolist() for part in rewards.split(counts)]
 
     def _generation_config(self, sample: bool) -> GenerationConfig:
         """Settings to sample the reference policy, or to decode the policy greedily."""
@@ -209,12 +209,11 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     # --- stage 2 -----------------------------------------------------------------------------------------------------
 
-    def _before_rollouts(self, inputs):
+    def _generate_and_score_completions(self, inputs):
         is_endless = isinstance(self.train_dataset, IterableDataset)
         if self.model.training and not self.values.estimated and not is_endless:
             self.estimate_values()
-
-    def _finish_batch(self, batch, inputs):
+        batch = super()._generate_and_score_completions(inputs)
         prompts = zip(batch["prompt_ids"].cpu(), batch["prompt_mask"].bool().cpu(), strict=True)
         values_B = self.values.of(inputs, [ids[mask].tolist() for ids, mask in prompts])
         # Rewards, r − V* and advantages of all ranks, this rank's rows among them.
@@ -238,7 +237,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     def _scored_tokens(self, inputs, ahead):
         return None  # both losses sum over every token
 
-    def _loss(self, stock, model, inputs):
+    def _compute_loss(self, model, inputs):
         mask_BC = inputs["completion_mask"]
         logps_BC, entropies_BC, aux_loss = self._score_completions(Request(model, inputs), inputs)
         ref_logps_BC = inputs[REFERENCE_LOGPS]
@@ -265,8 +264,8 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
-    def _evaluation(
-        self, stock, dataloader, description, *args, metric_key_prefix: str = "eval", **kwargs
+    def evaluation_loop(
+        self, dataloader, description, *args, metric_key_prefix: str = "eval", **kwargs
     ) -> EvalLoopOutput:
         """Greedy accuracy on every problem exactly once, spread over the ranks, with n and a 95% Wilson interval.
 

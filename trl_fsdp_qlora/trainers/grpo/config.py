@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from trl import GRPOConfig
 
-from ...experimental.one_generation_ahead import ahead
 from ..run import options
 from ..run.config_fields import documented, option
 from ..run.options import EfficientConfig
@@ -97,5 +96,4 @@ class EfficientGRPOConfig(EfficientConfig, GRPOConfig):
             raise ValueError(f"num_generations={self.num_generations} must be at least 1; try 8")
         super().__post_init__()
         check_config(self)
-        ahead.check_config(self)
         self.check_choices()

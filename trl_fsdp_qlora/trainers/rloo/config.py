@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from trl import RLOOConfig
 
-from ...experimental.one_generation_ahead import ahead
 from ..run import options
 from ..run.config_fields import documented, option
 from ..run.options import EfficientConfig
@@ -54,5 +53,4 @@ class EfficientRLOOConfig(EfficientConfig, RLOOConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        ahead.check_config(self)
         self.check_choices()

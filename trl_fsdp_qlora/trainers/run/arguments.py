@@ -1,6 +1,8 @@
 """Prepare a trainer's arguments for TRL: complete the config, check the arguments, load a base that FSDP2 shards."""
 
+from collections.abc import Sized
 from contextlib import suppress
+from dataclasses import fields
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -10,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from ...compat.deepspeed import zero_stage
 from ...compat.transformers import model_name, quantization_of
+from ...errors import UserError
 from ...fsdp2_qlora import launch_checks
 from ...fsdp2_qlora.loading import load_quantized_base
 from . import input_checks as checks
@@ -58,10 +61,21 @@ def completed(call: dict[str, Any], cls: type, suffix: str) -> dict[str, Any]:
     """A trainer's arguments with a complete config of `cls`. Logs a warning for numbers that can only be a mistake.
 
     Raises:
-        UserError: several processes were launched, and each of them believes that it is the only one.
+        UserError: the config is of another trainer, or a number in it is text; the dataset has no rows; several
+            processes were launched, and each of them believes that it is the only one.
     """
     model = call["model"]
-    args = cls.complete(call.get("args")) or config_or_default(cls, None, model, suffix)
+    given = call.get("args")
+    if given is not None and not isinstance(given, cls.STOCK):
+        raise UserError(f"args is a {type(given).__name__}; for {suffix} make a {cls.__name__} of the same fields")
+    args = cls.complete(given) or config_or_default(cls, None, model, suffix)
+    for item in fields(args):
+        if item.type is float and isinstance(vars(args)[item.name], str):
+            text = vars(args)[item.name]
+            raise UserError(f"{item.name}={text!r} is text, and a number is needed: write {item.name}={text}")
+    dataset = call.get("train_dataset")
+    if isinstance(dataset, Sized) and len(dataset) == 0:
+        raise UserError("the training dataset has no rows")
     for line in checks.mistakes(args):
         logger.warning(line)  # not an error, because TRL accepts these values
     options = args.model_init_kwargs or {}

@@ -6,13 +6,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...engines.vllm.sync_choice import CHOICES as SYNCS
-from ...engines.vllm.sync_choice import SHARING
 from ...fsdp2_qlora.generation import MODES as GATHERS
 from ...long_rows.tiles import tile_size
 from ...prefix_sharing.attention.backends import BACKENDS
 from ...scoring.logprobs import HEAD_KERNELS
 from ...utils import redaction
+from ..experimental_fields import experiment
 from .config_fields import SWITCHES, left_at_default, note_derived, spelled
 from .phases import MODES as CLOCKS
 
@@ -68,7 +67,7 @@ ROLLOUT_SYNC = {
     "help": "With vLLM, what is sent to the engine after an optimizer step: 'adapter' (the LoRA adapter alone), "
     "'merge' (every weight, the adapter merged, as in TRL), or 'auto': the adapter if the base is quantized, sharded, "
     "not on a GPU, or held by a server that takes adapters.",
-    "choices": SYNCS,
+    "choices": ("auto", "adapter", "merge"),
 }
 VLLM_ADAPTER_DIR = {
     "default": None,
@@ -81,7 +80,7 @@ VLLM_SHARE_BASE = {
     "frozen base. 'auto': on a GPU, if rollout_sync is 'adapter' and the base is in the dtype in which both compute. "
     "A base in bitsandbytes' 4 bits is shared with 'on'. 'on' also makes rollout_sync 'auto' send the adapter alone, "
     "and is an error where the base cannot be shared.",
-    "choices": SHARING,
+    "choices": ("auto", "on", "off"),
 }
 VLLM_ENGINE_KWARGS = {
     "default": None,
@@ -136,6 +135,8 @@ class EfficientConfig:
         tokens = vars(self).get("tokens_per_pass")  # DPO has no such field
         if tokens is not None and tokens < 0:
             raise ValueError(f"tokens_per_pass={tokens} is a number of tokens; use one from 0, or leave it out")
+        if vars(self).get("rollouts_ahead"):
+            experiment("rollouts_ahead").check_config(self)
         self.mlp_tokens_per_tile = tile_size(self.mlp_tokens_per_tile)
         for item in fields(self):
             value = vars(self)[item.name]

@@ -20,8 +20,8 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.utils import logging
 
 from ...utils.nonfatal import nonfatal
+from ...utils.progress import progress
 
-LINE_SECONDS = 30.0  # between two lines on long work, if there is no terminal for a bar
 SHOWS_PER_RUN = 10  # number of times that completions are shown, apart from the last step
 _PROMPT_WIDTH = 60
 _COMPLETION_WIDTH = 100
@@ -52,24 +52,6 @@ def number(value: float | None) -> str:
 
 def _duration(seconds: float) -> str:
     return tqdm.format_interval(round(seconds)).removeprefix("0")
-
-
-def progress(task: str, total: int, unit: str, *, initial: int = 0, hidden: bool = False, leave: bool = False) -> tqdm:
-    """A context with a bar that counts `unit`s of `task` and stays if `leave`; `hidden` on all ranks but the main one.
-
-    In a log file it prints a line every [`LINE_SECONDS`], and no line if the work ends sooner.
-    """
-    counter = {"total": total, "initial": initial, "desc": task, "unit": f" {unit}", "disable": hidden}
-    if sys.stderr.isatty():
-        return tqdm(**counter, leave=leave)
-    return tqdm(
-        **counter,
-        leave=False,
-        mininterval=LINE_SECONDS,
-        maxinterval=LINE_SECONDS,
-        delay=LINE_SECONDS,
-        bar_format="{desc}: {n:,}/{total:,}{unit}, {remaining} left\n",
-    )
 
 
 class TimeLeft(TrainerCallback):
@@ -202,9 +184,8 @@ class TerminalCallback(TrainerCallback):
         elif "loss" in logs and self._steps:
             seconds_left = (time.perf_counter() - self._began) / (step - self._first_step) * (steps - step)
             accuracy = f"  accuracy {100 * logs['accuracy']:.1f}%" if "accuracy" in logs else ""
-            figures = (
-                f"reward {number(logs.get('reward', math.nan))}{accuracy}  {self._seconds / self._steps:.2f} s/step"
-            )
+            shown = "reward" if "reward" in logs else "loss"  # a trainer without rewards learns from its data
+            figures = f"{shown} {number(logs[shown])}{accuracy}  {self._seconds / self._steps:.2f} s/step"
             lines.append(f"step {step:>{len(str(steps))}}/{steps}  {figures}  {_duration(seconds_left)} left")
             self._steps = 0
             self._seconds = 0.0
@@ -278,6 +259,8 @@ def use_terminal(trainer: Any) -> None:
     """
 
     def completions() -> list[str]:
+        if not hasattr(trainer.args, "show_completions"):  # a trainer without rewards
+            return []
         logs = trainer._logs  # that TRL keeps for its own table of completions, which it prints with log_completions
         count = 0 if trainer.log_completions else trainer.args.show_completions
         rewards = {name: list(values) for name, values in logs["rewards"].items()}

@@ -13,8 +13,10 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import nn
 
-from ...compat.trl import joined_images
+from ...compat.fsdp import forget_forward
+from ...compat.trl import FusedCausalLMOutput, joined_images
 from ...prefix_sharing.batch import IGNORED_LABEL
+from ...prefix_sharing.problems import CannotPack
 from ...prefix_sharing.sharing import PromptSharing
 from .rows import batch_of, padded_batch
 from .step_scores import StepScores
@@ -56,6 +58,7 @@ class LookAhead:
         self._scored_tokens = scored_tokens
         self._step: int | None = None  # the number of the current micro-batch; `None` outside of a training step
         self._micro_batches = 1  # of the optimizer step
+        self._has_looked_at_values = False  # of a call's arguments
         self.forget()
 
     def forget(self) -> None:
@@ -101,23 +104,69 @@ class LookAhead:
         if self.scores is not None:
             self.scores.go_back(model, self.accelerator.autocast, self.accelerator.no_sync)
 
-    def scores_of(self, sharing: PromptSharing, inputs: dict[str, Any]) -> tuple[StepScores | None, int]:
-        """The scores of this optimizer step, and the number of the current micro-batch, with these `inputs`, in it."""
+    def scores_of(
+        self, sharing: PromptSharing, model: nn.Module, inputs: dict[str, Any], arguments: dict[str, Any]
+    ) -> FusedCausalLMOutput | None:
+        """The scores of the current micro-batch, if they are computed with those of others.
+
+        `None` if the model has to be called: outside of a training step, without a plan, and if the call is not the
+        one that was planned.
+
+        Args:
+            sharing: of the policy.
+            model: the root module.
+            inputs: those of the loss.
+            arguments: those with which TRL's method calls the model.
+        """
         if self._step is None:
-            return None, 0
+            return None
         if self._step not in self._planned:
             self.scores = self._plan(sharing)
+        if self.scores is None:
+            return None
         number = self._step - self._planned.start
-        if self.scores is not None:
-            is_as_planned = self._versions[number] == _tensor_versions(inputs)
-            if not (is_as_planned and self.scores.comes_next(number)):
-                logger.warning_once(
-                    "Prompts are computed once per micro-batch, and not once per optimizer step: something between "
-                    "_prepare_inputs and _compute_loss changes the inputs of a micro-batch, or leaves one out."
-                )
-                self.scores.finish()
-                self.scores = None
-        return self.scores, number
+        reason = self._why_not_planned(number, inputs, arguments)
+        if reason is not None:
+            logger.warning_once(
+                f"Prompts are computed once per micro-batch, and not once per optimizer step: {reason}."
+            )
+            self._drop_plan()
+            return None
+        try:
+            return self.scores.score(number, model)
+        except CannotPack as error:
+            forget_forward(model)
+            sharing.cannot_keep(str(error))
+            self._drop_plan()
+            return None
+
+    def _drop_plan(self) -> None:
+        self.scores.finish()  # what earlier passes owe to shared beginnings
+        self.scores = None
+
+    def _why_not_planned(self, number: int, inputs: dict[str, Any], arguments: dict[str, Any]) -> str | None:
+        """Why a call is not the one whose scores were planned for this micro-batch; `None` if it is."""
+        if self._versions[number] != _tensor_versions(inputs) or not self.scores.comes_next(number):
+            return (
+                "something between _prepare_inputs and _compute_loss changes the inputs of a micro-batch, or leaves "
+                "one out"
+            )
+        planned = {**self.scores.batches[number].arguments(), "fused_lm_head": True}
+        for name, value in arguments.items():
+            if name not in planned or not self._is_alike(value, planned[name]):
+                return f"TRL's method calls the model with another {name} than its inputs say"
+        self._has_looked_at_values = True
+        return None
+
+    def _is_alike(self, value: Any, planned: Any) -> bool:
+        """Whether an argument of the model is as planned.
+
+        Tensors are compared by their shapes, and once also by their values: a TRL that makes other arguments does so
+        in every call, and a device would wait for every comparison.
+        """
+        if not isinstance(value, torch.Tensor) or not isinstance(planned, torch.Tensor):
+            return value is planned or (type(value) is type(planned) and value == planned)
+        return value.shape == planned.shape and (self._has_looked_at_values or torch.equal(value, planned))
 
     def _plan(self, sharing: PromptSharing) -> StepScores | None:
         """Scores of this micro-batch and those after it up to the optimizer step, if their completions are drawn."""
@@ -139,10 +188,10 @@ class LookAhead:
             if scored_BC is not None:
                 batch.labels[:, -scored_BC.shape[1] :].masked_fill_(~scored_BC, IGNORED_LABEL)
             batches.append(batch)
-        schedule = sharing.plan_step(batches, limit, one_by_one=self.one_by_one)
-        if schedule is None:
+        plan = sharing.plan_step(batches, limit, one_by_one=self.one_by_one)
+        if plan is None:
             return None
-        return StepScores(schedule, batches, count == left_in_update, sharing.packed_model.router_losses)
+        return StepScores(plan, batches, count == left_in_update, sharing.packed_model.router_losses)
 
 
 def _tensor_versions(inputs: dict) -> list[tuple[int, int]]:

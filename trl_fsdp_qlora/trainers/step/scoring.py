@@ -1,7 +1,7 @@
 """`Scoring`: TRL's passes for log-probabilities on packed rows, each pass timed as a phase.
 
-A pass has three parts. [`Request`] is what a loss asks of it. TRL's own method runs it, with a function in the model's
-place that adds what sharing needs to the arguments. Then the values are finished: weights on gradients, ties.
+A pass has three parts. [`Request`] is what a loss asks of it. TRL's own method runs it, and calls a [`PassModel`] in
+the model's place. Then the values are finished: weights on gradients, ties.
 """
 
 import inspect
@@ -14,15 +14,13 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ...compat.fsdp import forget_forward
 from ...compat.peft import is_reference
-from ...prefix_sharing.batch import IGNORED_LABEL
+from ...compat.trl import FusedCausalLMOutput
+from ...prefix_sharing.batch import IGNORED_LABEL, Batch
 from ...prefix_sharing.images import fingerprints
-from ...prefix_sharing.problems import CannotPack
-from ...prefix_sharing.sharing import PromptSharing, install_sharing
+from ...prefix_sharing.sharing import PromptSharing
 from ...scoring.contexts import fill_masked_rows, share_values
 from ...scoring.token_selection import weight_gradient
-from ..run.input_checks import columns_of
 from ..run.phases import PhaseTimer
 from .look_ahead import LookAhead
 from .rows import batch_of
@@ -50,6 +48,57 @@ class Request:
     scored_BC: torch.Tensor | None = None
     weight_BC: torch.Tensor | None = None
     values: LogProbs | None = None
+
+
+class PassModel:
+    """What TRL's method calls in the model's place in one pass.
+
+    It answers a call from the plan of the optimizer step, if the call is the one that was planned; otherwise it calls
+    the root model, which runs calls with arguments that it does not know as in stock TRL, and logs the reason.
+
+    Args:
+        request: the model, and which tokens are wanted.
+        sharing: the sharing of prompts in that model.
+        batch: the rows of the pass.
+        options: arguments of the root model's forward that sharing needs, see [`PromptSharing.score`].
+        look_ahead: the scores of the optimizer step; `None` if the pass is no micro-batch's loss.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        sharing: PromptSharing,
+        batch: Batch,
+        options: dict[str, Any],
+        look_ahead: LookAhead | None,
+    ):
+        self.request = request
+        self.sharing = sharing
+        self.batch = batch
+        self.options = options
+        self.look_ahead = look_ahead
+        self._figures = sharing.figures  # of the pass before
+
+    def __call__(self, **arguments) -> FusedCausalLMOutput:
+        request = self.request
+        if request.scored_BC is not None:
+            labels = arguments["labels"].clone()
+            labels[:, -request.scored_BC.shape[1] :].masked_fill_(~request.scored_BC, IGNORED_LABEL)
+            arguments["labels"] = labels
+        planned = None
+        if self.look_ahead is not None:
+            planned = self.look_ahead.scores_of(self.sharing, request.model, request.inputs, arguments)
+        return request.model(**arguments, **self.options) if planned is None else planned
+
+    @property
+    def has_computed(self) -> bool:
+        """Whether the pass has run the model; what a plan answers may have been computed in an earlier pass."""
+        return self.sharing.figures is not self._figures
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the values come from packed rows."""
+        return self.sharing.is_active and self.sharing.figures.tokens > 0
 
 
 class Scoring:
@@ -143,8 +192,14 @@ class Scoring:
 
     def run(self, stock: Callable[..., LogProbs], request: Request, kind: str, arguments: dict[str, Any]) -> LogProbs:
         """Run a pass of this kind. `arguments` are those of `stock` but the model, which the request has."""
-        model = request.model
-        is_other_model = self.reference_model is not None and model is self.reference_model
+        model = self._model_for(request, kind, arguments)
+        if "tokens_per_pass" in model.options:
+            arguments = {**arguments, "batch_size": None}  # cut by tokens and not by rows
+        return self._finished(stock(model, **arguments), model, kind, arguments["logits_to_keep"])
+
+    def _model_for(self, request: Request, kind: str, arguments: dict[str, Any]) -> PassModel:
+        """What TRL's method calls in this pass, compared with stock if no pass of its kind was compared yet."""
+        is_other_model = self.reference_model is not None and request.model is self.reference_model
         sharing = self.reference if is_other_model else self.policy
         batch = batch_of(arguments)
         rows, width = batch.input_ids.shape
@@ -152,85 +207,37 @@ class Scoring:
         tokens_per_pass = batch_size * width if batch_size < rows else None
         # If a micro-batch is cut to fit into memory, the comparison passes have to be cut as well.
         limit = tokens_per_pass or self.args.tokens_per_pass or None
-        sharing.compare_with_stock(model, batch, self.accelerator.autocast, limit)
-        step_scores = None
-        number = 0
-        if kind == "policy" and torch.is_grad_enabled() and request.inputs is not None:
-            step_scores, number = self.look_ahead.scores_of(sharing, request.inputs)
-        for_sharing = {}
+        sharing.compare_with_stock(request.model, batch, self.accelerator.autocast, limit)
+        options = {}
         # TRL's router loss is the mean over TRL's own slices of the batch, so a batch with it is sliced by TRL.
-        if sharing.is_active and not (arguments.get("compute_aux_loss") and tokens_per_pass):
-            for_sharing["num_images"] = batch.num_images
+        if sharing.is_active and not (batch.router_loss and tokens_per_pass):
+            options["num_images"] = batch.num_images
             if tokens_per_pass:
-                arguments["batch_size"] = None
-                for_sharing["tokens_per_pass"] = tokens_per_pass
+                options["tokens_per_pass"] = tokens_per_pass
+        is_of_step = kind == "policy" and torch.is_grad_enabled() and request.inputs is not None
+        return PassModel(request, sharing, batch, options, self.look_ahead if is_of_step else None)
 
-        def call(**model_arguments):
-            if request.scored_BC is not None:
-                of_completions = model_arguments["labels"][:, -request.scored_BC.shape[1] :]
-                of_completions.masked_fill_(~request.scored_BC, IGNORED_LABEL)
-            if step_scores is not None:
-                try:
-                    return step_scores.score(number, model)
-                except CannotPack as error:
-                    forget_forward(model)
-                    sharing.cannot_keep(str(error))
-                    step_scores.finish()  # what earlier passes owe to shared beginnings
-                    self.look_ahead.scores = None
-            return model(**model_arguments, **for_sharing)
-
-        values = stock(call, **arguments)
+    def _finished(self, values: LogProbs, model: PassModel, kind: str, width: int) -> LogProbs:
+        """The values of a pass, `(B, width)`, on the batch's device, with equal entropies of equal tokens."""
+        batch = model.batch
+        request = model.request
         # TRL leaves the values on the LM head's device. That is the last device of a model that is split over several
         # devices, or the host if FSDP2 offloads the head.
         device = batch.input_ids.device
         logps_BC, entropies_BC, aux_loss = (None if value is None else value.to(device) for value in values)
-        if sharing.is_active and sharing.figures.tokens:
-            if step_scores is None or step_scores.computes(number):
+        if model.is_packed:
+            if model.has_computed:
                 name = "policy" if kind == "policy" else "no_grad"
-                self._add_metrics(sharing.figures.metrics(f"prefix_sharing/{name}"))
+                self._add_metrics(model.sharing.figures.metrics(f"prefix_sharing/{name}"))
             # Equal tokens need equal entropies: the quantile may fall on a tie.
             if self.selects_by_entropy and entropies_BC is not None:
                 keys_B1 = None
                 if batch.has_images:
-                    sharing.packed_model.count_images(batch)
+                    model.sharing.packed_model.count_images(batch)
                     keys_B1 = fingerprints({**batch.vision, "num_images": batch.num_images})
-                entropies_BC = share_values(
-                    entropies_BC, batch.input_ids, batch.attention_mask, arguments["logits_to_keep"], keys_B1
-                )
-            if request.scored_BC is None and entropies_BC is not None and arguments["logits_to_keep"] == 1:
+                entropies_BC = share_values(entropies_BC, batch.input_ids, batch.attention_mask, width, keys_B1)
+            if request.scored_BC is None and entropies_BC is not None and width == 1:
                 entropies_BC = fill_masked_rows(entropies_BC, batch.attention_mask[:, -1:])
         if request.weight_BC is not None:
             logps_BC = weight_gradient(logps_BC, request.weight_BC)
         return logps_BC, entropies_BC, aux_loss
-
-
-def share_in_models(
-    args: Any,
-    policy: nn.Module,
-    reference: nn.Module | None,
-    entropy_gradient: bool = False,
-    expects_images: bool = False,
-) -> tuple[PromptSharing, PromptSharing | None]:
-    """Share prompts in the policy and in the reference model, both unwrapped, once both exist.
-
-    Args:
-        args: a config of this package.
-        reference: `None` if there is no such model.
-        entropy_gradient: whether the loss has an entropy term.
-        expects_images: whether batches may have images.
-    """
-    options = {
-        "attention": args.prefix_sharing,
-        "lm_head_kernel": args.lm_head_kernel,
-        "entropy_gradient": entropy_gradient,
-        "expects_images": expects_images,
-        "compares": False,
-    }
-    of_policy = install_sharing(policy, **options)
-    return of_policy, None if reference is None else install_sharing(reference, **options)
-
-
-def may_have_images(trainer: Any) -> bool:
-    """Whether a trainer's rows may have images: by its dataset's columns, or from tools and environments (GRPO's)."""
-    from_tools = getattr(trainer, "tools", None) or getattr(trainer, "environments", None)
-    return bool({"image", "images"} & columns_of(trainer.train_dataset)) or bool(from_tools)

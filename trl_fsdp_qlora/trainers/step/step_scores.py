@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...compat.trl import FusedCausalLMOutput
 from ...prefix_sharing.batch import Batch
-from ...prefix_sharing.passes import PassSchedule
+from ...prefix_sharing.passes import Plan, Run
 from ...prefix_sharing.prefix_cache import (
     GradAccumulator,
     attach_collected,
@@ -77,7 +77,7 @@ class StepScores:
     """Scores of the micro-batches of one optimizer step.
 
     Args:
-        schedule: the passes with gradients that compute them.
+        plan: the passes with gradients that compute them.
         batches: the micro-batches.
         ends_update: whether the optimizer steps after the last of these micro-batches.
         router_losses: makes router losses from the sums that the forwards return as `aux_loss`, see
@@ -86,13 +86,15 @@ class StepScores:
 
     def __init__(
         self,
-        schedule: PassSchedule,
+        plan: Plan,
         batches: list[Batch],
         ends_update: bool,
         router_losses: Callable[[torch.Tensor], torch.Tensor],
     ):
-        self.schedule = schedule
-        self.without_gradients = schedule.without_gradients() if schedule.passes_per_batch > 1 else None
+        self.plan = plan
+        self.run = Run(plan)
+        # If a batch is cut, a loss needs all of its values before there is a gradient.
+        self.without_gradients = Run(plan, ties_ends=False) if plan.passes_per_batch > 1 else None
         self.router_losses = router_losses
         self.batches = batches
         self.ends_update = ends_update
@@ -106,11 +108,11 @@ class StepScores:
         """The scores of a micro-batch. Callers ask in order; a second call for the same number returns the same."""
         if number != self._number:
             self._number = number
-            if self.schedule.passes_per_batch > 1:
+            if self.plan.passes_per_batch > 1:
                 self._scores = {number: self._score_cut(number, model)}
-            elif self.computes(number):
-                self._scores = self._scores_of_pass(number // self.schedule.batches_per_pass, model)
-        if (number + 1) % self.schedule.batches_per_pass == 0:
+            elif number % self.plan.batches_per_pass == 0:
+                self._scores = self._scores_of_pass(number // self.plan.batches_per_pass, model)
+        if (number + 1) % self.plan.batches_per_pass == 0:
             self._collected = []  # the backward of this last micro-batch adds the gradients of the others
         return self._scores[number]
 
@@ -118,17 +120,13 @@ class StepScores:
         """Whether a micro-batch is the one that was asked for last, or the one after it."""
         return number - self._number in (0, 1)
 
-    def computes(self, number: int) -> bool:
-        """Whether asking for a micro-batch's scores runs the model."""
-        return number % self.schedule.batches_per_pass == 0
-
     def finish(self) -> None:
         """Add the gradients that wait for the backward of a later pass, because no further scores are asked for.
 
         After a complete step no gradient waits.
         """
         backward_collected(self._collected)
-        self.schedule.finish()
+        self.run.finish()
         self._scores = {}
         self._collected = []
 
@@ -139,10 +137,10 @@ class StepScores:
     # --- several micro-batches in one pass ---------------------------------------------------------------------------
 
     def _scores_of_pass(self, number: int, model: nn.Module) -> dict[int, FusedCausalLMOutput]:
-        first = number * self.schedule.batches_per_pass
-        last = first + self.schedule.batches_per_pass
+        first = number * self.plan.batches_per_pass
+        last = first + self.plan.batches_per_pass
         batches = self.batches[first:last]
-        output = _run(self.schedule, number, model, Batch.joined(batches), PassRecord(), self._is_last(last))
+        output = _run_pass(self.run, number, model, Batch.joined(batches), PassRecord(), self._is_last(last))
         rows = [len(batch.input_ids) for batch in batches]
         router_losses = None if output.aux_loss is None else self.router_losses(output.aux_loss)
         parts, self._collected = _parts(output, rows, router_losses)
@@ -156,7 +154,7 @@ class StepScores:
             passes, batches = self._passes(number)
             record = PassRecord()
             outputs = [
-                _run(self.without_gradients, index, model, batch, record)
+                _run_pass(self.without_gradients, index, model, batch, record)
                 for index, batch in zip(passes, batches, strict=True)
             ]
         parts = [_tensors(output) for output in outputs]
@@ -172,10 +170,10 @@ class StepScores:
 
     def _passes(self, number: int) -> tuple[range, list[Batch]]:
         """The passes of a micro-batch, and the rows that each pass scores."""
-        count = self.schedule.passes_per_batch
+        count = self.plan.passes_per_batch
         passes = range(number * count, (number + 1) * count)
         batch = self.batches[number]
-        rows_of_pass = self.schedule.rows_of_pass
+        rows_of_pass = self.plan.rows_of_pass
         first = rows_of_pass[passes[0]][0]
         return passes, [batch.rows(rows_of_pass[index] - first) for index in passes]
 
@@ -208,7 +206,7 @@ class StepScores:
             with nullcontext() if is_last_pass else without_sync(model):
                 with autocast():
                     reduces = is_last_pass and self._is_last(cut.number + 1)
-                    output = _run(self.schedule, index, model, batch, record, reduces)
+                    output = _run_pass(self.run, index, model, batch, record, reduces)
                 values = _tensors(output)
                 pairs = [
                     (values[name], constant.grad[rows])
@@ -223,8 +221,8 @@ class StepScores:
                 del output, values, pairs
 
 
-def _run(
-    schedule: PassSchedule,
+def _run_pass(
+    run: Run,
     number: int,
     model: nn.Module,
     batch: Batch,
@@ -240,11 +238,11 @@ def _run(
     # DDP decides in the forward whether the backward will reduce gradients, but the backward of this pass may only run
     # with a later micro-batch.
     reduces = reduces and isinstance(model, DistributedDataParallel)
-    for forward in schedule.of_pass(number, record):
+    for forward in run.of_pass(number, record):
         with patch.multiple(model, require_backward_grad_sync=True) if reduces else nullcontext():
             output = model(**batch.arguments(), num_images=batch.num_images, forward=forward, fused_lm_head=True)
         if forward.view.trunk is not None and output.log_probs.requires_grad:
-            schedule.trunk_outputs[forward.view.trunk] = output.log_probs
+            run.trunk_outputs[forward.view.trunk] = output.log_probs
     if forward.sequences.router_loss and output.aux_loss is None:
         raise CannotPack("its forward returns no router logits")
     return output

@@ -28,10 +28,11 @@ class TSPMOTrainer(EfficientGRPOTrainer):
     _tag_names = ["trl", "t-spmo", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)
     _weighs_in_loss = True  # the objective has no ratio, so a pass for weights would be wasted
 
+    method_on_card = "T-SPMO ([arXiv 2504.20834](https://arxiv.org/abs/2504.20834))"
+
     def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
         args = config_or_default(TSPMOConfig, args, model, "T-SPMO")
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
-        self.card_info.method = "T-SPMO ([arXiv 2504.20834](https://arxiv.org/abs/2504.20834))"
 
     def features(self) -> list[tuple[str, str]]:
         # GRPO's lines on skipping and selection do not apply here.
@@ -40,7 +41,8 @@ class TSPMOTrainer(EfficientGRPOTrainer):
         features.append(("on", f"T-SPMO: branching tokens only, objective {self.args.t_spmo_objective}"))
         return features
 
-    def _finish_batch(self, batch, inputs):
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
         ids = batch["completion_ids"]
         mask = batch["completion_mask"]
         # A group may span ranks, so the completions of all ranks are gathered, in the order of the gathered rewards.
@@ -60,7 +62,7 @@ class TSPMOTrainer(EfficientGRPOTrainer):
     def _scored_tokens(self, inputs, ahead):
         return inputs["advantages"] != 0
 
-    def _loss(self, stock, model, inputs):
+    def _compute_loss(self, model, inputs):
         credit_BC = inputs["advantages"]
         request = Request(model, inputs, scored_BC=credit_BC != 0)
         logps_BC, entropies_BC, aux_loss = self._score_completions(request, inputs)

@@ -1,0 +1,252 @@
+"""`OnPolicyRun`: what GRPO and RLOO have in common: drawing completions, and the micro-batches of a step."""
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from accelerate.logging import get_logger
+
+from ...compat.trl import joined_images
+from ...engines.decode.rollout import GenerateSettings, Rollout
+from ..experimental_fields import experiment
+from ..run.arguments import adapter_and_base, with_base_loaded
+from ..run.input_checks import too_long
+from ..run.trainer_run import TrainerRun
+from ..step.groups import EpochRepeatSampler
+from ..step.look_ahead import LookAhead
+from ..step.scoring import Scoring
+from .generation_batches import GenerationBatches, generate_every, groups_feature
+
+logger = get_logger(__name__)
+
+
+class OnPolicyRun(TrainerRun):
+    """A trainer that draws completions and trains on them; put it before TRL's trainer in the bases.
+
+    Groups stay whole in micro-batches, each phase is on the clock, and passes go through `scoring`.
+
+    Attributes:
+        sync: what is sent to vLLM after an optimizer step; only with vLLM.
+        scoring: computes shared tokens once and skips padding; `look_ahead` does so over an optimizer step.
+        rollout: draws the completions; `generation_batches` splits them into micro-batches of whole groups.
+        ahead: lets a vLLM server draw one generation batch ahead; `None` without `rollouts_ahead`.
+    """
+
+    # Whether the loss reads the log-probabilities of the old policy.
+    _needs_old_policy = True
+    rollout: Rollout | None = None  # TRL's own tests build a trainer without `__init__`
+
+    def __init__(self, **call):
+        args = call["args"]
+        one_generation_ahead = experiment("rollouts_ahead") if args.rollouts_ahead else None
+        if one_generation_ahead is not None:
+            one_generation_ahead.check_call(call)
+        engine = self._engine_for(call) if args.use_vllm else nullcontext()
+        call = with_base_loaded(call, needs_reference=args.beta != 0.0)
+        with engine:
+            super().__init__(**call)
+        self.rollout = Rollout(self.args, self.accelerator, self._dist)
+        if self.use_vllm:
+            self.vllm_generation.sync_weights = self.clock.phase("weight_sync")(self.vllm_generation.sync_weights)
+        self.ahead = None if one_generation_ahead is None else one_generation_ahead.drawing_ahead(self)
+        if line := too_long(self.args.max_completion_length, self.model.config):
+            logger.warning(line)
+        self.look_ahead = LookAhead(
+            self.args,
+            self.accelerator,
+            router_loss=self.aux_loss_enabled,
+            one_by_one=self.is_deepspeed_enabled,
+            drawn=lambda: self._buffered_inputs,
+            scored_tokens=self._scored_tokens,
+        )
+        self.scoring = Scoring(
+            self.sharing,
+            self.reference_sharing,
+            self.ref_model,
+            self.args,
+            self.accelerator,
+            self.clock,
+            self.look_ahead,
+            self._add_metrics,
+            selects_by_entropy=getattr(self, "top_entropy_quantile", 1.0) < 1.0,
+            needs_old_policy=self._needs_old_policy,
+        )
+        self.generation_batches = GenerationBatches(
+            self.args,
+            self.accelerator,
+            self.clock,
+            self.scoring,
+            self.eos_token_ids,
+            self.reward_func_names,
+            self._add_metrics,
+            self.telemetry.later,
+        )
+
+    def _engine_for(self, call: dict[str, Any]) -> AbstractContextManager:
+        """A context in which TRL's constructor starts the vLLM engine that the arguments need.
+
+        Raises:
+            ValueError: vLLM cannot serve the model, before anything is loaded.
+        """
+        # Only a run with vLLM imports this.
+        from ...engines.vllm.sync_choice import choose_sync, trl_starts_engine, warnings_for, why_own_base
+
+        args = call["args"]
+        peft_config, quantization = adapter_and_base(call)
+        self.sync = choose_sync(args, peft_config, quantization is not None, ask=True, model=call["model"])
+        own_base = why_own_base(args, self.sync, quantization, call["model"])
+        for warning in warnings_for(args, self.sync):
+            logger.warning(warning)  # accelerate's logger: on the main rank
+        return trl_starts_engine(args, self.sync, own_base, partial(experiment, "vllm_share_base"))
+
+    def _tokenize_for_display(self):
+        # With environments (of GRPO) no prompt is known before the first reset.
+        return self._tokenize_prompts if getattr(self, "environment_factories", None) is None else None
+
+    def _add_metrics(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._metrics["train" if self.model.training else "eval"][name].append(value)
+
+    # --- a run -------------------------------------------------------------------------------------------------------
+
+    def train(self, *args, **kwargs):
+        self.look_ahead.forget()  # a run that broke off may have left a plan
+        with nullcontext() if self.ahead is None else self.ahead.run():
+            return super().train(*args, **kwargs)
+
+    def get_batch_samples(self, *args, **kwargs):
+        # Called once before each optimizer step; the previous step may have ended early.
+        self.look_ahead.end_update()
+        self.first_micro_batch = self._step
+        return super().get_batch_samples(*args, **kwargs)
+
+    def training_step(self, model, *args, **kwargs):
+        with self.look_ahead.micro_batch(self._step, self.current_gradient_accumulation_steps):
+            return super().training_step(model, *args, **kwargs)
+
+    def _finish_backward(self, model):
+        self.look_ahead.go_back(model)
+
+    # --- a generation batch: groups stay whole -----------------------------------------------------------------------
+
+    def _get_train_sampler(self, dataset=None):
+        sampler = super()._get_train_sampler(dataset)
+        sampler.__class__ = EpochRepeatSampler
+        return sampler
+
+    def _prepare_inputs(self, generation_batch):
+        # TRL's method with one change: whole groups are shuffled, so a prompt's completions stay in one micro-batch.
+        if not self.model.training:
+            return super()._prepare_inputs(generation_batch)
+        if self._step % generate_every(self) == 0 or self._buffered_inputs is None:
+            rows = generation_batch if self.ahead is None else self.ahead.upcoming.take(generation_batch)
+            batch = self._generate_and_score_completions(rows)
+            self._buffered_inputs = self.generation_batches.split(batch, self.num_generations, self._logs)
+        return joined_images(self._buffered_inputs[self._step % self.args.steps_per_generation])
+
+    def _generate_and_score_completions(self, inputs):
+        self.scoring.forget_images()
+        with self.clock.phase("prepare"), self.weights_gathered():
+            return self._make_batch(super()._generate_and_score_completions, inputs)
+
+    def _make_batch(self, stock, inputs):
+        """A generation batch by `stock`, TRL's `_generate_and_score_completions`."""
+        return stock(inputs)
+
+    def _generate(self, prompts):
+        if self.rollout is None:
+            return super()._generate(prompts)
+        with self.sharing.original_attention(), self.clock.phase("generate"):
+            drawn = super()._generate(prompts)
+        self._add_metrics(self.rollout.take_metrics())
+        return drawn
+
+    def _generate_settings(self) -> GenerateSettings | None:
+        """The settings that TRL passes to transformers' `generate`; `None` if another engine generates."""
+        if self.use_vllm or self.use_transformers_continuous_batching:
+            return None
+        return GenerateSettings(self.generation_config, self.generation_kwargs, self.eos_token_ids)
+
+    def generating(self, wrapped=None):
+        """A model to generate with outside of training's rollouts.
+
+        See [`trl_fsdp_qlora.engines.decode.rollout.Rollout.generating`].
+        """
+        return self.rollout.generating(self.model_wrapped if wrapped is None else wrapped)
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        with self.clock.phase("reward"):
+            rewards_NK = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if self.model.training:
+            self.generation_batches.count_scored(rewards_NK)
+        return rewards_NK
+
+    # --- the passes behind TRL's own signature -----------------------------------------------------------------------
+
+    def _scored_tokens(self, inputs, ahead):
+        """Completion tokens `(B, C)` whose scores the loss of a micro-batch asks for; `None` for all of them.
+
+        `ahead` is the number of micro-batches after the current one, which has 0.
+        """
+        return None
+
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        stock = super()._get_per_token_logps_and_entropies
+        return self.scoring.score(stock, self.model.training, model, *args, **kwargs)
+
+    # --- saving and loading ------------------------------------------------------------------------------------------
+
+    def _rollouts_to_keep(self) -> dict[str, Any]:
+        return {
+            "step": self._step,
+            "buffer": self._buffered_inputs,
+            "ahead": None if self.ahead is None or self.args.save_only_model else self.ahead.state(),
+        }
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self._take_rollouts(self.checkpointing.load_rollouts(checkpoint))
+
+    def _take_rollouts(self, rollouts: dict[str, Any] | None) -> None:
+        """Continue with the rollouts that a checkpoint kept; `None` if they cannot be used."""
+        if rollouts is None:
+            self._step = self.state.global_step * self.args.gradient_accumulation_steps  # the sampler's position
+            return
+        self._step = rollouts["step"]
+        self._buffered_inputs = rollouts["buffer"]
+        if self.ahead is not None:
+            self.ahead.restore(rollouts.get("ahead"))
+
+    def _load_best_model(self):
+        self._last_loaded_step = -1  # makes TRL send the best weights, because the engine holds the last ones
+        super()._load_best_model()
+
+    # --- the start-up block ------------------------------------------------------------------------------------------
+
+    def _features_of_method(self):
+        tools = bool(getattr(self, "tools", None))
+        return [
+            groups_feature(self.args, self.num_generations, self.sharing),
+            *self.rollout.features(self.model, self._generate_settings(), tools),
+            *self._features_of_engine(),
+        ]
+
+    def _features_of_engine(self) -> list[tuple[str, str]]:
+        """Lines of the start-up block on vLLM; none if it does not draw."""
+        if not self.use_vllm:
+            return []
+        from ...engines.vllm.drawn_dtype import describe_dtype
+
+        sends_adapter = self.sync.mode == "adapter"
+        lines = [("on" if sends_adapter else "as stock TRL", self.sync.describe())]
+        if self.ahead is not None:
+            lines.append(("on", "vLLM draws the next generation batch while this one is trained on"))
+        if self.args.vllm_mode != "colocate":
+            return lines
+        lines.append(("on", describe_dtype(self.args, self.model, self.accelerator)))
+        if sends_adapter:
+            shared = self.vllm_generation.shared_base
+            own = f"vLLM has a base of its own: {self.vllm_generation.own_base}"
+            lines.append(("off", own) if shared is None else ("on", shared.describe()))
+        return lines
