@@ -34,4 +34,7 @@ def test_wrong_arguments_are_one_line(tmp_path, cls, config, options):
         TrainingArguments(str(tmp_path), use_cpu=True)
     )
     assert "write learning_rate=1e-4" in line(config(str(tmp_path), use_cpu=True, bf16=False, learning_rate="1e-4"))
+    if options:
+        options = {"reward_funcs": "accuracy"}
+        assert "'accuracy', and there is no such" in line(config(str(tmp_path), use_cpu=True, bf16=False))
     assert "no rows" in line(config(str(tmp_path), use_cpu=True, bf16=False), ROWS.select([]))

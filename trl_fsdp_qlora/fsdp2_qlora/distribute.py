@@ -113,7 +113,7 @@ def fill_shards(model: nn.Module, source: dict[str, torch.Tensor], device: torch
     """Replace every meta shard by data. Collective. A replica's source sends each rank its rows of each weight.
 
     `source` is the result of [`detach_source`]. Each weight is removed from it once it was sent, so the whole copy is
-    freed weight by weight. With `offload` the shards stay in host memory, otherwise they lie on the `device` of the
+    freed weight by weight. With `offload` the shards stay in host memory, otherwise they are on the `device` of the
     process group's tensors.
     """
     new_by_old = {}

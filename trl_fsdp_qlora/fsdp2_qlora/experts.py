@@ -72,7 +72,7 @@ class PackedExperts(nn.Module):
     It is made from transformers' module in place, and stays an instance of that module's class.
 
     Attributes:
-        layouts: by projection, where the parts lie in an expert's row; `shape` is `(out_features, in_features)`.
+        layouts: by projection, where the parts are in an expert's row; `shape` is `(out_features, in_features)`.
         compute_dtype: dtype of the products; if it is `None`, the input's.
         lora: by projection, `(lhs_EOR, rhs_ERI, scaling)` of each active adapter, while PEFT has them active.
     """

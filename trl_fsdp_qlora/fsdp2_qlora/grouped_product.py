@@ -65,7 +65,7 @@ def multiply_groups(x_SK, weight_EKN, ends: torch.Tensor, out_SN: torch.Tensor, 
         ends: `(E,)`, int32: the end of each group.
         out_SN: contiguous.
         is_first: whether the first of these groups begins at row 0. Otherwise it begins where the group before it
-            ends, and that end stands in front of `ends` in the same tensor.
+            ends, and that end is in front of `ends` in the same tensor.
     """
     if not runs(_product_kernel, x_SK):
         return False

@@ -53,7 +53,7 @@ def keep_plain_kernel(model: nn.Module) -> None:
     """Keep bitsandbytes from repacking the 4-bit layers of `model` on a CPU with AVX512-BF16.
 
     bitsandbytes repacks a layer for good when the layer first runs in evaluation mode. A repacked layer has no
-    backward, so a training would go on with wrong gradients, and its block maxima are rounded to bfloat16. Layers
+    backward, so a training would continue with wrong gradients, and its block maxima are rounded to bfloat16. Layers
     whose sizes are not multiples of 32 and of the block size raise an error instead.
     """
     for module in model.modules():

@@ -51,7 +51,7 @@ class PassRules:
 
     Attributes:
         build_forest: returns the forest of rows that share nothing with other passes.
-        min_length: length of the shortest segment that others may go on from.
+        min_length: length of the shortest segment that others may continue.
         reduce: returns the element-wise `"MAX"` or `"SUM"` of a list of numbers over ranks.
         ties_ends: whether every layer of a trunk has to be part of the backward, because each layer is collective.
     """
@@ -73,7 +73,7 @@ class Forward:
     Attributes:
         sequences: the rows of the forward; a trunk scores none.
         forest: of these rows, see [`forest.Forest.part`].
-        view: the values that layers keep or use; those of no other forward, if it stands alone.
+        view: the values that layers keep or use; those of no other forward, if it runs alone.
         record: gets what the forward computes. Forwards that are counted together have one record.
         rows: the rows of the planned sequences; `None` for all of them.
         batches: number of batches whose rows it has.

@@ -186,7 +186,7 @@ class CacheView:
     Attributes:
         cache: of the step.
         computed: the prefixes that a trunk computes, as `(prefix, first token in the row, tokens)`.
-        used: prefixes whose keys lie behind those of the row, in their order.
+        used: prefixes whose keys follow those of the row, in their order.
         ending: prefixes that no later forward needs; their values are part of the graph and not constants.
         trunk: this trunk, if each of its layers has to be in the backward, for which its last hidden states are kept;
             else `None`.

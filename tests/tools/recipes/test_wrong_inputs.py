@@ -98,7 +98,7 @@ GRPO = [
     ("--held_out 54 --per_device_train_batch_size 16", "the training dataset has 1 row, but one generation batch"),
 ]
 OTHERS = [
-    ("a_star_po", "--beta 0", "beta=0.0 has no place in A*-PO"),
+    ("a_star_po", "--beta 0", "beta=0.0 does not fit A*-PO"),
     ("evaluate", "--adapter empty", "adapter='empty' cannot be loaded"),
     ("evaluate", "--adapter nowhere", "adapter='nowhere' cannot be loaded: Can't find 'adapter_config.json'"),
     ("evaluate", "--adapter", "trl-fsdp-qlora: --adapter: expected one argument"),

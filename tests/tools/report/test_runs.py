@@ -16,7 +16,8 @@ from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, EfficientR
 from trl_fsdp_qlora.tools.publishing import publish
 from trl_fsdp_qlora.tools.recipe import run_page, runner
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
-from trl_fsdp_qlora.trainers.rollouts.kept_completions import lengths_and_ends, write_completions
+from trl_fsdp_qlora.tools.report.keep import write_completions
+from trl_fsdp_qlora.trainers.rollouts.generation_batches import lengths_and_ends
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,8 @@ from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl.trainer.utils import disable_dropout_in_model
 
+from ...prefix_sharing.check import ROWS_HALF, compared_tokens
 from ...prefix_sharing.facts import keeps_keys, layer_types, longest_window
-from ...prefix_sharing.first_pass import compared_tokens
-from ...prefix_sharing.verdict import ROWS_HALF
 from ...scoring.logprobs import VOCABULARY_TILE, choose_head_kernel
 from . import fake_ops
 from .model import build, causal_model
@@ -49,10 +48,10 @@ def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
 
 
 def compared_shape(settings: Settings, config: PretrainedConfig, on_gpu: bool) -> Shape:
-    """The padded forward, with gradients, that checks the first packed pass.
+    """The padded forward, with gradients, that checks the first packed pass (`prefix_sharing.check`).
 
     It has as many rows as fit into the packed row's tokens, and uses TRL's kernels and masks. Long rows are cut
-    (`first_pass.shortened`).
+    (`check.shortened`).
     """
     packed = loss_shape(settings, True, on_gpu)
     prompt = settings.prompt_tokens

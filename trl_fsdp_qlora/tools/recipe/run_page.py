@@ -7,9 +7,9 @@ from typing import Any
 from accelerate import PartialState
 from transformers import TrainerCallback
 
-from ...trainers.rollouts.kept_completions import write_completions
 from ...utils.nonfatal import nonfatal
 from ...utils.redaction import text_for_others
+from ..report.keep import write_completions
 from ..report.page import NAME, write_report
 from .record import RunRecord
 

@@ -2,7 +2,7 @@
 
 TRL writes `completions/completions_00010.parquet` with `log_completions`: step, prompt, completion, a column for each
 reward function, columns of the user's own, and advantage. A recipe of this package writes `_completions/` with more
-columns ([`trl_fsdp_qlora.trainers.rollouts.kept_completions`]). Parquet holds values only, so
+columns ([`trl_fsdp_qlora.tools.report.keep`]). Parquet holds values only, so
 reading a folder from elsewhere runs no code.
 """
 

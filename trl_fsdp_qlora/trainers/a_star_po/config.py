@@ -132,5 +132,5 @@ class AStarPOConfig(EfficientGRPOConfig):
             ("value_reward_range", not low < high, "it must be [low, high] with low < high"),
         ):
             if wrong:
-                raise ValueError(f"{name}={vars(self)[name]!r} has no place in A*-PO: {reason}")
+                raise ValueError(f"{name}={vars(self)[name]!r} does not fit A*-PO: {reason}")
         note_derived(self, self._left_at_default)

@@ -257,7 +257,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         return loss / (self.current_gradient_accumulation_steps if self.model.training else 1)
 
     def _record(self, name: str, total, count) -> None:
-        """Log the mean of a metric over all ranks; `total` and `count` lie on the device."""
+        """Log the mean of a metric over all ranks; `total` and `count` are on the device."""
         pair = self.accelerator.reduce(torch.stack([total.detach().float(), count.float()]), reduction="sum")
         means = self._metrics["train" if self.model.training else "eval"][name]
         self.telemetry.later(pair, lambda sums: means.append(sums[0] / max(sums[1], 1)))

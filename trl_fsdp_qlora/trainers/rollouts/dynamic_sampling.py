@@ -171,7 +171,7 @@ class DynamicSampling:
         Collective.
 
         Args:
-            inputs: dataset rows of this rank; a group may lie on two ranks.
+            inputs: dataset rows of this rank; a group may be on two ranks.
             draw: returns completions and rewards for rows of this rank, in which each prompt's `num_generations` rows
                 are neighbours; collective.
         """

@@ -12,7 +12,6 @@ from ..run.phases import PhaseTimer, token_counts
 from ..run.unscored import ScoredCompletions
 from ..step.groups import micro_batches
 from ..step.scoring import Scoring
-from .kept_completions import drawn_rows, lengths_and_ends
 
 
 def generate_every(trainer: Trainer) -> int:
@@ -71,14 +70,14 @@ class GenerationBatches:
         return micro_batches(batch, group_size, self.accelerator.process_index, self.args.steps_per_generation)
 
     def count_scored(self, rewards_NK: torch.Tensor) -> None:
-        """Count the completions of all ranks that got a value from each reward function."""
-        scored_NK = ~rewards_NK.isnan()
+        """Count the completions of all ranks that got a finite value from each reward function."""
+        scored_NK = rewards_NK.isfinite()
         drawn = scored_NK.new_ones(len(scored_NK), 1)
         self._later(torch.cat([drawn, scored_NK], 1).sum(0), self.scored.add)
 
 
 def groups_feature(args: Any, group_size: int, sharing: PromptSharing) -> tuple[str, str]:
-    """A line of the start-up block: whether the completions of a prompt lie in one micro-batch."""
+    """A line of the start-up block: whether the completions of a prompt are in one micro-batch."""
     per_device = args.per_device_train_batch_size
     if per_device % group_size == 0:
         return "on", "whole groups in every micro-batch"
@@ -86,3 +85,31 @@ def groups_feature(args: Any, group_size: int, sharing: PromptSharing) -> tuple[
         line = f"groups of {group_size} are split: make per_device_train_batch_size={per_device} a multiple"
         return "as stock TRL", line
     return "on", f"groups of {group_size} in micro-batches of {per_device}: a prompt once per optimizer step"
+
+
+def lengths_and_ends(batch: Mapping[str, torch.Tensor], ends: list[int]) -> torch.Tensor:
+    """`(rows, 2)`: each completion's tokens, and whether it was cut, because its last token is none of `ends`."""
+    tokens_B = batch["completion_mask"].sum(1)
+    last_B1 = (tokens_B - 1).clamp(min=0).unsqueeze(1)
+    last_token_B = batch["completion_ids"].gather(1, last_B1).squeeze(1)
+    has_ended_B = torch.isin(last_token_B, torch.tensor(ends, device=last_token_B.device)) & (tokens_B > 0)
+    return torch.stack([tokens_B, (~has_ended_B).to(tokens_B.dtype)], dim=1)
+
+
+def drawn_rows(logs: Mapping[str, Any], lengths_N2: torch.Tensor, has_images: bool) -> dict[str, Any]:
+    """Columns of the generation batch that TRL has just put at the end of its `_logs`, with lengths and ends.
+
+    If the batch has no images, those in `logs` are of an earlier one.
+    """
+    count = len(lengths_N2)
+    last = {name: list(logs[name])[-count:] for name in ("prompt", "completion", "advantages")}
+    rows = {
+        "prompt": last["prompt"],
+        "completion": last["completion"],
+        "advantage": last["advantages"],
+        "images": list(logs["images"])[-count:] if has_images else [None] * count,
+        "lengths": lengths_N2,
+    }
+    for kind in ("rewards", "extra"):
+        rows[kind] = {name: list(values)[-count:] for name, values in logs[kind].items()}
+    return rows

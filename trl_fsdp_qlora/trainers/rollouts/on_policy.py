@@ -9,7 +9,7 @@ from accelerate.logging import get_logger
 from ...compat.trl import joined_images
 from ...engines.decode.rollout import GenerateSettings, Rollout
 from ..experimental_fields import experiment
-from ..run.arguments import adapter_and_base, with_base_loaded
+from ..run.arguments import adapter_and_base, check_rewards, with_base_loaded
 from ..run.input_checks import too_long
 from ..run.trainer_run import TrainerRun
 from ..step.groups import EpochRepeatSampler
@@ -38,6 +38,7 @@ class OnPolicyRun(TrainerRun):
 
     def __init__(self, **call):
         args = call["args"]
+        check_rewards(call)
         one_generation_ahead = experiment("rollouts_ahead") if args.rollouts_ahead else None
         if one_generation_ahead is not None:
             one_generation_ahead.check_call(call)
@@ -139,8 +140,7 @@ class OnPolicyRun(TrainerRun):
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
         if self._step % generate_every(self) == 0 or self._buffered_inputs is None:
-            rows = generation_batch if self.ahead is None else self.ahead.upcoming.take(generation_batch)
-            batch = self._generate_and_score_completions(rows)
+            batch = self._generate_and_score_completions(generation_batch)
             self._buffered_inputs = self.generation_batches.split(batch, self.num_generations, self._logs)
         return joined_images(self._buffered_inputs[self._step % self.args.steps_per_generation])
 

@@ -66,15 +66,13 @@ def too_long(max_completion_length: int | None, model_config: Any) -> str | None
 
 
 def check_processes(world_size: int) -> None:
-    """Refuse a launch of several processes each of which takes itself for the only one.
+    """Refuse a launch of several processes each of which assumes that it is the only one.
 
     `world_size` is the number of processes by the arguments.
     """
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and world_size == 1:
-        reason = (
-            f"{launched} processes were launched, but each takes itself for the only one and would train the whole run"
-        )
+        reason = f"{launched} processes were launched, but each would train the whole run, as if it were the only one"
         raise UserError(f"{reason}. On CPUs set use_cpu: true (and bf16: false); otherwise check num_processes")
 
 

@@ -77,12 +77,13 @@ class TrainerRun(ShardedQLoRAMixin):
 
     def _share_prompts(self) -> None:
         """Share prompts in the policy and in the reference model."""
-        from_tools = getattr(self, "tools", None) or getattr(self, "environments", None)  # of GRPO's trainer
+        # Attributes of DPO's trainer and of GRPO's.
+        may_have_images = any(getattr(self, name, None) for name in ("_is_vision_dataset", "tools", "environments"))
         options = {
             "attention": self.args.prefix_sharing,
             "lm_head_kernel": self.args.lm_head_kernel,
             "entropy_gradient": getattr(self, "_entropy_bonus_enabled", False),
-            "expects_images": bool(from_tools or {"image", "images"} & columns_of(self.train_dataset)),
+            "expects_images": may_have_images or bool({"image", "images"} & columns_of(self.train_dataset)),
             "compares": False,
         }
         self.sharing = install_sharing(self.accelerator.unwrap_model(self.model), **options)

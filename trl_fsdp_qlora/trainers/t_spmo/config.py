@@ -37,4 +37,4 @@ class TSPMOConfig(EfficientGRPOConfig):
         ):
             current = vars(self)[name]
             if current != value:
-                raise ValueError(f"{name}={current!r} has no place in T-SPMO: {reason}; leave it at {value!r}")
+                raise ValueError(f"{name}={current!r} does not fit T-SPMO: {reason}; leave it at {value!r}")

@@ -34,7 +34,7 @@ def prefix_transitions(
 ) -> Transitions:
     """Advantage of every (prefix, next token) pair among the completions of one group (T-SPMO, arXiv 2504.20834).
 
-    A(v|p) is zero unless the completions that reach p go on in different ways (or one of them ends there), so only
+    A(v|p) is zero unless the completions that reach p continue in different ways (or one of them ends there), so only
     branching prefixes carry credit.
 
     Args:
@@ -49,7 +49,7 @@ def prefix_transitions(
     rewards_G = rewards.detach().cpu().numpy().astype(np.float64)
     judged_G = ~np.isnan(rewards_G)
     valid_GC &= judged_G[:, None]
-    # Padding equals no token, so a completion that ends parts from those that go on.
+    # Padding equals no token, so a completion that ends parts from those that continue.
     ids_GC = np.where(valid_GC, completion_ids.cpu().numpy(), -1)
     rows, width = ids_GC.shape
     order, common = sort_by_prefix(ids_GC, valid_GC.sum(1))

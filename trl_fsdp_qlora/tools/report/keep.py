@@ -6,13 +6,11 @@ tools take arguments of different types cannot be written as its columns. Here m
 
 import io
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
-import torch
 
 from ...utils.files import written_whole
 
@@ -20,36 +18,11 @@ FOLDER = "_completions"
 THUMBNAIL = 128  # pixels
 
 
-def lengths_and_ends(batch: Mapping[str, torch.Tensor], ends: list[int]) -> torch.Tensor:
-    """`(rows, 2)`: each completion's tokens, and whether it was cut, because its last token is none of `ends`."""
-    tokens_B = batch["completion_mask"].sum(1)
-    last_B1 = (tokens_B - 1).clamp(min=0).unsqueeze(1)
-    last_token_B = batch["completion_ids"].gather(1, last_B1).squeeze(1)
-    has_ended_B = torch.isin(last_token_B, torch.tensor(ends, device=last_token_B.device)) & (tokens_B > 0)
-    return torch.stack([tokens_B, (~has_ended_B).to(tokens_B.dtype)], dim=1)
-
-
-def drawn_rows(logs: Mapping[str, Any], lengths_N2: torch.Tensor, has_images: bool) -> dict[str, Any]:
-    """Columns of the generation batch that TRL has just put at the end of its `_logs`, with lengths and ends.
-
-    If the batch has no images, those in `logs` are of an earlier one.
-    """
-    count = len(lengths_N2)
-    last = {name: list(logs[name])[-count:] for name in ("prompt", "completion", "advantages")}
-    rows = {
-        "prompt": last["prompt"],
-        "completion": last["completion"],
-        "advantage": last["advantages"],
-        "images": list(logs["images"])[-count:] if has_images else [None] * count,
-        "lengths": lengths_N2,
-    }
-    for kind in ("rewards", "extra"):
-        rows[kind] = {name: list(values)[-count:] for name, values in logs[kind].items()}
-    return rows
-
-
 def write_completions(folder: Path, step: int, drawn: dict[str, Any]) -> None:
-    """Write the columns of [`drawn_rows`] as the completions of `step`."""
+    """Write the columns of a generation batch as the completions of `step`.
+
+    They are those of [`trl_fsdp_qlora.trainers.rollouts.generation_batches.drawn_rows`].
+    """
     tokens, cut = drawn["lengths"].T.tolist()
     columns: dict[str, list] = {
         "step": [step] * len(tokens),
