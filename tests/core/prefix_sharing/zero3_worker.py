@@ -1,4 +1,4 @@
-"""Run by test_verdict.py in two processes: a hybrid model under DeepSpeed's ZeRO-3, with batches that share
+"""Run by test_check.py in two processes: a hybrid model under DeepSpeed's ZeRO-3, with batches that share
 differently.
 """
 

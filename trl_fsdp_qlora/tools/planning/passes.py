@@ -16,11 +16,10 @@ from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl.trainer.utils import disable_dropout_in_model
 
+from ...prefix_sharing.check import ROWS_HALF, compared_tokens
 from ...prefix_sharing.facts import keeps_keys, layer_types, longest_window
-from ...prefix_sharing.first_pass import compared_tokens
 from ...prefix_sharing.passes import Forward
 from ...prefix_sharing.recurrent.kinds import goes_on_from_a_state, recurrent_layers, state_bytes
-from ...prefix_sharing.verdict import ROWS_HALF
 from ...scoring.logprobs import VOCABULARY_TILE, choose_head_kernel
 from . import fake_ops
 from .distillation import OBJECTIVE, Lesson, answered, teacher_of
@@ -71,10 +70,10 @@ def call_shape(settings: Settings, privileged_tokens: int = 0) -> Shape:
 
 
 def compared_shape(settings: Settings, config: PretrainedConfig, on_gpu: bool) -> Shape:
-    """The padded forward, with gradients, that checks the first packed pass (`prefix_sharing.verdict`).
+    """The padded forward, with gradients, that checks the first packed pass (`prefix_sharing.check`).
 
     It has as many rows as fit into the packed row's tokens, and uses TRL's kernels and masks. Long rows are cut
-    (`first_pass.shortened`).
+    (`check.shortened`).
     """
     packed = loss_shape(settings, True, on_gpu)
     prompt = settings.prompt_tokens

@@ -331,6 +331,7 @@ def run_recipe(
         if scored is not None and scored.nothing_scored:
             raise UserError(
                 f"nothing was learned: {', '.join(trainer.reward_func_names)} gave none of {scored.drawn:,} "
-                "completions a value (None or NaN for all); look at the function and at the columns that it reads"
+                "completions a finite value (None, NaN or infinite for all); look at the function and at the columns "
+                "that it reads"
             )
         return record.content

@@ -18,7 +18,7 @@ from ...compat.trl import (
     token_types_of_images,
 )
 from ...engines.decode.completions import EngineModel
-from ...engines.decode.tools import fitted, limited
+from ...engines.decode.tools import limited
 from ..rollouts.dynamic_sampling import DynamicSampling, ScoredRows, to_rows
 from ..rollouts.generation_batches import generate_every
 from ..rollouts.group_statistics import GroupStatistics
@@ -147,9 +147,6 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         turn = super()._generate_single_turn
         self.rollout.join_turns(turn, prompt_ids[0], self.model_wrapped, self._generate_settings())
         return result
-
-    def _get_tool_suffix_ids(self, tool_messages):
-        return super()._get_tool_suffix_ids(fitted(tool_messages, self._tokenizer, self.max_completion_length))
 
     def generating(self, wrapped=None):
         # With vLLM the model is the engine, which then holds the current adapter.

@@ -140,8 +140,7 @@ class OnPolicyRun(TrainerRun):
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
         if self._step % generate_every(self) == 0 or self._buffered_inputs is None:
-            rows = generation_batch if self.ahead is None else self.ahead.upcoming.take(generation_batch)
-            batch = self._generate_and_score_completions(rows)
+            batch = self._generate_and_score_completions(generation_batch)
             self._buffered_inputs = self.generation_batches.split(batch, self.num_generations, self._logs)
         return joined_images(self._buffered_inputs[self._step % self.args.steps_per_generation])
 

@@ -17,8 +17,9 @@ from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import accelerate_launch, launch
 from tests.trainers.vllm.runs import figures, grpo, on_server
 from tests.trainers.vllm.sampling_server import SamplingServer
-from tests.trainers.vllm.test_ahead import trained_prompts, without_vllm  # noqa: F401 (a fixture)
 from trl_fsdp_qlora.tools.small_base.vision import coloured_shapes, new_vision_model, shapes_processor
+
+from .helpers import trained_prompts
 
 SIZES = {"max_steps": 4, "learning_rate": 0.0, "max_completion_length": 6}
 GRANITE = {
@@ -52,7 +53,7 @@ def test_on_two_ranks(tmp_path, way):
         changes["quantized"] = way.endswith("4 bits")
         served = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         with SamplingServer(served, eos=qlora.make_tokenizer().eos_token_id) as server:
-            words = ("tests/trainers/vllm/ahead_rank.py", server.url, str(out), json.dumps(changes))
+            words = ("tests/experimental/one_generation_ahead/rank.py", server.url, str(out), json.dumps(changes))
             if way.startswith("zero"):
                 run = accelerate_launch(f"{way}_cpu", *words, cwd=tmp_path, timeout=240)
                 assert run.returncode == 0, run.stdout + run.stderr

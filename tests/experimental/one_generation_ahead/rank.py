@@ -1,7 +1,6 @@
-"""A rank of test_ahead.py: python ahead_rank.py URL OUT CHANGES, where CHANGES are a config's, as JSON.
+"""A rank of these tests: python rank.py URL OUT CHANGES, where CHANGES are a config's, as JSON.
 
-With `"reward_fails": N` the reward raises on the last rank in its Nth call, once the server has the next request; with
-`"checkpoint": FOLDER` the model is that of the sharding tests, in 4 bits with `"quantized": true`.
+With `"checkpoint": FOLDER` the model is that of the sharding tests, in 4 bits with `"quantized": true`.
 """
 
 import json
@@ -28,14 +27,9 @@ def main(url: str, out: str, changes: str) -> None:
     settings = json.loads(changes)
     checkpoint = settings.pop("checkpoint", None)
     quantized = settings.pop("quantized", False)
-    reward_fails = settings.pop("reward_fails", None)
-    calls = []
     trained = []
 
     def reward(prompts, completions, **_):
-        calls.append(1)
-        if len(calls) == reward_fails and trainer.accelerator.process_index == 1:
-            raise RuntimeError("no reward today")
         if trainer.model.training:
             trained.append(prompts)
         return tiny.digit_share(completions)

@@ -8,22 +8,23 @@ from trl import RLOOTrainer
 from tests import tiny
 from tests.trainers.vllm.runs import figures
 from tests.trainers.vllm.sampling_server import SamplingServer
-from tests.trainers.vllm.test_ahead import (  # noqa: F401 (fixtures, too)
+from trl_fsdp_qlora import EfficientRLOOConfig, EfficientRLOOTrainer
+
+from .helpers import (
+    SAVES,
+    Stop,
     adapter_by_step,
     assert_drawn_by,
     log_probabilities,
     make,
-    server,
     trained_prompts,
-    without_vllm,
+    weights_of,
 )
-from tests.trainers.vllm.test_ahead_runs import SAVES, Stop, weights_of
-from trl_fsdp_qlora import EfficientRLOOConfig, EfficientRLOOTrainer
 
 RLOO = {"cls": EfficientRLOOTrainer, "config": EfficientRLOOConfig}
 
 
-def test_the_adapter_is_sent_and_nothing_is_weighed_without_the_option(server, tmp_path):  # noqa: F811
+def test_the_adapter_is_sent_and_nothing_is_weighed_without_the_option(server, tmp_path):
     trainer = make(server, tmp_path, **RLOO, max_steps=3)
     adapters = adapter_by_step(trainer)
     trainer.train()
@@ -47,7 +48,7 @@ def test_the_same_prompts_and_losses_while_the_policy_does_not_change(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["sequence_mask", "sequence_truncate"])
-def test_advantages_are_weighed_by_the_formula(server, tmp_path, monkeypatch, mode):  # noqa: F811
+def test_advantages_are_weighed_by_the_formula(server, tmp_path, monkeypatch, mode):
     low, high = 0.99, 1.01
     clip = {"mode": mode, "clip_min": low, "clip_max": high}
     changes = {f"vllm_importance_sampling_{name}": value for name, value in clip.items()}

@@ -13,10 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.distributed.launch import launch
 from tests.tiny import lora
-from trl_fsdp_qlora.prefix_sharing import verdict as verdict_module
+from trl_fsdp_qlora.prefix_sharing import check
 from trl_fsdp_qlora.prefix_sharing.attention import cascade
+from trl_fsdp_qlora.prefix_sharing.check import compares_gradients, differences, rounding_unit, statistics
 from trl_fsdp_qlora.prefix_sharing.row import PackedRow
-from trl_fsdp_qlora.prefix_sharing.verdict import compares_gradients, rounding_unit, statistics, verdict
 
 from .helpers import COMPLETION, PROMPT, VOCABULARY, awkward_batch, build, make_batch, one_pass, prepared
 
@@ -73,19 +73,18 @@ def test_rounding_alone_passes(family, dtype):
     assert sharing.is_active, sharing.describe()
 
 
-def test_the_effect_of_rounding_is_measured_beyond_the_fixed_limits_alone(monkeypatch):
+def test_rounding_is_measured_beyond_the_fixed_limits_alone(monkeypatch):
     """It takes most of the passes. A difference that rounding explains passes either way."""
     measured = []
-    perturbed = verdict_module.perturbed
+    move = check._moved_by_rounding
 
     def counted(*which):
         measured.append(1)
-        return perturbed(*which)
+        return move(*which)
 
-    monkeypatch.setattr(verdict_module, "perturbed", counted)
-    for limit, passes in ((10.0, 0), (0.0, verdict_module.NOISE_PASSES)):
-        for name in ("MEAN_DIFFERENCE_HALF", "FIRST_DIFFERENCE_HALF", "GRADIENT_DIFFERENCE_HALF", "PROJECTION_OFF"):
-            monkeypatch.setattr(verdict_module, name, limit)
+    monkeypatch.setattr(check, "_moved_by_rounding", counted)
+    for limit, passes in ((10.0, 0), (0.0, check.ROUNDING_PASSES)):
+        monkeypatch.setattr(check, "LIMITS_HALF", dict.fromkeys(check.LIMITS_HALF, limit))
         model, sharing = llama(torch.bfloat16)
         kinds = 2 if sharing.packed_model.can_be_dense else 1
         one_pass(model, sharing)
@@ -157,7 +156,7 @@ def test_another_release_of_torch_compares_log_probabilities_alone_under_fsdp2(m
     """Where FSDP2's private parts differ, none of them is touched: this model has no state of FSDP2 at all."""
     model, sharing = llama()
     model.__class__ = type("Sharded", (FSDPModule, type(model)), {})
-    monkeypatch.setattr("trl_fsdp_qlora.prefix_sharing.verdict.misfit", lambda: "torch 9.9")
+    monkeypatch.setattr("trl_fsdp_qlora.prefix_sharing.check.misfit", lambda: "torch 9.9")
     # Two forwards of two rows, next to each of the two ways in which rows of this model may be packed.
     assert one_pass(model, sharing).padded_forwards == 4
     assert sharing.is_active and sharing.checked == {(False, False)}
@@ -257,27 +256,25 @@ def test_ten_thousand_healthy_starts_in_half_precision(monkeypatch):
     """
     starts = []
 
-    def recorded(figures, exact, of):
-        if "gradient_noise" not in figures:
-            return "a difference beyond the fixed limits, after which the effect of rounding is measured"
-        starts.append(figures)
-        return None
+    def recorded(sums, rounding, exact, of):
+        if not rounding:
+            return ["a difference beyond the fixed limits, after which rounding is measured"]
+        starts.append((sums, rounding))
+        return []
 
-    monkeypatch.setattr(verdict_module, "verdict", recorded)
+    monkeypatch.setattr(check, "differences", recorded)
     for family, seed in product(("llama", "qwen3"), range(6)):
         model = build(family, seed).to(torch.bfloat16)
         one_pass(model, prepared(model), make_batch([9] * 4 + [5] * 4, [9, 1, 5, 9] * 2, seed=seed))
-    monkeypatch.undo()
-    moved = [name for name in starts[0] if name.startswith("gradient_moved")]
-    assert len(starts) == 24 and len(moved) == verdict_module.NOISE_PASSES - 1
+    assert len(starts) == 24
     draw = np.random.default_rng(0)
     for _ in range(10_000):
-        figures = dict.fromkeys(starts[0], 0.0)
-        for start in draw.choice(starts, draw.choice([1, 2, 8])):
-            shuffled = dict(zip(moved, draw.choice([start[name] for name in moved], len(moved)), strict=True))
-            for name, value in (start | shuffled).items():
-                figures[name] += value
-        assert verdict(figures, exact=False) is None, figures
+        ranks = [starts[number] for number in draw.choice(len(starts), draw.choice([1, 2, 8]))]
+        sums = {name: sum(sums[name] for sums, _ in ranks) for name in ranks[0][0]}
+        others = [draw.choice(rounding[1:], len(rounding) - 1) for _, rounding in ranks]
+        passes = zip(*([rounding[0], *more] for (_, rounding), more in zip(ranks, others, strict=True)), strict=True)
+        rounding = [{name: sum(moved[name] for moved in of_pass) for name in of_pass[0]} for of_pass in passes]
+        assert not differences(sums, rounding, False, "log-probability"), (sums, rounding)
 
 
 def test_what_fails_later_raises(monkeypatch):
@@ -292,19 +289,29 @@ def test_what_fails_later_raises(monkeypatch):
         one_pass(model, sharing)
 
 
-def test_the_gradient_along_the_padded_one_by_hand():
-    """Lengths of the gradient, in thousandths off: 3% is a fault, and none where rounding alone makes it as much."""
-    values = dict.fromkeys(("missing", "off", "noise", "first_off", "first_noise"), 0.0)
+def judged(values, padded, moves=(), scored=None, exact=False, packed=1.0, off=0.0, change=0.0, lengths=()):
+    """Differences of values from those of a padded pass, and of a gradient from one of length 1."""
+    scored = torch.ones_like(padded).bool() if scored is None else scored
+    sums = statistics(values, padded, scored) | {"packed": packed, "off": off, "padded": 1.0}
+    squares = [change, *lengths] if lengths else [change] * len(moves)
+    moves = moves if len(moves) else [torch.zeros_like(padded)] * len(squares)
+    rounding = [
+        statistics(padded + move, padded, scored) | {"square": x} for move, x in zip(moves, squares, strict=True)
+    ]
+    return " ".join(differences(sums, rounding, exact, "log-probability"))
 
-    def judged(off, moved_off, noise=0.0, tokens=1000.0):
-        lengths = {"gradient": 1 + 2 * off, "gradient_padded": 1.0, "gradient_noise": noise, "gradient_off": noise}
-        lengths |= {f"gradient_moved_{i}": 1 + 2 * x for i, x in enumerate(moved_off, start=1)}
-        return verdict(values | {"tokens": tokens, "first_tokens": 8.0} | lengths, exact=False)
 
-    assert "1.030 times" in judged(0.03, [0.002, -0.001]) and "0.970 times" in judged(-0.03, [0.002, -0.001])
-    assert judged(0.009, [0.0, 0.0]) is None and judged(0.03, [0.01, -0.006]) is None
-    assert judged(0.03, [], noise=0.001, tokens=8.0) is None  # eight tokens, each 3% off
-    assert judged(0.03, [], noise=0.001) is not None and judged(float("nan"), [0.0]) is not None
+def test_the_length_of_the_gradient_by_hand():
+    """3% is a fault, and none where rounding alone makes it as much."""
+    for off, found in ((0.03, "1.030 times"), (-0.03, "0.970 times"), (0.009, "")):
+        padded = torch.full((10, 100), -1.0)
+        text = judged(padded, padded, packed=1 + 2 * off, lengths=[1.004, 0.998])
+        assert found in text and bool(text) == bool(found)
+    assert not judged(padded, padded, packed=1.06, lengths=[1.02, 0.988])
+    few = torch.full((2, 4), -1.0)  # eight tokens, each 3% off
+    assert not judged(few, few, packed=1.06, change=0.001, lengths=[1.0])
+    assert judged(padded, padded, packed=1.06, change=0.001, lengths=[1.0])
+    assert judged(padded, padded, packed=float("nan"), lengths=[1.0])
 
 
 def test_missing_values_and_first_tokens_by_hand():
@@ -313,29 +320,23 @@ def test_missing_values_and_first_tokens_by_hand():
     noise = 0.005 * torch.randn(5, 4, 50, generator=draw)
     packed = padded + noise[0]
     moves = noise[1:]
-    every = torch.ones(4, 50).bool()
-
-    def judged(packed, moves=moves, exact=False, scored=every):
-        return verdict(statistics(packed, padded, moves, scored), exact)
-
-    assert judged(packed) is None and judged(padded * 1, [], exact=True) is None
-    missing = padded.clone()
-    first = packed.clone()
-    tail = packed.clone()
+    assert not judged(packed, padded, moves) and not judged(padded * 1, padded, exact=True)
+    missing, first, second, tail = (x.clone() for x in (padded, packed, packed, packed))
     missing[2, 7] = 0.0  # one of two hundred, which no mean shows
-    assert "1 values" in judged(missing) and "1 values" in judged(missing, exact=True)
-    assert judged(missing, scored=missing != 0) is None
-    assert "not finite" in judged(padded * float("nan"))
-    assert "mean" in judged(packed, [], exact=True)
+    for exact in (False, True):
+        assert "1 values" in judged(missing, padded, moves, exact=exact)
+    assert not judged(missing, padded, moves, scored=missing != 0)
+    assert "not finite" in judged(padded * float("nan"), padded, moves)
+    assert "mean" in judged(packed, padded, exact=True)
     first[:, 0] += 0.04
-    assert "first tokens" in judged(first)
-    second = packed.clone()
-    turns = every.clone()
+    assert "first tokens" in judged(first, padded, moves)
+    turns = torch.ones(4, 50).bool()
     turns[:, :10] = turns[:, 30:35] = False  # behind a prompt, and behind a user's turn
     second[:, [10, 35]] += 0.04
-    assert "first tokens" in judged(second, scored=turns) and judged(second) is None
+    assert "first tokens" in judged(second, padded, moves, turns) and not judged(second, padded, moves)
     tail[:, ::4] += 0.3
-    assert "mean" in judged(tail) and judged(tail, 40 * moves) is None  # where rounding moves tokens that far
+    assert "mean" in judged(tail, padded, moves)
+    assert not judged(tail, padded, 40 * moves)  # where rounding moves tokens that far
 
 
 @pytest.mark.processes

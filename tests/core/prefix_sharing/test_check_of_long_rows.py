@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from trl_fsdp_qlora.prefix_sharing import first_pass
+from trl_fsdp_qlora.prefix_sharing import check
 from trl_fsdp_qlora.prefix_sharing.attention import cascade, two_part
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
-from trl_fsdp_qlora.prefix_sharing.first_pass import compared_tokens, shortened
+from trl_fsdp_qlora.prefix_sharing.check import compared_tokens, shortened
 from trl_fsdp_qlora.prefix_sharing.recurrent import level_by_level
 from trl_fsdp_qlora.prefix_sharing.sharing import PrefixSharingError
+from trl_fsdp_qlora.prefix_sharing.wrapped_forward import Instructions
 
 from .helpers import (
     VOCABULARY,
@@ -34,8 +35,8 @@ LENGTHS = [70, 70, 64, 64, 5, 5], [50, 40, 50, 9, 50, 30]
 @pytest.fixture
 def short(monkeypatch):
     """Rows of few tokens count as long ones."""
-    monkeypatch.setattr(first_pass, "MOST_TOKENS", MOST)
-    monkeypatch.setattr(first_pass, "BEHIND_WINDOW", 16)
+    monkeypatch.setattr(check, "MOST_TOKENS", MOST)
+    monkeypatch.setattr(check, "BEHIND_WINDOW", 16)
 
 
 def long_batch():
@@ -52,12 +53,11 @@ def read(ids, mask, labels):
 def run(model, sharing):
     """A pass over long rows; the sizes of its forwards before the pass itself."""
     sizes = []
-    handle = model.base_model.register_forward_pre_hook(
+    model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: sizes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     with every_level_made():
         one_pass(model, sharing, long_batch(), completion=COMPLETION)
-    handle.remove()
     return sizes[:-1]
 
 
@@ -102,7 +102,7 @@ def test_rows_without_labels_are_cut_where_they_part(short):
 
 
 def test_an_image_is_not_cut(monkeypatch):
-    monkeypatch.setattr(first_pass, "MOST_TOKENS", 8)
+    monkeypatch.setattr(check, "MOST_TOKENS", 8)
     model, sharing, batch = pictured("qwen3_vl")
     sequences = sharing.packed_model.read(batch)
     last = sequences.spans_B2[:, 1]
@@ -112,7 +112,7 @@ def test_an_image_is_not_cut(monkeypatch):
         kept = slice(0, min(last[row] + 2, sequences.lengths_B[row]))
         assert np.array_equal(few.tokens_BL[row, kept], sequences.tokens_BL[row, kept])
     with every_level_made():
-        model(**batch.arguments(), num_images=batch.num_images, fused_lm_head=True)
+        model(**batch.arguments(), sharing=Instructions(num_images=batch.num_images), fused_lm_head=True)
         sharing.compare_with_stock(model, batch)
     assert sharing.is_active and sharing.images.reason is None and (True, True) in sharing.checked
 
@@ -153,7 +153,7 @@ def test_a_window_longer_than_compared_rows_is_found_lost(short, monkeypatch):
     monkeypatch.setattr(cascade, "attend", without_window(cascade.attend))
     monkeypatch.setattr(two_part, "attend", without_window(two_part.attend))
     for behind, found in ((16, True), (-30, False)):
-        monkeypatch.setattr(first_pass, "BEHIND_WINDOW", behind)
+        monkeypatch.setattr(check, "BEHIND_WINDOW", behind)
         model = build(small("Mistral", sliding_window=40))
         sharing = prepared(model)
         run(model, sharing)
