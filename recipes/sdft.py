@@ -23,7 +23,7 @@ with importing():
     from trl_fsdp_qlora.tools.recipe.runner import accepted_arguments, run_recipe
     from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
     from trl_fsdp_qlora.tools.recipe.script import run_main
-    from trl_fsdp_qlora.tools.recipe.threads import fit_threads
+    from trl_fsdp_qlora.utils.threads import fit_threads
 
 
 def main() -> None:

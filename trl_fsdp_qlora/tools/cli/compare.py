@@ -42,8 +42,8 @@ from ...trainers.run.input_checks import language_model_only
 from ...trainers.run.startup import StartupCallback
 from ...trainers.step.groups import micro_batches
 from ...utils.resources import resource_folder
+from ...utils.threads import fit_threads
 from ..recipe import script as script_frame
-from ..recipe.threads import fit_threads
 from .one_line import pop_options
 from .recipes import all_recipes
 from .scripts import method_of, with_recipe

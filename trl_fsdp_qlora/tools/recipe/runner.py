@@ -25,6 +25,7 @@ from ...utils import files as disk
 from ...utils import redaction
 from ...utils.nonfatal import nonfatal
 from ...utils.ranks import on_main
+from ...utils.threads import fit_threads
 from ..cli import launch
 from ..cli.one_line import pop_options
 from ..data.rewards import checked, get_reward
@@ -48,7 +49,6 @@ from .record import (
 )
 from .run_page import KeptWarnings, RunPage
 from .script import command_that_goes_on, say
-from .threads import fit_threads
 
 
 def reward_functions(args: ScriptArguments) -> list:
