@@ -187,7 +187,7 @@ def test_a_resumed_run_that_measures_nothing_keeps_no_figure_of_other_weights(me
     assert record["before"] == measured_run.before and "after" not in record
 
 
-@pytest.mark.parametrize("nothing", [None, float("nan")])
+@pytest.mark.parametrize("nothing", [None, float("nan"), float("inf")])
 def test_a_run_without_any_reward_names_the_function_and_is_no_success(tmp_path, nothing, caplog, capsys):
     def silent(completions, **columns):
         return [nothing for _ in completions]
@@ -212,7 +212,8 @@ def test_a_run_without_any_reward_names_the_function_and_is_no_success(tmp_path,
     assert functions_warned_of() == ["silent"]
     assert nonfatal.__name__ not in {record.name for record in caplog.records}
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    assert [line.split("  ")[:2] for line in lines] == [["step 1/2", "reward -"], ["step 2/2", "reward -"]]
+    reward = "reward inf" if nothing == float("inf") else "reward -"
+    assert [line.split("  ")[::2][:2] for line in lines] == [["step 1/2", reward], ["step 2/2", reward]]
     assert (tmp_path / "silent" / "adapter_model.safetensors").is_file()  # it is whole all the same
     caplog.clear()
     run([scores, silent], "both")  # of several functions one is enough to learn from

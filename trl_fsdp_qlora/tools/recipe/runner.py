@@ -25,6 +25,7 @@ from ...utils import files as disk
 from ...utils import redaction
 from ...utils.nonfatal import nonfatal
 from ...utils.ranks import on_main
+from ...utils.threads import fit_threads
 from ..cli import launch
 from ..cli.one_line import pop_options
 from ..data.rewards import checked, get_reward
@@ -47,7 +48,6 @@ from .record import (
 )
 from .run_page import KeptWarnings, RunPage
 from .script import command_that_goes_on, say
-from .threads import fit_threads
 
 
 def reward_functions(args: ScriptArguments) -> list:
@@ -323,6 +323,7 @@ def run_recipe(
         if scored is not None and scored.nothing_scored:
             raise UserError(
                 f"nothing was learned: {', '.join(trainer.reward_func_names)} gave none of {scored.drawn:,} "
-                "completions a value (None or NaN for all); look at the function and at the columns that it reads"
+                "completions a finite value (None, NaN or infinite for all); look at the function and at the columns "
+                "that it reads"
             )
         return record.content
