@@ -19,9 +19,9 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
-from tests.core.prefix_sharing import test_cut_losses as cut_losses
 from tests.core.prefix_sharing.helpers import assert_equal_gradients, awkward_batch, build, gradients, small
 from tests.tiny import these_first
+from tests.trainers.sharing import test_cut_losses as cut_losses
 from trl_fsdp_qlora import EfficientDPOConfig, EfficientGRPOConfig
 from trl_fsdp_qlora.compat.memory import PeakTracker
 from trl_fsdp_qlora.long_rows import tiles as token_tiles

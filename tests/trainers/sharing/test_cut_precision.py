@@ -9,13 +9,13 @@ import copy
 import pytest
 import torch
 
+from tests.core.prefix_sharing.helpers import build, make_trainer
 from tests.tiny import these_first
+from tests.trainers.sharing.test_equals_stock import lora
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.prefix_sharing import passes
 
-from .helpers import build, make_trainer
 from .test_cut_losses import inputs_of, short_beginnings, sliced, step_gradients  # noqa: F401 (a fixture)
-from .test_equals_stock import lora
 
 # Micro-batches, and the passes of the whole step.
 CUTS = [(12, 1), (12, 3), (12, 12), (1, 3), (1, 12)]

@@ -17,15 +17,14 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from trl.experimental import a2po, cpo, gkd, gmpo, gold, iw_opd, online_dpo, orpo, sdft, sdpo, tpo
 
+from tests.core.prefix_sharing.helpers import build, llava_processor, mean_token, tokenizer
+from tests.core.prefix_sharing.test_images import MORE
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import launch
 from tests.tiny import these_first, tool_tokenizer
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.prefix_sharing.share import models_of
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing, causal_language_model
-
-from .helpers import build, llava_processor, mean_token, tokenizer
-from .test_images import MORE
 
 BEGINNING = "ABCDEFGH*" * 3
 PROMPTS = [f"{BEGINNING}IJKL=", f"{BEGINNING}MN=", "OPQRS=", f"{BEGINNING}T="]
@@ -334,7 +333,7 @@ def test_two_ranks(wrapper, tmp_path):
     """A teacher that is a model of its own, called by its backbone; one that is the student; and the fused head."""
     save_base("sdpo", "qwen3", tmp_path / "base")
     environment = fsdp_environment() if wrapper == "fsdp2" else None
-    worker = "tests/core/prefix_sharing/trainers_worker.py"
+    worker = "tests/trainers/sharing/trainers_worker.py"
     kinds = ("distillation", "sdpo", "orpo", "sdft")  # the last in full, with a copy as its teacher
     launch(worker, tmp_path / "base", tmp_path, *kinds, environment=environment, timeout=300)
     for rank in range(2):

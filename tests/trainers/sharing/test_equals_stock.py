@@ -10,12 +10,7 @@ import transformers as tf
 from peft import LoraConfig
 from trl import GRPOTrainer
 
-from tests.tiny import these_first
-from trl_fsdp_qlora import EfficientGRPOTrainer
-from trl_fsdp_qlora.prefix_sharing import PrefixSharingError
-from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
-
-from .helpers import (
+from tests.core.prefix_sharing.helpers import (
     COMPLETION,
     COUNTING,
     MULTIMODAL,
@@ -34,6 +29,10 @@ from .helpers import (
     prepared,
     processor,
 )
+from tests.tiny import these_first
+from trl_fsdp_qlora import EfficientGRPOTrainer
+from trl_fsdp_qlora.prefix_sharing import PrefixSharingError
+from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
 
 BOTH = GRPOTrainer, EfficientGRPOTrainer
 # One recurrent model of each kind: gated delta rule, short convolution, state space model.

@@ -11,17 +11,24 @@ import torch
 import transformers as tf
 from peft import LoraConfig
 
+from tests.core.prefix_sharing.helpers import (
+    assert_equal_gradients,
+    build,
+    gradients,
+    loss_inputs,
+    make_batch,
+    make_trainer,
+    small,
+)
+from tests.core.prefix_sharing.test_images import ADAPTER, with_images
+from tests.core.prefix_sharing.test_images import COMPLETION as COMPLETION_OF_IMAGES
 from tests.tiny import LOSS_TYPES
+from tests.trainers.sharing.test_equals_stock import lora
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.trl import split_pixel_values_by_grid
 from trl_fsdp_qlora.fsdp2_qlora.experts import packed_experts
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
 from trl_fsdp_qlora.prefix_sharing import passes
-
-from .helpers import assert_equal_gradients, build, gradients, loss_inputs, make_batch, make_trainer, small
-from .test_equals_stock import lora
-from .test_images import ADAPTER, with_images
-from .test_images import COMPLETION as COMPLETION_OF_IMAGES
 
 ROWS = 12
 # Two groups of six, of two prompts of other lengths.

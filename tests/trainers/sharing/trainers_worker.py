@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.core.prefix_sharing.test_every_trainer import make_trainer, the_sharings, trained
 from tests.distributed.fsdp_on_gloo import force_fsdp
 from tests.distributed.rank import forget_launch, run_rank
+from tests.trainers.sharing.test_every_trainer import make_trainer, the_sharings, trained
 from trl_fsdp_qlora.experimental.losses_in_tiles import FusedORPOTrainer, TiledSDFTTrainer, TiledSDPOTrainer
 
 # With shared prompts these kinds also hold no logits.

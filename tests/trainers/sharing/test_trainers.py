@@ -9,11 +9,10 @@ from datasets import Dataset
 from peft import LoraConfig
 from trl.experimental import gmpo
 
+from tests.core.prefix_sharing.helpers import assert_equal_gradients, build, gradients, mean_token, tokenizer
 from tests.tiny import these_first
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.prefix_sharing.sharing import causal_language_model
-
-from .helpers import assert_equal_gradients, build, gradients, mean_token, tokenizer
 
 # Two of three prompts begin alike.
 BEGINNING = "ABCDEFGH*" * 3
