@@ -7,15 +7,19 @@ imported when first used, so `import trl_fsdp_qlora` costs neither torch nor any
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .trainers.methods import METHODS
-
 __version__ = "0.1.0"
 
 # Public names, by the module that has them. A type checker reads those below instead.
 _EXPORTS = {"share_prompts": "prefix_sharing.share"}
-for _method in METHODS:
-    _EXPORTS[_method.config] = f"trainers.{_method.room}.config"
-    _EXPORTS[_method.trainer] = f"trainers.{_method.room}.trainer"
+for _room, _prefix in (
+    ("grpo", "EfficientGRPO"),
+    ("rloo", "EfficientRLOO"),
+    ("dpo", "EfficientDPO"),
+    ("t_spmo", "TSPMO"),
+    ("a_star_po", "AStarPO"),
+):
+    _EXPORTS[f"{_prefix}Config"] = f"trainers.{_room}.config"
+    _EXPORTS[f"{_prefix}Trainer"] = f"trainers.{_room}.trainer"
 
 __all__ = sorted([*_EXPORTS, "__version__"])
 

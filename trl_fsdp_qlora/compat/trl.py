@@ -128,98 +128,6 @@ def _scales_by_mean() -> bool:
 _FACTS = {"WEIGHS_AS_1_16": _weighs_as_1_16, "SCALES_BY_MEAN": _scales_by_mean}
 
 
-def rewards_of_rank(trainer: Any, rows: list, prompts: list, completions: list, ids: list) -> torch.Tensor:
-    """TRL's rewards of R completions by K functions, `(R, K)`, of this rank alone and not logged.
-
-    TRL itself gathers the rewards at the end.
-    """
-    from trl.trainer import grpo_trainer
-
-    unlogged = patch.multiple(trainer, _log_completion_extra=lambda *_: None, _log_metric=lambda *_: None)
-    with patch.multiple(grpo_trainer, gather=lambda rewards: rewards), unlogged:
-        return grpo_trainer.GRPOTrainer._calculate_rewards(trainer, rows, prompts, completions, ids)
-
-
-def prompts_of(rows: list[dict[str, Any]]) -> list:
-    """The prompts of rows, with their images, as `_generate_and_score_completions` gives them to `_generate`."""
-    prompts = [row["prompt"] for row in rows]
-    if "images" in rows[0]:
-        images = [row.get("images") for row in rows]
-    elif "image" in rows[0]:
-        images = [None if row.get("image") is None else [row["image"]] for row in rows]
-    else:
-        return prompts
-    if all(of_row == [] for of_row in images):
-        return prompts
-    prepare = _this.prepare_multimodal_messages
-    return [prepare(*pair) for pair in zip(prompts, images, strict=True)]
-
-
-def has_response_format(tokenizer: Any) -> bool:
-    """Whether `parse_response` can read a completion's parts, such as tool calls."""
-    return bool(getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None))
-
-
-def with_response_schema(tokenizer: Any) -> Any:
-    """`tokenizer`, changed as in `GRPOTrainer` to read tool calls; a `response_template` of its own stays."""
-    return tokenizer if has_response_format(tokenizer) else _this.add_response_schema(tokenizer)
-
-
-def training_chat_template(tokenizer: Any) -> str | None:
-    """The chat template that `GRPOTrainer` uses for episodes instead of the tokenizer's own.
-
-    It is `None` if `GRPOTrainer` uses the tokenizer's own.
-    """
-    if _this.is_chat_template_prefix_preserving(tokenizer):
-        return None
-    return _this.get_training_chat_template(tokenizer)
-
-
-def tool_suffix_ids(tokenizer: Any, chat_template: str | None, options: dict, messages: list[dict]) -> list[int]:
-    """Token ids that `GRPOTrainer` puts between a turn's last token and the next turn.
-
-    They are the tool results and the opening of the next turn.
-    """
-    trainer = SimpleNamespace(
-        _is_vlm=False,
-        processing_class=tokenizer,
-        _tokenizer=tokenizer,
-        chat_template=chat_template,
-        chat_template_kwargs=options,
-    )
-    from trl import GRPOTrainer
-
-    return GRPOTrainer._get_tool_suffix_ids(trainer, messages)
-
-
-def self_distillation_loss(
-    functions: ModuleType, settings: Any, student: torch.Tensor, teacher: torch.Tensor, ids: torch.Tensor
-) -> torch.Tensor:
-    """SDPO's and SDFT's loss of each token as in `_compute_self_distillation_loss`, before it is clipped.
-
-    Args:
-        functions: a module with TRL's functions of logits.
-        settings: with the fields of their configs.
-        student, teacher: logits over the temperature, `(rows, tokens, vocabulary)`.
-        ids: of the tokens that were drawn, `(rows, tokens)`.
-
-    Returns:
-        `(rows, tokens)`.
-    """
-    alpha = settings.distillation_alpha
-    if settings.distillation_mode == "topk_logits":
-        return functions.compute_topk_self_distillation_loss(
-            student,
-            teacher,
-            distillation_topk=settings.distillation_topk,
-            distillation_alpha=alpha,
-            distillation_add_tail=settings.distillation_add_tail,
-        )
-    if settings.distillation_mode == "full_logits":
-        return functions.compute_full_logit_self_distillation_loss(student, teacher, distillation_alpha=alpha)
-    return functions.compute_sampled_token_self_distillation_loss(student, teacher, ids, distillation_alpha=alpha)
-
-
 def is_padded_by_row(vision: dict[str, Any]) -> bool:
     """Whether pixels are padded to as many images in each row as any row has (Idefics, SmolVLM).
 
@@ -255,23 +163,6 @@ def joined_images(batch: dict[str, Any]) -> dict[str, Any]:
     return _this.unsplit_pixel_values_by_grid(batch)
 
 
-def token_types_of_images(trainer: Any, prompt_ids: list[list[int]], fields: dict) -> dict[str, list[list[int]]]:
-    """The field by which a model tells an image's tokens from text, for prompts that got images from tools.
-
-    `GRPOTrainer._generate_single_turn` makes it too, inside of its own call of `generate`. Nothing if no prompt has an
-    image, or if TRL did not find the placeholder token of the model's images.
-    """
-    image = vars(trainer).get("_image_pad_token_id")
-    if "pixel_values" not in fields or image is None:
-        return {}
-    types = {image: 1}
-    video = vars(trainer).get("_video_pad_token_id")
-    if video is not None:
-        types[video] = 2
-    name = "mm_token_type_ids" if "image_grid_thw" in fields else "token_type_ids"
-    return {name: [[types.get(token, 0) for token in ids] for ids in prompt_ids]}
-
-
 def counts_experts(text_config: PretrainedConfig) -> bool:
     """Whether TRL's fused forward can compute a router loss, for which it reads `num_experts` of the config.
 
@@ -283,29 +174,6 @@ def counts_experts(text_config: PretrainedConfig) -> bool:
         routed = getattr(text_config, "n_routed_experts", None)
         text_config.num_experts = local or routed or 0
     return bool(text_config.num_experts)
-
-
-class Turn(NamedTuple):
-    """The arguments of `GRPOTrainer._generate_single_turn`, which gets them by name; RLOO's takes the first three."""
-
-    prompt_ids: list[list[int]]
-    images: list[list | None] | None
-    multimodal_fields: dict[str, Any]
-    num_generations: int
-    has_tool_images: bool = False
-
-
-class Generated(NamedTuple):
-    """What `GRPOTrainer._generate` returns, in TRL's order; lists have an entry for each completion of this rank."""
-
-    prompt_ids: list[list[int]]
-    completion_ids: list[list[int]]
-    tool_mask: list[list[int]] | None
-    completions: list
-    logprobs: list[list[float]] | None
-    extra_fields: dict[str, list]
-    images: list[list | None] | None
-    tool_images: list[list]
 
 
 class FusedHead(NamedTuple):

@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ..compat.deepspeed import is_zero3
-from ..compat.fsdp import has_unreduced_gradients, misfit, reducing
+from ..compat.fsdp import reducing
 from ..compat.peft import is_peft
 from ..scoring.transfer import to_device
 from .batch import IGNORED_LABEL, Batch, Sequences
@@ -42,7 +42,7 @@ from .forest import sort_by_prefix
 from .packed_model import PackedModel
 from .passes import Forward, cut_rows
 from .problems import CannotPack, is_out_of_memory, reason_of
-from .ranks import reduced_over_ranks
+from .ranks import compares_gradients, reduced_over_ranks
 from .row import PassRecord
 
 # Number of rows to compare: more in half precision, because a single token proves little.
@@ -479,22 +479,6 @@ def _moved_by_rounding(embeddings: nn.Module, unit: float, seed: int) -> Iterato
 
 
 # --- gradients and ranks ---------------------------------------------------------------------------------------------
-
-
-def compares_gradients(model: nn.Module) -> bool:
-    """Whether gradients are recorded and the effect of a plain `backward` through `model` can be undone.
-
-    It can be undone if the model has no wrapper, or DDP, or FSDP2 without unreduced gradients. It cannot if the
-    wrapper has a backward of its own (DeepSpeed, FSDP1), if the installed torch's FSDP2 is not known, or if an
-    optimizer steps inside the backward.
-    """
-    if isinstance(model, FSDPModule):
-        return torch.is_grad_enabled() and misfit() is None and not has_unreduced_gradients(model)
-    # By class, because DeepSpeed's engine passes attributes of its model through. ZeRO marks the parameters.
-    is_known = isinstance(model, (DistributedDataParallel, PreTrainedModel)) or is_peft(model)
-    if not (torch.is_grad_enabled() and is_known):
-        return False
-    return not any(is_zero3(p) or p._post_accumulate_grad_hooks for p in model.parameters())
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ Suffixes of shapes: B rows of a batch, L tokens of a row, T tokens of the packed
 """
 
 import inspect
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -24,12 +23,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ..compat import trl as trls
 from ..compat.deepspeed import is_zero3
 from ..compat.transformers import CACHE
-from ..compat.trl import is_padded_by_row, rows_of_images
+from ..compat.trl import rows_of_images
 from ..scoring.transfer import to_device
 from .batch import PER_IMAGE, PER_TOKEN, READ_ON_HOST, Batch, Sequences, on_host
+from .image_keys import hashed, line_hashes, row_keys
 from .problems import CannotPack
 from .ranks import reduced_over_ranks
 from .row import PackedRow
@@ -37,68 +36,6 @@ from .segments import equal_runs
 
 # The function of classes whose images are seen in both directions.
 _MASKS = "create_masks_for_generate"
-
-
-def fingerprints(vision: dict[str, Any]) -> torch.Tensor:
-    """`(B, 1)` hashes of each row's images: of their pixels, of their order, and of their shapes.
-
-    Two rows with equal hashes have the same images. A sum of the pixels would not do as a hash, because pictures with
-    equal shapes in other places have equal sums. So each number is scrambled together with its index before it is
-    added. The host reads only the numbers that TRL reads to cut the pixels into rows. A hash is not kept, because
-    tensors can be written without a trace (`.data`, NumPy).
-    """
-    return _row_keys({name: _line_hashes(vision[name]) for name in _hashed(vision)}, on_host(vision))
-
-
-def _hashed(vision: dict[str, Any]) -> list[str]:
-    """Names of the vision arguments that are hashed."""
-    return [name for name in PER_IMAGE if isinstance(vision.get(name), torch.Tensor)]
-
-
-def _row_keys(lines: dict[str, torch.Tensor], vision: dict[str, Any]) -> torch.Tensor:
-    """Hashes `(B, 1)` of the rows, on the device of `lines`, the hashes of each entry of the tensors in `vision`."""
-    # TRL reads from the grid how many patches an image has, so the grid itself is not replaced by hashes.
-    hashes = {name: x for name, x in lines.items() if name != "image_grid_thw"}
-    by_row = {**vision, **hashes}
-    if not is_padded_by_row(vision):
-        by_row = trls.split_pixel_values_by_grid(by_row)
-    keys_B = torch.zeros(len(by_row["pixel_values"]), dtype=torch.int64, device=lines["pixel_values"].device)
-    for name, lines_N in lines.items():
-        sizes = torch.tensor([1 if isinstance(by_row[name], torch.Tensor) else len(part) for part in by_row[name]])
-        row_N = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-        index_N = torch.arange(len(row_N)) - (sizes.cumsum(0) - sizes)[row_N]
-        row_N = to_device(row_N, keys_B.device)
-        index_N = to_device(index_N, keys_B.device)
-        sums_B = torch.zeros_like(keys_B).index_add_(0, row_N, _scrambled(lines_N + _scrambled(index_N)))
-        keys_B = _scrambled(keys_B + sums_B)
-    return keys_B.unsqueeze(1)
-
-
-# Constants of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), as signed numbers. Products of int64 wrap around.
-_STEP = 0x9E3779B97F4A7C15 - 2**64
-_FIRST = 0xBF58476D1CE4E5B9 - 2**64
-_SECOND = 0x94D049BB133111EB - 2**64
-_HASHED_AT_ONCE = 2**22
-
-
-def _scrambled(x: torch.Tensor) -> torch.Tensor:
-    """A bijection of int64 whose results differ in about half of their bits if the arguments differ in any bit."""
-    x = x * _STEP + _STEP
-    for shift, factor in ((30, _FIRST), (27, _SECOND)):
-        x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * factor  # the shift of a signed number copies its sign
-    return x ^ ((x >> 31) & (2**33 - 1))
-
-
-def _line_hashes(x: torch.Tensor) -> torch.Tensor:
-    """A hash `(N,)` of each entry of a tensor's first dimension: of its bits, its shape and its dtype."""
-    bits = x.detach().reshape(len(x), -1).contiguous()
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()]
-    bits = bits.view(kind)
-    shape = zlib.crc32(repr((tuple(x.shape[1:]), x.dtype)).encode())
-    position_hash = _scrambled(torch.arange(bits.shape[1], device=x.device) + (shape << 30))
-    # Scrambled numbers are int64; those of a whole batch would be twice as large as the pixels.
-    parts = bits.split(max(1, _HASHED_AT_ONCE // max(bits.shape[1], 1)))
-    return torch.cat([_scrambled(part.to(torch.int64) + position_hash).sum(1) for part in parts])
 
 
 def image_rows(packed_row: PackedRow, sequences: Sequences) -> list[int]:
@@ -154,9 +91,7 @@ class Images:
         # Whether the model makes masks in which an image is seen in both directions.
         self.makes_masks = hasattr(model, _MASKS)
         kind = model.config.model_type
-        if not hasattr(self.inner, "get_image_features"):
-            self.reason = f"{kind} has no get_image_features"
-        elif "token_type_ids" in _parameters(type(self.inner).forward) and not self.makes_masks:
+        if "token_type_ids" in _parameters(type(self.inner).forward) and not self.makes_masks:
             self.reason = f"{kind} attends in both directions inside an image"
         elif self.token is None:
             self.reason = f"{kind} does not say which token stands for an image"
@@ -209,8 +144,8 @@ class Images:
         sent = {name: vision[name] for name in READ_ON_HOST if name in vision}
         if batch.num_images is None and "image_position_ids" in vision:
             sent["patches"] = (vision["image_position_ids"] != -1).all(-1).sum(-1)
-        for name in _hashed(vision):
-            sent[f"hashes of {name}"] = _line_hashes(vision[name])
+        for name in hashed(vision):
+            sent[f"hashes of {name}"] = line_hashes(vision[name])
         return sent
 
     def receive(self, batch, tokens_BL: np.ndarray, sent: dict[str, torch.Tensor]) -> np.ndarray:
@@ -225,8 +160,8 @@ class Images:
         batch.vision = {**batch.vision, **{name: sent[name] for name in READ_ON_HOST if name in sent}}
         if batch.num_images is None:
             batch.num_images = self._count(batch, (tokens_BL == self.token).sum(1), sent.get("patches"))
-        hashes = {name: sent[f"hashes of {name}"] for name in _hashed(batch.vision)}
-        return _row_keys(hashes, self._counted(batch))[:, 0].numpy()
+        hashes = {name: sent[f"hashes of {name}"] for name in hashed(batch.vision)}
+        return row_keys(hashes, self._counted(batch))[:, 0].numpy()
 
     @staticmethod
     def _counted(batch) -> dict[str, Any]:

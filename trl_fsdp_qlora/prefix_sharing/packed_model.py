@@ -10,7 +10,9 @@ E experts.
 """
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,15 +28,15 @@ from .attention.layers import install, remove
 from .batch import IGNORED_LABEL, Batch, Sequences, decode, encode
 from .facts import read_facts, unsupported_reason
 from .forest import Forest, build_forest
-from .images import Images
 from .passes import Forward, PassRules
 from .problems import CannotPack
 from .ranks import is_sharded, reduced_over_ranks
-from .recurrent.layers import install as install_recurrent
-from .recurrent.layers import remove as remove_recurrent
-from .router_loss import router_loss, router_sums
+from .recurrent.kinds import recurrent_layers
 from .row import PackedRow, lay_out
 from .row_mask import masks_of
+
+if TYPE_CHECKING:
+    from .images import Images
 
 # A layer spends about 24 h² operations on a token (projections and MLP) and 4 h on a query-key pair.
 _PAIRS_PER_TOKEN = 6.0
@@ -43,6 +45,27 @@ _PAIRS_PER_TOKEN = 6.0
 # would be traced anew.
 not_compiled = torch.compiler.disable
 but_for_the_model = torch.compiler.disable(recursive=False)
+
+
+class TextAlone:
+    """Stands in for [`images.Images`] in a model whose class sees no images."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        self.inner = model.base_model
+        self.reason = f"{model.config.model_type} has no get_image_features"
+
+    def in_every_forward(self) -> AbstractContextManager:
+        return nullcontext()
+
+
+def images_of(model: PreTrainedModel) -> "Images | TextAlone":
+    """The images in the prompts of a model; what text alone needs imports nothing of them."""
+    if not hasattr(model.base_model, "get_image_features"):
+        return TextAlone(model)
+    from .images import Images
+
+    return Images(model)
 
 
 class PackedModel:
@@ -69,15 +92,21 @@ class PackedModel:
         self.lm_head_kernel = "auto"
         self.entropy_gradient = True
         install(base)
-        install_recurrent(base)
+        if recurrent_layers(base):
+            from .recurrent.layers import install as install_recurrent
+
+            install_recurrent(base)
         self.facts = read_facts(base)
-        self.images = Images(base)
+        self.images = images_of(base)
         self.stock_here: str | None = None
 
     def remove(self) -> None:
         """Give the model's layers back what they were before."""
         remove(self.base)
-        remove_recurrent(self.base)
+        if recurrent_layers(self.base):
+            from .recurrent.layers import remove as remove_recurrent
+
+            remove_recurrent(self.base)
 
     def on(self, base: PreTrainedModel) -> "PackedModel":
         """Returns the same for a copy of the model."""
@@ -230,6 +259,8 @@ class PackedModel:
         router_logits = router_logits if isinstance(router_logits, tuple) else None
         sums_M2E = None
         if router_logits is not None and batch.labels is not None:
+            from .router_loss import router_sums
+
             sums_M2E = router_sums(router_logits, packed_row, self._experts_per_token(), forward.batches)
         forward.view.end(outputs.last_hidden_state)  # a trunk has kept its router logits, too
         hidden_TH = outputs.last_hidden_state.flatten(0, 1)
@@ -282,6 +313,8 @@ class PackedModel:
 
     def router_losses(self, sums_M2E: torch.Tensor) -> torch.Tensor:
         """Returns the router losses `(M,)` of batches from the sums that their forwards returned."""
+        from .router_loss import router_loss
+
         return router_loss(sums_M2E, self._experts_per_token())
 
     def _experts_per_token(self) -> int:

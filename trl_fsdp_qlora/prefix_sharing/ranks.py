@@ -5,10 +5,14 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 
 from ..compat.deepspeed import is_zero3
+from ..compat.peft import is_peft
 from ..scoring.transfer import to_device
 
 
@@ -35,7 +39,25 @@ def deciding_alone() -> Iterator[None]:
         _decides_alone.reset(token)
 
 
-def is_sharded(model: torch.nn.Module) -> bool:
+def is_sharded(model: nn.Module) -> bool:
     """Whether forwards of `model`, or of a part of it, are collective, because ranks hold parts of the weights."""
     is_part = any(isinstance(p, DTensor) or is_zero3(p) for p in model.parameters())
     return is_part or any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def compares_gradients(model: nn.Module) -> bool:
+    """Whether gradients are recorded and the effect of a plain `backward` through `model` can be undone.
+
+    It can be undone if the model has no wrapper, or DDP, or FSDP2 without unreduced gradients. It cannot if the
+    wrapper has a backward of its own (DeepSpeed, FSDP1), if the installed torch's FSDP2 is not known, or if an
+    optimizer steps inside the backward.
+    """
+    if isinstance(model, FSDPModule):
+        from ..compat.fsdp import has_unreduced_gradients, misfit
+
+        return torch.is_grad_enabled() and misfit() is None and not has_unreduced_gradients(model)
+    # By class, because DeepSpeed's engine passes attributes of its model through. ZeRO marks the parameters.
+    is_known = isinstance(model, (DistributedDataParallel, PreTrainedModel)) or is_peft(model)
+    if not (torch.is_grad_enabled() and is_known):
+        return False
+    return not any(is_zero3(p) or p._post_accumulate_grad_hooks for p in model.parameters())

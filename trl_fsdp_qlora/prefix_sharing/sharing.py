@@ -21,24 +21,19 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers.utils import ModelOutput
 
-from ..compat.fsdp import forget_forward
 from ..compat.peft import is_peft, looks_beyond_tokens
 from ..errors import PrefixSharingError
 from .attention.backends import BACKENDS
 from .attention.implementation import original_attention
 from .batch import Batch, Sequences, batch_of
-from .check import compares_gradients, projections, read, rounding_unit, verify
 from .dropout import noise_reason, other_dropout
 from .facts import stamp
 from .forest import sort_by_prefix
-from .images import Images
 from .packed_model import PackedModel, but_for_the_model, merge, not_compiled
 from .passes import Forward, Plan, plan_call, plan_step
 from .prefix_cache import cannot_keep_reason, no_graph_reason
-from .private_copy import private_copy
 from .problems import CannotPack, Status
-from .ranks import deciding_alone, is_sharded, reduced_over_ranks
-from .recurrent.layers import gathered_per_call
+from .ranks import compares_gradients, deciding_alone, is_sharded, reduced_over_ranks
 from .row import PassRecord
 from .wrapped_backbone import WrappedBackbone
 from .wrapped_forward import ATTRIBUTE, Instructions, WrappedForward
@@ -191,8 +186,10 @@ class PromptSharing:
         if not self.is_active:
             return
         reason = noise_reason(self.base) or looks_beyond_tokens(self.base)
-        if reason is None and not self.checked:  # wrappers that are put on later change the stamp
-            reason = gathered_per_call(self.base)
+        if reason is None and self.packed_model.facts.is_recurrent and not self.checked:
+            from .recurrent.layers import gathered_per_call
+
+            reason = gathered_per_call(self.base)  # wrappers that are put on later change the stamp
         if reason is not None:
             self.disable(reason)
 
@@ -268,7 +265,7 @@ class PromptSharing:
         return contextlib.nullcontext() if self.packed_model is None else original_attention(self.base)
 
     @property
-    def images(self) -> Images:
+    def images(self) -> Any:
         """The images in the prompts of a model that runs packed."""
         return self.packed_model.images
 
@@ -385,6 +382,8 @@ class PromptSharing:
             with_images = bool(reduced_over_ranks([int(with_images)], batch.input_ids.device)[0])
         if (gradients, with_images) in self.checked:
             return
+        from ..compat.fsdp import forget_forward
+        from .check import rounding_unit, verify
 
         def log_probs(rows: Batch, **instructions) -> torch.Tensor:
             try:
@@ -438,6 +437,9 @@ class PromptSharing:
         recorded = torch.is_grad_enabled()
         if _kinds({recorded}, {False, self.images.reason is None}, of_backbone) <= self.checked:
             return
+        from .check import projections, read, rounding_unit, verify
+        from .private_copy import private_copy
+
         try:
             batch = batch_of(self.base, arguments, num_images, of_backbone)
         except CannotPack:  # the pass itself logs the reason

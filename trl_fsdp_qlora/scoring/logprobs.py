@@ -13,7 +13,6 @@ from transformers.utils import is_triton_available
 
 from ..compat import trl as trls
 from ..compat.trl import FusedHead
-from .frozen_head import FrozenHeadLogProbFunction
 
 VOCABULARY_TILE = 8192
 HEAD_KERNELS = ("auto", "trl", "frozen")
@@ -101,6 +100,8 @@ def score_positions(
         only_trls.add("mean_logits")
     if chosen == "trl" or only_trls & set(wanted):
         return trls.ChunkedLogProbFunction.apply(*inputs, VOCABULARY_TILE, softcap, logit_scale, wanted)
+    from .frozen_head import FrozenHeadLogProbFunction
+
     keep_jacobian = torch.is_grad_enabled() and hidden_NH.requires_grad
     values = FrozenHeadLogProbFunction.apply(*inputs, softcap, logit_scale, keep_jacobian)
     mean_logits = None

@@ -16,7 +16,7 @@ from trl import GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.trl import rows_of_images
-from trl_fsdp_qlora.prefix_sharing import check, images, passes
+from trl_fsdp_qlora.prefix_sharing import check, image_keys, images, passes
 from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.check import sampled_rows
@@ -387,13 +387,13 @@ def test_images_are_counted_by_their_tokens_or_not_at_all(tokens, sizes, counts)
 def test_the_same_words_about_another_picture_are_another_prompt():
     _, batch = with_images("qwen3_vl")
     vision = {**batch.vision, "num_images": batch.num_images}
-    numbers = images.fingerprints(vision)
+    numbers = image_keys.fingerprints(vision)
     same = [(a == b).all().item() for a, b in itertools.pairwise(numbers)]
     assert same == [a[0] == b[0] for a, b in itertools.pairwise(ROWS)]
     changed = {**vision, "pixel_values": vision["pixel_values"].clone()}
     changed["pixel_values"][5, 7] += 1e-6  # the last bits of one number
-    assert not torch.equal(images.fingerprints(changed)[0], numbers[0])
-    assert torch.equal(images.fingerprints(changed)[1:], numbers[1:])
+    assert not torch.equal(image_keys.fingerprints(changed)[0], numbers[0])
+    assert torch.equal(image_keys.fingerprints(changed)[1:], numbers[1:])
 
 
 def test_padded_pixels_with_as_many_images_as_rows():
@@ -402,8 +402,8 @@ def test_padded_pixels_with_as_many_images_as_rows():
     vision = {"pixel_values": pixels, "pixel_attention_mask": torch.ones(2, 2, 4, 4), "num_images": [2, 0]}
     chosen = rows_of_images(vision, [0])
     assert torch.equal(chosen["pixel_values"], pixels[:1]) and len(chosen["pixel_attention_mask"]) == 1
-    changed = images.fingerprints({**vision, "pixel_values": torch.cat([pixels[:1], pixels[1:] + 1])})
-    assert (images.fingerprints(vision) == changed).flatten().tolist() == [True, False]
+    changed = image_keys.fingerprints({**vision, "pixel_values": torch.cat([pixels[:1], pixels[1:] + 1])})
+    assert (image_keys.fingerprints(vision) == changed).flatten().tolist() == [True, False]
     for part in micro_batches({**vision, "prompt_ids": torch.tensor([[0], [1]])}, 1, 0, 2):
         assert torch.equal(part["pixel_values"], pixels[part["prompt_ids"][0]])
 

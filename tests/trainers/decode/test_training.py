@@ -12,7 +12,7 @@ from tests.core.prefix_sharing.helpers import MULTIMODAL, build, make_trainer, p
 from tests.tiny import config, digit_share, lora, prompts, tiny_model, trainer
 from tests.trainers.decode.helpers import calling_tokenizer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.compat.trl import Turn
+from trl_fsdp_qlora.compat.trl_rollouts import Turn
 from trl_fsdp_qlora.tools.small_base.text import character_tokenizer
 
 STOCK = (GRPOTrainer, GRPOConfig)

@@ -260,7 +260,7 @@ def test_one_token_completions():
 
 def test_a_state_that_runs_on_is_caught(monkeypatch):
     """The recurrent layers of a packed row without the row: the error that all of this is there to avoid."""
-    monkeypatch.setattr("trl_fsdp_qlora.prefix_sharing.packed_model.install_recurrent", lambda model: None)
+    monkeypatch.setattr("trl_fsdp_qlora.prefix_sharing.recurrent.layers.install", lambda model: None)
     model = build("qwen3_5")
     with pytest.raises(PrefixSharingError, match="runs padded as in stock TRL"):
         one_pass(model, prepared(model, "cascade"))

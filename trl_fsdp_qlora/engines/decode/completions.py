@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 
 from ...compat.trl import rows_of_images
 from ...errors import UserError
-from ...prefix_sharing.images import fingerprints
+from ...prefix_sharing.image_keys import fingerprints
 from ...utils.progress import progress
 from .decoding import Decoding, DecodingWork, distinct_rows, why_stock
 from .turns import KeptTurns, why_not_kept

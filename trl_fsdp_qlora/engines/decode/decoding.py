@@ -39,8 +39,9 @@ from ...compat.generation import (
 from ...compat.peft import looks_beyond_tokens
 from ...compat.transformers import CACHE, CACHE_NAMES
 from ...compat.trl import images_by_row
+from ...prefix_sharing.batch import PER_IMAGE, PER_TOKEN
 from ...prefix_sharing.facts import keeps_states_itself, position_limit
-from ...prefix_sharing.images import PER_IMAGE, PER_TOKEN, Images
+from ...prefix_sharing.packed_model import images_of
 from ...scoring.cpu_linear import fast_linears
 from ...scoring.transfer import widest_float
 from .cache import take_rows, unrepeatable, without_padding
@@ -294,7 +295,7 @@ class Decoding:
         if not synced_gpus:
             yield
             return
-        tower = Images(model)
+        tower = images_of(model)
         if tower.reason is None:
             tower.share_images(lambda: {} if self.images is None else self.images.of_one_prompt(), device)
         with tower.in_every_forward():

@@ -13,9 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
-from ...compat.trl import Turn, unwrap_model_for_generation
+from ...compat.trl import unwrap_model_for_generation
+from ...compat.trl_rollouts import Turn
 from ...fsdp2_qlora.generation import FREE_SHARE, free_bytes, gathered_as, is_gathered
-from ...prefix_sharing.images import PER_TOKEN
+from ...prefix_sharing.batch import PER_TOKEN
 from ...scoring.cpu_linear import beats_mkl
 from .completions import complete, vision_tensors
 from .decoding import Decoding, DecodingWork, why_stock

@@ -20,8 +20,8 @@ from ...compat.transformers import CACHE
 from ...prefix_sharing.attention.call import NEUTRAL
 from ...prefix_sharing.attention.cascade import merge
 from ...prefix_sharing.attention.implementation import PREFIX, own_attention_function, use_in_decoder
+from ...prefix_sharing.batch import PER_IMAGE, PER_TOKEN
 from ...prefix_sharing.facts import position_limit, unsupported_reason
-from ...prefix_sharing.images import PER_IMAGE, PER_TOKEN
 from ...prefix_sharing.row_mask import no_mask
 from .cache import PreallocatedLayer, without_padding
 

@@ -29,8 +29,9 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ...compat.trl import images_by_row, rows_of_images
+from ...prefix_sharing.batch import PER_IMAGE
 from ...prefix_sharing.facts import position_limit
-from ...prefix_sharing.images import PER_IMAGE, fingerprints
+from ...prefix_sharing.image_keys import fingerprints
 from ...prefix_sharing.recurrent.kinds import goes_on_from_a_state, recurrent_layers
 
 logger = get_logger(__name__)

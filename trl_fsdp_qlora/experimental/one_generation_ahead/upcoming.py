@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer
 
-from ...compat.trl import prompts_of
+from ...compat.trl_rollouts import prompts_of
 from ...trainers.rollouts.generation_batches import generate_every
 from .ahead import RolloutsAhead
 

@@ -17,6 +17,7 @@ from accelerate.utils import reduce
 from transformers import PreTrainedTokenizerBase
 
 from ...compat import trl as compat
+from ...compat import trl_rollouts
 from ...engines.decode.tools import limited
 
 # Public methods of an environment that are no tools.
@@ -73,7 +74,7 @@ class Episode:
 def begin(agent: Agent, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) -> list[Episode]:
     """Start an episode for each row: reset its environment, and render its prompt with its tools."""
     episodes = []
-    template = compat.training_chat_template(tokenizer)
+    template = trl_rollouts.training_chat_template(tokenizer)
     for row in rows:
         environment = None
         observation = None
@@ -134,8 +135,8 @@ def run_episodes(
         synced_gpus: `generate` is collective. A rank whose episodes are over calls it without rows until all ranks'
             episodes are over.
     """
-    tokenizer = compat.with_response_schema(tokenizer)
-    template = compat.training_chat_template(tokenizer)
+    tokenizer = trl_rollouts.with_response_schema(tokenizer)
+    template = trl_rollouts.training_chat_template(tokenizer)
     episodes = begin(agent, rows, tokenizer)
     live = list(episodes)
     turn = 0
@@ -158,7 +159,7 @@ def run_episodes(
                 continue
             results = [run_tool(episode.tools, call) for call in calls]
             answers = [{"role": "tool", "name": name, "content": str(result)} for name, result in results]
-            suffix = compat.tool_suffix_ids(tokenizer, template, agent.template_options, answers)
+            suffix = trl_rollouts.tool_suffix_ids(tokenizer, template, agent.template_options, answers)
             if episode.length + len(suffix) > max_length:
                 continue
             episode.ids = episode.ids + suffix

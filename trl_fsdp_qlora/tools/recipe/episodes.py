@@ -3,6 +3,7 @@
 from typing import Any
 
 from ...compat import trl as compat
+from ...compat import trl_rollouts
 from ..data.import_path import load_function
 from ..evaluation.accuracy import Judge
 from ..evaluation.episodes import Agent
@@ -54,6 +55,6 @@ def check_tool_template(tokenizer: Any, name: str) -> None:
     if not compat.supports_tool_calling(tokenizer):
         raise ConfigError(f"the chat template of {name!r} knows no tools; {hint}")
     try:
-        compat.with_response_schema(tokenizer)
+        trl_rollouts.with_response_schema(tokenizer)
     except ValueError as error:
         raise ConfigError(f"TRL does not know how {name!r} writes its calls; {hint}") from error

@@ -11,14 +11,8 @@ from transformers import GenerationConfig
 from transformers.trainer_utils import EvalLoopOutput
 from trl.data_utils import is_conversational
 
-from ...compat.trl import (
-    GROUP_SPREAD,
-    REFERENCE_LOGPS,
-    has_response_format,
-    parse_response,
-    rewards_of_rank,
-    use_adapter,
-)
+from ...compat.trl import GROUP_SPREAD, REFERENCE_LOGPS, parse_response, use_adapter
+from ...compat.trl_rollouts import has_response_format, rewards_of_rank
 from ...engines.decode.completions import generate, over_ranks
 from ...utils.stats import wilson_interval
 from ..grpo.trainer import EfficientGRPOTrainer

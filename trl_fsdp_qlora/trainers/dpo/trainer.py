@@ -8,9 +8,8 @@ import torch
 from trl import DPOTrainer
 
 from ...prefix_sharing.batch import IGNORED_LABEL, Batch
-from ...prefix_sharing.check import compares_gradients
 from ...prefix_sharing.problems import CannotPack
-from ...prefix_sharing.ranks import reduced_over_ranks
+from ...prefix_sharing.ranks import compares_gradients, reduced_over_ranks
 from ...prefix_sharing.sharing import PromptSharing
 from ..run.arguments import completed, with_base_loaded
 from ..run.trainer_run import TrainerRun, bound_to

@@ -7,16 +7,8 @@ from unittest.mock import patch
 
 from trl import GRPOTrainer
 
-from ...compat.trl import (
-    IMPORTANCE_RATIO,
-    OLD_LOGPS,
-    SAMPLED_LOGPS,
-    SCALES_BY_MEAN,
-    WEIGHS_AS_1_16,
-    Generated,
-    Turn,
-    token_types_of_images,
-)
+from ...compat.trl import IMPORTANCE_RATIO, OLD_LOGPS, SAMPLED_LOGPS, SCALES_BY_MEAN, WEIGHS_AS_1_16
+from ...compat.trl_rollouts import Generated, Turn, token_types_of_images
 from ..rollouts.dynamic_sampling import DynamicSampling, ScoredRows, to_rows
 from ..rollouts.generation_batches import generate_every
 from ..rollouts.group_statistics import GroupStatistics

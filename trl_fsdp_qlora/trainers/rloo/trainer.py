@@ -5,7 +5,8 @@ from functools import wraps
 import torch
 from trl import RLOOTrainer
 
-from ...compat.trl import SAMPLING_METRICS, Turn
+from ...compat.trl import SAMPLING_METRICS
+from ...compat.trl_rollouts import Turn
 from ..rollouts.on_policy import OnPolicyRun
 from ..run.arguments import check_prompts, completed
 from ..run.trainer_run import bound_to

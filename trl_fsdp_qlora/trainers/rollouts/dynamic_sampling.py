@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
-from ...compat.trl import Generated
+from ...compat.trl_rollouts import Generated
 
 logger = get_logger(__name__)
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from ...compat.trl import RepeatSampler, images_by_row, split_tensor_dict
-from ...prefix_sharing.images import PER_IMAGE, fingerprints
+from ...prefix_sharing.batch import PER_IMAGE
+from ...prefix_sharing.image_keys import fingerprints
 from ...scoring.transfer import to_device
 
 

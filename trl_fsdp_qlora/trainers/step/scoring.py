@@ -17,7 +17,7 @@ from torch import nn
 from ...compat.peft import is_reference
 from ...compat.trl import FusedCausalLMOutput
 from ...prefix_sharing.batch import IGNORED_LABEL, Batch
-from ...prefix_sharing.images import fingerprints
+from ...prefix_sharing.image_keys import fingerprints
 from ...prefix_sharing.sharing import PromptSharing
 from ...prefix_sharing.wrapped_forward import Instructions
 from ...scoring.contexts import fill_masked_rows, share_values
