@@ -154,7 +154,7 @@ def test_another_release_of_torch_compares_log_probabilities_alone_under_fsdp2(m
     """Where FSDP2's private parts differ, none of them is touched: this model has no state of FSDP2 at all."""
     model, sharing = llama()
     model.__class__ = type("Sharded", (FSDPModule, type(model)), {})
-    monkeypatch.setattr("trl_fsdp_qlora.prefix_sharing.check.misfit", lambda: "torch 9.9")
+    monkeypatch.setattr("trl_fsdp_qlora.compat.fsdp.misfit", lambda: "torch 9.9")
     # Two forwards of two rows, next to each of the two ways in which rows of this model may be packed.
     assert one_pass(model, sharing).padded_forwards == 4
     assert sharing.is_active and sharing.checked == {(False, False)}
