@@ -17,7 +17,7 @@ between the two ways of generating is chance: the lengths that were drawn. `--ea
 half of the budget (an exponentially growing bonus for the end-of-sequence token, in both). `--continuous_batching`
 lets stock TRL generate with transformers' continuous batching, and this package as it does by default.
 
-Writes `<out>/end_to_end_<setting>.json` and a stacked bar of the phases, anew after every pair of turns, so that what
+Writes `<out>/end_to_end_<setting>.json` and a stacked bar of the phases after every pair of turns, so that what
 was measured is there when the machine gives out. Both trainers' weights are in the memory of either's turn; what a
 turn leaves free goes back to the system before the next, and the peak counts from there. On CPUs stock TRL's LM head
 computes prompt positions too, which on GPUs it leaves out. On AMD's processors this package multiplies by oneDNN,

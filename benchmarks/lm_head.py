@@ -1,4 +1,4 @@
-"""LM head, forward and backward, on the same scored positions: the frozen-head kernel against TRL's chunked kernel.
+"""LM head, forward and backward, on the same scored positions: the frozen-head kernel compared with TRL's.
 
     python benchmarks/lm_head.py [--threads 2] [--device cpu] [--dtype float32] [--tokens 1024] [--hidden 896]
                                  [--vocabularies 49152 151936] [--rounds 3] [--output benchmarks/results/lm_head.json]

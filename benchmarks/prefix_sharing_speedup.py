@@ -1,4 +1,4 @@
-"""Time and saved bytes of `compute_loss` + backward: this package against stock TRL.
+"""Time and saved bytes of `compute_loss` + backward: this package compared with stock TRL.
 
     python benchmarks/prefix_sharing_speedup.py                 # the table of the documentation: two threads, minutes
     python benchmarks/prefix_sharing_speedup.py --device cuda   # bf16, 0.5B shape, longer prompts and completions

@@ -121,7 +121,6 @@ def run(url: str, ahead: int, words: argparse.Namespace) -> dict:
             report_to="none",
             disable_tqdm=True,
             logging_steps=1,
-            show_completions=0,
         )
         trainer = EfficientGRPOTrainer(
             words.model,

@@ -1,7 +1,7 @@
 """A model that calls a tool: `python examples/tools.py --model Qwen/Qwen3-0.6B`.
 
 A tool is a function with type hints and a docstring in Google's style: the chat template shows both to the model. TRL
-parses the calls, runs the tool, and lets the model go on from its result; tokens of a result are never trained. The
+parses the calls, runs the tool, and lets the model continue from its result; tokens of a result are never trained. The
 model's chat template has to know tools (Qwen3's does).
 """
 

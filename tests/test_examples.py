@@ -1,4 +1,4 @@
-"""Each script in examples/ runs as it stands, with a tiny model and two steps."""
+"""Each script in examples/ runs as it is, with a tiny model and two steps."""
 
 import json
 import runpy

@@ -17,9 +17,9 @@ from peft import LoKrConfig, LoraConfig, get_peft_model
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from tests.core.prefix_sharing import test_cut_losses as cut_losses
 from tests.core.prefix_sharing.helpers import assert_equal_gradients, awkward_batch, build, gradients, small
 from tests.tiny import these_first
+from tests.trainers.sharing import test_cut_losses as cut_losses
 from trl_fsdp_qlora import EfficientDPOConfig, EfficientGRPOConfig
 from trl_fsdp_qlora.compat.memory import PeakTracker
 from trl_fsdp_qlora.long_rows import tiles as token_tiles

@@ -9,6 +9,7 @@ Suffixes of shapes: B rows of a batch, L columns, T tokens of the packed row, N 
 E experts.
 """
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -77,6 +78,15 @@ class PackedModel:
         """Give the model's layers back what they were before."""
         remove(self.base)
         remove_recurrent(self.base)
+
+    def on(self, base: PreTrainedModel) -> "PackedModel":
+        """Returns the same for a copy of the model."""
+        packed_model = copy.copy(self)
+        packed_model.base = base
+        packed_model.images = copy.copy(self.images)
+        packed_model.images.model = base
+        packed_model.images.inner = base.base_model
+        return packed_model
 
     # --- read --------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,28 @@
 """Why something cannot be computed on packed rows."""
 
+from dataclasses import dataclass, field
+from typing import Any
+
 import torch
+
+
+@dataclass(eq=False)
+class Status:
+    """What is known of a model as it is now; a changed model has a new status.
+
+    Attributes:
+        stamp: of the model that this is about, see [`facts.Stamp`]; `None` if it does not matter what the model is.
+        reason: why passes run as in stock TRL; `None` if they run packed.
+        apart: why each pass computes its own beginnings; `None` if passes may share them.
+        compared: the kinds of passes that were found equal to stock TRL's, as `(gradients, images)`: whether gradients
+            are recorded, and whether some rank's batch has images. Those for last hidden states have
+            `"last hidden states"` as their third part.
+    """
+
+    stamp: Any = None
+    reason: str | None = None
+    apart: str | None = None
+    compared: set[tuple] = field(default_factory=set)
 
 
 class CannotPack(ValueError):

@@ -8,6 +8,7 @@ stock TRL, and one line of the log has the reason.
 """
 
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -25,20 +26,22 @@ from ..compat.peft import is_peft, looks_beyond_tokens
 from ..errors import PrefixSharingError
 from .attention.backends import BACKENDS
 from .attention.implementation import original_attention
-from .batch import Batch, batch_of
+from .batch import Batch, Sequences, batch_of
+from .check import compares_gradients, projections, read, rounding_unit, verify
 from .dropout import noise_reason, other_dropout
-from .facts import Stamp, stamp
-from .first_pass import FirstPasses
+from .facts import stamp
+from .forest import sort_by_prefix
 from .images import Images
 from .packed_model import PackedModel, but_for_the_model, merge, not_compiled
 from .passes import Forward, Plan, plan_call, plan_step
 from .prefix_cache import cannot_keep_reason, no_graph_reason
-from .problems import CannotPack
-from .ranks import reduced_over_ranks
+from .private_copy import private_copy
+from .problems import CannotPack, Status
+from .ranks import deciding_alone, is_sharded, reduced_over_ranks
 from .recurrent.layers import gathered_per_call
 from .row import PassRecord
 from .wrapped_backbone import WrappedBackbone
-from .wrapped_forward import ATTRIBUTE, WrappedForward
+from .wrapped_forward import ATTRIBUTE, Instructions, WrappedForward
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +76,7 @@ def install_sharing(
         raise PrefixSharingError(f"prefix_sharing={attention!r} is not known; use one of {', '.join(CHOICES)}")
     base = causal_language_model(model)
     sharing = vars(base).get(ATTRIBUTE) or PromptSharing(base)
-    sharing.first_passes.expects_images = expects_images
+    sharing.expects_images = expects_images
     sharing.configure(model, attention, lm_head_kernel, entropy_gradient, compares)
     if attention == "off":
         sharing.remove()
@@ -89,6 +92,12 @@ def causal_language_model(model: nn.Module) -> nn.Module:
     return model.get_base_model() if is_peft(model) else model
 
 
+def _kinds(gradients: set[bool], images: set[bool], of_backbone: bool) -> set[tuple]:
+    """Returns kinds of passes, see [`problems.Status`]."""
+    returned = ["last hidden states"] if of_backbone else []
+    return {(*kind, *returned) for kind in itertools.product(gradients, images)}
+
+
 class PromptSharing:
     """Stands in front of a model's fused forward and of its backbone's, see the module docstring.
 
@@ -97,10 +106,10 @@ class PromptSharing:
         wrapped_forward, wrapped_backbone: what lets it answer the model's fused calls, and the calls of its backbone.
         packed_model: the same model with layers for packed rows; `None` if it cannot have them.
         attention, compares: see [`install_sharing`].
-        reason: why passes run as in stock TRL; `None` if they run packed.
+        status: what is known of the model as it is now.
         figures: what the last call of the model computed; empty if it ran as in stock TRL.
-        first_passes: which kinds of passes were compared with stock TRL's.
-        is_closed: whether passes run as in stock TRL for now, see [`closed`].
+        expects_images: whether batches may have images, on some ranks earlier than on others.
+        images_may_come: whether that may be so in the next batch, see [`look_for_images`].
     """
 
     def __init__(self, base: nn.Module):
@@ -109,12 +118,10 @@ class PromptSharing:
         self.wrapped_backbone = WrappedBackbone(base)
         self.packed_model: PackedModel | None = None
         self.attention = "off"
-        self.reason: str | None = None
+        self.status = Status()
         self.figures = PassRecord()
-        self.first_passes = FirstPasses()
-        self.is_closed = False
-        self._cannot_keep: str | None = None
-        self._stamp: Stamp | None = None  # of the model that `reason` and `checked` are about
+        self.expects_images = False
+        self.images_may_come = True
         # What its config says of caches, once `return_no_cache` has changed that.
         self._of_caches: dict[str, bool] | None = None
         self._logged: set[str] = set()
@@ -131,13 +138,12 @@ class PromptSharing:
         """
         if attention != self.attention:
             # Another backend may compute what the last one could not, and has to be compared, too.
-            self.reason = None
-            self.checked.clear()
+            self.status = Status(self.status.stamp)
         self.attention = attention
         self.compares = compares
         self._of_head = lm_head_kernel, entropy_gradient
         if attention == "off":
-            self.reason = "switched off"
+            self.status = Status(reason="switched off")
             return
         try:
             reason = looks_beyond_tokens(model)
@@ -148,14 +154,14 @@ class PromptSharing:
         except (ValueError, ImportError) as error:
             # A named backend raises. Later passes run as in stock TRL in any case, because no layer was installed.
             self.wrapped_backbone.take_off()
-            self.reason = str(error)
-            self.disable(self.reason)
+            self.status = Status(reason=str(error))
+            self.disable(str(error))
 
     def _prepare(self) -> None:
         """Give the model layers for packed rows, or settings for those that it has."""
-        if self.packed_model is None:
+        if self.packed_model is None or self.packed_model.facts.stamp != self.status.stamp:
             self.packed_model = PackedModel(self.base)
-        self._stamp = self.packed_model.facts.stamp
+            self.status = Status(self.packed_model.facts.stamp)
         self.packed_model.attention = self.attention
         self.packed_model.lm_head_kernel, self.packed_model.entropy_gradient = self._of_head
 
@@ -168,19 +174,17 @@ class PromptSharing:
         rows. All ranks make the same changes, except that one rank may put on hooks: it runs as in stock TRL then,
         because a comparison is collective.
         """
-        if self.packed_model is None or self.attention == "off":
+        status = self.status
+        if status.stamp is None:
             return
         now = stamp(self.base)
-        is_same = now.structure == self._stamp.structure
-        if self.checked and is_same and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            is_hooked = now.hooks != self._stamp.hooks
+        has_ranks = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        if has_ranks and status.compared and now.structure == status.stamp.structure:
+            is_hooked = now.hooks != status.stamp.hooks
             self.packed_model.stock_here = "a hook was put on after its passes were compared" if is_hooked else None
-        elif now != self._stamp:
-            self._stamp = now
-            self.reason = None
-            self.checked.clear()
+        elif now != status.stamp:
+            self.status = Status(now)
             try:
-                self.packed_model = PackedModel(self.base)
                 self._prepare()
             except (ValueError, ImportError) as error:
                 self.disable(str(error))
@@ -218,17 +222,12 @@ class PromptSharing:
     @property
     def is_active(self) -> bool:
         """Whether passes run packed."""
-        return self.reason is None
+        return self.status.reason is None
 
     @property
     def checked(self) -> set[tuple]:
-        """The kinds of passes that were compared with stock TRL's, see [`first_pass.FirstPasses`]."""
-        return self.first_passes.checked
-
-    @property
-    def expects_images(self) -> bool:
-        """Whether batches may have images, on some ranks earlier than on others."""
-        return self.first_passes.expects_images
+        """The kinds of passes that were found equal to stock TRL's, see [`problems.Status`]."""
+        return self.status.compared
 
     def describe(self) -> str:
         """Returns a line for a start-up report: whether passes run packed, or why not, and other dropout."""
@@ -236,7 +235,7 @@ class PromptSharing:
         if self.attention == "auto":
             self.look_at_model()
         if not self.is_active:
-            return f"prefix sharing: {self.reason}"
+            return f"prefix sharing: {self.status.reason}"
         line = f"prefix sharing: {self.attention}"
         dropout = other_dropout(self.base)
         return line if dropout is None else f"{line}; {dropout}"
@@ -250,7 +249,7 @@ class PromptSharing:
 
     def forget_images(self) -> None:
         """Let the ranks ask each other in each pass again whether images have come; tools may return some."""
-        self.first_passes.images_may_come = True
+        self.images_may_come = True
 
     def look_for_images(self, here: bool, device: torch.device) -> None:
         """Find out whether a generation batch has images on any rank. Every rank has to call this method.
@@ -262,7 +261,7 @@ class PromptSharing:
             device: the device of the all-reduce.
         """
         if self.expects_images and self.is_active and self.images.reason is None:
-            self.first_passes.images_may_come = bool(reduced_over_ranks([int(here)], device)[0])
+            self.images_may_come = bool(reduced_over_ranks([int(here)], device)[0])
 
     def original_attention(self) -> contextlib.AbstractContextManager:
         """Inside this context the model has its own attention implementation, as generation expects it."""
@@ -276,17 +275,17 @@ class PromptSharing:
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
         """Inside this context passes run as in stock TRL."""
-        before = self.is_closed
-        self.is_closed = True
+        before = self.status
+        self.status = Status(reason="closed for now")
         try:
             yield
         finally:
-            self.is_closed = before
+            self.status = before
 
     def disable(self, reason: str) -> None:
         """Let all further passes run as in stock TRL; raise if a backend was named, now and in further passes."""
         self.fall_back("The model", reason)
-        self.reason = reason
+        self.status.reason = reason
 
     @not_compiled
     def fall_back(self, subject: str, reason: str) -> None:
@@ -324,7 +323,7 @@ class PromptSharing:
             cannot keep shared beginnings.
         """
         self.look_at_model()
-        if not self.is_active or self._cannot_keep is not None:
+        if not self.is_active or self.status.apart is not None:
             return None
         reason = cannot_keep_reason(self.base) or no_graph_reason(self.base)
         if reason is not None:
@@ -343,11 +342,11 @@ class PromptSharing:
     @not_compiled
     def keeps_beginnings(self) -> bool:
         """Whether a beginning that several passes share can be computed once, see [`plan_step`]."""
-        return self.is_active and self._cannot_keep is None and cannot_keep_reason(self.base) is None
+        return self.is_active and self.status.apart is None and cannot_keep_reason(self.base) is None
 
     def cannot_keep(self, reason: str) -> None:
         """Let each further pass compute its own beginnings."""
-        self._cannot_keep = reason
+        self.status.apart = reason
         logger.warning("Prompts are computed once per micro-batch, and not once per optimizer step: %s.", reason)
 
     # --- the comparison of first passes ------------------------------------------------------------------------------
@@ -360,7 +359,7 @@ class PromptSharing:
         tokens_per_pass: int | None = None,
         order: np.ndarray | None = None,
     ) -> None:
-        """Compute a few rows both packed and as in stock TRL, and compare, see [`verdict`].
+        """Compute a few rows both packed and as in stock TRL, and compare, see [`check.verify`].
 
         This happens before the first pass of each kind (with gradients, with images). If the results differ, passes
         run as in stock TRL from then on. The method is a collective: every rank has to call it before every pass.
@@ -378,27 +377,38 @@ class PromptSharing:
             return
         if self.attention != "auto":
             self._refuse_together(batch)
+        gradients = compares_gradients(model)
+        takes_images = self.images.reason is None
+        with_images = batch.has_images and takes_images
+        if self.expects_images and self.images_may_come and takes_images and (gradients, True) not in self.checked:
+            # Some ranks see their first images earlier than others.
+            with_images = bool(reduced_over_ranks([int(with_images)], batch.input_ids.device)[0])
+        if (gradients, with_images) in self.checked:
+            return
 
-        def log_probs(rows: Batch, **how) -> torch.Tensor:
+        def log_probs(rows: Batch, **instructions) -> torch.Tensor:
             try:
                 with autocast():
-                    return model(**rows.arguments(), fused_lm_head=True, **how).log_probs
+                    to_sharing = Instructions(**instructions)
+                    return model(**rows.arguments(), fused_lm_head=True, sharing=to_sharing).log_probs
             except Exception:
                 forget_forward(model)  # a padded forward comes next
                 raise
 
-        problem = self.first_passes.compare_pass(
+        with autocast():
+            unit = rounding_unit(self.base, batch.input_ids.device)
+        found = verify(
             self.packed_model,
             model,
             batch,
             padded=lambda rows: log_probs(rows, as_stock=True),
             packed=lambda rows, forward: log_probs(rows, num_images=rows.num_images, forward=forward),
-            autocast=autocast,
+            unit=unit,
+            with_images=with_images,
             tokens_per_pass=tokens_per_pass,
             order=order,
         )
-        if problem is not None:
-            self.disable(problem)
+        self._note(found, gradients, with_images)
 
     @not_compiled
     def compare_call_with_stock(
@@ -410,21 +420,81 @@ class PromptSharing:
     ) -> None:
         """[`compare_with_stock`] before a call, for trainers that do not know of prompt sharing.
 
-        No trainer compares calls of the backbone.
+        No trainer compares calls of the backbone. Nothing of the comparison is seen by another thread that trains the
+        model, because it works on a copy of the modules ([`private_copy`]).
+
+        If the model is sharded, its forwards are collective, so the ranks compare together as soon as all of them can
+        pack, and on the model itself, without gradients: a backward inside of a sharded forward would gather weights
+        in another order. Otherwise a rank may be alone in this forward (an evaluation on the first rank), so it
+        decides alone.
 
         Args:
-            stock, arguments, num_images: see [`score`] and [`last_hidden_states`].
+            stock: the fused forward of a model, or of its backbone, as in stock TRL. The model is its first argument.
+            arguments, num_images: see [`score`] and [`last_hidden_states`].
             of_backbone: whether the backbone is called.
         """
-        if not (self.compares or of_backbone) or not self.is_active or self.is_closed:
+        if not (self.compares or of_backbone) or not self.is_active:
+            return
+        recorded = torch.is_grad_enabled()
+        if _kinds({recorded}, {False, self.images.reason is None}, of_backbone) <= self.checked:
             return
         try:
             batch = batch_of(self.base, arguments, num_images, of_backbone)
         except CannotPack:  # the pass itself logs the reason
             batch = None
-        problem = self.first_passes.compare_call(self.packed_model, stock, batch, of_backbone)
-        if problem is not None:
-            self.disable(problem)
+        sharded = is_sharded(self.base)
+        if not sharded and batch is not None and _kinds({recorded}, {batch.has_images}, of_backbone) <= self.checked:
+            return  # without a wait for the device
+        with contextlib.nullcontext() if sharded else deciding_alone():
+            device = next(self.base.parameters()).device if batch is None else batch.input_ids.device
+            sequences = None if batch is None else read(self.packed_model, batch)
+            has_images = sequences is not None and batch.has_images
+            cannot, with_images = reduced_over_ranks([int(sequences is None), int(has_images)], device)
+            if cannot or _kinds({recorded}, {bool(with_images)}, of_backbone) <= self.checked:
+                return
+            try:
+                base = self.base if sharded else private_copy(self.base)
+            except CannotPack as error:
+                self.disable(str(error))
+                return
+            packed_model = self.packed_model.on(base)
+            way = {"use_cache": False} if of_backbone else {"fused_lm_head": True}
+
+            def values_of(output: ModelOutput) -> torch.Tensor:
+                return projections(output.last_hidden_state) if of_backbone else output.log_probs
+
+            # A checkpoint around this call, and offloading, must not see what the comparison saves for its backward.
+            own_tensors = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+            with torch.set_grad_enabled(recorded and not sharded), own_tensors:
+                found = verify(
+                    packed_model,
+                    base,
+                    batch,
+                    padded=lambda rows: values_of(stock(base, **way, **rows.arguments())),
+                    packed=lambda rows, forward: values_of(packed_model.run(rows, forward)),
+                    unit=rounding_unit(base, device),
+                    with_images=bool(with_images) and sharded,
+                    # In a batch of pairs (all chosen, then all rejected) rows that begin alike are no neighbours.
+                    order=sort_by_prefix(sequences.tokens_BL, sequences.lengths_B)[0],
+                )
+            self._note(found, recorded, bool(with_images), of_backbone)
+
+    def _note(self, found: list[str] | None, gradients: bool, with_images: bool, of_backbone: bool = False) -> None:
+        """Note the result of [`check.verify`] for passes of a kind."""
+        if found is None:
+            return
+        if not found:
+            # Equal gradients prove equal values, and rows with images prove those without.
+            self.checked.update(_kinds({False, gradients}, {False, with_images}, of_backbone))
+        elif with_images and self.attention == "auto":  # batches without images may still run packed
+            self.images.reason = found[0]
+        else:
+            self.disable(found[0])
+
+    def _may_pack(self, batch: Batch, sequences: Sequences) -> bool:
+        """Whether a call was compared, so that it may be packed, or has nothing to compare."""
+        kind = _kinds({torch.is_grad_enabled()}, {batch.has_images}, batch.labels is None)
+        return kind <= self.checked or not sequences.needed_B.any()
 
     def _refuse_together(self, batch: Batch) -> None:
         """Raise on all ranks if a backend was named and one rank's batch cannot be packed.
@@ -460,7 +530,7 @@ class PromptSharing:
         """
         start = time.perf_counter()
         self.figures = PassRecord()
-        if not self.is_active or self.is_closed:
+        if not self.is_active:
             return self._as_stock(stock, arguments, num_images, tokens_per_pass)
         sequences = None
         try:
@@ -470,7 +540,7 @@ class PromptSharing:
             sequences = self.packed_model.read(batch)
         except CannotPack as error:
             self.fall_back("A batch", str(error))
-        if self.compares and sequences is not None and not self.first_passes.may_pack(batch, sequences):
+        if self.compares and sequences is not None and not self._may_pack(batch, sequences):
             sequences = None
         if tokens_per_pass is not None:
             rules = self.packed_model.pass_rules(arguments["input_ids"].device)
@@ -515,7 +585,7 @@ class PromptSharing:
         """
         start = time.perf_counter()
         self.figures = PassRecord()
-        if not self.is_active or self.is_closed:
+        if not self.is_active:
             return stock(**arguments)
         try:
             batch = replace(
@@ -527,7 +597,7 @@ class PromptSharing:
             return stock(**arguments)
         forest = self.packed_model.build_forest(sequences)
         pays = forest.tokens <= (1 - LEAST_SAVED) * batch.input_ids.numel()
-        if not pays or not self.first_passes.may_pack(batch, sequences):
+        if not pays or not self._may_pack(batch, sequences):
             return stock(**arguments)
         forward = Forward(sequences, forest)
         output = self.packed_model.run(batch, forward)

@@ -17,7 +17,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .row_mask import as_before, carries_row, told_by
-from .wrapped_forward import ATTRIBUTE, of_any_copy
+from .wrapped_forward import ATTRIBUTE
+
+# The attribute of a backbone that holds the forward that it had of its own before ours was put on.
+_BEFORE = "forward_before_sharing"
 
 
 class WrappedBackbone:
@@ -29,9 +32,8 @@ class WrappedBackbone:
 
     def __init__(self, base: nn.Module):
         self.base = base
-        # The forward that was put on the backbone, and the one that the backbone had in its place, if any.
+        # The forward that was put on the backbone, which keeps one that it had in its place.
         self._own_forward: Callable | None = None
-        self._before: Callable | None = None
 
     @property
     def is_on(self) -> bool:
@@ -43,8 +45,9 @@ class WrappedBackbone:
         backbone = getattr(self.base, "base_model", self.base)
         if self.is_on or backbone is self.base or not isinstance(backbone, PreTrainedModel):
             return
-        self._before = vars(backbone).get("forward")
-        self._own_forward = types.MethodType(_with_sharing(type(backbone), self._before), backbone)
+        if "forward" in vars(backbone):
+            setattr(backbone, _BEFORE, backbone.forward)
+        self._own_forward = types.MethodType(_with_sharing(type(backbone)), backbone)
         backbone.forward = self._own_forward
         setattr(backbone, ATTRIBUTE, sharing)
 
@@ -54,25 +57,21 @@ class WrappedBackbone:
             return
         backbone = self._own_forward.__self__
         vars(backbone).pop(ATTRIBUTE, None)
+        before = vars(backbone).pop(_BEFORE, None)
         if vars(backbone).get("forward") == self._own_forward:
             del backbone.forward
-            if self._before is not None:
-                backbone.forward = self._before
+            if before is not None:
+                backbone.forward = before
         self._own_forward = None
 
 
-def _with_sharing(cls: type[PreTrainedModel], before: Callable | None) -> Callable:
-    """Returns a forward that lets [`sharing.PromptSharing`] answer calls of a backbone of class `cls`.
-
-    Args:
-        cls: class of the backbone.
-        before: the forward that lay on the backbone itself.
-    """
+def _with_sharing(cls: type[PreTrainedModel]) -> Callable:
+    """Returns a forward that lets [`sharing.PromptSharing`] answer calls of a backbone of class `cls`."""
     names = list(inspect.signature(cls.forward).parameters)[1:]
 
     def stock(self, *args, **kwargs):
-        function = type(self).forward if before is None else of_any_copy(before)
-        return function(self, *args, **kwargs)
+        before = vars(self).get(_BEFORE)  # an attribute, so that a copy of the backbone has a copy of it
+        return type(self).forward(self, *args, **kwargs) if before is None else before(*args, **kwargs)
 
     @functools.wraps(cls.forward)
     def forward(self, *args, **kwargs):
@@ -91,7 +90,9 @@ def _with_sharing(cls: type[PreTrainedModel], before: Callable | None) -> Callab
         sharing.wrapped_forward.stop_watching()
         own_forward = functools.partial(stock, self)
         sharing.look_at_model()
-        sharing.compare_call_with_stock(own_forward, arguments, of_backbone=True)
+        sharing.compare_call_with_stock(
+            lambda model, **arguments: stock(model.base_model, **arguments), arguments, of_backbone=True
+        )
         told = told or {}
         return sharing.last_hidden_states(own_forward, arguments, told.get("kept", 0), told.get("from_padding"))
 

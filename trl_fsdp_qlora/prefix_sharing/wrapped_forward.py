@@ -11,6 +11,7 @@ import inspect
 import logging
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ..compat import trl as trls
 from ..compat.signatures import is_of_library
 from .batch import from_padding
 from .packed_model import head_of, not_compiled
+from .passes import Forward
 from .row_mask import telling
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,22 @@ ATTRIBUTE = "prompt_sharing"
 _FORWARDS = ("forward", "_original_forward")
 # As many passes with gradients that come by neither forward show that a trainer calls the model in another way.
 _OTHER_PASSES = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Instructions:
+    """What a trainer tells prompt sharing by the keyword `sharing` of a fused call.
+
+    Attributes:
+        num_images, tokens_per_pass: see [`sharing.PromptSharing.score`].
+        forward: the forward of a plan, or of a comparison, that is to be run.
+        as_stock: whether the call runs as in stock TRL.
+    """
+
+    num_images: list[int] | None = None
+    tokens_per_pass: int | None = None
+    forward: Forward | None = None
+    as_stock: bool = False
 
 
 class WrappedForward:
@@ -171,11 +189,7 @@ def _with_sharing(base: PreTrainedModel, stock: Callable, below: Callable) -> Ca
 
     `stock` is TRL's fused forward, and `below` the same or the one that it wraps.
 
-    Next to the model's own arguments a fused call may have
-
-    - `num_images`, `tokens_per_pass`: see [`sharing.PromptSharing.score`];
-    - `forward`: the [`passes.Forward`] of a plan that is to be run;
-    - `as_stock`: run `stock`.
+    Next to the model's own arguments a fused call may have `sharing`, see [`Instructions`].
     """
     names = list(inspect.signature(type(base).forward).parameters)[1:]
     # Of transformers' own forwards it is known that `logits_to_keep` is all that they need.
@@ -199,20 +213,19 @@ def _with_sharing(base: PreTrainedModel, stock: Callable, below: Callable) -> Ca
                     arguments = telling(arguments, kept=kept, from_padding=loss)
             return function_below(self, **arguments)
 
-        def run_stock(**arguments):
+        def stock_of(model, **arguments):
             # TRL's head calls the backbone, which has to run as in stock TRL, too.
-            return function(self, **(telling(arguments, as_stock=True) if tells_backbone else arguments))
+            return function(model, **(telling(arguments, as_stock=True) if tells_backbone else arguments))
 
-        if arguments.pop("as_stock", False):
+        run_stock = functools.partial(stock_of, self)
+        instructions = arguments.pop("sharing", None) or Instructions()
+        if instructions.as_stock:
             return run_stock(fused_lm_head=True, **arguments)
         sharing.wrapped_forward.stop_watching()
-        num_images = arguments.pop("num_images", None)
-        planned = arguments.pop("forward", None)
-        if planned is not None:
-            return sharing.run_planned(planned, arguments, num_images)
-        tokens_per_pass = arguments.pop("tokens_per_pass", None)
+        if instructions.forward is not None:
+            return sharing.run_planned(instructions.forward, arguments, instructions.num_images)
         sharing.look_at_model()
-        sharing.compare_call_with_stock(run_stock, arguments, num_images)
-        return sharing.score(run_stock, arguments, num_images, tokens_per_pass)
+        sharing.compare_call_with_stock(stock_of, arguments, instructions.num_images)
+        return sharing.score(run_stock, arguments, instructions.num_images, instructions.tokens_per_pass)
 
     return forward

@@ -16,6 +16,7 @@ from trl_fsdp_qlora.prefix_sharing.batch import Batch, Sequences, decode, encode
 from trl_fsdp_qlora.prefix_sharing.row import PackedRow, PassRecord, lay_out
 from trl_fsdp_qlora.prefix_sharing.row_mask import told_by
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing, causal_language_model, install_sharing
+from trl_fsdp_qlora.prefix_sharing.wrapped_forward import Instructions
 from trl_fsdp_qlora.tools.data.answers import completion_text
 from trl_fsdp_qlora.trainers.grpo.config import EfficientGRPOConfig
 
@@ -262,7 +263,7 @@ def one_pass(model, sharing, batch=None, scored_BC=None, completion=COMPLETION, 
     with counting_padded_forwards(sharing.base) as padded:
         sharing.compare_with_stock(model, whole, **tokens_per_pass)
         inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels, **arguments}
-        for_sharing = of_images | tokens_per_pass if sharing.is_active else {}
+        for_sharing = {"sharing": Instructions(**of_images, **tokens_per_pass)} if sharing.is_active else {}
         output = model(**inputs, **for_sharing, fused_lm_head=True)
     values = (x[:, -completion:] for x in (output.log_probs, output.entropy))
     return Pass(*values, sharing.figures, len(padded))

@@ -17,6 +17,7 @@ from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.prefix_sharing import packed_model, row
 from trl_fsdp_qlora.prefix_sharing.attention import cascade
 from trl_fsdp_qlora.prefix_sharing.sharing import causal_language_model
+from trl_fsdp_qlora.prefix_sharing.wrapped_forward import Instructions
 
 from .helpers import (
     COUNTING,
@@ -262,7 +263,7 @@ def test_the_fused_call_in_stocks_way_is_packed_nowhere():
     model = share_prompts(with_stock_head(build("llama")).train())
     batch = make_batch()
     wanted = with_stock_head(build("llama"))(**batch, fused_lm_head=True).log_probs
-    assert torch.equal(model(**batch, fused_lm_head=True, as_stock=True).log_probs, wanted)
+    assert torch.equal(model(**batch, fused_lm_head=True, sharing=Instructions(as_stock=True)).log_probs, wanted)
     batch["attention_mask"][0, 1] = 0  # a hole, so the batch cannot be packed
     with counting_padded_forwards(model) as calls:
         model(**batch, fused_lm_head=True)
@@ -296,7 +297,7 @@ def test_a_later_wrapper_of_the_backbone_may_take_the_models_own_arguments_alone
     torch.testing.assert_close(model(**batch, fused_lm_head=True).log_probs, wanted, atol=2e-5, rtol=1e-5)
     assert model.prompt_sharing.is_active and model.prompt_sharing.figures.tokens
     masks.clear()
-    assert torch.equal(model(**batch, fused_lm_head=True, as_stock=True).log_probs, wanted)
+    assert torch.equal(model(**batch, fused_lm_head=True, sharing=Instructions(as_stock=True)).log_probs, wanted)
     assert len(masks) == 1
     del batch["input_ids"]
     batch["inputs_embeds"] = model.model.embed_tokens(of_tokens)

@@ -22,8 +22,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.tiny import lora
 from trl_fsdp_qlora import share_prompts
+from trl_fsdp_qlora.prefix_sharing import check
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
-from trl_fsdp_qlora.prefix_sharing.verdict import copied_leaves
+from trl_fsdp_qlora.prefix_sharing.private_copy import private_copy
 
 from .helpers import (
     MAKE,
@@ -197,8 +198,9 @@ def test_the_comparison_reaches_no_gradient_and_no_hook_of_the_user():
     assert not calls and model.prompt_sharing.checked == {(False, False)}
     tied = build("llama")
     tied.lm_head.weight = tied.model.embed_tokens.weight
-    with copied_leaves(tied):
-        assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    copy = private_copy(tied)
+    assert copy.lm_head.weight is copy.model.embed_tokens.weight is not tied.lm_head.weight
+    assert copy.lm_head.weight.data_ptr() == tied.lm_head.weight.data_ptr()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral_sliding", "qwen3_5"])
@@ -234,11 +236,10 @@ def test_an_adapter_that_is_added_later_is_compared():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.2)
-    checked = ours.prompt_sharing.checked
-    checked.add("before")
+    ours.prompt_sharing.checked.add("before")
     with torch.no_grad():
         torch.testing.assert_close(score(adapted[1], group(2)), score(adapted[0], group(2)), atol=2e-5, rtol=1e-5)
-    assert ours.prompt_sharing.figures.tokens and "before" not in checked
+    assert ours.prompt_sharing.figures.tokens and "before" not in ours.prompt_sharing.checked
 
 
 # --- nothing of a call lies in a global, on the model, or behind an exception ---------------------------------------
@@ -288,23 +289,63 @@ def test_two_threads_have_a_row_each(name, count):
         torch.testing.assert_close(result, values, atol=2e-5, rtol=1e-5)
 
 
-def test_the_first_passes_of_two_threads_are_compared_one_after_the_other():
+@pytest.mark.parametrize("reentrant", [None, True, False], ids=["kept", "reentrant", "not reentrant"])
+def test_a_comparison_changes_nothing_that_another_thread_trains(reentrant, monkeypatch):
+    """One thread makes the first call for logits, and stops in its comparison until a step of another is over."""
     stock, ours = pair("llama")
-    batches = [group(1), group(2)]
-    expected = [score(stock, batch).detach() for batch in batches]
-    results = [None, None]
+    if reentrant is not None:
+        for model in (stock, ours):
+            wrap_by_hand(model, reentrant)
+    for model in (stock, ours):
+        model.model.layers[1].mlp.down_proj = torch.nn.Sequential(model.model.layers[1].mlp.down_proj, Doubled())
+    assert_alike(stock, ours, seed=1)
+    score(stock, group(2)).sum().backward()
+    expected = gradients(stock)
+    compares, stepped = threading.Event(), threading.Event()
+    compare = check.compare
 
-    def run(number: int) -> None:
-        results[number] = score(ours, batches[number]).detach()
+    def slow(*args, **kwargs):
+        compares.set()
+        assert stepped.wait(60)
+        return compare(*args, **kwargs)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert ours.prompt_sharing.is_active and all(p.grad is None for p in ours.parameters())
-    for result, values in zip(results, expected, strict=True):
-        torch.testing.assert_close(result, values, atol=2e-5, rtol=1e-5)
+    monkeypatch.setattr(check, "compare", slow)
+
+    def first_call():
+        batch = group(1)
+        ours(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
+
+    thread = threading.Thread(target=first_call)
+    thread.start()
+    assert compares.wait(60)
+    values = score(ours, group(2))
+    values.sum().backward()
+    stepped.set()
+    thread.join()
+    assert_equal_gradients(gradients(ours), expected, tolerance=2e-5)
+    assert ours.prompt_sharing.is_active and (True, False, "last hidden states") in ours.prompt_sharing.checked
+
+
+class Doubled(torch.nn.Module):
+    """Has a number by the name of a probability, which comparisons set to zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = 1.0
+
+    def forward(self, x):
+        return x * (1 + self.drop)
+
+
+def test_a_comparison_draws_no_random_number():
+    """A hook draws once in each forward, NEFTune's for example, and the run's next numbers are those of stock."""
+    numbers = []
+    for model in pair("llama"):
+        model.model.layers[0].register_forward_hook(lambda module, args, output: output + 0 * torch.rand(1))
+        torch.manual_seed(0)
+        score(model, group(1))
+        numbers.append(torch.rand(4))
+    assert model.prompt_sharing.checked and torch.equal(*numbers)
 
 
 class Stopped(Exception):

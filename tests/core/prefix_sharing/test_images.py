@@ -5,7 +5,6 @@ completion.
 import functools
 import inspect
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,15 +14,15 @@ from peft import LoraConfig, inject_adapter_in_model
 from PIL import Image
 from trl import GRPOTrainer
 
-from tests.distributed.launch import launch
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.trl import rows_of_images
-from trl_fsdp_qlora.prefix_sharing import first_pass, images, passes
+from trl_fsdp_qlora.prefix_sharing import check, images, passes
 from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
-from trl_fsdp_qlora.prefix_sharing.first_pass import sampled_rows
+from trl_fsdp_qlora.prefix_sharing.check import sampled_rows
 from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
+from trl_fsdp_qlora.prefix_sharing.wrapped_forward import Instructions
 from trl_fsdp_qlora.trainers.step.groups import micro_batches
 
 from .helpers import (
@@ -161,7 +160,7 @@ def packed(model, sharing: PromptSharing, batch: Batch, **options):
     """The same by prompt sharing, as a trainer does it: compared with stock's first, images counted by it."""
     sharing.compare_with_stock(model, batch)
     if sharing.is_active:
-        options["num_images"] = batch.num_images
+        options = {"sharing": Instructions(num_images=batch.num_images, **options)}
     return model(**batch.arguments(), **options, fused_lm_head=True)
 
 
@@ -250,7 +249,8 @@ def test_images_are_seen_once_per_optimizer_step(name, monkeypatch):
     for number, row in enumerate(rows):
         for forward in run.of_pass(number):
             tokens += forward.forest.tokens
-            output = model(**row.arguments(), num_images=row.num_images, forward=forward, fused_lm_head=True)
+            to_sharing = Instructions(num_images=row.num_images, forward=forward)
+            output = model(**row.arguments(), sharing=to_sharing, fused_lm_head=True)
         assert (output.log_probs - expected[number]).abs().max() <= 1e-4
         (output.log_probs * weight[number]).sum().backward()
     assert_equal_gradients(gradients(model), wanted, tolerance=2e-5)
@@ -384,11 +384,6 @@ def test_images_are_counted_by_their_tokens_or_not_at_all(tokens, sizes, counts)
         assert images.Images(model).count(batch) == counts
 
 
-@pytest.mark.processes
-def test_two_ranks_equal_one_process():
-    launch(Path(__file__).with_name("ranks_worker.py"), "images", timeout=360)
-
-
 def test_the_same_words_about_another_picture_are_another_prompt():
     _, batch = with_images("qwen3_vl")
     vision = {**batch.vision, "num_images": batch.num_images}
@@ -447,8 +442,8 @@ def test_an_image_in_a_completion(name):
         expected.log_probs.sum().backward()
     wanted = gradients(model)
     batch.num_images = None
-    for check in (True, False):
-        if check:
+    for compares in (True, False):
+        if compares:
             actual = packed(model, sharing, batch).log_probs
             model.zero_grad()
         else:  # whatever the comparison samples
@@ -487,13 +482,13 @@ def test_ranks_ask_each_other_for_images_once_per_generation_batch(monkeypatch):
     """With tools a vision class asked in every pass until an image came, and the host waited each time."""
     model, sharing, batch = pictured("qwen3_vl")
     asked = []
-    reduced = first_pass.reduced_over_ranks
+    reduced = check.reduced_over_ranks
 
     def counted(*args):
         asked.append(1)
         return reduced(*args)
 
-    for module in (sharing_module, first_pass):
+    for module in (sharing_module, check):
         monkeypatch.setattr(module, "reduced_over_ranks", counted)
     text = batch.rows(np.array([5, 6]))
 

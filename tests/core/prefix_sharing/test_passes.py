@@ -7,6 +7,7 @@ from trl_fsdp_qlora.prefix_sharing import forest, passes, row
 from trl_fsdp_qlora.prefix_sharing.attention import cascade
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
+from trl_fsdp_qlora.prefix_sharing.wrapped_forward import Instructions
 
 from .helpers import (
     RECURRENT,
@@ -84,7 +85,7 @@ def run(model, batches, weights, plan=None, per_pass=1):
         else:
             for forward in run_of_plan.of_pass(number // per_pass):
                 tokens += forward.forest.tokens
-                output = model(**arguments, forward=forward, fused_lm_head=True)
+                output = model(**arguments, sharing=Instructions(forward=forward), fused_lm_head=True)
         values.append(output.log_probs.detach())
         (output.log_probs * torch.cat(weights[number : number + per_pass])).sum().backward()
     return torch.cat(values), gradients(model), tokens

@@ -163,8 +163,8 @@ def build_small_base(output_dir: str | Path, seed: int = 0, task: str = "additio
     from trl import SFTConfig, SFTTrainer
 
     from ...compat.transformers import tokenizer_of
-    from ...trainers.run.terminal import TimeLeft
-    from ..recipe.threads import fit_threads
+    from ...trainers.run.terminal import use_terminal
+    from ...utils.threads import fit_threads
 
     if task not in TAUGHT:
         raise ValueError(f"task={task!r} is unknown; the small base model can be taught: {', '.join(TAUGHT)}")
@@ -195,8 +195,8 @@ def build_small_base(output_dir: str | Path, seed: int = 0, task: str = "additio
     output_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}.") as scratch:
         config = SFTConfig(scratch, **settings, **options)
-        callbacks = [TimeLeft("teaching")]
-        trainer = SFTTrainer(model, config, train_dataset=dataset, processing_class=processing, callbacks=callbacks)
+        trainer = SFTTrainer(model, config, train_dataset=dataset, processing_class=processing)
+        use_terminal(trainer)
         trainer.train()
         whole = Path(scratch) / "whole"
         model.generation_config.eos_token_id = tokenizer.eos_token_id

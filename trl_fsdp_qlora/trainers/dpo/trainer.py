@@ -8,10 +8,10 @@ import torch
 from trl import DPOTrainer
 
 from ...prefix_sharing.batch import IGNORED_LABEL, Batch
+from ...prefix_sharing.check import compares_gradients
 from ...prefix_sharing.problems import CannotPack
 from ...prefix_sharing.ranks import reduced_over_ranks
 from ...prefix_sharing.sharing import PromptSharing
-from ...prefix_sharing.verdict import compares_gradients
 from ..run.arguments import completed, with_base_loaded
 from ..run.trainer_run import TrainerRun, bound_to
 from .config import EfficientDPOConfig

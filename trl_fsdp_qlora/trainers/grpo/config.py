@@ -86,7 +86,6 @@ class EfficientGRPOConfig(EfficientConfig, GRPOConfig):
     fsdp_gather: str = option(**options.FSDP_GATHER)
     fsdp_keep_gathered: bool = option(**options.FSDP_KEEP_GATHERED)
     phase_metrics: str = option(**options.PHASE_METRICS)
-    show_completions: int = option(**options.SHOW_COMPLETIONS)
 
     def __post_init__(self):
         self.note_defaults()

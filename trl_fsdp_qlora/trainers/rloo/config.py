@@ -49,7 +49,6 @@ class EfficientRLOOConfig(EfficientConfig, RLOOConfig):
     fsdp_gather: str = option(**options.FSDP_GATHER)
     fsdp_keep_gathered: bool = option(**options.FSDP_KEEP_GATHERED)
     phase_metrics: str = option(**options.PHASE_METRICS)
-    show_completions: int = option(**options.SHOW_COMPLETIONS)
 
     def __post_init__(self):
         super().__post_init__()

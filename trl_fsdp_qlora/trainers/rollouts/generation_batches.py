@@ -70,8 +70,8 @@ class GenerationBatches:
         return micro_batches(batch, group_size, self.accelerator.process_index, self.args.steps_per_generation)
 
     def count_scored(self, rewards_NK: torch.Tensor) -> None:
-        """Count the completions of all ranks that got a value from each reward function."""
-        scored_NK = ~rewards_NK.isnan()
+        """Count the completions of all ranks that got a finite value from each reward function."""
+        scored_NK = rewards_NK.isfinite()
         drawn = scored_NK.new_ones(len(scored_NK), 1)
         self._later(torch.cat([drawn, scored_NK], 1).sum(0), self.scored.add)
 

@@ -35,7 +35,6 @@ _NOT_RECIPE = {
     "local_rank",
     "debug",
     "resume_from_checkpoint",
-    "show_completions",
     "phase_metrics",
     "accelerator_config",
 }

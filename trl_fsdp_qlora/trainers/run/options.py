@@ -100,11 +100,6 @@ PHASE_METRICS = {
     "(`torch.cuda.max_memory_allocated` then goes back to the last phase only); 'off'.",
     "choices": CLOCKS,
 }
-SHOW_COMPLETIONS = {
-    "default": 2,
-    "help": "In recipes: completions printed with their rewards some ten times in a run, from the lowest reward to "
-    "the highest; 0 for none. With log_completions, TRL's own table is printed instead.",
-}
 
 
 class EfficientConfig:

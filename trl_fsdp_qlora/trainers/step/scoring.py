@@ -19,6 +19,7 @@ from ...compat.trl import FusedCausalLMOutput
 from ...prefix_sharing.batch import IGNORED_LABEL, Batch
 from ...prefix_sharing.images import fingerprints
 from ...prefix_sharing.sharing import PromptSharing
+from ...prefix_sharing.wrapped_forward import Instructions
 from ...scoring.contexts import fill_masked_rows, share_values
 from ...scoring.token_selection import weight_gradient
 from ..run.phases import PhaseTimer
@@ -60,7 +61,7 @@ class PassModel:
         request: the model, and which tokens are wanted.
         sharing: the sharing of prompts in that model.
         batch: the rows of the pass.
-        options: arguments of the root model's forward that sharing needs, see [`PromptSharing.score`].
+        options: of [`Instructions`], which the root model's forward gets; none if it does not share prompts.
         look_ahead: the scores of the optimizer step; `None` if the pass is no micro-batch's loss.
     """
 
@@ -88,7 +89,8 @@ class PassModel:
         planned = None
         if self.look_ahead is not None:
             planned = self.look_ahead.scores_of(self.sharing, request.model, request.inputs, arguments)
-        return request.model(**arguments, **self.options) if planned is None else planned
+        for_sharing = {"sharing": Instructions(**self.options)} if self.options else {}
+        return request.model(**arguments, **for_sharing) if planned is None else planned
 
     @property
     def has_computed(self) -> bool:

@@ -34,6 +34,7 @@ from ...prefix_sharing.prefix_cache import (
 )
 from ...prefix_sharing.problems import CannotPack
 from ...prefix_sharing.row import PassRecord
+from ...prefix_sharing.wrapped_forward import Instructions
 
 ContextFactory = Callable[..., AbstractContextManager]
 
@@ -240,7 +241,8 @@ def _run_pass(
     reduces = reduces and isinstance(model, DistributedDataParallel)
     for forward in run.of_pass(number, record):
         with patch.multiple(model, require_backward_grad_sync=True) if reduces else nullcontext():
-            output = model(**batch.arguments(), num_images=batch.num_images, forward=forward, fused_lm_head=True)
+            to_sharing = Instructions(num_images=batch.num_images, forward=forward)
+            output = model(**batch.arguments(), sharing=to_sharing, fused_lm_head=True)
         if forward.view.trunk is not None and output.log_probs.requires_grad:
             run.trunk_outputs[forward.view.trunk] = output.log_probs
     if forward.sequences.router_loss and output.aux_loss is None:

@@ -1,0 +1,354 @@
+"""Faults planted in the packed pass, one of each kind, are caught; a right pass is not; nothing is left behind."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import FSDPModule
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.tiny import lora
+from trl_fsdp_qlora.prefix_sharing import check
+from trl_fsdp_qlora.prefix_sharing.attention import cascade
+from trl_fsdp_qlora.prefix_sharing.check import compares_gradients, differences, rounding_unit, statistics
+from trl_fsdp_qlora.prefix_sharing.row import PackedRow
+
+from .helpers import COMPLETION, PROMPT, VOCABULARY, awkward_batch, build, make_batch, one_pass, prepared
+
+# The column of each completion's first token among values `(B, L - 1)`.
+FIRST = -COMPLETION
+
+
+def llama(dtype=torch.float32):
+    model = build("llama").to(dtype)
+    return model, prepared(model)
+
+
+def move_first_tokens(values_BL):
+    is_scored_BL = values_BL != 0
+    is_first_BL = is_scored_BL & (is_scored_BL.cumsum(1) == 1)  # rows that are compared stand in two columns
+    return values_BL + 0.1 * is_first_BL  # seven times what rounding moves them in bfloat16
+
+
+def shift_first_tokens(values_BL):
+    return torch.cat([values_BL[:, :FIRST], values_BL[:, FIRST + 1 : FIRST + 2], values_BL[:, FIRST + 1 :]], dim=1)
+
+
+def drop_a_token(values_BL):
+    keep_BL = torch.ones_like(values_BL)
+    keep_BL[1 if len(values_BL) > 1 else 0, FIRST] = 0
+    return values_BL * keep_BL
+
+
+FAULTS = {
+    "first tokens shifted": shift_first_tokens,
+    "a token dropped": drop_a_token,
+    "first tokens moved": move_first_tokens,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_faults_in_values_are_caught(fault, dtype, monkeypatch):
+    scatter = PackedRow.scatter
+    monkeypatch.setattr(PackedRow, "scatter", lambda self, values_N: FAULTS[fault](scatter(self, values_N)))
+    for grad in (True, False):
+        model, sharing = llama(dtype)
+        with torch.set_grad_enabled(grad):
+            one_pass(model, sharing)
+        assert "difference in log-probability" in sharing.describe()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_oss"])
+def test_rounding_alone_passes(family, dtype):
+    model = build(family).to(dtype)
+    sharing = prepared(model)
+    one_pass(model, sharing)
+    assert sharing.is_active, sharing.describe()
+
+
+def test_rounding_is_measured_beyond_the_fixed_limits_alone(monkeypatch):
+    """It takes most of the passes. A difference that rounding explains passes either way."""
+    measured = []
+    move = check._moved_by_rounding
+
+    def counted(*which):
+        measured.append(1)
+        return move(*which)
+
+    monkeypatch.setattr(check, "_moved_by_rounding", counted)
+    for limit, passes in ((10.0, 0), (0.0, check.ROUNDING_PASSES)):
+        monkeypatch.setattr(check, "LIMITS_HALF", dict.fromkeys(check.LIMITS_HALF, limit))
+        model, sharing = llama(torch.bfloat16)
+        kinds = 2 if sharing.packed_model.can_be_dense else 1
+        one_pass(model, sharing)
+        assert sharing.is_active, sharing.describe()
+        assert len(measured) == kinds * passes
+        measured.clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_layout_taken_from_a_global_under_checkpointing_is_caught(reentrant, dtype, monkeypatch):
+    """Right values, wrong gradients: when a layer is computed again during backward, the global is long gone."""
+    model = build("llama").to(dtype).train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    sharing = prepared(model)
+    attend = cascade.attend
+
+    def from_a_global(call):
+        if call.packed_row.view.is_computed:  # the forward is over
+            whole = call.packed_row.forest
+            alone = replace(whole, parents=np.full_like(whole.parents, -1), levels=np.zeros_like(whole.levels))
+            call.packed_row = replace(call.packed_row, forest=alone, derived={})
+        return attend(call)
+
+    monkeypatch.setattr(cascade, "attend", from_a_global)
+    one_pass(model, sharing)
+    # Without re-entrance torch itself may notice that other tensors were saved; either way nobody trains on it.
+    assert not sharing.is_active
+    if reentrant:
+        assert "gradients differ" in sharing.describe()
+
+
+def test_a_wrong_gradient_of_one_layer_is_caught(monkeypatch):
+    model, sharing = llama()
+    attend = cascade.attend
+
+    def without_gradient_of_values(call):
+        call.value = call.value.detach() if call.module.layer_idx == 1 else call.value
+        return attend(call)
+
+    monkeypatch.setattr(cascade, "attend", without_gradient_of_values)
+    one_pass(model, sharing)
+    assert "gradients differ" in sharing.describe()
+
+
+def test_no_gradient_is_left_behind():
+    model = get_peft_model(build("llama"), lora())
+    sharing = prepared(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    before = [parameter.grad for parameter in model.parameters()]
+    one_pass(model, sharing)
+    assert sharing.is_active
+    assert all(p.grad is g and (g is None or (g == 1).all()) for p, g in zip(model.parameters(), before, strict=True))
+
+
+def test_gradients_are_compared_where_a_plain_backward_may_be_undone():
+    """Not under DeepSpeed, whose engine has a backward of its own and whose ZeRO-3 marks each parameter."""
+    model = get_peft_model(build("llama"), lora())
+    assert compares_gradients(model) and not compares_gradients(torch.nn.ModuleList([model]))
+    with torch.no_grad():
+        assert not compares_gradients(model)
+    next(model.parameters()).ds_id = 0
+    assert not compares_gradients(model)
+
+
+def test_another_release_of_torch_compares_log_probabilities_alone_under_fsdp2(monkeypatch):
+    """Where FSDP2's private parts differ, none of them is touched: this model has no state of FSDP2 at all."""
+    model, sharing = llama()
+    model.__class__ = type("Sharded", (FSDPModule, type(model)), {})
+    monkeypatch.setattr("trl_fsdp_qlora.prefix_sharing.check.misfit", lambda: "torch 9.9")
+    # Two forwards of two rows, next to each of the two ways in which rows of this model may be packed.
+    assert one_pass(model, sharing).padded_forwards == 4
+    assert sharing.is_active and sharing.checked == {(False, False)}
+
+
+def test_each_kind_of_pass_is_compared_once():
+    """One padded pass for each of four rows, of levels and of a dense mask; again with gradients; not where nothing
+    can be compared.
+    """
+    model, sharing = llama()
+    ids, mask = awkward_batch()
+    mask[:, -COMPLETION:] = 0
+    assert one_pass(model, sharing, (ids, mask)).padded_forwards == 0 and not sharing.checked
+    with torch.no_grad():
+        assert [one_pass(model, sharing).padded_forwards for _ in range(2)] == [4, 0]
+    nothing = torch.zeros(10, COMPLETION, dtype=torch.bool)  # rows that nothing can be learnt from are compared, too
+    assert [one_pass(model, sharing, scored_BC=nothing).padded_forwards for _ in range(2)] == [4, 0]
+    with torch.no_grad():
+        assert one_pass(model, sharing).padded_forwards == 0
+    assert sharing.checked == {(False, False), (True, False)}
+    # A state is not kept at every token, so of recurrent layers there is one way.
+    model = build("qwen3_5")
+    assert [one_pass(model, prepared(model)).padded_forwards for _ in range(2)] == [2, 0]
+
+
+def test_equal_completions_of_one_token():
+    """Yes/no answers: under signs of one and minus one the gradients of two equal rows cancelled to nothing."""
+    for seed in range(8):
+        model, sharing = llama()
+        ids, mask = make_batch([5, 5], [1, 1], seed=seed)
+        ids[1] = ids[0]
+        one_pass(model, sharing, (ids, mask))
+        assert sharing.is_active, sharing.describe()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_no_forward_of_the_comparison_holds_more_tokens_than_the_steps_own(rows, dtype):
+    """Eight rows at once whatever the batch: 447 tokens with a graph in the first step, 111 in the second."""
+    model, sharing = llama(dtype)
+    ids, mask = make_batch([PROMPT] * rows, [COMPLETION] * rows)
+    tokens = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: tokens.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    for limit in (PROMPT + COMPLETION, 10**6, None):  # a limit that the batch does not reach, too
+        sharing.checked.clear()
+        with torch.set_grad_enabled(limit is None):
+            one_pass(model, sharing, (ids, mask), **({} if limit is None else {"tokens_per_pass": limit}))
+        cut = limit == PROMPT + COMPLETION and rows > 1
+        # The last tokens are targets alone.
+        step_tokens = PROMPT + COMPLETION if cut else PROMPT + rows * (COMPLETION - 1)
+        compared = tokens[: -rows if cut else -1]
+        # A padded row has its last token.
+        assert len(compared) >= 2 and max(compared) <= step_tokens + 1, (compared, step_tokens)
+        tokens.clear()
+    assert sharing.is_active, sharing.describe()
+
+
+def scaled_output(attend, call):
+    return 1.03 * attend(call)
+
+
+def scaled_scores(attend, call):
+    call.scaling *= 1.03
+    return attend(call)
+
+
+FAULTY_ATTENTION = {"output": scaled_output, "scores": scaled_scores}
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTY_ATTENTION])
+def test_an_attention_scaled_by_three_percent_is_caught_in_half_precision(fault, monkeypatch):
+    """Single tokens hide it in rounding; in the gradient's projection rounding averages out."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=2, initializer_range=0.2, pad_token_id=0, **sizes)
+    model = LlamaForCausalLM(config)
+    # As in trained models, layers add little to what is there: their scale is not divided out again.
+    with torch.no_grad():
+        model.model.embed_tokens.weight *= 10
+    attention = LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], init_lora_weights=False)
+    model = get_peft_model(model, attention).to(torch.bfloat16)
+    sharing = prepared(model)
+    attend = cascade.attend
+    if fault:
+        monkeypatch.setattr(cascade, "attend", lambda call: FAULTY_ATTENTION[fault](attend, call))
+    one_pass(model, sharing, make_batch([14] * 4 + [9] * 4, [96] * 8, completion=96), completion=96)
+    assert sharing.is_active == (fault is None), sharing.describe()
+    if fault is not None:
+        assert "times as long as the padded pass's" in sharing.describe()
+
+
+def test_ten_thousand_healthy_starts_in_half_precision(monkeypatch):
+    """Real rounding in bfloat16, resampled: each start is the sum over one to eight ranks, each with rounding of its
+    own.
+    """
+    starts = []
+
+    def recorded(sums, rounding, exact, of):
+        if not rounding:
+            return ["a difference beyond the fixed limits, after which rounding is measured"]
+        starts.append((sums, rounding))
+        return []
+
+    monkeypatch.setattr(check, "differences", recorded)
+    for family, seed in product(("llama", "qwen3"), range(6)):
+        model = build(family, seed).to(torch.bfloat16)
+        one_pass(model, prepared(model), make_batch([9] * 4 + [5] * 4, [9, 1, 5, 9] * 2, seed=seed))
+    assert len(starts) == 24
+    draw = np.random.default_rng(0)
+    for _ in range(10_000):
+        ranks = [starts[number] for number in draw.choice(len(starts), draw.choice([1, 2, 8]))]
+        sums = {name: sum(sums[name] for sums, _ in ranks) for name in ranks[0][0]}
+        others = [draw.choice(rounding[1:], len(rounding) - 1) for _, rounding in ranks]
+        passes = zip(*([rounding[0], *more] for (_, rounding), more in zip(ranks, others, strict=True)), strict=True)
+        rounding = [{name: sum(moved[name] for moved in of_pass) for name in of_pass[0]} for of_pass in passes]
+        assert not differences(sums, rounding, False, "log-probability"), (sums, rounding)
+
+
+def test_what_fails_later_raises(monkeypatch):
+    model, sharing = llama()
+    one_pass(model, sharing)
+
+    def attend(call):
+        raise RuntimeError("no kernel for this size")
+
+    monkeypatch.setattr(cascade, "attend", attend)
+    with pytest.raises(RuntimeError, match="no kernel for this size"):
+        one_pass(model, sharing)
+
+
+def judged(values, padded, moves=(), scored=None, exact=False, packed=1.0, off=0.0, change=0.0, lengths=()):
+    """Differences of values from those of a padded pass, and of a gradient from one of length 1."""
+    scored = torch.ones_like(padded).bool() if scored is None else scored
+    sums = statistics(values, padded, scored) | {"packed": packed, "off": off, "padded": 1.0}
+    squares = [change, *lengths] if lengths else [change] * len(moves)
+    moves = moves if len(moves) else [torch.zeros_like(padded)] * len(squares)
+    rounding = [
+        statistics(padded + move, padded, scored) | {"square": x} for move, x in zip(moves, squares, strict=True)
+    ]
+    return " ".join(differences(sums, rounding, exact, "log-probability"))
+
+
+def test_the_length_of_the_gradient_by_hand():
+    """3% is a fault, and none where rounding alone makes it as much."""
+    for off, found in ((0.03, "1.030 times"), (-0.03, "0.970 times"), (0.009, "")):
+        padded = torch.full((10, 100), -1.0)
+        text = judged(padded, padded, packed=1 + 2 * off, lengths=[1.004, 0.998])
+        assert found in text and bool(text) == bool(found)
+    assert not judged(padded, padded, packed=1.06, lengths=[1.02, 0.988])
+    few = torch.full((2, 4), -1.0)  # eight tokens, each 3% off
+    assert not judged(few, few, packed=1.06, change=0.001, lengths=[1.0])
+    assert judged(padded, padded, packed=1.06, change=0.001, lengths=[1.0])
+    assert judged(padded, padded, packed=float("nan"), lengths=[1.0])
+
+
+def test_missing_values_and_first_tokens_by_hand():
+    draw = torch.Generator().manual_seed(0)
+    padded = -torch.rand(4, 50, generator=draw) - 0.6
+    noise = 0.005 * torch.randn(5, 4, 50, generator=draw)
+    packed = padded + noise[0]
+    moves = noise[1:]
+    assert not judged(packed, padded, moves) and not judged(padded * 1, padded, exact=True)
+    missing, first, second, tail = (x.clone() for x in (padded, packed, packed, packed))
+    missing[2, 7] = 0.0  # one of two hundred, which no mean shows
+    for exact in (False, True):
+        assert "1 values" in judged(missing, padded, moves, exact=exact)
+    assert not judged(missing, padded, moves, scored=missing != 0)
+    assert "not finite" in judged(padded * float("nan"), padded, moves)
+    assert "mean" in judged(packed, padded, exact=True)
+    first[:, 0] += 0.04
+    assert "first tokens" in judged(first, padded, moves)
+    turns = torch.ones(4, 50).bool()
+    turns[:, :10] = turns[:, 30:35] = False  # behind a prompt, and behind a user's turn
+    second[:, [10, 35]] += 0.04
+    assert "first tokens" in judged(second, padded, moves, turns) and not judged(second, padded, moves)
+    tail[:, ::4] += 0.3
+    assert "mean" in judged(tail, padded, moves)
+    assert not judged(tail, padded, 40 * moves)  # where rounding moves tokens that far
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_4_bit_layer_rounds_as_its_product_is_computed(trains):
+    """In bfloat16 on some CPUs if nothing is recorded, as in the teacher of a distillation."""
+    bnb = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    layer = bnb.nn.Linear4bit(256, 256, bias=False, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+    dense = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).double()
+    model = torch.nn.Sequential(layer).train(trains)
+    hidden = torch.randn(64, 256, requires_grad=trains)
+    exact = hidden.detach().double() @ dense.T
+    with torch.set_grad_enabled(trains):
+        unit = rounding_unit(model, torch.device("cpu"))
+        error = (model(hidden).detach() - exact).norm() / exact.norm()
+    assert bool(unit) == bool(error > 1e-5) and (not trains or unit == 0)
+    assert unit == 0 or unit / 2 < error < 4 * unit
