@@ -1,7 +1,6 @@
-"""What a recipe's run is made of: LoRA's targets, its limit of seconds, its picture."""
+"""What a recipe's run is made of: LoRA's targets, its figures, its picture."""
 
 import importlib
-import itertools
 import json
 import pickle
 import re
@@ -20,7 +19,7 @@ from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.tools.recipe import checks, runner
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
-from trl_fsdp_qlora.tools.recipe.record import TimeLimit, keep_paths, kept_paths
+from trl_fsdp_qlora.tools.recipe.record import keep_paths, kept_paths
 from trl_fsdp_qlora.trainers.run import unscored
 from trl_fsdp_qlora.utils import nonfatal
 
@@ -53,32 +52,6 @@ def test_a_recipe_with_a_small_model_takes_one_thread(tmp_path):
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
-
-
-def test_a_run_stops_by_its_seconds_also_over_several_parts(tmp_path, monkeypatch):
-    # A clock that goes on by one second with every look: a step takes one, and nothing depends on the machine's.
-    monkeypatch.setattr(runner, "TimeLimit", lambda seconds: TimeLimit(seconds, itertools.count(1.0).__next__))
-    monkeypatch.setattr(runner, "software", lambda: "")
-    base = save_tiny_model(tmp_path / "base")
-
-    def run(seconds, resume=None, steps=9, output="out"):
-        script = ScriptArguments("addition", skip_accuracy=True, max_train_seconds=seconds)
-        options = {"peft_config": lora(), "max_steps": steps, "save_strategy": "steps", "save_steps": 2}
-        each = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / output, model=base, **options)
-        return each, runner.run_recipe(each, script, None, resume)
-
-    first, record = run(3)
-    assert (first.state.global_step, record["stopped_by_seconds"], record["limited_seconds"]) == (3, 3, 3.0)
-    again, same = run(3, "auto")
-    assert again.state.global_step == 0 and same == json.loads(json.dumps(record))  # over: nothing is trained
-    longer, record = run(5, "auto")
-    assert longer.state.global_step == 5 and record["limited_seconds"] == 5.0  # two more, not five
-    state = json.loads((tmp_path / "out" / "checkpoint-5" / "trainer_state.json").read_text())
-    assert state["stateful_callbacks"]["TimeLimit"]["attributes"] == {"spent": 5.0}
-    assert run(None, "auto", steps=7)[0].state.global_step == 7
-    run(None, steps=2, output="free")
-    limited, record = run(1, "auto", output="free")  # its checkpoint has no seconds
-    assert (limited.state.global_step, record["limited_seconds"]) == (3, 1.0)
 
 
 class MeasuredRun:
