@@ -78,6 +78,8 @@ def refuse_typos(command: str, module: str, script: str | None, words: Sequence[
         sources.append(resource_folder("recipes") / f"{script}.py")
     takes_recipe = command not in ("launch", "doctor", "recipes", "config")
     config = pop_options(with_recipe(words), ("--config",))[0].get("--config") if takes_recipe else None
+    if command == "plan":
+        refuse_other_trainers(config)
     refuse_unknown(command, sources, words, config)
 
 
