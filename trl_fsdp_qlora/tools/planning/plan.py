@@ -185,7 +185,7 @@ def _phases(
     process = CONTEXT if gpu else psutil.Process().memory_info().rss
     free = hardware.per_rank(launch.ranks_per_machine) - sum(held.values()) - process
     in_a_layer, whole = gathered_bytes(settings, config, gpu)
-    # Generation and scoring may gather the whole model (`fsdp2_qlora.generation.choose`). With vLLM it does not generate.
+    # Generation and scoring may gather the whole model, see `fsdp2_qlora.generation.choose`; with vLLM not.
     in_a_rollout = in_a_layer
     if launch.kind == "fsdp2" and not settings.is_paired and not settings.use_vllm:
         gather = settings.fsdp_gather
