@@ -14,14 +14,13 @@ with importing():
     from trl import DistillationConfig, DistillationTrainer, ModelConfig
 
     from trl_fsdp_qlora import share_prompts
-    from trl_fsdp_qlora.tools.planning.plan_vs_actual import plan_first
     from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments, parse_recipe
     from trl_fsdp_qlora.tools.recipe.checks import check_script, check_teacher, load_tokenizer
     from trl_fsdp_qlora.tools.recipe.problems import load_data
     from trl_fsdp_qlora.tools.recipe.runner import model_arguments, run_recipe
     from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
     from trl_fsdp_qlora.tools.recipe.script import run_main
-    from trl_fsdp_qlora.tools.recipe.threads import fit_threads
+    from trl_fsdp_qlora.utils.threads import fit_threads
 
 
 def main() -> None:
@@ -29,9 +28,8 @@ def main() -> None:
     check_script(script)
     check_teacher(config.teacher_model_name_or_path, config.teacher_model_init_kwargs)
     check_output_dir(script, config, model)
-    tokenizer = load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
+    load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
     prompts, test = load_data(script)
-    plan_first(script, config, model, prompts, tokenizer)
     trainer = DistillationTrainer(
         model.model_name_or_path,
         config.teacher_model_name_or_path,

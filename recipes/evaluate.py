@@ -40,10 +40,10 @@ with importing():
     from trl_fsdp_qlora.tools.recipe.record import as_words, code_in
     from trl_fsdp_qlora.tools.recipe.runner import load_processing, settings_in
     from trl_fsdp_qlora.tools.recipe.script import run_main, say
-    from trl_fsdp_qlora.tools.recipe.threads import fit_threads
     from trl_fsdp_qlora.trainers.run.card import hardware, software
     from trl_fsdp_qlora.utils.files import write_json
     from trl_fsdp_qlora.utils.redaction import portable
+    from trl_fsdp_qlora.utils.threads import fit_threads
 
 # Settings of a run that belong to its dataset, and do not apply to another one.
 OF_THE_DATA = (

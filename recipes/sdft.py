@@ -16,7 +16,6 @@ with importing():
 
     from trl_fsdp_qlora import share_prompts
     from trl_fsdp_qlora.experimental.losses_in_tiles import TiledSDFTTrainer
-    from trl_fsdp_qlora.tools.planning.plan_vs_actual import plan_first
     from trl_fsdp_qlora.tools.recipe.arguments import parse_recipe
     from trl_fsdp_qlora.tools.recipe.checks import check_script, load_tokenizer
     from trl_fsdp_qlora.tools.recipe.privileged import SDFTScriptArguments, privileged_prompts
@@ -24,18 +23,17 @@ with importing():
     from trl_fsdp_qlora.tools.recipe.runner import accepted_arguments, run_recipe
     from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
     from trl_fsdp_qlora.tools.recipe.script import run_main
-    from trl_fsdp_qlora.tools.recipe.threads import fit_threads
+    from trl_fsdp_qlora.utils.threads import fit_threads
 
 
 def main() -> None:
     script, config, model = parse_recipe((SDFTScriptArguments, SDFTConfig, ModelConfig))
     check_script(script)
     check_output_dir(script, config, model)
-    tokenizer = load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
+    load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
     problems = load_problems(script)
     train = privileged_prompts(script, problems.train)
     test = to_measure(script, problems)
-    plan_first(script, config, model, train, tokenizer)
     arguments = accepted_arguments(TiledSDFTTrainer, config, model)
     trainer = TiledSDFTTrainer(model.model_name_or_path, args=config, train_dataset=train, **arguments)
     fit_threads(trainer.model)

@@ -4,43 +4,15 @@
 error for a frozen one and so for LoRA, and it copies its table of modules at every operator.
 """
 
-import contextlib
 import weakref
-from collections.abc import Iterator
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
-from trl.kernels import chunked_divergence
-from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as TRL_VOCABULARY_CHUNK
 
-__all__ = [
-    "DIVERGENCE_TILE",
-    "TRL_VOCABULARY_CHUNK",
-    "ChunkedDivergenceFunction",
-    "FakeTensorMode",
-    "PeakTracker",
-    "divergence_tiles_of",
-]
-
-# Tokens and columns of a tile of logits of TRL's divergence.
-DIVERGENCE_TILE = (chunked_divergence.TOKEN_CHUNK_SIZE, chunked_divergence.VOCAB_CHUNK_SIZE)
-
-
-@contextlib.contextmanager
-def divergence_tiles_of(vocabulary: int) -> Iterator[None]:
-    """Inside this context the tiles of TRL's divergence are no wider than the vocabulary.
-
-    They are as wide as its chunk, but a host allocates no pages for the part that is never written.
-    """
-    before = chunked_divergence.VOCAB_CHUNK_SIZE
-    chunked_divergence.VOCAB_CHUNK_SIZE = min(before, vocabulary)
-    try:
-        yield
-    finally:
-        chunked_divergence.VOCAB_CHUNK_SIZE = before
+__all__ = ["TRL_VOCABULARY_CHUNK", "FakeTensorMode", "PeakTracker"]
 
 
 class PeakTracker(TorchDispatchMode):

@@ -6,9 +6,8 @@
 import inspect
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -83,13 +82,6 @@ def auto_class_of(model: nn.Module) -> str:
     """The name of the auto class that loads a checkpoint of `model`, which may have an adapter."""
     base = model.get_base_model() if is_peft(model) else model
     return model_class(base.config, type(base).__name__).__name__
-
-
-def no_optimizer_read() -> AbstractContextManager:
-    """Keep transformers from reading an optimizer inside the block; a trainer still reads its own further states."""
-    from transformers import Trainer
-
-    return patch.multiple(Trainer, _load_optimizer_and_scheduler=lambda self, checkpoint: None)
 
 
 # If the config's attention implementation has "flash" in its name, transformers looks up the kernel by that name each

@@ -19,9 +19,9 @@ from accelerate import Accelerator
 from peft import PeftModel
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
+from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from ..compat.transformers import no_optimizer_read
 from .adapters import gather_adapter, gather_optimizer, has_sharded_adapter, load_adapter, load_optimizer
 from .generation import gathered_as, keep_gathered
 from .prepare import shard_quantized_base
@@ -116,7 +116,9 @@ class ShardedQLoRAMixin:
         if optimizer.is_file() and schedule.is_file():  # otherwise both start from nothing, as in transformers
             load_optimizer(self.optimizer, torch.load(optimizer, map_location="cpu", weights_only=True))
             self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
-        with no_optimizer_read():  # TRL's own method restores its other states, such as its entropy controller
+        # Transformers reads no optimizer then; TRL's own method restores its other states, such as its entropy
+        # controller.
+        with patch.multiple(Trainer, _load_optimizer_and_scheduler=lambda trainer, checkpoint: None):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:

@@ -59,7 +59,7 @@ BEHIND_WINDOW = 512
 # (SmolLM2-135M), while a completion cut off its prompt, a lost window or a leaking state changes them by 0.1 to 2.
 LIMITS_FP32 = {"mean": 1e-3, "first": 1e-3, "gradient": 1e-3}
 LIMITS_HALF = {"mean": 0.05, "first": 0.03, "gradient": 0.25, "length": 0.01}
-# In half precision this multiple of stock's own rounding is allowed (docs/LOG.md), a mean over so many passes.
+# In half precision this multiple of stock's own rounding is allowed (dev/LOG.md), a mean over so many passes.
 OVER_ROUNDING = 4.0
 ROUNDING_PASSES = 4
 # One token counts for no more than this many nats: rounding can change a very unlikely one by any amount.

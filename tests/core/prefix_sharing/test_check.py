@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.distributed.launch import launch
 from tests.tiny import lora
 from trl_fsdp_qlora.prefix_sharing import check
 from trl_fsdp_qlora.prefix_sharing.attention import cascade
@@ -337,20 +335,6 @@ def test_missing_values_and_first_tokens_by_hand():
     tail[:, ::4] += 0.3
     assert "mean" in judged(tail, padded, moves)
     assert not judged(tail, padded, 40 * moves)  # where rounding moves tokens that far
-
-
-@pytest.mark.processes
-def test_two_ranks_answer_together_what_one_of_them_meets_alone():
-    launch(Path(__file__).with_name("ranks_worker.py"), "text", timeout=360)
-
-
-@pytest.mark.processes
-def test_recurrent_layers_under_zero_3_run_as_stock():
-    """ZeRO-3 gathers in each call of a layer, which a packed row calls as often as its batch wants: ranks waited for
-    each other.
-    """
-    pytest.importorskip("deepspeed")
-    launch(Path(__file__).with_name("zero3_worker.py"), timeout=120)
 
 
 @pytest.mark.parametrize("trains", [True, False])

@@ -5,7 +5,6 @@ completion.
 import functools
 import inspect
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from peft import LoraConfig, inject_adapter_in_model
 from PIL import Image
 from trl import GRPOTrainer
 
-from tests.distributed.launch import launch
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.trl import rows_of_images
 from trl_fsdp_qlora.prefix_sharing import check, images, passes
@@ -384,11 +382,6 @@ def test_images_are_counted_by_their_tokens_or_not_at_all(tokens, sizes, counts)
             images.Images(model).count(batch)
     else:
         assert images.Images(model).count(batch) == counts
-
-
-@pytest.mark.processes
-def test_two_ranks_equal_one_process():
-    launch(Path(__file__).with_name("ranks_worker.py"), "images", timeout=360)
 
 
 def test_the_same_words_about_another_picture_are_another_prompt():

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.core.prefix_sharing.test_every_trainer import assert_equal_steps, make_trainer, steps_of, trained
+from tests.trainers.sharing.test_every_trainer import assert_equal_steps, make_trainer, steps_of, trained
 from trl_fsdp_qlora.experimental import losses_in_tiles as tiles
 
 VOCABULARY = 67  # of the models of prefix_sharing/helpers.build

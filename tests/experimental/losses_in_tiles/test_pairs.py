@@ -6,8 +6,8 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from tests.core.prefix_sharing import test_every_trainer
-from tests.core.prefix_sharing.test_every_trainer import make_trainer, save_base, trained
+from tests.trainers.sharing import test_every_trainer
+from tests.trainers.sharing.test_every_trainer import make_trainer, save_base, trained
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.errors import UserError
 

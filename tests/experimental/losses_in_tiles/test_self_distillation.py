@@ -6,9 +6,9 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from tests.core.prefix_sharing import test_every_trainer
 from tests.core.prefix_sharing.helpers import small
-from tests.core.prefix_sharing.test_every_trainer import make_trainer, save_base
+from tests.trainers.sharing import test_every_trainer
+from tests.trainers.sharing.test_every_trainer import make_trainer, save_base
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.experimental.losses_in_tiles import TiledSDFTTrainer, sum_over_tiles
 from trl_fsdp_qlora.experimental.losses_in_tiles.heads import head_by_weight

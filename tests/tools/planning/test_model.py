@@ -171,7 +171,8 @@ def test_layers_that_a_checkpoint_leaves_dense_are_counted_dense(tmp_path):
 def test_what_is_spread_over_the_ranks(tmp_path):
     folder(tmp_path)
     one = planned(settings(tmp_path))
-    for kind, spread in (("fsdp2", one.keys()), ("zero2", {model.GRADIENTS, model.OPTIMIZER}), ("ddp", set())):
+    of_stages = {"zero3": one.keys(), "zero2": {model.GRADIENTS, model.OPTIMIZER}, "zero1": {model.OPTIMIZER}}
+    for kind, spread in {"fsdp2": one.keys(), **of_stages, "ddp": set()}.items():
         whole = planned(settings(tmp_path, Launch(kind, 1)))
         held = planned(settings(tmp_path, Launch(kind, 4)))
         assert {name for name in held if whole[name] and held[name] < whole[name]} == {n for n in spread if whole[n]}
@@ -188,9 +189,9 @@ def test_a_gathered_layer_is_received_beside_where_it_is_used(tmp_path):
     layer = nbytes(layers[0].parameters())
     whole = nbytes(built.parameters())
     root = whole - len(layers) * layer
-    assert gathered_bytes(built, run, False) == (root + 4 * layer, whole)
-    assert gathered_bytes(built, run, True) == (root + 3 * layer, whole)
-    assert gathered_bytes(built, settings(tmp_path), True) == (0, 0)
+    assert gathered_bytes(run, config(), False) == (root + 4 * layer, whole)
+    assert gathered_bytes(run, config(), True) == (root + 3 * layer, whole)
+    assert gathered_bytes(settings(tmp_path), config(), True) == (0, 0)
     for gather, there in (("once", whole), ("per_layer", root + 3 * layer)):
         values = run.values | {"fsdp_gather": gather, "beta": 0.1}
         phases = make_plan(replace(run, values=values), Hardware("a card", 2**40, 2)).phases

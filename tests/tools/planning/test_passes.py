@@ -20,7 +20,7 @@ from trl_fsdp_qlora.prefix_sharing.passes import Plan
 from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
 from trl_fsdp_qlora.scoring import logprobs
 from trl_fsdp_qlora.tools.planning import fake_ops, passes, steps
-from trl_fsdp_qlora.tools.planning.cache import cache_bytes
+from trl_fsdp_qlora.tools.planning.generation import cache_bytes
 from trl_fsdp_qlora.tools.planning.settings import Launch
 from trl_fsdp_qlora.tools.recipe.checks import lora_config
 from trl_fsdp_qlora.trainers.step.step_scores import StepScores
@@ -162,7 +162,7 @@ def test_a_step_whose_passes_share_a_prompt_peaks_where_it_was_planned(tmp_path,
     peak, grpo = measured_step(run, built(run))
     assert (step.passes, step.trunks) == (len(grpo.rows_of_pass), int(grpo.trunks.sum()))
     assert (step.batches_per_pass, step.passes_per_batch) == (grpo.batches_per_pass, grpo.passes_per_batch)
-    assert passes.measure_of(run, config(), step, False) == pytest.approx(peak, rel=NEAR)
+    assert steps.measure_step(run, config(), step, False) == pytest.approx(peak, rel=NEAR)
 
 
 def test_bytes_are_those_of_storages_that_live():
@@ -211,7 +211,7 @@ def test_every_layer_adds_what_another_of_its_kind_added(of, tmp_path):
     of().save_pretrained(tmp_path)
     run = settings(tmp_path)
     shape = passes.loss_shape(run, True, False)
-    peak, kept = passes._run(run, of(), range(LAYERS), shape, False, True)
+    peak, kept = passes._run(run, of(), list(range(LAYERS)), shape, False, True)
     assert passes.measure(run, of(), shape, False, True) == pytest.approx(peak, rel=0.01) and kept > 0
 
 

@@ -11,7 +11,7 @@ from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.passes import Run
 from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
 from trl_fsdp_qlora.tools.planning.settings import Launch
-from trl_fsdp_qlora.tools.planning.steps import Pass, held_tokens, passes_like, plan_step
+from trl_fsdp_qlora.tools.planning.steps import Pass, passes_like, plan_step
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_a_step_is_planned_as_the_trainer_plans_batches_of_tokens(tmp_path, shar
     assert step.values == (step.passes + step.trunks if step.passes_per_batch > 1 else 0)
     assert step.computed == sum(forward.forest.tokens for of_pass in forwards for forward in of_pass)
     held = [int(of_pass[-1].forest.lengths.sum()) for of_pass in forwards]
-    assert held_tokens(step.longest) == max(held)
+    assert step.longest.tokens + step.longest.trunk == max(held)
 
 
 # Rows, trunks, prompts that a pass has for itself, tokens of a prompt: trunks of 9 tokens pay in nine passes.
@@ -90,8 +90,8 @@ def test_a_step_without_a_look_ahead_computes_prompts_per_micro_batch(tmp_path):
     alone = plan_step(settings(tmp_path, prompt_tokens=100, max_completion_length=20, tokens_per_pass=0, **fields))
     stock = plan_step(settings(tmp_path, prompt_tokens=100, max_completion_length=20, prefix_sharing="off", **fields))
     # The trunk ends one token before its prompt does; each pass computes that one.
-    assert shared.computed == 99 + 8 * 20 and (shared.forwards, shared.gathers) == (9, 18)
-    assert alone.computed == 8 * 119 and (alone.forwards, alone.gathers) == (8, 16)
+    assert shared.computed == 99 + 8 * 20 and (shared.passes, shared.trunks) == (8, 1)
+    assert alone.computed == 8 * 119 and (alone.passes, alone.trunks) == (8, 0)
     assert stock.computed == 8 * 120
     assert plan_step(run, "ZeRO-3").computed == alone.computed and plan_step(run, "ZeRO-3").reason == "ZeRO-3"
     # A generation of two micro-batches: nobody knows what comes behind them.

@@ -11,7 +11,7 @@ pytest.importorskip("bitsandbytes")
 
 from tests.core.prefix_sharing.helpers import build, small
 from tests.tiny import these_first
-from trl_fsdp_qlora.tools.planning import plan_vs_actual
+from trl_fsdp_qlora.tools.planning import first
 from trl_fsdp_qlora.tools.small_base.text import character_tokenizer
 
 from .conftest import RECIPES
@@ -33,7 +33,7 @@ PATHS = sorted(path for name in ARCHITECTURES for path in (RECIPES / name).glob(
 )
 def test_it_trains_a_tiny_model_of_its_architecture(path, tmp_path, monkeypatch, called, capsys):
     kind, name, own, adapted = ARCHITECTURES[path.parents[1].name]
-    monkeypatch.setattr(plan_vs_actual, "make_plan", lambda run: None)  # tests/tools/planning plans such models
+    monkeypatch.setattr(first, "make_plan", lambda run: None)  # tests/tools/planning plans such models
     tokenizer = character_tokenizer()
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     build(kind(name, **own, **ids, max_position_embeddings=256)).save_pretrained(tmp_path / "base")

@@ -16,7 +16,7 @@ from tests.tools.report.test_page import data_of
 from trl_fsdp_qlora.__main__ import main
 from trl_fsdp_qlora.tools.data.answers import DatasetError
 from trl_fsdp_qlora.tools.data.datasets import hold_out, read_problems, to_prompts
-from trl_fsdp_qlora.tools.planning.plan_vs_actual import longest_prompt
+from trl_fsdp_qlora.tools.planning.first import longest_prompt
 from trl_fsdp_qlora.tools.publishing.merge import merge_adapter
 from trl_fsdp_qlora.tools.small_base.text import character_tokenizer
 

@@ -15,7 +15,6 @@ from trl_fsdp_qlora.__main__ import main
 from trl_fsdp_qlora.tools.cli.scripts import refuse_typos
 from trl_fsdp_qlora.tools.data.answers import answers_match, extract_answer, parse_gold
 from trl_fsdp_qlora.tools.data.datasets import read_problems, without_overlap
-from trl_fsdp_qlora.tools.recipe.threads import fit_threads
 from trl_fsdp_qlora.tools.small_base import text as small_base
 from trl_fsdp_qlora.tools.small_base import vision as small_vision
 from trl_fsdp_qlora.tools.small_base.text import (
@@ -24,6 +23,7 @@ from trl_fsdp_qlora.tools.small_base.text import (
     sum_without_carries,
     sum_without_carry,
 )
+from trl_fsdp_qlora.utils.threads import fit_threads
 
 PAIRS = [(a, b) for a in range(10, 100) for b in range(10, 100)]
 

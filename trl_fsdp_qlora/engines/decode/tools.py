@@ -7,12 +7,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from accelerate.logging import get_logger
 
 logger = get_logger(__name__)
-_CHARACTERS = 64
 
 _READ = "the model reads that as an error of the tool. tool_timeout=None waits as long as it takes"
 
@@ -67,27 +65,3 @@ def _alarm(seconds: float, line: str) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         signal.setitimer(signal.ITIMER_REAL, *others)
-
-
-def fitted(messages: list[dict[str, Any]], tokenizer: Any, budget: int) -> list[dict[str, Any]]:
-    """A tool's `messages`, with each text cut to slightly more than `budget` tokens can hold.
-
-    The cut assumes that every token is the longest of the vocabulary. TRL ends an episode before an answer that is
-    longer than the budget, but tokenizes the answer first: 10 MB take seconds. An answer whose start has room stays
-    whole: chat templates strip blanks, and some tokenizers drop them, so a word behind a million blanks has room.
-    """
-    cut = []
-    for message in messages:
-        content = message["content"]
-        if isinstance(content, str) and len(content) > _CHARACTERS * budget:
-            most = (budget + 1) * max(map(len, tokenizer.get_vocab()))
-            start = content[:most]
-            has_room = len(tokenizer(start.strip(), add_special_tokens=False)["input_ids"]) <= budget
-            if len(content) > most and not has_room:
-                logger.warning_once(
-                    f"tools: {message['name']} answered {len(content):,} characters, more than "
-                    f"max_completion_length={budget} tokens can hold: the episode ends before it, as in TRL"
-                )
-                message = {**message, "content": start}
-        cut.append(message)
-    return cut

@@ -151,8 +151,8 @@ class RolloutsAhead:
         clock: gets the phase `wait_for_server`.
         step: returns the optimizer steps that the policy has behind it.
         is_training: returns whether `generate` draws a generation batch of training.
-        upcoming: its `prompts()` returns this rank's prompts of the next generation batch as token ids, and their
-            images; `None`, on every rank, if no batch follows.
+        upcoming: returns this rank's prompts of the next generation batch as token ids, and their images; `None`, on
+            every rank, if no batch follows.
         add_metrics: logs values by name.
 
     Attributes:
@@ -166,7 +166,7 @@ class RolloutsAhead:
         clock: PhaseTimer,
         step: Callable[[], int],
         is_training: Callable[[], bool],
-        upcoming: Any,
+        upcoming: Callable[[], tuple[list[list[int]], list | None] | None],
         add_metrics: Callable[[dict[str, float]], None],
     ):
         self.engine = engine
@@ -203,7 +203,7 @@ class RolloutsAhead:
             drawn = self._stock_generate(prompts, images, num_generations, profiler)
         self.logprobs = drawn[2]
         metrics = on_main(taking.metrics)
-        upcoming = self.upcoming.prompts()
+        upcoming = self.upcoming()
         if upcoming is not None:
             asking = _Client(self, takes=False)
             with self._client_is(asking):
@@ -322,7 +322,7 @@ class _Client:
         if self.takes and waiting is not None and waiting.asked != asked:
             logger.warning(
                 "the generation batch that was drawn ahead is for other prompts or other sampling settings than are "
-                "needed now, so it is drawn anew"
+                "needed now, so it is drawn again"
             )
             self.ahead.stop()
         if self.ahead.batch is None:

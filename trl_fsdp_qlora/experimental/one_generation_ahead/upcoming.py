@@ -1,18 +1,18 @@
 """Drawing one generation batch ahead, for trainers of GRPO's kind: which prompts come next.
 
-[`UpcomingRows`] looks the rows of a later generation batch up through a copy of the data loader's sampler;
-[`UpcomingBatch`] asks it for the next one of a trainer.
+[`UpcomingRows`] looks the rows of a later generation batch up through a copy of the data loader's sampler. If the
+loader gives other rows in the end (a random transform), the batch is drawn again for them.
 """
 
 import copy
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch.utils.data import DataLoader, Sampler
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from ...compat.trl import prompts_of
 from ...trainers.rollouts.generation_batches import generate_every
@@ -21,58 +21,29 @@ from .ahead import RolloutsAhead
 
 def drawing_ahead(trainer: Trainer) -> RolloutsAhead:
     """Returns what lets a trainer's vLLM server draw one generation batch ahead."""
-    upcoming = UpcomingBatch(trainer)
-    trainer.add_callback(upcoming)
     return RolloutsAhead(
         trainer.vllm_generation,
         trainer.clock,
         step=lambda: trainer.state.global_step,
         is_training=lambda: trainer.model.training,
-        upcoming=upcoming,
+        upcoming=partial(_upcoming_prompts, trainer, UpcomingRows(trainer.args.gradient_accumulation_steps)),
         add_metrics=trainer._add_metrics,
     )
 
 
-class UpcomingBatch(TrainerCallback):
-    """This rank's rows of the generation batch after the one that a trainer begins with now."""
+def _upcoming_prompts(trainer: Trainer, rows: "UpcomingRows") -> tuple[list[list[int]], list | None] | None:
+    """This rank's prompts of the generation batch after the one that a trainer begins with now.
 
-    def __init__(self, trainer: Trainer):
-        self.trainer = trainer
-        self._rows = UpcomingRows(trainer.args.gradient_accumulation_steps)
-        self._skipped = 0  # steps that the run has behind it and its data loader has not
-        self._kept: tuple[int, list[dict[str, Any]]] | None = None  # the micro-batch that they are drawn at, and rows
-
-    def on_train_begin(self, args, state, control, train_dataloader=None, **_):
-        self._kept = None
-        # Such a run begins its epoch anew, and the later epochs begin later.
-        self._skipped = state.global_step % self._rows.steps_per_epoch(train_dataloader) * args.ignore_data_skip
-
-    def prompts(self) -> tuple[list[list[int]], list | None] | None:
-        """The prompts as token ids, and their images; `None` if the run ends before the batch."""
-        trainer = self.trainer
-        every = generate_every(trainer)
-        # `_step` counts micro-batches over all runs of this trainer, so the place is counted from this optimizer step.
-        drawn_at = trainer._step - trainer._step % every + every
-        further = drawn_at - trainer.first_micro_batch
-        loader = trainer.callback_handler.train_dataloader
-        state = trainer.state
-        rows = self._rows.rows(loader, state.global_step - self._skipped, further, state.max_steps - self._skipped)
-        if rows is None:
-            return None
-        # A transform may give other rows when the loader reads them again. Only those that are known to have one are
-        # kept: for all others the server's prompts are compared with the loader's.
-        changes = isinstance(loader.dataset, Dataset) and loader.dataset.format["type"] == "custom"
-        self._kept = (drawn_at, rows) if changes else None
-        return trainer._tokenize_prompts(prompts_of(rows))[:2]
-
-    def take(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The rows that a batch is drawn for: those that were looked up, or `rows`, which the data loader gave."""
-        kept = self._kept
-        self._kept = None
-        if kept is None:
-            return rows
-        drawn_at, looked_up = kept
-        return looked_up if drawn_at == self.trainer._step else rows
+    Returns:
+        Token ids and images; `None` if the run ends before the batch.
+    """
+    every = generate_every(trainer)
+    # `_step` counts micro-batches over all runs of this trainer, so the place is counted from this optimizer step.
+    drawn_at = trainer._step - trainer._step % every + every
+    further = drawn_at - trainer.first_micro_batch
+    loader = trainer.callback_handler.train_dataloader
+    upcoming = rows.rows(loader, trainer.state.global_step, further, trainer.state.max_steps)
+    return None if upcoming is None else trainer._tokenize_prompts(prompts_of(upcoming))[:2]
 
 
 class UpcomingRows:

@@ -42,10 +42,11 @@ from ...trainers.run.input_checks import language_model_only
 from ...trainers.run.startup import StartupCallback
 from ...trainers.step.groups import micro_batches
 from ...utils.resources import resource_folder
-from ..recipe.threads import fit_threads
+from ...utils.threads import fit_threads
+from ..recipe import script as script_frame
 from .one_line import pop_options
 from .recipes import all_recipes
-from .scripts import method_of, with_recipe
+from .scripts import LAUNCHER, method_of, with_recipe
 
 STOCK, OURS = "stock TRL", "this package"
 PHASES = ("scoring", "loss and backward")
@@ -118,6 +119,9 @@ def compare(words: list[str]) -> int:
     warnings.simplefilter("ignore")  # the libraries warn about each other
     terminal.no_bars_in_files()
     logging.set_verbosity_error()
+    launcher, words = pop_options(words, LAUNCHER)
+    if launcher:
+        raise UserError(f"compare runs in one process: leave {', '.join(launcher)} out")
     options, rest = pop_options(words, ("--steps", "--trainer"))
     steps = options.get("--steps", "3")
     if not steps.isdigit() or not int(steps):
@@ -241,9 +245,16 @@ def _arguments(name: str, words: list[str]) -> dict[str, Any]:
     def stop(_self: Any, *args: Any, **kwargs: Any) -> None:
         raise _Built(signature.bind(None, *args, **kwargs).arguments)
 
-    with patch.object(sys, "argv", [script, *words, *quiet]), patch.object(trainer, "__init__", stop):
+    def run_main(main: Callable, *further: Any, **options: Any) -> None:
+        main(*further, **options)  # how it ends is this command's business
+
+    with (
+        patch.object(sys, "argv", [script, *words, *quiet]),
+        patch.object(script_frame, "run_main", run_main),
+        patch.object(trainer, "__init__", stop),
+    ):
         try:
-            runpy.run_path(script, run_name="compare")["main"]()
+            runpy.run_path(script, run_name="__main__")
         except _Built as built:
             arguments = built.args[0]
     arguments.pop("self")

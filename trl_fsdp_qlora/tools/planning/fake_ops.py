@@ -13,47 +13,36 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, PretrainedConfig
 
-from ...compat.memory import DIVERGENCE_TILE
 from ...fsdp2_qlora.grouped_product import SCRATCH_BYTES
-from ...long_rows.tiles import Tiled, install, per_token, tile_size
+from ...long_rows.kinds import per_token
+from ...long_rows.tiles import Tiled, install, tile_size
 from ...scoring.frozen_head import TOKEN_TILE, TOKEN_TILE_GPU, VOCABULARY_CHUNK, VOCABULARY_CHUNK_GPU
 
 ATTENTION = "planned_attention"
 GPU_ATTENTION = "planned_attention_on_a_gpu"
 
 
-class FourBitMatmul(torch.autograd.Function):
-    """`bitsandbytes.autograd.MatMul4Bit`: the dense weight exists while it is multiplied, in forward and backward."""
+class PackedMatmul(torch.autograd.Function):
+    """A product with a packed weight, which is dense while it is multiplied, in forward and backward.
 
-    @staticmethod
-    def forward(ctx, x, packed, shape):
-        ctx.save_for_backward(packed)
-        ctx.shape = shape
-        return x @ x.new_empty(shape).t()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad @ grad.new_empty(ctx.shape), None, None
-
-
-class FourBitExperts(torch.autograd.Function):
-    """`fsdp2_qlora.experts` on a GPU.
-
-    As many experts as fit into its scratch memory are dense at once, next to a copy of their bytes.
+    It is `bitsandbytes.autograd.MatMul4Bit`, and `fsdp2_qlora.experts` on a GPU: as many experts as fit into its
+    scratch memory are dense at once, next to a copy of their bytes.
     """
 
     @staticmethod
-    def forward(ctx, x, packed, shape):
+    def forward(ctx, x, packed, shape, is_experts):
         ctx.save_for_backward(packed)
-        ctx.shape = shape
-        return x @ _dense_experts(x, packed, shape).t()
+        ctx.shape, ctx.is_experts = shape, is_experts
+        return x @ _dense(x, packed, shape, is_experts).t()
 
     @staticmethod
     def backward(ctx, grad):
-        return grad @ _dense_experts(grad, *ctx.saved_tensors, ctx.shape), None, None
+        return grad @ _dense(grad, *ctx.saved_tensors, ctx.shape, ctx.is_experts), None, None, None
 
 
-def _dense_experts(x: torch.Tensor, packed: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+def _dense(x: torch.Tensor, packed: torch.Tensor, shape: tuple[int, int], is_experts: bool) -> torch.Tensor:
+    if not is_experts:
+        return x.new_empty(shape)
     weights = shape[0] * shape[1]  # of an expert, two in a byte of 4-bit weights
     in_a_byte = 2 if packed.dtype == torch.uint8 else 1
     experts = in_a_byte * packed.numel() // weights
@@ -72,7 +61,7 @@ class FourBitLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shape = self.out_features, self.in_features
-        out = FourBitMatmul.apply(x.to(self.compute_dtype), self.weight, shape)
+        out = PackedMatmul.apply(x.to(self.compute_dtype), self.weight, shape, False)
         if self.bias is not None:
             out = out + self.bias.to(out.dtype)
         return out.to(x.dtype).clone()  # PEFT clones a 4-bit layer's output
@@ -154,7 +143,7 @@ def replace_experts(experts: nn.Module) -> None:
     def project(self, name, x):
         weight = getattr(self, name)
         if weight.dtype in (torch.uint8, torch.int8):
-            out = FourBitExperts.apply(x, weight, shapes[name])
+            out = PackedMatmul.apply(x, weight, shapes[name], True)
             for lhs, rhs, scaling in self.lora.get(name, ()):
                 lhs = lhs.unbind()
                 rhs = rhs.unbind()
@@ -284,42 +273,3 @@ class TrainedHead(torch.autograd.Function):
         if needs_weight:
             grad_weight = grad_weight.to(weight_VH.dtype)
         return grad_hidden, grad_weight, None
-
-
-class Divergence(torch.autograd.Function):
-    """TRL's `ChunkedDivergenceFunction` on a GPU: a tile of the student's logits and one of the teacher's."""
-
-    @staticmethod
-    def forward(ctx, student_NH, student_VH, teacher_NH, teacher_VH):
-        ctx.save_for_backward(student_NH, student_VH, teacher_NH, teacher_VH)
-        ctx.dtype = compute_dtype(student_NH)
-        tiles = _divergence_tiles(ctx.dtype, student_NH, student_VH, teacher_NH, teacher_VH)
-        del tiles
-        return student_NH.new_empty(len(student_NH), dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx, grad_N):
-        student_NH, student_VH, teacher_NH, teacher_VH = ctx.saved_tensors
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad_NH = student_NH.new_empty(student_NH.shape, dtype=torch.float32) if needs_hidden else None
-        grad_VH = student_VH.new_empty(student_VH.shape, dtype=torch.float32) if needs_weight else None
-        tiles = _divergence_tiles(ctx.dtype, student_NH, student_VH, teacher_NH, teacher_VH)
-        if ctx.dtype != torch.float32:
-            tiles.append(torch.empty_like(tiles[0], dtype=ctx.dtype))
-        del tiles
-        return (
-            None if grad_NH is None else grad_NH.to(student_NH.dtype),
-            None if grad_VH is None else grad_VH.to(student_VH.dtype),
-            None,
-            None,
-        )
-
-
-def _divergence_tiles(dtype: torch.dtype, student_NH, student_VH, teacher_NH, teacher_VH) -> list[torch.Tensor]:
-    """Two tiles of logits, and what the products cast to `dtype`."""
-    rows, columns = DIVERGENCE_TILE
-    rows = min(len(student_NH), rows)
-    tiles = [student_NH.new_empty(rows, columns, dtype=torch.float32) for _ in range(2)]
-    for hidden_NH, weight_VH in ((student_NH, student_VH), (teacher_NH, teacher_VH)):
-        tiles += [x.to(dtype) for x in (hidden_NH[:rows], weight_VH[:columns]) if x.dtype != dtype]
-    return tiles

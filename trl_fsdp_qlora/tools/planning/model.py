@@ -16,8 +16,8 @@ from ...compat.peft import let_lora_adapt_packed_experts
 from ...compat.transformers import is_experts
 from ..recipe.checks import build_bare, with_adapter
 from . import fake_ops
-from .settings import Settings, optimizer_name
-from .stored import Stored, bitsandbytes_format, is_dense, packed_bytes, stored_format
+from .settings import Settings
+from .stored import Stored, bitsandbytes_format, is_dense, stored_format
 
 BASE_4BIT = "base, 4-bit weights"
 BASE_8BIT = "base, 8-bit weights"
@@ -28,6 +28,9 @@ GRADIENTS = "gradients"
 BUCKETS = "gradient buckets"
 OPTIMIZER = "optimizer"
 REFERENCE = "reference model"
+_PARTS = (BASE_4BIT, BASE_8BIT, STATE, BASE, TRAINED, GRADIENTS, BUCKETS, OPTIMIZER, REFERENCE)
+# What a launch spreads over its ranks.
+_SHARDED = {"fsdp2": _PARTS, "zero3": _PARTS, "zero2": (GRADIENTS, OPTIMIZER), "zero1": (OPTIMIZER,)}
 # Numbers that an optimizer keeps per trained weight, by a part of its name; every other optimizer keeps two, as Adam.
 _NUMBERS = {"ademamix": 3, "lion": 1, "rmsprop": 1, "sgd": 0}
 # Bytes of such a number, by a part of the name; every other optimizer keeps numbers of the weight's own dtype.
@@ -47,9 +50,9 @@ def compute_dtype(settings: Settings, config: PretrainedConfig) -> torch.dtype:
 
 def _pack(shape: torch.Size, stored: Stored) -> tuple[nn.Parameter, int]:
     """A weight as `stored` packs it, and the bytes of its quantization state. Four bits and fewer are `uint8`."""
-    dtype = torch.uint8 if stored.bits <= 4 else torch.int8
-    packed = torch.empty(packed_bytes(tuple(shape), stored.bits), 1, dtype=dtype, device="meta")
-    return nn.Parameter(packed, requires_grad=False), stored.state(tuple(shape))
+    size, state = stored.bytes_of(tuple(shape))
+    packed = torch.empty(size, 1, dtype=torch.uint8 if stored.bits <= 4 else torch.int8, device="meta")
+    return nn.Parameter(packed, requires_grad=False), state
 
 
 def _quantize(model: nn.Module, dtype: torch.dtype, stored: Stored) -> None:
@@ -133,13 +136,10 @@ def state_bytes(model: nn.Module) -> int:
 
 
 def static_bytes(model: nn.Module, settings: Settings) -> dict[str, int]:
-    """Bytes by component that each rank holds; `model` is the result of [`build`] with all layers.
-
-    FSDP2 and ZeRO-3 spread everything over the ranks, ZeRO-2 only gradients and optimizer.
-    """
+    """Bytes by component that each rank holds; `model` is the result of [`build`] with all layers."""
     kind = settings.launch.kind
     ranks = settings.launch.processes
-    sizes = dict.fromkeys((BASE_4BIT, BASE_8BIT, STATE, BASE, TRAINED, GRADIENTS, BUCKETS, OPTIMIZER, REFERENCE), 0)
+    sizes = dict.fromkeys(_PARTS, 0)
     parameters = list(model.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     quantized = any(parameter.dtype in (torch.uint8, torch.int8) for parameter in parameters)
@@ -161,17 +161,13 @@ def static_bytes(model: nn.Module, settings: Settings) -> dict[str, int]:
     if kind.startswith("zero"):
         sizes[OPTIMIZER] = trained * 12  # float32 copy and two moments
     else:
-        name = optimizer_name(settings)
+        name = str(getattr(settings.optim, "value", settings.optim))
         numbers = next((count for part, count in _NUMBERS.items() if part in name), 2)
         number_bytes = next((width for part, width in _NUMBER_BYTES.items() if part in name), None)
         sizes[OPTIMIZER] = numbers * (sizes[TRAINED] if number_bytes is None else trained * number_bytes)
     if kind == "ddp" and ranks > 1:
         sizes[BUCKETS] = sizes[TRAINED]
-    if settings.has_reference and not isinstance(model, PeftModel):
+    if settings.values.get("beta") and not isinstance(model, PeftModel):
         sizes[REFERENCE] = sizes[BASE] + sizes[TRAINED]
-    sharded = ()
-    if kind in ("fsdp2", "zero3"):
-        sharded = tuple(sizes)
-    elif kind == "zero2":
-        sharded = (GRADIENTS, OPTIMIZER)
+    sharded = _SHARDED.get(kind, ())
     return {name: -(-size // ranks) if name in sharded else size for name, size in sizes.items()}

@@ -6,46 +6,44 @@ A config cannot be built for another machine's hardware: on a machine without a 
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import DeepSpeedPlugin, str_to_bool
 from trl import ModelConfig
 
-from ...compat.deepspeed import zero_stage
+from ...errors import UserError
 from ...fsdp2_qlora.launch_checks import is_fsdp2_launch
 from ...utils.resources import accelerate_config
 from ..recipe.arguments import ScriptArguments, recipe_fields
-from ..recipe.checks import load_tokenizer
-from ..recipe.keys import read_yaml
-from ..recipe.privileged import SDFTScriptArguments, privileged_prompts
-from .drawn import Data, Drawn, longest_privileged, read_data
-
-# What fields of this package's trainers are in TRL's own with a teacher, which lack some of them.
-_OF_TRLS_OWN = {
-    "num_generations": 1,
-    "num_iterations": 1,
-    "steps_per_generation": None,
-    "generation_batch_size": None,
-    "prefix_sharing": "auto",  # by `share_prompts`
-    "compact_generation": False,
-    "mlp_tokens_per_tile": "off",
-    "lm_head_kernel": "trl",
-    "fsdp_gather": "per_layer",
-    "tokens_per_pass": 0,
-}
-_KINDS = {"FSDP": "fsdp2", "DEEPSPEED": "zero{}"}  # accelerate's names -> those of a [`Launch`]
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The processes of a run, and the way in which they share the model."""
+    """The processes of a run, and the way in which they share the model.
 
-    kind: str = "single"  # or ddp, fsdp2, zero2, zero3
-    processes: int = 1  # ranks, one per card
-    offload: bool = False  # FSDP2's shards lie in host memory
-    use_cpu: bool = False  # the ranks compute on the host
-    mixed_precision: str | None = None  # bf16, fp16, no; `None` if the accelerate config does not set it
+    Attributes:
+        kind: single, ddp, fsdp2 (of FSDP1 the same bytes are planned), or zero0 to zero3.
+        processes: ranks, one per card, on all machines together.
+        machines: number of machines; each has as many ranks.
+        offload: what is held in host memory: "optimizer", or "all" (weights, gradients and optimizer).
+        use_cpu: the ranks compute on the host.
+        mixed_precision: bf16, fp16 or no; `None` if the accelerate config does not set it.
+    """
+
+    kind: str = "single"
+    processes: int = 1
+    machines: int = 1
+    offload: str | None = None
+    use_cpu: bool = False
+    mixed_precision: str | None = None
+
+    @property
+    def ranks_per_machine(self) -> int:
+        return -(-self.processes // self.machines)
 
 
 @dataclass(frozen=True)
@@ -56,71 +54,17 @@ class Settings:
     values: dict[str, Any] = field(repr=False)
     launch: Launch
     prompt_tokens: int = 256  # of the longest prompt of a batch
-    data: Data | None = field(default=None, repr=False)  # source of the drawn micro-batches, if it was read
-    privileged_tokens: int = 0  # of what a teacher that is the model itself reads besides the prompt
 
     def __getattr__(self, name: str) -> Any:
         values = self.__dict__.get("values", ())
         if name in values:
             return values[name]
-        if name in _OF_TRLS_OWN and self.has_teacher:
-            return _OF_TRLS_OWN[name]
         raise AttributeError(name)
-
-    @property
-    def rollout_rows(self) -> int:
-        """Completions that one rank generates at once."""
-        return self.per_device_train_batch_size * self.rollout_batches
-
-    @property
-    def rollout_batches(self) -> int:
-        """Micro-batches of one generation."""
-        if self.generation_batch_size and not self.steps_per_generation:
-            return max(1, self.generation_batch_size // (self.per_device_train_batch_size * self.launch.processes))
-        return self.steps_per_generation or self.gradient_accumulation_steps
-
-    @property
-    def compares_states(self) -> bool:
-        """The trainer is TRL's `DistillationTrainer`, whose teacher is another model."""
-        return "teacher_model_name_or_path" in self.values
-
-    @property
-    def has_teacher(self) -> bool:
-        """The trainer is one of TRL's own with a teacher: `DistillationTrainer`, SDFT or SDPO."""
-        return self.compares_states or "teacher_model_kind" in self.values
-
-    @property
-    def teacher_is_a_copy(self) -> bool:
-        """The teacher of SDFT or SDPO is a copy of the model, because that is trained whole."""
-        kind = self.values.get("teacher_model_kind", "live")
-        return kind != "live" and not self.model.use_peft
-
-    @property
-    def teacher_loading(self) -> dict[str, Any]:
-        """How another model that is the teacher is loaded; on a command line the field is JSON."""
-        loading = self.teacher_model_init_kwargs or {}
-        return json.loads(loading) if isinstance(loading, str) else loading
-
-    @property
-    def has_reference(self) -> bool:
-        """A reference model scores the completions; `beta` of TRL's trainers with a teacher is something else."""
-        return bool(self.values.get("beta")) and not self.has_teacher
 
     @property
     def is_paired(self) -> bool:
         """Rows are preference pairs, and nothing is generated."""
-        return "num_generations" not in self.values and not self.has_teacher
-
-    @property
-    def keeps_turns(self) -> bool:
-        """Episodes have several turns, and rows keep their caches between turns."""
-        has_turns = bool(self.values.get("tools") or self.values.get("environment"))
-        return has_turns and not self.use_vllm and self.compact_generation
-
-    @property
-    def group(self) -> int:
-        """Number of rows with the same prompt."""
-        return 2 if self.is_paired else self.num_generations
+        return "num_generations" not in self.values
 
     @property
     def rows(self) -> int:
@@ -130,7 +74,25 @@ class Settings:
     @property
     def groups(self) -> int:
         """Groups, whole or in part, in a micro-batch."""
-        return max(1, -(-self.rows // self.group))
+        return max(1, -(-self.rows // (2 if self.is_paired else self.num_generations)))
+
+    @property
+    def rollout_batches(self) -> int:
+        """Micro-batches of one generation."""
+        if self.generation_batch_size and not self.steps_per_generation:
+            return max(1, self.generation_batch_size // (self.per_device_train_batch_size * self.launch.processes))
+        return self.steps_per_generation or self.gradient_accumulation_steps
+
+    @property
+    def rollout_rows(self) -> int:
+        """Completions that one rank generates at once."""
+        return self.per_device_train_batch_size * self.rollout_batches
+
+    @property
+    def keeps_turns(self) -> bool:
+        """Episodes have several turns, and rows keep their caches between turns."""
+        has_turns = bool(self.values.get("tools") or self.values.get("environment"))
+        return has_turns and not self.use_vllm and self.compact_generation
 
     @property
     def length_field(self) -> str:
@@ -140,18 +102,9 @@ class Settings:
     @property
     def completion_tokens(self) -> int:
         """Tokens of the longest completion, or of the longest answer of a pair."""
-        if not self.is_paired:
+        if not self.is_paired or self.max_length is None:
             return self.max_completion_length
-        longest = self.max_completion_length if self.data is None else self.data.longest_answer
-        return longest if self.max_length is None else max(1, min(longest, self.max_length - self.prompt_tokens))
-
-    @property
-    def drawn(self) -> Drawn | None:
-        """The drawn micro-batch with the most tokens; `None` without data."""
-        if self.data is None:
-            return None
-        limit = self.max_length if self.is_paired else None
-        return self.data.draw(self.rows, self.group, self.completion_tokens, limit)
+        return max(1, min(self.max_completion_length, self.max_length - self.prompt_tokens))
 
     @property
     def mixed(self) -> str | None:
@@ -185,87 +138,96 @@ class Settings:
         """Whether a pass without gradients comes before the loss, for the old log-probabilities or the reference."""
         if self.is_paired:
             return bool(self.precompute_ref_log_probs)
-        if self.compares_states:
-            return False
-        if self.has_teacher:
-            drawn_once = self.rollout_batches * self.num_iterations
-            return not self.values.get("generate_from_teacher") and self.gradient_accumulation_steps % drawn_once != 0
-        return self.has_reference or self.num_iterations > 1 or self.rollout_batches > self.gradient_accumulation_steps
-
-
-def optimizer_name(settings: Settings) -> str:
-    return str(getattr(settings.optim, "value", settings.optim))
-
-
-def from_config(config: Any, model: ModelConfig, **further: Any) -> Settings:
-    """The settings of a run that is about to start, from its parsed arguments.
-
-    `further` are other fields of [`Settings`], such as `prompt_tokens`.
-    """
-    kind = config.distributed_state.distributed_type.value
-    # Accelerate reports FSDP only after a trainer has made its `Accelerator`; on a CPU it turns FSDP into DDP.
-    if is_fsdp2_launch() and kind in ("NO", "MULTI_GPU") and config.device.type != "cpu":
-        kind = "FSDP"
-    zero = zero_stage(config.deepspeed_plugin)
-    kind = _KINDS.get(kind, "single" if config.world_size == 1 else "ddp").format(zero)
-    offload = os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
-    mixed = None if config.bf16 or config.fp16 else "no"
-    launch = Launch(kind, config.world_size, offload, config.device.type == "cpu", mixed)
-    return Settings(model, dict(vars(config)), launch, **further)
-
-
-def read_launch(path: str | None, processes: int | None = None) -> Launch:
-    """The launch that an accelerate config describes, with `processes` if given.
-
-    `path` is a file or a name; `None` is one process.
-
-    Raises:
-        UserError: there is no such file or name.
-    """
-    if path is None:
-        return Launch("single" if (processes or 1) == 1 else "ddp", processes or 1)
-    content = read_yaml(path if Path(path).exists() else accelerate_config(path), "--accelerate_config")
-    ranks = int(processes or content.get("num_processes") or 1)
-    zero = (content.get("deepspeed_config") or {}).get("zero_stage")
-    unsharded = "single" if ranks == 1 else "ddp"
-    kind = _KINDS.get(str(content.get("distributed_type")), unsharded).format(zero)
-    offload = bool((content.get("fsdp_config") or {}).get("fsdp_offload_params"))
-    return Launch(kind, ranks, offload, bool(content.get("use_cpu")), content.get("mixed_precision"))
+        reuses_rollouts = self.num_iterations > 1 or self.rollout_batches > self.gradient_accumulation_steps
+        return bool(self.values.get("beta")) or reuses_rollouts
 
 
 def from_words(
-    words: Sequence[str],
-    config: type,
-    launch: Launch,
-    script: type = ScriptArguments,
-    counts_data: bool = False,
-    **further: Any,
+    words: Sequence[str], config: type, launch: Launch, script: type = ScriptArguments, prompt_tokens: int = 256
 ) -> Settings:
     """The settings of a recipe's command line.
 
     Args:
         config: the config class of the recipe's method.
         script: the class of the recipe's script arguments.
-        counts_data: read the recipe's data and draw micro-batches from it.
-        **further: other fields of [`Settings`].
 
     Raises:
-        ConfigError: the file of `--config` cannot be read; an unknown key; a value of the wrong kind.
+        UserError: the file of `--config` cannot be read; an unknown key; a value of the wrong kind.
     """
     values = vars(recipe_fields((script, config, ModelConfig), words, {"dataset": None}))
     if launch == Launch() and values["use_cpu"]:
         launch = Launch(use_cpu=True)
-    script_arguments = script(**{item.name: values[item.name] for item in fields(script)})
+    if values.get("deepspeed"):
+        kind, offload = _read_zero({"deepspeed_config_file": values["deepspeed"]}, "deepspeed")
+        launch = replace(launch, kind=kind, offload=offload)
     model = ModelConfig(**{item.name: values[item.name] for item in fields(ModelConfig)})
-    data = read_data(script_arguments, model) if counts_data else None
-    if "teacher_model_kind" not in values:
-        further.pop("privileged_tokens", None)
-    if data is not None:
-        if isinstance(script_arguments, SDFTScriptArguments):
-            tokenizer = load_tokenizer(model.model_name_or_path, model.model_revision, script_arguments.chat)
-            contexts = privileged_prompts(script_arguments)["privileged_context"]
-            template = values["teacher_prompt_template"]
-            further["privileged_tokens"] = longest_privileged(contexts, tokenizer, template)
-        further["data"] = data
-        further["prompt_tokens"] = data.longest_prompt
-    return Settings(model, values, launch, **further)
+    return Settings(model, values, launch, prompt_tokens)
+
+
+def from_config(config: Any, model: ModelConfig, prompt_tokens: int = 256) -> Settings:
+    """The settings of a run that is about to start, from its parsed arguments."""
+    kind = "single" if config.world_size == 1 else "ddp"
+    offload = None
+    if config.deepspeed_plugin is not None:
+        kind, offload = _of_plugin(config.deepspeed_plugin)
+    elif is_fsdp2_launch() and config.device.type != "cpu":  # on a CPU accelerate turns FSDP into DDP
+        kind = "fsdp2"
+        offload = "all" if str_to_bool(os.environ.get("FSDP_OFFLOAD_PARAMS", "false")) else None
+    mixed = None if config.bf16 or config.fp16 else "no"
+    launch = Launch(kind, config.world_size, 1, offload, config.device.type == "cpu", mixed)
+    return Settings(model, dict(vars(config)), launch, prompt_tokens)
+
+
+def read_launch(path: str | None, processes: int | None = None) -> Launch:
+    """The launch that an accelerate config describes, with `processes` if given.
+
+    `path` is a file or the name of one of this package's configs; `None` is one machine without sharding.
+
+    Raises:
+        UserError: there is no such file or name, or accelerate cannot read it.
+    """
+    if path is None:
+        return Launch("single" if (processes or 1) == 1 else "ddp", processes or 1)
+    file = str(path if Path(path).exists() else accelerate_config(path))
+    try:
+        config = load_config_from_file(file)
+        ranks = processes or max(1, int(getattr(config, "num_processes", 1)))
+        use_cpu = bool(str_to_bool(str(config.use_cpu)))
+        kind, offload = "single" if ranks == 1 else "ddp", None
+        if config.distributed_type == "DEEPSPEED":
+            kind, offload = _read_zero(config.deepspeed_config, f"{path}: deepspeed_config_file")
+        elif config.distributed_type == "FSDP":
+            kind, offload = _read_fsdp(config.fsdp_config, kind)
+    except UserError:
+        raise
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise UserError(f"--accelerate_config {path} cannot be read: {error}") from None
+    return Launch(kind, ranks, int(config.num_machines or 1), offload, use_cpu, config.mixed_precision)
+
+
+def _read_fsdp(content: dict[str, Any], unsharded: str) -> tuple[str, str | None]:
+    """Kind and offload of an `fsdp_config`. A value may be quoted, because accelerate passes it on as text."""
+    names = ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")  # the second is FSDP1's newer name of the first
+    strategies = {str(content.get(name)).upper() for name in names}
+    if str(content.get("fsdp_version", 1)) == "1" and strategies & {"NO_SHARD", "3"}:
+        return unsharded, None
+    offloads = str_to_bool(str(content.get("fsdp_offload_params", False)))
+    return "fsdp2", "all" if offloads else None
+
+
+def _read_zero(content: dict[str, Any], field_name: str) -> tuple[str, str | None]:
+    """Kind and offload of a `deepspeed_config`, which may be a file of DeepSpeed's; `field_name` names that file."""
+    file = content.get("deepspeed_config_file")
+    if isinstance(file, str) and not Path(file).is_file():
+        raise UserError(f"{field_name}: {file}: there is no such file")
+    known = ("zero_stage", "offload_optimizer_device", "offload_param_device")
+    return _of_plugin(DeepSpeedPlugin(file or "none", **{name: content.get(name) for name in known}))
+
+
+def _of_plugin(plugin: DeepSpeedPlugin) -> tuple[str, str | None]:
+    offload = None
+    if plugin.zero_stage == 3 and plugin.offload_param_device in ("cpu", "nvme"):
+        offload = "all"
+    elif plugin.zero_stage and plugin.offload_optimizer_device in ("cpu", "nvme"):
+        offload = "optimizer"
+    return f"zero{plugin.zero_stage}", offload

@@ -1,7 +1,7 @@
-"""The forwards of an optimizer step: the trainer's own plan of them, for completions of full length.
+"""The passes of an optimizer step: the trainer's own plan of them, for completions of full length, and their bytes.
 
 Every prompt has the same length and shares no token with another prompt. The rows of a step are its groups, one after
-the other. [`passes.plan_step`] needs no model, so it plans the step on numbers that stand for tokens.
+the other. `prefix_sharing.passes.plan_step` needs no model, so it plans the step on numbers that stand for tokens.
 """
 
 from dataclasses import replace
@@ -9,11 +9,15 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from transformers import PretrainedConfig
 
-from ...prefix_sharing import passes
+from ...prefix_sharing import passes as sharing
 from ...prefix_sharing.batch import Sequences
-from ...prefix_sharing.forest import Forest, build_forest
-from ...prefix_sharing.sharing import LEAST_SAVED
+from ...prefix_sharing.facts import keeps_keys, layer_types
+from ...prefix_sharing.forest import build_forest
+from ...prefix_sharing.recurrent.kinds import goes_on_from_a_state, recurrent_layers, state_bytes
+from . import passes
 from .settings import Settings
 
 
@@ -59,89 +63,31 @@ class Step(NamedTuple):
         """Whether micro-batches share anything."""
         return bool(self.trunks) or self.batches_per_pass > 1 or self.passes_per_batch > 1
 
-    @property
-    def forwards(self) -> int:
-        """Number of the model's forwards."""
-        return self.passes + self.trunks + self.values
-
-    @property
-    def gathers(self) -> int:
-        """Number of times that FSDP2 gathers all layers: once in each forward and in each backward."""
-        return self.forwards + self.passes + self.trunks
-
-
-class Call(NamedTuple):
-    """The tokens of a micro-batch for which a trainer with a teacher calls a model for hidden states or logits.
-
-    Attributes:
-        tokens: of its packed row.
-        length: of each padded row.
-        packed: whether `share_prompts` packs the call, because that pays (`prefix_sharing.sharing`).
-        computed, padded: tokens that are computed, and that stock TRL computes.
-    """
-
-    tokens: int
-    length: int
-    packed: bool
-    padded: int
-
-    @property
-    def computed(self) -> int:
-        return self.tokens if self.packed else self.padded
-
-
-def call_of(settings: Settings, privileged_tokens: int = 0) -> Call:
-    """The call of a micro-batch, in which a teacher reads `privileged_tokens` besides each prompt."""
-    rows = settings.rows
-    length = settings.prompt_tokens + settings.completion_tokens
-    tokens = settings.groups * settings.prompt_tokens + rows * settings.completion_tokens
-    if settings.drawn is not None:
-        length = settings.drawn.padded_tokens // rows
-        tokens = settings.drawn.tokens + rows  # without labels the last token of a row is computed, too
-    length += privileged_tokens
-    tokens += settings.groups * privileged_tokens
-    packed = settings.prefix_sharing != "off" and tokens <= (1 - LEAST_SAVED) * rows * length
-    return Call(tokens, length, packed, rows * length)
-
 
 def plan_step(settings: Settings, reason: str | None = None) -> Step:
     """The passes of a step; `reason` is why passes of this model cannot share values, or `None` if they can."""
-    rows = settings.rows
     accumulated = settings.gradient_accumulation_steps
-    prompt = settings.prompt_tokens
-    completion = settings.completion_tokens
-    if settings.prefix_sharing == "off" and not settings.has_teacher:
-        return _separate(Pass(rows * (prompt + completion), rows), accumulated, "prefix_sharing: off")
-    alone = Pass(settings.groups * prompt + rows * (completion - 1), rows)
-    if settings.is_paired:
-        return _separate(alone, accumulated, "nothing is drawn ahead")
-    if settings.has_teacher:
-        call = call_of(settings)
-        step = _separate(Pass(call.computed, rows), accumulated, "TRL's own trainer")
-        # A teacher that is the model itself, or a copy of it, lies in the same shards.
-        return step._replace(values=0 if settings.compares_states else accumulated)
+    padded = settings.prefix_sharing == "off"
     # A step may need completions that are not generated yet.
-    ahead = min(accumulated, settings.rollout_batches)
-    repeats = -(-accumulated // ahead)
-    limit = settings.values.get("tokens_per_pass", 0)
-    if limit == 0:
+    ahead = 1 if settings.is_paired else min(accumulated, settings.rollout_batches)
+    limit = settings.values.get("tokens_per_pass")
+    if padded:
+        reason = "prefix_sharing: off"
+    elif settings.is_paired:
+        reason = "nothing is drawn ahead"
+    elif limit == 0:
         reason = "tokens_per_pass: 0"
     if reason is None and (ahead > 1 or limit is not None):
         one_by_one = settings.launch.kind.startswith("zero")
-        step = _shared(rows, ahead, settings.num_generations, prompt, completion, limit, one_by_one)
+        lengths = (settings.prompt_tokens, settings.max_completion_length)
+        step = _shared(settings.rows, ahead, settings.num_generations, *lengths, limit, one_by_one)
         if step is not None:
-            return step._replace(
-                passes=repeats * step.passes,
-                trunks=repeats * step.trunks,
-                values=repeats * step.values,
-                computed=repeats * step.computed,
-            )
-    return _separate(alone, accumulated, reason)
-
-
-def _separate(one: Pass, count: int, reason: str | None) -> Step:
-    """A step of `count` micro-batches, each of which is computed by a pass of this size."""
-    return Step(longest=one, passes=count, trunks=0, values=0, computed=count * one.tokens, reason=reason)
+            repeats = -(-accumulated // ahead)
+            repeated = {name: repeats * getattr(step, name) for name in ("passes", "trunks", "values", "computed")}
+            return step._replace(**repeated)
+    shape = passes.loss_shape(settings, not padded, True)
+    tokens = shape.rows * shape.length
+    return Step(Pass(tokens, settings.rows), accumulated, 0, 0, accumulated * tokens, reason=reason)
 
 
 @lru_cache(maxsize=64)  # most fields that a search for what fits changes do not change the passes
@@ -155,17 +101,20 @@ def _shared(
     one_by_one: bool,
 ) -> Step | None:
     """The passes of micro-batches that are planned together; `None` if each computes its own prompts."""
-    sequences = sequences_of(np.arange(rows * batches) // group, prompt, completion)
-    plan = passes.plan_step(sequences, batches, RULES, tokens_per_pass, one_by_one)
+    sequences = _sequences_of(np.arange(rows * batches) // group, prompt, completion)
+    plan = sharing.plan_step(sequences, batches, _RULES, tokens_per_pass, one_by_one)
     if plan is None:
         return None
     longest = Pass(0, 0)
     computed = 0
-    run = passes.Run(plan)
+    run = sharing.Run(plan)
     for number in range(len(plan.rows_of_pass)):
         *trunks, forward = run.of_pass(number)
-        computed += sum(trunk.forest.tokens for trunk in trunks) + forward.forest.tokens
-        longest = max(longest, _size(forward), key=held_tokens)
+        forest = forward.forest
+        computed += sum(trunk.forest.tokens for trunk in trunks) + forest.tokens
+        of_trunks = int(forest.lengths[forest.computed :].sum())
+        size = Pass(forest.tokens, len(forward.rows), of_trunks, forest.kept)
+        longest = max(longest, size, key=lambda one: one.tokens + one.trunk)
     return Step(
         longest=longest,
         passes=len(plan.rows_of_pass),
@@ -178,22 +127,11 @@ def _shared(
     )
 
 
-def held_tokens(one: Pass) -> int:
-    """Tokens that a pass holds with a graph, those of the trunks included."""
-    return one.tokens + one.trunk
-
-
-def _size(forward: passes.Forward) -> Pass:
-    forest = forward.forest
-    of_trunks = int(forest.lengths[forest.computed :].sum())
-    return Pass(forest.tokens, len(forward.rows), of_trunks, forest.kept)
-
-
-def sequences_of(prompt_B: np.ndarray, prompt: int, completion: int) -> Sequences:
+def _sequences_of(prompt_B: np.ndarray, prompt: int, completion: int) -> Sequences:
     """Rows with `prompt` and `completion` tokens: rows with the same number in `prompt_B` have the same prompt."""
     rows = len(prompt_B)
     width = prompt + completion
-    # A number for all tokens of a prompt, and one for all of a completion, is enough to tell rows apart.
+    # A number for all tokens of a prompt, and one for all of a completion, is enough to distinguish rows.
     tokens_BL = np.empty((rows, width), dtype=np.int32)
     tokens_BL[:, :prompt] = prompt_B[:, None]
     tokens_BL[:, prompt:] = prompt_B.max() + 1 + np.arange(rows)[:, None]
@@ -203,30 +141,126 @@ def sequences_of(prompt_B: np.ndarray, prompt: int, completion: int) -> Sequence
     return Sequences(tokens_BL, offsets_B, offsets_B + width, scored_BL, width, code_BL=tokens_BL)
 
 
-def _build_forest(sequences: Sequences) -> Forest:
-    return build_forest(sequences.tokens_BL, sequences.needed_B)
-
-
 # No two completions begin alike, so a row with a dense mask would save nothing.
-RULES = passes.PassRules(_build_forest)
+_RULES = sharing.PassRules(lambda sequences: build_forest(sequences.tokens_BL, sequences.needed_B))
 
 
-def passes_like(longest: Pass, completion: int, ties_ends: bool = False) -> passes.Run:
+def why_not_keep(settings: Settings, config: PretrainedConfig) -> str | None:
+    """The reason why passes of this run cannot reuse values of other passes; `None` if they can.
+
+    The answer goes as far as settings and modules show it (`prefix_sharing.sharing.PromptSharing.plan_step`).
+    """
+    if settings.launch.kind == "zero3":
+        return "ZeRO-3"
+    if settings.gradient_checkpointing and settings.checkpointing_kwargs.get("use_reentrant"):
+        return "reentrant gradient checkpointing"
+    layers = recurrent_layers(passes.whole(settings, config))
+    if not all(goes_on_from_a_state(type(layer)) for layer in layers):
+        return "its recurrent layers continue from no state"
+    return None
+
+
+def measure_step(settings: Settings, config: PretrainedConfig, step: Step, on_gpu: bool) -> int:
+    """Peak bytes of a step's passes with gradients on packed rows."""
+    longest = step.longest
+    if not step.trunks:
+        shape = passes.Shape(1, longest.tokens, longest.rows * settings.completion_tokens, True)
+        return passes.measure(settings, config, shape, on_gpu, grad=True)
+    is_cut = step.passes_per_batch > 1
+    key = *passes.modules_key(settings, config), longest, on_gpu, is_cut
+    if key not in passes.measured:
+        kinds = passes.layers_by_kind(settings, config)
+        # A model with a single layer has its peak in the head, other models may not.
+        per_kind = 2 if len(kinds) == 1 else 1
+        chosen = [layer for layers in kinds for layer in layers[:per_kind]]
+        # Each part of a step grows with the number of layers in its own way.
+        peaks = np.array(_run_step(settings, config, chosen, longest, on_gpu, is_cut))
+        peaks_of_all = peaks.copy()
+        for layers in kinds:
+            if len(layers) > per_kind:
+                with_another = _run_step(settings, config, [*chosen, layers[-1]], longest, on_gpu, is_cut)
+                peaks_of_all += (len(layers) - per_kind) * (np.array(with_another) - peaks)
+        # Recurrent layers keep a state of each prompt, and the gradients of passes in float32.
+        width = config.get_text_config().hidden_size
+        states = sum(3 * state_bytes(layer, width) for layer in recurrent_layers(passes.whole(settings, config)))
+        passes.measured[key] = int(peaks_of_all.max()) + longest.prompts * states
+    return passes.measured[key]
+
+
+def _run_step(
+    settings: Settings, config: PretrainedConfig, layers: list[int], longest: Pass, on_gpu: bool, is_cut: bool
+) -> list[int]:
+    """Run the trunk, its first pass and its last pass of a model of few layers.
+
+    Args:
+        longest: the pass that holds most; both passes are as long as this one.
+        is_cut: values were computed before, without a graph and with a trunk of their own.
+
+    Returns:
+        Three peaks in bytes: of the trunk and its first pass, of its last pass, and of the trunk's backward.
+    """
+    kinds = layer_types(config.get_text_config())
+    # Fake layers keep no states, so the backward of a trunk with recurrent layers begins at its end.
+    ties_ends = settings.launch.kind == "fsdp2" or not all(map(keeps_keys, kinds))
+    peaks = []
+    with passes.few_layers(settings, config, layers, on_gpu, grad=True) as (causal, tracker):
+        before = tracker.now
+        weight_VH = causal.get_output_embeddings().weight
+
+        def run(forward: sharing.Forward) -> torch.Tensor | None:
+            mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+            mask.view_of_pass = forward.view  # a fake tensor cannot be a `RowMask`
+            hidden = passes.hidden_states(causal, 1, forward.forest.tokens, mask)
+            forward.view.end(hidden)
+            if forward.view.scores_nothing:
+                return None
+            scored = torch.zeros(int(forward.sequences.scored_BL.sum()), dtype=torch.long)
+            scores = passes.score(hidden.flatten(0, 1)[scored], weight_VH, True, on_gpu, settings)
+            return forward.view.with_collected(scores)
+
+        def end_part() -> None:
+            peaks.append(tracker.peak - before)
+            tracker.peak = tracker.now
+
+        with passes.autocast(settings):
+            if is_cut:
+                values = passes_like(longest, settings.max_completion_length)
+                with torch.no_grad():
+                    for forward in values.of_pass(0):
+                        run(forward)
+            shared_passes = passes_like(longest, settings.max_completion_length, ties_ends)
+            for number in (0, len(shared_passes.plan.rows_of_pass) - 1):
+                *trunks, forward = shared_passes.of_pass(number)
+                for trunk in trunks:
+                    run(trunk)
+                scores = run(forward)
+                if number:
+                    # The trunk's backward begins with the last value that the trunk kept. Without a border between the
+                    # two backwards, the larger peak of few layers would hide the one that grows with more of them.
+                    ends = [*shared_passes.cache.trunk_ends.values()] or [shared_passes.cache.of(0)[-1][0]]
+                    ends[0].register_hook(lambda _: end_part())
+                with torch.autocast("cpu", enabled=False):
+                    scores.sum().backward()
+                del scores
+                end_part()
+    return peaks
+
+
+def passes_like(longest: Pass, completion: int, ties_ends: bool = False) -> sharing.Run:
     """Passes of the size of `longest` that share its trunks.
 
     Args:
         longest: a pass that reads trunks.
         completion: tokens of a completion.
-        ties_ends: see [`passes.PassRules`].
+        ties_ends: see `prefix_sharing.passes.PassRules`.
     """
     prompt = longest.trunk // longest.prompts + 1  # a trunk ends before the last token of its prompt
-    # Number of prompts that a pass computes itself.
-    own = (longest.tokens - longest.prompts - longest.rows * (completion - 1)) // prompt
+    computed_prompts = (longest.tokens - longest.prompts - longest.rows * (completion - 1)) // prompt
     # As many passes as make the trunks worth a forward.
-    count = 1 + -(-passes.MIN_SAVED_TOKENS // (prompt - 1))
-    of_trunks = np.arange(longest.rows - own) % longest.prompts
-    own_prompts = longest.prompts + np.arange(count * own).reshape(count, own)
-    prompt_of_pass = np.concatenate([np.tile(of_trunks, (count, 1)), own_prompts], axis=1)
-    sequences = sequences_of(prompt_of_pass.ravel(), prompt, completion)
+    count = 1 + -(-sharing.MIN_SAVED_TOKENS // (prompt - 1))
+    of_trunks = np.arange(longest.rows - computed_prompts) % longest.prompts
+    new_prompts = longest.prompts + np.arange(count * computed_prompts).reshape(count, computed_prompts)
+    prompt_of_pass = np.concatenate([np.tile(of_trunks, (count, 1)), new_prompts], axis=1)
+    sequences = _sequences_of(prompt_of_pass.ravel(), prompt, completion)
     rows_of_pass = list(np.arange(count * longest.rows).reshape(count, longest.rows))
-    return passes.Run(passes.Plan.of(sequences, rows_of_pass, replace(RULES, ties_ends=ties_ends)))
+    return sharing.Run(sharing.Plan.of(sequences, rows_of_pass, replace(_RULES, ties_ends=ties_ends)))

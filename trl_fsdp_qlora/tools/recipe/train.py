@@ -5,7 +5,7 @@ from typing import Any
 
 from trl import ModelConfig
 
-from ..planning.plan_vs_actual import plan_first, watch
+from ..planning.first import plan_first
 from .arguments import ScriptArguments, parse_recipe
 from .checks import check_recipe
 from .problems import load_data
@@ -31,9 +31,8 @@ def train(
     tokenizer = check_recipe(script, config, model)
     check_output_dir(script, config, model)
     prompts, test = load_data(script)
-    plan = plan_first(script, config, model, prompts, tokenizer)
+    plan_first(script, config, model, prompts, tokenizer)
     trainer = build_trainer(trainer_class, script, config, model, prompts, eval_dataset=test)
     if instead(trainer, script):
         return
-    watch(trainer, plan)
     run_recipe(trainer, script, test, config.resume_from_checkpoint, model)

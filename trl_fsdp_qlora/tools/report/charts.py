@@ -197,7 +197,7 @@ def _sum(series: Series) -> float:
 
 
 def _memory(runs: list[Run]) -> list[Series]:
-    """The most memory in use in any phase, and what was planned."""
+    """The most memory in use in any phase."""
     series = []
     for number, run in enumerate(runs):
         highest = {}
@@ -208,4 +208,4 @@ def _memory(runs: list[Run]) -> list[Series]:
         steps = _thinned(sorted(highest))
         if steps:
             series.append(Series(number, "highest use", steps, _rounded(highest[step] for step in steps)))
-    return series + _series(runs, "memory/planned_mib", "planned")
+    return series

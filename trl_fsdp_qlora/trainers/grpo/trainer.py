@@ -17,8 +17,6 @@ from ...compat.trl import (
     Turn,
     token_types_of_images,
 )
-from ...engines.decode.completions import EngineModel
-from ...engines.decode.tools import fitted, limited
 from ..rollouts.dynamic_sampling import DynamicSampling, ScoredRows, to_rows
 from ..rollouts.generation_batches import generate_every
 from ..rollouts.group_statistics import GroupStatistics
@@ -64,7 +62,6 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         self.groups = GroupStatistics(self.reward_weights, normalizes_each_reward)
         self.dynamic_sampling = DynamicSampling(self.args, self.train_dataset, self.accelerator, self.reward_weights)
         if self.use_vllm:
-            # Only a run with vLLM imports this.
             from ...engines.vllm.correction import WeightSyncCheck, draws_from_policy
 
             is_comparable = self.rollout_func is None and draws_from_policy(self.args)
@@ -136,6 +133,8 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         return self.rollout.training_turn(super()._generate_single_turn, turn, self.model_wrapped, settings)
 
     def _tool_call_loop(self, prompts, prompt_ids, *args):
+        from ...engines.decode.tools import limited
+
         def with_timeout(tools):
             return {name: limited(function, self.args.tool_timeout) for name, function in tools.items()}
 
@@ -147,9 +146,6 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         turn = super()._generate_single_turn
         self.rollout.join_turns(turn, prompt_ids[0], self.model_wrapped, self._generate_settings())
         return result
-
-    def _get_tool_suffix_ids(self, tool_messages):
-        return super()._get_tool_suffix_ids(fitted(tool_messages, self._tokenizer, self.max_completion_length))
 
     def generating(self, wrapped=None):
         # With vLLM the model is the engine, which then holds the current adapter.
@@ -167,6 +163,8 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
 
     def _engine_model(self):
         """A context with the engine in the place of a model, and `False`: ranks draw independently of each other."""
+        from ...engines.decode.completions import EngineModel
+
         config = self.accelerator.unwrap_model(self.model).generation_config
         return nullcontext((EngineModel(self.vllm_generation, config), False))
 

@@ -2,12 +2,11 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
 
 from ...compat.trl import joined_images
-from ...engines.decode.rollout import GenerateSettings, Rollout
 from ..experimental_fields import experiment
 from ..run.arguments import adapter_and_base, check_rewards, with_base_loaded
 from ..run.input_checks import too_long
@@ -16,6 +15,9 @@ from ..step.groups import EpochRepeatSampler
 from ..step.look_ahead import LookAhead
 from ..step.scoring import Scoring
 from .generation_batches import GenerationBatches, generate_every, groups_feature
+
+if TYPE_CHECKING:
+    from ...engines.decode.rollout import GenerateSettings, Rollout
 
 logger = get_logger(__name__)
 
@@ -34,9 +36,12 @@ class OnPolicyRun(TrainerRun):
 
     # Whether the loss reads the log-probabilities of the old policy.
     _needs_old_policy = True
-    rollout: Rollout | None = None  # TRL's own tests build a trainer without `__init__`
+    rollout: "Rollout | None" = None  # TRL's own tests build a trainer without `__init__`
 
     def __init__(self, **call):
+        # The engines that draw are imported when a trainer is made, each by the runs that use it.
+        from ...engines.decode.rollout import Rollout
+
         args = call["args"]
         check_rewards(call)
         one_generation_ahead = experiment("rollouts_ahead") if args.rollouts_ahead else None
@@ -89,7 +94,6 @@ class OnPolicyRun(TrainerRun):
         Raises:
             ValueError: vLLM cannot serve the model, before anything is loaded.
         """
-        # Only a run with vLLM imports this.
         from ...engines.vllm.sync_choice import choose_sync, trl_starts_engine, warnings_for, why_own_base
 
         args = call["args"]
@@ -140,8 +144,7 @@ class OnPolicyRun(TrainerRun):
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
         if self._step % generate_every(self) == 0 or self._buffered_inputs is None:
-            rows = generation_batch if self.ahead is None else self.ahead.upcoming.take(generation_batch)
-            batch = self._generate_and_score_completions(rows)
+            batch = self._generate_and_score_completions(generation_batch)
             self._buffered_inputs = self.generation_batches.split(batch, self.num_generations, self._logs)
         return joined_images(self._buffered_inputs[self._step % self.args.steps_per_generation])
 
@@ -162,10 +165,12 @@ class OnPolicyRun(TrainerRun):
         self._add_metrics(self.rollout.take_metrics())
         return drawn
 
-    def _generate_settings(self) -> GenerateSettings | None:
+    def _generate_settings(self) -> "GenerateSettings | None":
         """The settings that TRL passes to transformers' `generate`; `None` if another engine generates."""
         if self.use_vllm or self.use_transformers_continuous_batching:
             return None
+        from ...engines.decode.rollout import GenerateSettings
+
         return GenerateSettings(self.generation_config, self.generation_kwargs, self.eos_token_ids)
 
     def generating(self, wrapped=None):

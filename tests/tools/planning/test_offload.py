@@ -1,0 +1,91 @@
+"""Activations that wait on the host, layers without checkpointing and tiles, in a plan."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.tools.planning.models import folder, settings
+from trl_fsdp_qlora.tools.planning import model as model_bytes
+from trl_fsdp_qlora.tools.planning import passes
+from trl_fsdp_qlora.tools.planning.hardware import GIB, Hardware
+from trl_fsdp_qlora.tools.planning.plan import ACTIVATIONS, changed, format_plan, make_plan
+
+CARD = Hardware("a card", 24 * GIB)
+OFFLOADED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": json.dumps({"offload": True})}
+
+
+def planned(path, **changes):
+    one_row = {"per_device_train_batch_size": 1, "num_generations": 4, "gradient_accumulation_steps": 4}
+    return make_plan(settings(path, **one_row, max_completion_length=256, **changes), hardware=CARD)
+
+
+def activations(plan) -> int:
+    return plan.phases["forward_backward"][ACTIVATIONS]
+
+
+def test_offloaded_activations_are_on_the_host(tmp_path):
+    models = {layers: folder(tmp_path / str(layers), num_hidden_layers=layers) for layers in (4, 12)}
+    on_card = {layers: planned(path, gradient_checkpointing=True) for layers, path in models.items()}
+    on_host = {layers: planned(path, **OFFLOADED) for layers, path in models.items()}
+    hidden = on_card[4].config.hidden_size
+    tokens = on_card[4].step.longest.tokens
+    of_layers = activations(on_card[12]) - activations(on_card[4])
+    of_layers_on_host = activations(on_host[12]) - activations(on_host[4])
+    assert of_layers - of_layers_on_host >= 8 * tokens * hidden * 2
+    assert activations(on_host[12]) < activations(on_card[12])
+    assert on_card[4].host_bytes == 0
+    assert on_host[12].host_bytes == 3 * on_host[4].host_bytes > 12 * tokens * hidden * 2
+    assert "of pinned host memory per rank" in format_plan(on_host[4])
+    assert "host memory" not in format_plan(on_card[4])
+
+
+def test_host_bytes_are_those_that_transformers_offload_saves(tmp_path, monkeypatch):
+    """A layer's input for each layer, in a power of two, in a pass with gradients."""
+    plan = changed(planned(folder(tmp_path), **OFFLOADED), tokens_per_pass=0)
+    assert not plan.step.trunks
+    saved = []
+
+    class Recorded(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self, pin_memory, device_type):
+            def pack(x):
+                saved.append(1 << (x.nbytes - 1).bit_length())
+                return x
+
+            super().__init__(pack, lambda x: x)
+
+    monkeypatch.setattr("transformers.modeling_utils.save_on_cpu", Recorded)
+    dtype = model_bytes.compute_dtype(plan.settings, plan.config)
+    model = AutoModelForCausalLM.from_config(plan.config, dtype=dtype, attn_implementation="sdpa").train()
+    model.activation_checkpointing_enable({"use_reentrant": False}, offload=True)
+    ids = torch.zeros(1, plan.step.longest.tokens, dtype=torch.long)
+    model.base_model(input_ids=ids, use_cache=False)
+    assert sum(saved) == plan.host_bytes
+
+
+@pytest.mark.exhaustive
+def test_with_tiles_a_wider_mlp_takes_no_more_bytes_per_token(tmp_path):
+    models = {width: folder(tmp_path / str(width), intermediate_size=width) for width in (512, 1024)}
+    shape = passes.Shape(1, 2048, 0, True)
+    differences = {}
+    for tile in ("off", 16):
+        plans = [planned(path, gradient_checkpointing=True, mlp_tokens_per_tile=tile) for path in models.values()]
+        narrow, wide = (passes.measure(plan.settings, plan.config, shape, True, grad=True) for plan in plans)
+        differences[tile] = wide - narrow
+    assert differences["off"] > 2048 * 512 * 4 * 3  # three intermediates
+    assert differences[16] < differences["off"] / 4
+
+
+def test_every_second_layer_is_checkpointed(tmp_path):
+    """The others keep what layers keep without checkpointing, and nothing of theirs is on the host."""
+    path = folder(tmp_path, num_hidden_layers=12)
+    kwargs = {"gradient_checkpointing_kwargs": json.dumps({"every_n_layers": 2})}
+    off, every = (activations(planned(path, gradient_checkpointing=on)) for on in (False, True))
+    second = activations(planned(path, gradient_checkpointing=True, **kwargs))
+    assert every < second < off
+    assert second == pytest.approx((every + off) / 2, rel=0.1)
+    both = json.dumps({"offload": True, "every_n_layers": 2})
+    on_host = planned(path, gradient_checkpointing=True, gradient_checkpointing_kwargs=both)
+    assert 2 * on_host.host_bytes == planned(path, **OFFLOADED).host_bytes
+    assert activations(on_host) < second

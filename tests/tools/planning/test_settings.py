@@ -1,0 +1,118 @@
+"""What a plan reads of a recipe, of a parsed config and of accelerate's files."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from tests.tools.planning.models import folder, settings, words
+from trl_fsdp_qlora import EfficientGRPOConfig
+from trl_fsdp_qlora.errors import UserError
+from trl_fsdp_qlora.tools.planning.hardware import GIB, Hardware
+from trl_fsdp_qlora.tools.planning.model import BASE, OPTIMIZER, TRAINED
+from trl_fsdp_qlora.tools.planning.plan import format_plan, make_plan, plan_recipe
+from trl_fsdp_qlora.tools.planning.settings import Launch, from_config, from_words, read_launch
+
+ZERO_3 = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "train_batch_size": "auto"}
+
+
+def launch_of(tmp_path, text: str) -> Launch:
+    (tmp_path / "zero.json").write_text(json.dumps(ZERO_3))
+    path = tmp_path / "launch.yaml"
+    path.write_text(text.replace("FOLDER", str(tmp_path)))
+    return read_launch(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "offload"),
+    [
+        ("distributed_type: MULTI_GPU", "ddp", None),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}", "fsdp2", None),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: true}", "fsdp2", "all"),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: 'false'}", "fsdp2", None),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: NO_SHARD}", "ddp", None),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_reshard_after_forward: NO_SHARD}", "ddp", None),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 1}", "zero1", None),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {offload_optimizer_device: cpu}", "zero2", "optimizer"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: FOLDER/zero.json}", "zero3", "all"),
+    ],
+)
+def test_a_launch_is_read_as_accelerate_reads_it(tmp_path, text, kind, offload):
+    assert launch_of(tmp_path, f"num_processes: 8\n{text}\n") == Launch(kind, 8, 1, offload)
+
+
+def test_a_file_that_is_not_there_and_one_that_accelerate_refuses_are_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"deepspeed_config_file: nowhere.json: there is no such file"):
+        launch_of(tmp_path, "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: nowhere.json}\n")
+    for text in ("num_processes: 2\n", "- 1\n", "distributed_type: NO\nmine: 1\n", "a: ["):
+        with pytest.raises(UserError, match=r"launch.yaml cannot be read"):
+            launch_of(tmp_path, text)
+
+
+def test_machines_share_the_ranks_of_a_launch(tmp_path):
+    launch = launch_of(tmp_path, "distributed_type: MULTI_GPU\nnum_machines: 4\nnum_processes: 32\n")
+    assert (launch.processes, launch.ranks_per_machine) == (32, 8)
+    run = settings(folder(tmp_path / "base", num_hidden_layers=1), launch)
+    assert make_plan(run, Hardware("a card", 24 * GIB, 8)).enough_cards
+    few = make_plan(run, Hardware("a card", 24 * GIB, 4))
+    assert not few.fits and "a machine has 4 cards for 8 ranks" in format_plan(few)
+    line = words(tmp_path / "base")
+    assert (
+        plan_recipe(line, EfficientGRPOConfig, str(tmp_path / "launch.yaml"), "24GB x2").settings.launch.processes == 8
+    )
+
+
+def test_a_recipes_own_deepspeed_file_is_read(tmp_path):
+    (tmp_path / "zero.json").write_text(json.dumps(ZERO_3))
+    line = [*words(folder(tmp_path / "base")), "--deepspeed", str(tmp_path / "zero.json")]
+    launch = from_words(line, EfficientGRPOConfig, Launch("ddp", 2)).launch
+    assert (launch.kind, launch.processes, launch.offload) == ("zero3", 2, "all")
+    with pytest.raises(UserError, match=r"deepspeed: none.json: there is no such file"):
+        from_words([*line[:-1], "none.json"], EfficientGRPOConfig, Launch())
+
+
+def test_what_is_offloaded_is_not_on_the_device(tmp_path):
+    path = folder(tmp_path, num_hidden_layers=1)
+    card = Hardware("a card", 24 * GIB)
+    for offload, gone in (("optimizer", {OPTIMIZER}), ("all", {OPTIMIZER, BASE, TRAINED})):
+        plan = make_plan(settings(path, Launch("zero3", 2, offload=offload)), card)
+        parts = plan.phases["forward_backward"]
+        assert not gone & parts.keys() and {OPTIMIZER, BASE, TRAINED} - gone <= parts.keys()
+
+
+def test_the_command_reads_a_recipe_as_its_script_does(tmp_path):
+    """The same run from the YAML, in which `off` is a truth value, and from the config that the script builds."""
+    arguments = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 40,
+        "beta": 0.1,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "prefix_sharing": "off",
+    }
+    args = EfficientGRPOConfig(str(tmp_path), **arguments)
+    path = tmp_path / "recipe.yaml"
+    path.write_text("prefix_sharing: off\nbf16: false\nuse_cpu: true\nmodel_name_or_path: m\nbeta: 0.1\n")
+    line = f"--config {path} --per_device_train_batch_size 8 --num_generations=4 --max_completion_length 40"
+    from_file = from_words(line.split(), EfficientGRPOConfig, read_launch(None))
+    started = from_config(args, from_file.model)
+    names = ("rollout_rows", "rollout_batches", "groups", "mixed", "scores_again")
+    for name in (*names, "gradient_checkpointing", "optim", "prefix_sharing"):
+        assert getattr(from_file, name) == getattr(started, name), name
+
+
+def test_a_plan_within_a_launch_of_fsdp2_knows_it_before_accelerate_says_so(monkeypatch):
+    """On GPUs the state says MULTI_GPU until the trainer has made its `Accelerator`, which is after the plan."""
+
+    def config(device):
+        return SimpleNamespace(
+            deepspeed_plugin=None, world_size=2, device=SimpleNamespace(type=device), bf16=True, fp16=False
+        )
+
+    assert from_config(config("cuda"), None).launch.kind == "ddp"
+    for name, value in (("ACCELERATE_USE_FSDP", "true"), ("FSDP_VERSION", "2"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert from_config(config("cuda"), None).launch.kind == "fsdp2"
+    assert from_config(config("cpu"), None).launch.kind == "ddp"  # which accelerate makes of it there

@@ -1,0 +1,76 @@
+import ast
+import inspect
+import textwrap
+from inspect import Parameter
+from operator import attrgetter
+
+import pytest
+import trl
+from trl.generation import vllm_generation
+
+from trl_fsdp_qlora import AStarPOTrainer, EfficientGRPOTrainer, TSPMOTrainer
+from trl_fsdp_qlora.compat import trl as trl_seams
+from trl_fsdp_qlora.compat.generation import MISFIT
+from trl_fsdp_qlora.compat.signatures import misfits
+
+# What `engines/vllm/engine.py` and `engines/decode/completions.py` pass, and what they read of an engine under the
+# same name. TRL's trainer passes the rest, and `AdapterEngine` hands it on.
+PASSED = {
+    "VLLMGeneration.__init__": "self model accelerator processing_class mode server_base_url server_host server_port "
+    "server_timeout tensor_parallel_size gpu_memory_utilization max_model_length max_num_seqs enable_sleep_mode "
+    "model_impl trust_remote_code temperature generation_kwargs",
+    "VLLMGeneration._init_vllm": "self",
+    "VLLMGeneration.sync_weights": "self",
+    "VLLMClient.__init__": "self base_url connection_timeout",
+    "VLLMClient.get_server_info": "self",
+    "VLLMClient.generate": "self prompts max_tokens generation_kwargs",
+}
+VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
+
+def test_a_signature_that_differs_is_named_and_the_installed_ones_fit():
+    changed = {"split_tensor_dict": "tensor_dict chunks extra", "GRPOTrainer._gone": "self"}
+    named = ["expected (tensor_dict chunks extra), found (tensor_dict num_chunks)", "expected (self), found nothing"]
+    assert misfits(trl_seams, changed | {"use_adapter": "model adapter_name"}) == [
+        f"{name}: {what}" for name, what in zip(changed, named, strict=True)
+    ]
+    assert MISFIT is None
+
+
+@pytest.mark.parametrize("name", PASSED)
+def test_trl_takes_what_the_engines_pass_by_name(name):
+    function = inspect.unwrap(attrgetter(name)(vllm_generation))
+    inspect.signature(function).bind(**dict.fromkeys(PASSED[name].split()))
+
+
+def test_what_trl_hands_over_in_order_has_trls_names():
+    """Of arguments the signature has the names, and of results the `return` of the method."""
+    turn = inspect.signature(trl.GRPOTrainer._generate_single_turn).parameters
+    assert ("self", *trl_seams.Turn._fields) == tuple(turn)
+    of_rloo = inspect.signature(trl.RLOOTrainer._generate_single_turn).parameters
+    assert ("self", *trl_seams.Turn._fields[:3]) == tuple(of_rloo)
+    tree = ast.parse(textwrap.dedent(inspect.getsource(trl.GRPOTrainer._generate)))
+    (result,) = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
+    assert trl_seams.Generated._fields == tuple(entry.id for entry in result.elts)
+
+
+@pytest.mark.parametrize("cls", [EfficientGRPOTrainer, TSPMOTrainer, AStarPOTrainer])
+def test_overrides_keep_trls_signature(cls):
+    names = {name for name in vars(cls) if name.startswith("_") and inspect.isfunction(vars(cls)[name])}
+    names = {name for name in names if name in dir(trl.GRPOTrainer)} - {"__init__"}
+    assert names
+    assert inspect.signature(EfficientGRPOTrainer) == inspect.signature(trl.GRPOTrainer)
+    for name in names:
+        ours = inspect.signature(inspect.unwrap(getattr(cls, name))).parameters
+        theirs = inspect.signature(inspect.unwrap(getattr(trl.GRPOTrainer, name))).parameters
+        arguments = [(p.name, p.kind) for p in ours.values()]
+        wanted = [(p.name, p.kind) for p in theirs.values()]
+        if any(p.kind is p.VAR_POSITIONAL for p in ours.values()):
+            # An override that hands on what it does not read names the beginning only.
+            arguments = [
+                (name, kind)
+                for name, kind in arguments
+                if kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+            ]
+            wanted = wanted[: len(arguments)]
+        assert arguments == wanted, name

@@ -1,0 +1,86 @@
+"""A recipe's plan before the model is loaded."""
+
+from dataclasses import replace
+from typing import Any
+
+from accelerate import PartialState
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+from trl import ModelConfig
+
+from ...compat.deepspeed import zero_stage
+from ...utils.ranks import on_main
+from ..cli.one_line import stop_at_once, stop_by_exception
+from ..evaluation.accuracy import encode_images
+from ..evaluation.episodes import Agent, begin
+from ..recipe.arguments import ConfigError, ScriptArguments
+from ..recipe.episodes import agent_of
+from ..recipe.runner import load_processing
+from ..recipe.script import say
+from .plan import Plan, format_bytes, make_plan
+from .settings import from_config
+
+# Number of training prompts whose lengths are read.
+_PROMPTS = 64
+_PROMPTS_WITH_IMAGES = 8
+
+
+def plan_first(
+    script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset, tokenizer: PreTrainedTokenizerBase
+) -> Plan | None:
+    """Plan a recipe's run on the main rank, and warn if it does not fit.
+
+    Returns `None` on other ranks, and if no plan can be made. An error in the plan itself is printed in one line and
+    never ends a run. With `require_fit` the main rank sends the result to all ranks.
+
+    Raises:
+        ConfigError: on every rank, if `require_fit` is set and the plan does not fit.
+    """
+    plan = None
+    refusal = None
+    if zero_stage(config.deepspeed_plugin) == 3:
+        # Under ZeRO-3 transformers initialises every model that it builds, which is collective.
+        say("memory is not planned under ZeRO-3")
+    elif PartialState().is_main_process:
+        try:
+            count = _PROMPTS_WITH_IMAGES if "images" in train.column_names else _PROMPTS
+            sample = train.select(range(min(count, len(train))))
+            agent = agent_of(script, getattr(config, "chat_template_kwargs", None))
+            # A KeyboardInterrupt that a callback on fake tensors raises would be lost.
+            stop_at_once()
+            settings = from_config(config, model, longest_prompt(tokenizer, sample, model, agent))
+            of_episodes = {"tools": script.tools, "environment": script.environment}
+            plan = make_plan(replace(settings, values=settings.values | of_episodes))
+        except Exception as error:
+            say(f"memory was not planned: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        finally:
+            stop_by_exception()
+    if plan is not None and not plan.fits:
+        refusal = (
+            f"by its plan this run needs {format_bytes(plan.peak)} per rank in {plan.limiting}, and there are "
+            f"{format_bytes(plan.capacity)}: trl-fsdp-qlora plan with the same arguments has the table"
+        )
+    if script.require_fit:
+        refusal = on_main(lambda: refusal)
+        if refusal:
+            raise ConfigError(f"require_fit: true, and {refusal}")
+    for warning in filter(None, (plan and plan.warning, refusal)):
+        say(f"warning: {warning}")
+    return plan
+
+
+def longest_prompt(
+    tokenizer: PreTrainedTokenizerBase, sample: Dataset, model: ModelConfig, agent: Agent | None = None
+) -> int:
+    """Number of tokens of the longest prompt of `sample`, with the tokens of its images."""
+    if "images" in sample.column_names:
+        processor = load_processing(model.model_name_or_path, model.model_revision, images=True)
+        return max(map(len, encode_images(list(sample), processor)[0]))
+    if agent is not None:
+        return max(episode.prompt_length for episode in begin(agent, list(sample), tokenizer))
+    lengths = []
+    for prompt in sample["prompt"]:
+        if not isinstance(prompt, str):
+            prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        lengths.append(len(tokenizer(prompt)["input_ids"]))
+    return max(lengths)

@@ -1,0 +1,120 @@
+"""What generation takes: the cache of the completions, or a vLLM engine in the trainer's process."""
+
+import json
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from transformers import PretrainedConfig
+
+from ...engines.vllm.adapter_sync import RolloutError
+from ...engines.vllm.sync_choice import Place, choose_sync, why_own_base
+from ...prefix_sharing.facts import keeps_keys, layer_types, setting
+from ...prefix_sharing.recurrent.kinds import recurrent_layers, state_bytes
+from ..recipe.checks import lora_config
+from . import model, passes
+from .hardware import Hardware
+from .settings import Settings
+
+
+def cache_bytes(settings: Settings, config: PretrainedConfig) -> tuple[int, int, int]:
+    """Bytes that a rank needs to generate, with all its rows at full length.
+
+    A token step copies the logits (as the model returns them, in float32 twice, in float64 while a token is drawn), or
+    one layer's cache (when it grows, and repeated for grouped queries). On a CPU, decoding may keep a prompt's keys
+    once for its group.
+
+    Returns:
+        The bytes of keys, values and recurrent states; of these, the prompts' keys and values in one row; and the
+        bytes that a token step needs in addition.
+    """
+    text = config.get_text_config()
+    rows = settings.rollout_rows
+    dtype = model.compute_dtype(settings, config)
+    heads = setting(text, "num_attention_heads") or 1  # a model with recurrent layers alone has none
+    key_heads = setting(text, "num_key_value_heads") or heads
+    width = setting(text, "head_dim") or text.hidden_size // heads
+    token = 2 * dtype.itemsize * key_heads * width  # keys and values of one token in a layer
+    length = settings.max_completion_length + settings.prompt_tokens
+    window = setting(text, "sliding_window") or length
+    layers = []
+    for kind in filter(keeps_keys, layer_types(text)):
+        tokens = min(length, window) if kind == "sliding_attention" else length
+        layers.append(token * rows * tokens)
+    recurrent = recurrent_layers(passes.whole(settings, config))
+    states = rows * sum(state_bytes(layer, text.hidden_size) for layer in recurrent)
+    logits = (dtype.itemsize + 4 * 4) * rows * text.vocab_size
+    step = max(logits, max(layers, default=0) * (heads // key_heads))
+    return sum(layers) + states, token * len(layers) * settings.prompt_tokens, step
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What a vLLM engine takes of a card.
+
+    Attributes:
+        share: bytes that it may take next to a base that it shares; with a base of its own, that one included.
+        base: bytes of its own copy of the base, or of the part that is not shared.
+        row: bytes of a row's cache at full length. vLLM does not start with a smaller cache.
+        is_shared: whether trainer and engine hold one base.
+        keeps_base: whether its own copy stays when the engine sleeps.
+    """
+
+    share: int
+    base: int
+    row: int
+    is_shared: bool
+    keeps_base: bool
+
+    @property
+    def rest(self) -> int:
+        """Bytes of its cache and its passes."""
+        return max(0, self.share - self.base)
+
+    @property
+    def starts(self) -> bool:
+        return self.rest >= self.row
+
+
+def plan_engine(settings: Settings, config: PretrainedConfig, hardware: Hardware) -> Engine | None:
+    """The [`Engine`] of a run; `None` if it runs on another machine or not at all."""
+    if settings.is_paired or not settings.use_vllm or settings.vllm_mode != "colocate" or not hardware.gpu:
+        return None
+    sends_adapter, is_shared = choices(settings, config)
+    dtype = model.compute_dtype(settings, config)
+    base = 0
+    for name, parameter in passes.whole(settings, config).named_parameters():
+        in_4_bits = not parameter.is_floating_point()
+        of_packed_experts = in_4_bits and ".experts." in name
+        same = is_shared and (in_4_bits or parameter.dtype == dtype) and not of_packed_experts
+        if "lora_" not in name and not same:
+            base += parameter.numel() * (2 if in_4_bits else 1) * dtype.itemsize
+    share = int(hardware.memory * settings.vllm_gpu_memory_utilization)
+    row = cache_bytes(settings, config)[0] // settings.rollout_rows
+    # Without a reason to send the adapter alone, TRL's sleep drops the weights.
+    return Engine(share, base // settings.vllm_tensor_parallel_size, row, is_shared, keeps_base=sends_adapter)
+
+
+def choices(settings: Settings, config: PretrainedConfig) -> tuple[bool, bool]:
+    """Whether the engine gets the adapter alone, and whether it shares the trainer's base, by the run's own rules.
+
+    For a choice that the run refuses before it loads a model, both are false.
+    """
+    base = settings.model
+    kwargs = settings.vllm_engine_kwargs  # on a command line the field is JSON
+    names = ("use_vllm", "rollout_sync", "vllm_share_base", "vllm_mode", "vllm_tensor_parallel_size")
+    args = SimpleNamespace(
+        **{name: settings.values[name] for name in names},
+        vllm_engine_kwargs=json.loads(kwargs) if isinstance(kwargs, str) else kwargs,
+        model_init_kwargs={"dtype": model.dtype_of(settings, config)},
+        fp16=settings.mixed == "float16",
+        bf16=settings.mixed == "bfloat16",
+    )
+    quantization = {"load_in_4bit": base.load_in_4bit} if base.load_in_4bit or base.load_in_8bit else None
+    place = Place(settings.launch.kind in ("fsdp2", "zero3"), on_gpu=True)
+    name = base.model_name_or_path
+    try:
+        sync = choose_sync(args, lora_config(base), quantization is not None, model=name, place=place)
+        own_base = why_own_base(args, sync, quantization, name, place)
+    except RolloutError:
+        return False, False
+    return sync.mode == "adapter", own_base is None

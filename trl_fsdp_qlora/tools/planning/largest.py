@@ -1,0 +1,139 @@
+"""The largest group, the longest completion and the largest model that fit, and lines of a recipe that make it fit."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from .known_models import MODELS, known_config
+from .plan import Plan, changed, make_plan
+from .stored import stored_format
+
+# The largest numbers that are tried: tokens of a row, and completions of a rank's optimizer step.
+_MOST_TOKENS = 2**17
+_MOST_COMPLETIONS = 2**13
+
+
+def largest_group(plan: Plan) -> int:
+    """The most completions of a prompt that fit, with as many prompts per step; for pairs, the most pairs at once.
+
+    The number of micro-batches grows with the group, and not their size. It is 0 if not even the smallest group fits.
+    """
+    settings = plan.settings
+    accumulated = settings.gradient_accumulation_steps
+    if settings.is_paired:
+        return most_that_fits(
+            lambda pairs: changed(plan, per_device_train_batch_size=pairs), _MOST_COMPLETIONS // accumulated
+        )
+    group = settings.num_generations
+    # The number of prompts per step stays the same.
+    step = group // math.gcd(group, accumulated)
+    most = group * _MOST_COMPLETIONS // (accumulated * settings.rows * step)
+    return step * most_that_fits(lambda groups: with_group(plan, groups * step), most, group // step)
+
+
+def with_group(plan: Plan, group: int) -> Plan:
+    """Plan the same run with as many prompts per step and `group` completions of each."""
+    values = {"num_generations": group}
+    for name in ("gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"):
+        number = plan.settings.values.get(name)
+        if number:
+            values[name] = max(1, round(number * group / plan.settings.num_generations))
+    return changed(plan, **values)
+
+
+def longest(plan: Plan) -> int:
+    """The most tokens of the length field that fit, in multiples of 16, within the model's positions."""
+    settings = plan.settings
+    name = settings.length_field
+    prompt = 0 if settings.is_paired else settings.prompt_tokens  # `max_length` of pairs contains it
+    most = int(min(_MOST_TOKENS, max(0, plan.positions - prompt)))
+    now = getattr(settings, name) or 0
+    return 16 * most_that_fits(lambda count: changed(plan, **{name: 16 * count}), most // 16, now // 16)
+
+
+def largest_model(plan: Plan) -> str | None:
+    """The largest dense model of [`MODELS`] with which the run fits; `None` if none does."""
+    names = [name for name, (shape, _) in MODELS.items() if not shape["model_type"].endswith("_moe")]
+    targets = ["all-linear"] if plan.settings.model.use_peft else None  # layers have other names in other models
+    settings = replace(plan.settings, model=replace(plan.settings.model, lora_target_modules=targets))
+
+    def plan_of(count: int) -> Plan:
+        return make_plan(settings, plan.hardware, known_config(names[count - 1]))
+
+    fitting = most_that_fits(plan_of, len(names), len(names) // 2)
+    return names[fitting - 1] if fitting else None
+
+
+def most_that_fits(plan_of: Callable[[int], Plan], most: int, start: int = 1) -> int:
+    """The largest count up to `most` whose plan fits; 0 if a count of 1 does not fit.
+
+    Bytes grow nearly linearly. The next count is therefore the one at which the line through the two counts next to
+    the capacity reaches it.
+
+    Args:
+        start: the first count that is tried, for example the run's own, whose plan is made already.
+    """
+    fitting = 0
+    too_many = most + 1
+    free = {}  # by count, the bytes that its plan leaves
+    count = min(max(start, 1), most)
+    while too_many - fitting > 1:
+        plan = plan_of(count)
+        free[count] = plan.capacity - plan.peak
+        if plan.fits:
+            fitting = count
+        else:
+            too_many = count
+        count = 8 * fitting if too_many > most else (fitting + too_many) // 2
+        # Every fourth guess halves the interval, because at a kink the line's guesses may hardly advance.
+        if len(free) > 1 and len(free) % 4:
+            first, second = sorted(free, key=lambda count: abs(free[count]))[:2]
+            if free[first] != free[second]:
+                count = math.floor(first + free[first] * (second - first) / (free[first] - free[second]))
+        count = min(max(count, fitting + 1), too_many - 1)
+    return fitting
+
+
+def changes_that_fit(plan: Plan, most: int = 3) -> list[str]:
+    """Lines of the recipe, each of which alone makes the run fit.
+
+    Lines that do not change the result come first.
+    """
+    settings = plan.settings
+    candidates: list[dict[str, Any]] = []
+    rows = settings.per_device_train_batch_size
+    for divisor in (count for count in range(2, rows + 1) if rows % count == 0):
+        values = {"per_device_train_batch_size": rows // divisor}
+        for name in ("gradient_accumulation_steps", "steps_per_generation"):
+            if settings.values.get(name):
+                values[name] = settings.values[name] * divisor
+        if changed(plan, **values).fits:  # the largest micro-batch alone
+            candidates.append(values)
+            break
+    length = settings.values[settings.length_field] or 0
+    batches = 1 if settings.is_paired else settings.rollout_batches
+    checkpoints = settings.gradient_checkpointing
+    for applies, values in (
+        (not checkpoints, {"gradient_checkpointing": True}),
+        (settings.mlp_tokens_per_tile == "off", {"mlp_tokens_per_tile": "auto"}),
+        (settings.launch.kind == "fsdp2" and not settings.is_paired, {"fsdp_gather": "per_layer"}),
+        (batches > 1, {"steps_per_generation": max(1, batches // 4)}),
+        (plan.engine is not None and not plan.engine.is_shared, {"vllm_share_base": True}),
+        (
+            checkpoints and not settings.offloads and plan.hardware.gpu,
+            {"gradient_checkpointing_kwargs": {**settings.checkpointing_kwargs, "offload": True}},
+        ),
+        (
+            settings.model.use_peft and not settings.model.load_in_4bit and stored_format(plan.config) is None,
+            {"load_in_4bit": True},
+        ),
+        *((length >= 16 * part, {settings.length_field: length // part}) for part in (2, 4, 8)),
+    ):
+        if applies:
+            candidates.append(values)
+    lines = []
+    for values in candidates:
+        if len(lines) < most and changed(plan, **values).fits:
+            lines.append(", ".join(f"{name}: {str(value).lower()}" for name, value in values.items()))
+    return lines
