@@ -1,7 +1,6 @@
-"""What a recipe's run is made of: LoRA's targets, its limit of seconds, its picture."""
+"""What a recipe's run is made of: LoRA's targets, its figures, its picture."""
 
 import importlib
-import itertools
 import json
 import pickle
 import re
@@ -20,7 +19,7 @@ from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.tools.recipe import checks, runner
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
-from trl_fsdp_qlora.tools.recipe.record import TimeLimit, keep_paths, kept_paths
+from trl_fsdp_qlora.tools.recipe.record import keep_paths, kept_paths
 from trl_fsdp_qlora.trainers.run import unscored
 from trl_fsdp_qlora.utils import nonfatal
 
@@ -53,32 +52,6 @@ def test_a_recipe_with_a_small_model_takes_one_thread(tmp_path):
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
-
-
-def test_a_run_stops_by_its_seconds_also_over_several_parts(tmp_path, monkeypatch):
-    # A clock that goes on by one second with every look: a step takes one, and nothing depends on the machine's.
-    monkeypatch.setattr(runner, "TimeLimit", lambda seconds: TimeLimit(seconds, itertools.count(1.0).__next__))
-    monkeypatch.setattr(runner, "software", lambda: "")
-    base = save_tiny_model(tmp_path / "base")
-
-    def run(seconds, resume=None, steps=9, output="out"):
-        script = ScriptArguments("addition", skip_accuracy=True, max_train_seconds=seconds)
-        options = {"peft_config": lora(), "max_steps": steps, "save_strategy": "steps", "save_steps": 2}
-        each = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / output, model=base, **options)
-        return each, runner.run_recipe(each, script, None, resume)
-
-    first, record = run(3)
-    assert (first.state.global_step, record["stopped_by_seconds"], record["limited_seconds"]) == (3, 3, 3.0)
-    again, same = run(3, "auto")
-    assert again.state.global_step == 0 and same == json.loads(json.dumps(record))  # over: nothing is trained
-    longer, record = run(5, "auto")
-    assert longer.state.global_step == 5 and record["limited_seconds"] == 5.0  # two more, not five
-    state = json.loads((tmp_path / "out" / "checkpoint-5" / "trainer_state.json").read_text())
-    assert state["stateful_callbacks"]["TimeLimit"]["attributes"] == {"spent": 5.0}
-    assert run(None, "auto", steps=7)[0].state.global_step == 7
-    run(None, steps=2, output="free")
-    limited, record = run(1, "auto", output="free")  # its checkpoint has no seconds
-    assert (limited.state.global_step, record["limited_seconds"]) == (3, 1.0)
 
 
 class MeasuredRun:
@@ -266,22 +239,3 @@ def test_where_the_data_lies_is_kept_for_this_machine_alone(tmp_path, monkeypatc
     assert line == "trl-fsdp-qlora evaluate --adapter out --eval_dataset my_data.py:load"
     data.unlink()
     assert kept_paths("out") == {}  # of another machine
-
-
-def test_phases_are_stacked_and_what_is_measured_beside_a_step_is_none():
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    from matplotlib.collections import PolyCollection
-
-    from trl_fsdp_qlora.tools.evaluation import plots
-
-    phases = {"time/generate_s": 0.2, "time/forward_backward_s": 0.1, "time/accuracy_s": 9.0, "time/evaluate_s": 9.0}
-    history = [{"step": step, "reward": 0.5, "step_time": 0.3, **phases} for step in (10, 20)]
-    history += [{"step": 15, "eval_reward": 0.5, "eval_runtime": 1.0}, {"step": 20, "train_runtime": 6.0}]
-    figure, axes = pyplot.subplots()
-    plots.stack_phases(axes, history)
-    layers = [part for part in axes.get_children() if isinstance(part, PolyCollection)]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["forward backward", "generate"]
-    # The second on top of the first, and nothing above a step.
-    assert [part.get_paths()[0].vertices[:, 1].max() for part in layers] == pytest.approx([0.2, 0.3])
-    assert axes.get_ylim()[1] < 0.5
-    pyplot.close(figure)

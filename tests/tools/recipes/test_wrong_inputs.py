@@ -8,6 +8,9 @@ import shutil
 import huggingface_hub.constants
 import pytest
 import transformers
+from peft import get_peft_model, get_peft_model_state_dict
+from peft.utils import SAFETENSORS_WEIGHTS_NAME as WEIGHTS
+from safetensors.torch import save_file
 from transformers import BertConfig, T5Config
 from trl import DPOTrainer, GRPOTrainer
 
@@ -39,12 +42,11 @@ GRPO = [
     ("--config bad.yaml", "--config bad.yaml: no YAML: mapping values are not allowed here"),
     ("--eval_problems 1.5", "--eval_problems: invalid int value: '1.5'"),
     ("--max_steps 1 2", "'2' belongs to no option"),
+    ("--per_device_train_batch_size 3", "generation_batch_size (3) must be divisible by num_generations (8)"),
     (
-        "--per_device_train_batch_size 3",
-        "num_generations=8: groups of 8 do not fill a generation of 3 completions (per_device_train_batch_size=3, "
-        "gradient_accumulation_steps=1); make it a multiple of 8",
+        "--generation_batch_size 8 --per_device_train_batch_size 16",
+        "generation_batch_size (8) must be divisible by the global batch size (16)",
     ),
-    ("--generation_batch_size 8 --per_device_train_batch_size 16", "generation_batch_size=8 is no multiple of the"),
     ("--per_device_train_batch_size 0", "per_device_train_batch_size=0 can only be a mistake: "),
     ("--gradient_accumulation_steps 0", "gradient_accumulation_steps=0 can only be a mistake: "),
     ("--max_completion_length 0", "max_completion_length=0 can only be a mistake: "),
@@ -67,7 +69,6 @@ GRPO = [
     ("--learning_rate -inf", "learning_rate=-inf can only be a mistake: "),
     ("--lora_dropout 1.0", "lora_dropout=1.0 can only be a mistake: "),
     ("--eval_problems 0", "eval_problems=0 must be at least 1"),
-    ("--max_train_seconds nan", "max_train_seconds=nan must be positive"),
     ("--model_name_or_path ./bse", "model_name_or_path='./bse': there is no such folder; did you mean 'base'?"),
     (
         "--model_name_or_path runs/small-base",
@@ -81,7 +82,7 @@ GRPO = [
     ("--model_name_or_path adapter", "model_name_or_path='adapter' is an adapter, not a model"),
     ("--model_name_or_path no_tokenizer", "model_name_or_path='no_tokenizer' has no tokenizer"),
     ("--model_name_or_path no_template", "model_name_or_path='no_template' has no chat template; set chat: false"),
-    ("--dataset dta.jsonl", "dataset 'dta.jsonl' (split 'train') cannot be loaded: "),
+    ("--dataset dta.jsonl", "dataset 'dta.jsonl': there is no such file or folder; did you mean 'data.jsonl'?"),
     ("--dataset empty.jsonl", "empty.jsonl is empty: write a row into it"),
     ("--dataset blank.csv", "blank.csv is empty: write a row into it"),
     ("--dataset data.txt", "data.txt is not a file of a known kind: .jsonl, .json, .csv, .tsv, .parquet"),
@@ -147,6 +148,7 @@ def folder(tmp_path_factory):
         config.base_model_name_or_path = base
         config.save_pretrained(folder / name)
     character_tokenizer().save_pretrained(folder / "adapter")
+    save_file(get_peft_model_state_dict(get_peft_model(tiny_model(), lora())), folder / "adapter" / WEIGHTS)
     return folder
 
 

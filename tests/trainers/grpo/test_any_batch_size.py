@@ -5,9 +5,10 @@ TRL's.
 import pytest
 
 from tests.tiny import LOSS_TYPES, these_first
-from tests.trainers.sharing.test_equals_stock import assert_equal_runs
 from trl_fsdp_qlora.prefix_sharing import passes
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
+
+from .test_equals_stock import assert_equal_runs
 
 
 @pytest.fixture

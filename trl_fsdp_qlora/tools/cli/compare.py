@@ -46,7 +46,7 @@ from ...utils.threads import fit_threads
 from ..recipe import script as script_frame
 from .one_line import pop_options
 from .recipes import all_recipes
-from .scripts import method_of, with_recipe
+from .scripts import LAUNCHER, method_of, with_recipe
 
 STOCK, OURS = "stock TRL", "this package"
 PHASES = ("scoring", "loss and backward")
@@ -119,6 +119,9 @@ def compare(words: list[str]) -> int:
     warnings.simplefilter("ignore")  # the libraries warn about each other
     terminal.no_bars_in_files()
     logging.set_verbosity_error()
+    launcher, words = pop_options(words, LAUNCHER)
+    if launcher:
+        raise UserError(f"compare runs in one process: leave {', '.join(launcher)} out")
     options, rest = pop_options(words, ("--steps", "--trainer"))
     steps = options.get("--steps", "3")
     if not steps.isdigit() or not int(steps):

@@ -10,7 +10,7 @@ from pathlib import Path
 from ...errors import UserError, mistyped_path
 from ...trainers.methods import METHODS, Method
 from ...utils.resources import accelerate_config, resource_folder
-from ..recipe.keys import FILES, read_yaml, refuse_unknown
+from ..recipe.keys import read_yaml, refuse_unknown
 from .launch import launch
 from .one_line import pop_options
 from .recipes import all_recipes, find
@@ -76,8 +76,8 @@ def refuse_typos(command: str, module: str, script: str | None, words: Sequence[
     sources = [package.joinpath(*module.split(".")).with_suffix(".py"), Path(__file__)]  # which has LAUNCHER
     if script is not None:
         sources.append(resource_folder("recipes") / f"{script}.py")
-    has_recipe = command in FILES and "--config" in pop_options(words, ("--config",))[0]
-    config = pop_options(with_recipe(words), ("--config",))[0]["--config"] if has_recipe else None
+    takes_recipe = command not in ("launch", "doctor", "recipes", "config")
+    config = pop_options(with_recipe(words), ("--config",))[0].get("--config") if takes_recipe else None
     if command == "plan":
         refuse_other_trainers(config, further=("distillation", "sdft"))
     refuse_unknown(command, sources, words, config)

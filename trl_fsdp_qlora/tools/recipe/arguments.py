@@ -1,7 +1,6 @@
 """A recipe's arguments, from a YAML file and the command line."""
 
 import inspect
-import math
 import os
 import re
 import sys
@@ -81,9 +80,6 @@ class ScriptArguments:
         "a reward's `prompts`, `completions` and columns, and an answer is right if its value is at least 1.",
     )
     skip_accuracy: bool = option(False, "Train only; measure nothing.")
-    max_train_seconds: float | None = option(
-        None, "Stop after the optimizer step in which training has taken so many seconds, without what is measured."
-    )
     license: str | None = option(None, "SPDX id for the adapter's card.")
     data_license: str | None = option(None, "SPDX id of the training data, for the card.")
     require_fit: bool = option(False, "Stop before anything is loaded if the plan does not fit; otherwise warn.")
@@ -128,54 +124,15 @@ def parse_recipe(types: Sequence[type], argv: Words = None, defaults: Defaults =
         ConfigError: as in [`recipe_fields`], or one of the types refuses a value.
     """
     namespace = recipe_fields(types, argv, defaults)
-    check_values(namespace)
+    lines = mistakes(namespace)  # before a config computes with them
+    if lines:
+        raise ConfigError(lines[0])
     values = vars(namespace)
     try:
         return tuple(kind(**{each.name: values[each.name] for each in fields(kind) if each.init}) for kind in types)
     except (ValueError, ImportError) as error:  # raised by the types' own checks
         hint = " In the recipe: use_cpu: true and bf16: false." if "bf16/gpu" in str(error) else ""
         raise ConfigError(f"{error}{hint}") from error
-
-
-# The lengths of a generation batch, of which a config has the product alone in its own error.
-_SIZES = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "steps_per_generation",
-    "generation_batch_size",
-)
-
-
-def check_values(values: Namespace) -> None:
-    """Refuse numbers that can only be a mistake, and sizes without whole groups, before a config computes with them.
-
-    Raises:
-        ConfigError: the message has the fields that the user set.
-    """
-    lines = mistakes(values)
-    if lines:
-        raise ConfigError(lines[0])
-    group = vars(values).get("num_generations")
-    # Without `steps_per_generation` (GOLD, IW-OPD) a generation batch counts prompts, and the config checks it itself.
-    if not group or group < 1 or "steps_per_generation" not in values:
-        return
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    micro_batches = processes * values.per_device_train_batch_size  # of all processes
-    batches = values.steps_per_generation or values.gradient_accumulation_steps
-    completions = values.generation_batch_size or micro_batches * batches
-    sizes = ", ".join(f"{name}={vars(values)[name]}" for name in _SIZES if vars(values)[name] is not None)
-    if processes > 1:
-        sizes += f", {processes} processes"
-    if completions % group:
-        raise ConfigError(
-            f"num_generations={group}: groups of {group} do not fill a generation of {completions} completions "
-            f"({sizes}); make it a multiple of {group}, for example by per_device_train_batch_size={group}"
-        )
-    if completions % micro_batches:
-        raise ConfigError(
-            f"generation_batch_size={completions} is no multiple of the micro-batches of {micro_batches} completions "
-            f"({sizes}); set generation_batch_size={math.lcm(micro_batches, group)}"
-        )
 
 
 def recipe_fields(types: Sequence[type], argv: Words = None, defaults: Defaults = None) -> Namespace:

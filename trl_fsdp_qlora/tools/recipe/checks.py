@@ -55,8 +55,6 @@ def check_script(script: ScriptArguments) -> None:
         value = vars(script).get(name)
         if value is not None and value < smallest:
             raise ConfigError(f"{name}={value} must be at least {smallest}")
-    if script.max_train_seconds is not None and not script.max_train_seconds > 0:
-        raise ConfigError(f"max_train_seconds={script.max_train_seconds} must be positive; leave it out for no limit")
     extract_answer("", script.answer_format)
     for name in script.rewards:
         if name != OWN_REWARD:

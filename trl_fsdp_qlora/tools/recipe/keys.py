@@ -13,39 +13,16 @@ from typing import Any
 import yaml
 
 from ...errors import UserError, did_you_mean, mistyped_path
-from ...trainers.methods import METHODS
 
-_PACKAGE = Path(__file__).parents[2]
 _NEAR = 0.75  # similarity of a name that is worth a guess
-# The files with the fields of a recipe, and of one method. A name in a path is a library's or a room's.
-_OF_MODEL = ("trl/trainer/model_config.py",)
-_OF_RECIPES = (
-    *_OF_MODEL, "trl/trainer/base_config.py", "transformers/training_args.py",
-    "trl_fsdp_qlora/tools/recipe/arguments.py",
+# Where the fields of all recipes are written. A field of another command is refused later, by the command's parser.
+_FILES = (
+    "transformers/training_args.py", "trl/trainer/*_config.py", "trl/experimental/*/*_config.py",
+    "trl_fsdp_qlora/trainers/*/config.py", "trl_fsdp_qlora/tools/recipe/*.py",
 )  # fmt: skip
-_OF_METHODS: dict[str, tuple[str, ...]] = {
-    **{
-        method.command: (
-            f"trl_fsdp_qlora/trainers/{method.room}/config.py",
-            f"trl/trainer/{(method.stock or 'grpo').lower()}_config.py",
-            *(() if method.stock else ("trl_fsdp_qlora/trainers/grpo/config.py",)),
-            *(("trl_fsdp_qlora/tools/recipe/pairs.py",) if method.is_paired else ()),
-        )
-        for method in METHODS
-    },
-    "sft": ("trl/trainer/sft_config.py",),
-    "distillation": ("trl/trainer/distillation_config.py",),
-    "sdft": ("trl/experimental/sdft/sdft_config.py", "trl_fsdp_qlora/tools/recipe/privileged.py"),
-}
-# Any trainer's fields.
-_OF_ALL = (*_OF_RECIPES, *(path for paths in _OF_METHODS.values() for path in paths), "trl/**/*_config.py")
-FILES = {
-    **{command: (*_OF_RECIPES, *paths) for command, paths in _OF_METHODS.items()},
-    "evaluate": _OF_RECIPES[-1:],
-    "dequantize": _OF_MODEL,
-    "merge": (), "small-base": (), "publish": (), "report": (),
-    "plan": _OF_ALL, "compare": _OF_ALL,
-}  # fmt: skip
+# Commands without fields, and those whose options are other things: accelerate's, a list of findings.
+_WITHOUT_FIELDS = ("merge", "small-base", "publish", "report")
+_NOT_READ = ("launch", "doctor", "recipes", "config")
 
 
 class ConfigError(UserError):
@@ -59,16 +36,14 @@ class UnknownKeys(ConfigError):
 
 
 def refuse_unknown(command: str, sources: Sequence[Path], words: Sequence[str], config: str | None) -> None:
-    """Refuse options in `words`, and keys of the YAML file `config`, that `command` does not take.
+    """Refuse options in `words`, and keys of the YAML file `config`, that no command like `command` takes.
 
-    `sources` are the files of the command and of its script. Nothing is refused if a file cannot be read.
+    `sources` are the files of the command and of its script.
     """
-    if command not in FILES:
+    if command in _NOT_READ:
         return
-    try:
-        texts = [path.read_text(encoding="utf-8") for path in (*sources, *_paths(FILES[command]))]
-    except OSError:  # another version of a library keeps its class elsewhere; the parser answers alone
-        return
+    paths = [*sources, *([] if command in _WITHOUT_FIELDS else _paths())]
+    texts = [path.read_text(encoding="utf-8") for path in paths]
     keys = {"env", *(name for text in texts for name in re.findall(r"^    (\w+): \S", text, re.MULTILINE))}
     options = {"--config", "--help", *(name for text in texts for name in re.findall(r'"(--[\w-]+)"', text))}
     for name in keys:
@@ -78,14 +53,11 @@ def refuse_unknown(command: str, sources: Sequence[Path], words: Sequence[str], 
         check_keys(read_yaml(config), keys, config)
 
 
-def _paths(patterns: Sequence[str]) -> Iterator[Path]:
-    for pattern in patterns:
+def _paths() -> Iterator[Path]:
+    for pattern in _FILES:
         library, _, path = pattern.partition("/")
         spec = find_spec(library)  # imports nothing of it
-        folder = (
-            Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else Path(library)
-        )
-        yield from folder.glob(path) if "*" in path else [folder / path]
+        yield from Path(spec.submodule_search_locations[0]).glob(path)
 
 
 def check_options(words: Sequence[str], known: Collection[str]) -> None:

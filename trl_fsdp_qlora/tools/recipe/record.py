@@ -1,24 +1,20 @@
 """The work of a run next to training.
 
-This is the held-out accuracy between steps, the record in `metrics.json`, and a limit on the run's seconds.
+This is the held-out accuracy between steps, and the record in `metrics.json`.
 """
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 from accelerate import PartialState
-from accelerate.utils import broadcast
 from datasets import Dataset
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.trainer_callback import ExportableState
 from trl.models import unwrap_model_for_generation
 
 from ...compat.transformers import model_name, quantization_of, tokenizer_of
@@ -107,16 +103,6 @@ class RunRecord:
         if PartialState().is_main_process:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             disk.write_json(self.path, self.content)
-
-    @nonfatal("the picture of the run")
-    def draw(self) -> Path | None:
-        """Reward, accuracy and step time over the run, as a picture; `None` without matplotlib."""
-        try:
-            from ..evaluation.plots import draw_run
-        except ImportError:
-            say("no picture: matplotlib is not installed (pip install matplotlib)")
-            return None
-        return draw_run(self.content, self.path.with_name("training.png"))
 
 
 def measured_on(trainer: Any, script: ScriptArguments, test: Dataset, has_agent: bool) -> dict[str, Any]:
@@ -253,44 +239,3 @@ class AccuracyCallback(TrainerCallback):
         metrics["accuracy/n"].append(result.n)
         self.fill_card(result, state.global_step)
         control.should_log = True
-
-
-class TimeLimit(TrainerCallback, ExportableState):
-    """Stops training after the optimizer step that reaches a limit of seconds, to compare methods at equal seconds.
-
-    Seconds run from the beginning of an optimizer step to its end, rollouts included. Measuring and saving between
-    steps are not counted, and neither is A*-PO's first stage. The seconds are in the checkpoints, so a resumed run
-    gets the rest of them. The first rank's `clock` counts: all ranks stop after the same step, which writes a
-    checkpoint.
-    """
-
-    def __init__(self, seconds: float, clock=time.perf_counter):
-        self.seconds = seconds
-        self.clock = clock
-        self.spent = 0.0
-
-    @property
-    def reached(self) -> bool:
-        return self.spent >= self.seconds
-
-    def state(self) -> dict:
-        return {"args": {"seconds": self.seconds}, "attributes": {"spent": self.spent}}
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        # A checkpoint of a run without a limit has no entry for it, and Transformers fills only existing entries.
-        saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
-        self.spent = saved["attributes"]["spent"]
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self._began = self.clock()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        # Apple's GPUs have no float64, and run one rank only.
-        device = torch.device("cpu") if args.device.type == "mps" else args.device
-        spent = torch.tensor(self.spent + self.clock() - self._began, dtype=torch.float64, device=device)
-        self.spent = float(broadcast(spent))
-        if self.reached:
-            control.should_training_stop = control.should_save = control.should_log = True
-            with nonfatal("a line on the terminal"):
-                limit = f"max_train_seconds={self.seconds:g}"
-                say(f"{self.spent:.0f} s of training: {limit} stops it at step {state.global_step}")

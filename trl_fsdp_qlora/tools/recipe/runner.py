@@ -9,7 +9,6 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from transformers import AutoProcessor, AutoTokenizer, ProcessorMixin, TrainingArguments
@@ -38,7 +37,6 @@ from .record import (
     DATA,
     AccuracyCallback,
     RunRecord,
-    TimeLimit,
     as_words,
     can_measure,
     code_in,
@@ -187,13 +185,9 @@ def next_commands(output_dir: str, script: ScriptArguments, is_adapter: bool) ->
     return "\n".join(lines)
 
 
-def is_finished(record: RunRecord, trainer: Any, script: ScriptArguments, resume: str | None) -> bool:
-    """Whether the run of `record` has no step left, by its steps or its seconds, and measured and saved everything."""
-    if resume is None:
-        return False
-    limit = record.content.get("stopped_by_seconds")
-    by_seconds = limit is not None and limit == script.max_train_seconds
-    step = step_of(resume) if by_seconds else last_step(resume, trainer.args)
+def is_finished(record: RunRecord, trainer: Any, resume: str | None) -> bool:
+    """Whether the run of `record` has no step left, and has measured and saved everything."""
+    step = None if resume is None else last_step(resume, trainer.args)
     return step is not None and record.content.get("finished_step") == step
 
 
@@ -252,7 +246,7 @@ def run_recipe(
 ) -> dict:
     """Measure, train, measure again, and save.
 
-    The output folder then has adapter, `metrics.json`, `training.png`, the page of the run, `report.html`, and the
+    The output folder then has adapter, `metrics.json`, the page of the run, `report.html`, and the
     card of a trainer of this package.
 
     Args:
@@ -273,7 +267,7 @@ def run_recipe(
             resume = trainer.checkpointing.resume_from(resume)
         else:
             resume = on_main(lambda: resolve_resume(args.output_dir, resume))
-        if is_finished(record, trainer, script, resume):
+        if is_finished(record, trainer, resume):
             say(_finished_text(trainer, script))
             return record.content
         if resume is not None:
@@ -282,12 +276,11 @@ def run_recipe(
         _begin_record(record, trainer, script, model or ModelConfig(), resume, is_measured)
         if is_ours:
             _begin_card(trainer, script, test)
-        limit = None if script.max_train_seconds is None else TimeLimit(script.max_train_seconds)
         accuracy = AccuracyCallback(trainer, script, test, record) if is_measured else None
         if accuracy is not None:
             accuracy.begin(0 if resume is None else step_of(resume))
         page = RunPage(trainer, record, warnings)
-        for callback in filter(None, (limit, accuracy, page)):
+        for callback in filter(None, (accuracy, page)):
             trainer.add_callback(callback)
         use_terminal(trainer)
 
@@ -309,20 +302,16 @@ def run_recipe(
             measured = [record.content[when] for when in ("before", "after") if when in record.content]
             results = "  ->  ".join(map(format_result, measured))
             accuracy.fill_card(after, trainer.state.global_step, "after")
-        picture = record.draw() if PartialState().is_main_process else None
         if is_ours:
-            trainer.card_info.picture = None if picture is None else picture.name
             trainer.create_model_card(Path(args.output_dir).name)
         record.put(finished_step=trainer.state.global_step)
-        if limit is not None:
-            record.put(limited_seconds=limit.spent, stopped_by_seconds=limit.seconds if limit.reached else None)
         page_path = page.write()
         if args.push_to_hub:
             trainer.push_to_hub(commit_message="Model save", revision=args.hub_revision)
         is_adapter = is_peft_model(trainer.accelerator.unwrap_model(trainer.model))
         card = ["card"] if is_ours else []
-        pictures = [path.name for path in (picture, page_path) if path is not None]
-        files = ["adapter" if is_adapter else "model", *card, "metrics.json", *pictures]
+        page_name = [] if page_path is None else [page_path.name]
+        files = ["adapter" if is_adapter else "model", *card, "metrics.json", *page_name]
         say(f"{', '.join(files[:-1])} and {files[-1]} are in {args.output_dir}")
         say(next_commands(args.output_dir, script, is_adapter))
         if results:

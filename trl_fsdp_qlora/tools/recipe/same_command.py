@@ -19,7 +19,7 @@ ARGUMENTS = "_arguments.json"
 # Fields that say where a run is, how it goes on, how long it is, which process this one is, and whether it prints bars
 # (by default TRANSFORMERS_VERBOSITY decides).
 _NOT_COMPARED = {
-    "output_dir", "resume_from_checkpoint", "max_steps", "num_train_epochs", "max_train_seconds", "local_rank",
+    "output_dir", "resume_from_checkpoint", "max_steps", "num_train_epochs", "local_rank",
     "ddp_local_rank", "run_name", "disable_tqdm", "stage",
 }  # fmt: skip
 
