@@ -104,16 +104,6 @@ class RunRecord:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             disk.write_json(self.path, self.content)
 
-    @nonfatal("the picture of the run")
-    def draw(self) -> Path | None:
-        """Reward, accuracy and step time over the run, as a picture; `None` without matplotlib."""
-        try:
-            from ..evaluation.plots import draw_run
-        except ImportError:
-            say("no picture: matplotlib is not installed (pip install matplotlib)")
-            return None
-        return draw_run(self.content, self.path.with_name("training.png"))
-
 
 def measured_on(trainer: Any, script: ScriptArguments, test: Dataset, has_agent: bool) -> dict[str, Any]:
     """What an accuracy depends on apart from the trained weights: only figures for which it is equal make a pair."""

@@ -9,7 +9,6 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from transformers import AutoProcessor, AutoTokenizer, ProcessorMixin, TrainingArguments
@@ -247,7 +246,7 @@ def run_recipe(
 ) -> dict:
     """Measure, train, measure again, and save.
 
-    The output folder then has adapter, `metrics.json`, `training.png`, the page of the run, `report.html`, and the
+    The output folder then has adapter, `metrics.json`, the page of the run, `report.html`, and the
     card of a trainer of this package.
 
     Args:
@@ -303,9 +302,7 @@ def run_recipe(
             measured = [record.content[when] for when in ("before", "after") if when in record.content]
             results = "  ->  ".join(map(format_result, measured))
             accuracy.fill_card(after, trainer.state.global_step, "after")
-        picture = record.draw() if PartialState().is_main_process else None
         if is_ours:
-            trainer.card_info.picture = None if picture is None else picture.name
             trainer.create_model_card(Path(args.output_dir).name)
         record.put(finished_step=trainer.state.global_step)
         page_path = page.write()
@@ -313,8 +310,8 @@ def run_recipe(
             trainer.push_to_hub(commit_message="Model save", revision=args.hub_revision)
         is_adapter = is_peft_model(trainer.accelerator.unwrap_model(trainer.model))
         card = ["card"] if is_ours else []
-        pictures = [path.name for path in (picture, page_path) if path is not None]
-        files = ["adapter" if is_adapter else "model", *card, "metrics.json", *pictures]
+        page_name = [] if page_path is None else [page_path.name]
+        files = ["adapter" if is_adapter else "model", *card, "metrics.json", *page_name]
         say(f"{', '.join(files[:-1])} and {files[-1]} are in {args.output_dir}")
         say(next_commands(args.output_dir, script, is_adapter))
         if results:
