@@ -2,22 +2,20 @@
 
 import copy
 import functools
+import importlib
 import io
 import itertools
 import logging
+import re
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 import transformers as tf
 from peft import LoKrConfig, LoraConfig, get_peft_model
 from torch import nn
-from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
-from transformers.models.mistral.modeling_mistral import MistralMLP
-from transformers.models.phi3.modeling_phi3 import Phi3MLP
-from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from tests.core.prefix_sharing.helpers import assert_equal_gradients, awkward_batch, build, gradients, small
 from tests.tiny import these_first
@@ -25,7 +23,10 @@ from tests.trainers.sharing import test_cut_losses as cut_losses
 from trl_fsdp_qlora import EfficientDPOConfig, EfficientGRPOConfig
 from trl_fsdp_qlora.compat.memory import PeakTracker
 from trl_fsdp_qlora.long_rows import tiles as token_tiles
+from trl_fsdp_qlora.long_rows.kinds import KINDS, kind_of
 from trl_fsdp_qlora.long_rows.tiles import AUTO_TOKENS, install, remove
+
+from .proven_forwards import kind_of_code
 
 FAMILIES = (
     "llama", "qwen3", "gemma2", "gemma3", "mistral_sliding", "phi3", "nemotron", "qwen3_moe", "gpt_oss", "qwen3_5",
@@ -79,12 +80,19 @@ def test_gradients_are_those_without_tiles(name, checkpoints, calls):
     assert_equal_gradients(actual, expected[1], TOLERANCE)
 
 
-def test_mlps_and_norms_of_these_families_are_known():
-    """The table has code; a class of transformers whose code changes would silently run without tiles."""
-    for mlp in (LlamaMLP, Qwen2MLP, Qwen3MLP, Gemma3MLP, MistralMLP, Phi3MLP):
-        assert token_tiles.kind_of(mlp(small_config())) == "MLP", mlp
-    for norm in (LlamaRMSNorm, Qwen3RMSNorm, Gemma3RMSNorm):
-        assert token_tiles.kind_of(norm(8)) == "norm", norm
+def test_the_classes_that_are_known_have_forwards_that_were_proven():
+    """A class of transformers whose code changes is looked at again. Another version may lack a few of the classes."""
+    found = {}
+    for path in sorted(Path(tf.models.__file__).parent.glob("*/modeling_*.py")):
+        names = set(re.findall(r"^class (\w+)\(", path.read_text(encoding="utf-8"), re.MULTILINE)) & KINDS.keys()
+        if names:
+            module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
+            found |= {(path.parent.name, name): kind_of_code(getattr(module, name).forward) for name in names}
+    assert {(folder, name): KINDS[name] for folder, name in found} == found
+    assert len({name for _, name in found}) > 0.9 * len(KINDS)
+
+
+def test_the_kinds_of_some_families():
     kinds = {name: kinds_in(build(name)) for name in ("qwen3_moe", "gpt_oss", "gemma2", "lfm2")}
     assert kinds == {
         "qwen3_moe": {"experts", "norm"},
@@ -94,14 +102,21 @@ def test_mlps_and_norms_of_these_families_are_known():
     }
 
 
-def small_config():
-    return tf.Gemma3TextConfig(
-        hidden_size=8, intermediate_size=16, hidden_act="silu", mlp_bias=False, attention_bias=False
-    )
+def test_a_class_of_ones_own_is_known_if_its_forward_is_transformers():
+    config = tf.LlamaConfig(hidden_size=32, intermediate_size=16)
+
+    class Named(LlamaMLP):
+        pass
+
+    class Doubled(LlamaMLP):
+        def forward(self, x):
+            return super().forward(2 * x)
+
+    assert [kind_of(cls(config)) for cls in (LlamaMLP, Named, Doubled)] == ["MLP", "MLP", None]
 
 
 def kinds_in(model) -> set[str]:
-    return {kind for kind in map(token_tiles.kind_of, model.modules()) if kind is not None}
+    return {kind for kind in map(kind_of, model.modules()) if kind is not None}
 
 
 @pytest.mark.parametrize("kind", ["lora", "nf4", "nf4 experts"])
@@ -395,7 +410,7 @@ def test_a_module_with_something_unknown_runs_as_before(change, line, calls, cap
     model = build("llama").train()
     change(model)
     expected = loss_of(model)
-    norms = sum(token_tiles.kind_of(module) == "norm" for module in model.modules())
+    norms = sum(kind_of(module) == "norm" for module in model.modules())
     install(model, TILE)
     with caplog.at_level(logging.WARNING):
         logits, actual = loss_of(model)
@@ -409,7 +424,7 @@ def test_a_module_with_something_unknown_runs_as_before(change, line, calls, cap
 def test_weights_that_are_no_parameters_get_their_gradients(calls):
     """FSDP1 puts parts of one large parameter in their places, for a call."""
     model = build("qwen3_moe").train()
-    experts = [module for module in model.modules() if token_tiles.kind_of(module) == "experts"]
+    experts = [module for module in model.modules() if kind_of(module) == "experts"]
     large = [module._parameters.pop("gate_up_proj") for module in experts]
 
     def gradients_of_large():

@@ -6,33 +6,19 @@ from operator import attrgetter
 from typing import Any
 
 
-def misfits(owner: Any, expected: dict[str, str], by_name: bool = False) -> list[str]:
-    """The differences of `owner` (a module, a class) from `expected`: dotted name -> its parameters in order.
-
-    `by_name`: the parameters are what this package passes, each by its name. Then they have to exist, in any order,
-    and a further parameter with a default is no difference.
-    """
+def misfits(owner: Any, expected: dict[str, str]) -> list[str]:
+    """The differences of `owner` (a module, a class) from `expected`: dotted name -> its parameters in order."""
     problems = []
     for name, parameters in expected.items():
         try:
             function = inspect.unwrap(attrgetter(name)(owner))
-            signature = inspect.signature(function)
         except AttributeError:
             problems.append(f"{name}: expected ({parameters}), found nothing")
             continue
-        actual = " ".join(signature.parameters)
-        fits = _takes(signature, parameters.split()) if by_name else actual == parameters
-        if not fits:
+        actual = " ".join(inspect.signature(function).parameters)
+        if actual != parameters:
             problems.append(f"{name}: expected ({parameters}), found ({actual})")
     return problems
-
-
-def _takes(signature: inspect.Signature, names: list[str]) -> bool:
-    try:
-        signature.bind(**dict.fromkeys(names))
-    except TypeError:
-        return False
-    return True
 
 
 # Packages whose hooks and forwards leave what a model computes from a token as it is, so that they may come and go.

@@ -1,4 +1,4 @@
-"""Names borrowed from TRL's vLLM code and from vLLM, checked when an adapter is to be sent to an engine."""
+"""Names borrowed from TRL's vLLM code and from vLLM."""
 
 import sys
 import weakref
@@ -10,31 +10,6 @@ from unittest.mock import patch
 
 import torch
 from trl.trainer import grpo_trainer
-
-from .signatures import misfits
-
-# What `vllm/engine.py` and `decode/completions.py` pass, and what they read of an engine under the same name. TRL's
-# trainer passes the rest, and `AdapterEngine` hands it on.
-_PASSED = {
-    "VLLMGeneration.__init__": "self model accelerator processing_class mode server_base_url server_host server_port "
-    "server_timeout tensor_parallel_size gpu_memory_utilization max_model_length max_num_seqs enable_sleep_mode "
-    "model_impl trust_remote_code temperature generation_kwargs",
-    "VLLMGeneration._init_vllm": "self",
-    "VLLMGeneration.sync_weights": "self",
-    "VLLMClient.__init__": "self base_url connection_timeout",
-    "VLLMClient.get_server_info": "self",
-    "VLLMClient.generate": "self prompts max_tokens generation_kwargs",
-}
-
-
-def adapter_misfits() -> list[str]:
-    """What the engine for adapters needs and the installed TRL does not have; empty if it has all."""
-    try:
-        from trl.generation import vllm_generation
-
-        return misfits(vllm_generation, _PASSED, by_name=True)
-    except ImportError as error:
-        return [str(error)]
 
 
 @contextmanager

@@ -12,26 +12,24 @@ kept, and an MLP keeps its input before its tiles run. A norm behind the MLP, as
 MLP's backward computes its tile, too. Where something else of the layer comes behind, and with re-entrant checkpoints,
 the MLP's forward runs once more.
 
-[`install`] replaces forwards of modules that are known: by the code of their forward ([`per_token`]), or because
-transformers dispatches them as experts. Short rows, and modules with something unknown inside, run as before.
+[`install`] replaces forwards of modules whose class is known (`kinds.py`), or that transformers dispatches as experts.
+Short rows, and modules with something unknown inside, run as before.
 """
 
 import logging
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from inspect import unwrap
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..compat.deepspeed import is_zero3
-from ..compat.peft import looks_beyond_tokens, wraps_experts
-from ..compat.transformers import is_experts
+from ..compat.peft import looks_beyond_tokens
+from .kinds import kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -58,122 +56,6 @@ _logged: set[str] = set()
 
 
 # --- which modules ---------------------------------------------------------------------------------------------------
-
-_by_code: dict[tuple, str] = {}
-
-
-def _code(function: Callable) -> tuple:
-    """What a function computes, whatever its arguments are called."""
-    code = unwrap(function).__code__
-    constants = tuple(x for x in code.co_consts if x != function.__doc__ and not isinstance(x, types.CodeType))
-    return code.co_code, code.co_names, constants, code.co_argcount
-
-
-def per_token(kind: str) -> Callable[[Callable], Callable]:
-    """Decorator: a forward with the code of this function computes each token by itself.
-
-    `kind` is one of [`AUTO_TOKENS`]. The tokens are the first dimension of all arguments of two dimensions, and the
-    first two of others.
-    """
-
-    def register(function: Callable) -> Callable:
-        _by_code[_code(function)] = kind
-        return function
-
-    return register
-
-
-@per_token("MLP")
-def _gated(self, x):  # Llama, Qwen3, Gemma, Mistral and a hundred others
-    down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-    return down_proj
-
-
-@per_token("MLP")
-def _gated_at_once(self, x):  # Qwen2
-    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-@per_token("MLP")
-def _gate_and_up_in_one(self, x):  # Phi-3, GLM-4
-    up_states = self.gate_up_proj(x)
-
-    gate, up_states = up_states.chunk(2, dim=-1)
-    up_states = up_states * self.activation_fn(gate)
-
-    return self.down_proj(up_states)
-
-
-@per_token("MLP")
-def _named_by_numbers(self, x):  # LFM2
-    return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
-@per_token("MLP")
-def _gated_by_halves(self, x):  # Granite's shared experts
-    x = self.input_linear(x)
-    chunked_hidden_states = x.chunk(2, dim=-1)
-    x = self.activation(chunked_hidden_states[0]) * chunked_hidden_states[1]
-    x = self.output_linear(x)
-    return x
-
-
-@per_token("MLP")
-def _gated_and_scaled(self, x):  # Falcon-H1
-    y = self.up_proj(x) * self.act_fn(self.gate_proj(x) * self.gate_multiplier)
-    y = self.down_proj(y) * self.down_multiplier
-    return y
-
-
-@per_token("MLP")
-def _without_gate(self, x):  # Nemotron
-    return self.down_proj(self.act_fn(self.up_proj(x)))
-
-
-@per_token("MLP")
-def _two_layers(self, x):  # Phi, OPT's towers
-    x = self.fc1(x)
-    x = self.activation_fn(x)
-    x = self.fc2(x)
-    return x
-
-
-@per_token("norm")
-def _rms_norm(self, x):  # Llama, Qwen2, Qwen3, Mistral, Phi-3
-    input_dtype = x.dtype
-    x = x.to(torch.float32)
-    variance = x.pow(2).mean(-1, keepdim=True)
-    x = x * torch.rsqrt(variance + self.variance_epsilon)
-    return self.weight * x.to(input_dtype)
-
-
-@per_token("norm")
-def _rms_norm_in_float32(self, x):  # OLMo 2, GPT-OSS
-    input_dtype = x.dtype
-    x = x.to(torch.float32)
-    variance = x.pow(2).mean(-1, keepdim=True)
-    x = x * torch.rsqrt(variance + self.variance_epsilon)
-    return (self.weight * x).to(input_dtype)
-
-
-@per_token("norm")
-def _rms_norm_around_one(self, x):  # Gemma, Qwen3-Next, Qwen3.5
-    output = self._norm(x.float())
-
-    output = output * (1.0 + self.weight.float())
-    return output.type_as(x)
-
-
-def kind_of(module: nn.Module) -> str | None:
-    """The kind of a module that is known to compute each token by itself; `None` if it is not known."""
-    forward = vars(module).get("forward", type(module).forward)
-    if "forward" in vars(module) and hasattr(forward, "__wrapped__"):
-        return None  # a wrapper of the user's own, of which only what it wraps is known
-    # Transformers calls every class of experts by one contract: `(tokens, hidden)`, and the experts of each token.
-    is_whole = is_experts(module) and not module._is_expert_parallel  # all experts are on this rank
-    if wraps_experts(module) or (is_whole and forward is type(module).forward):
-        return "experts"
-    return _by_code.get(_code(forward)) if hasattr(unwrap(forward), "__code__") else None
 
 
 def _why_whole(module: nn.Module) -> str | None:

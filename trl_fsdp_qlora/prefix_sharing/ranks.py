@@ -48,9 +48,8 @@ def is_sharded(model: nn.Module) -> bool:
 def compares_gradients(model: nn.Module) -> bool:
     """Whether gradients are recorded and the effect of a plain `backward` through `model` can be undone.
 
-    It can be undone if the model has no wrapper, or DDP, or FSDP2 without unreduced gradients. It cannot if the
-    wrapper has a backward of its own (DeepSpeed, FSDP1), if the installed torch's FSDP2 is not known, or if an
-    optimizer steps inside the backward.
+    It cannot if a wrapper has a backward of its own (DeepSpeed, FSDP1), if FSDP2 has unreduced gradients or is of a
+    torch that is not known, or if an optimizer steps inside the backward.
     """
     if isinstance(model, FSDPModule):
         from ..compat.fsdp import has_unreduced_gradients, misfit

@@ -17,7 +17,6 @@ from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3MoeConfig
-from trl.generation.vllm_generation import VLLMGeneration
 
 from tests import tiny
 from tests.distributed.fsdp2_qlora import tiny as qlora
@@ -75,7 +74,7 @@ def test_choice(on_a_gpu, changes, peft_config, quantized, mode, reason):
     assert sync.mode == mode and reason in sync.reason
 
 
-def test_choices_by_the_launch_that_cannot_be_and_with_a_trl_that_differs(on_a_gpu, monkeypatch):
+def test_choices_by_the_launch_and_choices_that_cannot_be(on_a_gpu, monkeypatch):
     for changes, peft_config, named in (
         ({"rollout_sync": "merge"}, LORA, "trl#4973"),
         ({"rollout_sync": "adapter"}, None, "use_peft"),
@@ -85,11 +84,6 @@ def test_choices_by_the_launch_that_cannot_be_and_with_a_trl_that_differs(on_a_g
     with monkeypatch.context() as patch:
         patch.setenv("ACCELERATE_USE_FSDP", "true")
         assert choose_sync(args(), LORA, False).mode == "adapter"
-    monkeypatch.setattr(VLLMGeneration, "sync_weights", lambda self, version: None)
-    sync = choose_sync(args(vllm_mode="server"), LORA, False)
-    assert sync.mode == "merge" and "VLLMGeneration.sync_weights: expected (self), found (self version)" in sync.reason
-    with pytest.raises(RolloutError, match=r"VLLMGeneration\.sync_weights"):
-        choose_sync(args(), LORA, True)  # nothing else works there
 
 
 def test_a_checkpoint_that_is_stored_quantized_is_seen_by_its_config(tmp_path):

@@ -12,7 +12,7 @@ from trl import RLOOConfig
 
 from ...compat.deepspeed import zero_stage
 from ...compat.trl import WEIGHS_AS_1_16
-from ...compat.vllm import adapter_misfits, trl_starts
+from ...compat.vllm import trl_starts
 from ...fsdp2_qlora.launch_checks import is_fsdp_launch
 from ...utils.ranks import on_main
 from .adapter_sync import RolloutError, check_trained, served_rank
@@ -86,9 +86,6 @@ def choose_sync(
         served_rank(peft_config)
         if isinstance(model, PeftModel):
             check_trained(model)
-        problems = adapter_misfits()
-        if problems:
-            raise RolloutError("the installed TRL differs from 1.16 in " + "; ".join(problems))
     except RolloutError as error:
         if args.rollout_sync == "adapter" or quantized:
             raise

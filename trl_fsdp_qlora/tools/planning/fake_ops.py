@@ -14,7 +14,8 @@ from torch import nn
 from transformers import AttentionInterface, PretrainedConfig
 
 from ...fsdp2_qlora.grouped_product import SCRATCH_BYTES
-from ...long_rows.tiles import Tiled, install, per_token, tile_size
+from ...long_rows.kinds import per_token
+from ...long_rows.tiles import Tiled, install, tile_size
 from ...scoring.frozen_head import TOKEN_TILE, TOKEN_TILE_GPU, VOCABULARY_CHUNK, VOCABULARY_CHUNK_GPU
 
 ATTENTION = "planned_attention"
