@@ -30,7 +30,7 @@ for name in (
 ):
     import_module(name)
 
-for name in ("bitsandbytes", "deepspeed", "matplotlib.backends.backend_agg", "trl_fsdp_qlora.tools.evaluation.plots"):
+for name in ("bitsandbytes", "deepspeed"):
     with contextlib.suppress(ImportError):
         import_module(name)
 

@@ -1,8 +1,8 @@
 """The part of a value that may leave this machine: no secret, and no path that only its owner has.
 
-Secrets are found by the names of their fields, flags, variables and dictionary keys, and by the form of well-known
-services' tokens; they are never written. Any other text of a user (a reward's name, a prompt, a run's name) is left as
-it is.
+Secrets are found by the names of their fields, flags, variables and dictionary keys, and by the form of the tokens
+that a training meets; they are never written. Any other text of a user (a reward's name, a prompt, a run's name) is
+left as it is.
 """
 
 import json
@@ -18,21 +18,14 @@ _SECRET = re.compile(
     r"|(?:api|access|secret|private|auth)[_.-]?key$|^(?:proxy[_.-])?authorization$"
 )
 _CREDENTIALS = re.compile(r"(?<=://)[^\s/@]+@")  # in a URL
-# The tokens of services, each with a prefix of its own; \b keeps `task-...` from being read as `sk-...`.
+# Tokens of Hugging Face, OpenAI and its like, GitHub, W&B; \b keeps `task-...` from being read as `sk-...`.
 _TOKEN = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}"  # Hugging Face
-    r"|sk-[A-Za-z0-9_-]{16,}"  # OpenAI, Anthropic, OpenRouter
-    r"|wandb_v\d_[A-Za-z0-9_-]{16,}"
-    r"|gh[oprsu]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"  # GitHub, GitLab
-    r"|xox[abeoprs]-[\w-]{10,}|AKIA[A-Z0-9]{16}|AIza[\w-]{30,}"  # Slack, AWS, Google
-    r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,})"  # JSON web tokens
-    r"|(?<=[Bb]earer )\S{8,}"
+    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[oprsu]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|wandb_v\d_[\w-]{16,})"
 )
 # An absolute path of two or more parts inside a text; the parts of a URL or of a relative path are none.
 _PATH = re.compile(
     r"(?<![\w./\\:~-])(?:~|(?:/|[A-Za-z]:\\)[^\s/\\:'\"<>|()\[\],;]+)(?:[/\\][^\s/\\:'\"<>|()\[\],;]+)+"
 )
-HIDDEN = "***"  # replaces a token within a text
 
 
 def is_secret_name(name: str) -> bool:
@@ -67,7 +60,7 @@ def _walk(value: Any, of_text: Callable[[str], str]) -> Any:
 
 def without_tokens(text: str) -> str:
     """`text` with `***` in the place of services' tokens, and without logins in URLs."""
-    return _TOKEN.sub(HIDDEN, _CREDENTIALS.sub("", text))
+    return _TOKEN.sub("***", _CREDENTIALS.sub("", text))
 
 
 def without_secrets(fields: dict[str, Any]) -> dict[str, Any]:

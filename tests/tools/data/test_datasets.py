@@ -240,3 +240,30 @@ def test_a_file_of_ones_own_trains_unmeasured_and_is_measured_whole(tmp_path, ca
     assert len(train) == 2 and test is None
     assert len(load_held_out(ScriptArguments(dataset=path))) == 2
     assert path in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("rows.jsonl", b'{"question": "1", "answer": 2}\n{"question": "3", "answer": 6x}\n', "line 2 is no JSON .*6x"),
+        ("rows.jsonl", '{"question": "1"}\n{"question": "café"}\n'.encode("latin-1"), "line 2 is not UTF-8: .*caf"),
+        ("rows.csv", 'question,answer\n1,2\n"café",3\n'.encode("latin-1"), "line 3 is not UTF-8: .*caf"),
+    ],
+)
+def test_a_broken_row_is_named_with_its_file_and_line(tmp_path, name, content, reason):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(datasets.DatasetError, match=f"{name}.*{reason}"):
+        datasets.read_problems(str(tmp_path / name), graded=False)
+
+
+def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "rows.jsonl").touch()
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked the Hub"))
+    for source in ("nosuch.jsonl", "./nosuch", "/nowhere/data", "data/nosuch", "a/b/c"):
+        with pytest.raises(datasets.DatasetError, match=f"{source}'?: there is no such file or folder"):
+            datasets.read_problems(source)
+    with pytest.raises(datasets.DatasetError, match=r"did you mean 'rows\.jsonl'"):
+        datasets.read_problems("row.jsonl")
+    assert not datasets.is_missing_path("gsm8k") and not datasets.is_missing_path("openai/gsm8k")

@@ -101,7 +101,7 @@ def test_every_card_has_metadata_and_recipe(trained):
 
 def test_a_card_has_the_accuracy_of_these_weights_alone(trained):
     grpo_trainer, _ = trained
-    info = replace(grpo_trainer.card_info, data_license="mit", picture="training.png", accuracy_step=2)
+    info = replace(grpo_trainer.card_info, data_license="mit", accuracy_step=2)
     info.accuracy = {"n": 300, "pass_at_1": 0.19, "interval": (0.1498, 0.2381)}
     with patch.multiple(grpo_trainer, card_info=info):
         measured = card.card_of(grpo_trainer)
@@ -110,7 +110,7 @@ def test_a_card_has_the_accuracy_of_these_weights_alone(trained):
     assert result.metric_name == "greedy pass@1 (n=300, 95% interval 15.0-23.8)"
     assert result.dataset_name == "sums, held-out problems"
     assert "model-index" in measured.content
-    for text in ("](training.png)", "`someone/sums`, licence mit", "on 300 held-out problems"):
+    for text in ("`someone/sums`, licence mit", "on 300 held-out problems"):
         assert text in measured.text
     info = replace(info, accuracy_step=1, settings=())  # the accuracy of other weights than those of step 2
     with patch.multiple(grpo_trainer, card_info=info), patch.multiple(grpo_trainer.args, token_selection="s_grpo"):

@@ -19,7 +19,7 @@ from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.tools.recipe import checks, runner
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
-from trl_fsdp_qlora.tools.recipe.record import keep_paths, kept_paths
+from trl_fsdp_qlora.tools.recipe.record import evaluate_line, keep_paths, kept_paths, measured_settings
 from trl_fsdp_qlora.trainers.run import unscored
 from trl_fsdp_qlora.utils import nonfatal
 
@@ -233,28 +233,9 @@ def test_where_the_data_lies_is_kept_for_this_machine_alone(tmp_path, monkeypatc
         script = ScriptArguments(**source)
         keep_paths("out", script)
         assert kept_paths("out") == kept
-        settings = runner.measured_settings(script, config(EfficientGRPOConfig, "out"), ModelConfig())
+        settings = measured_settings(script, config(EfficientGRPOConfig, "out"), ModelConfig())
         assert str(tmp_path) not in str(settings)
-    line = runner.evaluate_line("out", script)
+    line = evaluate_line("out", script)
     assert line == "trl-fsdp-qlora evaluate --adapter out --eval_dataset my_data.py:load"
     data.unlink()
     assert kept_paths("out") == {}  # of another machine
-
-
-def test_phases_are_stacked_and_what_is_measured_beside_a_step_is_none():
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    from matplotlib.collections import PolyCollection
-
-    from trl_fsdp_qlora.tools.evaluation import plots
-
-    phases = {"time/generate_s": 0.2, "time/forward_backward_s": 0.1, "time/accuracy_s": 9.0, "time/evaluate_s": 9.0}
-    history = [{"step": step, "reward": 0.5, "step_time": 0.3, **phases} for step in (10, 20)]
-    history += [{"step": 15, "eval_reward": 0.5, "eval_runtime": 1.0}, {"step": 20, "train_runtime": 6.0}]
-    figure, axes = pyplot.subplots()
-    plots.stack_phases(axes, history)
-    layers = [part for part in axes.get_children() if isinstance(part, PolyCollection)]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["forward backward", "generate"]
-    # The second on top of the first, and nothing above a step.
-    assert [part.get_paths()[0].vertices[:, 1].max() for part in layers] == pytest.approx([0.2, 0.3])
-    assert axes.get_ylim()[1] < 0.5
-    pyplot.close(figure)

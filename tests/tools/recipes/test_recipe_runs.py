@@ -171,7 +171,7 @@ def test_a_run_records_its_accuracy(ended_run):
     record = ended_run.record
     assert record["before"]["n"] == record["after"]["n"] == 6
     assert [entry["step"] for entry in record["history"] if "accuracy" in entry] == [2]
-    assert {"adapter_model.safetensors", "training.png"} <= {path.name for path in ended_run.out.iterdir()}
+    assert {"adapter_model.safetensors", "report.html"} <= {path.name for path in ended_run.out.iterdir()}
 
 
 def test_a_run_and_its_checkpoint_have_cards(ended_run):

@@ -82,7 +82,7 @@ GRPO = [
     ("--model_name_or_path adapter", "model_name_or_path='adapter' is an adapter, not a model"),
     ("--model_name_or_path no_tokenizer", "model_name_or_path='no_tokenizer' has no tokenizer"),
     ("--model_name_or_path no_template", "model_name_or_path='no_template' has no chat template; set chat: false"),
-    ("--dataset dta.jsonl", "dataset 'dta.jsonl' (split 'train') cannot be loaded: "),
+    ("--dataset dta.jsonl", "dataset 'dta.jsonl': there is no such file or folder; did you mean 'data.jsonl'?"),
     ("--dataset empty.jsonl", "empty.jsonl is empty: write a row into it"),
     ("--dataset blank.csv", "blank.csv is empty: write a row into it"),
     ("--dataset data.txt", "data.txt is not a file of a known kind: .jsonl, .json, .csv, .tsv, .parquet"),

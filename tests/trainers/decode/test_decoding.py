@@ -97,7 +97,7 @@ TEXT = [
 ]
 
 
-@pytest.mark.parametrize("name", these_first(TEXT, *TEXT[::3]))
+@pytest.mark.parametrize("name", these_first(TEXT, *TEXT[::6]))
 def test_greedy_is_token_identical(name):
     """States of recurrent layers are repeated and dropped with keys and values; positions may have several axes."""
     family = MULTIMODAL.get(name.removesuffix(" (text)")) or FROM_NO_STATE.get(name) or RECURRENT.get(name, [None])[0]
@@ -125,7 +125,7 @@ PER_ROW = {
 }
 
 
-@pytest.mark.parametrize("name", these_first(FAMILIES, *[*FAMILIES][::3]))
+@pytest.mark.parametrize("name", these_first(FAMILIES, *[*FAMILIES][::6]))
 def test_greedy_is_token_identical_for_prompts_with_images(name, tmp_path):
     """Against transformers' loop on a batch that holds each image per row."""
     model, batch = with_images(name)

@@ -90,7 +90,7 @@ def episodes(model, kept: KeptTurns | None, prompts=PROMPTS, turns=4, settings=N
     return [completions for completions, _ in drawn], [tokens for _, tokens in drawn]
 
 
-@pytest.mark.parametrize("name", these_first(EPISODES, *EPISODES[::3]))
+@pytest.mark.parametrize("name", these_first(EPISODES, *EPISODES[::6]))
 def test_greedy_episodes_are_token_identical(name):
     """Rows of different lengths, rows that end before others, and rows that leave from turn to turn."""
     model = any_model(name)
@@ -134,7 +134,7 @@ def test_models_whose_turns_are_prefilled_whole(name):
     assert why_not_kept(any_model(name)) is not None
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("name", these_first(["llama", "qwen3_5"], "llama"))
 def test_an_episode_of_four_turns_prefills_a_quarter(name):
     """A prompt of 1,700 tokens, and 300 a turn: 150 drawn and 150 of a tool. Stock TRL prefills 8,600."""
     model = any_model(name)

@@ -38,7 +38,7 @@ from .scripts import (
     with_recipe,
 )
 
-_OPTIONAL = ("bitsandbytes", "deepspeed", "vllm", "math-verify", "matplotlib")
+_OPTIONAL = ("bitsandbytes", "deepspeed", "vllm", "math-verify")
 _LEVELS = ("error", "warning", "ok")
 _FREE = 5 * 2**30  # bytes that a run's folder should have; checkpoints of an adapter fit
 

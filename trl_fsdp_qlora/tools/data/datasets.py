@@ -78,6 +78,8 @@ def read_rows(source: str, split: str = "train", config: str | None = None) -> I
     if is_import_path(source):
         return load_function(source)(**({"split": split} if has_splits(source) else {}))
     path = Path(source)
+    if is_missing_path(source):
+        raise DatasetError(f"dataset {source!r}: there is no such file or folder{mistyped_path(source)}")
     if path.is_file() and path.suffix not in _READERS:
         raise DatasetError(f"{source} is not a file of a known kind: {', '.join(_READERS)}")
     if path.is_file() and path.stat().st_size < 100 and not path.read_bytes().strip():
@@ -94,10 +96,38 @@ def read_rows(source: str, split: str = "train", config: str | None = None) -> I
     except StopIteration:  # of the JSON reader
         raise DatasetError(f"{source} is empty: it has no rows") from None
     except (OSError, ValueError, KeyError, DatasetsError) as error:
-        reason = str(error.__cause__ or error).strip().split("\n")[0]
+        reason = _broken_line(path) or str(error.__cause__ or error).strip().split("\n")[0]
         raise DatasetError(
             f"dataset {source!r} (split {split!r}) cannot be loaded: {reason}{mistyped_path(source)}"
         ) from error
+
+
+def is_missing_path(source: str) -> bool:
+    """Whether `source` can only be meant as a file or folder of this machine, and there is none.
+
+    It ends like a file that is read here, begins like a path, or its first folder is here. A data set on the Hub is
+    called `name` or `owner/name`.
+    """
+    path = Path(source)
+    is_path = path.suffix in _READERS or source.startswith((".", "/", "~")) or len(path.parts) > 2
+    return not path.exists() and (is_path or (len(path.parts) == 2 and Path(path.parts[0]).is_dir()))
+
+
+def _broken_line(path: Path) -> str | None:
+    """The first line of a text file that is not UTF-8 or, in a `.jsonl` file, no JSON; with its number and reason."""
+    if not path.is_file() or path.suffix == ".parquet":
+        return None
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                text = line.decode("utf-8")
+                if path.suffix == ".jsonl" and text.strip():
+                    json.loads(text)
+            except UnicodeDecodeError:
+                return f"line {number} is not UTF-8: {_shortened(repr(line))}; save the file in this encoding"
+            except ValueError as error:
+                return f"line {number} is no JSON ({error}): {_shortened(text.strip())}"
+    return None
 
 
 def read_images(row: dict, source: str, row_name: str) -> list[dict]:
@@ -169,7 +199,10 @@ def read_problems(
             rows = rows.cast_column(name, Image(decode=False))
         elif isinstance(getattr(feature, "feature", None), Image):
             rows = rows.cast_column(name, List(Image(decode=False)))
-    rows = [dict(row) for row in rows]
+    try:
+        rows = [dict(row) for row in rows]
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"dataset {source!r} cannot be read: {_broken_line(Path(source)) or error}") from error
     if not rows:
         raise DatasetError(f"dataset {source!r} (split {split!r}) has no rows")
 

@@ -30,7 +30,7 @@ PROCESSING = (
     "preprocessor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
 # All that is sent: no optimizer states, no pickles, no logs.
-FILES = (CONFIG, WEIGHTS, CARD, "training.png", *PROCESSING)
+FILES = (CONFIG, WEIGHTS, CARD, *PROCESSING)
 
 
 def _rename_on_card(card: ModelCard, old_base: str, base: str, repo: str) -> None:

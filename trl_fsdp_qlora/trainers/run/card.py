@@ -52,7 +52,6 @@ class CardInfo:
     accuracy: dict[str, Any] | None = None  # greedy, for the Hub's metadata: `pass_at_1`, `n` and `interval`
     accuracy_on: str = "test"  # or "validation": the problems of `accuracy`
     accuracy_step: int | None = None  # optimizer step that `accuracy` is of; a card of other weights does not claim it
-    picture: str | None = None  # file name of the curve, next to the card
     data_license: str | None = None  # SPDX id of the training data
     recipe_file: str | None = None  # the YAML that was run
     settings: Sequence[Any] = ()  # dataclasses of the other arguments: data, rewards, model, adapter
