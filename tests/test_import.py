@@ -90,24 +90,6 @@ def test_the_package_help_and_version_import_nothing_heavy():
 
 
 @pytest.mark.processes
-def test_the_core_imports_no_trl():
-    """A loop of one's own needs torch and transformers. Each module is imported, the first that brings more fails."""
-    package = Path(trl_fsdp_qlora.__file__).parent
-    files = [path for room in ("prefix_sharing", "scoring", "long_rows") for path in (package / room).rglob("*.py")]
-    modules = [".".join(path.relative_to(package.parent).with_suffix("").parts) for path in sorted(files)]
-    assert len(modules) > 30
-    heavy = ("trl", "peft", "datasets", "pandas", "pyarrow", "requests", "matplotlib", "bitsandbytes")
-    code = (
-        "import importlib, sys\n"
-        f"for name in {modules}:\n"
-        "    importlib.import_module(name)\n"
-        f"    brought = [m for m in {heavy} if m in sys.modules]\n"
-        "    assert not brought, (name, brought)\n"
-    )
-    python(code)
-
-
-@pytest.mark.processes
 def test_recipes_and_plans_need_no_optional_package_and_no_private_module_of_fsdp(tmp_path):
     """As in `make quickstart`'s environment: what the recipes import, and the plan that they make first. FSDP2's
     private modules are used by name where it is switched on, and nowhere else."""
