@@ -88,6 +88,9 @@ def verify(
 ) -> list[str] | None:
     """Compute a few rows of a batch both ways and compare. Collective: every rank calls this.
 
+    If one rank runs out of memory, all ranks raise. If the passes themselves are collective, the other ranks wait
+    until the launcher ends them.
+
     Args:
         packed_model: the model that is compared.
         model: its root module, wrappers included.
@@ -102,10 +105,6 @@ def verify(
     Returns:
         What differs, alike on every rank; `None` if no rank has rows that can be packed and of which anything is
         wanted.
-
-    Raises:
-        torch.OutOfMemoryError: some rank ran out of memory; raised on all ranks. If the passes themselves are
-            collective, the other ranks wait until the launcher ends them.
     """
     device = batch.input_ids.device
     try:
@@ -290,10 +289,7 @@ def shortened(batch: Batch, sequences: Sequences, window: int) -> Batch:
 def _cuts(ends: list[tuple[int, int]], rows: int, width: int, tokens: int, device: torch.device) -> tuple[Cuts, Cuts]:
     """Returns the forwards of the packed and of the padded pass; every rank has the same number of them. Collective.
 
-    Args:
-        ends: this rank's rows `[first, last)` of each packed forward.
-        rows, width: of the padded batch.
-        tokens: number of tokens of the step's own forward on this rank.
+    `ends` are this rank's rows `[first, last)` of each packed forward, `tokens` those of the step's own forward.
     """
     # The largest number of packed forwards of all ranks, and the smallest number of padded rows at once.
     forwards, negative_rows = reduced_over_ranks([len(ends), -max(1, tokens // width)], device)
@@ -336,16 +332,7 @@ def compare(
     """Returns what differs between the packed and the padded pass over a few rows, see [`verify`]. Collective.
 
     The compared gradients are those of a sum over the scored tokens with random weights. Each pass adds its gradients
-    with a sign, so there is never more than one copy of them.
-
-    Args:
-        model: the root module, wrappers included.
-        packed, padded: return values `(n, C)` of some of the rows from one forward, or raise.
-        scored_RC: the tokens to compare.
-        cuts: the result of [`_cuts`].
-        embeddings: the module whose output is moved by one rounding.
-        unit: the result of [`rounding_unit`].
-        of: what the values are.
+    with a sign, so there is never more than one copy of them. `embeddings` is the module whose output rounding moves.
     """
     device = scored_RC.device
     packed_cuts, padded_cuts = cuts
@@ -484,9 +471,8 @@ def _moved_by_rounding(embeddings: nn.Module, unit: float, seed: int) -> Iterato
 def compares_gradients(model: nn.Module) -> bool:
     """Whether gradients are recorded and the effect of a plain `backward` through `model` can be undone.
 
-    It can be undone if the model has no wrapper, or DDP, or FSDP2 without unreduced gradients. It cannot if the
-    wrapper has a backward of its own (DeepSpeed, FSDP1), if the installed torch's FSDP2 is not known, or if an
-    optimizer steps inside the backward.
+    It cannot if a wrapper has a backward of its own (DeepSpeed, FSDP1), if FSDP2 has unreduced gradients or is of a
+    torch that is not known, or if an optimizer steps inside the backward.
     """
     if isinstance(model, FSDPModule):
         return torch.is_grad_enabled() and misfit() is None and not has_unreduced_gradients(model)
@@ -545,12 +531,9 @@ def _is_collective(model: nn.Module) -> bool:
 
 
 def _together(is_collective: bool, device: torch.device, work: Callable, *args: Any) -> Any:
-    """Returns the result of `work`, which each rank runs. Collective.
+    """Returns the result of `work`, which each rank runs; raises on all ranks if it failed on some. Collective.
 
-    Raises:
-        CannotPack: `work` failed on some rank; raised on all ranks, with the reason.
-        torch.OutOfMemoryError: some rank ran out of memory; raised on all ranks. If `work` is a collective pass, only
-            that rank raises, and at once, because the other ranks wait in the pass.
+    If `work` is a collective pass, a rank that runs out of memory raises at once, because the others wait in the pass.
     """
     result, error = _attempt(work, *args)
     out_of_memory = error is not None and is_out_of_memory(error)

@@ -9,6 +9,7 @@ its call, see [`attention.call.AttentionCall`].
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from ..compat.signatures import is_of_library, names_in_code
+from ..compat.signatures import is_of_library
 from .attention.backends import LAYER_TYPES as ATTENTION
 from .attention.implementation import implementation_of
 from .dropout import ATTENTION_NAMES, attention_reason
@@ -123,9 +124,9 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
 
 
 def _attends_by_registry(model: PreTrainedModel) -> bool:
-    """Whether attention layers of `model` look up transformers' attention functions."""
-    layers = (module for module in model.modules() if "layer_idx" in vars(module))
-    return any("ALL_ATTENTION_FUNCTIONS" in names_in_code(type(layer)) for layer in layers)
+    """Whether the file of an attention layer of `model` has transformers' table of attention functions."""
+    classes = {cls for module in model.modules() if "layer_idx" in vars(module) for cls in type(module).__mro__}
+    return any(hasattr(sys.modules.get(cls.__module__), "ALL_ATTENTION_FUNCTIONS") for cls in classes)
 
 
 def setting(config: PreTrainedConfig, name: str, default: Any = None) -> Any:

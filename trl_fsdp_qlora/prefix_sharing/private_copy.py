@@ -8,10 +8,12 @@ optimizer may step in a hook of theirs: both see nothing of the comparison.
 import functools
 import operator
 import types
+from copy import copy as shallow_copy
 from typing import Any
 
 from torch import nn
 
+from ..long_rows.tiles import Tiled
 from .problems import CannotPack
 
 # The attributes in which a module has a forward of its own, or one that ours replaced.
@@ -71,6 +73,10 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
         return functools.partial(
             _copied(value.func, copies), *_copied(value.args, copies), **_copied(value.keywords, copies)
         )
+    if isinstance(value, Tiled):  # it refers to the module's own forward, and to its layer and norm
+        copied = shallow_copy(value)
+        vars(copied).update({name: _copied(x, copies) for name, x in vars(value).items()})
+        return copied
     if isinstance(value, types.FunctionType) and value.__closure__:
         return _copied_function(value, copies)
     return value

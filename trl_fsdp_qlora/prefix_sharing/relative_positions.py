@@ -7,7 +7,6 @@ and in Beam positions that are further apart than a limit count as absolute ones
 begin in the same column share tokens.
 """
 
-import inspect
 from collections.abc import Callable
 
 import torch
@@ -39,6 +38,8 @@ mrope_interleaved mrope_section mscale mscale_all_dim original_max_position_embe
 rope_theta rope_type short_factor truncate type
 """
 ROTARY_SETTINGS = frozenset(_ROTARY_SETTINGS.split())
+# Folders of the models whose decoders count the tokens in the mask, if they get no positions.
+_COUNT_TOKENS = {"idefics", "opt"}
 
 
 def sees_distances(model: PreTrainedModel) -> bool:
@@ -65,14 +66,14 @@ def family_of(module_class: type[nn.Module]) -> str | None:
 def stock_positions(model: PreTrainedModel) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
     """The function by which `model` derives positions `(B, L)` from ids and mask; `None` if it counts columns.
 
-    The model uses it if it gets no positions. OPT counts the tokens in the mask; RoBERTa, and models that are built
-    like it, count the tokens whose id is not that of the padding token.
+    The model uses it if it gets no positions. OPT and Idefics count the tokens in the mask; RoBERTa, and models that
+    are built like it, count the tokens whose id is not that of the padding token.
     """
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_input_ids") and isinstance(
             getattr(module, "position_embeddings", None), nn.Embedding
         ):
             return lambda ids, _mask: module.create_position_ids_from_input_ids(ids, module.padding_idx)
-    if "cumsum" in inspect.unwrap(type(model.get_decoder()).forward).__code__.co_names:
+    if family_of(type(model.get_decoder())) in _COUNT_TOKENS:
         return lambda _ids, mask: mask.cumsum(1) * mask - 1
     return None

@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.tiny import lora
 from trl_fsdp_qlora import share_prompts
+from trl_fsdp_qlora.long_rows.tiles import install
 from trl_fsdp_qlora.prefix_sharing import check
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.private_copy import private_copy
@@ -201,6 +202,14 @@ def test_the_comparison_reaches_no_gradient_and_no_hook_of_the_user():
     copy = private_copy(tied)
     assert copy.lm_head.weight is copy.model.embed_tokens.weight is not tied.lm_head.weight
     assert copy.lm_head.weight.data_ptr() == tied.lm_head.weight.data_ptr()
+
+
+def test_a_copy_of_a_model_in_tiles_runs_none_of_the_models_own_modules():
+    """A comparison left its gradients in MLPs and norms of the model, a hundred times those of the first step."""
+    model = build("llama")
+    install(model, "auto")
+    private_copy(model)(input_ids=torch.randint(3, 40, (2, 9))).logits.sum().backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == []
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral_sliding", "qwen3_5"])

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from trl_fsdp_qlora import share_prompts
-from trl_fsdp_qlora.prefix_sharing import relative_positions
-from trl_fsdp_qlora.prefix_sharing.relative_positions import FAMILIES, family_of, sees_distances
+from trl_fsdp_qlora.prefix_sharing.relative_positions import family_of, sees_distances
 
 from .every_model import CLASSES, VARIANTS, small_model
 from .helpers import VOCABULARY, assert_equal_gradients, build, gradients, small, with_stock_head
@@ -100,20 +99,6 @@ def test_other_models_share_in_equal_columns_only(name):
         assert ours.prompt_sharing.figures.tokens, ours.prompt_sharing.describe()
         torch.testing.assert_close(values, expected[0], atol=2e-5, rtol=1e-5)
         assert_equal_gradients(our_gradients, expected[1], tolerance=2e-5)
-
-
-@pytest.mark.parametrize("columns", [(4, 4), (1, 8), (4,)], ids=["equal columns", "different ones", "one group"])
-def test_the_first_comparison_has_rows_in_different_columns(columns, monkeypatch):
-    """The second net: a family that is wrongly in the table is found whatever the first batch looks like."""
-    monkeypatch.setattr(relative_positions, "FAMILIES", FAMILIES | {"hunyuan_v1_dense"})
-    model = share_prompts(with_stock_head(with_uneven_norms(build(ABSOLUTE["a norm behind the rotation"]))))
-    assert model.prompt_sharing.packed_model.facts.sees_distances
-    batch = rows_in_columns(*columns)
-    if columns == (4,):
-        batch = {name: x[:1] for name, x in batch.items()}
-    scored(model, batch)
-    assert not model.prompt_sharing.is_active
-    assert "difference in log-probability" in model.prompt_sharing.describe()
 
 
 def test_layers_of_the_users_own_are_not_known():

@@ -180,6 +180,21 @@ def no_trainer_compares_and_one_rank_cannot_pack(scene):
     assert scene.sharing.is_active and scene.sharing.checked and scene.sharing.figures.tokens
 
 
+def a_hook_on_one_rank_after_the_comparison(scene):
+    """A comparison would wait for the other rank: the rank with the hook runs padded until it is taken off."""
+    scene.assert_right(scene.run())
+    handle = None
+    if dist.get_rank() == 1:
+        handle = scene.base.model.layers[0].register_forward_hook(lambda module, args, output: output)
+    for _ in range(2):
+        scene.assert_right(scene.run())
+        assert bool(scene.sharing.figures.tokens) == (handle is None)
+    if handle is not None:
+        handle.remove()
+    scene.assert_right(scene.run())
+    assert scene.sharing.figures.tokens
+
+
 def no_trainer_compares_and_one_rank_is_wrong(scene):
     def attend(call):
         return original(call) * (1 + 0.2 * dist.get_rank())
@@ -307,7 +322,7 @@ ATTENTION = (
     an_unpackable_batch_on_one_rank_under_a_named_backend, out_of_memory_on_one_rank,
     an_error_outside_of_attention, nothing_to_score_on_one_rank_at_first, fewer_rows_on_one_rank_at_first,
     an_unpackable_batch_on_one_rank_in_passes, no_trainer_compares_and_one_rank_cannot_pack,
-    no_trainer_compares_and_one_rank_is_wrong,
+    no_trainer_compares_and_one_rank_is_wrong, a_hook_on_one_rank_after_the_comparison,
 )  # fmt: skip
 
 

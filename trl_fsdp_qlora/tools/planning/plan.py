@@ -178,13 +178,19 @@ def _phases(
     launch = settings.launch
     gpu = hardware.gpu
     static = model.static_bytes(passes.whole(settings, config), settings)
-    held = {name: size for name, size in static.items() if not _is_on_host(name, launch.offload)}
+    on_host = {None: (), "optimizer": (model.OPTIMIZER,), "all": static.keys() - {model.BUCKETS}}[launch.offload]
+    held = {name: size for name, size in static.items() if name not in on_host}
     gradients = {name: held.pop(name) for name in (model.GRADIENTS, model.BUCKETS) if name in held}
     # On a CPU it is this process without the model: whatever planning leaves in the process is in the run as well.
     process = CONTEXT if gpu else psutil.Process().memory_info().rss
     free = hardware.per_rank(launch.ranks_per_machine) - sum(held.values()) - process
     in_a_layer, whole = gathered_bytes(settings, config, gpu)
-    in_a_rollout = whole if _gathers_whole(settings, whole, free) else in_a_layer
+    # Generation and scoring may gather the whole model, see `fsdp2_qlora.generation.choose`; with vLLM not.
+    in_a_rollout = in_a_layer
+    if launch.kind == "fsdp2" and not settings.is_paired and not settings.use_vllm:
+        gather = settings.fsdp_gather
+        if gather == "once" or (gather != "per_layer" and whole <= FREE_SHARE * free):
+            in_a_rollout = whole
     awake = {} if engine is None else {ENGINES_BASE: engine.base, ENGINE: engine.rest}
     asleep = awake
     if engine is not None and settings.vllm_enable_sleep_mode:
@@ -209,11 +215,6 @@ def _phases(
         parts = {**held, **temporary, **further, GATHERED: gathered, PROCESS: process, ROOM: room}
         phases[name] = {part: size for part, size in parts.items() if size}
     return phases
-
-
-def _is_on_host(part: str, offload: str | None) -> bool:
-    """Whether host memory holds this part of what a rank holds; the gradient buckets stay on the device."""
-    return part != model.BUCKETS if offload == "all" else part == model.OPTIMIZER and offload is not None
 
 
 def _loss_bytes(settings: Settings, config: PretrainedConfig, step: Step, gpu: bool) -> int:
@@ -271,19 +272,6 @@ def gathered_bytes(settings: Settings, config: PretrainedConfig, on_gpu: bool) -
     if settings.launch.kind == "fsdp2":
         buffers = 1 if on_gpu else 2
     return total - sum(inside) + (2 + buffers) * max(inside, default=0), total
-
-
-def _gathers_whole(settings: Settings, whole: int, free: int) -> bool:
-    """Whether generation and scoring gather the whole model, of `whole` bytes, next to the shards."""
-    # With vLLM the model does not generate, see `fsdp2_qlora.trainer`.
-    if (
-        settings.launch.kind != "fsdp2"
-        or settings.is_paired
-        or settings.fsdp_gather == "per_layer"
-        or settings.use_vllm
-    ):
-        return False
-    return settings.fsdp_gather == "once" or whole <= FREE_SHARE * free  # as in `fsdp2_qlora.generation.choose`
 
 
 def format_bytes(size: float) -> str:

@@ -5,7 +5,6 @@ the other. `prefix_sharing.passes.plan_step` needs no model, so it plans the ste
 """
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -66,10 +65,9 @@ class Step(NamedTuple):
 
 def plan_step(settings: Settings, reason: str | None = None) -> Step:
     """The passes of a step; `reason` is why passes of this model cannot share values, or `None` if they can."""
+    rows = settings.rows
     accumulated = settings.gradient_accumulation_steps
     padded = settings.prefix_sharing == "off"
-    # A step may need completions that are not generated yet.
-    ahead = 1 if settings.is_paired else min(accumulated, settings.rollout_batches)
     limit = settings.values.get("tokens_per_pass")
     if padded:
         reason = "prefix_sharing: off"
@@ -77,34 +75,18 @@ def plan_step(settings: Settings, reason: str | None = None) -> Step:
         reason = "nothing is drawn ahead"
     elif limit == 0:
         reason = "tokens_per_pass: 0"
+    # A step may need completions that are not generated yet.
+    ahead = 1 if settings.is_paired else min(accumulated, settings.rollout_batches)
+    plan = None
     if reason is None and (ahead > 1 or limit is not None):
+        prompt_B = np.arange(rows * ahead) // settings.num_generations
+        sequences = _sequences_of(prompt_B, settings.prompt_tokens, settings.max_completion_length)
         one_by_one = settings.launch.kind.startswith("zero")
-        lengths = (settings.prompt_tokens, settings.max_completion_length)
-        step = _shared(settings.rows, ahead, settings.num_generations, *lengths, limit, one_by_one)
-        if step is not None:
-            repeats = -(-accumulated // ahead)
-            repeated = {name: repeats * getattr(step, name) for name in ("passes", "trunks", "values", "computed")}
-            return step._replace(**repeated)
-    shape = passes.loss_shape(settings, not padded, True)
-    tokens = shape.rows * shape.length
-    return Step(Pass(tokens, settings.rows), accumulated, 0, 0, accumulated * tokens, reason=reason)
-
-
-@lru_cache(maxsize=64)  # most fields that a search for what fits changes do not change the passes
-def _shared(
-    rows: int,
-    batches: int,
-    group: int,
-    prompt: int,
-    completion: int,
-    tokens_per_pass: int | None,
-    one_by_one: bool,
-) -> Step | None:
-    """The passes of micro-batches that are planned together; `None` if each computes its own prompts."""
-    sequences = _sequences_of(np.arange(rows * batches) // group, prompt, completion)
-    plan = sharing.plan_step(sequences, batches, _RULES, tokens_per_pass, one_by_one)
+        plan = sharing.plan_step(sequences, ahead, _RULES, limit, one_by_one)
     if plan is None:
-        return None
+        shape = passes.loss_shape(settings, not padded, True)
+        tokens = shape.rows * shape.length
+        return Step(Pass(tokens, rows), accumulated, 0, 0, accumulated * tokens, reason=reason)
     longest = Pass(0, 0)
     computed = 0
     run = sharing.Run(plan)
@@ -115,13 +97,14 @@ def _shared(
         of_trunks = int(forest.lengths[forest.computed :].sum())
         size = Pass(forest.tokens, len(forward.rows), of_trunks, forest.kept)
         longest = max(longest, size, key=lambda one: one.tokens + one.trunk)
+    repeats = -(-accumulated // ahead)
     return Step(
         longest=longest,
-        passes=len(plan.rows_of_pass),
-        trunks=int(plan.trunks.sum()),
+        passes=repeats * len(plan.rows_of_pass),
+        trunks=repeats * int(plan.trunks.sum()),
         # A row that is longer than the limit runs alone, in one pass: it is not cut.
-        values=plan.count if plan.passes_per_batch > 1 else 0,
-        computed=computed,
+        values=repeats * plan.count if plan.passes_per_batch > 1 else 0,
+        computed=repeats * computed,
         batches_per_pass=plan.batches_per_pass,
         passes_per_batch=plan.passes_per_batch,
     )
