@@ -43,8 +43,8 @@ def test_what_scripts_import_is_there(folder):
                 if importlib.util.find_spec(node.module) is None:
                     missing.append(f"{path.name}: {node.module}")
                 elif not hasattr(import_module(node.module), alias.name):
-                    is_file = (ROOT / node.module.replace(".", "/") / f"{alias.name}.py").exists()
-                    if not is_file:  # a file may need vLLM
+                    path_of_name = ROOT / node.module.replace(".", "/") / alias.name
+                    if not path_of_name.is_dir() and not path_of_name.with_suffix(".py").exists():  # may need vLLM
                         missing.append(f"{path.name}: {alias.name} of {node.module}")
     assert not missing
 
