@@ -17,8 +17,8 @@ with importing():
     from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments, parse_recipe
     from trl_fsdp_qlora.tools.recipe.checks import check_script, check_teacher, load_tokenizer
     from trl_fsdp_qlora.tools.recipe.problems import load_data
+    from trl_fsdp_qlora.tools.recipe.record import check_output_dir
     from trl_fsdp_qlora.tools.recipe.runner import model_arguments, run_recipe
-    from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
     from trl_fsdp_qlora.tools.recipe.script import run_main
     from trl_fsdp_qlora.utils.threads import fit_threads
 

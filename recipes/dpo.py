@@ -31,8 +31,8 @@ with importing():
         write_pairs,
     )
     from trl_fsdp_qlora.tools.recipe.problems import load_data, load_problems, prompts_of
+    from trl_fsdp_qlora.tools.recipe.record import check_output_dir
     from trl_fsdp_qlora.tools.recipe.runner import model_arguments, run_recipe
-    from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
     from trl_fsdp_qlora.tools.recipe.script import run_main, say
     from trl_fsdp_qlora.utils.ranks import on_main
 

@@ -37,8 +37,8 @@ with importing():
     from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
     from trl_fsdp_qlora.tools.recipe.episodes import agent_of, check_tool_template, judge_of, with_tool_format
     from trl_fsdp_qlora.tools.recipe.problems import load_held_out
-    from trl_fsdp_qlora.tools.recipe.record import as_words, code_in
-    from trl_fsdp_qlora.tools.recipe.runner import load_processing, settings_in
+    from trl_fsdp_qlora.tools.recipe.record import as_words, code_in, settings_in
+    from trl_fsdp_qlora.tools.recipe.runner import load_processing
     from trl_fsdp_qlora.tools.recipe.script import run_main, say
     from trl_fsdp_qlora.trainers.run.card import hardware, software
     from trl_fsdp_qlora.utils.files import write_json

@@ -20,8 +20,8 @@ with importing():
     from trl_fsdp_qlora.tools.recipe.checks import check_script, load_tokenizer
     from trl_fsdp_qlora.tools.recipe.privileged import SDFTScriptArguments, privileged_prompts
     from trl_fsdp_qlora.tools.recipe.problems import load_problems, to_measure
+    from trl_fsdp_qlora.tools.recipe.record import check_output_dir
     from trl_fsdp_qlora.tools.recipe.runner import accepted_arguments, run_recipe
-    from trl_fsdp_qlora.tools.recipe.same_command import check_output_dir
     from trl_fsdp_qlora.tools.recipe.script import run_main
     from trl_fsdp_qlora.utils.threads import fit_threads
 

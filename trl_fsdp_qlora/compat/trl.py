@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable
 from importlib import import_module
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -190,34 +190,6 @@ def tool_suffix_ids(tokenizer: Any, chat_template: str | None, options: dict, me
     from trl import GRPOTrainer
 
     return GRPOTrainer._get_tool_suffix_ids(trainer, messages)
-
-
-def self_distillation_loss(
-    functions: ModuleType, settings: Any, student: torch.Tensor, teacher: torch.Tensor, ids: torch.Tensor
-) -> torch.Tensor:
-    """SDPO's and SDFT's loss of each token as in `_compute_self_distillation_loss`, before it is clipped.
-
-    Args:
-        functions: a module with TRL's functions of logits.
-        settings: with the fields of their configs.
-        student, teacher: logits over the temperature, `(rows, tokens, vocabulary)`.
-        ids: of the tokens that were drawn, `(rows, tokens)`.
-
-    Returns:
-        `(rows, tokens)`.
-    """
-    alpha = settings.distillation_alpha
-    if settings.distillation_mode == "topk_logits":
-        return functions.compute_topk_self_distillation_loss(
-            student,
-            teacher,
-            distillation_topk=settings.distillation_topk,
-            distillation_alpha=alpha,
-            distillation_add_tail=settings.distillation_add_tail,
-        )
-    if settings.distillation_mode == "full_logits":
-        return functions.compute_full_logit_self_distillation_loss(student, teacher, distillation_alpha=alpha)
-    return functions.compute_sampled_token_self_distillation_loss(student, teacher, ids, distillation_alpha=alpha)
 
 
 def is_padded_by_row(vision: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ layer and never casts them.
 There are two ways to compute a layer. On a CPU, and on a GPU without grouped products, the experts that got tokens are
 computed one by one, by bitsandbytes' own 4-bit product. That is a loop over 128 experts, in which the host waits for
 the number of tokens of each expert: tens of thousands of kernel launches per forward of Qwen3-30B-A3B
-(docs/launches.md). On other GPUs the experts of a layer are therefore dequantized in a few calls, as many at once as
+(dev/LOG.md). On other GPUs the experts of a layer are therefore dequantized in a few calls, as many at once as
 `SCRATCH_BYTES` hold. `torch.nn.functional.grouped_mm` multiplies them with their tokens, or a kernel of ours if that
 function is a loop (grouped_product.py). The host does not need the number of tokens of an expert. A dense weight is
 freed after its product, both in the forward and in the backward.

@@ -11,7 +11,7 @@ time. Σ_v p_v W[v] is accumulated over chunks of the vocabulary with a running 
 its values, so the only wide buffers are two of TOKEN_TILE × VOCABULARY_CHUNK elements, whatever N and V are. On a CPU
 they stay in the cache. On a GPU the tiles are larger, and one Triton kernel folds a tile of logits into the running
 sums: 200 launches for 8,192 tokens × 152k words, compared with 7,100 for small tiles in torch operations
-(docs/launches.md).
+(dev/LOG.md, 2026-11-28).
 """
 
 # A kernel's annotations are read as text: `tl` exists only if Triton is installed.

@@ -66,7 +66,11 @@ def test_a_recipe_that_is_right_and_no_folder_is_left(findings, user_folder):
         ("--learning_rate 1e-6", "warning", "learning_rate=1e-06 is one for full fine-tuning"),
         ("--lora_target_modules nothing", "error", "lora_target_modules: "),
         ("--learning_rat 1", "error", "unknown key '--learning_rat'; did you mean '--learning_rate'?"),
-        ("--per_device_train_batch_size 4", "error", "groups of 8 do not fill a generation of 4 completions"),
+        (
+            "--per_device_train_batch_size 4",
+            "error",
+            "generation_batch_size (4) must be divisible by num_generations (8)",
+        ),
         ("--use_cpu false --accelerate_config ddp_cpu", "error", "2 processes on this machine's CPU would not"),
     ],
 )

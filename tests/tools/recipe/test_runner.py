@@ -19,7 +19,7 @@ from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.tools.recipe import checks, runner
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
-from trl_fsdp_qlora.tools.recipe.record import keep_paths, kept_paths
+from trl_fsdp_qlora.tools.recipe.record import evaluate_line, keep_paths, kept_paths, measured_settings
 from trl_fsdp_qlora.trainers.run import unscored
 from trl_fsdp_qlora.utils import nonfatal
 
@@ -233,9 +233,9 @@ def test_where_the_data_lies_is_kept_for_this_machine_alone(tmp_path, monkeypatc
         script = ScriptArguments(**source)
         keep_paths("out", script)
         assert kept_paths("out") == kept
-        settings = runner.measured_settings(script, config(EfficientGRPOConfig, "out"), ModelConfig())
+        settings = measured_settings(script, config(EfficientGRPOConfig, "out"), ModelConfig())
         assert str(tmp_path) not in str(settings)
-    line = runner.evaluate_line("out", script)
+    line = evaluate_line("out", script)
     assert line == "trl-fsdp-qlora evaluate --adapter out --eval_dataset my_data.py:load"
     data.unlink()
     assert kept_paths("out") == {}  # of another machine

@@ -8,7 +8,7 @@ from trl import ModelConfig
 
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments, parse_recipe
-from trl_fsdp_qlora.tools.recipe.same_command import ARGUMENTS, check_output_dir
+from trl_fsdp_qlora.tools.recipe.record import ARGUMENTS, check_output_dir
 from trl_fsdp_qlora.utils.files import CheckpointError
 
 COMMAND = (

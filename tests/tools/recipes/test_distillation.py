@@ -9,6 +9,7 @@ from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 from trl_fsdp_qlora.tools.recipe.arguments import ConfigError
 from trl_fsdp_qlora.tools.recipe.privileged import SDFTScriptArguments, privileged, privileged_prompts
+from trl_fsdp_qlora.tools.recipe.problems import load_problems
 
 WORDS = (
     "--model_name_or_path base --dtype float32 --dataset sums.jsonl --held_out 10 --use_peft true --lora_r 4 "
@@ -87,7 +88,7 @@ def test_the_teacher_reads_what_the_template_asks_for(folder):
     own_braces = {"question": "What is {answer}?", "answer": r"\1{question}"}
     assert privileged(own_braces, "{question} {answer}") == r"What is {answer}? \1{question}"
     script = SDFTScriptArguments("sums.jsonl", held_out=10, chat=False, privileged_template="{question}{answer}")
-    rows = privileged_prompts(script)
+    rows = privileged_prompts(script, load_problems(script).train)
     assert rows.column_names == ["prompt", "privileged_context"] and len(rows) == 50
     for row in rows:
         question, _, answer = row["privileged_context"].partition("=")
@@ -95,4 +96,4 @@ def test_the_teacher_reads_what_the_template_asks_for(folder):
     for template, reason in (("{worked}", "has what it asks for"), ("{question} {solution}", "{solution}")):
         script.privileged_template = template
         with pytest.raises(ConfigError, match=f"privileged_template.*{reason}"):
-            privileged_prompts(script)
+            privileged_prompts(script, load_problems(script).train)

@@ -81,7 +81,11 @@ def test_it_trains_and_a_stopped_run_goes_on(script, tmp_path, monkeypatch, call
         called("sft", f"{words} --num_train_epochs {epochs}")
     printed = capsys.readouterr().out
     assert "data: 32 of 70 training problems are taught" in printed
-    assert "\nmodel, metrics.json, " in printed and "{'loss'" not in printed and "\x1b" not in printed
+    assert (
+        "\nmodel, metrics.json and report.html are in out\n" in printed
+        and "{'loss'" not in printed
+        and "\x1b" not in printed
+    )
     record = json.loads((tmp_path / "out" / "metrics.json").read_text())
     losses = [entry["loss"] for entry in record["history"] if "loss" in entry]
     assert len(losses) == 4 and losses[-1] < losses[0]

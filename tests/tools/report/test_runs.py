@@ -14,7 +14,7 @@ from tests.tiny import lora, prompts, save_tiny_model, trainer
 from tests.tools.report.test_page import charts, data_of, page_of
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, EfficientRLOOConfig, EfficientRLOOTrainer
 from trl_fsdp_qlora.tools.publishing import publish
-from trl_fsdp_qlora.tools.recipe import run_page, runner
+from trl_fsdp_qlora.tools.recipe import record, runner
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.tools.report.keep import write_completions
 from trl_fsdp_qlora.trainers.rollouts.generation_batches import lengths_and_ends
@@ -113,8 +113,8 @@ def test_a_page_that_fails_is_a_warning(base, tmp_path, monkeypatch, caplog):
     def failing(*_, **__):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(run_page, "write_report", failing)
-    monkeypatch.setattr(run_page, "write_completions", failing)
+    monkeypatch.setattr(record, "write_report", failing)
+    monkeypatch.setattr(record, "write_completions", failing)
     monkeypatch.setattr("trl_fsdp_qlora.utils.nonfatal._warned", set())
     each = recipe_run(base, tmp_path)
     assert each.state.global_step == 2
@@ -129,8 +129,8 @@ class _EvaluateAfterEachStep(TrainerCallback):
 
 def test_a_page_is_written_when_something_was_measured(base, tmp_path, monkeypatch):
     pages = []
-    write = run_page.write_report
-    monkeypatch.setattr(run_page, "write_report", lambda *a, **b: pages.append(write(*a, **b)))
+    write = record.write_report
+    monkeypatch.setattr(record, "write_report", lambda *a, **b: pages.append(write(*a, **b)))
     each = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, model=base, peft_config=lora(), max_steps=2)
     each.eval_dataset = prompts(2)
     each.add_callback(_EvaluateAfterEachStep())
@@ -145,7 +145,7 @@ def test_warnings_of_a_run_are_on_its_page(base, tmp_path, monkeypatch):
     each.card_info.warnings = ["said before training"]
     verbosity = logging.get_verbosity()
     logging.set_verbosity_warning()  # another test may have silenced transformers
-    with run_page.KeptWarnings() as kept:
+    with record.KeptWarnings() as kept:
         get_logger("trl_fsdp_qlora.x").warning("a reward of /home/someone/rewards.py gave None")
         get_logger("trl_fsdp_qlora.x").warning("a reward of /home/someone/rewards.py gave None")
         logging.get_logger("transformers.x").warning("a token is missing")

@@ -25,7 +25,7 @@ SETTINGS = {
 
 
 class Server:
-    """`vllm serve` on a free port, as docs/rollouts.md starts it."""
+    """`vllm serve` on a free port, as docs/vllm.md starts it."""
 
     def __init__(self, model: str):
         self.port = free_port()

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from ...errors import UserError
-from .one_line import OneLineParser, check_num_processes, pop_options, stop_at_once, stop_by_exception
-from .scripts import config_of, method_of, refuse_other_trainers, script_of, with_recipe
+from .one_line import OneLineParser, check_num_processes, stop_at_once, stop_by_exception
+from .scripts import config_of, method_of, script_of, with_recipe
 
 
 def _parser() -> OneLineParser:
@@ -33,7 +33,6 @@ def plan(words: Sequence[str]) -> int:
     rest = with_recipe(rest)
     if not rest:
         raise UserError("plan needs a recipe: --config FILE.yaml")
-    refuse_other_trainers(pop_options(rest, ("--config",))[0].get("--config"))
     method = method_of(rest)
     # A callback may raise a KeyboardInterrupt on fake tensors, which loses it. Ending at once leaves no half-written
     # file, because nothing is written.

@@ -79,7 +79,7 @@ def refuse_typos(command: str, module: str, script: str | None, words: Sequence[
     takes_recipe = command not in ("launch", "doctor", "recipes", "config")
     config = pop_options(with_recipe(words), ("--config",))[0].get("--config") if takes_recipe else None
     if command == "plan":
-        refuse_other_trainers(config, further=("distillation", "sdft"))
+        refuse_other_trainers(config)
     refuse_unknown(command, sources, words, config)
 
 
@@ -96,16 +96,14 @@ def script_of(method: Method) -> type:
     return DPOScriptArguments if method.is_paired else ScriptArguments
 
 
-def refuse_other_trainers(path: str | None, methods: Sequence[Method] = METHODS, further: Sequence[str] = ()) -> None:
-    """Raise a `UserError` if `path` is one of this package's recipes, but of neither `methods` nor `further`.
-
-    `further` are commands that train with one of TRL's own trainers.
-    """
+def refuse_other_trainers(path: str | None, methods: Sequence[Method] = METHODS) -> None:
+    """Raise a `UserError` if `path` is one of this package's recipes, but of none of `methods`."""
     recipe = next((each for each in all_recipes() if path and each.path == Path(path)), None)
-    commands = (*(method.command for method in methods), *further)
+    commands = [method.command for method in methods]
     if recipe is not None and recipe.command not in commands:
-        known = ", ".join(commands)
-        raise UserError(f"{recipe.name} is a recipe of {recipe.command}; this command takes those of {known}")
+        raise UserError(
+            f"{recipe.name} is a recipe of {recipe.command}; this command takes those of {', '.join(commands)}"
+        )
 
 
 def method_of(words: Sequence[str], methods: Sequence[Method] = METHODS) -> Method:

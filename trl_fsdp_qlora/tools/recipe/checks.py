@@ -27,6 +27,7 @@ from ...trainers.run.input_checks import language_model_only, mistakes
 from ..data.answers import extract_answer
 from ..data.datasets import check_template
 from ..data.rewards import get_reward
+from ..evaluation.episodes import Agent
 from ..publishing.loading import TOKENIZER, has_own
 from .arguments import ConfigError, ScriptArguments
 from .episodes import OWN_REWARD, agent_of, check_tool_template, judge_of, with_tool_format
@@ -49,8 +50,12 @@ _AT_LEAST = {
 }
 
 
-def check_script(script: ScriptArguments) -> None:
-    """Refuse counts, rewards, an answer format or a template that cannot be used; a `UserError` names the field."""
+def check_script(script: ScriptArguments) -> Agent | None:
+    """Refuse counts, rewards, an answer format or a template that cannot be used; a `UserError` names the field.
+
+    Returns:
+        The tools and the environment that `script` names, if any.
+    """
     for name, smallest in _AT_LEAST.items():
         value = vars(script).get(name)
         if value is not None and value < smallest:
@@ -59,9 +64,9 @@ def check_script(script: ScriptArguments) -> None:
     for name in script.rewards:
         if name != OWN_REWARD:
             get_reward(name, script.answer_format)
-    agent_of(script)
     judge_of(script)
     check_template(script.prompt_template)
+    return agent_of(script)
 
 
 def check_training(config: Any, model: ModelConfig) -> None:
@@ -272,12 +277,12 @@ def check_recipe(script: ScriptArguments, config: Any, model: ModelConfig) -> An
     Raises:
         UserError: the message has the field, the value and the line to write.
     """
-    check_script(script)
+    agent = check_script(script)
     check_training(config, model)
     if config.resume_from_checkpoint:
         resolve_resume(config.output_dir, config.resume_from_checkpoint, read_contents=False)
     tokenizer = load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
-    if agent_of(script) is not None:
+    if agent is not None:
         tokenizer = with_tool_format(tokenizer, script)
         check_tool_template(tokenizer, model.model_name_or_path)
     check_model(model)

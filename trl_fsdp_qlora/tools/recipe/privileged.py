@@ -9,7 +9,7 @@ from datasets import Dataset
 from ..data.datasets import unknown_name
 from ..data.worked import worked
 from .arguments import ConfigError, ScriptArguments, option
-from .problems import load_problems, prompts_of
+from .problems import prompts_of
 from .script import say
 
 NAMES = ("question", "answer", "worked")  # what a template can ask for
@@ -38,12 +38,8 @@ def privileged(problem: dict, template: str) -> str | None:
     return asked_for.sub(lambda found: str(values[found[1]]), template)
 
 
-def privileged_prompts(script: SDFTScriptArguments, problems: Sequence[dict] | None = None) -> Dataset:
-    """The training problems that the teacher can be told about: `prompt` and `privileged_context`.
-
-    Args:
-        script: the recipe's script arguments.
-        problems: the training problems, if they were read before.
+def privileged_prompts(script: SDFTScriptArguments, problems: Sequence[dict]) -> Dataset:
+    """Those of the training `problems` that the teacher can be told about: `prompt` and `privileged_context`.
 
     Raises:
         ConfigError: there are none, or the template asks for something else.
@@ -54,8 +50,6 @@ def privileged_prompts(script: SDFTScriptArguments, problems: Sequence[dict] | N
         raise ConfigError(
             f"privileged_template={script.privileged_template!r}: nothing fills in {other}; {known} are known"
         )
-    if problems is None:
-        problems = load_problems(script).train
     contexts: Sequence[str | None] = [privileged(problem, script.privileged_template) for problem in problems]
     solved = [index for index, context in enumerate(contexts) if context is not None]
     if not solved:

@@ -1,33 +1,32 @@
-"""The work of a run next to training.
+"""What a run's folder says of the run: its arguments, its settings and figures, and its page.
 
-This is the held-out accuracy between steps, and the record in `metrics.json`.
+The page is `report.html`; `metrics.json` has the rest, and files that begin with an underscore stay on this machine.
 """
 
+import contextlib
+import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shlex
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from accelerate import PartialState
-from datasets import Dataset
-from torch import nn
-from transformers import TrainerCallback, TrainingArguments
-from transformers.integrations import is_deepspeed_zero3_enabled
-from trl.models import unwrap_model_for_generation
+from transformers import TrainerCallback
+from trl import ModelConfig
 
-from ...compat.transformers import model_name, quantization_of, tokenizer_of
-from ...trainers.run.checkpoints import describe_data, differences
+from ...trainers.run import checkpoints
 from ...utils import files as disk
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import plain
-from ...utils.redaction import portable
+from ...utils.redaction import portable, text_for_others, without_secrets
 from ..data.import_path import is_import_path
 from ..data.reasoning_gym import is_generated
-from ..evaluation.accuracy import Evaluation, evaluate
+from ..report.keep import write_completions
+from ..report.page import NAME as PAGE
+from ..report.page import write_report
 from .arguments import ScriptArguments
-from .episodes import agent_of, judge_of
+from .episodes import OWN_REWARD
 from .script import say
 
 # Fields that name data: a file, a folder, a name on the Hub, or a function of the user's.
@@ -82,6 +81,117 @@ def as_words(settings: dict[str, Any]) -> list[str]:
     return words
 
 
+# The arguments of the run in a folder. Transformers uploads nothing that begins with an underscore.
+ARGUMENTS = "_arguments.json"
+# Fields that say where a run is, how it goes on, how long it is, which process this one is, and whether it prints bars
+# (by default TRANSFORMERS_VERBOSITY decides).
+_NOT_COMPARED = {
+    "output_dir", "resume_from_checkpoint", "max_steps", "num_train_epochs", "local_rank",
+    "ddp_local_rank", "run_name", "disable_tqdm", "stage",
+}  # fmt: skip
+
+
+def _arguments(*parts: Any) -> dict[str, Any]:
+    """The fields of a recipe's parsed arguments, as plain values without secrets."""
+    values = {}
+    for part in parts:
+        names = [item.name for item in fields(part) if item.init and item.name not in _NOT_COMPARED]
+        values.update({name: vars(part).get(name) for name in names})
+    return plain(without_secrets(values))
+
+
+def check_output_dir(script: ScriptArguments, config: Any, model: ModelConfig) -> None:
+    """Refuse a folder that holds another run, and let a command that began the run in it go on with that run.
+
+    The same command may train longer. In that case `config.resume_from_checkpoint` becomes `auto`.
+
+    Raises:
+        CheckpointError: see [`~trl_fsdp_qlora.trainers.run.checkpoints.check_output_dir`].
+    """
+    path = Path(config.output_dir) / ARGUMENTS
+    arguments = _arguments(script, config, model)
+    changed = None  # not known
+    if path.is_file():
+        with contextlib.suppress(disk.CheckpointError):  # the file is damaged
+            changed = checkpoints.differences(disk.read_json(path), arguments)
+    if changed == [] and config.resume_from_checkpoint is None:
+        config.resume_from_checkpoint = "auto"
+    checkpoints.check_output_dir(config.output_dir, config.resume_from_checkpoint, changed or ())
+    if PartialState().is_main_process:
+        with nonfatal("the record of the command's arguments"):
+            disk.write_json(path, arguments)
+
+
+# Fields that `evaluate` reads from the folder of a run, so that it measures the same model as the run.
+_MEASURED = (
+    "model_revision",
+    "dtype",
+    "load_in_4bit",
+    "bnb_4bit_quant_type",
+    "use_bnb_nested_quant",
+    "max_completion_length",
+    "bf16",
+    "seed",
+    "max_tool_calling_iterations",
+    "chat_template_kwargs",
+)
+
+
+def measured_settings(script: ScriptArguments, config: Any, model: ModelConfig) -> dict[str, Any]:
+    """The fields of `recipes/evaluate.py` with which it measures like a run with these arguments.
+
+    They hold no path of one machine.
+    """
+    of_run = vars(config) | vars(model)
+    settings = {name: of_run.get(name) for name in _MEASURED}
+    settings.update(asdict(script))
+    for name in (*DATA, *CODE):
+        if settings.get(name):
+            settings[name] = portable(settings[name])
+    # The environment's own reward measures, too; other rewards may be in files that no longer exist then.
+    settings["rewards"] = [OWN_REWARD] if OWN_REWARD in script.rewards else None
+    left_out = ("skip_accuracy", "stage")
+    written = {name: value for name, value in settings.items() if value is not None and name not in left_out}
+    return without_secrets(written)
+
+
+def settings_in(folder: str | Path) -> dict[str, Any]:
+    """The fields that [`measured_settings`] wrote into a run's folder, with the paths of its data on this machine.
+
+    No other field is read: a folder may come from anyone, and cannot say where a result is written, for example.
+    """
+    if not Path(folder, "metrics.json").is_file():
+        return {}
+    settings = disk.read_json(Path(folder, "metrics.json")).get("settings", {})
+    names = (*_MEASURED, *(each.name for each in fields(ScriptArguments)))
+    return {name: settings[name] for name in names if name in settings} | kept_paths(folder)
+
+
+def evaluate_line(output_dir: str, script: ScriptArguments, adapter: bool = True) -> str:
+    """The command that measures a finished run again, as a line for a shell.
+
+    It names the code that the run measures with, which `evaluate` takes from no folder.
+    """
+    option = "--adapter" if adapter else "--model_name_or_path"
+    code = code_in({name: vars(script)[name] for name in (*DATA, *CODE)})
+    return shlex.join(["trl-fsdp-qlora", "evaluate", option, str(output_dir), *as_words(code)])
+
+
+def next_commands(output_dir: str, script: ScriptArguments, is_adapter: bool) -> str:
+    """Lines with what to type when a run is finished."""
+    lines = [f"  measure it: {evaluate_line(output_dir, script, is_adapter)}"]
+    served = output_dir
+    if is_adapter:
+        served = f"{output_dir.rstrip('/')}-merged"
+        merge = ["trl-fsdp-qlora", "merge", "--adapter", output_dir, "--output", served]
+        lines.append(f"  merge it:   {shlex.join(merge)}")
+    served = shlex.quote(served)
+    lines.append(f"  chat:       transformers serve {served}, and in another terminal transformers chat {served}")
+    if Path(output_dir, PAGE).is_file():
+        lines.append(f"  see it:     open {shlex.quote(str(Path(output_dir, PAGE)))} in a browser")
+    return "\n".join(lines)
+
+
 class RunRecord:
     """`metrics.json` of a run: settings, accuracy before and after, seconds, and the curves; written as it goes.
 
@@ -105,137 +215,85 @@ class RunRecord:
             disk.write_json(self.path, self.content)
 
 
-def measured_on(trainer: Any, script: ScriptArguments, test: Dataset, has_agent: bool) -> dict[str, Any]:
-    """What an accuracy depends on apart from the trained weights: only figures for which it is equal make a pair."""
-    args = trainer.args
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    tokenizer = tokenizer_of(trainer.processing_class)
-    quantization = plain(quantization_of(model.config)) or {}
-    depends_on = {
-        "base": Path(model_name(model)).name,
-        "problems": describe_data(test, rows=len(test)),
-        "chat template": xxhash.xxh3_64(str(tokenizer.chat_template).encode()).hexdigest(),
-        "answer_format": script.answer_format,
-        "max_completion_length": completion_length(args, script),
-        "dtype": model.dtype,
-        "mixed precision": trainer.accelerator.mixed_precision,
-        "quantization": {name: value for name, value in quantization.items() if not name.startswith("_")},
-    }
-    for name in CODE:
-        depends_on[name] = portable(vars(script)[name])
-    for name in ("max_tool_calling_iterations", "chat_template_kwargs"):
-        depends_on[name] = vars(args).get(name) if has_agent else None
-    return plain(depends_on)
+_MOST_WARNINGS = 50
 
 
-def completion_length(args: TrainingArguments, script: ScriptArguments) -> int:
-    """Length limit of a measured completion: a field of the config, or of the script for trainers that draw none."""
-    return vars(args).get("max_completion_length") or vars(script)["max_completion_length"]
+class KeptWarnings(logging.Handler):
+    """A context in which the texts of warnings are kept, each once."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+        # transformers' logger hands nothing on to the root.
+        self._loggers = [logging.getLogger(), logging.getLogger("transformers")]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage().removeprefix("[RANK 0] ")  # of accelerate's loggers
+        text = text_for_others(" ".join(message.split()))[:1000]
+        if text not in self.texts and len(self.texts) < _MOST_WARNINGS:
+            self.texts.append(text)
+
+    def __enter__(self):
+        for logger in self._loggers:
+            logger.addHandler(self)
+        return self
+
+    def __exit__(self, *_):
+        for logger in self._loggers:
+            logger.removeHandler(self)
 
 
-def can_measure(trainer: Any) -> bool:
-    """Whether accuracy can be measured: a trainer that draws nothing cannot generate with sharded weights."""
-    return hasattr(trainer, "generating") or not (trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled())
+class RunPage(TrainerCallback):
+    """Keeps completions whenever metrics are logged, and writes the page of the run when something was measured.
 
-
-@contextmanager
-def _generating(trainer: Any) -> Iterator[tuple[nn.Module, bool]]:
-    """A model to generate with, and whether a forward is collective."""
-    if hasattr(trainer, "generating"):
-        with trainer.clock.phase("accuracy"), trainer.generating() as ready:
-            yield ready
-    else:
-        with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
-            yield model, False
-
-
-def format_result(result: dict[str, Any]) -> str:
-    """One line for an [`Evaluation`] that is stored as a dict."""
-    return str(Evaluation(**{**result, "interval": tuple(result["interval"])}))
-
-
-class AccuracyCallback(TrainerCallback):
-    """Measures accuracy on the prompts `test` when training begins and every `accuracy_steps` optimizer steps.
-
-    Every rank measures. When training begins the model is prepared, so a sharded one can generate. A resumed run keeps
-    its first measurement, unless it measures on something else now, see [`begin`]. Measurements between steps are
-    logged with their step's metrics, and are on the card.
+    The page of a run that is pushed to the Hub has no prompts and completions, because the whole folder is published.
     """
 
-    def __init__(self, trainer: Any, script: ScriptArguments, test: Dataset, record: RunRecord):
+    def __init__(self, trainer: Any, record: RunRecord, warnings: KeptWarnings):
         self.trainer = trainer
-        self.script = script
-        self.test = test
         self.record = record
-        self.seconds_before = 0.0
-        settings = vars(trainer.args)  # some trainers have neither field
-        self.agent = agent_of(script, settings.get("chat_template_kwargs"), settings.get("tool_timeout"))
-        self.judge = judge_of(script)
-
-    def begin(self, step: int) -> None:
-        """Leave the accuracy before training out if what is measured from `step` on is something else."""
-        content = self.record.content
-        now = measured_on(self.trainer, self.script, self.test, self.agent is not None)
-        changed = differences(content.get("measured_on") or now, now)
-        if changed and content.pop("before", None):
-            content["accuracy_since"] = step
-            because = "; ".join(changed)
-            say(f"the accuracy before training is left out: it was measured on something else ({because})")
-        self.record.put(measured_on=now)
-
-    def measure(self, description: str = "accuracy", samples: int = 0) -> Evaluation:
-        """Measure the held-out accuracy of the current model, on every rank."""
-        trainer = self.trainer
-        script = self.script
-        args = trainer.args
-        with _generating(trainer) as (model, synced_gpus):
-            return evaluate(
-                model,
-                trainer.processing_class,
-                self.test,
-                max_new_tokens=completion_length(args, script),
-                answer_format=script.answer_format,
-                seed=args.seed,
-                batch_size=script.accuracy_batch_size,
-                progress=not args.disable_tqdm,
-                samples=samples,
-                description=description,
-                synced_gpus=synced_gpus,
-                agent=self.agent,
-                judge=self.judge,
-                max_tool_turns=None if self.agent is None else args.max_tool_calling_iterations,
-            )
-
-    @nonfatal("the model card")
-    def fill_card(self, last: Evaluation, step: int, when: str | None = None) -> None:
-        """Put the accuracy before training, and `last` at `step`, on the card; trainers of TRL's own have none."""
-        card = getattr(self.trainer, "card_info", None)
-        if card is None:
-            return
-        kind = "held-out" if self.script.accuracy_on == "test" else "validation"
-        measured = {"before": self.record.content.get("before"), when or f"after {step} steps": last.as_dict()}
-        results = {name: format_result(each) for name, each in measured.items() if each}
-        card.results = {f"{kind} accuracy, {name}": result for name, result in results.items()}
-        card.accuracy = last.as_dict()
-        card.accuracy_on = self.script.accuracy_on
-        card.accuracy_step = step
+        self.warnings = warnings
+        self.folder = Path(trainer.args.output_dir)
+        if hasattr(trainer, "generation_batches"):
+            trainer.generation_batches.keeps = True
+        card = getattr(trainer, "card_info", None)  # trainers of TRL's own have none
+        # Those of a resumed run's first part, and of the trainer's construction.
+        self._earlier = [*(record.content.get("warnings") or []), *([] if card is None else card.warnings)]
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if state.global_step == 0 and "before" not in self.record.content:
-            before = self.measure("accuracy before training")
-            self.seconds_before = before.seconds
-            say(f"before: {before}")
-            self.record.put(before=before.as_dict())
+        if args.push_to_hub:  # a page with completions may be there, of an earlier part that was not pushed
+            self.write()
 
-    def on_step_end(self, args, state, control, **kwargs):
-        if not self.script.accuracy_steps or state.global_step % self.script.accuracy_steps:
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not state.is_world_process_zero:
             return
-        result = self.measure()
-        metrics = self.trainer._metrics["train"]
-        counts = {"accuracy": result.correct, "accuracy/strict": result.strict, "accuracy/lenient": result.lenient}
-        for name, count in counts.items():
-            if count is not None:
-                metrics[name].append(count / result.n)
-        metrics["accuracy/n"].append(result.n)
-        self.fill_card(result, state.global_step)
-        control.should_log = True
+        if "loss" in logs:
+            self._keep_completions(state.global_step)
+        if "accuracy" in logs or any(name.startswith("eval_") for name in logs):
+            self.write()
+
+    @nonfatal("keeping completions")
+    def _keep_completions(self, step: int) -> None:
+        batches = getattr(self.trainer, "generation_batches", None)
+        if batches is not None and batches.last is not None:
+            drawn, batches.last = batches.last, None
+            write_completions(self.folder, step, drawn)
+
+    @nonfatal("the page of the run")
+    def write(self) -> Path | None:
+        """Write the page of what the run has left so far; its path on the main rank, `None` on the others."""
+        texts = dict.fromkeys([*self._earlier, *self.warnings.texts])
+        trainer = self.trainer
+        about = {}
+        if hasattr(trainer, "startup"):
+            about["startup"] = trainer.startup.block
+        if hasattr(trainer, "reward_func_names"):
+            about["reward_weights"] = dict(
+                zip(trainer.reward_func_names, trainer.reward_weights.tolist(), strict=True)
+            )
+        self.record.put(history=trainer.state.log_history, warnings=list(texts), **about)
+        if not PartialState().is_main_process:
+            return None
+        path = self.folder / PAGE
+        write_report([self.folder], path, with_completions=not trainer.args.push_to_hub)
+        return path

@@ -5,7 +5,6 @@ import shlex
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +19,19 @@ from ...trainers.run.card import hardware, software
 from ...trainers.run.checkpoints import last_step, resolve_resume, step_of
 from ...trainers.run.stopping import stopping_after_step
 from ...trainers.run.terminal import use_terminal
-from ...utils import files as disk
 from ...utils import redaction
 from ...utils.nonfatal import nonfatal
 from ...utils.ranks import on_main
 from ...utils.threads import fit_threads
-from ..cli import launch
+from ..cli.launch import launch_words
 from ..cli.one_line import pop_options
 from ..data.rewards import checked, get_reward
-from ..report.page import NAME as PAGE
+from .accuracy import AccuracyCallback, can_measure, completion_length, format_result
 from .arguments import ConfigError, ScriptArguments
 from .checks import lora_config
 from .episodes import OWN_REWARD, agent_of, with_tool_format
-from .record import (
-    CODE,
-    DATA,
-    AccuracyCallback,
-    RunRecord,
-    as_words,
-    can_measure,
-    code_in,
-    completion_length,
-    format_result,
-    keep_paths,
-    kept_paths,
-)
-from .run_page import KeptWarnings, RunPage
-from .script import command_that_goes_on, say
+from .record import KeptWarnings, RunPage, RunRecord, keep_paths, measured_settings, next_commands
+from .script import say
 
 
 def reward_functions(args: ScriptArguments) -> list:
@@ -115,76 +100,6 @@ def build_trainer(
     return trainer
 
 
-# Fields that `evaluate` reads from the folder of a run, so that it measures the same model as the run.
-_MEASURED = (
-    "model_revision",
-    "dtype",
-    "load_in_4bit",
-    "bnb_4bit_quant_type",
-    "use_bnb_nested_quant",
-    "max_completion_length",
-    "bf16",
-    "seed",
-    "max_tool_calling_iterations",
-    "chat_template_kwargs",
-)
-
-
-def measured_settings(script: ScriptArguments, config: Any, model: ModelConfig) -> dict[str, Any]:
-    """The fields of `recipes/evaluate.py` with which it measures like a run with these arguments.
-
-    They hold no path of one machine.
-    """
-    of_run = vars(config) | vars(model)
-    settings = {name: of_run.get(name) for name in _MEASURED}
-    settings.update(asdict(script))
-    for name in (*DATA, *CODE):
-        if settings.get(name):
-            settings[name] = redaction.portable(settings[name])
-    # The environment's own reward measures, too; other rewards may be in files that no longer exist then.
-    settings["rewards"] = [OWN_REWARD] if OWN_REWARD in script.rewards else None
-    left_out = ("skip_accuracy", "stage")
-    written = {name: value for name, value in settings.items() if value is not None and name not in left_out}
-    return redaction.without_secrets(written)
-
-
-def settings_in(folder: str | Path) -> dict[str, Any]:
-    """The fields that [`measured_settings`] wrote into a run's folder, with the paths of its data on this machine.
-
-    No other field is read: a folder may come from anyone, and cannot say where a result is written, for example.
-    """
-    if not Path(folder, "metrics.json").is_file():
-        return {}
-    settings = disk.read_json(Path(folder, "metrics.json")).get("settings", {})
-    names = (*_MEASURED, *(each.name for each in fields(ScriptArguments)))
-    return {name: settings[name] for name in names if name in settings} | kept_paths(folder)
-
-
-def evaluate_line(output_dir: str, script: ScriptArguments, adapter: bool = True) -> str:
-    """The command that measures a finished run again, as a line for a shell.
-
-    It names the code that the run measures with, which `evaluate` takes from no folder.
-    """
-    option = "--adapter" if adapter else "--model_name_or_path"
-    code = code_in({name: vars(script)[name] for name in (*DATA, *CODE)})
-    return shlex.join(["trl-fsdp-qlora", "evaluate", option, str(output_dir), *as_words(code)])
-
-
-def next_commands(output_dir: str, script: ScriptArguments, is_adapter: bool) -> str:
-    """Lines with what to type when a run is finished."""
-    lines = [f"  measure it: {evaluate_line(output_dir, script, is_adapter)}"]
-    served = output_dir
-    if is_adapter:
-        served = f"{output_dir.rstrip('/')}-merged"
-        merge = ["trl-fsdp-qlora", "merge", "--adapter", output_dir, "--output", served]
-        lines.append(f"  merge it:   {shlex.join(merge)}")
-    served = shlex.quote(served)
-    lines.append(f"  chat:       transformers serve {served}, and in another terminal transformers chat {served}")
-    if Path(output_dir, PAGE).is_file():
-        lines.append(f"  see it:     open {shlex.quote(str(Path(output_dir, PAGE)))} in a browser")
-    return "\n".join(lines)
-
-
 def is_finished(record: RunRecord, trainer: Any, resume: str | None) -> bool:
     """Whether the run of `record` has no step left, and has measured and saved everything."""
     step = None if resume is None else last_step(resume, trainer.args)
@@ -203,7 +118,13 @@ def _finished_text(trainer: Any, script: ScriptArguments) -> str:
 
 
 def _begin_record(
-    record: RunRecord, trainer: Any, script: ScriptArguments, model: ModelConfig, resume: str | None, is_measured: bool
+    record: RunRecord,
+    trainer: Any,
+    script: ScriptArguments,
+    model: ModelConfig,
+    resume: str | None,
+    is_measured: bool,
+    command: list[str],
 ) -> None:
     """Write the settings of a run; a run that does not resume begins with an empty record."""
     args = trainer.args
@@ -217,7 +138,7 @@ def _begin_record(
         hardware=hardware(),
         software=software(),
         **redaction.portable(about),
-        command=redaction.command_line(launch.launch_words()),
+        command=redaction.command_line(command),
         processes=args.world_size,
         settings=measured_settings(script, args, model),
     )
@@ -225,7 +146,7 @@ def _begin_record(
 
 
 @nonfatal("the model card")
-def _begin_card(trainer: Any, script: ScriptArguments, test: Dataset | None) -> None:
+def _begin_card(trainer: Any, script: ScriptArguments, test: Dataset | None, command: list[str]) -> None:
     """Put on the card what is known before training."""
     card = trainer.card_info
     card.dataset = script.dataset or vars(script)["pairs"]
@@ -233,7 +154,7 @@ def _begin_card(trainer: Any, script: ScriptArguments, test: Dataset | None) -> 
     card.data_license = script.data_license
     card.quickstart_prompt = (test or trainer.train_dataset)[0].get("prompt")
     card.max_new_tokens = completion_length(trainer.args, script)
-    card.command = launch.launch_words()
+    card.command = command
     card.recipe_file = pop_options(sys.argv, ("--config",))[0].get("--config")
 
 
@@ -273,9 +194,10 @@ def run_recipe(
         if resume is not None:
             say(f"going on from {resume}")
         is_measured = not script.skip_accuracy and test is not None and can_measure(trainer)
-        _begin_record(record, trainer, script, model or ModelConfig(), resume, is_measured)
+        command = launch_words()
+        _begin_record(record, trainer, script, model or ModelConfig(), resume, is_measured, command)
         if is_ours:
-            _begin_card(trainer, script, test)
+            _begin_card(trainer, script, test, command)
         accuracy = AccuracyCallback(trainer, script, test, record) if is_measured else None
         if accuracy is not None:
             accuracy.begin(0 if resume is None else step_of(resume))
@@ -283,13 +205,14 @@ def run_recipe(
         for callback in filter(None, (accuracy, page)):
             trainer.add_callback(callback)
         use_terminal(trainer)
+        go_on = shlex.join([*command, "--resume_from_checkpoint", "auto"])  # an option's last value counts
 
         started = time.perf_counter()
         if is_ours:
-            trainer.go_on = command_that_goes_on()
+            trainer.go_on = go_on
             trainer.train(resume_from_checkpoint=resume)
         else:
-            with stopping_after_step(trainer, command_that_goes_on()):
+            with stopping_after_step(trainer, go_on):
                 trainer.train(resume_from_checkpoint=resume)
         trainer.save_model(_internal_call=True)  # before a measurement or a picture can fail
         seconds = time.perf_counter() - started - (0 if accuracy is None else accuracy.seconds_before)

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shlex
 import sys
 import warnings
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from accelerate import PartialState
 from tqdm.auto import tqdm
 
 from ...trainers.run import terminal
-from ..cli import launch
 from ..cli.one_line import in_one_line
 
 
@@ -52,11 +50,6 @@ def run_main(main: Callable[..., None], *arguments: Any, **options: Any) -> None
         # If the interpreter's end destroys the process group, gloo's threads sometimes abort a process that is done.
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-
-
-def command_that_goes_on() -> str:
-    """The command that continues this run, as a line for a shell. Ask while the launcher is there."""
-    return shlex.join([*launch.launch_words(), "--resume_from_checkpoint", "auto"])  # an option's last value counts
 
 
 def say(text: str) -> None:

@@ -9,8 +9,8 @@ from ..planning.first import plan_first
 from .arguments import ScriptArguments, parse_recipe
 from .checks import check_recipe
 from .problems import load_data
+from .record import check_output_dir
 from .runner import build_trainer, run_recipe
-from .same_command import check_output_dir
 
 
 def train(
