@@ -1,6 +1,6 @@
 # `make quickstart` trains a small model on this machine (`make quickstart-images` one that sees). `make test` runs the tests, `make test-exhaustive` the rest of
 # their long tables, `make test-vllm` those that need vLLM, in an environment of its own, `make test-newest` the tests with the newest of all dependencies, and
-# `make test-fast` those that are quick, in WORKERS processes.
+# `make test-core` those of the core, in WORKERS processes.
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
@@ -16,7 +16,7 @@ TASK ?= addition
 CONFIG ?= grpo/config_quickstart
 BIN := $(VENV)/bin
 
-.PHONY: quickstart quickstart-images test test-exhaustive test-fast test-newest test-vllm gpu docs lint clean
+.PHONY: quickstart quickstart-images test test-exhaustive test-core test-newest test-vllm gpu docs lint clean
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/python recipes/small_base.py $(BASE) --task $(TASK) --seed $(SEED)
@@ -42,9 +42,9 @@ test-exhaustive: $(VENV)/.dev
 gpu: $(VENV)/.dev
 	$(BIN)/python benchmarks/gpu.py --output runs/gpu
 
-# Minutes without a process of its own: for the inner loop.
-test-fast: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not exhaustive and not processes and not gpu and not vllm"
+# The inner loop: the core, without a trainer and without processes.
+test-core: $(VENV)/.dev
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not exhaustive" tests/core
 
 # The tests of `make test` without constraints.txt: with what pip takes today inside the ranges of pyproject.toml. Its figures belong into docs/releasing.md.
 test-newest:

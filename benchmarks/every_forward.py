@@ -39,14 +39,19 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from trl.experimental import cpo, gkd, orpo, sdft, sdpo, tpo
 
-    from trl_fsdp_qlora.experimental import losses_in_tiles
+    from trl_fsdp_qlora.experimental.losses_in_tiles import (
+        FusedCPOTrainer,
+        FusedORPOTrainer,
+        TiledSDFTTrainer,
+        TiledSDPOTrainer,
+    )
 
 # In place of TRL's classes, where prompts are shared.
 WITHOUT_LOGITS = {
-    sdpo.SDPOTrainer: losses_in_tiles.TiledSDPOTrainer,
-    sdft.SDFTTrainer: losses_in_tiles.TiledSDFTTrainer,
-    cpo.CPOTrainer: losses_in_tiles.FusedCPOTrainer,
-    orpo.ORPOTrainer: losses_in_tiles.FusedORPOTrainer,
+    sdpo.SDPOTrainer: TiledSDPOTrainer,
+    sdft.SDFTTrainer: TiledSDFTTrainer,
+    cpo.CPOTrainer: FusedCPOTrainer,
+    orpo.ORPOTrainer: FusedORPOTrainer,
 }
 
 

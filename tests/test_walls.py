@@ -66,7 +66,7 @@ def test_the_core_imports_no_trl():
         for path in sorted((PACKAGE / room).rglob("*.py"))
     ]
     _, modules = imported("import " + ", ".join(names))
-    assert not modules & {"trl", "datasets", "pandas", "pyarrow", "requests", "matplotlib", "bitsandbytes"}
+    assert not modules & {"trl", "peft", "datasets", "pandas", "pyarrow", "requests", "matplotlib", "bitsandbytes"}
 
 
 def absolute_imports(path: Path) -> set[str]:

@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable
 from importlib import import_module
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 

@@ -16,7 +16,6 @@ the MLP's forward runs once more.
 Short rows, and modules with something unknown inside, run as before.
 """
 
-import logging
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,12 +25,13 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging
 
 from ..compat.deepspeed import is_zero3
 from ..compat.peft import looks_beyond_tokens
 from .kinds import kind_of
 
-logger = logging.getLogger(__name__)
+logger = logging.get_logger(__name__)
 
 # Tokens of a tile of "auto", by the kind of module. A 4-bit weight is dequantized once for each tile. Experts have
 # larger tiles, because each token is multiplied by a few of them only.
@@ -52,7 +52,6 @@ _KNOWN_CLASSES = {
 _OF_BITSANDBYTES = {"Linear4bit", "Params4bit"}
 # Names under which a layer has a norm of its MLP's output.
 _NORMS_BEHIND = ("post_feedforward_layernorm", "post_mlp_layernorm")
-_logged: set[str] = set()
 
 
 # --- which modules ---------------------------------------------------------------------------------------------------
@@ -214,9 +213,7 @@ def _forward(self, *args, **kwargs):
     if tiles is None:
         return tiled.own_forward(*args, **kwargs)
     if (reason := _why_whole(self)) is not None:
-        if reason not in _logged:
-            _logged.add(reason)
-            logger.warning("a long row runs without tiles: %s", reason)
+        logger.warning_once("a long row runs without tiles: %s", reason)
         return tiled.own_forward(*args, **kwargs)
     call, anchor, version = getattr(inputs[0], "token_tiles", (None, None, None))
     if call is not None and call.norm is self and torch.is_grad_enabled() and inputs[0]._version == version:

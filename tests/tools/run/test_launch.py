@@ -28,6 +28,18 @@ def test_the_exit_status_is_the_scripts(exit_codes, status, message, capsys):
     assert capsys.readouterr().err == message
 
 
+def test_more_processes_than_the_machine_has_cards_or_cores_are_named(monkeypatch, capsys):
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", lambda options: None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    for words, warns in (("4", False), ("8 --num_machines 2", False), ("5", True), ("9 --num_machines 2", True)):
+        launch.launch(["--num_processes", *words.split(), "script.py"])
+        assert ("this machine has 4 cards" in capsys.readouterr().err) == warns
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    launch.launch(["--num_processes", "99", "script.py"])
+    assert capsys.readouterr().err == "warning: --num_processes 99: this machine has 2 cores\n"
+
+
 @pytest.mark.processes
 def test_one_process_by_the_name_of_a_config_and_with_the_scripts_own_words(tmp_path):
     script = tmp_path / "script.py"

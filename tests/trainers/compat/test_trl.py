@@ -74,3 +74,19 @@ def test_overrides_keep_trls_signature(cls):
             ]
             wanted = wanted[: len(arguments)]
         assert arguments == wanted, name
+
+
+def test_a_name_that_is_gone_is_named_when_it_is_used(monkeypatch):
+    monkeypatch.setitem(trl_seams.BORROWED, "gone", ("trl.trainer.utils", "prompts with pictures"))
+    monkeypatch.setitem(trl_seams.BORROWED, "further", ("trl.nowhere", "prompts with pictures"))
+    for name in ("trl.trainer.utils.gone", "trl.nowhere.further"):
+        with pytest.raises(
+            ImportError, match=f"TRL {trl.__version__} has no {name}, and prompts with pictures need it"
+        ):
+            getattr(trl_seams, name.rpartition(".")[2])
+    with pytest.raises(AttributeError):
+        _ = trl_seams.never_there
+
+
+def test_all_borrowed_names_are_there():
+    assert all(getattr(trl_seams, name) is not None for name in trl_seams.BORROWED)

@@ -80,7 +80,7 @@ def take_rows(cache: DynamicCache, rows_A: torch.Tensor, max_length: int | None 
 def without_padding(states: torch.Tensor, length: int, beginning: int) -> torch.Tensor:
     """The `length` real columns of a row's keys or values `(H_kv, columns, D)`.
 
-    Padding stands in front of the row, or behind the first `beginning` columns if the prompts' common beginning was
+    Padding is in front of the row, or behind the first `beginning` columns if the prompts' common beginning was
     prefilled on its own. A sliding layer may have fewer columns than `length`.
     """
     rest = states[:, -(length - beginning) :]

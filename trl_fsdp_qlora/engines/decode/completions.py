@@ -32,7 +32,7 @@ CONCURRENCY = 64  # simultaneous requests to a vLLM server, each for one prompt;
 
 def _compute_device(model: nn.Module) -> torch.device:
     parameter = next(model.parameters())
-    # Under CPU offloading a shard lies in host memory, but the mesh's device computes.
+    # Under CPU offloading a shard is in host memory, but the mesh's device computes.
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
@@ -67,13 +67,13 @@ def complete(
         prompt_ids: token ids of R prompts; they are padded on the left here. Equal prompts are prefilled once.
         config: has `pad_token_id`, and a list `eos_token_id` if `ends` is not given.
         ends: a completion is cut after the first of these tokens; by default the config's end-of-sequence tokens.
-        synced_gpus: a forward is collective, so a rank that has finished goes on with the others. If `None`,
+        synced_gpus: a forward is collective, so a rank that has finished continues with the others. If `None`,
             transformers' rule decides.
         compact: use the decoding loop of [`decoding`] if it is exact.
         decoding: that loop, if the caller knows that it is exact.
         vision: a processor's outputs other than token ids, for prompts with images, and `num_images` of each prompt.
         turns: caches that rows keep from one turn of an episode to the next, if `decoding` is not given and if the
-            model can go on from them. The caller counts the turns.
+            model can continue from them. The caller counts the turns.
 
     Returns:
         R lists of completion token ids, each cut after its first end-of-sequence token, and the work that was done
@@ -182,7 +182,7 @@ def generate(
     Args:
         model: causal language model, unwrapped, or an engine that draws in its place. A model's training mode is
             restored.
-        prompt_ids, config, synced_gpus, compact, vision, turns: see [`complete`]. An engine keeps what it likes.
+        prompt_ids, config, synced_gpus, compact, vision, turns: see [`complete`]. An engine has a cache of its own.
         seed: the seed of the sampling; `None` for greedy decoding.
     """
     if isinstance(model, EngineModel):

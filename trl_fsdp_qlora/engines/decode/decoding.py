@@ -143,8 +143,8 @@ class Decoding:
     """The decoding loop of one `generate` call, for its argument `custom_generate`.
 
     Args:
-        synced_gpus: a forward is collective: this rank goes on as long as any rank does. If `None`, transformers' own
-            rule decides.
+        synced_gpus: a forward is collective: this rank continues as long as any rank does. If `None`, transformers'
+            own rule decides.
         turns: caches that rows keep from one turn of an episode to the next.
     """
 
@@ -267,7 +267,7 @@ class Decoding:
         caches = []
         logits = []
         rows = []  # of `ids_UP`, in the order in which they were prefilled
-        # If a forward is collective, a rank without parts left takes part with one token that nobody uses.
+        # If a forward is collective, a rank without parts left takes part with one token that is not used.
         while unfinished(model, not parts, synced_gpus, device):
             if not parts:
                 self._prefill_part(model, ids_UP, [1], Continuation([0], [None], 1), config, batch)
@@ -312,7 +312,7 @@ class Decoding:
         used = [max(0, lengths[row] - part.new) for row in part.rows]
         rows = torch.tensor(part.rows, device=ids_UP.device)
         kwargs = {name: _rows(name, value, rows) for name, value in batch.kwargs.items() if name not in _OF_IMAGES}
-        if self.images is not None and part.new > 1:  # a single token is text, and may be nobody's
+        if self.images is not None and part.new > 1:  # a single token is text, and may be unused
             images_in_cache = [0 if row is None else len(row.images) for row in part.kept]
             kwargs.update(self.images.unseen(part.rows, images_in_cache))
         kwargs[batch.cache_name] = filled_cache(model.config, part.kept, used, width - part.new)
@@ -369,7 +369,7 @@ class _Batch:
         self._open_A = torch.ones_like(self._rows_A, dtype=torch.bool)
         self._uniforms = RowUniforms(self.left, ids_UP.device) if config.do_sample else None
         self.columns: list[torch.Tensor] = []
-        # Without an end-of-sequence token `generate` lets finished rows go on as they are.
+        # Without an end-of-sequence token `generate` continues finished rows as they are.
         pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self._pad = pad_token(config).to(ids_UP.device) if pads else None
         self.drops = pads and all(type(item).__name__ in _BY_ROW for item in (*logits_processor, *stopping_criteria))

@@ -144,7 +144,7 @@ class Rollout:
         if settings is None or self._turns is None:
             return
         while self._any_rank_goes_on(False):
-            # This rank's token is not used; the decoding loop goes on as long as any rank's loop does.
+            # This rank's token is not used; the decoding loop continues as long as any rank's loop does.
             turn = Turn([prompt[-1:]], None, {}, num_generations=1)
             with patch.multiple(settings.config, max_new_tokens=1):
                 self._turn(stock, turn, wrapped, settings, self._turns)

@@ -169,7 +169,7 @@ class SharedPrompts:
         self.positions_A1 = kwargs["position_ids"][..., prompt_A, -1:]
 
     def _arrange(self, prompt_A: torch.Tensor) -> None:
-        """Give each row one of the `(U, G)` slots, G for each prompt; row 0 stands in the slots that stay free.
+        """Give each row one of the `(U, G)` slots, G for each prompt; row 0 fills the slots that stay free.
 
         So attention to the prompts runs over groups of equal size; the results of free slots are dropped.
         """

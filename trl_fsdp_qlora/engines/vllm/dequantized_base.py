@@ -81,7 +81,7 @@ def _dense(base: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Ten
 
 
 def config_of_dequantized(model: PreTrainedModel, tokenizer, cache: str | Path, dtype: torch.dtype) -> Path:
-    """Write what a dequantized copy has besides its weights into `cache`, once per content; returns the folder."""
+    """Write what a dequantized copy has next to its weights into `cache`, once per content; returns the folder."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     cache = Path(cache)
     cache.mkdir(parents=True, exist_ok=True)
@@ -183,7 +183,7 @@ def _write(folder: Path, base: PreTrainedModel, tokenizer, content: str, dtype: 
 
 
 def _write_without_weights(folder: Path, base: PreTrainedModel, tokenizer, dtype: torch.dtype) -> None:
-    """Write what a checkpoint of the dense weights has besides the weights: its config and the tokenizer's files."""
+    """Write what a checkpoint of the dense weights has next to the weights: its config and the tokenizer's files."""
     config = base.config.to_dict()
     config.pop("quantization_config", None)
     config["dtype"] = str(dtype).removeprefix("torch.")

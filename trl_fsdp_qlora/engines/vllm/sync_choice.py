@@ -155,7 +155,7 @@ def why_own_base(args: Any, sync: Sync, quantization: Any, model: Any, place: Pl
     if args.vllm_share_base == "auto" and reason is None and not place.on_gpu:
         return "vLLM repacks weights for its kernels on CPUs"
     if args.vllm_share_base == "auto" and reason is None and in_4_bits:
-        # Decoding many rows dequantizes in every step, and nobody has measured that on a GPU.
+        # Decoding many rows dequantizes in every step, which was never measured on a GPU.
         return "its base is in 4 bits; vllm_share_base: true shares it, decoding by the packed weights"
     return "vllm_share_base is off" if args.vllm_share_base == "off" else reason
 

@@ -164,7 +164,7 @@ class _LossInTiles:
         """TRL's loss of T tokens as in its `_compute_self_distillation_loss`; `old_T` are old log-probabilities."""
         args = self.args
         student_1TV, teacher_1TV, ids_1T = (x.unsqueeze(0) for x in (student_TV, teacher_TV, ids_T))
-        loss_1T = self_distillation_loss(loss_utils, args, student_1TV, teacher_1TV, ids_1T)
+        loss_1T = _unclipped_loss(args, student_1TV, teacher_1TV, ids_1T)
         if args.distillation_is_clip is not None and old_T is not None:
             new_1T = selective_log_softmax(student_1TV.detach(), ids_1T)
             loss_1T = apply_importance_sampling_clipping(
@@ -188,6 +188,31 @@ class TiledSDPOTrainer(_LossInTiles, SDPOTrainer):
 
     A `distillation_weight` below 1 needs whole logits, too.
     """
+
+
+def _unclipped_loss(args: Any, student: torch.Tensor, teacher: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """SDPO's and SDFT's loss of each token as in `_compute_self_distillation_loss`, before it is clipped.
+
+    Args:
+        args: a config of theirs.
+        student, teacher: logits over the temperature, `(rows, tokens, vocabulary)`.
+        ids: of the tokens that were drawn, `(rows, tokens)`.
+
+    Returns:
+        `(rows, tokens)`.
+    """
+    alpha = args.distillation_alpha
+    if args.distillation_mode == "topk_logits":
+        return loss_utils.compute_topk_self_distillation_loss(
+            student,
+            teacher,
+            distillation_topk=args.distillation_topk,
+            distillation_alpha=alpha,
+            distillation_add_tail=args.distillation_add_tail,
+        )
+    if args.distillation_mode == "full_logits":
+        return loss_utils.compute_full_logit_self_distillation_loss(student, teacher, distillation_alpha=alpha)
+    return loss_utils.compute_sampled_token_self_distillation_loss(student, teacher, ids, distillation_alpha=alpha)
 
 
 def _hidden_states(

@@ -114,7 +114,7 @@ class SharedBase:
         return f"{line}; not {name}: {self.own[name]}"
 
     def check(self) -> None:
-        """Refuse to go on if a shared weight was written since the first call: vLLM would draw from it.
+        """Refuse to continue if a shared weight was written since the first call: vLLM would draw from it.
 
         Raises:
             RolloutError: with the weight's name.
@@ -173,7 +173,7 @@ class SharedBase:
         return without_data
 
     def packed_name(self, tensor: torch.Tensor) -> str | None:
-        """The name of the 4-bit weight for which a tensor of [`layers`] stands; `None` if it has data of its own."""
+        """The name of the 4-bit weight that a tensor of [`layers`] replaces; `None` if it has data of its own."""
         return self._without_data.get(id(tensor), (None,))[0]
 
     def place_packed(

@@ -222,7 +222,7 @@ class RolloutsAhead:
         """What every rank raises if the server has not drawn a batch."""
         return RolloutError(
             f"the vLLM server at {self.engine.vllm_client.base_url} did not draw a generation batch (rollouts_ahead): "
-            f"{cause}. Once it runs, the run can go on from its last checkpoint"
+            f"{cause}. Once it runs, the run can continue from its last checkpoint"
         )
 
     def _wait(self) -> None:
@@ -266,7 +266,7 @@ class RolloutsAhead:
         return kept if self.engine.accelerator.is_main_process else None
 
     def restore(self, state: str | None) -> None:
-        """Go on with the batch that [`state`] kept."""
+        """Continue with the batch that [`state`] kept."""
         self.stop()
         if state is not None:
             kept = json.loads(state)

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any, NoReturn
 
 import psutil
 
+from ...utils.plain import counted
 from ...utils.resources import accelerate_config
 from .one_line import USER_ERROR, OneLineParser, check_num_processes
 
@@ -43,6 +45,7 @@ def launch(words: Sequence[str]) -> int:
     parser.error = MethodType(OneLineParser.error, parser)  # argparse's own prints 200 lines
     options = parser.parse_args(list(words))
     check_num_processes(options.num_processes)
+    _warn_of_many(options.num_processes or 1, options.num_machines or 1)
     if options.config_file and not Path(options.config_file).exists():
         options.config_file = str(accelerate_config(options.config_file))
     options.signals_to_handle = "SIGHUP,SIGQUIT"  # torchrun's own handlers kill a rank after 30 seconds
@@ -62,6 +65,18 @@ def launch(words: Sequence[str]) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     return 0
+
+
+def _warn_of_many(processes: int, machines: int) -> None:
+    """Print a line if a machine has fewer cards, or without cards fewer cores, than it gets processes."""
+    import torch
+
+    cards = torch.cuda.device_count()
+    places = cards or os.cpu_count() or 1
+    if -(-processes // machines) > places:
+        unit = "card" if cards else "core"
+        line = f"warning: --num_processes {processes}: this machine has {counted(places, unit)}"
+        print(line, file=sys.stderr, flush=True)
 
 
 def _pass_on(number: int, _frame: Any) -> NoReturn:

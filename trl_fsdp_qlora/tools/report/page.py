@@ -78,7 +78,7 @@ def write_report(
 
 
 def embedded(data: Any) -> str:
-    """JSON that can stand inside a script element: no character in it ends the element or a line of a script."""
+    """JSON for the inside of a script element: no character in it ends the element or a line of a script."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
