@@ -19,6 +19,7 @@ Short rows, and modules with something unknown inside, run as before.
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -105,7 +106,7 @@ class Tiled:
         if first.ndim not in (2, 3, 4):
             return None
         is_auto = self.tokens_per_tile == "auto"
-        size = AUTO_TOKENS[self.kind] if is_auto else self.tokens_per_tile
+        size: Any = AUTO_TOKENS[self.kind] if is_auto else self.tokens_per_tile
         dim = _token_dim(first)
         # (B, T, H), (B, T, heads, D), (B, heads, T, D) or, of experts, (T, H)
         rows = first.shape[0] if dim else 1
@@ -301,7 +302,7 @@ class _Call:
                     outs.append(self.norm.token_tiles.own_forward(outs[0]))
                 # An adapter that this tile was drawn to leave out leaves nothing that has gradients.
                 known = [i for i, out in enumerate(outs) if self.grads[i] is not None and out.requires_grad]
-                of_tile = [None] * len(wanted)
+                of_tile: Any = [None] * len(wanted)
                 if known:
                     of_tile = torch.autograd.grad(
                         [outs[i] for i in known],

@@ -12,7 +12,7 @@ E experts.
 import copy
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,9 +35,6 @@ from .recurrent.kinds import recurrent_layers
 from .row import PackedRow, lay_out
 from .row_mask import masks_of
 
-if TYPE_CHECKING:
-    from .images import Images
-
 # A layer spends about 24 h² operations on a token (projections and MLP) and 4 h on a query-key pair.
 _PAIRS_PER_TOKEN = 6.0
 
@@ -59,8 +56,8 @@ class TextAlone:
         return nullcontext()
 
 
-def images_of(model: PreTrainedModel) -> "Images | TextAlone":
-    """The images in the prompts of a model; what text alone needs imports nothing of them."""
+def images_of(model: PreTrainedModel) -> Any:
+    """The [`images.Images`] of a model, or [`TextAlone`]: text needs nothing of the file on images."""
     if not hasattr(model.base_model, "get_image_features"):
         return TextAlone(model)
     from .images import Images
@@ -135,7 +132,7 @@ class PackedModel:
         if has_images and self.images.reason is not None:
             raise CannotPack(self.images.reason)
         codes = [encode(batch.input_ids, batch.attention_mask, batch.labels) for batch in batches]
-        to_send = {"code": codes[0] if len(codes) == 1 else torch.cat(codes)}
+        to_send: dict[Any, torch.Tensor] = {"code": codes[0] if len(codes) == 1 else torch.cat(codes)}
         for number, batch in enumerate(batches):
             if batch.from_padding is not None:
                 to_send["from_padding"] = batch.from_padding

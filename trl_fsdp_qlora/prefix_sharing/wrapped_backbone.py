@@ -33,7 +33,7 @@ class WrappedBackbone:
     def __init__(self, base: nn.Module):
         self.base = base
         # The forward that was put on the backbone, which keeps one that it had in its place.
-        self._own_forward: Callable | None = None
+        self._own_forward: types.MethodType | None = None
 
     @property
     def is_on(self) -> bool:
@@ -55,7 +55,7 @@ class WrappedBackbone:
         """Give the backbone the forward back that it had before. A wrapper that was put on later stays."""
         if not self.is_on:
             return
-        backbone = self._own_forward.__self__
+        backbone: Any = self._own_forward.__self__
         vars(backbone).pop(ATTRIBUTE, None)
         before = vars(backbone).pop(_BEFORE, None)
         if vars(backbone).get("forward") == self._own_forward:

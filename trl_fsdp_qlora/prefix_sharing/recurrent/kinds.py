@@ -29,7 +29,7 @@ _KEEPS_A_STATE = {"update_conv_state", "update_recurrent_state"}
 
 
 @functools.cache
-def kind_of(layer_class: type[nn.Module]) -> ModuleType | None:
+def kind_of(layer_class: type) -> ModuleType | None:
     """Returns the kind of a class of recurrent layers; `None` if it is not registered."""
     for cls in layer_class.__mro__:  # FSDP2 puts a class of its own in front
         parts = cls.__module__.split(".")
@@ -40,7 +40,7 @@ def kind_of(layer_class: type[nn.Module]) -> ModuleType | None:
     return None
 
 
-def goes_on_from_a_state(layer_class: type[nn.Module]) -> bool:
+def goes_on_from_a_state(layer_class: type) -> bool:
     """Whether a class of recurrent layers is known to go on from states for several tokens."""
     kind = kind_of(layer_class)
     return kind is not None and kind.compute is not None
@@ -48,10 +48,10 @@ def goes_on_from_a_state(layer_class: type[nn.Module]) -> bool:
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
     """Returns the modules of `model` that keep a state in transformers' cache, registered or not."""
-    return [module for module in model.modules() if _KEEPS_A_STATE & names_in_code(type(module))]
+    return [module for module in model.modules() if _KEEPS_A_STATE & names_in_code(module.__class__)]
 
 
 def state_bytes(layer: nn.Module, width: int) -> int:
     """Returns the bytes of the states that a recurrent layer of `width`, on the meta device, keeps of one row."""
-    kind = kind_of(type(layer))
+    kind = kind_of(layer.__class__)
     return level_by_level.state_bytes(layer, width) if kind is None else kind.state_bytes(layer, width)
