@@ -131,9 +131,7 @@ def verify(
     ends = [(0, rows)]
     if is_packable:
         sets = cut_rows(
-            sequences,
-            max(tokens, width),
-            lambda part: packed_model.build_forest(sequences.rows(part)).tokens,
+            sequences, max(tokens, width), lambda part: packed_model.build_forest(sequences.rows(part)).tokens
         )
         sample = sample.rows(np.concatenate(sets))
         ends = list(itertools.pairwise(np.cumsum([0, *map(len, sets)]).tolist()))
@@ -219,9 +217,7 @@ def sampled_rows(batch: Batch, count: int, order: np.ndarray | None = None) -> n
 def compared_tokens(longest: int, window: int) -> int:
     """Returns the most tokens of a row that is compared.
 
-    Args:
-        longest: tokens of the longest row.
-        window: tokens of the longest window of attention; 0 if there is none. It does nothing in shorter rows.
+    `longest` is the length of the longest row, `window` the longest window of attention, 0 for none.
     """
     return max(MOST_TOKENS, window + BEHIND_WINDOW) if 0 < window < longest else MOST_TOKENS
 
@@ -233,10 +229,7 @@ def shortened(batch: Batch, sequences: Sequences, window: int) -> Batch:
     of the completion. Rows with equal prompts are cut alike. A row with images is not cut in front of the token behind
     its last one. Rows that begin in one column still do, and rows that do not still do not.
 
-    Args:
-        batch: the rows.
-        sequences: the same rows on the host.
-        window: tokens of the longest window of attention; 0 if there is none.
+    `sequences` are the same rows on the host; `window` as in [`compared_tokens`].
     """
     lengths_B = sequences.lengths_B
     most = compared_tokens(int(lengths_B.max()), window)

@@ -362,12 +362,8 @@ class PromptSharing:
         run as in stock TRL from then on. The method is a collective: every rank has to call it before every pass.
 
         Args:
-            model: the root module, wrappers included.
-            batch: the batch that is about to be scored.
+            model, batch, tokens_per_pass, order: see [`check.verify`].
             autocast: factory of the context manager in which the forward runs.
-            tokens_per_pass: limit of the pass, see [`score`].
-            order: indices of the batch's rows in an order in which rows with a common prompt are neighbours; `None` if
-                they are.
         """
         self.look_at_model()
         if not self.is_active:
@@ -396,17 +392,14 @@ class PromptSharing:
 
         with autocast():
             unit = rounding_unit(self.base, batch.input_ids.device)
-        found = verify(
-            self.packed_model,
-            model,
-            batch,
-            padded=lambda rows: log_probs(rows, as_stock=True),
-            packed=lambda rows, forward: log_probs(rows, num_images=rows.num_images, forward=forward),
-            unit=unit,
-            with_images=with_images,
-            tokens_per_pass=tokens_per_pass,
-            order=order,
-        )
+
+        def padded(rows: Batch) -> torch.Tensor:
+            return log_probs(rows, as_stock=True)
+
+        def packed(rows: Batch, forward: Forward) -> torch.Tensor:
+            return log_probs(rows, num_images=rows.num_images, forward=forward)
+
+        found = verify(self.packed_model, model, batch, padded, packed, unit, with_images, tokens_per_pass, order)
         self._note(found, gradients, with_images)
 
     @not_compiled
