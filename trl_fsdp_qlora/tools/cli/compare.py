@@ -44,7 +44,7 @@ from ...trainers.step.groups import micro_batches
 from ...utils.resources import resource_folder
 from ...utils.threads import fit_threads
 from ..recipe import script as script_frame
-from .one_line import pop_options
+from ..run.one_line import pop_options
 from .recipes import all_recipes
 from .scripts import LAUNCHER, method_of, with_recipe
 
