@@ -569,8 +569,8 @@ class PromptSharing:
         """Returns the output of a call of the backbone, with equal beginnings computed once if that pays.
 
         Last hidden states, and router logits if they are asked for, are those of stock at every token of the
-        attention mask, and zero elsewhere. With a backend that was named a call may still run as in stock TRL: its caller
-        may ask for more than a packed row has.
+        attention mask, and zero elsewhere. With a backend that was named a call may still run as in stock TRL: its
+        caller may ask for more than a packed row has.
 
         Args:
             stock: the backbone's own forward.

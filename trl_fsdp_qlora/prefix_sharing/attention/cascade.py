@@ -293,7 +293,7 @@ class _FlashCall:
     """One call of flash attention with cumulative lengths.
 
     Segments that attend to one ancestor through a window are *heads* of one sequence. How far a query looks back into
-    its ancestor depends on the query's distance from the ancestor's end, which is counted in each segment by itself. So
+    its ancestor depends on the query's distance from the ancestor's end, which starts again in each segment. So
     if segments followed each other in one sequence, as for whole ancestors, they would need a mask. As heads they are
     next to each other, and one window of the kernel serves all of them. Heads that share a key head are neighbours:
     with r query heads per key head and N segments, the heads are `(H_kv, N, r)`. Keys are neither copied for a segment
