@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import torch
@@ -26,8 +27,13 @@ from .adapters import gather_adapter, gather_optimizer, has_sharded_adapter, loa
 from .generation import gathered_as, keep_gathered
 from .prepare import shard_quantized_base
 
+if TYPE_CHECKING:  # what the mixin's methods call is the trainer's behind it in the bases
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
 
-class ShardedQLoRAMixin:
+
+class ShardedQLoRAMixin(_Trainer):
     """FSDP2 + QLoRA for a TRL (or transformers) trainer; put it before the trainer in the bases.
 
     It reads `args.fsdp_gather` and `args.fsdp_keep_gathered`.

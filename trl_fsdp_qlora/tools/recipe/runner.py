@@ -23,9 +23,9 @@ from ...utils import redaction
 from ...utils.nonfatal import nonfatal
 from ...utils.ranks import on_main
 from ...utils.threads import fit_threads
-from ..cli.launch import launch_words
-from ..cli.one_line import pop_options
 from ..data.rewards import checked, get_reward
+from ..run.launch import launch_words
+from ..run.one_line import pop_options
 from .accuracy import AccuracyCallback, can_measure, completion_length, format_result
 from .arguments import ConfigError, ScriptArguments
 from .checks import lora_config
