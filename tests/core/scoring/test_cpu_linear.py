@@ -1,4 +1,4 @@
-"""Linear layers on a CPU: outputs and gradients compared with float64 and with the layers' own; memory with stock's."""
+"""Linear layers on a CPU: outputs and gradients compared with float64 and the layers' own, memory with stock's."""
 
 import functools
 import json
