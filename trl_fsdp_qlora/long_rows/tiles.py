@@ -9,7 +9,7 @@ order of sums. (ALST, arXiv 2506.13996, tiles an MLP in this way.)
 
 The work is that of checkpointing alone: torch's checkpoint ends its recomputation once the layer's last input has been
 kept, and an MLP keeps its input before its tiles run. A norm behind the MLP, as in Gemma's layers, keeps nothing: the
-MLP's backward computes its tile, too. Where something else of the layer comes behind, and with re-entrant checkpoints,
+MLP's backward computes its tile, too. If something else of the layer follows, and with re-entrant checkpoints,
 the MLP's forward runs once more.
 
 [`install`] replaces forwards of modules whose class is known (`kinds.py`), or that transformers dispatches as experts.
@@ -39,7 +39,7 @@ logger = logging.get_logger(__name__)
 AUTO_TOKENS = {"MLP": 4096, "norm": 4096, "experts": 8192}
 # "auto" leaves rows of up to so many tiles whole.
 _FEW_TILES = 2
-# Where classes of modules inside of a known one come from. Modules of other origin may look at several tokens, as
+# Packages of the classes of modules inside of a known one. Modules of other packages may use several tokens, as
 # batch norms and bitsandbytes' 8-bit layers do.
 _KNOWN_PARTS = (
     "torch.nn.modules.linear", "torch.nn.modules.dropout", "torch.nn.modules.container", "transformers.activations",
@@ -287,7 +287,7 @@ class _Call:
         return out
 
     def backward(self, inputs: tuple[torch.Tensor, ...], needs: tuple[bool, ...]) -> list[torch.Tensor | None]:
-        """The gradients of inputs and weights, as far as `needs` says so; summed over the tiles."""
+        """The gradients of inputs and weights, for which `needs` is true; summed over the tiles."""
         needs_inputs = needs[: len(inputs)]
         grads = [torch.empty_like(x) if needed else None for x, needed in zip(inputs, needs_inputs, strict=True)]
         sums: list[torch.Tensor | None] = [None] * len(self.weights)

@@ -226,7 +226,7 @@ def shortened(batch: Batch, sequences: Sequences, window: int) -> Batch:
     """Returns a batch in which long rows are cut to their first tokens and those round the place at which they part.
 
     Of a long prompt its first tokens are kept, which other prompts may share, and its last ones; then the first ones
-    of the completion. Rows with equal prompts are cut alike. A row with images is not cut in front of the token behind
+    of the completion. Rows with equal prompts are cut alike. A row with images is not cut before the token after
     its last one. Rows that begin in one column still do, and rows that do not still do not.
 
     `sequences` are the same rows on the host; `window` as in [`compared_tokens`].

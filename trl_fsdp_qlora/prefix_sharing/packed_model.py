@@ -39,7 +39,7 @@ from .row_mask import masks_of
 _PAIRS_PER_TOKEN = 6.0
 
 # torch.compile compiles the model's own forward and no code of this room, because every batch has another layout and
-# would be traced anew.
+# would be traced again.
 not_compiled = torch.compiler.disable
 but_for_the_model = torch.compiler.disable(recursive=False)
 
@@ -247,7 +247,7 @@ class PackedModel:
         """
         head = None if batch.labels is None else head_of(self.base)
         if head is None and batch.labels is not None:
-            raise CannotPack("a forward of the user's own lies around TRL's head, and may change what it returns")
+            raise CannotPack("a forward of the user's own is around TRL's head, and may change what it returns")
         self.count_images(batch)
         packed_row = self._lay_out(batch, forward)
         needs_router = forward.sequences.router_loss
@@ -343,10 +343,10 @@ def merge(
 
 @not_compiled
 def head_of(base: PreTrainedModel) -> FusedHead | None:
-    """Returns TRL's fused head of a model, which lies inside our forward, or around it if it was added later."""
+    """Returns TRL's fused head of a model, which is inside our forward, or around it if it was added later."""
     # Accelerate's mixed precision wraps the forward, and keeps the wrapped one under the second name.
     forwards = [vars(base).get(name) for name in ("forward", "_original_forward")]
     sharing = vars(base).get("prompt_sharing")
-    if sharing is not None:  # a forward of the user's own may lie around ours
+    if sharing is not None:  # a forward of the user's own may be around ours
         forwards.append(sharing.wrapped_forward.stock_forward)
     return next(filter(None, map(fused_head, forwards)), None)

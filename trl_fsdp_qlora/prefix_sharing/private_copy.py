@@ -1,4 +1,4 @@
-"""A copy of a model that shares its weights' memory: what a comparison does to it, nobody else sees.
+"""A copy of a model that shares its weights' memory: no other code sees what a comparison does to it.
 
 A comparison runs a backward and computes without dropout, while another thread may train the same model. So it works
 on a copy with modules, parameters and settings of its own. DDP counts what arrives at the live parameters, and an

@@ -5,11 +5,11 @@ A kind is a file of this room with
 - `LAYERS`: its classes in transformers, as `folder.Class`. `tests/core/prefix_sharing` has compared each with stock;
 - `LAYER_TYPES`: transformers' names of such layers in a config, under which models look up their masks;
 - `compute(module, tokens, packed_row)`: the layer's output `(1, T, ...)` on a packed row. `tokens` has the arguments
-  with one entry per token, `(1, T, ...)`; `module.own_forward` is the layer's own forward. `None` if a layer cannot go
-  on from states for several tokens: then models with it run as in stock TRL;
+  with one entry per token, `(1, T, ...)`; `module.own_forward` is the layer's own forward. `None` if a layer cannot
+  continue from states for several tokens: then models with it run as in stock TRL;
 - `state_bytes(module, width)`: the bytes of the states that a layer on the meta device keeps of one row.
 
-`level_by_level.py` has the last two for layers that keep their states in transformers' cache and go on from them.
+`level_by_level.py` has the last two for layers that keep their states in transformers' cache and continue from them.
 """
 
 import functools
@@ -41,7 +41,7 @@ def kind_of(layer_class: type) -> ModuleType | None:
 
 
 def goes_on_from_a_state(layer_class: type) -> bool:
-    """Whether a class of recurrent layers is known to go on from states for several tokens."""
+    """Whether a class of recurrent layers is known to continue from states for several tokens."""
     kind = kind_of(layer_class)
     return kind is not None and kind.compute is not None
 

@@ -65,7 +65,7 @@ def _forward(self, *args, **kwargs):
     return self.own_forward(*args, **kwargs)
 
 
-@torch.compiler.disable  # every batch has another layout, so the function would be traced anew for each batch
+@torch.compiler.disable  # every batch has another layout, so the function would be traced again for each batch
 def _packed_forward(module: nn.Module, args: tuple, kwargs: dict, mask: RowMask):
     packed_row = mask.packed_row
     parameters = inspect.signature(type(module).forward).parameters
