@@ -254,7 +254,7 @@ def test_cascade_merges_in_float32_in_half_precision():
 def test_the_merging_kernel_equals_the_torch_code(monkeypatch, heads, size, dtype):
     """In Triton's interpreter, on slices and transposed log-sum-exps as flash attention gives them."""
     if not interpreted(cascade._merge_kernel):
-        pytest.skip("needs Triton and TRITON_INTERPRET=1 (docs/launches.md)")
+        pytest.skip("needs Triton and TRITON_INTERPRET=1: make test-kernels")
     torch.manual_seed(0)
     own_out = torch.randn(30, heads, size, dtype=dtype)[11:]
     prompt = torch.randn(19, heads, 2 * size, dtype=dtype)[..., ::2]

@@ -65,7 +65,7 @@ def several_tiles(monkeypatch, request):
     monkeypatch.setattr(frozen_head, "VOCABULARY_CHUNK", 64)
     if request.param == "Triton":
         if not interpreted(frozen_head._fold_kernel):
-            pytest.skip("needs Triton and TRITON_INTERPRET=1 (docs/launches.md)")
+            pytest.skip("needs Triton and TRITON_INTERPRET=1: make test-kernels")
         monkeypatch.setattr(frozen_head, "runs", lambda kernel, x: x.dtype != torch.float64)
         monkeypatch.setattr(frozen_head, "launch", launched)
         monkeypatch.setattr(frozen_head, "_BLOCK", 32)

@@ -86,7 +86,7 @@ def group_calls(request):
     with ExitStack() as patches:
         if "Triton" in request.param:
             if not interpreted(grouped_product._product_kernel):
-                pytest.skip("needs Triton and TRITON_INTERPRET=1 (docs/launches.md)")
+                pytest.skip("needs Triton and TRITON_INTERPRET=1: make test-kernels")
             patches.enter_context(patch.object(experts, "grouped_mm_is_a_loop", return_value=True))
             patches.enter_context(patch.object(grouped_product, "runs", return_value=True))
         patches.enter_context(patch.object(experts, "multiplies_groups", return_value=True))
@@ -208,7 +208,7 @@ def test_groups_cost_as_many_calls_for_many_experts_as_for_few_and_the_host_read
 
 NEEDS_INTERPRETER = pytest.mark.skipif(
     not interpreted(grouped_product._product_kernel),
-    reason="needs Triton and TRITON_INTERPRET=1 (docs/launches.md)",
+    reason="needs Triton and TRITON_INTERPRET=1: make test-kernels",
 )
 
 
