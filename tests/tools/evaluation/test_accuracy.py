@@ -70,7 +70,7 @@ def test_a_function_of_ones_own_decides_in_place_of_answers(caplog):
         assert result.first_right == (0 if right else None)
         assert (result.pass_at_k, result.majority_at_k) == (right / 4, right / 4)
         assert "strict" not in str(result)
-    assert "accuracy_function fails failed (KeyError: 'oh'); the run goes on" in caplog.text
+    assert "accuracy_function fails failed (KeyError: 'oh'); the run continues" in caplog.text
     assert "1 values for 4 completions" in caplog.text
 
 

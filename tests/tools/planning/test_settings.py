@@ -104,7 +104,7 @@ def test_the_command_reads_a_recipe_as_its_script_does(tmp_path):
 
 
 def test_a_plan_within_a_launch_of_fsdp2_knows_it_before_accelerate_says_so(monkeypatch):
-    """On GPUs the state says MULTI_GPU until the trainer has made its `Accelerator`, which is after the plan."""
+    """On GPUs the state is MULTI_GPU until the trainer has made its `Accelerator`, which is after the plan."""
 
     def config(device):
         return SimpleNamespace(

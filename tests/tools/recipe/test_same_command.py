@@ -1,4 +1,4 @@
-"""The command that began a run goes on with it; another command does not overwrite it."""
+"""The command that began a run continues it; another command does not overwrite it."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Every recipe parses and says what it is, and fits the hardware that it names: of each model its published shape."""
+"""Every recipe parses, has a description and fits the hardware that it names: of each model its published shape."""
 
 import re
 from pathlib import Path
@@ -60,7 +60,7 @@ SHAPES = {
     "Llama-3.1-70B": (8192, 80, 64, 8, 28672, 128256, False, 70.6),
     "Qwen3-30B-A3B": (2048, 48, 32, 4, 6144, 151936, False, 30.5),
 }
-# Of the mixture, beside these.
+# Of the mixture, in addition to these.
 EXPERTS = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128}
 
 

@@ -177,7 +177,7 @@ def roll(asked, trainer):
 @pytest.mark.filterwarnings("ignore:.*rollout_func")
 @pytest.mark.parametrize("drawn_by", ["tools", "rollout_func"])
 def test_other_turns_equal_stock(tmp_path, drawn_by):
-    """Some rows go on after a tool's answer, each with a history of its own; a rollout function draws itself."""
+    """Some rows continue after a tool's answer, each with a history of its own; a rollout function draws itself."""
     runs = []
     for cls, config_cls in (STOCK, OURS):
         model = tiny_model()

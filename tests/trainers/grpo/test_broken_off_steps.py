@@ -128,7 +128,7 @@ def test_a_run_that_broke_off_between_two_micro_batches_and_goes_on(tmp_path, sp
         else:
             with pytest.raises(Broken):
                 grpo.train()
-        with torch.no_grad():  # somebody changed the weights since
+        with torch.no_grad():  # the weights were changed since
             for weight in grpo.model.parameters():
                 weight.add_(0.01 * weight.requires_grad)
         grpo.train()

@@ -1,4 +1,4 @@
-"""Settings as users write them, and whatever is done beside the maths raising: training and checkpoints go on."""
+"""Settings as users write them, and errors in work other than the maths: training and checkpoints continue."""
 
 import numpy as np
 import pytest

@@ -88,7 +88,7 @@ WRITERS = {
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_what_trains_or_writes_the_base_does_not_share_it(writer):
-    """With `on` it is an error before the base is loaded, which says what to change; with `auto` a line."""
+    """With `on` it is an error before the base is loaded, which names what to change; with `auto` a line."""
     changes, peft_config, reason = WRITERS[writer]
     for share in ("on", "auto"):
         settings = args(use_vllm=True, vllm_share_base=share, **{"rollout_sync": "auto", **changes})
@@ -404,7 +404,7 @@ class Held:
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", ["Qwen3", pytest.param("Qwen3-MoE", marks=pytest.mark.exhaustive)])
 def test_the_peak_of_loading_is_one_copy_and_one_layer(name, ranks_of_experts, tmp_path, monkeypatch):
-    """And what the engine holds besides weights. A second copy would be eight layers.
+    """And what the engine holds other than weights. A second copy would be eight layers.
 
     Of experts there is the layer in the checkpoint's form, too.
     """
@@ -434,7 +434,7 @@ def test_the_peak_of_loading_is_one_copy_and_one_layer(name, ranks_of_experts, t
 
 @pytest.mark.vllm
 def test_what_vllm_replaces_or_turns_over_stays_the_trainers_own(tmp_path):
-    """After it was loaded a parameter may go; a square one may lie transposed at the same address."""
+    """After it was loaded a parameter may go; a square one may be transposed at the same address."""
     from trl_fsdp_qlora.experimental.one_base.shared_base import SharedBase
 
     policy = get_peft_model(torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3))), LORA)

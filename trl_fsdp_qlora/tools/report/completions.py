@@ -272,7 +272,7 @@ def _thumbnail(content: bytes) -> str | None:
             image.thumbnail((_THUMBNAIL, _THUMBNAIL))
             small = io.BytesIO()
             image.convert("RGB").save(small, "JPEG", quality=80)
-    except Exception:  # pillow is missing, or whatever its decoders raise for damaged bytes
+    except Exception:  # pillow is missing, or its decoders raise for damaged bytes
         return None
     return f"data:image/jpeg;base64,{base64.b64encode(small.getvalue()).decode()}"
 
