@@ -71,8 +71,8 @@ def hardware() -> str:
 
 def software() -> str:
     # A checkout on PYTHONPATH has no metadata.
-    others = [f"{name} {version(name)}" for name in ("trl", "torch", "transformers", "peft", "accelerate")]
-    return ", ".join([f"trl-fsdp-qlora {__version__}", *others])
+    libraries = [f"{name} {version(name)}" for name in ("trl", "torch", "transformers", "peft", "accelerate")]
+    return ", ".join([f"trl-fsdp-qlora {__version__}", *libraries])
 
 
 @functools.cache  # once per run: a card is written with every checkpoint
