@@ -95,7 +95,7 @@ def test_the_result_does_not_depend_on_training_mode_and_leaves_the_generator_al
     assert replace(first, seconds=0) == replace(again, seconds=0)
 
 
-def test_format_and_arithmetic_are_told_apart():
+def test_format_and_arithmetic_are_distinguished():
     dataset = Dataset.from_dict({"prompt": ["1+1="] * 4, "answer": ["2"] * 4})
     for answer_format, correct, strict in (("auto", 2, 1), ("hash", 1, 1), ("last_number", 3, 3)):
         tokenizer = character_tokenizer()

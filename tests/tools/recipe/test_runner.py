@@ -233,7 +233,7 @@ def test_a_run_without_any_reward_names_the_function_and_is_no_success(tmp_path,
     assert functions_warned_of() == ["silent"]
 
 
-def test_where_the_data_lies_is_kept_for_this_machine_alone(tmp_path, monkeypatch):
+def test_the_path_of_the_data_is_kept_for_this_machine_alone(tmp_path, monkeypatch):
     data = tmp_path / "data.jsonl"
     data.touch()
     (tmp_path / "my_data.py").touch()

@@ -24,7 +24,7 @@ TYPES = (ScriptArguments, EfficientGRPOConfig, ModelConfig)
 HERE = ["--use_cpu", "true", "--bf16", "false", "--optim", "adamw_torch"]
 
 
-def test_what_a_file_says_is_what_the_command_line_says_which_wins(tmp_path):
+def test_a_value_of_the_command_line_replaces_that_of_a_file(tmp_path):
     """YAML reads `off` and `no` as truth values; a truth value that is none of a field's words stays an error."""
 
     def parse(text, *argv):
@@ -83,7 +83,7 @@ FOR_GPUS = [path for path in PATHS if re.search(r"GPUs? with \d", head(path, "ha
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: "/".join(path.parts[-3:]))
-def test_every_recipe_parses_and_says_what_it_is(path):
+def test_every_recipe_parses_and_has_a_description(path):
     words = ["--config", str(path), *HERE]
     script, config, model = parse_recipe((ScriptArguments, config_of(method_of(words)), ModelConfig), words)
     # Whole groups on as many processes as its launch line starts, not only on the one that parses it here.

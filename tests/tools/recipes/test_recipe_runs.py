@@ -252,7 +252,7 @@ def test_evaluate_finds_the_base_of_a_run_and_warns_of_another(ended_run, tmp_pa
     assert line in call("evaluate", ["--adapter", str(ended_run.out), "--model_name_or_path", "other"])
 
 
-def test_a_run_killed_after_its_last_step_is_saved_and_goes_on(copied_run, planted, folder, call):
+def test_a_run_killed_after_its_last_step_is_saved_and_continues(copied_run, planted, folder, call):
     """The run has lost its adapter and its record is damaged: a launch restores both without a further step.
 
     A larger `max_steps` then trains on.
@@ -318,7 +318,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_other_methods_train_and_a_finished_run_says_so(method, folder, call):
+def test_the_other_methods_train_and_a_finished_run_prints_that(method, folder, call):
     words = re.sub(r"--(num_generations|loss_type|bf16) \S+", "", SETTINGS)
     words += f" {METHODS[method]} --max_steps 2 --output_dir {method}"
     words += f" --dataset {folder / 'data.jsonl'}"  # some shells and schedulers pass absolute paths
@@ -409,7 +409,7 @@ STARTS = {
         ("ours, two processes", signal.SIGTERM, 143),
     ),
 )
-def test_a_stopped_run_ends_its_step_and_names_the_command_that_goes_on(folder, tmp_path, start, sent, status):
+def test_a_stopped_run_ends_its_step_and_names_the_command_that_continues_it(folder, tmp_path, start, sent, status):
     """`kill` of the process that the user started, whether that trains or launches what trains."""
     script, words = STARTS[start]
     words = [*words, "--config", "recipe.yaml", "--output_dir", str(tmp_path / "out"), "--max_steps", "1000"]

@@ -67,7 +67,7 @@ def test_validation_comes_out_of_training_and_nothing_is_in_two_places(script):
             load_data(script)
 
 
-def test_it_trains_and_a_stopped_run_goes_on(script, tmp_path, monkeypatch, called, capsys):
+def test_it_trains_and_a_stopped_run_continues(script, tmp_path, monkeypatch, called, capsys):
     save_tiny_model(tmp_path / "base")
     monkeypatch.chdir(tmp_path)
     words = (

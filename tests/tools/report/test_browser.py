@@ -61,7 +61,7 @@ DEEP_TEXT = """((node) => {
 })"""
 
 
-def test_it_opens_without_a_trouble_light_and_dark_and_draws_curves(browser, tmp_path):
+def test_it_opens_without_errors_light_and_dark_and_draws_curves(browser, tmp_path):
     open_report(browser, trl_run(tmp_path / "run"))
     light = browser.screenshot()
     assert colors(light)[0x3B, 0x7D, 0xD8] > 500  # of the curves

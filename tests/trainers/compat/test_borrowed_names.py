@@ -105,7 +105,7 @@ def test_metrics_and_compared_values_have_these_names(tmp_path, loss_type):
     assert {*seams.COMPARED[:2]} <= grpo._buffered_inputs[0].keys()
 
 
-def test_the_loss_does_nothing_with_the_model_but_hand_it_on():
+def test_trls_loss_only_passes_the_model_on():
     """The request is in its place."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(GRPOTrainer._compute_loss))))
     nodes = list(ast.walk(tree))
@@ -114,7 +114,7 @@ def test_the_loss_does_nothing_with_the_model_but_hand_it_on():
     assert len(uses) == 1 and uses == [call.args[0] for call in calls]
 
 
-def test_peft_says_whether_the_adapter_is_off():
+def test_peft_knows_whether_the_adapter_is_off():
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     for model in (get_peft_model(tiny_model(), lora()), get_peft_model(tiny_model(), config)):
         assert not peft.is_reference(model) and not peft.is_reference(tiny_model())

@@ -114,7 +114,7 @@ def test_a_tool_that_hangs_is_an_error_that_the_model_reads(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(("seconds", "rings"), [({}, True), ({"tool_timeout": None}, False)], ids=["default", "None"])
-def test_a_call_may_take_300_seconds_unless_told_otherwise(tmp_path, seconds, rings):
+def test_the_default_limit_of_a_call_is_300_seconds(tmp_path, seconds, rings):
     seconds_left = []
 
     def look_at_the_timer():

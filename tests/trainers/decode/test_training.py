@@ -95,7 +95,7 @@ def goes_to_stock(grpo, multimodal_fields=None) -> bool:
     ],
     ids=str,
 )
-def test_what_is_not_exact_runs_as_stock_and_says_so(tmp_path, changes, message):
+def test_what_is_not_exact_runs_as_stock_and_is_logged(tmp_path, changes, message):
     grpo = make(folder=tmp_path, **changes)
     heading, line = next(feature for feature in grpo.features() if feature[1].startswith("rollouts:"))
     assert message in line and heading == ("off" if "compact_generation" in changes else "as stock TRL")

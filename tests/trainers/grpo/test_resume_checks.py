@@ -92,7 +92,7 @@ def run(finished, tmp_path):
         ({"data": prompts(16).select(range(8, 16))}, r"data: 8 rows of"),
     ],
 )
-def test_another_shape_generates_anew_and_says_so(run, caplog, changes, reason):
+def test_another_shape_generates_again_and_is_logged(run, caplog, changes, reason):
     resumed = make(run, max_steps=5, **changes)
     drawn = drawn_batches(resumed)
     rows = []
@@ -110,7 +110,7 @@ def test_another_shape_generates_anew_and_says_so(run, caplog, changes, reason):
     assert rows == [changes.get("per_device_train_batch_size", 4)] * 2
 
 
-def test_the_optimizer_may_change_with_a_warning_and_what_says_nothing_of_the_maths_without(run, caplog):
+def test_a_changed_optimizer_is_a_warning_and_a_changed_path_is_none(run, caplog):
     make(run, save_steps=2, logging_steps=3, save_total_limit=5, run_name="other").train(resume_from_checkpoint="auto")
     assert " -> " not in caplog.text
     resumed = make(run, max_steps=4, learning_rate=5e-4)
@@ -220,7 +220,7 @@ def test_a_users_own_handlers_and_a_prompts_ctrl_c_stay(tmp_path, default_handle
 WEIGHTS = "adapter_model.safetensors"
 
 
-def test_auto_goes_on_from_the_newest_that_holds_what_was_written(run, caplog):
+def test_auto_continues_from_the_newest_whole_checkpoint(run, caplog):
     damage(run / "checkpoint-3" / WEIGHTS)
     grpo = make(run, max_steps=4)
     steps = []

@@ -167,7 +167,7 @@ def test_no_bit_that_a_disk_flips_goes_unseen(tmp_path):
     ],
 )
 @pytest.mark.parametrize("hours", [-1, 1])
-def test_the_checkpoint_just_written_stays_whatever_the_times_of_the_others(
+def test_the_checkpoint_just_written_stays_with_any_times_of_the_others(
     tmp_path, there, newest, limit, best, left, hours
 ):
     """Rotation goes by step: a folder that was copied, or written under another clock, has any time."""
@@ -199,7 +199,7 @@ def test_what_a_run_was_writing_when_it_ended_does_not_stay_behind(tmp_path):
     assert not staging.exists() and not (tmp_path / "checkpoint-3").exists()
 
 
-def test_a_checkpoint_written_anew_replaces_the_old_one(tmp_path):
+def test_a_checkpoint_written_again_replaces_the_old_one(tmp_path):
     (make(tmp_path, 3) / "old.bin").touch()
     folder = make(tmp_path, 3)
     assert sorted(path.name for path in folder.iterdir()) == [

@@ -250,7 +250,7 @@ SERVED = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", SERVED)
-def test_log_probabilities_are_pefts_whatever_differs_by_module(shared_engine, base, tmp_path, kind):
+def test_log_probabilities_are_pefts_with_settings_that_differ_by_module(shared_engine, base, tmp_path, kind):
     """Sampled tokens' log-probabilities, of adapters whose ranks, scalings and layers differ by module."""
     tokenizer, policy, engine = served(base, tmp_path, 0.1, **SERVED[kind])
     if kind == "another name":  # and a scaling that was set by hand

@@ -65,7 +65,7 @@ def args(**changes):
         ({"vllm_engine_kwargs": {"dtype": torch.float16}}, ADAPTER, None, "dtype: float16"),
     ],
 )
-def test_where_the_base_cannot_be_shared_is_said_before_it_is_loaded(changes, sync, quantization, reason):
+def test_a_base_that_cannot_be_shared_is_refused_before_it_is_loaded(changes, sync, quantization, reason):
     """With `on` it is an error, with `auto` a line of the start-up block."""
     with pytest.raises(RolloutError, match=reason):
         why_own_base(args(**changes), sync, quantization, "model")
@@ -335,7 +335,7 @@ def test_an_optimizer_that_gets_a_parameter_of_the_base_ends_the_run(base, tmp_p
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("method", ["rloo", "t_spmo", "a_star_po"])
-def test_other_trainers_train_with_one_base_and_say_so(base, tmp_path, capfd, method):
+def test_other_trainers_train_with_one_base_and_log_it(base, tmp_path, capfd, method):
     trainer_class, config_class, values = {
         "rloo": (EfficientRLOOTrainer, EfficientRLOOConfig, {}),
         "t_spmo": (TSPMOTrainer, TSPMOConfig, {}),

@@ -161,7 +161,7 @@ def test_every_other_field_that_is_not_at_its_default_is_refused(on_a_gpu):
 
 
 @pytest.mark.parametrize("kind, named", [("norm", "norm.weight"), ("two", "together"), ("head", "LM head")])
-def test_what_is_trained_beside_one_adapter_is_named(on_a_gpu, kind, named):
+def test_what_is_trained_in_addition_to_one_adapter_is_named(on_a_gpu, kind, named):
     """What no field of the config shows: weights unfrozen by hand, two adapters, a head that a pattern finds."""
     targets = r".*(q_proj|head)" if kind == "head" else ["q_proj"]
     policy = get_peft_model(tiny.tiny_model(), LoraConfig(r=4, target_modules=targets))
