@@ -171,7 +171,7 @@ POINTS = {
 def make_trainer(name: str, args, shares: bool = False):
     """A trainer with a LoRA adapter, ready for `compute_loss`; a teacher is a copy with other weights.
 
-    If it `shares` prompts, it is one without logits where there is one.
+    If it `shares` prompts, it is one without logits if there is one.
     """
     trainer_class, config_class, fields, rows, _ = POINTS[name]
     model = make_model(SimpleNamespace(device="cpu", vocabulary=args.vocabulary, shape=args.shape))

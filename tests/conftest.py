@@ -12,7 +12,7 @@ from tests.distributed.launch import run_script
 # Before torch is imported, and inherited by every process a test starts: two processes with two threads each on two
 # cores spend their time waiting for each other (dev/LOG.md), and sums do not depend on the number of cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# No test needs the Hub; looking for it where there is no network takes seconds each time.
+# No test needs the Hub; looking for it without a network takes seconds each time.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # For every model that accelerate unwraps it reads again whether DeepSpeed is installed, a fifth of a tiny training.
 importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """`Trainer.train` collects garbage, which takes half a second where torch and TRL are looked through each time."""
+    """`Trainer.train` collects garbage, which takes half a second with torch and TRL loaded."""
     gc.freeze()
 
 

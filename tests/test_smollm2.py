@@ -1,4 +1,4 @@
-"""A real model on real problems: by its recipe, and next to stock TRL; skipped where neither can be had."""
+"""A real model on real problems: by its recipe, and next to stock TRL; skipped if neither is here."""
 
 import json
 import re

@@ -70,7 +70,7 @@ def save_recipe_files(folder) -> None:
 
 
 def serve_by_onednn(monkeypatch, many_weights: int = 1) -> None:
-    """Let layers of `many_weights` and more be multiplied by oneDNN, whatever the processor; skips where torch has
+    """Let layers of `many_weights` and more be multiplied by oneDNN, on any processor; skips if torch has
     none.
     """
     if not torch.backends.mkldnn.is_available():

@@ -66,7 +66,7 @@ class Batch:
         return any(name.startswith("pixel_values") for name in self.vision)
 
     def is_wanted(self) -> torch.Tensor:
-        """Returns where a result is wanted: `(B, L - 1)`, whether the next token has a label; without labels `(B, L)`,
+        """Returns the wanted results: `(B, L - 1)`, whether the next token has a label; without labels `(B, L)`,
         whether there is a token.
         """
         if self.labels is not None:
@@ -306,7 +306,7 @@ def further_output(base: PreTrainedModel, arguments: dict[str, Any]) -> str | No
         return "return_dict=False"
     use_cache = arguments.get("use_cache")
     if use_cache is None and not (torch.is_grad_enabled() and base.training):
-        # In a step of training nobody decodes, so the cache that models return by default is not missed there.
+        # A step of training does not decode, so it needs no cache, which models return by default.
         text = config.get_text_config(decoder=True)
         use_cache = getattr(config, "use_cache", getattr(text, "use_cache", True))
         if use_cache is not False:

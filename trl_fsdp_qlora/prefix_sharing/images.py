@@ -300,7 +300,7 @@ class Images:
 
         Args:
             images_here: returns the model's arguments for some images of this rank; nothing if it has none.
-            device: where the model runs.
+            device: that of the model.
         """
         has_ranks = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
         if self.shared is not None or not has_ranks or not self.is_collective:

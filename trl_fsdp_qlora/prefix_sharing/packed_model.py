@@ -242,7 +242,7 @@ class PackedModel:
             If the batch has labels, TRL's output without its loss. `aux_loss` has the [`router_loss.router_sums`] of
             the rows, if a router loss is needed and the model's forward returns what it is made of.
             If not, the backbone's output: last hidden states `(B, L, H)`, or `(B, K, H)` of the columns that are
-            kept, and router logits if a router loss is needed, with zeros where there is no token. Its other fields
+            kept, and router logits if a router loss is needed, with zeros at padding. Its other fields
             are empty.
         """
         head = None if batch.labels is None else head_of(self.base)

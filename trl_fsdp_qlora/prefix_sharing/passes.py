@@ -16,7 +16,7 @@ recurrent layer (`prefix_cache.py`).
 The trunk's backward runs once, inside the backward of the last pass. Weights do not change between the passes, so the
 result is that of one pass over all rows, up to the order of sums.
 
-Which beginnings are shared, and where a trunk ends, is found in `shared_prefixes.py`.
+`shared_prefixes.py` finds which beginnings are shared, and the end of each trunk.
 
 Suffixes of shapes: B rows of a call or a step, L tokens of a row.
 """

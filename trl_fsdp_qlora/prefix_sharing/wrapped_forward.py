@@ -85,7 +85,7 @@ class WrappedForward:
         # The forward of all other calls, if the head is ours: TRL's would call this model's also in a copy of it.
         below = None
         has_head = head_of(self.base) is not None
-        # A classifier has no LM head, and without TRL nobody calls a fused one: the backbone alone is wrapped.
+        # A classifier has no LM head, and without TRL no call is a fused one: the backbone alone is wrapped.
         can_have_one = self.base.get_output_embeddings() is not None and importlib.util.find_spec("trl") is not None
         if not has_head and not can_have_one:
             return

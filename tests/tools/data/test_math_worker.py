@@ -1,4 +1,4 @@
-"""math-verify in its own process: quick where it is quick, stopped where it is not, gone when the run is."""
+"""math-verify in its own process: quick for quick texts, stopped for others, ended with the run."""
 
 import os
 import signal
@@ -61,4 +61,4 @@ def test_no_worker_outlives_the_run(tmp_path):
         run.kill()
         assert run.wait(timeout=60) == -signal.SIGKILL
     alive = psutil.wait_procs([worker], timeout=30)[1]
-    assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)  # where PID 1 does not reap
+    assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)  # if PID 1 does not reap

@@ -338,7 +338,7 @@ def test_accuracy_has_intervals_and_the_measurements_around_training(tmp_path):
     data, _, text = page_of(tmp_path)
     series = charts(data)["Held-out accuracy"]["series"][0]
     assert (series["steps"], series["values"]) == ([0, 50, 100], [0.5, 0.9, 0.95])
-    # Wilson's interval is where the normal test statistic of a share is the quantile.
+    # At the ends of Wilson's interval the normal test statistic of a share is the quantile.
     for bound in ("low", "high"):
         for share, value in zip(series["values"], series[bound], strict=True):
             assert abs(share - value) / math.sqrt(value * (1 - value) / 100) == pytest.approx(1.959964, rel=1e-3)

@@ -20,7 +20,7 @@ def ended(*words: str, **options) -> tuple[int, str]:
 @pytest.mark.processes
 @pytest.mark.parametrize(("rank", "message"), [("0", "loading torch, transformers and TRL\nstopped\n"), ("1", "")])
 def test_ctrl_c_while_libraries_are_imported_is_one_word(rank, message):
-    # SIGINT as a process of a terminal has it: where the tests run in the background a shell has had it ignored.
+    # SIGINT as a process of a terminal has it: if the tests run in the background, the shell has had it ignored.
     code = "import os, signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += "from trl_fsdp_qlora.tools.run.one_line import importing\n"
     code += "with importing(): os.kill(os.getpid(), signal.SIGINT); time.sleep(9); print('went on')"

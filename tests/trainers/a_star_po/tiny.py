@@ -10,5 +10,5 @@ def problems(n: int) -> Dataset:
 
 
 def has_digit(completions, answer, **kwargs):
-    """1 where the answer's digit occurs in the completion: random weights reach it about one time in three."""
+    """1 if the answer's digit occurs in the completion: random weights reach it about one time in three."""
     return [float(digit in completion) for completion, digit in zip(completions, answer, strict=True)]

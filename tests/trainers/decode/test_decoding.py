@@ -60,7 +60,7 @@ MODELS = {
     "gemma2": Gemma2Config(**SIZES, sliding_window=6),
     "moe": Qwen2MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
     "gpt-oss": GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=6),
-    # Throws its cache away where it changes tables.
+    # Throws its cache away when it changes tables.
     "longrope": Phi3Config(
         **{name: value for name, value in SIZES.items() if name != "head_dim"},
         original_max_position_embeddings=14,

@@ -1,6 +1,6 @@
 """DPO, RLOO and TRL's own KTO and SFT after `share_prompts`, on two gloo ranks, by DDP and FSDP2, whole and in 4 bits.
 
-The adapter is that of one process, stock's where it can be.
+The adapter is that of one process, and stock's if it can be.
 """
 
 import pytest

@@ -22,7 +22,7 @@ def train(output_dir: Path, kill: str = "", resume: str = "", killer=None) -> in
     """Exit code of `resume_worker.run` in a process of its own."""
     arguments = ("tests/trainers/grpo/resume_worker.py", output_dir, kill, resume)
     [(code, text)] = launch(*arguments, processes=1, timeout=240, check=False, meanwhile=killer)
-    print(text)  # shown where the test fails
+    print(text)  # shown if the test fails
     return code
 
 

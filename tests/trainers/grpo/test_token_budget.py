@@ -103,7 +103,7 @@ def test_a_term_that_needs_every_completion_and_a_rate_of_one_keep_every_complet
 
 @pytest.mark.parametrize("sharing, loss_type", [("auto", "cispo"), ("auto", "vespo"), ("off", "grpo")])
 def test_nothing_to_learn_is_counted_and_survived(tmp_path, sharing, loss_type, monkeypatch):
-    """No metric is missing or not a number where stock has one, but the entropy, of which nothing was computed."""
+    """No metric of stock's is missing or not a number, but the entropy, of which nothing was computed."""
     warnings = []
     monkeypatch.setattr(token_budget.logger, "warning_once", warnings.append)
     ours = make_trainer(tmp_path, prefix_sharing=sharing, loss_type=loss_type)

@@ -71,7 +71,7 @@ def fill(dynamic_sampling, rewards_of, batch):
 def test_zero_variance_groups_are_replaced_at_their_places():
     filled, metrics, further_rounds = fill(sampling(), lambda n: (0, n % 2), [0, 1, 2, 3])
     assert [row["n"] % 2 for row in filled] == [1] * 8
-    assert [row["n"] for row in filled][2:4] == [1, 1]  # a group whose rewards differ stays where it is
+    assert [row["n"] for row in filled][2:4] == [1, 1]  # a group whose rewards differ keeps its place
     assert filled.drawn == [f"c{row['n']}" for row in filled]
     assert filled.rewards_NK[:, 0].tolist() == [0.0, 1.0] * 4
     assert metrics["frac_zero_variance"] == 0

@@ -79,8 +79,8 @@ def test_metrics_of_a_run_and_its_start_up_block(tmp_path, capsys):
 
 
 class Moment:
-    """Stands in for an event in the queue of a CUDA device: the clock is the test's, and the host waits where it is
-    not past.
+    """In place of an event in the queue of a CUDA device: the clock is the test's, and the host waits for what is not
+    past.
     """
 
     now = 0.0

@@ -92,7 +92,7 @@ def test_a_recipe_in_a_log_file(tmp_path, capsys):
     assert not any("{" in line for line in lines)
     assert lines[-2].startswith("trained to step 3 in ")
     assert re.fullmatch(r"seconds of a step: (\w+ [\d.e-]+(, |$))+", lines[-1]) and "generate " in lines[-1]
-    # What the line leaves out is where TRL puts it.
+    # What the line leaves out is in TRL's own places.
     history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
     assert {"loss", "grad_norm", "completions/mean_length", "time/generate_s"} <= set(history[1])
 

@@ -1,4 +1,4 @@
-"""An engine for trainers of any sharding where there is no vLLM: a whole model of the rank's own, under the adapter it
+"""An engine for trainers of any sharding without vLLM: a whole model of the rank's own, under the adapter it
 was sent.
 """
 

@@ -17,7 +17,7 @@ _FIELD = re.compile(r"#\s(?P<field>hardware|launch|memory|expect)\s+(?P<text>.*)
 # How the text under `expect` begins: with figures, with figures of a shorter run, or with none.
 _WAS_RUN = re.compile(r"run, shortened|run|planned, never run")
 _LEGEND = """
-run: whether it ran here as it stands, shortened, or is planned; `recipes NAME` prints one with what to expect of it,
+run: whether it ran here unchanged, shortened, or is planned; `recipes NAME` prints one with what to expect of it,
 `recipes NAME --copy` puts one here to edit, `COMMAND --config NAME` runs it as it is."""
 
 

@@ -125,7 +125,7 @@ def merge_adapter(
 def _save_processing(
     folder: Path, merged: PreTrainedModel, adapter: str | Path, base: str, revision: str | None
 ) -> None:
-    """Save the tokenizer, and the processor of images if there is one, and let the model end where the tokenizer does.
+    """Save the tokenizer, and the processor of images if there is one, and give the model its end tokens.
 
     The trainer set the model's tokens for the end and for padding, which an adapter does not hold.
     """

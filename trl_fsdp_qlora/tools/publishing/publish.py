@@ -67,8 +67,8 @@ def stage(folder: Path, scratch: Path, repo: str, base: str | None = None) -> st
     base_on_card = card.data.base_model
     if Path(base).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w-]+", base):
         raise UserError(
-            f"{folder / CONFIG} names the folder {Path(base).name!r} as the base, which no reader has; say which "
-            "model on the Hub it is: --base owner/name"
+            f"{folder / CONFIG} names the folder {Path(base).name!r} as the base, which no reader has; name the "
+            "model on the Hub: --base owner/name"
         )
     if base_on_card not in {base, trained_on, Path(trained_on).name}:
         raise UserError(f"{folder / CARD} has base_model: {base_on_card}, but the adapter was trained on {trained_on}")

@@ -39,7 +39,7 @@ def privileged(problem: dict, template: str) -> str | None:
 
 
 def privileged_prompts(script: SDFTScriptArguments, problems: Sequence[dict]) -> Dataset:
-    """Those of the training `problems` that the teacher can be told about: `prompt` and `privileged_context`.
+    """Those of the training `problems` whose answer the teacher can read: `prompt` and `privileged_context`.
 
     Raises:
         ConfigError: there are none, or the template asks for something else.
@@ -57,8 +57,6 @@ def privileged_prompts(script: SDFTScriptArguments, problems: Sequence[dict]) ->
             f"privileged_template={script.privileged_template!r}: no problem of {script.dataset} has what it asks "
             "for; {question} and {answer} ask for less than {worked}"
         )
-    say(
-        f"data: the teacher is told about {len(solved):,} of {len(problems):,} training problems from {script.dataset}"
-    )
+    say(f"data: the teacher reads {len(solved):,} of {len(problems):,} training answers from {script.dataset}")
     prompts = prompts_of(script, [problems[index] for index in solved]).select_columns("prompt")
     return prompts.add_column("privileged_context", [contexts[index] for index in solved])

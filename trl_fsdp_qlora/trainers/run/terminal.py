@@ -1,7 +1,7 @@
 """What is printed while training.
 
 A user's own script keeps TRL's log lines, with at most [`PRINTED`] of this package's metrics among TRL's. A recipe
-prints one line per logging step. All metrics go where TRL sends them: to the trackers (`report_to`) and into
+prints one line per logging step. As in TRL, all metrics reach the trackers (`report_to`) and
 `trainer_state.json`. TRL's `log_completions` prints completions.
 """
 
