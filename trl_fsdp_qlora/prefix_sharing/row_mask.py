@@ -6,8 +6,8 @@ models and a nested call do not meet, and an exception leaves nothing behind. Wh
 backward (transformers' checkpointing, torch's `checkpoint_wrapper`, a wrapper of the user's own) passes the same mask
 again, and so the same row.
 
-A model's forward passes further arguments to its backbone in the same way ([`telling`]): a mask gets through every
-wrapper of the backbone.
+A model's forward passes options to its backbone in the same way ([`with_options`]): a mask gets through every wrapper
+of the backbone.
 """
 
 from typing import Any
@@ -18,13 +18,13 @@ from .row import PackedRow
 
 
 class RowMask(torch.Tensor):
-    """A mask that carries a packed row, `mask.packed_row`; its values are not used. Or one that carries `mask.told`.
+    """A mask that carries a packed row, `mask.packed_row`; its values are not used. Or one with `mask.options`.
 
     A copy of the mask (detached for reentrant checkpointing, moved to another device, sliced) carries the same.
     """
 
     packed_row: Any = None
-    told: dict[str, Any] | None = None
+    options: dict[str, Any] | None = None
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -35,7 +35,7 @@ class RowMask(torch.Tensor):
         if len(tensors) != 1:  # the result is no mask, but was computed with one
             return result.as_subclass(torch.Tensor)
         result.packed_row = tensors[0].packed_row
-        result.told = tensors[0].told
+        result.options = tensors[0].options
         return result
 
 
@@ -79,33 +79,33 @@ def masks_of(packed_row: PackedRow, mask_names: frozenset[str], is_recurrent: bo
 
 
 @torch.compiler.disable
-def telling(arguments: dict[str, Any], **told: Any) -> dict[str, Any]:
-    """Returns the arguments of a model's call with a mask that carries further arguments to its backbone.
+def with_options(arguments: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Returns the arguments of a model's call with a mask that carries options to its backbone.
 
     Args:
         arguments: of the call.
-        told: `as_stock=True`: the backbone has to run as in stock TRL. `kept=n`: only its last n hidden states of each
-            row are needed. `from_padding=...`: see [`batch.Batch`].
+        options: `as_stock=True`: the backbone has to run as in stock TRL. `kept=n`: only the last n hidden states
+            of each row are needed. `from_padding=...`: see [`batch.Batch`].
     """
     mask = arguments.get("attention_mask")
     if mask is not None and not isinstance(mask, torch.Tensor):
         return arguments  # masks by kind of layer are no rows of a batch, which the backbone sees
     if mask is None:
         tokens = next(x for x in map(arguments.get, ("input_ids", "inputs_embeds")) if x is not None)
-        telling_mask = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device).as_subclass(RowMask)
+        mask_with_options = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device).as_subclass(RowMask)
     else:
-        telling_mask = mask.as_subclass(RowMask)
-    telling_mask.told = {**told, "has_mask": mask is not None}
-    return {**arguments, "attention_mask": telling_mask}
+        mask_with_options = mask.as_subclass(RowMask)
+    mask_with_options.options = {**options, "has_mask": mask is not None}
+    return {**arguments, "attention_mask": mask_with_options}
 
 
-def told_by(mask: Any) -> dict[str, Any] | None:
-    """The further arguments that a mask carries to the backbone, see [`telling`]; `None` if there are none."""
-    return mask.told if isinstance(mask, RowMask) else None
+def options_of(mask: Any) -> dict[str, Any] | None:
+    """The options that a mask carries to the backbone, see [`with_options`]; `None` if there are none."""
+    return mask.options if isinstance(mask, RowMask) else None
 
 
 @torch.compiler.disable
 def as_before(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a call as they were before [`telling`]."""
+    """Returns the arguments of a call as they were before [`with_options`]."""
     mask = arguments["attention_mask"]
-    return {**arguments, "attention_mask": mask.as_subclass(torch.Tensor) if mask.told["has_mask"] else None}
+    return {**arguments, "attention_mask": mask.as_subclass(torch.Tensor) if mask.options["has_mask"] else None}

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .row_mask import as_before, carries_row, told_by
+from .row_mask import as_before, carries_row, options_of
 from .wrapped_forward import ATTRIBUTE
 
 # The attribute of a backbone that holds the forward that it had of its own before ours was put on.
@@ -78,10 +78,10 @@ def _with_sharing(cls: type[PreTrainedModel]) -> Callable:
         sharing = vars(self).get(ATTRIBUTE)
         arguments = dict(zip(names, args, strict=False)) | kwargs
         mask = arguments.get("attention_mask")
-        told = told_by(mask)
-        if told is not None:
+        options = options_of(mask)
+        if options is not None:
             arguments = as_before(arguments)
-            if "as_stock" in told:  # TRL's fused head calls the backbone, too
+            if "as_stock" in options:  # TRL's fused head calls the backbone, too
                 return stock(self, **arguments)
         if _is_packed(mask):
             return stock(self, *args, **kwargs)
@@ -95,8 +95,8 @@ def _with_sharing(cls: type[PreTrainedModel]) -> Callable:
         sharing.compare_call_with_stock(
             lambda model, **arguments: stock(model.base_model, **arguments), arguments, of_backbone=True
         )
-        told = told or {}
-        return sharing.last_hidden_states(own_forward, arguments, told.get("kept", 0), told.get("from_padding"))
+        options = options or {}
+        return sharing.last_hidden_states(own_forward, arguments, options.get("kept", 0), options.get("from_padding"))
 
     return forward
 

@@ -25,7 +25,7 @@ from ..compat.signatures import is_of_library
 from .batch import from_padding
 from .packed_model import head_of, not_compiled
 from .passes import Forward
-from .row_mask import telling
+from .row_mask import with_options
 
 logger = logging.getLogger(__name__)
 
@@ -204,18 +204,18 @@ def _with_sharing(base: PreTrainedModel, stock: Callable, below: Callable) -> Ca
             return function(self, *args, **kwargs)
         is_fused = kwargs.pop("fused_lm_head", False)
         arguments = dict(zip(names, args, strict=False)) | kwargs
-        tells_backbone = sharing.wrapped_backbone.is_on
+        passes_options = sharing.wrapped_backbone.is_on
         if not is_fused:
-            if tells_backbone:
+            if passes_options:
                 kept = _kept_positions(self, arguments) if needs_kept_alone else 0
                 loss = from_padding(arguments)
                 if kept or loss is not None:
-                    arguments = telling(arguments, kept=kept, from_padding=loss)
+                    arguments = with_options(arguments, kept=kept, from_padding=loss)
             return function_below(self, **arguments)
 
         def stock_of(model, **arguments):
             # TRL's head calls the backbone, which has to run as in stock TRL, too.
-            return function(model, **(telling(arguments, as_stock=True) if tells_backbone else arguments))
+            return function(model, **(with_options(arguments, as_stock=True) if passes_options else arguments))
 
         run_stock = functools.partial(stock_of, self)
         instructions = arguments.pop("sharing", None) or Instructions()

@@ -14,7 +14,7 @@ from trl.trainer.utils import add_fused_lm_head
 from trl_fsdp_qlora.prefix_sharing import forest
 from trl_fsdp_qlora.prefix_sharing.batch import Batch, Sequences, decode, encode
 from trl_fsdp_qlora.prefix_sharing.row import PackedRow, PassRecord, lay_out
-from trl_fsdp_qlora.prefix_sharing.row_mask import told_by
+from trl_fsdp_qlora.prefix_sharing.row_mask import options_of
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing, causal_language_model, install_sharing
 from trl_fsdp_qlora.prefix_sharing.wrapped_forward import Instructions
 from trl_fsdp_qlora.tools.data.answers import completion_text
@@ -279,7 +279,7 @@ def counting_padded_forwards(base):
     def counting(self, *args, **arguments):
         mask = arguments["attention_mask"]
         # A packed row has a mask of its own kind.
-        if told_by(mask) or (type(mask) is torch.Tensor and mask.ndim == 2):
+        if options_of(mask) or (type(mask) is torch.Tensor and mask.ndim == 2):
             calls.append(tuple(arguments["input_ids"].shape))
         return call(self, *args, **arguments)
 

@@ -32,7 +32,7 @@ from ...compat.trl import images_by_row, rows_of_images
 from ...prefix_sharing.batch import PER_IMAGE
 from ...prefix_sharing.facts import position_limit
 from ...prefix_sharing.image_keys import fingerprints
-from ...prefix_sharing.recurrent.kinds import goes_on_from_a_state, recurrent_layers
+from ...prefix_sharing.recurrent.kinds import continues_from_states, recurrent_layers
 
 logger = get_logger(__name__)
 
@@ -50,7 +50,7 @@ def why_not_kept(model: nn.Module) -> str | None:
         return "rotary tables that depend on the longest row"
     for layer in recurrent_layers(model):
         # Transformers' Mamba-1 starts its scan of several tokens at zero, with any cache.
-        if not goes_on_from_a_state(type(layer)):
+        if not continues_from_states(type(layer)):
             return f"{type(layer).__name__} cannot continue from a state"
     return None
 

@@ -22,7 +22,7 @@ from trl.experimental.sdft.sdft_trainer import apply_importance_sampling_clippin
 from trl.experimental.sdpo import SDPOTrainer
 
 from ...compat.trl import ForwardRedirection
-from ...prefix_sharing.row_mask import telling
+from ...prefix_sharing.row_mask import with_options
 from ...prefix_sharing.sharing import causal_language_model
 from ...prefix_sharing.wrapped_forward import ATTRIBUTE
 from .heads import head_by_weight, why_no_plain_head
@@ -222,5 +222,5 @@ def _hidden_states(
     arguments = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
     sharing = vars(base).get(ATTRIBUTE)
     if sharing is not None and sharing.wrapped_backbone.is_on:
-        arguments = telling(arguments, kept=logits_to_keep + 1)
+        arguments = with_options(arguments, kept=logits_to_keep + 1)
     return base.base_model(**arguments).last_hidden_state[:, -logits_to_keep - 1 : -1]

@@ -40,7 +40,7 @@ def kind_of(layer_class: type) -> ModuleType | None:
     return None
 
 
-def goes_on_from_a_state(layer_class: type) -> bool:
+def continues_from_states(layer_class: type) -> bool:
     """Whether a class of recurrent layers is known to continue from states for several tokens."""
     kind = kind_of(layer_class)
     return kind is not None and kind.compute is not None

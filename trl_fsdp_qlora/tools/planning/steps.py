@@ -15,7 +15,7 @@ from ...prefix_sharing import passes as sharing
 from ...prefix_sharing.batch import Sequences
 from ...prefix_sharing.facts import keeps_keys, layer_types
 from ...prefix_sharing.forest import build_forest
-from ...prefix_sharing.recurrent.kinds import goes_on_from_a_state, recurrent_layers, state_bytes
+from ...prefix_sharing.recurrent.kinds import continues_from_states, recurrent_layers, state_bytes
 from . import passes
 from .settings import Settings
 
@@ -138,7 +138,7 @@ def why_not_keep(settings: Settings, config: PretrainedConfig) -> str | None:
     if settings.gradient_checkpointing and settings.checkpointing_kwargs.get("use_reentrant"):
         return "reentrant gradient checkpointing"
     layers = recurrent_layers(passes.whole(settings, config))
-    if not all(goes_on_from_a_state(type(layer)) for layer in layers):
+    if not all(continues_from_states(type(layer)) for layer in layers):
         return "its recurrent layers continue from no state"
     return None
 

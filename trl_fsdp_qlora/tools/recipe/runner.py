@@ -205,14 +205,14 @@ def run_recipe(
         for callback in filter(None, (accuracy, page)):
             trainer.add_callback(callback)
         use_terminal(trainer)
-        go_on = shlex.join([*command, "--resume_from_checkpoint", "auto"])  # an option's last value counts
+        resume_command = shlex.join([*command, "--resume_from_checkpoint", "auto"])  # an option's last value counts
 
         started = time.perf_counter()
         if is_ours:
-            trainer.go_on = go_on
+            trainer.resume_command = resume_command
             trainer.train(resume_from_checkpoint=resume)
         else:
-            with stopping_after_step(trainer, go_on):
+            with stopping_after_step(trainer, resume_command):
                 trainer.train(resume_from_checkpoint=resume)
         trainer.save_model(_internal_call=True)  # before a measurement or a picture can fail
         seconds = time.perf_counter() - started - (0 if accuracy is None else accuracy.seconds_before)

@@ -52,17 +52,17 @@ class StopAfterStep(TrainerCallback):
 
 
 @contextmanager
-def stopping_after_step(trainer: Any, go_on: str) -> Iterator[None]:
+def stopping_after_step(trainer: Any, resume_command: str) -> Iterator[None]:
     """Train in this block: SIGINT and SIGTERM end it between two steps, see [`StopAfterStep`].
 
     Handlers that a user has set stay, and so does Ctrl-C in a notebook or at a prompt.
 
     Args:
         trainer: a trainer of Transformers.
-        go_on: the command or the call that resumes the run.
+        resume_command: the command or the call that resumes the run.
 
     Raises:
-        KeyboardInterrupt: after SIGINT; its text is a line with the step, the checkpoint and `go_on`.
+        KeyboardInterrupt: after SIGINT; its text is a line with the step, the checkpoint and `resume_command`.
         SystemExit: after SIGTERM, with the status 143; the line is printed.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -78,13 +78,13 @@ def stopping_after_step(trainer: Any, go_on: str) -> Iterator[None]:
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher sends SIGINT to its processes a second time
         before.pop(signal.SIGINT, None)
-        raise KeyboardInterrupt(_line(trainer, go_on)) from None
+        raise KeyboardInterrupt(_line(trainer, resume_command)) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         trainer.remove_callback(stop)
     if stop.has_stopped:
-        line = _line(trainer, go_on)
+        line = _line(trainer, resume_command)
         if stop.received == signal.SIGINT:
             raise KeyboardInterrupt(line)
         if trainer.args.process_index == 0:
@@ -92,8 +92,8 @@ def stopping_after_step(trainer: Any, go_on: str) -> Iterator[None]:
         raise SystemExit(128 + stop.received)
 
 
-def _line(trainer: Any, go_on: str) -> str:
+def _line(trainer: Any, resume_command: str) -> str:
     last = last_complete_checkpoint(trainer.args.output_dir)
     progress = f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}"
     then = "no checkpoint was saved yet, start again" if last is None else f"continue from {last.name}"
-    return f"{progress}; {then}: {go_on}"
+    return f"{progress}; {then}: {resume_command}"

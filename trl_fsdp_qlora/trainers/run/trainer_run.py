@@ -49,11 +49,11 @@ class TrainerRun(ShardedQLoRAMixin):
         checkpointing: writes whole checkpoints and ignores unfinished ones.
         card_info: the entries of the card that a trainer cannot know by itself.
         startup: prints the start-up block.
-        go_on: what continues a run that was stopped; a recipe has a command.
+        resume_command: what continues a run that was stopped; a recipe has a command.
     """
 
     method_on_card: str
-    go_on = 'trainer.train(resume_from_checkpoint="auto")'
+    resume_command = 'trainer.train(resume_from_checkpoint="auto")'
     sharing: PromptSharing | None = None
     reference_sharing: PromptSharing | None = None
 
@@ -111,7 +111,7 @@ class TrainerRun(ShardedQLoRAMixin):
             trl_fsdp_qlora.utils.files.CheckpointError: see
             [`trl_fsdp_qlora.trainers.run.checkpoints.WholeCheckpoints`].
         """
-        with self.checkpointing.alone(), stopping_after_step(self, self.go_on):
+        with self.checkpointing.alone(), stopping_after_step(self, self.resume_command):
             return super().train(self.checkpointing.resume_from(resume_from_checkpoint), *args, **kwargs)
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *further):
