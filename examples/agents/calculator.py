@@ -79,7 +79,7 @@ def call(expression: str) -> list[dict]:
     return [{"type": "function", "function": {"name": "calculate", "arguments": {"expression": expression}}}]
 
 
-# Stand before every question: without an episode to imitate the model writes prose.
+# They come before every question: without an episode to imitate the model writes prose.
 EPISODES = [
     {"role": "user", "content": "Divide 90 by 15."},
     {"role": "assistant", "content": "", "tool_calls": call("90 / 15")},

@@ -19,7 +19,7 @@ from .generation import reshard
 
 
 def has_sharded_adapter(model: nn.Module) -> bool:
-    """Whether `model` is a PEFT model under FSDP2. Such a model saves an adapter, whatever its base is."""
+    """Whether `model` is a PEFT model under FSDP2. Such a model saves an adapter, with any base."""
     return isinstance(model, FSDPModule) and isinstance(model, PeftModel)
 
 

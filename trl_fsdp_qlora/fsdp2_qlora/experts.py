@@ -282,7 +282,7 @@ def _multiply(x_SK, rows_EB, layout: ByteLayout, ends, transposed: bool) -> torc
 
 
 def dequantize_rows(rows_EB: torch.Tensor, layout: ByteLayout, dtype: torch.dtype) -> torch.Tensor:
-    """Dequantize `(experts, bytes)` to `(experts, out, in)` in a few calls, whatever the number of experts.
+    """Dequantize `(experts, bytes)` to `(experts, out, in)` in a few calls, for any number of experts.
 
     The weights of an expert have to be whole blocks.
     """

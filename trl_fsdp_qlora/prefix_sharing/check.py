@@ -186,7 +186,7 @@ def rounding_unit(model: PreTrainedModel, device: torch.device) -> float:
     else:
         dtypes = {parameter.dtype for parameter in model.parameters()}
         dtypes.update(module.compute_dtype for module in model.modules() if hasattr(module, "compute_dtype"))  # 4 bits
-        # Without a gradient bitsandbytes computes these in bfloat16 on CPUs that have it, whatever is asked for.
+        # Without a gradient bitsandbytes computes these in bfloat16 on CPUs that have it, for any dtype.
         if device.type == "cpu" and not (model.training or torch.is_grad_enabled()):
             in_bfloat16 = (vars(module).get("support_avx512bf16_for_cpu") for module in model.modules())
             dtypes.update({torch.bfloat16} if any(in_bfloat16) else ())

@@ -45,7 +45,7 @@ but_for_the_model = torch.compiler.disable(recursive=False)
 
 
 class TextAlone:
-    """Stands in for [`images.Images`] in a model whose class sees no images."""
+    """Replaces [`images.Images`] in a model whose class sees no images."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = model

@@ -8,7 +8,7 @@ size. For logits z = (s/T)·(W h + b), where s is the model's logit scale and T 
 It does not depend on the loss, so it can be computed in the forward, while the probabilities are at hand. The backward
 is then an elementwise product, for every loss, on- or off-policy; a kernel that stores nothing has to project a second
 time. Σ_v p_v W[v] is accumulated over chunks of the vocabulary with a running maximum, as flash attention accumulates
-its values, so the only wide buffers are two of TOKEN_TILE × VOCABULARY_CHUNK elements, whatever N and V are. On a CPU
+its values, so the only wide buffers are two of TOKEN_TILE × VOCABULARY_CHUNK elements, for any N and V. On a CPU
 they stay in the cache. On a GPU the tiles are larger, and one Triton kernel folds a tile of logits into the running
 sums: 200 launches for 8,192 tokens × 152k words, compared with 7,100 for small tiles in torch operations
 (dev/LOG.md, 2026-11-28).

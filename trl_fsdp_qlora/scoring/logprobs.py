@@ -1,7 +1,7 @@
 """Per-token log-probabilities of selected positions, without the logits.
 
-[`score_with_head`] projects hidden states through a model's own LM head, on whatever device the head is and however
-it is sharded. [`score_positions`] chooses the kernel.
+[`score_with_head`] projects hidden states through a model's own LM head, on any device of the head and with
+any sharding. [`score_positions`] chooses the kernel.
 """
 
 from contextlib import nullcontext

@@ -90,7 +90,7 @@ def select_tokens(
 ) -> TokenSelection:
     """Draw the tokens that enter the loss.
 
-    Tokens are numbered t = 0.. over the valid tokens of their completion, whatever is between them.
+    Tokens are numbered t = 0.. over the valid tokens of their completion, with anything between them.
 
     - `all`: every valid token, weight 1; draws nothing.
     - `s_grpo`: t < α always, the others with probability `rate`. If these are more than `max_tokens`, that many stay:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.vllm
 
 
 class Recorded:
-    """Stands for `vllm.LLM` 0.31 and its engine."""
+    """In place of `vllm.LLM` 0.31 and its engine."""
 
     def __init__(self, **options):
         self.options = options

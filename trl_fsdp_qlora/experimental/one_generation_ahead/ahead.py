@@ -280,7 +280,7 @@ class RolloutsAhead:
 
 
 class _Client:
-    """Stands for the client of the server while TRL's engine prepares a request, on rank 0.
+    """Replaces the client of the server while TRL's engine prepares a request, on rank 0.
 
     With `takes` it answers with the batch that was asked for ahead, otherwise it asks for one and does not wait. An
     error is kept for [`metrics`], because the other ranks wait for what the engine broadcasts next.

@@ -24,7 +24,7 @@ KINDS = (delta_attention, gated_delta_net, mamba1, mamba2, short_convolution)
 
 _BY_CLASS = {layer: kind for kind in KINDS for layer in kind.LAYERS}
 LAYER_TYPES = frozenset().union(*(kind.LAYER_TYPES for kind in KINDS))
-# A layer that calls one of these methods of transformers' cache keeps a state, of whatever kind.
+# A layer that calls one of these methods of transformers' cache keeps a state, of any kind.
 _KEEPS_A_STATE = {"update_conv_state", "update_recurrent_state"}
 
 

@@ -26,7 +26,7 @@ SHORTEST = 2
 
 
 class StateCache:
-    """Stands in for transformers' cache in one call of a recurrent layer.
+    """Replaces transformers' cache in one call of a recurrent layer.
 
     Transformers' own cache copies states in place and outside of the graph, so no gradient would pass through it.
 

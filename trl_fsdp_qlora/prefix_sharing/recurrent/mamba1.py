@@ -1,4 +1,4 @@
-"""Mamba-1 (https://arxiv.org/abs/2312.00752), whose scan begins at zero in transformers, whatever the cache holds.
+"""Mamba-1 (https://arxiv.org/abs/2312.00752), whose scan begins at zero in transformers, with any cache.
 
 A segment cannot continue its parent's state, so models with such layers run as in stock TRL.
 """
