@@ -88,16 +88,6 @@ def test_the_largest_group_and_the_longest_completion_fit_and_larger_ones_do_not
     assert largest.longest(make_plan(run, replace(CARD, memory=2**20))) == 0
 
 
-@pytest.mark.slow  # some ten plans
-def test_each_line_alone_makes_the_run_fit(tmp_path):
-    run = settings(folder(tmp_path, num_hidden_layers=2), max_completion_length=256, per_device_train_batch_size=32)
-    halved = changed(make_plan(run, CARD), per_device_train_batch_size=16, gradient_accumulation_steps=2)
-    large = make_plan(run, hardware=replace(CARD, memory=halved.peak))
-    lines = largest.changes_that_fit(large)
-    assert not large.fits and "gradient_checkpointing: true" in lines and len(lines) <= 3
-    assert any(line.startswith("per_device_train_batch_size: 16, gradient_accumulation_steps: 2") for line in lines)
-
-
 @pytest.mark.slow  # four of the models
 def test_the_largest_model_fits_and_the_next_larger_one_does_not(tmp_path):
     card = Hardware("16 GB", 16 * GIB)

@@ -22,7 +22,7 @@ from trl_fsdp_qlora.tools.evaluation import episodes as episodes_module
 from trl_fsdp_qlora.tools.evaluation.accuracy import evaluate, generation_configs
 from trl_fsdp_qlora.tools.evaluation.episodes import Agent, begin, run_episodes, run_tool
 from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments
-from trl_fsdp_qlora.tools.recipe.episodes import agent_of, check_tool_template, with_tool_format
+from trl_fsdp_qlora.tools.recipe.checks import agent_of, check_tool_template, with_tool_format
 
 CALCULATOR = str(Path(__file__).parents[3] / "examples" / "agents" / "calculator.py")
 

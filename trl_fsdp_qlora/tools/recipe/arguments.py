@@ -55,7 +55,7 @@ class ScriptArguments:
         metadata={"help": "Names of trl_fsdp_qlora.tools.data.rewards.REWARDS, or your own: my_rewards.py:has_unit."},
     )
     answer_format: str = option(
-        "auto", "Place of a completion's final answer: auto, hash, tags, boxed, last_number, first_line, or verl's."
+        "auto", "Place of a completion's final answer: auto, hash, tags, boxed, last_number or first_line."
     )
     environment: str | None = option(
         None,
