@@ -101,7 +101,7 @@ def test_an_episode_is_that_of_trls_loop(folder, loaded, tmp_path, length, turns
         assert len(episodes[0].messages) == (5 if turns else 1)
 
 
-@pytest.mark.parametrize("turns", [1, None])
+@pytest.mark.parametrize("turns", [pytest.param(1, marks=pytest.mark.exhaustive), None])
 def test_a_turn_of_a_measured_episode_continues_from_the_last_one(loaded, monkeypatch, turns):
     """The same result as with every turn prefilled whole, for greedy and for sampled episodes."""
     model, tokenizer = loaded
