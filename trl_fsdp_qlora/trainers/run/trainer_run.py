@@ -131,7 +131,7 @@ class TrainerRun(ShardedQLoRAMixin):
         return loss
 
     def _finish_backward(self, model) -> None:
-        """Called after the backward of a micro-batch's loss."""
+        """Called after the backward of a micro-batch's loss; runs what is left of it if the micro-batch was cut."""
 
     def evaluate(self, *args, **kwargs):
         with self.clock.phase("evaluate"), fast_linears(self.model):
