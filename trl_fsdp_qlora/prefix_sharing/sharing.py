@@ -120,8 +120,8 @@ class PromptSharing:
         self.figures = PassRecord()
         self.expects_images = False
         self.images_may_come = True
-        # The `use_cache` of its config, once `return_no_cache` has changed that.
-        self._of_caches: dict[str, bool] | None = None
+        # Whether calls that do not ask for a cache return none: a call that returns one runs as in stock TRL.
+        self.returns_no_cache = False
         self._logged: set[str] = set()
 
     # --- once -------------------------------------------------------------------------------------------------------
@@ -205,17 +205,6 @@ class PromptSharing:
         if self.packed_model is not None:
             self.packed_model.remove()
             self.packed_model = None
-        if self._of_caches is not None:
-            vars(self.base.config).pop("use_cache", None)
-            vars(self.base.config).update(self._of_caches)
-            self._of_caches = None
-
-    def return_no_cache(self) -> None:
-        """Let calls that do not ask for a cache return none: a call that returns one runs as in stock TRL."""
-        if self._of_caches is None:
-            fields = vars(self.base.config)
-            self._of_caches = {"use_cache": fields["use_cache"]} if "use_cache" in fields else {}
-        self.base.config.use_cache = False
 
     # --- questions of a trainer -------------------------------------------------------------------------------------
 

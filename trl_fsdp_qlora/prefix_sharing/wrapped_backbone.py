@@ -87,6 +87,8 @@ def _with_sharing(cls: type[PreTrainedModel]) -> Callable:
             return stock(self, *args, **kwargs)
         if sharing is None or _is_decoding(arguments):
             return stock(self, **arguments)
+        if sharing.returns_no_cache and arguments.get("use_cache") is None:
+            arguments["use_cache"] = False
         sharing.wrapped_forward.stop_watching()
         own_forward = functools.partial(stock, self)
         sharing.look_at_model()
