@@ -84,7 +84,7 @@ def test_keys_depend_on_the_prompt_and_on_every_column(tmp_path):
         assert values.items([same], [np.array([1, 2])])[0][0] == variants[0]
 
 
-def test_the_reference_is_the_base_whatever_adapter_is_on_it_unless_that_is_part_of_the_reference():
+def test_the_reference_is_the_base_with_any_adapter_that_is_no_part_of_it():
     base = describe_model(tiny_model())
     small = LoraConfig(r=2, target_modules=["q_proj"])
     for config in (small, LoraConfig(r=8, target_modules="all-linear")):
