@@ -18,7 +18,6 @@ from ...errors import UserError
 from ...trainers.run.card import hardware, software
 from ...trainers.run.checkpoints import last_step, resolve_resume, step_of
 from ...trainers.run.stopping import stopping_after_step
-from ...trainers.run.terminal import use_terminal
 from ...utils import redaction
 from ...utils.nonfatal import nonfatal
 from ...utils.ranks import on_main
@@ -32,6 +31,7 @@ from .checks import lora_config
 from .episodes import OWN_REWARD, agent_of, with_tool_format
 from .record import KeptWarnings, RunPage, RunRecord, keep_paths, measured_settings, next_commands
 from .script import say
+from .terminal import use_terminal
 
 
 def reward_functions(args: ScriptArguments) -> list:

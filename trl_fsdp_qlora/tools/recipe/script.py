@@ -11,8 +11,8 @@ import torch
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
-from ...trainers.run import terminal
 from ..cli.one_line import in_one_line
+from . import terminal
 
 
 class PrintedWarnings(logging.Handler):

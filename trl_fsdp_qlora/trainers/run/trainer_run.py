@@ -21,13 +21,13 @@ from ...long_rows import tiles as token_tiles
 from ...prefix_sharing.sharing import PromptSharing, causal_language_model, install_sharing
 from ...scoring.cpu_linear import fast_linears
 from ...utils.plain import counted
-from .card import CardInfo, write_card, write_first_card
+from .card_info import CardInfo
 from .checkpoints import WholeCheckpoints, describe_rollouts, describe_training
 from .input_checks import columns_of
 from .phases import PhaseTimer, TelemetryCallback
+from .printed import print_briefly
 from .startup import StartupCallback
 from .stopping import stopping_after_step
-from .terminal import print_briefly
 
 logger = get_logger(__name__)
 
@@ -160,6 +160,8 @@ class TrainerRun(ShardedQLoRAMixin):
             self._push_from_checkpoint(str(folder))
 
     def _save(self, output_dir=None, state_dict=None):
+        from .card import write_first_card
+
         # PEFT writes our card, because its own contains nothing about the run. Only PEFT's models have this method;
         # `create` is for the others.
         model = self.accelerator.unwrap_model(self.model)
@@ -168,6 +170,8 @@ class TrainerRun(ShardedQLoRAMixin):
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         """Write the adapter's card from `card_info`; see [`trl_fsdp_qlora.trainers.run.card.card_of`]."""
+        from .card import write_card
+
         if self.is_world_process_zero():
             self.card_info.dataset = dataset_name or self.card_info.dataset
             write_card(self, self.args.output_dir, model_name, [tags] if isinstance(tags, str) else tags or [])
