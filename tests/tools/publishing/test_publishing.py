@@ -154,7 +154,7 @@ assert 'trl_fsdp_qlora' not in sys.modules
         ("someone/sums", ["someone/sums"], "someone/sums"),
         ("data/sums.jsonl", None, "data/sums.jsonl"),
         ("/home/bob/data.json", None, "data.json"),
-        ("https://bob:passw0rd@host/data", None, "https://host/data"),
+        ("https://bob:passw0rd@host/data", None, "https://***@host/data"),
     ],
 )
 def test_what_is_on_the_hub_is_listed_and_no_secret_enters_a_card(tmp_path, dataset, listed, named):

@@ -4,7 +4,6 @@ import inspect
 import shlex
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +180,7 @@ def run_recipe(
         UserError: at the very end, if no completion of the whole run got a reward.
     """
     is_ours = hasattr(trainer, "card_info")
-    with trainer.checkpointing.alone() if is_ours else nullcontext(), KeptWarnings() as warnings:
+    with KeptWarnings() as warnings:
         args = trainer.args
         record = RunRecord(args.output_dir)
         if is_ours:
