@@ -65,6 +65,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/mypy
 
 $(VENV)/.quickstart: pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (a minute or two)"

@@ -9,7 +9,7 @@ One process, or any number of them; the cache of values is shared by all of them
 `recipes/grpo.py`.
 """
 
-from trl_fsdp_qlora.tools.cli.importing import importing
+from trl_fsdp_qlora.tools.run.one_line import importing
 
 with importing():
     from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ with importing():
     from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
     from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
     from trl_fsdp_qlora.tools.recipe.script import run_main, say
-    from trl_fsdp_qlora.tools.recipe.train import train
+    from trl_fsdp_qlora.tools.train import train
     from trl_fsdp_qlora.utils.plain import counted
 
 

@@ -8,7 +8,7 @@ Give it the quantization of the recipe (`--bnb_4bit_quant_type`, `--use_bnb_nest
 4-bit model in host memory and writes bfloat16 (`--dense_dtype`), two bytes a weight. Prints the folder.
 """
 
-from trl_fsdp_qlora.tools.cli.importing import importing
+from trl_fsdp_qlora.tools.run.one_line import importing
 
 with importing():
     from dataclasses import dataclass, field

@@ -8,7 +8,7 @@ example. Every field of `ScriptArguments`, `trl.DistillationConfig` and `trl.Mod
 and be overridden on the command line; `trl-fsdp-qlora evaluate --adapter FOLDER` measures what came of it.
 """
 
-from trl_fsdp_qlora.tools.cli.importing import importing
+from trl_fsdp_qlora.tools.run.one_line import importing
 
 with importing():
     from trl import DistillationConfig, DistillationTrainer, ModelConfig

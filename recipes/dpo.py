@@ -9,7 +9,7 @@ overridden on the command line. `trl-fsdp-qlora evaluate` measures the result wi
 before with `--model_name_or_path`.
 """
 
-from trl_fsdp_qlora.tools.cli.importing import importing
+from trl_fsdp_qlora.tools.run.one_line import importing
 
 with importing():
     import sys

@@ -10,7 +10,7 @@ that a folder names is never run.
 Prints n and the 95% Wilson interval, and writes a JSON file if `--output` names one.
 """
 
-from trl_fsdp_qlora.tools.cli.importing import importing
+from trl_fsdp_qlora.tools.run.one_line import importing
 
 with importing():
     import shlex
@@ -25,7 +25,6 @@ with importing():
     from transformers import BitsAndBytesConfig
 
     from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit, keep_plain_kernel
-    from trl_fsdp_qlora.tools.cli.one_line import pop_options
     from trl_fsdp_qlora.tools.evaluation.accuracy import evaluate
     from trl_fsdp_qlora.tools.publishing.loading import (
         find_base,
@@ -40,6 +39,7 @@ with importing():
     from trl_fsdp_qlora.tools.recipe.record import as_words, code_in, settings_in
     from trl_fsdp_qlora.tools.recipe.runner import load_processing
     from trl_fsdp_qlora.tools.recipe.script import run_main, say
+    from trl_fsdp_qlora.tools.run.one_line import pop_options
     from trl_fsdp_qlora.trainers.run.card import hardware, software
     from trl_fsdp_qlora.utils.files import write_json
     from trl_fsdp_qlora.utils.redaction import portable

@@ -9,12 +9,12 @@ overridden on the command line. Leaves the adapter, its card, `metrics.json` and
 that was killed goes on with `--resume_from_checkpoint auto`.
 """
 
-from trl_fsdp_qlora.tools.cli.importing import importing
+from trl_fsdp_qlora.tools.run.one_line import importing
 
 with importing():
     from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
     from trl_fsdp_qlora.tools.recipe.script import run_main
-    from trl_fsdp_qlora.tools.recipe.train import train
+    from trl_fsdp_qlora.tools.train import train
 
 if __name__ == "__main__":
     run_main(train, EfficientGRPOTrainer, EfficientGRPOConfig)

@@ -7,7 +7,7 @@ base was trained against that base's rounding: the merged model is close to the 
 it with `trl-fsdp-qlora evaluate`.
 """
 
-from trl_fsdp_qlora.tools.cli.importing import importing
+from trl_fsdp_qlora.tools.run.one_line import importing
 
 with importing():
     import shlex

@@ -8,7 +8,7 @@ student and teacher, and the loss in tiles of logits (`trl_fsdp_qlora/experiment
 line; `trl-fsdp-qlora evaluate --adapter FOLDER` measures what came of it.
 """
 
-from trl_fsdp_qlora.tools.cli.importing import importing
+from trl_fsdp_qlora.tools.run.one_line import importing
 
 with importing():
     from trl import ModelConfig

@@ -8,7 +8,7 @@ folder that this leaves as `model_name_or_path`. Every field of `SFTScriptArgume
 `trl-fsdp-qlora evaluate --model_name_or_path FOLDER` measures what came of it.
 """
 
-from trl_fsdp_qlora.tools.cli.importing import importing
+from trl_fsdp_qlora.tools.run.one_line import importing
 
 with importing():
     from dataclasses import dataclass

@@ -6,15 +6,15 @@ count coloured shapes with most of the answers one too small. About a minute on 
 folder is kept.
 """
 
-from trl_fsdp_qlora.tools.cli.importing import importing
+from trl_fsdp_qlora.tools.run.one_line import importing
 
 with importing():
     import argparse
     import shlex
     from pathlib import Path
 
-    from trl_fsdp_qlora.tools.cli.one_line import OneLineParser
     from trl_fsdp_qlora.tools.recipe.script import run_main
+    from trl_fsdp_qlora.tools.run.one_line import OneLineParser
     from trl_fsdp_qlora.tools.small_base.text import TAUGHT, build_small_base
 
 # The words of `trl-fsdp-qlora grpo` that train the base of each task.

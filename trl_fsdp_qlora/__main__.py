@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from . import __version__
 from .errors import UserError, did_you_mean
-from .tools.cli.one_line import in_one_line
+from .tools.run.one_line import in_one_line
 from .trainers.methods import METHODS
 
 
@@ -50,7 +50,7 @@ COMMANDS = {
     "report": _Command("tools.cli.report", "report", "a page with the curves and the completions of runs"),
     "doctor": _Command("tools.cli.doctor", "doctor", "list what would fail or go wrong, before it does"),
     "recipes": _Command("tools.cli.recipes", "recipes", "list the recipes; print one, or copy it here"),
-    "launch": _Command("tools.cli.launch", "launch", "accelerate launch for a script of your own"),
+    "launch": _Command("tools.run.launch", "launch", "accelerate launch for a script of your own"),
     "config": _Command("tools.cli.recipes", "config", "print the path of an accelerate config, or all names"),
 }
 
@@ -70,7 +70,7 @@ def _help() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run the command that `argv` (the process's own by default) names, and return its exit status.
 
-    [`~trl_fsdp_qlora.tools.cli.one_line.in_one_line`] prints a `UserError` and exits.
+    [`~trl_fsdp_qlora.tools.run.one_line.in_one_line`] prints a `UserError` and exits.
     """
     with in_one_line():
         argv = sys.argv[1:] if argv is None else argv

@@ -53,7 +53,7 @@ def quantization_of(config: PretrainedConfig) -> Any:
     return vars(config).get("quantization_config")
 
 
-def model_class(config: PretrainedConfig, name: str | None = None) -> type:
+def model_class(config: PretrainedConfig, name: str | None = None) -> Any:
     """The auto class that builds the same class as TRL, which is `config.architectures[0]`.
 
     A family of models may have two classes, one for text and one that takes images too, with different names of

@@ -10,6 +10,7 @@ adapter's gradients cross the network. Plain FSDP2 is one replica of all ranks.
 """
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -154,7 +155,7 @@ def check_replicas(model: nn.Module, per_replica: int) -> None:
         # The sum of the bytes, with the even ones counted twice, so that swapped neighbours are found as well.
         data = _local(parameter).detach().contiguous().view(-1).view(torch.uint8)
         sums[name] = (data.sum(dtype=torch.int64) + data[::2].sum(dtype=torch.int64)).item()
-    sums_of_ranks = [None] * dist.get_world_size()
+    sums_of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(sums_of_ranks, sums)
     differing = set()
     for rank, of_rank in enumerate(sums_of_ranks):

@@ -310,7 +310,7 @@ def dequantize_rows(rows_EB: torch.Tensor, layout: ByteLayout, dtype: torch.dtyp
 
 
 @cache
-def _packed_class(cls: type[nn.Module]) -> type[PackedExperts]:
+def _packed_class(cls: type) -> type[PackedExperts]:
     return type(cls.__name__, (PackedExperts, cls), {"__module__": cls.__module__})
 
 
@@ -344,7 +344,7 @@ def _convert(module: nn.Module, config) -> None:
         layout = _layout(shape, weight.dtype, config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant)
         layouts[name] = layout
         setattr(module, name, nn.Parameter(_quantize(weight, layout), requires_grad=False))
-    module.__class__ = _packed_class(type(module))
+    module.__class__ = _packed_class(module.__class__)
     module.layouts = layouts
     module.compute_dtype = config.bnb_4bit_compute_dtype
     module.lora = {}

@@ -64,8 +64,8 @@ def multiply_groups(x_SK, weight_EKN, ends: torch.Tensor, out_SN: torch.Tensor, 
         weight_EKN: a matrix per group, in any strides.
         ends: `(E,)`, int32: the end of each group.
         out_SN: contiguous.
-        is_first: whether the first of these groups begins at row 0. Otherwise it begins where the group before it
-            ends, and that end is in front of `ends` in the same tensor.
+        is_first: whether the first of these groups begins at row 0. Otherwise it begins at the end of the
+            group before it, and that end is before `ends` in the same tensor.
     """
     if not runs(_product_kernel, x_SK):
         return False

@@ -28,7 +28,7 @@ def is_fsdp2_launch() -> bool:
 
 
 def accelerate_shards_on(device: torch.device) -> bool:
-    """Whether accelerate does what an FSDP config asks for: on a CPU it makes plain DDP of it without a word."""
+    """Whether accelerate does what an FSDP config asks for: on a CPU it makes plain DDP of it and logs nothing."""
     return device.type != "cpu"
 
 

@@ -145,6 +145,7 @@ class PackedLinear4bit(Linear4bit):
     """
 
     layout: ByteLayout
+    compute_type_is_set: bool
     _unpacked: tuple[int, torch.Tensor, QuantState] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,7 @@ def shard_quantized_base(accelerator: Accelerator, adapter_dtype: torch.dtype = 
             with _plugin_settings(accelerator.state.fsdp_plugin):
                 return stock_prepare(*args, **kwargs)
 
-    prepare.shards_quantized_base = True
+    vars(prepare)["shards_quantized_base"] = True
     accelerator.prepare = prepare
 
 
@@ -145,7 +145,7 @@ def dense_shapes(model: nn.Module) -> dict[int, tuple[int, ...]]:
     from .experts import packed_experts
     from .packed_linear import PackedLinear4bit
 
-    shapes = {}
+    shapes: dict[int, tuple[int, ...]] = {}
     for module in model.modules():
         if isinstance(module, PackedLinear4bit):
             shapes[id(module.weight)] = module.layout.shape

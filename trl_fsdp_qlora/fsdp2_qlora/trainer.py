@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import torch
@@ -29,7 +30,13 @@ def has_sharded_adapter(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule) and isinstance(model, PeftModel)
 
 
-class ShardedQLoRAMixin:
+if TYPE_CHECKING:  # what the mixin's methods call is the trainer's behind it in the bases
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
+
+
+class ShardedQLoRAMixin(_Trainer):
     """FSDP2 + QLoRA for a TRL (or transformers) trainer; put it before the trainer in the bases.
 
     It reads `args.fsdp_gather` and `args.fsdp_keep_gathered`.

@@ -47,7 +47,7 @@ def per_token(kind: str) -> Callable[[Callable], Callable]:
     """
 
     def mark(function: Callable) -> Callable:
-        function.computes_each_token = kind
+        vars(function)["computes_each_token"] = kind
         return function
 
     return mark

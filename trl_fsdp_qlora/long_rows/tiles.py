@@ -9,7 +9,7 @@ order of sums. (ALST, arXiv 2506.13996, tiles an MLP in this way.)
 
 The work is that of checkpointing alone: torch's checkpoint ends its recomputation once the layer's last input has been
 kept, and an MLP keeps its input before its tiles run. A norm behind the MLP, as in Gemma's layers, keeps nothing: the
-MLP's backward computes its tile, too. Where something else of the layer comes behind, and with re-entrant checkpoints,
+MLP's backward computes its tile, too. If something else of the layer follows, and with re-entrant checkpoints,
 the MLP's forward runs once more.
 
 [`install`] replaces forwards of modules whose class is known (`kinds.py`), or that transformers dispatches as experts.
@@ -19,6 +19,7 @@ Short rows, and modules with something unknown inside, run as before.
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,7 +39,7 @@ logger = logging.get_logger(__name__)
 AUTO_TOKENS = {"MLP": 4096, "norm": 4096, "experts": 8192}
 # "auto" leaves rows of up to so many tiles whole.
 _FEW_TILES = 2
-# Where classes of modules inside of a known one come from. Modules of other origin may look at several tokens, as
+# Packages of the classes of modules inside of a known one. Modules of other packages may use several tokens, as
 # batch norms and bitsandbytes' 8-bit layers do.
 _KNOWN_PARTS = (
     "torch.nn.modules.linear", "torch.nn.modules.dropout", "torch.nn.modules.container", "transformers.activations",
@@ -105,7 +106,7 @@ class Tiled:
         if first.ndim not in (2, 3, 4):
             return None
         is_auto = self.tokens_per_tile == "auto"
-        size = AUTO_TOKENS[self.kind] if is_auto else self.tokens_per_tile
+        size: Any = AUTO_TOKENS[self.kind] if is_auto else self.tokens_per_tile
         dim = _token_dim(first)
         # (B, T, H), (B, T, heads, D), (B, heads, T, D) or, of experts, (T, H)
         rows = first.shape[0] if dim else 1
@@ -286,7 +287,7 @@ class _Call:
         return out
 
     def backward(self, inputs: tuple[torch.Tensor, ...], needs: tuple[bool, ...]) -> list[torch.Tensor | None]:
-        """The gradients of inputs and weights, as far as `needs` says so; summed over the tiles."""
+        """The gradients of inputs and weights, for which `needs` is true; summed over the tiles."""
         needs_inputs = needs[: len(inputs)]
         grads = [torch.empty_like(x) if needed else None for x, needed in zip(inputs, needs_inputs, strict=True)]
         sums: list[torch.Tensor | None] = [None] * len(self.weights)
@@ -301,7 +302,7 @@ class _Call:
                     outs.append(self.norm.token_tiles.own_forward(outs[0]))
                 # An adapter that this tile was drawn to leave out leaves nothing that has gradients.
                 known = [i for i, out in enumerate(outs) if self.grads[i] is not None and out.requires_grad]
-                of_tile = [None] * len(wanted)
+                of_tile: Any = [None] * len(wanted)
                 if known:
                     of_tile = torch.autograd.grad(
                         [outs[i] for i in known],

@@ -138,7 +138,7 @@ class Sequences:
         width: number of columns of the padded batch.
         code_BL: the batch itself, in its columns: two times the token, plus one if it has a label; -1 for padding.
         image_keys_B: numbers that are equal for rows with the same images; `None` for a batch without images.
-        spans_B2: first and last token that stands for an image, (0, -1) for none; `None` for a batch without images.
+        spans_B2: first and last placeholder token of an image, (0, -1) for none; `None` for a batch without images.
         needs_all: whether all tokens are needed, and not only those up to the last label of a row.
         router_loss: whether router losses are needed, for which all tokens are.
     """
@@ -190,10 +190,10 @@ def decode(code_BL: np.ndarray) -> Sequences:
     """Returns the sequences that [`encode`] encoded, from its result on the host.
 
     Raises:
-        CannotPack: a mask has holes, or a label has no token of its row in front of it.
+        CannotPack: a mask has holes, or a label has no token of its row before it.
     """
     if (code_BL == -2).any():
-        raise CannotPack("a label stands where the attention mask has no token")
+        raise CannotPack("a label is at a place at which the attention mask has no token")
     is_token = code_BL >= 0
     width = code_BL.shape[1]
     lengths_B = is_token.sum(1)
@@ -217,7 +217,7 @@ def decode(code_BL: np.ndarray) -> Sequences:
 
 # Arguments of a forward that do not change its values.
 _NEUTRAL = {"use_cache", "return_dict"}
-# Arguments of a model that come to its backbone and mean nothing there. RewardTrainer passes the margin of its loss.
+# Arguments of a model that its backbone gets and does not use. RewardTrainer passes the margin of its loss.
 _NEUTRAL_IN_BACKBONE = {"logits_to_keep", "num_items_in_batch", "margin"}
 # Outputs of a backbone that have no counterpart on a packed row, by the arguments that ask for them.
 _FURTHER_OUTPUTS = ("output_hidden_states", "output_attentions")
@@ -269,7 +269,7 @@ def batch_of(
     takes_images = base.config.get_text_config() is not base.config
     of_images = (*PER_IMAGE, *PER_TOKEN) if takes_images else ()
     vision = {name: arguments.pop(name) for name in of_images if name in arguments}
-    # Some models hand their config's settings on to their backbone.
+    # Some models pass their config's settings to their backbone.
     arguments = {
         name: x
         for name, x in arguments.items()
@@ -290,7 +290,7 @@ def batch_of(
 
 
 def further_output(base: PreTrainedModel, arguments: dict[str, Any]) -> str | None:
-    """Returns what a call of a backbone asks for besides last hidden states and router logits; `None` for nothing.
+    """Returns what a call of a backbone asks for next to last hidden states and router logits; `None` for nothing.
 
     Args:
         base: the model, without wrappers.

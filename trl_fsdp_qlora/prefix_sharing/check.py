@@ -131,9 +131,7 @@ def verify(
     ends = [(0, rows)]
     if is_packable:
         sets = cut_rows(
-            sequences,
-            max(tokens, width),
-            lambda part: packed_model.build_forest(sequences.rows(part)).tokens,
+            sequences, max(tokens, width), lambda part: packed_model.build_forest(sequences.rows(part)).tokens
         )
         sample = sample.rows(np.concatenate(sets))
         ends = list(itertools.pairwise(np.cumsum([0, *map(len, sets)]).tolist()))
@@ -219,9 +217,7 @@ def sampled_rows(batch: Batch, count: int, order: np.ndarray | None = None) -> n
 def compared_tokens(longest: int, window: int) -> int:
     """Returns the most tokens of a row that is compared.
 
-    Args:
-        longest: tokens of the longest row.
-        window: tokens of the longest window of attention; 0 if there is none. It does nothing in shorter rows.
+    `longest` is the length of the longest row, `window` the longest window of attention, 0 for none.
     """
     return max(MOST_TOKENS, window + BEHIND_WINDOW) if 0 < window < longest else MOST_TOKENS
 
@@ -230,13 +226,10 @@ def shortened(batch: Batch, sequences: Sequences, window: int) -> Batch:
     """Returns a batch in which long rows are cut to their first tokens and those round the place at which they part.
 
     Of a long prompt its first tokens are kept, which other prompts may share, and its last ones; then the first ones
-    of the completion. Rows with equal prompts are cut alike. A row with images is not cut in front of the token behind
+    of the completion. Rows with equal prompts are cut alike. A row with images is not cut before the token after
     its last one. Rows that begin in one column still do, and rows that do not still do not.
 
-    Args:
-        batch: the rows.
-        sequences: the same rows on the host.
-        window: tokens of the longest window of attention; 0 if there is none.
+    `sequences` are the same rows on the host; `window` as in [`compared_tokens`].
     """
     lengths_B = sequences.lengths_B
     most = compared_tokens(int(lengths_B.max()), window)
@@ -502,8 +495,8 @@ def _clear_gradients(parameters: list[nn.Parameter]) -> None:
 
 def _squared_norm(parameters: list[nn.Parameter]) -> float:
     """The squared norm of all gradients together; of this rank's shards if they are sharded."""
-    grads = (parameter.grad for parameter in parameters if parameter.grad is not None)
-    grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    of_rank = (parameter.grad for parameter in parameters if parameter.grad is not None)
+    grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in of_rank]
     # Summed in float32 without a copy in a wider type: the gradient of an embedding has gigabytes.
     dtype = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
     return sum(float(torch.linalg.vector_norm(grad, dtype=dtype)) ** 2 for grad in grads)

@@ -42,7 +42,7 @@ class ModelFacts:
         stamp: see [`Stamp`]; if the model's is another one, the facts have to be read again.
         attention_layers, recurrent_layers: numbers of layers that one forward runs.
         mask_names: names under which the model looks up the masks of its kinds of layers, if it has attention layers.
-        shortest_segment: the smallest number of tokens of a segment that others may go on from.
+        shortest_segment: the smallest number of tokens of a segment that others may continue.
         position_limit: see [`position_limit`].
         takes_positions: whether positions are an argument of the model.
         stock_positions: see [`relative_positions.stock_positions`].
@@ -197,7 +197,7 @@ def _layers_reason(model: PreTrainedModel, text: PreTrainedConfig) -> str | None
         return f"{name} has {', '.join(unknown_types)} layers, whose masks are their own"
     if keeps_states_itself(model):
         return (
-            f"{name} has recurrent layers that do not keep their state in transformers' cache; it would run on from "
+            f"{name} has recurrent layers that do not keep their state in transformers' cache; it would pass from "
             "one completion into the next"
         )
     for layer_class in dict.fromkeys(map(type, recurrent_layers(model))):  # in order, so that ranks give one reason
@@ -205,7 +205,7 @@ def _layers_reason(model: PreTrainedModel, text: PreTrainedConfig) -> str | None
         if kind is None:
             return f"{layer_class.__name__} keeps a state, and its kind is not known"
         if kind.compute is None:
-            return f"{layer_class.__name__} goes on from no state"
+            return f"{layer_class.__name__} cannot continue from a state"
     return None
 
 

@@ -6,13 +6,13 @@ Every node of that tree at which rows part *could* be computed once for all of t
 that save enough tokens.
 
 A *segment* is a run of tokens `[depth, depth + length)` that a set of rows shares and that is computed once. A segment
-attends to itself, causally, and to all of its ancestors. Segments lie in the packed row in *stretches*, one for each
+attends to itself, causally, and to all of its ancestors. The packed row has the segments in *stretches*, one for each
 kind and level:
 
     [ inner, level 0 | inner, level 1 | … | leaves, level 0 | leaves, level 1 | … ]
 
 A segment's level is the number of its ancestors. An inner segment has descendants, a leaf has none. Inside a stretch,
-segments with a common ancestor are neighbours, in the order in which the ancestors lie in the row. So in each stretch
+segments with a common ancestor are neighbours, in the order of the ancestors in the row. So in each stretch
 at most one run of tokens attends to an ancestor, and the tokens that attend to it are a few such runs
 ([`Forest.queries`]).
 
@@ -62,7 +62,7 @@ class Forest:
         end_T: for a row with dense masks, the index behind the last token that sees each token, so token q attends to
             k if k <= q < end_T[k] (and both are in one segment); else `None`.
         kept: number of segments, at the end of the list, that an earlier pass computed. They are not part of the
-            packed row. Their keys and values lie behind those of the row, so their indices come after the row's last
+            packed row. Their keys and values follow those of the row, so their indices come after the row's last
             token.
         offset_S: the offset from which the positions of each segment's tree are counted; `None` if the offsets of the
             batch's rows apply.
@@ -214,7 +214,7 @@ def sort_by_prefix(tokens_BL: np.ndarray, lengths_B: np.ndarray) -> tuple[np.nda
         `(order, common)`, `(B,)` and `(B - 1,)`.
     """
     is_behind = np.arange(tokens_BL.shape[1]) >= lengths_B[:, None]
-    # A number that no token has separates a row that ends from rows that go on.
+    # A number that no token has separates a row that ends from rows that continue.
     tokens_BL = np.ascontiguousarray(np.where(is_behind, np.iinfo(tokens_BL.dtype).min, tokens_BL))
     # Any order of whole tokens will do. The order of their bytes is one.
     keys = [row.tobytes() for row in tokens_BL]
@@ -271,7 +271,7 @@ def choose_nodes(nodes: list[Node], lengths: np.ndarray, min_length: int = 1) ->
     Args:
         nodes: from [`prefix_nodes`].
         lengths: number of tokens of each sorted row.
-        min_length: length of the shortest segment that others may go on from.
+        min_length: length of the shortest segment that others may continue.
     """
     children, parents = _links(nodes)
     chosen = set(_best_single_level(nodes, children, min_length))
@@ -304,7 +304,7 @@ def choose_nodes(nodes: list[Node], lengths: np.ndarray, min_length: int = 1) ->
         is_too_short = any(child.depth - node.depth < min_length for child in below)
         if length < min_length or is_too_short:
             continue
-        # The segments that would go on from the node: one for each chosen node below it, one for each other row.
+        # The segments that would continue the node: one for each chosen node below it, one for each other row.
         segments_below = node.rows - sum(child.rows - 1 for child in below)
         saved = (segments_below - 1) * length
         tokens_below = int((lengths[node.first : node.last + 1] - node.depth).sum())
@@ -359,7 +359,7 @@ def build_forest(
             some.
         spans_B2: tokens `[first, last]` of a row that are not separated (those of its images); (0, -1) for none.
         shares: whether equal beginnings are computed once at all.
-        min_length: length of the shortest segment that others may go on from.
+        min_length: length of the shortest segment that others may continue.
         pairs_per_token: number of query-key pairs that cost a layer as much as one token costs outside of attention.
             It allows rows with dense masks; `None` for models that cannot compute such rows.
     """
@@ -417,7 +417,7 @@ def segments_of(rows: np.ndarray, lengths: np.ndarray, nodes: list[Node], shape:
 
 
 def _pieces(lengths: np.ndarray, nodes: list[Node]) -> tuple[list[Node], np.ndarray]:
-    """Returns the segments of sorted rows before it is known where they lie in the packed row.
+    """Returns the segments of sorted rows before their places in the packed row are known.
 
     Each is given by the node in which it ends. A node of the prefix tree has one, and so have the tokens that a row
     shares with no other.

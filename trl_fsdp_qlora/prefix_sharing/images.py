@@ -44,7 +44,7 @@ def image_rows(packed_row: PackedRow, sequences: Sequences) -> list[int]:
     rows = []
     first_B, last_B = sequences.spans_B2.T
     for segment, row in enumerate(forest.source[: forest.computed].tolist()):
-        # If a batch has no label, one token is computed all the same, which may stand for a part of an image.
+        # If a batch has no label, one token is computed all the same, and may be a placeholder of an image.
         if last_B[row] < 0 or forest.index_BL[row, last_B[row]] < 0:
             continue
         index = forest.index_BL[row, first_B[row]]
@@ -94,7 +94,7 @@ class Images:
         if "token_type_ids" in _parameters(type(self.inner).forward) and not self.makes_masks:
             self.reason = f"{kind} attends in both directions inside an image"
         elif self.token is None:
-            self.reason = f"{kind} does not say which token stands for an image"
+            self.reason = f"{kind} does not have the id of its placeholder token for images"
 
     @property
     def is_collective(self) -> bool:
@@ -110,7 +110,7 @@ class Images:
     def mark(self, sequences: Sequences) -> None:
         """Give the placeholder tokens of different images different numbers, so that they are never shared.
 
-        All images of a row lie in one segment. Otherwise the model could not get their pixels in the order of the row.
+        All images of a row are in one segment. Otherwise the model could not get their pixels in the order of the row.
 
         Raises:
             CannotPack: it is not known which images are a row's own, or some of them are not computed.
@@ -122,7 +122,7 @@ class Images:
         first_B = np.where(has_images_B, is_image_BL.argmax(1), 0)
         last_B = np.where(has_images_B, width - 1 - is_image_BL[:, ::-1].argmax(1), -1)
         if (last_B >= np.where(sequences.needed_B > 0, sequences.needed_B, width)).any():
-            raise CannotPack("an image stands behind the last label of its row")
+            raise CannotPack("an image is behind the last label of its row")
         _, number_B = np.unique(sequences.image_keys_B, return_inverse=True)
         number_B = -2 - number_B
         sequences.tokens_BL = np.where(is_image_BL, number_B[:, None], sequences.tokens_BL)
@@ -243,7 +243,7 @@ class Images:
     def _positions(self, batch, packed_row: PackedRow, sequences: Sequences) -> torch.Tensor:
         """Rotary positions `(axes, 1, T)`, which the model computes for one row of each segment with images.
 
-        Positions in front of an image count tokens. Behind the images they continue from the first token there.
+        Positions before an image count tokens. After the images they continue from the first token there.
         """
         device = batch.input_ids.device
         depth_T = packed_row.column_T - sequences.offsets_B[packed_row.row_T]
@@ -370,7 +370,7 @@ def own_masks(
     masks = {}
     forest = packed_row.forest
     runs = []
-    # The same runs as the batches of `two_part`: roots with descendants and roots without lie in different stretches.
+    # The same runs as the batches of `two_part`: roots with descendants and roots without are in different stretches.
     for stretch in forest.stretches():
         if forest.levels[stretch.start] == 0:
             runs += equal_runs(forest.starts[stretch], forest.lengths[stretch])

@@ -12,7 +12,7 @@ E experts.
 import copy
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,14 +35,11 @@ from .recurrent.kinds import recurrent_layers
 from .row import PackedRow, lay_out
 from .row_mask import masks_of
 
-if TYPE_CHECKING:
-    from .images import Images
-
 # A layer spends about 24 h² operations on a token (projections and MLP) and 4 h on a query-key pair.
 _PAIRS_PER_TOKEN = 6.0
 
 # torch.compile compiles the model's own forward and no code of this room, because every batch has another layout and
-# would be traced anew.
+# would be traced again.
 not_compiled = torch.compiler.disable
 but_for_the_model = torch.compiler.disable(recursive=False)
 
@@ -59,8 +56,8 @@ class TextAlone:
         return nullcontext()
 
 
-def images_of(model: PreTrainedModel) -> "Images | TextAlone":
-    """The images in the prompts of a model; what text alone needs imports nothing of them."""
+def images_of(model: PreTrainedModel) -> Any:
+    """The [`images.Images`] of a model, or [`TextAlone`]: text needs nothing of the file on images."""
     if not hasattr(model.base_model, "get_image_features"):
         return TextAlone(model)
     from .images import Images
@@ -135,7 +132,7 @@ class PackedModel:
         if has_images and self.images.reason is not None:
             raise CannotPack(self.images.reason)
         codes = [encode(batch.input_ids, batch.attention_mask, batch.labels) for batch in batches]
-        to_send = {"code": codes[0] if len(codes) == 1 else torch.cat(codes)}
+        to_send: dict[Any, torch.Tensor] = {"code": codes[0] if len(codes) == 1 else torch.cat(codes)}
         for number, batch in enumerate(batches):
             if batch.from_padding is not None:
                 to_send["from_padding"] = batch.from_padding
@@ -250,7 +247,7 @@ class PackedModel:
         """
         head = None if batch.labels is None else head_of(self.base)
         if head is None and batch.labels is not None:
-            raise CannotPack("a forward of the user's own lies around TRL's head, and may change what it returns")
+            raise CannotPack("a forward of the user's own is around TRL's head, and may change what it returns")
         self.count_images(batch)
         packed_row = self._lay_out(batch, forward)
         needs_router = forward.sequences.router_loss
@@ -346,10 +343,10 @@ def merge(
 
 @not_compiled
 def head_of(base: PreTrainedModel) -> FusedHead | None:
-    """Returns TRL's fused head of a model, which lies inside our forward, or around it if it was added later."""
+    """Returns TRL's fused head of a model, which is inside our forward, or around it if it was added later."""
     # Accelerate's mixed precision wraps the forward, and keeps the wrapped one under the second name.
     forwards = [vars(base).get(name) for name in ("forward", "_original_forward")]
     sharing = vars(base).get("prompt_sharing")
-    if sharing is not None:  # a forward of the user's own may lie around ours
+    if sharing is not None:  # a forward of the user's own may be around ours
         forwards.append(sharing.wrapped_forward.stock_forward)
     return next(filter(None, map(fused_head, forwards)), None)

@@ -237,8 +237,8 @@ class Run:
 
     Args:
         plan: the passes.
-        ties_ends: whether every layer of a trunk has to be part of the backward; by default as the plan's rules have
-            it. Forwards without gradients need no such tie.
+        ties_ends: whether every layer of a trunk has to be part of the backward; by default as in the plan's rules.
+            Forwards without gradients need no such tie.
     """
 
     def __init__(self, plan: Plan, ties_ends: bool | None = None):

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from ..compat.deepspeed import is_zero3
 from .problems import CannotPack
 
-# The name of a thing that a layer keeps: the layer's `id` (or a name), and whatever tells its things apart.
+# The name of a thing that a layer keeps: the layer's `id` (or a name), and whatever distinguishes its things.
 Slot = tuple
 # A trunk: the first and the last pass that need it.
 Trunk = tuple[int, int]

@@ -1,4 +1,4 @@
-"""A copy of a model that shares its weights' memory: what a comparison does to it, nobody else sees.
+"""A copy of a model that shares its weights' memory: no other code sees what a comparison does to it.
 
 A comparison runs a backward and computes without dropout, while another thread may train the same model. So it works
 on a copy with modules, parameters and settings of its own. DDP counts what arrives at the live parameters, and an
@@ -61,11 +61,11 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
         parts = [_copied(x, copies) for x in value]
         return value if all(map(operator.is_, parts, value)) else type(value)(parts)
     if isinstance(value, dict):
-        parts = {name: _copied(x, copies) for name, x in value.items()}
-        if all(parts[name] is x for name, x in value.items()):
+        entries = {name: _copied(x, copies) for name, x in value.items()}
+        if all(entries[name] is x for name, x in value.items()):
             return value
         copied = value.copy()
-        copied.update(parts)
+        copied.update(entries)
         return copied
     if isinstance(value, types.MethodType):
         return types.MethodType(_copied(value.__func__, copies), _copied(value.__self__, copies))
@@ -74,9 +74,9 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
             _copied(value.func, copies), *_copied(value.args, copies), **_copied(value.keywords, copies)
         )
     if isinstance(value, Tiled):  # it refers to the module's own forward, and to its layer and norm
-        copied = shallow_copy(value)
-        vars(copied).update({name: _copied(x, copies) for name, x in vars(value).items()})
-        return copied
+        tiled = shallow_copy(value)
+        vars(tiled).update({name: _copied(x, copies) for name, x in vars(value).items()})
+        return tiled
     if isinstance(value, types.FunctionType) and value.__closure__:
         return _copied_function(value, copies)
     return value

@@ -28,7 +28,7 @@ class Status:
 class CannotPack(ValueError):
     """A batch, a layer, a model or the passes of a step cannot be computed exactly on packed rows.
 
-    The message is the reason. Whoever catches it decides what runs instead.
+    The message is the reason. The code that catches it decides what runs instead.
     """
 
 

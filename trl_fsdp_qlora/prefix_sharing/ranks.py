@@ -1,7 +1,7 @@
 """What ranks agree on: small collectives, and whether a model's own forwards are collective."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 
 import torch
@@ -16,7 +16,7 @@ from ..compat.peft import is_peft
 from ..scoring.transfer import to_device
 
 
-def reduced_over_ranks(values: list[float], device: torch.device, reduce: str = "MAX") -> list[float]:
+def reduced_over_ranks(values: Sequence[float], device: torch.device, reduce: str = "MAX") -> Sequence[float]:
     """Element-wise `"MAX"` or `"SUM"` over ranks, or the values themselves in a single process. Collective."""
     if not torch.distributed.is_initialized() or _decides_alone.get():
         return values

@@ -2,7 +2,7 @@
 
 That is known, not guessed: a model is one of these if its layers are code of a family in [`FAMILIES`], and its rotary
 tables have no setting but those of [`ROTARY_SETTINGS`]. Rotary embeddings alone are no proof. HunYuan has a norm with
-weights behind the rotation, Ministral 3 a scale by position, RecurrentGemma a state that begins anew at position 0,
+weights behind the rotation, Ministral 3 a scale by position, RecurrentGemma a state that begins again at position 0,
 and in Beam positions that are further apart than a limit count as absolute ones. Of every other model only rows that
 begin in the same column share tokens.
 """

@@ -4,9 +4,9 @@ The loss of a batch is `E * sum_e f_e * P_e`: `f_e` is how often expert e is sel
 probability, both over all layers and over all tokens of the batch that are no padding (Switch Transformer, equations 4
 to 6, https://huggingface.co/papers/2101.03961; `load_balancing_loss_func` in transformers' Mixtral, which TRL calls).
 
-Both are sums over tokens. A token of a packed row is weighed with the number of tokens of the batch that it stands
-for. Tokens that an earlier pass computed are counted with the router logits that the pass kept. The sums of passes
-that together compute one batch are added before the loss is taken.
+Both are sums over tokens. A token of a packed row is weighed with the number of tokens of the batch that it
+replaces. Tokens that an earlier pass computed are counted with the router logits that the pass kept. The sums of
+passes that together compute one batch are added before the loss is taken.
 
 Suffixes of shapes: M batches, T tokens of the packed row, E experts, K experts that a token selects.
 """
@@ -18,7 +18,7 @@ from ..scoring.transfer import to_device
 from .row import PackedRow
 
 
-@torch.compiler.disable  # every batch has another layout, so the function would be traced anew for each batch
+@torch.compiler.disable  # every batch has another layout, so the function would be traced again for each batch
 def router_sums(
     router_logits: tuple[torch.Tensor, ...], packed_row: PackedRow, top_k: int, batches: int = 1
 ) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""Turns a batch of sequences with labels into one packed row, and results back into the batch's shape.
+"""Turns a batch of sequences with labels into one packed row, and the results into the batch's shape.
 
 [`packed_model.PackedModel.read`] copies the batch to the host, [`forest.build_forest`] finds equal beginnings there,
 and [`lay_out`] makes the model's inputs.
 
-Positions are those of stock's forward: columns of the padded batch. Rows of one tree may stand in different columns
+Positions are those of stock's forward: columns of the padded batch. Rows of one tree may be in different columns
 if the model sees positions only by their differences ([`relative_positions.sees_distances`]). All rows of the tree
 then get the columns of one of them.
 
@@ -76,7 +76,7 @@ class PassRecord:
 class PackedRow:
     """One packed row of T tokens: the model's inputs, the index of each result, and who attends to whom.
 
-    It comes to the layers with their mask, see [`row_mask.RowMask`].
+    The layers get it with their mask, see [`row_mask.RowMask`].
 
     Attributes:
         forest: the segments of the row.
@@ -173,7 +173,7 @@ def lay_out(
         forest: its segments.
         shortest: the smallest number of tokens that the row may have.
         position_ids_BL: positions `(B, L)` of the batch, if the model does not count columns.
-        backend, view, record: see [`PackedRow`]; without them the row stands alone.
+        backend, view, record: see [`PackedRow`]; without them the row shares nothing with other forwards.
         kept: without labels, number K of last columns whose tokens have results; 0 for all.
     """
     rows, width = input_ids.shape

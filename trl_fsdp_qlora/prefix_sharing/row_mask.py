@@ -1,13 +1,13 @@
 """`RowMask`: the packed row travels to a model's layers as their attention mask.
 
-Every attention and recurrent layer of transformers gets a mask, and a mask of four dimensions comes to it unchanged.
-So the row is an argument of the layer that computes it, and nothing of a call lies in a global: two threads, two
+Every attention and recurrent layer of transformers gets a mask, and a mask of four dimensions reaches it unchanged.
+So the row is an argument of the layer that computes it, and nothing of a call is in a global: two threads, two
 models and a nested call do not meet, and an exception leaves nothing behind. Whatever recomputes a layer in the
 backward (transformers' checkpointing, torch's `checkpoint_wrapper`, a wrapper of the user's own) passes the same mask
 again, and so the same row.
 
-What a model's forward tells its backbone goes the same way ([`telling`]): the mask comes through every wrapper that
-lies on the backbone.
+A model's forward passes further arguments to its backbone in the same way ([`telling`]): a mask gets through every
+wrapper of the backbone.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from .row import PackedRow
 
 
 class RowMask(torch.Tensor):
-    """A mask that carries a packed row, `mask.packed_row`; its values say nothing. Or one that carries `mask.told`.
+    """A mask that carries a packed row, `mask.packed_row`; its values are not used. Or one that carries `mask.told`.
 
     A copy of the mask (detached for reentrant checkpointing, moved to another device, sliced) carries the same.
     """
@@ -80,7 +80,7 @@ def masks_of(packed_row: PackedRow, mask_names: frozenset[str], is_recurrent: bo
 
 @torch.compiler.disable
 def telling(arguments: dict[str, Any], **told: Any) -> dict[str, Any]:
-    """Returns the arguments of a model's call with a mask that tells its backbone something.
+    """Returns the arguments of a model's call with a mask that carries further arguments to its backbone.
 
     Args:
         arguments: of the call.
@@ -100,7 +100,7 @@ def telling(arguments: dict[str, Any], **told: Any) -> dict[str, Any]:
 
 
 def told_by(mask: Any) -> dict[str, Any] | None:
-    """What an attention mask tells the backbone, see [`telling`]; `None` if nothing."""
+    """The further arguments that a mask carries to the backbone, see [`telling`]; `None` if there are none."""
     return mask.told if isinstance(mask, RowMask) else None
 
 

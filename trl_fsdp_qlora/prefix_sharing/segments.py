@@ -31,7 +31,7 @@ class SegmentBatch(NamedTuple):
     """
 
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # a tuple has a method of that name, which nothing calls
     length: int
     index_NL: torch.Tensor | None = None
     real: torch.Tensor | None = None

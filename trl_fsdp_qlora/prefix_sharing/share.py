@@ -30,15 +30,15 @@ def share_prompts(
     Such a call returns what it returned before, equal up to rounding at every position that the attention mask keeps.
     Last hidden states are zero at the others. A call that asks for more (`generate`, a cache, all hidden states) runs
     the model's own forward. Calling `share_prompts` twice changes nothing, and `attention="off"` takes everything
-    back: the forwards, the head if it was added here, the attention implementation, the recurrent layers' forwards,
-    the hooks and `config.use_cache`.
+    back: the forwards, the head if it was added here, the attention implementation, the recurrent layers' forwards and
+    the hooks.
 
     Args:
         shared: a model, or a trainer of transformers' or TRL's. A model is a causal language model or a classifier as
             TRL's trainers hold it, with or without PEFT, before or after it was wrapped. A language model without
             TRL's fused head gets one, for which TRL is imported. Of a trainer, its model is shared, and a reference or
-            teacher that is a model of its own; `config.use_cache` of that one becomes `False`, because a call that
-            returns a cache is not shared.
+            teacher that is a model of its own; a call of that one returns no cache unless it asks for one, because a
+            call that returns a cache is not shared.
         attention: `"auto"`, `"off"`, or the name of an attention backend
             ([`trl_fsdp_qlora.prefix_sharing.attention.backends.BACKENDS`]). `"auto"` packs rows if that is exact;
             otherwise the pass runs as in stock TRL, and the reason is logged once. A backend that is named is used, or
@@ -61,7 +61,7 @@ def share_prompts(
             model, attention=attention, temperature=temperature, outputs=outputs, lm_head_kernel=lm_head_kernel
         )
         if attention != "off" and model is not models[0]:
-            sharing.return_no_cache()
+            sharing.returns_no_cache = True
     return shared
 
 

@@ -23,7 +23,7 @@ class SharedPrefix:
     Attributes:
         depth: number of its tokens, those of its parent included.
         rows: the rows of the step that begin with it, in any order.
-        parent: index of the longest kept beginning that it goes on from; -1 for none.
+        parent: index of the longest kept beginning that it continues; -1 for none.
         first, last: the first and the last pass that need it.
         offset: the offset from which positions are counted, see [`forest.Forest`].
     """
@@ -45,7 +45,7 @@ def shared_prefixes(
         sequences: the rows of an optimizer step.
         pass_B: the pass that scores each row.
         min_saved: number of tokens that a beginning has to save over all passes.
-        min_length: length of the shortest segment that others may go on from.
+        min_length: length of the shortest segment that others may continue.
     """
     needed_B = sequences.needed_B
     first_label_B = np.where(sequences.scored_BL.any(1), sequences.scored_BL.argmax(1), needed_B)
@@ -90,7 +90,7 @@ def build_pass_forest(
         kept: its kept beginnings, as segments of the forest.
         rows: the rows of the pass.
         build_forest: returns the forest of rows that share nothing with other passes.
-        min_length: length of the shortest segment that others may go on from.
+        min_length: length of the shortest segment that others may continue.
 
     Returns:
         The forest, and the segment of each kept node with which rows of the pass begin.
@@ -156,7 +156,7 @@ def _tails_sorted(
     width = sequences.tokens_BL.shape[1]
     columns = np.minimum(np.arange(width) + depth_B[:, None], width - 1)
     tails_BL = np.take_along_axis(sequences.tokens_BL, columns, axis=1)
-    # A number in front of the tail distinguishes the kept beginnings.
+    # A number before the tail distinguishes the kept beginnings.
     marked = np.concatenate([node_B[:, None].astype(sequences.tokens_BL.dtype), tails_BL], axis=1)
     lengths_B = np.where(needed_B > 0, needed_B - depth_B + 1, 0)
     spans_B2 = None
@@ -165,6 +165,6 @@ def _tails_sorted(
         spans_B2[spans_B2[:, 1] < 1] = (0, -1)
     order, common = sorted_rows(marked, lengths_B, spans_B2)
     common = np.concatenate([[0], np.maximum(common - 1, 0)])
-    # In the order of the kept beginnings, those that go on from one another are neighbours.
+    # In the order of the kept beginnings, those that continue one another are neighbours.
     by_node = np.argsort(node_B[order], kind="stable")
     return order[by_node], common[by_node][1:]

@@ -1,7 +1,7 @@
 """`PromptSharing`: a model that computes equal beginnings of a batch's rows once.
 
 TRL's trainers score with `model(..., labels=labels, fused_lm_head=True)`, or call the model for logits or classes, or
-its backbone for last hidden states. [`PromptSharing`] stands in front of the fused forward and of the backbone's, and
+its backbone for last hidden states. [`PromptSharing`] wraps the fused forward and the backbone's, and is
 inside the root module's forward, so DDP, FSDP2, PEFT and autocast stay as they are. It decides whether a call runs
 packed; [`packed_model.PackedModel`] reads, runs and merges it. If packed rows would not be exact, the call runs as in
 stock TRL, and one line of the log has the reason.
@@ -94,7 +94,7 @@ def _kinds(gradients: set[bool], images: set[bool], of_backbone: bool) -> set[tu
 
 
 class PromptSharing:
-    """Stands in front of a model's fused forward and of its backbone's, see the module docstring.
+    """Answers calls of a model's fused forward and of its backbone's, see the module docstring.
 
     Attributes:
         base: the causal language model, without wrappers.
@@ -117,8 +117,8 @@ class PromptSharing:
         self.figures = PassRecord()
         self.expects_images = False
         self.images_may_come = True
-        # What its config says of caches, once `return_no_cache` has changed that.
-        self._of_caches: dict[str, bool] | None = None
+        # Whether calls that do not ask for a cache return none: a call that returns one runs as in stock TRL.
+        self.returns_no_cache = False
         self._logged: set[str] = set()
 
     # --- once -------------------------------------------------------------------------------------------------------
@@ -202,17 +202,6 @@ class PromptSharing:
         if self.packed_model is not None:
             self.packed_model.remove()
             self.packed_model = None
-        if self._of_caches is not None:
-            vars(self.base.config).pop("use_cache", None)
-            vars(self.base.config).update(self._of_caches)
-            self._of_caches = None
-
-    def return_no_cache(self) -> None:
-        """Let calls that do not ask for a cache return none: a call that returns one runs as in stock TRL."""
-        if self._of_caches is None:
-            fields = vars(self.base.config)
-            self._of_caches = {"use_cache": fields["use_cache"]} if "use_cache" in fields else {}
-        self.base.config.use_cache = False
 
     # --- questions of a trainer -------------------------------------------------------------------------------------
 
@@ -362,12 +351,8 @@ class PromptSharing:
         run as in stock TRL from then on. The method is a collective: every rank has to call it before every pass.
 
         Args:
-            model: the root module, wrappers included.
-            batch: the batch that is about to be scored.
+            model, batch, tokens_per_pass, order: see [`check.verify`].
             autocast: factory of the context manager in which the forward runs.
-            tokens_per_pass: limit of the pass, see [`score`].
-            order: indices of the batch's rows in an order in which rows with a common prompt are neighbours; `None` if
-                they are.
         """
         self.look_at_model()
         if not self.is_active:
@@ -396,17 +381,14 @@ class PromptSharing:
 
         with autocast():
             unit = rounding_unit(self.base, batch.input_ids.device)
-        found = verify(
-            self.packed_model,
-            model,
-            batch,
-            padded=lambda rows: log_probs(rows, as_stock=True),
-            packed=lambda rows, forward: log_probs(rows, num_images=rows.num_images, forward=forward),
-            unit=unit,
-            with_images=with_images,
-            tokens_per_pass=tokens_per_pass,
-            order=order,
-        )
+
+        def padded(rows: Batch) -> torch.Tensor:
+            return log_probs(rows, as_stock=True)
+
+        def packed(rows: Batch, forward: Forward) -> torch.Tensor:
+            return log_probs(rows, num_images=rows.num_images, forward=forward)
+
+        found = verify(self.packed_model, model, batch, padded, packed, unit, with_images, tokens_per_pass, order)
         self._note(found, gradients, with_images)
 
     @not_compiled
@@ -575,9 +557,9 @@ class PromptSharing:
     ) -> ModelOutput:
         """Returns the output of a call of the backbone, with equal beginnings computed once if that pays.
 
-        Last hidden states, and router logits if they are asked for, are those of stock wherever the attention mask
-        has a token, and zero elsewhere. With a backend that was named a call may still run as in stock TRL: its caller
-        may ask for more than a packed row has.
+        Last hidden states, and router logits if they are asked for, are those of stock at every token of the
+        attention mask, and zero elsewhere. With a backend that was named a call may still run as in stock TRL: its
+        caller may ask for more than a packed row has.
 
         Args:
             stock: the backbone's own forward.
@@ -620,7 +602,7 @@ class PromptSharing:
             return stock(fused_lm_head=True, **arguments)
         try:
             batch = batch_of(self.base, arguments, num_images)
-        except CannotPack:  # rows of an argument that is not known cannot be told apart
+        except CannotPack:  # the rows of an argument that is not known cannot be distinguished
             return stock(fused_lm_head=True, **arguments)
         rows, width = batch.input_ids.shape
         rows_per_pass = max(1, tokens_per_pass // width)

@@ -1,7 +1,7 @@
-"""`WrappedBackbone`: the forward by which all calls but the fused ones come to prompt sharing.
+"""`WrappedBackbone`: the forward by which all calls but the fused ones reach prompt sharing.
 
 A model's own forward calls its backbone for last hidden states, and makes logits, classes or a loss of them. So a
-forward in front of the backbone serves whoever calls the model for logits, a classifier, or the backbone itself. The
+forward around the backbone's serves calls of the model for logits, of a classifier, and of the backbone itself. The
 tokens and the layers are computed once; the head computes what it computes in stock TRL: all positions, or those of
 `logits_to_keep`.
 """
@@ -33,15 +33,15 @@ class WrappedBackbone:
     def __init__(self, base: nn.Module):
         self.base = base
         # The forward that was put on the backbone, which keeps one that it had in its place.
-        self._own_forward: Callable | None = None
+        self._own_forward: types.MethodType | None = None
 
     @property
     def is_on(self) -> bool:
-        """Whether calls of the backbone come to prompt sharing."""
+        """Whether calls of the backbone reach prompt sharing."""
         return self._own_forward is not None
 
     def put_on(self, sharing: Any) -> None:
-        """Let calls of the backbone come to `sharing`, unless they do already, or the model has no backbone."""
+        """Let calls of the backbone reach `sharing`, unless they do already, or the model has no backbone."""
         backbone = getattr(self.base, "base_model", self.base)
         if self.is_on or backbone is self.base or not isinstance(backbone, PreTrainedModel):
             return
@@ -55,7 +55,7 @@ class WrappedBackbone:
         """Give the backbone the forward back that it had before. A wrapper that was put on later stays."""
         if not self.is_on:
             return
-        backbone = self._own_forward.__self__
+        backbone: Any = self._own_forward.__self__
         vars(backbone).pop(ATTRIBUTE, None)
         before = vars(backbone).pop(_BEFORE, None)
         if vars(backbone).get("forward") == self._own_forward:
@@ -87,6 +87,8 @@ def _with_sharing(cls: type[PreTrainedModel]) -> Callable:
             return stock(self, *args, **kwargs)
         if sharing is None or _is_decoding(arguments):
             return stock(self, **arguments)
+        if sharing.returns_no_cache and arguments.get("use_cache") is None:
+            arguments["use_cache"] = False
         sharing.wrapped_forward.stop_watching()
         own_forward = functools.partial(stock, self)
         sharing.look_at_model()

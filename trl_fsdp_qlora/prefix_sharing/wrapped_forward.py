@@ -1,8 +1,8 @@
-"""`WrappedForward`: the forward by which a model's fused calls come to prompt sharing.
+"""`WrappedForward`: the forward by which a model's fused calls reach prompt sharing.
 
-It lies inside accelerate's mixed precision and around TRL's fused head. A trainer that is made later puts a head of
+It is inside accelerate's mixed precision and around TRL's fused head. A trainer that is made later puts a head of
 its own on the model; then ours is put on again, around that one. [`WrappedForward.take_off`] takes everything back.
-All other calls come by `wrapped_backbone.py`.
+All other calls reach it by `wrapped_backbone.py`.
 """
 
 import functools
@@ -33,13 +33,13 @@ logger = logging.getLogger(__name__)
 ATTRIBUTE = "prompt_sharing"
 # Where a model keeps its forward, and the one that accelerate's mixed precision has wrapped.
 _FORWARDS = ("forward", "_original_forward")
-# As many passes with gradients that come by neither forward show that a trainer calls the model in another way.
+# This many passes with gradients that call neither forward show that a trainer calls the model in another way.
 _OTHER_PASSES = 2
 
 
 @dataclass(frozen=True, eq=False)
 class Instructions:
-    """What a trainer tells prompt sharing by the keyword `sharing` of a fused call.
+    """What a trainer passes to prompt sharing by the keyword `sharing` of a fused call.
 
     Attributes:
         num_images, tokens_per_pass: see [`sharing.PromptSharing.score`].
@@ -66,7 +66,7 @@ class WrappedForward:
         self._own_forward: Callable | None = None
         self.stock_forward: Callable | None = None
         self._before: dict[str, Callable] = {}
-        # The hook that puts the forward on again, and the one that counts passes that do not come to prompt sharing.
+        # The hook that puts the forward on again, and the one that counts passes that do not reach prompt sharing.
         self._of_later_heads = None
         self._watch = None
         self._other_passes = 0
@@ -121,39 +121,39 @@ class WrappedForward:
         forwards = vars(self.base)
         wrapped = forwards.get("_original_forward")
         if self._own_forward is None or self._own_forward not in (forwards.get("forward"), wrapped):
-            return  # a later head lies on top, and calls ours for what is not its own
+            return  # a later head is around ours, and calls ours for what is not its own
         is_wrapped_since = wrapped is not None and "_original_forward" not in self._before
         for name in _FORWARDS:
             forwards.pop(name, None)
         forwards.update(self._before)
         if is_wrapped_since:
-            # Accelerate's mixed precision, which lay around ours.
+            # Accelerate's mixed precision, which was around ours.
             self.base._original_forward = self.base.forward
             self.base.forward = _in_mixed_precision(self.base._original_forward)
 
     @not_compiled
     def _put_on_again(self, *_) -> None:
-        """Stand in front of the head that a trainer, made after `share_prompts`, has put on; the next pass is packed.
+        """Wrap the LM head that TRL adds later, in a trainer made after `share_prompts`; the next pass is packed.
 
-        That head runs the backbone without coming through our forward, so this is a hook of the backbone.
+        That head runs the backbone without our forward, so this is a hook of the backbone.
         """
         self.put_on(1.0, ())
 
     @not_compiled
     def _count_other_passes(self, decoder: nn.Module, _) -> None:
-        """Log a line if several passes with gradients have not come to prompt sharing, and none has."""
+        """Log a line if several passes with gradients have not reached prompt sharing, and none has."""
         if not (torch.is_grad_enabled() and decoder.training and vars(self.base)[ATTRIBUTE].is_active):
             return
         self._other_passes += 1
         if self._other_passes == _OTHER_PASSES:
             logger.warning(
-                f"share_prompts has no effect so far: {_OTHER_PASSES} passes with gradients came, and none by the "
+                f"share_prompts has no effect so far: {_OTHER_PASSES} passes with gradients ran, and none through the "
                 "forward of the model or of its backbone. They run as in stock TRL (docs/share_prompts.md)."
             )
 
     @not_compiled
     def stop_watching(self) -> None:
-        """Count other passes no more, because a call has come to prompt sharing."""
+        """Stop counting other passes, because a call has reached prompt sharing."""
         if self._watch is not None:
             self._watch.remove()
 

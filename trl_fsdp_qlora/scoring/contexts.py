@@ -25,7 +25,7 @@ def share_values(
             different images are different contexts.
     """
     columns = input_ids.shape[1] - logits_to_keep
-    # Token ids under the padding do not matter. Token t is predicted from the tokens in front of it.
+    # Token ids under the padding do not matter. Token t is predicted from the tokens before it.
     tokens = input_ids.masked_fill(attention_mask == 0, -1)
     prompts = tokens[:, :columns]
     if image_keys_B1 is not None:

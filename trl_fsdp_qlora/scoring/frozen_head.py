@@ -137,7 +137,8 @@ class _Sums:
     def of_nothing(cls, tokens: int, device: torch.device, dtype: torch.dtype) -> _Sums:
         zeros = torch.zeros((3, tokens, 1), device=device, dtype=dtype)
         reference_T1 = torch.full((tokens, 1), -torch.inf, device=device, dtype=dtype)
-        return cls(reference_T1, *zeros, torch.empty_like(reference_T1))
+        sum_T1, logit_sum_T1, target_logit_T1 = zeros
+        return cls(reference_T1, sum_T1, logit_sum_T1, target_logit_T1, torch.empty_like(reference_T1))
 
 
 def _score_tile(hidden_TH, weight_VH, bias_V, targets_T, jacobian_TH, temperature, softcap, logit_scale):

@@ -1,6 +1,6 @@
 """Per-token log-probabilities of selected positions, without the logits.
 
-[`score_with_head`] projects hidden states through a model's own LM head, on whatever device the head lies and however
+[`score_with_head`] projects hidden states through a model's own LM head, on whatever device the head is and however
 it is sharded. [`score_positions`] chooses the kernel.
 """
 
@@ -36,7 +36,7 @@ def choose_head_kernel(
 
     Args:
         choice: one of `HEAD_KERNELS`.
-        device_type: type of the device on which the head lies.
+        device_type: type of the device on which the head is.
         dtype: of the GEMM's operands.
         trained: the head gets a gradient.
         entropy_gradient: the loss has a term in the entropy.

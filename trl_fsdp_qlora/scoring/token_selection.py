@@ -90,7 +90,7 @@ def select_tokens(
 ) -> TokenSelection:
     """Draw the tokens that enter the loss.
 
-    Tokens are numbered t = 0.. over the valid tokens of their completion, whatever lies between them.
+    Tokens are numbered t = 0.. over the valid tokens of their completion, whatever is between them.
 
     - `all`: every valid token, weight 1; draws nothing.
     - `s_grpo`: t < α always, the others with probability `rate`. If these are more than `max_tokens`, that many stay:
@@ -100,7 +100,7 @@ def select_tokens(
       share is `rate`. Tokens behind the cut need not be computed at all; the largest Horvitz–Thompson weight is
       L − m + 1.
 
-    With several optimisation passes over a batch (`num_iterations > 1`), draw anew for each pass: the policy of the
+    With several optimisation passes over a batch (`num_iterations > 1`), draw again for each pass: the policy of the
     second pass depends on the subset of the first, so weights drawn once would be correlated with the gradient that
     they multiply, and the second estimate would be biased.
 

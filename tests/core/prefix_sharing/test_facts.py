@@ -42,7 +42,7 @@ REASONS = {
     "bloom": "takes no position_ids",
     "bart": "takes no position_ids",
     "minimax": "do not keep their state in transformers' cache",
-    **dict.fromkeys(FROM_NO_STATE, "goes on from no state"),
+    **dict.fromkeys(FROM_NO_STATE, "cannot continue from a state"),
     "gpt2": "attention dropout",
 }
 

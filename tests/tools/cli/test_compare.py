@@ -2,7 +2,6 @@ import json
 
 import pytest
 import yaml
-from transformers import AutoModelForCausalLM
 
 from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.errors import UserError
@@ -51,24 +50,20 @@ DPO_FIELDS = {
     "per_device_train_batch_size": 3,
     "precompute_ref_log_probs": True,
 }
-# Fields that these of TRL's own trainers have, too.
-NOT_ONLINE = ("beta", "num_generations", "max_completion_length")
-ONLINE_FIELDS = {name: value for name, value in GRPO_FIELDS.items() if name not in NOT_ONLINE}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model, a teacher, rewards, data, pairs, and recipes."""
+    """A model, rewards, data, pairs, and recipes."""
     folder = tmp_path_factory.mktemp("compare")
     save_tiny_model(folder / "base")
-    save_tiny_model(folder / "teacher", seed=1)
     (folder / "my_rewards.py").write_text(REWARDS)
     # Two steps need more rows than these, so the data begins again.
     rows = [{"question": f"{i}+{3 * i}=", "answer": str(4 * i)} for i in range(10)]
     (folder / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
     pairs = [{"prompt": f"{i}+{3 * i}=", "chosen": f" {4 * i}", "rejected": f" {4 * i + 1} or {i}"} for i in range(6)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    for name, fields in {"mine": GRPO_FIELDS, "dpo": DPO_FIELDS, "online": ONLINE_FIELDS}.items():
+    for name, fields in {"mine": GRPO_FIELDS, "dpo": DPO_FIELDS}.items():
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(fields))
     return folder
 
@@ -190,42 +185,6 @@ def test_dpo_follows_from_the_recipe_and_can_fail(compare, monkeypatch, folder):
     assert_different(status, stdout)
 
 
-TRLS_OWN = {
-    "sdft": "--max_completion_length 6 --num_generations 4 --distillation_topk 10 --privileged_template {answer}",
-    "distillation": "--max_completion_length 6 --per_device_train_batch_size 3 --teacher_model_name_or_path teacher",
-}
-
-
-@pytest.mark.parametrize("name", TRLS_OWN)
-def test_trls_own_trainers_can_fail(name, compare, monkeypatch):
-    words = f"--trainer {name} {TRLS_OWN[name]}"
-    status, stdout, steps = compare(f"{words} --steps 2", "online.yaml")
-    assert status == 0, stdout
-    assert_equal_and_moving(steps, PHASES)
-    assert_prompts_are_shared(steps, stdout)
-    assert "prefix sharing: auto" in stdout
-    make_wrong(monkeypatch, "last_hidden_states", "last_hidden_state")
-    status, stdout, _ = compare(f"{words} --steps 1", "online.yaml")
-    assert_different(status, stdout)
-
-
-def test_distillation_needs_a_teacher(compare):
-    with pytest.raises(UserError, match="teacher_model_name_or_path"):
-        compare("--trainer distillation", "online.yaml")
-
-
-def test_a_teacher_in_16_bits_is_half_precision(compare, folder):
-    AutoModelForCausalLM.from_pretrained("teacher", dtype="bfloat16").save_pretrained(folder / "teacher-16-bits")
-    words = TRLS_OWN["distillation"]
-    _, stdout, (step,) = compare(f"--trainer distillation --steps 1 {words}-16-bits", "online.yaml")
-    assert "(half precision, a divergence): " in stdout.splitlines()[-1]
-    # SDFT's first step of SmolLM2-135M in bfloat16, which is 0.1164 in float32; and what is wrong.
-    for loss, difference, is_equal in ((0.1024, 0.51, True), (0.0900, 0.51, False), (0.1024, 0.9, False)):
-        step.losses = {STOCK: 0.1340, OURS: loss}
-        step.norms = {STOCK: 1.762, OURS: 1.334, "difference": difference}
-        assert verdict([step], "half precision, a divergence")[0] is is_equal
-
-
 def test_a_shipped_recipe_names_its_trainer():
     def trainer_of(name: str) -> str:
         return module.trainer_of_recipe(module.with_recipe(["--config", name]), None)
@@ -233,16 +192,14 @@ def test_a_shipped_recipe_names_its_trainer():
     model = "SmolLM2-135M-Instruct"
     assert trainer_of(f"{model}/dpo/svamp_pairs") == "dpo"
     assert trainer_of(f"{model}/grpo/svamp") == "grpo"
-    assert trainer_of(f"{model}/sdft/basic_arithmetic") == "sdft"
-    assert trainer_of("small-base/distillation/quickstart") == "distillation"
-    with pytest.raises(UserError, match=r"sft.* grpo, .*distillation"):
+    with pytest.raises(UserError, match=r"sft.* grpo, rloo, dpo"):
         trainer_of(f"{model}/sft/svamp")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--trainer sft", "sft.* grpo, .*distillation"),
+        ("--trainer sft", "sft.* grpo, rloo, dpo"),
         ("--accelerate_config fsdp2_qlora", "--accelerate_config"),
         ("--steps none", "--steps none"),
         ("--value_samples 4", "a-star-po"),

@@ -67,6 +67,7 @@ def test_a_function_of_ones_own_decides_in_place_of_answers(caplog):
             Answering(lambda *_: "7"), tokenizer, dataset, judge=Judge(function), samples=2, progress=False
         )
         assert (result.n, result.correct, result.strict, result.lenient) == (4, right, None, None)
+        assert result.first_right == (0 if right else None)
         assert (result.pass_at_k, result.majority_at_k) == (right / 4, right / 4)
         assert "strict" not in str(result)
     assert "accuracy_function fails failed (KeyError: 'oh'); the run goes on" in caplog.text
@@ -102,7 +103,7 @@ def test_format_and_arithmetic_are_told_apart():
         tokenizer.decode = lambda tokens, skip_special_tokens, texts=texts: texts.pop(0)
         model = Answering(lambda *_: "7")
         result = evaluate(model, tokenizer, dataset, answer_format=answer_format, progress=False)
-        assert (result.correct, result.strict, result.lenient) == (correct, strict, 3)
+        assert (result.correct, result.strict, result.lenient, result.first_right) == (correct, strict, 3, 0)
         assert f"strict {25 * strict}.0%, lenient 75.0%" in str(result)
     plain = Evaluation(10, 6, 0.6, (0.3, 0.8), 0, None, None, 1.0, 1.0, 3.0, strict=0, lenient=6)
     assert "strict" not in str(plain)  # where problems ask for no format

@@ -25,6 +25,7 @@ def activations(plan) -> int:
     return plan.phases["forward_backward"][ACTIVATIONS]
 
 
+@pytest.mark.exhaustive
 def test_offloaded_activations_are_on_the_host(tmp_path):
     models = {layers: folder(tmp_path / str(layers), num_hidden_layers=layers) for layers in (4, 12)}
     on_card = {layers: planned(path, gradient_checkpointing=True) for layers, path in models.items()}
@@ -77,6 +78,7 @@ def test_with_tiles_a_wider_mlp_takes_no_more_bytes_per_token(tmp_path):
     assert differences[16] < differences["off"] / 4
 
 
+@pytest.mark.exhaustive
 def test_every_second_layer_is_checkpointed(tmp_path):
     """The others keep what layers keep without checkpointing, and nothing of theirs is on the host."""
     path = folder(tmp_path, num_hidden_layers=12)

@@ -11,6 +11,7 @@ from tests.tools.planning.models import folder, settings, words
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.tools.cli.plan import plan as command
+from trl_fsdp_qlora.tools.cli.scripts import refuse_typos
 from trl_fsdp_qlora.tools.planning import largest, passes
 from trl_fsdp_qlora.tools.planning import plan as module
 from trl_fsdp_qlora.tools.planning.generation import choices
@@ -185,7 +186,7 @@ def test_the_exit_status_says_whether_it_fits_and_what_would_make_it(tiny, monke
 
 def test_a_recipe_with_a_teacher_is_refused_in_one_line():
     with pytest.raises(UserError, match="is a recipe of distillation; this command takes those of grpo"):
-        command(["--config", "small-base/distillation/quickstart"])
+        refuse_typos("plan", "tools.cli.plan", None, ["--config", "small-base/distillation/quickstart"])
 
 
 @pytest.mark.parametrize("in_8_bits", [True, False])

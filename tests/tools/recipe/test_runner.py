@@ -6,6 +6,7 @@ import pickle
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,11 @@ from trl import ModelConfig
 from tests.tiny import config, lora, save_tiny_model, these_first, tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.errors import UserError
+from trl_fsdp_qlora.tools.evaluation.accuracy import Evaluation
 from trl_fsdp_qlora.tools.recipe import checks, runner
+from trl_fsdp_qlora.tools.recipe.accuracy import AccuracyCallback
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
-from trl_fsdp_qlora.tools.recipe.record import evaluate_line, keep_paths, kept_paths, measured_settings
+from trl_fsdp_qlora.tools.recipe.record import RunRecord, evaluate_line, keep_paths, kept_paths, measured_settings
 from trl_fsdp_qlora.trainers.run import unscored
 from trl_fsdp_qlora.utils import nonfatal
 
@@ -109,6 +112,16 @@ def test_figures_make_a_pair_only_if_they_were_measured_on_the_same(measured_run
 def test_what_a_figure_does_not_depend_on_leaves_the_pair(measured_run):
     record = measured_run.train(2, learning_rate=1e-3, seed=5, num_generations=8, use_vllm=False)
     assert record["before"] == measured_run.before and "  ->  " in measured_run.printed.splitlines()[-1]
+
+
+def test_the_cards_example_is_a_problem_that_was_measured_as_right(tmp_path):
+    grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "out", save_tiny_model(tmp_path / "base"))
+    callback = AccuracyCallback(grpo, ScriptArguments("addition"), answered(), RunRecord(tmp_path / "out"))
+    measured = Evaluation(8, 2, 0.25, (0.1, 0.6), 0, None, None, 1.0, 1.0, 3.0, first_right=5)
+    callback.fill_card(measured, 1)
+    assert grpo.card_info.quickstart_prompt == answered()[5]["prompt"]
+    callback.fill_card(replace(measured, correct=0, first_right=None), 2)
+    assert grpo.card_info.quickstart_prompt == answered()[5]["prompt"]
 
 
 EVIL = "from pathlib import Path\nPath('RAN').touch()\ndef load(*_, **__):\n    Path('RAN').touch()\n"

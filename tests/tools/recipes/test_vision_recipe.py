@@ -69,7 +69,7 @@ def test_it_trains_a_tiny_model_that_sees(path, folder, called):
     exec(quick_start, variables)
     assert variables["inputs"]["pixel_values"].shape == (1, 3, 16, 16)
     assert variables["output"].shape[1] > 4
-    merged = merge_adapter(folder / "out", folder / "merged", base="base").folder
+    merged = merge_adapter(folder / "out", folder / "merged", base="base")
     assert isinstance(tf.AutoProcessor.from_pretrained(merged), tf.LlavaProcessor)
     weights = load_file(folder / "out" / "adapter_model.safetensors")
     assert weights

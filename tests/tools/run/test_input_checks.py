@@ -59,7 +59,7 @@ NAN = math.nan
 MISTAKES = [
     ("learning_rate", -1e-4), ("learning_rate", INF), ("learning_rate", NAN), ("beta", -0.1), ("beta", INF),
     ("temperature", 0.0), ("temperature", INF), ("top_p", 0.0), ("top_p", 1.5), ("num_iterations", 0),
-    ("vllm_gpu_memory_utilization", 7.0), ("ref_model_mixup_alpha", 3.0),
+    ("vllm_gpu_memory_utilization", 7.0), ("ref_model_mixup_alpha", 3.0), ("epsilon", -0.2), ("epsilon_high", -0.2),
 ]  # fmt: skip
 # What a user may mean: a limit switched off, a term left out, a preference for the lower reward, what is not there.
 MEANT = [

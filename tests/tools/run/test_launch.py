@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from trl_fsdp_qlora.tools.cli import launch
-from trl_fsdp_qlora.tools.cli.launch import launch_words
+from trl_fsdp_qlora.tools.run import launch
+from trl_fsdp_qlora.tools.run.launch import launch_words
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_signal_is_passed_on_to_the_run_whose_end_is_waited_for(tmp_path, conf
     (tmp_path / "script.py").write_text(WAITS)
     words = ["--config_file", config, "--num_processes", str(ranks), str(tmp_path / "script.py"), str(int(sent))]
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    code += f"from trl_fsdp_qlora.tools.cli.launch import launch; raise SystemExit(launch({words}))"
+    code += f"from trl_fsdp_qlora.tools.run.launch import launch; raise SystemExit(launch({words}))"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", code], **pipes, cwd=os.getcwd()) as launcher:
         assert [launcher.stdout.readline() for _ in range(ranks)] == ["waits\n"] * ranks

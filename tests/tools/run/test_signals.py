@@ -22,7 +22,7 @@ def ended(*words: str, **options) -> tuple[int, str]:
 def test_ctrl_c_while_libraries_are_imported_is_one_word(rank, message):
     # SIGINT as a process of a terminal has it: where the tests run in the background a shell has had it ignored.
     code = "import os, signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    code += "from trl_fsdp_qlora.tools.cli.importing import importing\n"
+    code += "from trl_fsdp_qlora.tools.run.one_line import importing\n"
     code += "with importing(): os.kill(os.getpid(), signal.SIGINT); time.sleep(9); print('went on')"
     assert ended("-c", code, env={**os.environ, "RANK": rank}) == (130, message)
 
@@ -47,13 +47,26 @@ import os, signal
 environment, handlers = dict(os.environ), {n: signal.getsignal(n) for n in signal.valid_signals()}
 import trl_fsdp_qlora
 from trl_fsdp_qlora import EfficientGRPOTrainer
-from trl_fsdp_qlora.tools.cli import importing, launch
+from trl_fsdp_qlora.tools.run import launch, one_line
 print({n for n, handler in handlers.items() if signal.getsignal(n) != handler})
 print({name for name in os.environ if name.startswith(("TRL_FSDP", "ACCELERATE")) and name not in environment})
 """
     environment = {**os.environ, "ACCELERATE_MIXED_PRECISION": "no"}  # as under `accelerate launch`
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert run.stdout.split() == ["set()", "set()"], run.stderr
+
+
+@pytest.mark.processes
+def test_a_command_without_the_extra_that_it_needs_is_one_line(tmp_path):
+    code = """
+import sys
+sys.modules["jinja2"] = None  # as if it was not installed
+sys.argv = ["trl-fsdp-qlora", "report", "."]
+from trl_fsdp_qlora.__main__ import main
+main()
+"""
+    line = "error: trl-fsdp-qlora report needs jinja2: pip install 'trl-fsdp-qlora[tools]'\n"
+    assert ended("-c", code, cwd=tmp_path) == (2, line)
 
 
 @pytest.mark.processes

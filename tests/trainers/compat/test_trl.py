@@ -10,6 +10,7 @@ from trl.generation import vllm_generation
 
 from trl_fsdp_qlora import AStarPOTrainer, EfficientGRPOTrainer, TSPMOTrainer
 from trl_fsdp_qlora.compat import trl as trl_seams
+from trl_fsdp_qlora.compat import trl_rollouts
 from trl_fsdp_qlora.compat.generation import MISFIT
 from trl_fsdp_qlora.compat.signatures import misfits
 
@@ -46,12 +47,12 @@ def test_trl_takes_what_the_engines_pass_by_name(name):
 def test_what_trl_hands_over_in_order_has_trls_names():
     """Of arguments the signature has the names, and of results the `return` of the method."""
     turn = inspect.signature(trl.GRPOTrainer._generate_single_turn).parameters
-    assert ("self", *trl_seams.Turn._fields) == tuple(turn)
+    assert ("self", *trl_rollouts.Turn._fields) == tuple(turn)
     of_rloo = inspect.signature(trl.RLOOTrainer._generate_single_turn).parameters
-    assert ("self", *trl_seams.Turn._fields[:3]) == tuple(of_rloo)
+    assert ("self", *trl_rollouts.Turn._fields[:3]) == tuple(of_rloo)
     tree = ast.parse(textwrap.dedent(inspect.getsource(trl.GRPOTrainer._generate)))
     (result,) = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
-    assert trl_seams.Generated._fields == tuple(entry.id for entry in result.elts)
+    assert trl_rollouts.Generated._fields == tuple(entry.id for entry in result.elts)
 
 
 @pytest.mark.parametrize("cls", [EfficientGRPOTrainer, TSPMOTrainer, AStarPOTrainer])

@@ -8,7 +8,7 @@ from trl import GRPOConfig
 
 from tests.tiny import character_tokenizer, lora, new_model, prompts, save_tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.tools.recipe.terminal import use_terminal
+from trl_fsdp_qlora.tools.run.terminal import use_terminal
 from trl_fsdp_qlora.trainers.run import checkpoints
 from trl_fsdp_qlora.trainers.run.checkpoints import why_not_whole
 from trl_fsdp_qlora.utils import nonfatal
@@ -58,7 +58,7 @@ BESIDE = [
     ("trainers.run.card.changed_arguments", "trainers.run.phases.PeakMemory.read",
      "trainers.run.phases.TelemetryCallback._read_held", "trainers.run.phases.PhaseTimer.drain_peaks",
      "trainers.run.startup.first_prompt"),
-    ("trainers.run.startup.startup_block", "tools.recipe.terminal._duration"),
+    ("trainers.run.startup.startup_block", "tools.run.terminal._duration"),
 ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import transformers as tf
 from trl.experimental import cpo
 
 from trl_fsdp_qlora import share_prompts
+from trl_fsdp_qlora.compat.transformers import CACHE
 from trl_fsdp_qlora.errors import PrefixSharingError
 
 from .test_every_trainer import assert_equal_steps, make_trainer, save_base, steps_of, trained
@@ -34,12 +35,16 @@ def test_a_teacher_that_is_a_model_of_its_own_is_shared(tmp_path):
     save_base("sdft", "qwen3", tmp_path / "base")
     trainer = make_trainer("sdft", tmp_path / "base", False, tmp_path / "out")
     assert isinstance(trainer.teacher_model, tf.PreTrainedModel) and trainer.teacher_model is not trainer.model
+    teacher = trainer.teacher_model.eval()
     for _ in range(2):
         share_prompts(trainer)
-        assert trainer.teacher_model.prompt_sharing.is_active and not trainer.teacher_model.config.use_cache
-    for _ in range(2):
-        share_prompts(trainer, attention="off")
-        assert trainer.teacher_model.config.use_cache is True
+        assert teacher.prompt_sharing.is_active
+    tokens = torch.cat([torch.arange(3, 11).repeat(4, 1), torch.arange(3, 19).reshape(4, 4)], dim=1)
+    rows = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    with torch.no_grad():
+        assert teacher(**rows).get(CACHE) is None and teacher.prompt_sharing.figures.tokens
+        assert teacher(**rows, use_cache=True).get(CACHE) is not None
+    assert teacher.config.use_cache is True, "what is saved of it is what was loaded"
 
 
 class WithEntropy(cpo.CPOTrainer):
@@ -105,6 +110,7 @@ for name in ("trl", "peft", "datasets", "pandas", "bitsandbytes"):
 import copy, torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl_fsdp_qlora import share_prompts
+from trl_fsdp_qlora.compat.transformers import CACHE
 
 torch.manual_seed(0)
 sizes = dict(vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)

@@ -51,7 +51,7 @@ def why_not_kept(model: nn.Module) -> str | None:
     for layer in recurrent_layers(model):
         # Transformers' Mamba-1 starts its scan at zero for several tokens, whatever the cache holds.
         if not goes_on_from_a_state(type(layer)):
-            return f"{type(layer).__name__} goes on from no state"
+            return f"{type(layer).__name__} cannot continue from a state"
     return None
 
 

@@ -12,7 +12,6 @@ Suffixes of shapes: B rows, C completion columns, N tokens of the loss, T those 
 
 import functools
 import logging
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -225,31 +224,3 @@ def _hidden_states(
     if sharing is not None and sharing.wrapped_backbone.is_on:
         arguments = telling(arguments, kept=logits_to_keep + 1)
     return base.base_model(**arguments).last_hidden_state[:, -logits_to_keep - 1 : -1]
-
-
-def self_distillation_loss(
-    functions: ModuleType, settings: Any, student: torch.Tensor, teacher: torch.Tensor, ids: torch.Tensor
-) -> torch.Tensor:
-    """SDPO's and SDFT's loss of each token as in `_compute_self_distillation_loss`, before it is clipped.
-
-    Args:
-        functions: a module with TRL's functions of logits.
-        settings: with the fields of their configs.
-        student, teacher: logits over the temperature, `(rows, tokens, vocabulary)`.
-        ids: of the tokens that were drawn, `(rows, tokens)`.
-
-    Returns:
-        `(rows, tokens)`.
-    """
-    alpha = settings.distillation_alpha
-    if settings.distillation_mode == "topk_logits":
-        return functions.compute_topk_self_distillation_loss(
-            student,
-            teacher,
-            distillation_topk=settings.distillation_topk,
-            distillation_alpha=alpha,
-            distillation_add_tail=settings.distillation_add_tail,
-        )
-    if settings.distillation_mode == "full_logits":
-        return functions.compute_full_logit_self_distillation_loss(student, teacher, distillation_alpha=alpha)
-    return functions.compute_sampled_token_self_distillation_loss(student, teacher, ids, distillation_alpha=alpha)

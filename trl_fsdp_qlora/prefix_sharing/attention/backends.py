@@ -3,7 +3,7 @@
 A backend is a file of this room with
 
 - `LAYER_TYPES`: transformers' names of the types of layers that it knows;
-- `KEYWORDS`: keywords of attention that it knows besides the fields of [`call.AttentionCall`];
+- `KEYWORDS`: keywords of attention that it knows in addition to the fields of [`call.AttentionCall`];
 - `refuses(call)`: the reason why it cannot compute a call exactly, or `None`;
 - `attend(call)`: the output `(1, T, H, D_v)`;
 - `kernel(call)`: a name for what computes it.

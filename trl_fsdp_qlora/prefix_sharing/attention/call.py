@@ -22,7 +22,7 @@ class AttentionCall:
 
     Attributes:
         query, key, value: `(1, H, T, D)`, `(1, H_kv, T, D)`, `(1, H_kv, T, D_v)`, rotary embedding applied; keys and
-            values of kept segments lie behind those of the row.
+            values of kept segments follow those of the row.
         window: number of tokens that a query sees, itself included, or `None`.
         scaling: factor on the scores; softcap: tanh cap on the scores or `None`; sinks: `(H,)` or `None`.
         base: name of the model's own implementation.

@@ -293,8 +293,8 @@ class _FlashCall:
     """One call of flash attention with cumulative lengths.
 
     Segments that attend to one ancestor through a window are *heads* of one sequence. How far a query looks back into
-    its ancestor depends on the query's distance from the ancestor's end. That distance starts anew in each segment. So
-    if segments followed each other in one sequence, as for whole ancestors, they would need a mask. As heads they lie
+    its ancestor depends on the query's distance from the ancestor's end, which starts again in each segment. So
+    if segments followed each other in one sequence, as for whole ancestors, they would need a mask. As heads they are
     next to each other, and one window of the kernel serves all of them. Heads that share a key head are neighbours:
     with r query heads per key head and N segments, the heads are `(H_kv, N, r)`. Keys are neither copied for a segment
     nor repeated.
@@ -472,7 +472,7 @@ def _limited_sets(forest: Forest, children: list[tuple], seen: int) -> list[list
 
 def _call_of_siblings(forest: Forest, children: list[tuple], seen: int, device: torch.device) -> _FlashCall:
     """Returns one call for some ancestors and the `(segment, gap)` pairs that attend to each, as heads."""
-    # A query that stands s tokens behind its ancestor's end sees the ancestor's last `seen - s` tokens, so only
+    # A query s tokens behind its ancestor's end sees the ancestor's last `seen - s` tokens, so only
     # queries with s < seen count.
     first = min(gap for _, segments in children for _, gap in segments)
     last = max(min(gap + int(forest.lengths[segment]), seen) for _, segments in children for segment, gap in segments)

@@ -25,7 +25,7 @@ def _prefix_shared_attention(module, query, key, value, attention_mask, *, base:
     return own_attention_function(base, module)(module, query, key, value, attention_mask, **kwargs)
 
 
-@torch.compiler.disable  # every batch has another layout, so the function would be traced anew for each batch
+@torch.compiler.disable  # every batch has another layout, so the function would be traced again for each batch
 def _packed_attention(module, query, key, value, mask: RowMask, base: str, kwargs: dict):
     own_function = own_attention_function(base, module)
     packed_row = mask.packed_row

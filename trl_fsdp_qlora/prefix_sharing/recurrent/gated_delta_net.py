@@ -1,6 +1,6 @@
 """Gated DeltaNet (https://arxiv.org/abs/2412.06464): each head has a state of (key size x value size).
 
-The delta rule takes a first state (`initial_state`). The last inputs of a short convolution in front of it are a
+The delta rule takes a first state (`initial_state`). The last inputs of a short convolution before it are a
 second state, which comes from the cache.
 """
 

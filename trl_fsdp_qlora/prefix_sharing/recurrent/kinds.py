@@ -5,11 +5,11 @@ A kind is a file of this room with
 - `LAYERS`: its classes in transformers, as `folder.Class`. `tests/core/prefix_sharing` has compared each with stock;
 - `LAYER_TYPES`: transformers' names of such layers in a config, under which models look up their masks;
 - `compute(module, tokens, packed_row)`: the layer's output `(1, T, ...)` on a packed row. `tokens` has the arguments
-  with one entry per token, `(1, T, ...)`; `module.own_forward` is the layer's own forward. `None` if a layer cannot go
-  on from states for several tokens: then models with it run as in stock TRL;
+  with one entry per token, `(1, T, ...)`; `module.own_forward` is the layer's own forward. `None` if a layer cannot
+  continue from states for several tokens: then models with it run as in stock TRL;
 - `state_bytes(module, width)`: the bytes of the states that a layer on the meta device keeps of one row.
 
-`level_by_level.py` has the last two for layers that keep their states in transformers' cache and go on from them.
+`level_by_level.py` has the last two for layers that keep their states in transformers' cache and continue from them.
 """
 
 import functools
@@ -29,7 +29,7 @@ _KEEPS_A_STATE = {"update_conv_state", "update_recurrent_state"}
 
 
 @functools.cache
-def kind_of(layer_class: type[nn.Module]) -> ModuleType | None:
+def kind_of(layer_class: type) -> ModuleType | None:
     """Returns the kind of a class of recurrent layers; `None` if it is not registered."""
     for cls in layer_class.__mro__:  # FSDP2 puts a class of its own in front
         parts = cls.__module__.split(".")
@@ -40,18 +40,18 @@ def kind_of(layer_class: type[nn.Module]) -> ModuleType | None:
     return None
 
 
-def goes_on_from_a_state(layer_class: type[nn.Module]) -> bool:
-    """Whether a class of recurrent layers is known to go on from states for several tokens."""
+def goes_on_from_a_state(layer_class: type) -> bool:
+    """Whether a class of recurrent layers is known to continue from states for several tokens."""
     kind = kind_of(layer_class)
     return kind is not None and kind.compute is not None
 
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
     """Returns the modules of `model` that keep a state in transformers' cache, registered or not."""
-    return [module for module in model.modules() if _KEEPS_A_STATE & names_in_code(type(module))]
+    return [module for module in model.modules() if _KEEPS_A_STATE & names_in_code(module.__class__)]
 
 
 def state_bytes(layer: nn.Module, width: int) -> int:
     """Returns the bytes of the states that a recurrent layer of `width`, on the meta device, keeps of one row."""
-    kind = kind_of(type(layer))
+    kind = kind_of(layer.__class__)
     return level_by_level.state_bytes(layer, width) if kind is None else kind.state_bytes(layer, width)

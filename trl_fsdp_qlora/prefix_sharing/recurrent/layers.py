@@ -65,7 +65,7 @@ def _forward(self, *args, **kwargs):
     return self.own_forward(*args, **kwargs)
 
 
-@torch.compiler.disable  # every batch has another layout, so the function would be traced anew for each batch
+@torch.compiler.disable  # every batch has another layout, so the function would be traced again for each batch
 def _packed_forward(module: nn.Module, args: tuple, kwargs: dict, mask: RowMask):
     packed_row = mask.packed_row
     parameters = inspect.signature(type(module).forward).parameters
@@ -73,7 +73,7 @@ def _packed_forward(module: nn.Module, args: tuple, kwargs: dict, mask: RowMask)
     # The mask and all other arguments about the whole row are left out.
     tokens = {name: x for name, x in named.items() if name in parameters and _has_one_entry_per_token(x, packed_row)}
     try:
-        out = kind_of(type(module)).compute(module, tokens, packed_row)
+        out = kind_of(module.__class__).compute(module, tokens, packed_row)
     except RuntimeError as error:
         packed_row.record_problem(error, f"{type(module).__name__}: ")
         out = 0 * tokens["hidden_states"]

@@ -5,7 +5,7 @@ state would run on from one segment into the next. So a layer is called on the r
 their final states. Then it is called on the segments of each further level as a batch, with a cache that returns the
 states of their parents. Autograd adds up the gradients that segments send back into their parents.
 
-No kernel is changed. Leaves are padded behind their last token. Segments that others go on from are not padded: that
+No kernel is changed. Leaves are padded behind their last token. Segments that others continue are not padded: that
 would need a mask that differs from layer to layer.
 
 Suffixes of shapes: S segments.
@@ -31,7 +31,7 @@ class StateCache:
     Transformers' own cache copies states in place and outside of the graph, so no gradient would pass through it.
 
     Args:
-        before: the states from which the rows of this call go on, by kind and index; `None` if the rows begin here.
+        before: the states from which the rows of this call continue, by kind and index; `None` if the rows begin here.
 
     Attributes:
         after: the states in which the rows end.
@@ -131,12 +131,12 @@ def _kept_states(module: nn.Module, packed_row: PackedRow, level: int) -> list[d
 
 
 def _states_of(batches: list[dict], parents: torch.Tensor) -> dict[tuple[str, int], torch.Tensor]:
-    """Returns the states from which segments go on: `batches` hold the states of a level, in order."""
+    """Returns the states from which segments continue: `batches` hold the states of a level, in order."""
     return {kind: join([states[kind] for states in batches]).index_select(0, parents) for kind in batches[0]}
 
 
 # The level of a stretch, whether its segments are inner ones, and its batches. Each comes with the numbers, among the
-# inner segments of the level above, of the segments from which its own go on; at level 0 they say nothing.
+# inner segments of the level above, of the segments that its own continue; at level 0 they are not used.
 Stretch = tuple[int, bool, list[tuple[SegmentBatch, torch.Tensor]]]
 
 

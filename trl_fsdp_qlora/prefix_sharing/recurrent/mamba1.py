@@ -1,6 +1,6 @@
 """Mamba-1 (https://arxiv.org/abs/2312.00752), whose scan begins at zero in transformers, whatever the cache holds.
 
-A segment cannot go on from its parent, so models with such layers run as in stock TRL.
+A segment cannot continue its parent's state, so models with such layers run as in stock TRL.
 """
 
 from . import level_by_level

@@ -1,6 +1,6 @@
 """Mamba-2 (https://arxiv.org/abs/2405.21060): each head has a state of (head size x state size).
 
-The scan takes a first state (`initial_states`). The last inputs of a short convolution in front of it are a second
+The scan takes a first state (`initial_states`). The last inputs of a short convolution before it are a second
 state, which comes from the cache.
 """
 

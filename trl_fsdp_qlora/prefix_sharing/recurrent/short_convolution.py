@@ -1,6 +1,6 @@
 """Short convolutions (https://arxiv.org/abs/2511.23404): the state is the convolution's last inputs.
 
-There is no recurrent state. The cache puts the last inputs in front of the new ones.
+There is no recurrent state. The cache puts the last inputs before the new ones.
 """
 
 from . import level_by_level

@@ -2,8 +2,8 @@
 
 Runs a recipe's own script up to the trainer that it builds. In its place compare builds two with the same arguments,
 stock TRL's and this package's, and takes a few steps with both, in one process, on the same prompts, completions,
-rewards (or preference pairs) and weights. NAME is grpo, rloo or dpo; or sdft or distillation, for which this package's
-is TRL's own after `share_prompts`. Without --trainer it is the shipped recipe's, or the first that has its fields.
+rewards (or preference pairs) and weights. NAME is grpo, rloo or dpo; without --trainer it is the shipped recipe's, or
+the first that has its fields.
 Prints losses and gradients of both, seconds of scoring and of loss and backward, on a GPU also their bytes, and how
 many of the padded tokens this package computes. Stock TRL's passes are padded, and may need much more memory.
 Nothing is saved of the training, and the recipe's output_dir is left alone.
@@ -22,17 +22,17 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
-from importlib import import_module
-from operator import attrgetter, methodcaller
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
+import trl
 from transformers import TrainerCallback, set_seed
 from transformers.utils import logging
 
-from ... import share_prompts
+import trl_fsdp_qlora as this_package
+
 from ...compat.trl import joined_images
 from ...errors import UserError
 from ...prefix_sharing.dropout import draws
@@ -43,8 +43,8 @@ from ...trainers.step.groups import micro_batches
 from ...utils.resources import resource_folder
 from ...utils.threads import fit_threads
 from ..recipe import script as script_frame
-from ..recipe import terminal
-from .one_line import pop_options
+from ..run import terminal
+from ..run.one_line import pop_options
 from .recipes import all_recipes
 from .scripts import LAUNCHER, method_of, with_recipe
 
@@ -52,37 +52,8 @@ STOCK, OURS = "stock TRL", "this package"
 PHASES = ("scoring", "loss and backward")
 
 
-class Compared(NamedTuple):
-    """Module and prefix of the classes that a recipe's script uses, and of stock TRL's.
-
-    If both are one, this package's trainer is that class after `share_prompts`. `makes_batch` is the method that draws
-    completions and returns the batch of a step; it is empty for a trainer that takes its rows from the data alone.
-    """
-
-    ours: str
-    stock: str
-    makes_batch: str = ""
-
-    def classes(self) -> tuple[type, type, type, type]:
-        """(our trainer, its config, stock's trainer, stock's config); a trainer without a config takes stock's."""
-        (ours, _, our_prefix), (stocks, _, prefix) = (path.rpartition(".") for path in (self.ours, self.stock))
-        stock, stock_config = attrgetter(f"{prefix}Trainer", f"{prefix}Config")(import_module(stocks))
-        our_module = import_module(ours)
-        config = getattr(our_module, f"{our_prefix}Config", stock_config)
-        return getattr(our_module, f"{our_prefix}Trainer"), config, stock, stock_config
-
-
-COMPARED = {
-    "grpo": Compared("trl_fsdp_qlora.EfficientGRPO", "trl.GRPO", "_generate_and_score_completions"),
-    "rloo": Compared("trl_fsdp_qlora.EfficientRLOO", "trl.RLOO", "_generate_and_score_completions"),
-    "dpo": Compared("trl_fsdp_qlora.EfficientDPO", "trl.DPO"),
-    "sdft": Compared(
-        "trl_fsdp_qlora.experimental.losses_in_tiles.TiledSDFT",
-        "trl.experimental.sdft.SDFT",
-        "_prepare_training_batch",
-    ),
-    "distillation": Compared(*["trl.Distillation"] * 2, "_generate_and_score_completions"),
-}
+# By command: the name of the trainer and its config in TRL, to which this package's names prefix `Efficient`.
+COMPARED = {"grpo": "GRPO", "rloo": "RLOO", "dpo": "DPO"}
 # Side effects of a run that a comparison does not need.
 _QUIET = {
     "report_to": "none",
@@ -102,13 +73,9 @@ _LEVELLED = (
     ("precompute_ref_log_probs", False, "both compute the reference in their steps, so that it is compared, too"),
 )
 # In float32 the two add the same numbers in another order. Losses are sums of advantages that cancel to about zero on
-# new completions, so their difference is divided by the mean |advantage|; that of divergences, which are about zero as
-# long as a model is its own teacher, by at least [`SMALLEST_DIVERGENCE`]. That of the gradients is divided by their
+# new completions, so their difference is divided by the mean |advantage|; that of the gradients is divided by their
 # norm, as in the trainer's tests. In half precision single tokens differ by hundredths of a nat from run to run.
-# A divergence is a difference of such numbers: with one thread and with two, stock TRL's first loss of SDFT was 0.099
-# and 0.134 in bfloat16, where float32 has 0.116 (SmolLM2-135M).
-LIMITS = {"float32": (1e-5, 1e-4), "half precision": (0.05, 0.25), "half precision, a divergence": (0.1, 0.5)}
-SMALLEST_DIVERGENCE = {"float32": 0.1, "half precision, a divergence": 0.4}  # nats
+LIMITS = {"float32": (1e-5, 1e-4), "half precision": (0.05, 0.25)}
 
 
 def compare(words: list[str]) -> int:
@@ -131,7 +98,7 @@ def compare(words: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         trainers = _trainers(name, [*rest, "--skip_accuracy=true", f"--output_dir={folder}/run"])
         done = []
-        for number, step in enumerate(_steps(COMPARED[name].makes_batch, trainers, int(steps))):
+        for number, step in enumerate(_steps(trainers, int(steps))):
             print(step.line(number) if number else "warmed up on one step, which does not count", flush=True)
             if number:
                 done.append(step)
@@ -175,15 +142,13 @@ class Step:
     advantage: float = 0.0  # mean |advantage|
     advantages_apart: float = 0.0  # largest difference of one completion's advantage
     tokens_fraction: float | None = None  # tokens of our passes over padded tokens
-    smallest_loss: float = 1e-30  # a smaller loss is a difference of larger numbers
     drawn: bool = False  # advantages are from a fixed seed, because the rewards of every group were all equal
 
     @property
     def apart(self) -> tuple[float, float]:
         """(difference of the losses over the mean |advantage| or stock's loss, of the gradients over stock's norm)."""
-        loss = abs(self.losses[OURS] - self.losses[STOCK]) / max(
-            abs(self.losses[STOCK]), self.advantage, self.smallest_loss
-        )
+        scale = max(abs(self.losses[STOCK]), self.advantage, 1e-30)
+        loss = abs(self.losses[OURS] - self.losses[STOCK]) / scale
         return loss, self.norms["difference"] / max(self.norms[STOCK], 1e-30)
 
     def line(self, number: int) -> str:
@@ -213,21 +178,23 @@ def verdict(steps: list[Step], precision: str) -> tuple[bool, str]:
 
 
 def _precision(ours: Any) -> str:
-    """The name in [`LIMITS`] of the precision in which a trainer's models compute."""
-    teacher = vars(ours).get("teacher_model")
-    models = [model for model in (ours.model, teacher) if isinstance(model, torch.nn.Module)]
+    """The name in [`LIMITS`] of the precision in which a trainer's model computes."""
+    has_half_weights = any(p.dtype in (torch.bfloat16, torch.float16) for p in ours.model.parameters())
     computes_in_half = ours.args.tf32 or ours.accelerator.mixed_precision != "no"
-    has_half_weights = any(p.dtype in (torch.bfloat16, torch.float16) for each in models for p in each.parameters())
-    # bitsandbytes computes 4-bit products without a gradient in bfloat16 on CPUs that have it, whatever is asked for.
-    has_4_bit_teacher = any(vars(each).get("is_loaded_in_4bit") for each in models[1:])
-    if not (computes_in_half or has_half_weights or has_4_bit_teacher):
-        return "float32"
-    return "half precision, a divergence" if "teacher_model" in vars(ours) else "half precision"
+    return "half precision" if computes_in_half or has_half_weights else "float32"
 
 
 def _sharing(trainer: Any) -> Any:
     """The prompt sharing of a trainer's model."""
     return causal_language_model(trainer.model).prompt_sharing
+
+
+def _classes(name: str) -> tuple[type, type, type, type]:
+    """(our trainer, its config, stock's trainer, stock's config) of a command."""
+    prefix = COMPARED[name]
+    ours = (getattr(this_package, f"Efficient{prefix}{kind}") for kind in ("Trainer", "Config"))
+    stocks = (getattr(trl, f"{prefix}{kind}") for kind in ("Trainer", "Config"))
+    return *ours, *stocks
 
 
 class _Built(BaseException):
@@ -236,7 +203,7 @@ class _Built(BaseException):
 
 def _arguments(name: str, words: list[str]) -> dict[str, Any]:
     """The arguments, by name, with which the script of `name` builds its trainer for the recipe in `words`."""
-    trainer, config, stock, _ = COMPARED[name].classes()
+    trainer, config, stock, _ = _classes(name)
     known = {item.name for item in fields(config)}
     quiet = [f"--{name}={value}" for name, value in _QUIET.items() if name in known]
     signature = inspect.signature(stock.__init__)
@@ -276,7 +243,7 @@ class _Ready(TrainerCallback, Exception):
 def _trainers(name: str, words: list[str]) -> dict[str, Any]:
     """Both trainers with weights of their own, prepared by `train` for a first step."""
     arguments = _arguments(name, words)
-    our_class, our_config, stock_class, stock_config = COMPARED[name].classes()
+    our_class, _, stock_class, stock_config = _classes(name)
     # Stock TRL's `all-linear` adapts a vision tower, too; here both train the same weights.
     revision = (arguments["args"].model_init_kwargs or {}).get("revision")
     of_stock = {
@@ -286,8 +253,6 @@ def _trainers(name: str, words: list[str]) -> dict[str, Any]:
     }
     of_stock["args"].__class__ = stock_config  # stock TRL reads its own fields alone
     trainers = {STOCK: stock_class(**arguments | of_stock), OURS: our_class(**arguments)}
-    if our_config is stock_config:  # a trainer of TRL's, or one in tiles: the recipe shares its prompts
-        share_prompts(trainers[OURS])
     for trainer in trainers.values():
         trainer.remove_callback(StartupCallback)
         trainer.add_callback(_Ready())
@@ -316,25 +281,22 @@ def _once(function: Callable) -> Callable:
     return call
 
 
-def _steps(makes_batch: str, trainers: dict[str, Any], steps: int) -> Iterator[Step]:
+def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
     """A step that warms up, then `steps` more. Both trainers begin each step with the same weights; ours updates."""
     ours = trainers[OURS]
     args = ours.args
     endless = itertools.chain.from_iterable(itertools.repeat(ours.get_train_dataloader()))
     for i in range(steps + 1):
         step = Step()
-        if "teacher_model" in vars(ours):  # a divergence of two models that are alike cancels
-            step.smallest_loss = SMALLEST_DIVERGENCE[_precision(ours)]
         weights = _trainable(ours)
         with torch.no_grad():
             for name, weight in _trainable(trainers[STOCK]).items():
                 weight.copy_(weights[name])
         order = [STOCK, OURS] if i % 2 else [OURS, STOCK]
-        if makes_batch:
+        if hasattr(ours, "num_generations"):
             # The sampler yields the prompts of a generation batch once for every time that the batch is used.
-            uses = _slices(ours) * vars(ours).get("num_iterations", 1)
-            rows, *_ = itertools.islice(endless, uses)
-            parts = _completions(makes_batch, trainers, rows, step, order)
+            rows, *_ = itertools.islice(endless, args.steps_per_generation * ours.num_iterations)
+            parts = _completions(trainers, rows, step, order)
         else:
             batches = list(itertools.islice(endless, args.gradient_accumulation_steps))
             parts = {who: copy.deepcopy(batches) for who in order}
@@ -362,30 +324,21 @@ def _steps(makes_batch: str, trainers: dict[str, Any], steps: int) -> Iterator[S
         yield step
 
 
-def _slices(trainer: Any) -> int:
-    """Micro-batches that a batch of completions is cut into."""
-    return vars(trainer.args).get("steps_per_generation") or trainer.args.gradient_accumulation_steps
-
-
-def _completions(
-    makes_batch: str, trainers: dict[str, Any], rows: list, step: Step, order: list[str]
-) -> dict[str, list]:
+def _completions(trainers: dict[str, Any], rows: list, step: Step, order: list[str]) -> dict[str, list]:
     """Each trainer's micro-batches of the same completions and rewards for the prompts of `rows`."""
     ours = trainers[OURS]
     scored = {}
     parts = {}
-    names = (name for name in ("_generate", "_calculate_rewards") if hasattr(ours, name))
-    drawn = {name: _once(getattr(ours, name)) for name in names}
+    drawn = {name: _once(getattr(ours, name)) for name in ("_generate", "_calculate_rewards")}
     with patch.multiple(ours, **drawn):
-        methodcaller(makes_batch, copy.deepcopy(rows))(ours)
+        ours._generate_and_score_completions(copy.deepcopy(rows))
     for who in order:
         with patch.multiple(trainers[who], **drawn), _measured(trainers[who], step, who, "scoring"):
-            scored[who] = methodcaller(makes_batch, copy.deepcopy(rows))(trainers[who])
-    if "advantages" in scored[OURS]:
-        _compare_advantages(scored, step)
+            scored[who] = trainers[who]._generate_and_score_completions(copy.deepcopy(rows))
+    _compare_advantages(scored, step)
     for who in order:
         torch.manual_seed(ours.args.seed)
-        slices = micro_batches(scored[who], vars(ours).get("num_generations", 1), 0, _slices(ours))
+        slices = micro_batches(scored[who], ours.num_generations, 0, ours.args.steps_per_generation)
         parts[who] = [joined_images(copy.copy(part)) for part in slices[: ours.args.gradient_accumulation_steps]]
     return parts
 

@@ -27,7 +27,7 @@ from ...errors import UserError
 from ...trainers.methods import METHODS
 from ...utils.plain import counted
 from ...utils.resources import accelerate_config
-from .one_line import pop_options
+from ..run.one_line import pop_options
 from .scripts import (
     LAUNCHER,
     config_of,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from ...errors import UserError
-from .one_line import OneLineParser, check_num_processes, stop_at_once, stop_by_exception
+from ..run.one_line import OneLineParser, check_num_processes, stop_at_once, stop_by_exception
 from .scripts import config_of, method_of, script_of, with_recipe
 
 

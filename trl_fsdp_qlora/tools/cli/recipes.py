@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ...errors import UserError, did_you_mean
 from ...trainers.methods import METHODS
 from ...utils.resources import accelerate_config, accelerate_config_names, resource_folder
-from .one_line import OneLineParser
+from ..run.one_line import OneLineParser
 
 _FIELD = re.compile(r"#\s(?P<field>hardware|launch|memory|expect)\s+(?P<text>.*)")
 # How the text under `expect` begins: with figures, with figures of a shorter run, or with none.

@@ -5,7 +5,7 @@ from pathlib import Path
 from ...errors import UserError, mistyped_path
 from ..report.completions import FOLDERS
 from ..report.page import MEGABYTES, NAME, write_report
-from .one_line import OneLineParser
+from ..run.one_line import OneLineParser
 
 _OF_A_RUN = ("trainer_state.json", "metrics.json", "adapter_config.json", "checkpoint-*", *FOLDERS)
 

@@ -11,8 +11,8 @@ from ...errors import UserError, mistyped_path
 from ...trainers.methods import METHODS, Method
 from ...utils.resources import accelerate_config, resource_folder
 from ..recipe.keys import read_yaml, refuse_unknown
-from .launch import launch
-from .one_line import pop_options
+from ..run.launch import launch
+from ..run.one_line import pop_options
 from .recipes import all_recipes, find
 
 # Options of `accelerate launch` that no script has; everything else is the script's.

@@ -49,6 +49,8 @@ class Evaluation:
     Two more counts of right greedy completions separate format from arithmetic. `strict` accepts an answer only in the
     places that [`required_answer`] reads, `lenient` what [`last_resort`] finds anywhere. They are `None` if a function
     or an environment decides, and in records of older versions.
+
+    `first_right` is the row of the first problem whose greedy completion is right, `None` if none is: an example.
     """
 
     n: int
@@ -63,6 +65,7 @@ class Evaluation:
     tokens_per_completion: float
     strict: int | None = None
     lenient: int | None = None
+    first_right: int | None = None
 
     def as_dict(self) -> dict:
         return asdict(self)
@@ -332,6 +335,7 @@ def evaluate(
         tokens_per_completion=sums.tokens / n,
         strict=None if is_decided else sums.strict,
         lenient=None if is_decided else sums.lenient,
+        first_right=next((row for row, scored in enumerate(results) if scored.correct), None),
     )
 
 

@@ -10,13 +10,13 @@ from trl import ModelConfig
 
 from ...compat.deepspeed import zero_stage
 from ...utils.ranks import on_main
-from ..cli.one_line import stop_at_once, stop_by_exception
 from ..evaluation.accuracy import encode_images
 from ..evaluation.episodes import Agent, begin
 from ..recipe.arguments import ConfigError, ScriptArguments
 from ..recipe.episodes import agent_of
 from ..recipe.runner import load_processing
 from ..recipe.script import say
+from ..run.one_line import stop_at_once, stop_by_exception
 from .plan import Plan, format_bytes, make_plan
 from .settings import from_config
 

@@ -15,9 +15,9 @@ from huggingface_hub.utils import validate_repo_id
 from ...errors import UserError
 from ...trainers.run.card import code
 from ...utils.nonfatal import nonfatal
-from ..cli.one_line import OneLineParser
 from ..report.page import NAME as PAGE
 from ..report.page import write_report
+from ..run.one_line import OneLineParser
 from .loading import TOKENIZER, check_loads, find_base
 
 CONFIG = "adapter_config.json"

@@ -127,7 +127,10 @@ class AccuracyCallback(TrainerCallback):
 
     @nonfatal("the model card")
     def fill_card(self, last: Evaluation, step: int, when: str | None = None) -> None:
-        """Put the accuracy before training, and `last` at `step`, on the card; trainers of TRL's own have none."""
+        """Put the accuracy before training, and `last` at `step`, on the card; trainers of TRL's own have none.
+
+        The card's example becomes a problem that `last` had right.
+        """
         card = getattr(self.trainer, "card_info", None)
         if card is None:
             return
@@ -138,6 +141,8 @@ class AccuracyCallback(TrainerCallback):
         card.accuracy = last.as_dict()
         card.accuracy_on = self.script.accuracy_on
         card.accuracy_step = step
+        if last.first_right is not None:
+            card.quickstart_prompt = self.test[last.first_right]["prompt"]
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step == 0 and "before" not in self.record.content:

@@ -16,7 +16,7 @@ from trl import TrlParser
 
 from ...trainers.run.config_fields import option, spelled
 from ...trainers.run.input_checks import mistakes
-from ..cli.one_line import NEGATIVE_NUMBER, pop_options
+from ..run.one_line import NEGATIVE_NUMBER, pop_options
 from .keys import ConfigError, check_keys, check_options, read_yaml
 
 

@@ -15,10 +15,10 @@ from ...engines.decode.completions import generate, over_ranks
 from ...errors import mistyped_path
 from ...utils.files import written_whole
 from ...utils.plain import counted
-from ..cli.one_line import pop_options
 from ..data.answers import DatasetError, answers_match, extract_answer, parse_gold
 from ..data.datasets import is_conversation, read_rows
 from ..evaluation.accuracy import encode, generation_configs
+from ..run.one_line import pop_options
 from .arguments import ConfigError, ScriptArguments, option
 from .script import say
 

@@ -21,16 +21,16 @@ from ...utils import redaction
 from ...utils.nonfatal import nonfatal
 from ...utils.ranks import on_main
 from ...utils.threads import fit_threads
-from ..cli.launch import launch_words
-from ..cli.one_line import pop_options
 from ..data.rewards import checked, get_reward
+from ..run.launch import launch_words
+from ..run.one_line import pop_options
+from ..run.terminal import use_terminal
 from .accuracy import AccuracyCallback, can_measure, completion_length, format_result
 from .arguments import ConfigError, ScriptArguments
 from .checks import lora_config
 from .episodes import OWN_REWARD, agent_of, with_tool_format
 from .record import KeptWarnings, RunPage, RunRecord, keep_paths, measured_settings, next_commands
 from .script import say
-from .terminal import use_terminal
 
 
 def reward_functions(args: ScriptArguments) -> list:

@@ -11,8 +11,8 @@ import torch
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
-from ..cli.one_line import in_one_line
-from . import terminal
+from ..run import terminal
+from ..run.one_line import in_one_line
 
 
 class PrintedWarnings(logging.Handler):
@@ -41,7 +41,7 @@ class PrintedWarnings(logging.Handler):
 
 
 def run_main(main: Callable[..., None], *arguments: Any, **options: Any) -> None:
-    """Call `main` with these arguments; [`~trl_fsdp_qlora.tools.cli.one_line.in_one_line`] decides how it ends."""
+    """Call `main` with these arguments; [`~trl_fsdp_qlora.tools.run.one_line.in_one_line`] decides how it ends."""
     terminal.no_bars_in_files()
     # The libraries warn about each other, and a recipe's user can change nothing about it.
     warnings.simplefilter("ignore", FutureWarning)

@@ -164,7 +164,7 @@ def build_small_base(output_dir: str | Path, seed: int = 0, task: str = "additio
 
     from ...compat.transformers import tokenizer_of
     from ...utils.threads import fit_threads
-    from ..recipe.terminal import use_terminal
+    from ..run.terminal import use_terminal
 
     if task not in TAUGHT:
         raise ValueError(f"task={task!r} is unknown; the small base model can be taught: {', '.join(TAUGHT)}")

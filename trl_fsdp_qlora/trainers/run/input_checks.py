@@ -22,6 +22,7 @@ _MEANT: dict[str, tuple[Callable[[float], bool], str]] = {
     "learning_rate": (lambda x: 0 <= x < inf, "steps go down, at a finite rate; with LoRA 1e-5 to 1e-4 are usual"),
     "beta": (lambda x: 0 <= x < inf, "the KL term would push the policy away from the reference; 0 leaves it out"),
     "epsilon": (lambda x: x >= 0, "a ratio would be clipped to an empty range; 0.2 is usual"),
+    "epsilon_high": (lambda x: x >= 0, "a ratio would be clipped to an empty range; 0.28 is usual"),
     "ref_model_mixup_alpha": (lambda x: 0 <= x <= 1, "it is a share, from 0 to 1"),
     "top_entropy_quantile": (lambda x: 0 <= x <= 1, "it is a share, from 0 to 1; 1 takes every token"),
     "gradient_accumulation_steps": (lambda x: x >= 1, "an optimizer step needs a micro-batch; 1 is the least"),

@@ -1,6 +1,7 @@
 """A command's words, and how the command ends: a `UserError` and Ctrl-C print a line each, a closed pipe none."""
 
 import argparse
+import logging
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 from ...errors import UserError
@@ -15,13 +17,16 @@ from ...errors import UserError
 USER_ERROR = 2  # exit status of a command that has printed in one line what its user did wrong
 INTERRUPTED = 128 + signal.SIGINT  # the status that a shell makes of the signal
 READER_GONE = 128 + 13  # SIGPIPE, which Windows lacks
+# Modules that commands import and the library alone does not need, and the extra of pyproject.toml that brings each.
+_EXTRAS = dict.fromkeys(("bokeh", "jinja2", "markupsafe", "math_verify", "tokenizers"), "tools") | {"PIL": "vision"}
 
 
 @contextmanager
 def in_one_line() -> Iterator[None]:
     """Run a command or a script, and end it with a line and an exit status if something stops it.
 
-    - A [`~trl_fsdp_qlora.errors.UserError`] is one line, of one rank, and 2.
+    - A [`~trl_fsdp_qlora.errors.UserError`] is one line, of one rank, and 2; so is a module of an extra that is not
+      installed.
     - Ctrl-C is one line, and 130.
     - A closed pipe (`| head -1`) is no line, and 141.
 
@@ -38,13 +43,39 @@ def in_one_line() -> Iterator[None]:
         # Otherwise the interpreter's end would try again to write the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(READER_GONE)
-    except UserError as error:
-        if os.environ.get("TRL_FSDP_QLORA_TRACEBACK") == "1":
+    except (UserError, ModuleNotFoundError) as error:
+        line = _line_of(error)
+        if line is None or os.environ.get("TRL_FSDP_QLORA_TRACEBACK") == "1":
             raise
         if _is_first_rank_to_end():
-            line = str(error) if error.keeps_lines else " ".join(str(error).split())
             print(f"error: {line}", file=sys.stderr, flush=True)
         sys.exit(USER_ERROR)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import a script's libraries in this block, which takes half a minute on a busy machine: a line says so before.
+
+    bitsandbytes' warning about 4-bit products on a CPU is not printed. It comes at every import without another
+    package, and has nothing to do with the run.
+    """
+    if int(os.environ.get("RANK", "0")) == 0:
+        print("loading torch, transformers and TRL", file=sys.stderr, flush=True)
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    with in_one_line():
+        yield
+
+
+def _line_of(error: UserError | ModuleNotFoundError) -> str | None:
+    """The line that is printed of an error; `None` if a module is missing that belongs to none of the extras."""
+    if isinstance(error, UserError):
+        return str(error) if error.keeps_lines else " ".join(str(error).split())
+    module = (error.name or "").partition(".")[0]
+    if module not in _EXTRAS:
+        return None
+    script = Path(sys.argv[0])  # of recipes/, or of the command itself
+    command = script.stem.replace("_", "-") if script.parent.name == "recipes" else " ".join(sys.argv[1:2])
+    return f"trl-fsdp-qlora {command} needs {module}: pip install 'trl-fsdp-qlora[{_EXTRAS[module]}]'"
 
 
 def _is_first_rank_to_end() -> bool:

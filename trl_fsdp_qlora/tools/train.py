@@ -5,12 +5,12 @@ from typing import Any
 
 from trl import ModelConfig
 
-from ..planning.first import plan_first
-from .arguments import ScriptArguments, parse_recipe
-from .checks import check_recipe
-from .problems import load_data
-from .record import check_output_dir
-from .runner import build_trainer, run_recipe
+from .planning.first import plan_first
+from .recipe.arguments import ScriptArguments, parse_recipe
+from .recipe.checks import check_recipe
+from .recipe.problems import load_data
+from .recipe.record import check_output_dir
+from .recipe.runner import build_trainer, run_recipe
 
 
 def train(
