@@ -1,4 +1,4 @@
-"""The tables of kinds: what is registered exists and is what the table says, what is not registered runs as stock."""
+"""The tables of kinds: what is registered exists and is of its kind, what is not registered runs as stock."""
 
 import importlib
 import inspect

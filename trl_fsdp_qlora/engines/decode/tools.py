@@ -12,7 +12,7 @@ from accelerate.logging import get_logger
 
 logger = get_logger(__name__)
 
-_READ = "the model reads that as an error of the tool. tool_timeout=None waits as long as it takes"
+_READ = "the model reads that as an error of the tool. tool_timeout=None sets no limit"
 
 
 def limited(tool: Callable, seconds: float | None) -> Callable:

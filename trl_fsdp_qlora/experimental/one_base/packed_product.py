@@ -65,7 +65,7 @@ def in_order_of_rows(
 ) -> list[Linear4bit] | None:
     """Layers in the order in which vLLM stacks their rows in a weight; `None` if they do not fill it row by row.
 
-    vLLM's own function tells the order: it is given the numbers of the rows, one column wide.
+    vLLM's own function determines the order: it is called with the numbers of the rows, one column wide.
 
     Args:
         parameter: vLLM's weight, of which no element is read or written.

@@ -32,7 +32,7 @@ from ...utils.ranks import on_main
 
 logger = get_logger(__name__)
 
-PATIENCE = 60.0  # seconds after which a line says who waits for whom, again and again
+PATIENCE = 60.0  # a line about who waits for whom is logged every so many seconds
 
 
 def check_config(args: Any) -> None:
@@ -250,7 +250,7 @@ class RolloutsAhead:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state(self) -> str | None:
-        """On rank 0 the batch in flight as text, once it has come; `None` if there is none. Collective."""
+        """On rank 0 the batch in flight as text, once it is drawn; `None` if there is none. Collective."""
 
         def text() -> str | None:
             self._wait()
