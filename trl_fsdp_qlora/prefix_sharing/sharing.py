@@ -388,8 +388,8 @@ class PromptSharing:
         def packed(rows: Batch, forward: Forward) -> torch.Tensor:
             return log_probs(rows, num_images=rows.num_images, forward=forward)
 
-        found = verify(self.packed_model, model, batch, padded, packed, unit, with_images, tokens_per_pass, order)
-        self._note(found, gradients, with_images)
+        faults = verify(self.packed_model, model, batch, padded, packed, unit, with_images, tokens_per_pass, order)
+        self._note(faults, gradients, with_images)
 
     @not_compiled
     def compare_call_with_stock(
@@ -450,7 +450,7 @@ class PromptSharing:
             # A checkpoint around this call, and offloading, must not see what the comparison saves for its backward.
             own_tensors = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
             with torch.set_grad_enabled(recorded and not sharded), own_tensors:
-                found = verify(
+                faults = verify(
                     packed_model,
                     base,
                     batch,
@@ -461,19 +461,19 @@ class PromptSharing:
                     # In a batch of pairs (all chosen, then all rejected) rows that begin alike are no neighbours.
                     order=sort_by_prefix(sequences.tokens_BL, sequences.lengths_B)[0],
                 )
-            self._note(found, recorded, bool(with_images), of_backbone)
+            self._note(faults, recorded, bool(with_images), of_backbone)
 
-    def _note(self, found: list[str] | None, gradients: bool, with_images: bool, of_backbone: bool = False) -> None:
+    def _note(self, faults: list[str] | None, gradients: bool, with_images: bool, of_backbone: bool = False) -> None:
         """Note the result of [`check.verify`] for passes of a kind."""
-        if found is None:
+        if faults is None:
             return
-        if not found:
+        if not faults:
             # Equal gradients prove equal values, and rows with images prove those without.
             self.checked.update(_kinds({False, gradients}, {False, with_images}, of_backbone))
         elif with_images and self.attention == "auto":  # batches without images may still run packed
-            self.images.reason = found[0]
+            self.images.reason = faults[0]
         else:
-            self.disable(found[0])
+            self.disable(faults[0])
 
     def _may_pack(self, batch: Batch, sequences: Sequences) -> bool:
         """Whether a call was compared, so that it may be packed, or has nothing to compare."""

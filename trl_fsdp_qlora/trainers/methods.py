@@ -1,6 +1,6 @@
 """The trainers of this package, one a line: what commands, recipes and pages have to know of each.
 
-Only names stand here, so an import costs nothing. A trainer's room has `config.py` and `trainer.py`; its script in
+It has only names, so an import costs nothing. A trainer's room has `config.py` and `trainer.py`; its script in
 `recipes/` has the room's name, and the folders of its recipes begin with it.
 """
 

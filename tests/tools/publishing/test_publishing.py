@@ -413,7 +413,7 @@ def test_saving_and_measuring_leave_the_gradients_of_a_4_bit_run_as_they_were(tm
     ("request_part", "failure"),
     [("POST /api/repos/create", 403), ("PUT /lfs/", "before"), ("/commit/", "after"), ("/resolve/", 403)],
 )
-def test_whatever_fails_is_one_line_and_a_repeat_completes_it(folder, server, run, request_part, failure):
+def test_any_failure_is_one_line_and_a_repeat_completes_it(folder, server, run, request_part, failure):
     server.breaks = lambda line: failure if request_part in line else None
     with pytest.raises(UserError, match=f"^{REPO}: "):
         run()

@@ -234,7 +234,7 @@ def test_our_launcher_adds_nothing_and_keeps_the_exit_status(folder):
 
 
 def test_the_losses_are_those_of_trls_trainers():
-    """TRL has no list of them: they stand in the comparisons of its loss."""
+    """TRL has no list of them: they are in the comparisons of its loss."""
     source = inspect.getsource(GRPOTrainer._compute_loss)
     compared = re.findall(r"self\.loss_type (?:==|in) (\[.*?\]|\".*?\")", source)
     assert {name for text in compared for name in re.findall(r"\w+", text)} == {*GRPO_LOSSES}

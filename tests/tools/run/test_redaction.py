@@ -54,7 +54,7 @@ def test_a_secret_in_a_dictionary_or_a_list_is_none_and_the_rest_stays():
 
 
 @pytest.mark.parametrize("token", TOKENS)
-def test_a_token_is_known_by_its_form_wherever_it_stands(token):
+def test_a_token_is_known_by_its_form_in_any_place(token):
     for text in (token, f"https://host/x?k={token}&b=1", f"key: {token}.", f"/home/bob/{token}"):
         for written in (without_secrets({"x": [text]}), portable({"x": text}), command_line(["run", "--x", text])):
             assert token not in str(written)

@@ -1,4 +1,4 @@
-"""One training process of the resume tests, killed where it is told to be: resume_worker.py OUTPUT_DIR KILL RESUME."""
+"""One training process of the resume tests, killed at a given point: resume_worker.py OUTPUT_DIR KILL RESUME."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Settings as users write them, and whatever is done beside the maths raising: training and checkpoints go on."""
+"""Settings as users write them, and errors in work other than the maths: training and checkpoints continue."""
 
 import numpy as np
 import pytest
@@ -63,7 +63,7 @@ BESIDE = [
 
 
 @pytest.mark.parametrize("side_work", BESIDE)
-def test_what_is_done_beside_the_maths_may_fail(tmp_path, monkeypatch, caplog, side_work):
+def test_work_other_than_the_maths_may_fail(tmp_path, monkeypatch, caplog, side_work):
     monkeypatch.setattr(nonfatal, "_warned", set())
     settings = {"peft_config": lora(), "dataset": prompts(8), **SAVING}
     grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, **settings)
@@ -89,7 +89,7 @@ def test_what_is_done_beside_the_maths_may_fail(tmp_path, monkeypatch, caplog, s
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_the_traceback_of_such_a_failure_is_for_who_asks(monkeypatch, caplog, asked):
+def test_the_traceback_of_such_a_failure_is_printed_if_asked_for(monkeypatch, caplog, asked):
     monkeypatch.setattr(nonfatal, "_warned", set())
     if asked:
         monkeypatch.setenv("TRL_FSDP_QLORA_TRACEBACK", "1")

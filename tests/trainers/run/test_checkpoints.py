@@ -118,7 +118,7 @@ def test_damaged_checkpoints_are_passed_over_for_an_older_whole_one(tmp_path, ca
 
 @pytest.mark.parametrize("resume", ["auto", True])
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_at_step_0(tmp_path, resume):
-    """It would overwrite them. The manifest's removal says that the user wants the files as they are."""
+    """It would overwrite them. The manifest's removal means that the user wants the files as they are."""
     for step in (2, 4):
         flip_a_bit(make(tmp_path, step) / "weights.bin")
     with pytest.raises(CheckpointError, match=r"checkpoint-4 \(its file weights.*checkpoint-2 .*remove its manifest"):
@@ -159,12 +159,12 @@ def test_no_bit_that_a_disk_flips_goes_unseen(tmp_path):
         ([9, 10, 100], 100, 2, None, [10, 100]),
         ([1, 2, 3], 3, None, None, [1, 2, 3]),
         ([1, 2, 3], 3, 0, None, [1, 2, 3]),
-        ([4, 5, 6, 7], 5, 2, None, [4, 5]),  # it went on from 4, and those after the one just written are left behind
+        ([4, 5, 6, 7], 5, 2, None, [4, 5]),  # it continued from 4, and those after the one just written are obsolete
         ([4, 5, 6], 5, 1, None, [5]),
     ],
 )
 @pytest.mark.parametrize("hours", [-1, 1])
-def test_the_checkpoint_just_written_stays_whatever_the_times_of_the_others(
+def test_the_checkpoint_just_written_stays_with_any_times_of_the_others(
     tmp_path, there, newest, limit, best, left, hours
 ):
     """Rotation goes by step: a folder that was copied, or written under another clock, has any time."""
@@ -192,7 +192,7 @@ def test_what_a_run_was_writing_when_it_ended_does_not_stay_behind(tmp_path):
     assert not staging.exists() and not (tmp_path / "checkpoint-3").exists()
 
 
-def test_a_checkpoint_written_anew_replaces_the_old_one(tmp_path):
+def test_a_checkpoint_written_again_replaces_the_old_one(tmp_path):
     (make(tmp_path, 3) / "old.bin").touch()
     folder = make(tmp_path, 3)
     assert sorted(path.name for path in folder.iterdir()) == [

@@ -58,10 +58,10 @@ def _alarm(seconds: float, line: str) -> Iterator[None]:
         raise TimeoutError(line)
 
     before = signal.signal(signal.SIGALRM, ring)
-    others = signal.setitimer(signal.ITIMER_REAL, seconds)  # a process has one such timer
+    previous_timer = signal.setitimer(signal.ITIMER_REAL, seconds)  # a process has one such timer
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        signal.setitimer(signal.ITIMER_REAL, *others)
+        signal.setitimer(signal.ITIMER_REAL, *previous_timer)

@@ -182,8 +182,8 @@ class AdapterVersions:
         self.bytes = sum(tensor.nbytes for tensor in weights.values())
         if self.root is None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for left in self.folder.glob(f"{_SCRATCH}*") if self.owns_folder else ():
-                shutil.rmtree(left, ignore_errors=True)
+            for leftover in self.folder.glob(f"{_SCRATCH}*") if self.owns_folder else ():
+                shutil.rmtree(leftover, ignore_errors=True)
             self._scratch = tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=self.folder, ignore_cleanup_errors=True)
             self.root = Path(self._scratch.name).resolve()
         folder = self.root / f"{self.prefix}-v{version}"

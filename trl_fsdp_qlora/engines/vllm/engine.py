@@ -305,13 +305,13 @@ def why_not_shared(args: Any, model, accelerator, one_base: Callable[[], ModuleT
 
     `one_base` imports the module that shares it.
     """
-    drawn = str(engine_options(args, model, accelerator)["dtype"]).removeprefix("torch.")
+    engine_dtype = str(engine_options(args, model, accelerator)["dtype"]).removeprefix("torch.")
     held = str(model.dtype).removeprefix("torch.")
     in_4_bits = has_packed_base(model)
     if getattr(model, "is_quantized", False) and not in_4_bits:
         return "the base is quantized in another way than bitsandbytes' 4 bits"
-    if held != drawn and not in_4_bits:
-        return other_dtype(held, drawn)
+    if held != engine_dtype and not in_4_bits:
+        return other_dtype(held, engine_dtype)
     if model.device.type != accelerator.device.type:
         return f"the base is on {model.device.type}"
     try:

@@ -76,8 +76,8 @@ def in_order_of_rows(
     numbers = torch.arange(sum(sizes), dtype=torch.float64).unsqueeze(1).split(sizes)
     data = parameter.data
     parameter.data = torch.full((len(data), 1), -1.0, dtype=torch.float64)
-    for rows, (_, positional, named) in zip(numbers, parts, strict=True):
-        load(parameter, rows, *positional, **named)
+    for rows, (_, positional, keywords) in zip(numbers, parts, strict=True):
+        load(parameter, rows, *positional, **keywords)
     placed = parameter.data
     parameter.data = data
     first_rows = [torch.nonzero(placed[:, 0] == rows[0, 0]) for rows in numbers]

@@ -152,7 +152,7 @@ class SharedBase:
         """The base's tensors under the names of a checkpoint, one decoder layer after the other; tied ones once."""
         tensors = {}
         for name, tensor in self.base.state_dict(keep_vars=True).items():
-            if not is_of_adapter_or_state(name) and all(tensor is not other for other in tensors.values()):
+            if not is_of_adapter_or_state(name) and all(tensor is not listed for listed in tensors.values()):
                 tensors[_plain(name)] = tensor
         for _, layer in groupby(tensors.items(), lambda item: re.match(r"(.*?\.\d+\.)?", item[0])[0]):
             # The data of each layer is read only when vLLM loads it, so that nothing holds freed data.
@@ -185,7 +185,7 @@ class SharedBase:
         """
         from .packed_product import PackedProduct, in_order_of_rows
 
-        layers = [(self.packed[name], positional, named) for name, positional, named in parts]
+        layers = [(self.packed[name], positional, keywords) for name, positional, keywords in parts]
         order = in_order_of_rows(target, load, layers)
         if order is None:
             return None

@@ -191,7 +191,7 @@ def run_recipe(
             say(_finished_text(trainer, script))
             return record.content
         if resume is not None:
-            say(f"going on from {resume}")
+            say(f"continuing from {resume}")
         is_measured = not script.skip_accuracy and test is not None and can_measure(trainer)
         command = launch_words()
         _begin_record(record, trainer, script, model or ModelConfig(), resume, is_measured, command)

@@ -65,7 +65,7 @@ class ReferenceValues:
         synced_gpus: parameters are sharded over ranks, so that every rank draws whenever one does.
 
     Attributes:
-        file: where the rewards are kept, once [`open`] has been called.
+        file: the file of the rewards, once [`open`] has been called.
         rewards: the rewards of all samples so far, by key.
         known: V* by key, of the prompts asked for so far.
         estimated: stage 1 has run.
@@ -242,7 +242,7 @@ def as_loaded(dataset: Dataset) -> list[dict]:
 
 
 def digest(value) -> str:
-    """Hexadecimal SHA-256 of plain values, arrays and whatever `datasets` can hash."""
+    """Hexadecimal SHA-256 of plain values, arrays and everything that `datasets` can hash."""
 
     def plain(x):
         return x.tolist() if hasattr(x, "tolist") else Hasher.hash(x)

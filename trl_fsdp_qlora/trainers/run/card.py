@@ -51,15 +51,15 @@ def hardware() -> str:
 
 def software() -> str:
     # A checkout on PYTHONPATH has no metadata.
-    others = [f"{name} {version(name)}" for name in ("trl", "torch", "transformers", "peft", "accelerate")]
-    return ", ".join([f"trl-fsdp-qlora {__version__}", *others])
+    libraries = [f"{name} {version(name)}" for name in ("trl", "torch", "transformers", "peft", "accelerate")]
+    return ", ".join([f"trl-fsdp-qlora {__version__}", *libraries])
 
 
 @functools.cache  # once per run: a card is written with every checkpoint
 def base_model_license(base_model: str) -> str | None:
     """SPDX id from the card of a local folder or of the Hub; `None` if there is none, or it cannot be read."""
     local = Path(base_model) / "README.md"
-    with nonfatal("looking up the licence of the base (say which it is: --license, `card_info.license`)"):
+    with nonfatal("looking up the licence of the base (set it by --license, `card_info.license`)"):
         if local.is_file():
             return ModelCard.load(local).data.license
         if not local.parent.exists() and not constants.HF_HUB_OFFLINE:

@@ -97,7 +97,7 @@ def why_not_whole(checkpoint: str | Path, read_contents: bool = True) -> str | N
 
 
 def last_complete_checkpoint(output_dir: str | Path) -> Path | None:
-    """The newest checkpoint of a run that is whole by sizes; fast whatever its size."""
+    """The newest checkpoint of a run that is whole by sizes; fast for any size."""
     newest_first = reversed(checkpoints_in(output_dir))
     return next((path for path in newest_first if why_not_whole(path, read_contents=False) is None), None)
 

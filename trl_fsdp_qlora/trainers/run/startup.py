@@ -81,7 +81,7 @@ def startup_block(args: Any, model: torch.nn.Module, steps: int, features: list[
 
     Args:
         args: the run's config.
-        model: the model that is trained, as it lies on this rank.
+        model: the model that is trained, with its part on this rank.
         features: `(heading, line)`; the headings are `"on"`, `"off"` and `"as stock TRL"`.
     """
     rows = _online_rows(args, steps) if "num_generations" in vars(args) else _pair_rows(args, steps)
@@ -210,6 +210,6 @@ class StartupCallback(TrainerCallback):
 
 def _write(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
-    # Not `print`: transformers' progress bar is there by now, and the text's first line would stand after the bar.
+    # Not `print`: transformers' progress bar is there by now, and the text's first line would follow the bar.
     tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()

@@ -29,7 +29,7 @@ class LookAhead:
     Args:
         args: a config with `tokens_per_pass` and `steps_per_generation`.
         router_loss: whether the loss has a router loss.
-        one_by_one: whether each backward has to reach a parameter. That is so with DeepSpeed, where the optimizer
+        one_by_one: whether each backward has to reach a parameter. That is so with DeepSpeed, whose optimizer
             steps in the last loss's backward.
         drawn: returns the micro-batches of the generation batch in use.
         scored_tokens: `scored_tokens(inputs, ahead)` are the completion tokens `(B, C)` that the loss of a micro-batch
@@ -155,7 +155,7 @@ class LookAhead:
         planned = {**self.scores.batches[number].arguments(), "fused_lm_head": True}
         for name, value in arguments.items():
             if name not in planned or not self._is_alike(value, planned[name]):
-                return f"TRL's method calls the model with another {name} than its inputs say"
+                return f"TRL's method calls the model with another {name} than its inputs have"
         self._has_looked_at_values = True
         return None
 

@@ -145,7 +145,7 @@ class Scoring:
 
     @contextmanager
     def requested(self, request: Request) -> Iterator[None]:
-        """Inside the block the pass of `request.model` is the one of a loss, and does what the request says.
+        """Inside the block the pass of `request.model` is the one of a loss, and follows the request.
 
         TRL's loss calls the pass itself, with arguments of its own, so the request cannot travel as one. A trainer
         computes one loss at a time, as its `_step` and its buffer of inputs already require.
