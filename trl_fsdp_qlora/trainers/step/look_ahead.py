@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import nn
 
-from ...compat.fsdp import forget_forward
 from ...compat.trl import FusedCausalLMOutput, joined_images
 from ...prefix_sharing.batch import IGNORED_LABEL
 from ...prefix_sharing.problems import CannotPack
@@ -136,6 +135,8 @@ class LookAhead:
         try:
             return self.scores.score(number, model)
         except CannotPack as error:
+            from ...compat.fsdp import forget_forward
+
             forget_forward(model)
             sharing.cannot_keep(str(error))
             self._drop_plan()
