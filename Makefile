@@ -16,7 +16,7 @@ TASK ?= addition
 CONFIG ?= grpo/config_quickstart
 BIN := $(VENV)/bin
 
-.PHONY: quickstart quickstart-images test test-exhaustive test-core test-newest test-vllm gpu docs lint clean
+.PHONY: quickstart quickstart-images test test-exhaustive test-core test-kernels test-newest test-vllm gpu docs lint clean
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/python recipes/small_base.py $(BASE) --task $(TASK) --seed $(SEED)
@@ -37,6 +37,14 @@ test: $(VENV)/.dev
 # The rest of the tables of which `make test` runs a few (every class of transformers, every pair of loss and layer, every recipe), and a real model.
 test-exhaustive: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 -m exhaustive
+
+# Triton's kernels without a GPU: compiled for seven kinds of cards, and interpreted next to their references. Triton is not in .venv, where it would
+# change which kernels other tests choose.
+test-kernels: $(VENV)/.dev
+	test -d $(VENV)/triton || $(BIN)/pip install --quiet --no-deps --target $(VENV)/triton -c constraints.txt triton
+	PYTHONPATH=$(abspath $(VENV)/triton) $(BIN)/python -m pytest tests/core/test_kernels_compile.py
+	PYTHONPATH=$(abspath $(VENV)/triton) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not exhaustive" -k "triton or merges or kernel" \
+		tests/core/prefix_sharing/test_attention.py tests/core/scoring/test_logprobs.py tests/distributed/fsdp2_qlora/test_experts.py
 
 # On a machine with a GPU, ten minutes: its summary begins with a table of launches and seconds next to what was counted without one.
 gpu: $(VENV)/.dev

@@ -10,8 +10,8 @@
 
 Both trainers live in one process, on the same weights, with the same seed, prompts and LoRA, and take turns of one
 optimizer step (A B B A ...), so that a drifting machine hits both alike; the ratio of every pair of turns is kept.
-Each generates its own completions, and is timed doing so. Then both take the loss of the same ones, those of whoever
-came first. It prints the losses and the norms of the gradients of both: a first step on new completions has a loss of
+Each generates its own completions, and is timed doing so. Then both take the loss of the same ones, those of the first
+one. It prints the losses and the norms of the gradients of both: a first step on new completions has a loss of
 about zero, the mean advantage. The reward differs for every completion, so none is skipped. The rest of the difference
 between the two ways of generating is chance: the lengths that were drawn. `--early` makes completions end after about
 half of the budget (an exponentially growing bonus for the end-of-sequence token, in both). `--continuous_batching`

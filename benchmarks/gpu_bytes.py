@@ -294,7 +294,7 @@ def largest_that_fits(guess: int, fits: Callable[[int], bool]) -> int:
 
 
 def largest_groups(contestant: str, series: Point) -> Iterator[tuple[str, dict]]:
-    """The largest group of a series on each card of `CARDS` that the device is large enough to stand for.
+    """The largest group of a series on each card of `CARDS` that the device is large enough to replace.
 
     Yields:
         the card, and its `largest` (0 if two completions do not fit) and `tried` (whether each group that was run

@@ -49,7 +49,7 @@ SOURCE = (
     "reasoning_gym:basic_arithmetic(operators=['+'], min_terms=2, max_terms=2, min_digits=2, max_digits=2, "
     "allow_parentheses=False, allow_negation=False)"
 )
-# Four solved problems stand before each, as the model does not answer with a number otherwise.
+# Four solved problems are before each, as the model does not answer with a number otherwise.
 SOLVED = {"27 + 45": 72, "8 + 61": 69, "83 + 29": 112, "14 + 90": 104}
 TEMPLATE = "".join(f"Calculate {terms}. Answer: {answer}\n" for terms, answer in SOLVED.items()) + "{question} Answer:"
 MEASURED = 300

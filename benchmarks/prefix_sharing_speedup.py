@@ -5,7 +5,7 @@
 
 Everything runs through the real trainers on the same batch and in one process; runs of the contestants alternate and
 medians are compared. On a CPU the seconds are CPU seconds, so that other work on the machine counts little. A point
-that does not fit into the GPU's memory gets a row that says so. The file is written after every point. Stock TRL on
+that does not fit into the GPU's memory gets a row with that note. The file is written after every point. Stock TRL on
 CPU projects every position through the LM head, prompts included, but on CUDA it projects completions only. That
 flatters this package on CPU, so the vocabulary is small by default (`--vocabulary`). Saved bytes are those of the
 distinct storages that autograd keeps for backward (parameters excluded).

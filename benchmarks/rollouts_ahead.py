@@ -9,7 +9,7 @@ with the option the second waits less for that). A draw is what the client waite
 is everything else. `--reward_seconds` makes the reward sleep. `--picture` draws one run of each kind as a
 timeline.
 
-Cores that do other things too make both sides slower at once, and the ratio says little then.
+Cores that do other things too make both sides slower at once, and the ratio means little then.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """TRL's distillation from a larger teacher, with equal beginnings computed once: `python examples/distillation.py`.
 
-The student answers, and both models read its answers. The few examples in front of all questions are computed once by
+The student answers, and both models read its answers. The few examples before all questions are computed once by
 each of them. TRL compares the two distributions in chunks, so no logits of a whole batch are made. On a GPU, load a
 large teacher in 4 bits and pass the model itself: `AutoModelForCausalLM.from_pretrained(...,
 quantization_config=BitsAndBytesConfig(load_in_4bit=True))`.

@@ -1,6 +1,6 @@
 """TRL's own DPO trainer, with each prompt computed once: `python examples/dpo.py --model Qwen/Qwen3-0.6B`.
 
-One line, `share_prompts(trainer)`, whatever TRL's trainer is: a chosen and a rejected answer have their prompt
+One line, `share_prompts(trainer)`, for any trainer of TRL's: a chosen and a rejected answer have their prompt
 in common.
 """
 

@@ -19,7 +19,7 @@ parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
 parser.add_argument("--steps", type=int, default=100)
 options = parser.parse_args()
 
-examples = "12+13=25\n31+18=49\n27+16=43\n"  # in front of every prompt, and computed once
+examples = "12+13=25\n31+18=49\n27+16=43\n"  # before every prompt, and computed once
 sums = [(a, b) for a in range(10, 60) for b in range(10, 60)]
 dataset = Dataset.from_dict(
     {"prompt": [f"{examples}{a}+{b}=" for a, b in sums], "answer": [str(a + b) for a, b in sums]}

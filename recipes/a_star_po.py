@@ -5,7 +5,7 @@ One process, or any number of them; the cache of values is shared by all of them
     trl-fsdp-qlora a-star-po --config small-base/a_star_po/quick --accelerate_config cpu
 
 `--stage estimate` stops after stage 1: it fills the cache, prints its progress, and continues after an interruption.
-`--stage train`, the default, runs stage 1 for whatever is missing and then trains. Everything else is as in
+`--stage train`, the default, runs stage 1 for what is missing and then trains. Everything else is as in
 `recipes/grpo.py`.
 """
 

@@ -4,7 +4,7 @@
 
 TRL's `DistillationTrainer` on the problems of recipes/grpo.py, with equal beginnings of prompts computed once by
 student and teacher. The teacher is `teacher_model_name_or_path`; `teacher_model_init_kwargs` loads it, in 4 bits for
-example. Every field of `ScriptArguments`, `trl.DistillationConfig` and `trl.ModelConfig` can stand in the YAML file
+example. Every field of `ScriptArguments`, `trl.DistillationConfig` and `trl.ModelConfig` can be in the YAML file
 and be overridden on the command line; `trl-fsdp-qlora evaluate --adapter FOLDER` measures what came of it.
 """
 

@@ -4,7 +4,7 @@
 
 The pairs are read from what `pairs` names, in any of TRL's formats. If it is a .jsonl file that does not exist, it is
 written: the model answers each training problem `pair_samples` times, and right answers are preferred to wrong ones.
-Every field of `DPOScriptArguments`, `EfficientDPOConfig` and `trl.ModelConfig` can stand in the YAML file and be
+Every field of `DPOScriptArguments`, `EfficientDPOConfig` and `trl.ModelConfig` can be in the YAML file and be
 overridden on the command line. `trl-fsdp-qlora evaluate` measures the result with `--adapter FOLDER`, and the model
 before with `--model_name_or_path`.
 """

@@ -4,7 +4,7 @@
 
 TRL's experimental `SDFTTrainer` on the problems of recipes/grpo.py, with each prompt computed once for its group by
 student and teacher, and the loss in tiles of logits (`trl_fsdp_qlora/experimental/losses_in_tiles`). Every field of
-`SDFTScriptArguments`, `SDFTConfig` and `trl.ModelConfig` can stand in the YAML file and be overridden on the command
+`SDFTScriptArguments`, `SDFTConfig` and `trl.ModelConfig` can be in the YAML file and be overridden on the command
 line; `trl-fsdp-qlora evaluate --adapter FOLDER` measures what came of it.
 """
 

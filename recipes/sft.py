@@ -4,7 +4,7 @@
 
 TRL's `SFTTrainer` on SVAMP's equations or GSM8K's rationales, in the prompts of recipes/grpo.py, which takes the
 folder that this leaves as `model_name_or_path`. Every field of `SFTScriptArguments`, `trl.SFTConfig` and
-`trl.ModelConfig` can stand in the YAML file and be overridden on the command line;
+`trl.ModelConfig` can be in the YAML file and be overridden on the command line;
 `trl-fsdp-qlora evaluate --model_name_or_path FOLDER` measures what came of it.
 """
 

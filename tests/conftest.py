@@ -14,7 +14,7 @@ from tests.distributed.launch import run_script
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test needs the Hub; looking for it where there is no network takes seconds each time.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# For every model that accelerate unwraps it reads anew whether DeepSpeed is installed, a fifth of a tiny training.
+# For every model that accelerate unwraps it reads again whether DeepSpeed is installed, a fifth of a tiny training.
 importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -53,8 +53,8 @@ def smollm2(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def svamp() -> Path:
-    """The SVAMP problems, where they lie beside the checkout."""
+    """The SVAMP problems, if they are next to the checkout."""
     path = SHARED / "data" / "svamp" / "SVAMP.json"
     if not path.is_file():
-        pytest.skip("SVAMP.json is not here: it lies in ../shared/data/svamp")
+        pytest.skip("SVAMP.json is not here: it belongs into ../shared/data/svamp")
     return path

@@ -41,7 +41,7 @@ def test_two_steps_of_its_recipe_and_the_adapter_answers_in_a_fresh_process(smol
 def test_smollm2_on_svamp_equals_stock(smollm2, svamp, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     rows = []
-    # Wrong and right answers of several lengths stand in for sampled ones.
+    # Wrong and right answers of several lengths replace sampled ones.
     answers = ("{}", "The answer is {}.", "So it is {}, I think.", "First we add, then we look: it must be {}")
     for problem in json.loads(svamp.read_text())[:2]:
         turns = [{"role": "user", "content": f"{problem['Body']} {problem['Question']}"}]

@@ -1,4 +1,4 @@
-"""What no import linter tells: what an import brings along, what it does to the process, and what has to be installed.
+"""What no import linter checks: what an import imports, what it does to the process, and what has to be installed.
 
 The arrows between rooms are contracts of import-linter in pyproject.toml (`make lint`).
 """

@@ -168,7 +168,7 @@ def save_tool_calling_model(folder, name: str, arguments: dict) -> str:
     """A checkpoint in `folder` that answers every prompt with one call of a tool, and a tool's result with another
     one.
 
-    Taught in seconds. Its layers see 16 tokens back, so what stands in front of an assistant's turn changes nothing.
+    Taught in seconds. Its layers see 16 tokens back, so the tokens before an assistant's turn change nothing.
     """
     tokenizer = tool_tokenizer()
     size = {

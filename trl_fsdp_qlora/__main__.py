@@ -3,7 +3,7 @@
 trl-fsdp-qlora grpo --config small-base/grpo/quickstart
 trl-fsdp-qlora launch --config_file ddp_cpu my_script.py
 
-Only a table stands here, so that `--help` and a typo are answered at once: a command is imported when it is called.
+It has only a table, so that `--help` and a typo are answered at once: a command is imported when it is called.
 """
 
 import logging

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class UserError(ValueError):
-    """Something that whoever started a run can mend: the text has the value, the reason and what to change.
+    """An error that the user can fix: the text has the value, the reason and what to change.
 
     Attributes:
         keeps_lines: the text is printed line by line, not as one line: it names several things.

@@ -11,7 +11,7 @@ _kinds: dict[tuple, str] = {}
 
 
 def _code(function: Callable) -> tuple:
-    """What a function computes, whatever its arguments are called."""
+    """What a function computes, for any names of its arguments."""
     code = unwrap(function).__code__
     constants = tuple(x for x in code.co_consts if x != function.__doc__ and not isinstance(x, types.CodeType))
     return code.co_code, code.co_names, constants, code.co_argcount

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="Triton is not installed")
+pytest.importorskip("triton", reason="Triton is not installed: make test-kernels")
 
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas

@@ -315,7 +315,7 @@ def test_auto_leaves_short_rows_and_layers_without_checkpoints_alone(checkpoints
     assert bool(calls) == checkpoints
 
 
-def test_nothing_is_left_behind(calls):
+def test_off_gives_every_module_its_forward_back(calls):
     model = build("qwen3")
     before = {name: (type(module), set(vars(module))) for name, module in model.named_modules()}
     install(model, TILE)
@@ -371,7 +371,7 @@ def with_hook(model):
 
 
 def with_wrapper_of_the_users(model):
-    """It says which function it wraps, and looks at the last token."""
+    """It names the function that it wraps, and looks at the last token."""
 
     def wrapped(forward):
         @functools.wraps(forward)

@@ -2,7 +2,7 @@
 `trl-fsdp-qlora ...`.
 
 The scripts that it starts are forks of it, with the environment, output and session that it gives them: they need not
-import torch and TRL anew, which takes each several seconds.
+import torch and TRL again, which takes each several seconds.
 """
 
 import gc

@@ -1,6 +1,6 @@
 """Real FSDP2 on CPU processes, for tests only; and DeepSpeed, which needs less for it.
 
-Accelerate turns an FSDP config on the CPU into plain DDP without a word: `AcceleratorState` sets
+Accelerate turns an FSDP config on the CPU into plain DDP and logs nothing: `AcceleratorState` sets
 `distributed_type = MULTI_CPU` and drops the plugin. `force_fsdp` sets both back, so that `accelerator.prepare` takes
 the very path it takes on GPUs, over gloo. A test that uses it has to assert DTensor parameters, or it tests nothing.
 """

@@ -41,7 +41,7 @@ def rank_environment(extra: Mapping[str, str] | None) -> dict[str, str]:
 class Rank:
     """A script, or a module after "-m", in a child of the fork server, with `Popen`'s names.
 
-    Its errors go to the log as well or to a file of their own. A module is started anew, as a user's shell does.
+    Its errors go to the log as well or to a file of their own. A module is a new process, as by a user's shell.
     """
 
     def __init__(self, script, arguments, environment, log, errors=None, cwd=REPOSITORY):
@@ -61,7 +61,7 @@ class Rank:
 
 def _run_script(script, arguments, environment, log, errors, cwd):
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in a shell's background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in a shell's background
     output, errors = (name and os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for name in (log, errors))
     for stream, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, errors or output)):
         os.dup2(source, stream)
@@ -163,8 +163,8 @@ def run_launcher(
     """`accelerate ...` (without `launch`), `torchrun ...` or `trl-fsdp-qlora ...`; what it has started ends with it.
 
     Launcher and ranks have imported everything already, see agent.py. With `from_shell`, which is for accelerate
-    alone, they are started as a user's shell does: where a GPU is used, or the command line that the system knows of
-    is asked for.
+    alone, they are started as a user's shell does: if a GPU is used, or the command line that the system knows of
+    is read.
     """
     script, words = ("-m", ["accelerate.commands.launch", *words[1:]]) if from_shell else (AGENT, words)
     return _completed(script, words, rank_environment(environment), cwd, timeout)

@@ -66,7 +66,7 @@ def test_two_launchers_train_as_ranks_without_one(base, undisturbed, tmp_path, k
 
 
 @pytest.mark.exhaustive
-def test_another_node_takes_the_place_of_one_that_dies(base, undisturbed, tmp_path):
+def test_a_node_that_dies_is_replaced_by_another(base, undisturbed, tmp_path):
     """torchrun on two nodes; the second's agent and rank are killed in step 3, and an agent is started in its
     place.
     """
@@ -76,7 +76,7 @@ def test_another_node_takes_the_place_of_one_that_dies(base, undisturbed, tmp_pa
     words += ["--rdzv_endpoint", f"127.0.0.1:{port}", "--local_addr", "127.0.0.1", "--max_restarts", 3]
     words += ["--rdzv_conf", "keep_alive_interval=1"]  # a node counts as dead after three seconds instead of fifteen
     words += [REPOSITORY / WORKER, base, tmp_path, f"run={TRAINING}whole,loses_node=1"]
-    # Where agents share one store over all rounds, torch 2.13 tells a new agent nothing of it: it waits in vain.
+    # If agents share one store over all rounds, a new agent of torch 2.13 does not learn of it and waits in vain.
     environment = rank_environment({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     try:
         for happened, otherwise in (
@@ -94,7 +94,7 @@ def test_another_node_takes_the_place_of_one_that_dies(base, undisturbed, tmp_pa
         for log in sorted(tmp_path.glob("agent*.txt")):
             print(f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}")
     assert started[0].returncode == started[2].returncode == 0
-    # The checkpoint of step 2 was whole; the third step, in flight, was made anew.
+    # The checkpoint of step 2 was whole; the third step, in flight, was taken again.
     assert (tmp_path / "run.died").exists()
     assert_same(tmp_path, undisturbed)
 

@@ -86,7 +86,7 @@ def finds_final_norm(model: nn.Module) -> bool:
 
 
 def filled_shard(parameter: DTensor, local: torch.Tensor) -> DTensor:
-    """`parameter` with `local` as this rank's shard, on whatever device that lies.
+    """`parameter` with `local` as this rank's shard, on any device.
 
     `DTensor.from_local` would move an offloaded shard from the host to the mesh's device, the GPU.
     """

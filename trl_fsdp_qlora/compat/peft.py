@@ -11,7 +11,7 @@ from torch import nn
 
 # Kinds of adapters that change what a layer computes from one token, and look at no other token and at no row. Each
 # was compared (tests/core/compat/test_peft.py). A kind that is not here may average over a batch (Lily), choose by a
-# whole row (X-LoRA) or put tokens in front of it (prompt tuning).
+# whole row (X-LoRA) or put tokens before it (prompt tuning).
 BY_TOKEN = {
     "ADALORA", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA", "GRALORA", "HIRA", "HRA", "IA3",
     "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "RANDLORA", "ROAD", "SHIRA",
@@ -79,19 +79,6 @@ def is_reference(model: nn.Module) -> bool:
     if peft_model is None:
         return False
     return not peft_model.has_active_enabled_adapter or peft_model.active_adapter == "ref"
-
-
-def adapted_parts(model: nn.Module) -> list[tuple[str, str]]:
-    """A line of the start-up block for models that take images: whether LoRA adapts the vision tower, too."""
-    if not is_peft(model) or model.config.get_text_config() is model.config:
-        return []
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    decoder = {id(module) for module in model.get_base_model().get_decoder().modules()}
-    adapted = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    outside = sum(id(module) not in decoder for module in adapted)
-    extent = f"and on {outside} others" if outside else "not on the vision tower's"
-    return [("on", f"LoRA on the language model's linear layers, {extent}")]
 
 
 def wraps_experts(module: nn.Module) -> bool:

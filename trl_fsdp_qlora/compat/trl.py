@@ -2,7 +2,7 @@
 
 [`BORROWED`] lists all names of TRL's that this package imports from this module. A few more are in the files of this
 room that need them: `vllm.py`, `memory.py` and `older_gpus.py`. Public classes of TRL's (trainers, configs) are
-imported where they are extended.
+imported by the code that extends them.
 """
 
 import functools

@@ -74,7 +74,7 @@ def tool_suffix_ids(tokenizer: Any, chat_template: str | None, options: dict, me
 
 
 def token_types_of_images(trainer: Any, prompt_ids: list[list[int]], fields: dict) -> dict[str, list[list[int]]]:
-    """The field by which a model tells an image's tokens from text, for prompts that got images from tools.
+    """The field by which a model distinguishes an image's tokens from text, for prompts that got images from tools.
 
     `GRPOTrainer._generate_single_turn` makes it too, inside of its own call of `generate`. Nothing if no prompt has an
     image, or if TRL did not find the placeholder token of the model's images.

@@ -301,13 +301,13 @@ class _Call:
                 if self.grads[1] is not None:
                     outs.append(self.norm.token_tiles.own_forward(outs[0]))
                 # An adapter that this tile was drawn to leave out leaves nothing that has gradients.
-                known = [i for i, out in enumerate(outs) if self.grads[i] is not None and out.requires_grad]
+                with_grads = [i for i, out in enumerate(outs) if self.grads[i] is not None and out.requires_grad]
                 of_tile: Any = [None] * len(wanted)
-                if known:
+                if with_grads:
                     of_tile = torch.autograd.grad(
-                        [outs[i] for i in known],
+                        [outs[i] for i in with_grads],
                         wanted,
-                        [self._cut(self.grads[i], tile) for i in known],
+                        [self._cut(self.grads[i], tile) for i in with_grads],
                         allow_unused=True,
                     )
                 of_tile = iter(of_tile)

@@ -253,9 +253,9 @@ def batch_of(
     """
     if rows_have_adapters(base):
         raise CannotPack("its rows have adapters of their own (adapter_names)")
-    further = further_output(base, arguments) if of_backbone else None
-    if further is not None:
-        raise CannotPack(f"its caller asks for {further}")
+    unsupported = further_output(base, arguments) if of_backbone else None
+    if unsupported is not None:
+        raise CannotPack(f"its caller asks for {unsupported}")
     arguments = {name: x for name, x in arguments.items() if x is not None and x is not False}
     for name in _NEUTRAL | _NEUTRAL_IN_BACKBONE if of_backbone else _NEUTRAL:
         arguments.pop(name, None)

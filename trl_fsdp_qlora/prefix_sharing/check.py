@@ -156,9 +156,9 @@ def verify(
     with without_dropout(model), packed_model.images.in_every_forward(), same_numbers:
         for is_dense in (False, True) if packed_model.can_be_dense else (False,):
             packed_rows = functools.partial(packed_part, is_dense)
-            found = compare(model, packed_rows, padded_part, sample.is_wanted(), cuts, embeddings, unit, of)
-            if found:
-                return found
+            faults = compare(model, packed_rows, padded_part, sample.is_wanted(), cuts, embeddings, unit, of)
+            if faults:
+                return faults
     return []
 
 
@@ -363,9 +363,9 @@ def compare(
                 run(packed, packed_cuts, -1.0)  # the negative padded gradient remains
                 squares["padded"] = _squared_norm(parameters)
             sums = added(statistics(packed_RC, padded_RC, scored_RC) | squares)
-            found = differences(sums, [], exact=not unit, of=of)
-            if not found or not unit:
-                return found
+            faults = differences(sums, [], exact=not unit, of=of)
+            if not faults or not unit:
+                return faults
             # It takes most of the passes, and can only raise the limits, so it is not measured before.
             rounding = []
             for seed in range(ROUNDING_PASSES):
@@ -408,7 +408,7 @@ def differences(sums: dict[str, float], rounding: list[dict[str, float]], exact:
     limits = LIMITS_FP32 if exact else LIMITS_HALF
     if sums["missing"]:
         return [f"{sums['missing']:.0f} values are missing or not finite: a difference in {of}"]
-    found = []
+    faults = []
     noise = 0.0
     for name, title in (("mean", "mean"), ("first", "first tokens' mean")):
         tokens = max(sums[f"{name}_tokens"], 1)
@@ -417,12 +417,14 @@ def differences(sums: dict[str, float], rounding: list[dict[str, float]], exact:
         limit = max(limits[name], OVER_ROUNDING * noise)
         if sums[name] / tokens > limit:
             off = sums[name] / tokens
-            found.append(f"{title} difference in {of} from the padded pass is {off:.2g} (limit {limit:.2g})")
+            faults.append(f"{title} difference in {of} from the padded pass is {off:.2g} (limit {limit:.2g})")
     size, off = sums["packed"] ** 0.5, sums["off"] ** 0.5
     change = rounding[0]["square"] if rounding else 0.0
     limit = max(limits["gradient"] * size, OVER_ROUNDING * change**0.5)
     if not off <= limit:  # NaN is a fault, too
-        found.append(f"gradients differ from the padded pass by {off:.2g} of a norm of {size:.2g} (limit {limit:.2g})")
+        faults.append(
+            f"gradients differ from the padded pass by {off:.2g} of a norm of {size:.2g} (limit {limit:.2g})"
+        )
     padded = sums.get("padded", 0.0)
     if padded and not exact:
         # Rounding changes both gradients p and d at random, which makes <p, d> / |d|² smaller than 1 by half of the
@@ -436,8 +438,8 @@ def differences(sums: dict[str, float], rounding: list[dict[str, float]], exact:
         limit = max(limits["length"], OVER_ROUNDING * by_rounding) + change / padded / 2
         if not abs(length) <= limit:
             times = f"the gradient is {1 + length:.3f} times as long as the padded pass's along it"
-            found.append(f"{times} (limit 1 ± {limit:.2g})")
-    return found
+            faults.append(f"{times} (limit 1 ± {limit:.2g})")
+    return faults
 
 
 @contextlib.contextmanager

@@ -45,9 +45,9 @@ def attention_reason(model: torch.nn.Module) -> str | None:
             return f"{attribute}={value:g} leaves layers out at random, others on a packed row"
         if attribute == "p":  # a `Dropout` module is an attribute of the module that uses it
             owner, _, attribute = owner.rpartition(".")
-        kind = type(modules[owner]).__name__
-        if attribute in ATTENTION_NAMES and ("attention" in kind.lower() or kind.lower().endswith("attn")):
-            return f"{kind}.{attribute}={value:g} (attention dropout) has no counterpart on a packed row"
+        class_name = type(modules[owner]).__name__
+        if attribute in ATTENTION_NAMES and ("attention" in class_name.lower() or class_name.lower().endswith("attn")):
+            return f"{class_name}.{attribute}={value:g} (attention dropout) has no counterpart on a packed row"
     return None
 
 

@@ -67,8 +67,8 @@ def _scrambled(x: torch.Tensor) -> torch.Tensor:
 def line_hashes(x: torch.Tensor) -> torch.Tensor:
     """A hash `(N,)` of each entry of a tensor's first dimension: of its bits, its shape and its dtype."""
     bits = x.detach().reshape(len(x), -1).contiguous()
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()]
-    bits = bits.view(kind)
+    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()]
+    bits = bits.view(dtype)
     shape = zlib.crc32(repr((tuple(x.shape[1:]), x.dtype)).encode())
     position_hash = _scrambled(torch.arange(bits.shape[1], device=x.device) + (shape << 30))
     # Scrambled numbers are int64; those of a whole batch would be twice as large as the pixels.

@@ -90,11 +90,11 @@ class Images:
         self.reason = None
         # Whether the model makes masks in which an image is seen in both directions.
         self.makes_masks = hasattr(model, _MASKS)
-        kind = model.config.model_type
+        model_type = model.config.model_type
         if "token_type_ids" in _parameters(type(self.inner).forward) and not self.makes_masks:
-            self.reason = f"{kind} attends in both directions inside an image"
+            self.reason = f"{model_type} attends in both directions inside an image"
         elif self.token is None:
-            self.reason = f"{kind} does not have the id of its placeholder token for images"
+            self.reason = f"{model_type} does not have the id of its placeholder token for images"
 
     @property
     def is_collective(self) -> bool:

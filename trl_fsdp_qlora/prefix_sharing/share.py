@@ -1,4 +1,7 @@
-"""`share_prompts`: one line for a model, or for a trainer's models."""
+"""`share_prompts`: one line for a model, or for a trainer's models.
+
+`sharing.py` does it for one model.
+"""
 
 from typing import Any, TypeVar
 
@@ -79,5 +82,5 @@ def models_of(shared: Any) -> list[nn.Module]:
             f"share_prompts({shared!r:.80}): {type(shared).__name__} is neither a model nor a trainer with a model; "
             "pass the model (an nn.Module) or the trainer that holds it"
         )
-    others = (getattr(shared, name, None) for name in ("ref_model", "teacher_model"))
-    return [model, *(other for other in others if isinstance(other, nn.Module) and other is not model)]
+    references = (getattr(shared, name, None) for name in ("ref_model", "teacher_model"))
+    return [model, *(ref for ref in references if isinstance(ref, nn.Module) and ref is not model)]

@@ -1,10 +1,12 @@
-"""`PromptSharing`: a model that computes equal beginnings of a batch's rows once.
+"""`PromptSharing` decides for each call of a model whether equal beginnings of the batch's rows are computed once.
 
 TRL's trainers score with `model(..., labels=labels, fused_lm_head=True)`, or call the model for logits or classes, or
-its backbone for last hidden states. [`PromptSharing`] wraps the fused forward and the backbone's, and is
-inside the root module's forward, so DDP, FSDP2, PEFT and autocast stay as they are. It decides whether a call runs
-packed; [`packed_model.PackedModel`] reads, runs and merges it. If packed rows would not be exact, the call runs as in
-stock TRL, and one line of the log has the reason.
+its backbone for last hidden states. [`install_sharing`] wraps the fused forward (`wrapped_forward.py`) and the
+backbone's (`wrapped_backbone.py`). Both are inside the root module's forward, so DDP, FSDP2, PEFT and autocast stay as
+they are. A call that runs packed is read, run and merged by [`packed_model.PackedModel`]. If packed rows would not be
+exact, the call runs as in stock TRL, and one line of the log has the reason.
+
+CONTRIBUTING.md, "Following a batch", has the way of a call through the files of this room.
 """
 
 import contextlib
@@ -63,8 +65,9 @@ def install_sharing(
         model, attention, temperature, outputs, lm_head_kernel: see
             [`trl_fsdp_qlora.prefix_sharing.share.share_prompts`].
         entropy_gradient: whether the entropy's gradient may be needed; not every kernel has it.
-        compares: whether the first pass is compared with stock TRL's from inside the forward. A trainer that also
-            compares gradients calls [`PromptSharing.compare_with_stock`] instead.
+        compares: whether the first pass is compared with stock TRL's from inside the forward
+            ([`PromptSharing.compare_call_with_stock`]). With `False` the trainer has to compare through its root
+            module ([`PromptSharing.compare_with_stock`]), before each of its passes; otherwise nothing compares.
         expects_images: whether prompts may have images, on some ranks earlier than on others.
     """
     if attention not in CHOICES:
@@ -388,8 +391,8 @@ class PromptSharing:
         def packed(rows: Batch, forward: Forward) -> torch.Tensor:
             return log_probs(rows, num_images=rows.num_images, forward=forward)
 
-        found = verify(self.packed_model, model, batch, padded, packed, unit, with_images, tokens_per_pass, order)
-        self._note(found, gradients, with_images)
+        faults = verify(self.packed_model, model, batch, padded, packed, unit, with_images, tokens_per_pass, order)
+        self._note(faults, gradients, with_images)
 
     @not_compiled
     def compare_call_with_stock(
@@ -450,7 +453,7 @@ class PromptSharing:
             # A checkpoint around this call, and offloading, must not see what the comparison saves for its backward.
             own_tensors = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
             with torch.set_grad_enabled(recorded and not sharded), own_tensors:
-                found = verify(
+                faults = verify(
                     packed_model,
                     base,
                     batch,
@@ -461,19 +464,19 @@ class PromptSharing:
                     # In a batch of pairs (all chosen, then all rejected) rows that begin alike are no neighbours.
                     order=sort_by_prefix(sequences.tokens_BL, sequences.lengths_B)[0],
                 )
-            self._note(found, recorded, bool(with_images), of_backbone)
+            self._note(faults, recorded, bool(with_images), of_backbone)
 
-    def _note(self, found: list[str] | None, gradients: bool, with_images: bool, of_backbone: bool = False) -> None:
+    def _note(self, faults: list[str] | None, gradients: bool, with_images: bool, of_backbone: bool = False) -> None:
         """Note the result of [`check.verify`] for passes of a kind."""
-        if found is None:
+        if faults is None:
             return
-        if not found:
+        if not faults:
             # Equal gradients prove equal values, and rows with images prove those without.
             self.checked.update(_kinds({False, gradients}, {False, with_images}, of_backbone))
         elif with_images and self.attention == "auto":  # batches without images may still run packed
-            self.images.reason = found[0]
+            self.images.reason = faults[0]
         else:
-            self.disable(found[0])
+            self.disable(faults[0])
 
     def _may_pack(self, batch: Batch, sequences: Sequences) -> bool:
         """Whether a call was compared, so that it may be packed, or has nothing to compare."""

@@ -53,7 +53,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     """The mapping in a JSON file.
 
     Raises:
-        CheckpointError: it cannot be read, for whatever reason.
+        CheckpointError: it cannot be read, for any reason.
     """
     path = Path(path)
     try:

@@ -1,4 +1,4 @@
-"""The work of a run apart from the maths (cards, pictures, metrics, terminal lines) may fail, and training goes on."""
+"""The work of a run apart from the maths (cards, pictures, metrics, terminal lines) may fail; training continues."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ def nonfatal(task: str) -> Iterator[None]:
     """Turn an exception into a warning of one line, one per `task` and process.
 
     With `TRL_FSDP_QLORA_TRACEBACK=1` its traceback follows. It is also a decorator; the function then returns `None`.
-    Never use it around a collective: the rank that goes on would leave the others waiting.
+    Never use it around a collective: the rank that continues would leave the others waiting.
 
     Args:
         task: names the failed work in the warning: `"the model card"`.
@@ -30,5 +30,5 @@ def nonfatal(task: str) -> Iterator[None]:
             reason = " ".join(str(error).split())
             traceback = os.environ.get("TRL_FSDP_QLORA_TRACEBACK") == "1"
             logger.warning(
-                "%s failed (%s: %s); the run goes on", task, type(error).__name__, reason, exc_info=traceback
+                "%s failed (%s: %s); the run continues", task, type(error).__name__, reason, exc_info=traceback
             )

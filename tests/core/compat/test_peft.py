@@ -1,4 +1,4 @@
-"""Adapters of PEFT: which compute each token by itself, and what happens with those that do not."""
+"""Adapters of PEFT: those that compute each token by itself run packed, others as in stock TRL."""
 
 import inspect
 
@@ -16,7 +16,7 @@ from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, share_prom
 from trl_fsdp_qlora.compat.peft import BY_TOKEN, looks_beyond_tokens
 from trl_fsdp_qlora.tools.small_base.text import character_tokenizer
 
-# What a kind needs to fit layers of width 32, beside its target modules.
+# What a kind needs to fit layers of width 32, next to its target modules.
 OPTIONS = {
     "ADALORA": {"total_step": 10},
     "BOFT": {"boft_block_size": 4},

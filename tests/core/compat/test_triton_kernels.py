@@ -1,4 +1,4 @@
-"""A kernel that Triton cannot compile, whatever is installed here."""
+"""A kernel that Triton cannot compile, with or without Triton installed."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ def nothing_logged_before(monkeypatch):
 
 
 def test_a_kernel_that_does_not_compile_is_one_line_and_not_tried_again(monkeypatch, caplog):
-    """A second kernel with the same error, as where there is no C compiler, adds no line."""
+    """A second kernel with the same error, as without a C compiler, adds no line."""
     monkeypatch.setattr(triton_kernels, "AVAILABLE", True)
     kernel = Refused()
     numbers = torch.empty(3, device="meta")
@@ -46,7 +46,7 @@ def test_a_kernel_that_does_not_compile_is_one_line_and_not_tried_again(monkeypa
     assert "_some_kernel" in line and "RuntimeError: Failed to find C compiler." in line
 
 
-def test_without_triton_one_line_says_so(monkeypatch, caplog):
+def test_without_triton_one_line_is_logged(monkeypatch, caplog):
     monkeypatch.setattr(triton_kernels, "AVAILABLE", False)
     on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
     assert not any(triton_kernels.runs(kernel, on_gpu) for kernel in (Refused(), AlsoRefused(), Refused()))

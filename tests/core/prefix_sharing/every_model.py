@@ -1,4 +1,4 @@
-"""Every causal and image-text class of transformers, small: what this package does with it. Writes docs/models.md:
+"""Every causal and image-text class of transformers, small: which run packed, decoded, planned. Writes docs/models.md:
 
     python -m tests.core.prefix_sharing.every_model [MODEL_TYPE ...]
 
@@ -36,7 +36,7 @@ from . import helpers
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 # Latent attention has as many keys as queries; some classes work their head size out.
 VARIANTS = ({}, {"num_key_value_heads": 4}, {"head_dim": None}, {"num_key_value_heads": 4, "head_dim": None})
-# What a class has to be told although its default says nothing, or says it under names of its own.
+# Settings that a class needs although its default lacks them, or has them under names of its own.
 OWN_SIZES = {
     name: fields
     for fields, names in (
@@ -175,7 +175,7 @@ def in_4_bit(folder) -> str:
 
 
 def attempted(run, *arguments) -> str:
-    """What `run` says, or the error that a user would get."""
+    """The result of `run`, or the error that a user would get."""
     try:
         return run(*arguments)
     except AssertionError:
@@ -203,7 +203,7 @@ def page(rows: dict[str, list[str] | str]) -> str:
     trained = {name: cells for name, cells in rows.items() if not isinstance(cells, str)}
     whole = [name for name, cells in trained.items() if cells == ["yes"] * 4]
     count = sum(cells[0] == "yes" for cells in trained.values())
-    # What is said above the tables stays as it is, but for the figures.
+    # The text above the tables is kept, except for the figures.
     head = PAGE.read_text().partition("## All four")[0].rpartition("**")[0].rpartition("**")[0]
     share = (
         f"{count} of {len(trained)} classes that stock TRL trains in this form are packed** "
@@ -219,8 +219,8 @@ def page(rows: dict[str, list[str] | str]) -> str:
         "## Not all\n\n| class | packed | decoded | planned | 4 bit |\n|---|---|---|---|---|",
         *(f"| {' | '.join([', '.join(names), *cells])} |" for cells, names in alike.items()),
         "\n## Not looked at\n",
-        "Stock TRL does not train these in this form (an input besides text, no hidden states for its fused head), a "
-        "library is missing here, or they could not be",
+        "Stock TRL does not train these in this form (an input other than text, no hidden states for its fused head), "
+        "a library is missing here, or they could not be",
         "made small.\n",
         listed([name for name, cells in rows.items() if isinstance(cells, str)]),
     ]
@@ -238,7 +238,7 @@ def listed(names: list[str]) -> str:
 
 
 def cells_on_the_page() -> dict[str, list[str] | str]:
-    """What docs/models.md says of each class."""
+    """The cells of each class in docs/models.md."""
     parts = PAGE.read_text().split("## ")
     whole, missing = (
         [f"{stem.strip()}{ending}" for ending, stems in entries for stem in stems.split(",")]

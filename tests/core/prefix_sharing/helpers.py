@@ -1,4 +1,4 @@
-"""Tiny models of every family, one awkward batch, and the padded reference (stock TRL)."""
+"""Tiny models of every family, a batch with the edge cases, and the padded reference (stock TRL)."""
 
 from contextlib import contextmanager
 from itertools import product
@@ -241,7 +241,7 @@ def prepared(model, choice="auto", compared=False, **options) -> PromptSharing:
 
 
 class Pass(NamedTuple):
-    """What a pass gave: `(B, C)` each, what prompt sharing counted, and how many padded forwards ran."""
+    """The results of a pass: `(B, C)` each, what prompt sharing counted, and how many padded forwards ran."""
 
     logps_BC: torch.Tensor
     entropies_BC: torch.Tensor
@@ -250,7 +250,7 @@ class Pass(NamedTuple):
 
 
 def one_pass(model, sharing, batch=None, scored_BC=None, completion=COMPLETION, **arguments) -> Pass:
-    """A pass over a batch as a trainer makes it: compared with stock's where it is the first of its kind, then
+    """A pass over a batch as a trainer makes it: compared with stock's if it is the first of its kind, then
     scored.
     """
     ids, mask = batch or awkward_batch()
@@ -357,7 +357,7 @@ def mean_token(completions, **kwargs):
 
 
 def make_trainer(cls, model, tmp_path, peft_config=None, processing_class=None, train_dataset=None, **config):
-    """A GRPO trainer in fp32 without gradient checkpointing unless told otherwise; groups of 4 in batches of 8."""
+    """A GRPO trainer in fp32 without gradient checkpointing by default; groups of 4 in batches of 8."""
     defaults = {
         "output_dir": str(tmp_path), "per_device_train_batch_size": 8, "num_generations": 4,
         "max_completion_length": COMPLETION, "use_cpu": True, "bf16": False, "gradient_checkpointing": False,

@@ -1,4 +1,4 @@
-"""Backends on their own: float64 gradients by finite differences, and a dense mask as oracle."""
+"""Attention backends by themselves, compared with a dense mask and with finite differences in float64."""
 
 import itertools
 from types import MappingProxyType, SimpleNamespace
@@ -31,7 +31,7 @@ TREES = {
     "five levels, ragged leaves": (["ABCDEFGHI", "ABCDEFGJ", "ABCDEFKLMNO", "ABCDPQ", "ABRSTUV", "XYZ", "XYWVUTS"], 5),
     "prefixes of others, duplicates": (["ABC", "ABCDEF", "ABCDEF", "ABCDEFGH", "ABCDKL", "M"], 4),
     "parents of unequal depth": (["ABCD", "ABCE", "ABFGHIJK", "ABFGHIJL", "MN", "MO"], 3),
-    "leaves beside inner segments": (["AB", "ACDE", "ACDF", "ACGHIJKL", "ACGHIJKM", "ACGHIN"], 5),
+    "leaves next to inner segments": (["AB", "ACDE", "ACDF", "ACGHIJKL", "ACGHIJKM", "ACGHIN"], 5),
 }
 
 
@@ -66,7 +66,7 @@ def make_layout(name, device="cpu"):
 
 
 def dense_mask(layout, window=None) -> torch.Tensor:
-    """Who may attend to whom, pair by pair, from where the tokens of each row are: the oracle."""
+    """Which token may attend to which, pair by pair, from the places of each row's tokens: the oracle."""
     allowed = torch.zeros(layout.tokens, layout.tokens, dtype=torch.bool)
     for index_L in layout.forest.index_BL:
         index_L = index_L[index_L >= 0]
@@ -251,10 +251,10 @@ def test_cascade_merges_in_float32_in_half_precision():
 
 @pytest.mark.parametrize("heads, size", [(4, 16), (9, 40), (1, 128)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kernel_that_merges_is_the_torch_code_beside_it(monkeypatch, heads, size, dtype):
+def test_the_merging_kernel_equals_the_torch_code(monkeypatch, heads, size, dtype):
     """In Triton's interpreter, on slices and transposed log-sum-exps as flash attention gives them."""
     if not interpreted(cascade._merge_kernel):
-        pytest.skip("needs Triton and TRITON_INTERPRET=1 (docs/launches.md)")
+        pytest.skip("needs Triton and TRITON_INTERPRET=1: make test-kernels")
     torch.manual_seed(0)
     own_out = torch.randn(30, heads, size, dtype=dtype)[11:]
     prompt = torch.randn(19, heads, 2 * size, dtype=dtype)[..., ::2]
@@ -269,7 +269,7 @@ def test_the_kernel_that_merges_is_the_torch_code_beside_it(monkeypatch, heads, 
         merged = cascade.merge(own_out, own_lse, prompt, prompt_lse)
     assert launched.call_count == 1 and not triton_kernels._refused
     assert merged.dtype == dtype and merged.shape == own_out.shape
-    # The interpreter cuts a float32 off where a card rounds it to bfloat16.
+    # The interpreter truncates a float32 to bfloat16, and a card rounds it.
     torch.testing.assert_close(merged, expected.to(dtype), rtol=2**-7 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
 
 
@@ -349,7 +349,7 @@ def test_the_calls_for_cuda_equal_dense_mask(name, kv_heads, window, monkeypatch
         assert (calls[0] < calls[1]) == (window is not None and window > 1)
 
 
-# --- what depends on the device a layer lies on ---
+# --- what depends on the device of a layer ---
 
 
 def tensors(value):

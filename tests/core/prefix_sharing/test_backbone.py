@@ -38,7 +38,7 @@ def without_labels(batch) -> dict[str, torch.Tensor]:
 
 
 def weighted(x: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
-    """A sum of all entries of `(B, L, ...)` with random weights, which are zero where there is no token."""
+    """A sum of all entries of `(B, L, ...)` with random weights, which are zero at padding."""
     weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
     return (x * weight * mask_BL.reshape(*mask_BL.shape, *[1] * (x.ndim - 2))).sum()
 
@@ -87,7 +87,7 @@ def test_logits_and_hidden_states_equal_stock(name):
 
 @pytest.mark.parametrize("has_mask", [True, False])
 def test_only_the_kept_positions_are_put_into_their_places(has_mask, monkeypatch):
-    """The model's forward tells its backbone by its mask, if it has one, how many last positions it needs."""
+    """The model's forward passes their number to its backbone, by its mask if it has one."""
     model = share_prompts(build("qwen3").train())
     batch = make_batch(groups, "left") if has_mask else {"input_ids": make_batch(groups, "right")["input_ids"]}
     width = batch["input_ids"].shape[1]
@@ -130,7 +130,7 @@ def test_a_hook_of_the_backbone_gets_all_states_in_their_places():
 
 
 def test_all_but_the_first_positions_may_be_kept():
-    """A negative number of `logits_to_keep`, which transformers takes as it stands in a slice."""
+    """A negative number of `logits_to_keep`, which transformers uses unchanged in a slice."""
     model = share_prompts(build("qwen3").train())
     batch = make_batch(groups, "left")
     run = kept_logits(-3, batch["attention_mask"].bool())
@@ -228,7 +228,7 @@ def test_a_classifier(family):
     """RewardTrainer's model: a class for each row, from its last token that is no padding."""
     draw = torch.Generator().manual_seed(0)
     batch = without_labels(padded(groups(draw), "right", draw))
-    batch["input_ids"].masked_fill_(batch["attention_mask"] == 0, 0)  # where the classifier looks for padding
+    batch["input_ids"].masked_fill_(batch["attention_mask"] == 0, 0)  # the classifier looks for padding here
     config = build({"Qwen3": "qwen3", "Gemma3Text": "gemma3", "GptOss": "gpt_oss"}[family]).config
     config.num_labels = 1
     config.pad_token_id = 0
@@ -258,7 +258,7 @@ def test_the_routers_loss(family):
     assert_same(model, run)
 
 
-def test_the_fused_call_in_stocks_way_is_packed_nowhere():
+def test_a_fused_call_that_runs_as_stock_packs_nothing():
     """TRL's fused head calls the backbone itself."""
     model = share_prompts(with_stock_head(build("llama")).train())
     batch = make_batch()
@@ -272,7 +272,7 @@ def test_the_fused_call_in_stocks_way_is_packed_nowhere():
 
 @pytest.mark.parametrize("has_mask", [True, False])
 def test_a_later_wrapper_of_the_backbone_may_take_the_models_own_arguments_alone(has_mask):
-    """Packed passes, the comparison with stock and passes as in stock TRL come through it."""
+    """Packed passes, the comparison with stock and passes as in stock TRL call it."""
     batch = make_batch(groups, "right")
     of_tokens = batch["input_ids"]
     if not has_mask:
@@ -357,7 +357,7 @@ def test_embeddings_of_the_callers_own_are_the_models_own(caplog):
 
 
 def test_a_cache_that_a_call_returns_by_default_is_returned(caplog):
-    """Outside of training somebody may decode with it; a trainer sets `config.use_cache=False` on its model."""
+    """Outside of training a caller may decode with it; a trainer sets `config.use_cache=False` on its model."""
     batch = without_labels(make_batch(side="left"))
     model = share_prompts(build("llama"))
     with torch.no_grad():
@@ -372,7 +372,7 @@ def test_a_cache_that_a_call_returns_by_default_is_returned(caplog):
     assert model.prompt_sharing.figures.tokens
 
 
-def test_models_that_cannot_be_packed_say_why(caplog):
+def test_the_reason_why_a_model_cannot_be_packed_is_logged(caplog):
     batch = without_labels(make_batch())
     encoder = small("Bert", "ForSequenceClassification", is_decoder=False)
     model = share_prompts(build(encoder).train())
@@ -418,7 +418,7 @@ def test_a_difference_lets_calls_run_as_stock(monkeypatch):
     assert "difference in hidden states" in model.prompt_sharing.describe()
 
 
-def test_a_difference_in_gradients_alone_is_seen(monkeypatch):
+def test_a_difference_in_gradients_alone_lets_calls_run_as_stock(monkeypatch):
     scatter = row.PackedRow.scatter
 
     def scaled(self, values_N):
@@ -496,7 +496,7 @@ def test_off_gives_the_backbone_its_forward_back():
 
 
 @pytest.mark.parametrize("name", ["opt", "gemma3 (images)"])
-def test_a_trainer_whose_passes_come_another_way_is_named_in_a_line(name, caplog):
+def test_a_trainer_that_calls_the_decoder_directly_gets_a_line(name, caplog):
     """It calls the decoder inside of a model's backbone, as OPT's own forward does."""
     caplog.set_level(logging.WARNING)
     ids = random_tokens(16, torch.Generator().manual_seed(0)).view(2, 8)
@@ -521,7 +521,7 @@ def test_a_trainer_whose_passes_come_another_way_is_named_in_a_line(name, caplog
 
 
 def test_a_compiled_model_keeps_the_last_positions():
-    """Its mask tells the backbone how many, through code that was compiled."""
+    """Its mask carries their number to the backbone, through code that was compiled."""
     torch._dynamo.reset()
     model = share_prompts(build("llama").train())
     compiled = torch.compile(model, backend="eager")

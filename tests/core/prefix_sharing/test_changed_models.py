@@ -1,4 +1,4 @@
-"""What happens to a model after `share_prompts`, and beside it: other attention, wrappers, threads, exceptions."""
+"""Models that change after `share_prompts`, and simultaneous calls: attention, wrappers, threads, exceptions."""
 
 import contextlib
 import copy
@@ -129,8 +129,8 @@ KINDS = [
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 @pytest.mark.parametrize(("name", "wrap"), KINDS)
-def test_recomputed_layers_get_the_row_whoever_recomputes_them(name, wrap, reentrant):
-    """Only two wrappers were known, and only before the first pass. Others gave wrong gradients without a word."""
+def test_recomputed_layers_get_the_row_from_any_wrapper(name, wrap, reentrant):
+    """Only two wrappers were known, and only before the first pass. Others silently gave wrong gradients."""
     stock, ours = pair(name)
     assert_alike(stock, ours, seed=1)
     for model in (stock, ours):
@@ -251,7 +251,7 @@ def test_an_adapter_that_is_added_later_is_compared():
     assert ours.prompt_sharing.figures.tokens and "before" not in ours.prompt_sharing.checked
 
 
-# --- nothing of a call lies in a global, on the model, or behind an exception ---------------------------------------
+# --- nothing of a call is in a global, on the model, or left after an exception -------------------------------------
 
 
 @contextlib.contextmanager
@@ -381,7 +381,7 @@ def test_an_exception_leaves_no_row_behind(name):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
 def test_a_call_inside_a_call_has_its_own_row(name):
-    """Of another model that shares prompts, and of one that does not: a teacher in a hook, say."""
+    """Of another model that shares prompts, and of one that does not: for example a teacher in a hook."""
     stock, ours = pair(name)
     other = copy.deepcopy(ours)
     plain = with_stock_head(build(name))

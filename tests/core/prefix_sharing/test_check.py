@@ -1,4 +1,4 @@
-"""Faults planted in the packed pass, one of each kind, are caught; a right pass is not; nothing is left behind."""
+"""The comparison of packed with padded passes: it finds a planted fault of each kind, and none in a right pass."""
 
 from dataclasses import replace
 from itertools import product
@@ -29,7 +29,7 @@ def llama(dtype=torch.float32):
 
 def move_first_tokens(values_BL):
     is_scored_BL = values_BL != 0
-    is_first_BL = is_scored_BL & (is_scored_BL.cumsum(1) == 1)  # rows that are compared stand in two columns
+    is_first_BL = is_scored_BL & (is_scored_BL.cumsum(1) == 1)  # rows that are compared begin in two columns
     return values_BL + 0.1 * is_first_BL  # seven times what rounding moves them in bfloat16
 
 
@@ -110,7 +110,7 @@ def test_a_layout_taken_from_a_global_under_checkpointing_is_caught(reentrant, d
 
     monkeypatch.setattr(cascade, "attend", from_a_global)
     one_pass(model, sharing)
-    # Without re-entrance torch itself may notice that other tensors were saved; either way nobody trains on it.
+    # Without re-entrance torch itself may notice that other tensors were saved; either way no step is taken with it.
     assert not sharing.is_active
     if reentrant:
         assert "gradients differ" in sharing.describe()
@@ -140,7 +140,7 @@ def test_no_gradient_is_left_behind():
     assert all(p.grad is g and (g is None or (g == 1).all()) for p, g in zip(model.parameters(), before, strict=True))
 
 
-def test_gradients_are_compared_where_a_plain_backward_may_be_undone():
+def test_gradients_are_compared_if_a_plain_backward_can_be_undone():
     """Not under DeepSpeed, whose engine has a backward of its own and whose ZeRO-3 marks each parameter."""
     model = get_peft_model(build("llama"), lora())
     assert compares_gradients(model) and not compares_gradients(torch.nn.ModuleList([model]))
@@ -151,7 +151,7 @@ def test_gradients_are_compared_where_a_plain_backward_may_be_undone():
 
 
 def test_another_release_of_torch_compares_log_probabilities_alone_under_fsdp2(monkeypatch):
-    """Where FSDP2's private parts differ, none of them is touched: this model has no state of FSDP2 at all."""
+    """If FSDP2's private parts differ, none of them is used: this model has no state of FSDP2 at all."""
     model, sharing = llama()
     model.__class__ = type("Sharded", (FSDPModule, type(model)), {})
     monkeypatch.setattr("trl_fsdp_qlora.compat.fsdp.misfit", lambda: "torch 9.9")
@@ -161,7 +161,7 @@ def test_another_release_of_torch_compares_log_probabilities_alone_under_fsdp2(m
 
 
 def test_each_kind_of_pass_is_compared_once():
-    """One padded pass for each of four rows, of levels and of a dense mask; again with gradients; not where nothing
+    """One padded pass for each of four rows, of levels and of a dense mask; again with gradients; not if nothing
     can be compared.
     """
     model, sharing = llama()
@@ -193,7 +193,7 @@ def test_equal_completions_of_one_token():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2, 8])
 def test_no_forward_of_the_comparison_holds_more_tokens_than_the_steps_own(rows, dtype):
-    """Eight rows at once whatever the batch: 447 tokens with a graph in the first step, 111 in the second."""
+    """Eight rows at once for any batch: 447 tokens with a graph in the first step, 111 in the second."""
     model, sharing = llama(dtype)
     ids, mask = make_batch([PROMPT] * rows, [COMPLETION] * rows)
     tokens = []
@@ -248,7 +248,7 @@ def test_an_attention_scaled_by_three_percent_is_caught_in_half_precision(fault,
         assert "times as long as the padded pass's" in sharing.describe()
 
 
-def test_ten_thousand_healthy_starts_in_half_precision(monkeypatch):
+def test_rounding_in_half_precision_is_never_called_a_fault(monkeypatch):
     """Real rounding in bfloat16, resampled: each start is the sum over one to eight ranks, each with rounding of its
     own.
     """
@@ -275,7 +275,7 @@ def test_ten_thousand_healthy_starts_in_half_precision(monkeypatch):
         assert not differences(sums, rounding, False, "log-probability"), (sums, rounding)
 
 
-def test_what_fails_later_raises(monkeypatch):
+def test_a_packed_pass_that_fails_after_its_comparison_raises(monkeypatch):
     model, sharing = llama()
     one_pass(model, sharing)
 
@@ -300,7 +300,7 @@ def judged(values, padded, moves=(), scored=None, exact=False, packed=1.0, off=0
 
 
 def test_the_length_of_the_gradient_by_hand():
-    """3% is a fault, and none where rounding alone makes it as much."""
+    """3% is a fault, and none if rounding alone makes it as much."""
     for off, found in ((0.03, "1.030 times"), (-0.03, "0.970 times"), (0.009, "")):
         padded = torch.full((10, 100), -1.0)
         text = judged(padded, padded, packed=1 + 2 * off, lengths=[1.004, 0.998])
@@ -334,7 +334,7 @@ def test_missing_values_and_first_tokens_by_hand():
     assert "first tokens" in judged(second, padded, moves, turns) and not judged(second, padded, moves)
     tail[:, ::4] += 0.3
     assert "mean" in judged(tail, padded, moves)
-    assert not judged(tail, padded, 40 * moves)  # where rounding moves tokens that far
+    assert not judged(tail, padded, 40 * moves)  # if rounding moves tokens that far
 
 
 @pytest.mark.parametrize("trains", [True, False])

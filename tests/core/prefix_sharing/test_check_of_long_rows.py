@@ -1,4 +1,4 @@
-"""Long rows are cut before they are compared with stock's: what is found in whole rows is found in them."""
+"""Long rows are cut before they are compared with stock's: the faults that whole rows show are found in cut ones."""
 
 from dataclasses import replace
 
@@ -149,7 +149,7 @@ def test_a_lost_window_is_found(short, monkeypatch):
 
 
 def test_a_window_longer_than_compared_rows_is_found_lost(short, monkeypatch):
-    """Rows go on behind the window, which is longer than the rows of other models."""
+    """Rows continue behind the window, which is longer than the rows of other models."""
     monkeypatch.setattr(cascade, "attend", without_window(cascade.attend))
     monkeypatch.setattr(two_part, "attend", without_window(two_part.attend))
     for behind, found in ((16, True), (-30, False)):

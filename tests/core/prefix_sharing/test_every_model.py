@@ -1,6 +1,4 @@
-"""docs/models.md is true: each class of transformers, small, packed and equal to stock, decoded, planned, in 4 bit; or
-not.
-"""
+"""Each class of transformers, small, compared with its row in docs/models.md: packed, decoded, planned, in 4 bit."""
 
 import warnings
 
@@ -29,7 +27,7 @@ def test_a_class_is_as_on_the_page(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         measured = row(name)
-    # A text says why stock does not compute it either.
+    # A text is the reason why stock does not compute it either.
     assert ("" if isinstance(measured, str) else measured) == cells_on_the_page()[name], measured
 
 

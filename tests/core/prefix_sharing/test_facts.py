@@ -1,4 +1,4 @@
-"""What cannot be exact is refused with its reason, and runs padded; nothing goes wrong silently."""
+"""Models and batches that cannot be packed exactly run padded, and the log has the reason."""
 
 import functools
 import logging
@@ -48,7 +48,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("name", [*UNSUPPORTED, "gpt2"])
-def test_unsupported_models_train_padded_and_say_why(name, tmp_path, caplog):
+def test_unsupported_models_train_padded_and_the_reason_is_logged(name, tmp_path, caplog):
     """GPT-2 has dropout of attention's weights, and draws the masks that it draws in stock."""
     inputs = loss_inputs(*awkward_batch())
     results = []
@@ -66,7 +66,7 @@ def test_unsupported_models_train_padded_and_say_why(name, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("name", [*UNSUPPORTED, "mistral_sliding", "a choice"])
-def test_naming_a_backend_makes_it_an_error(name):
+def test_a_model_that_cannot_be_packed_is_an_error_with_a_named_backend(name):
     reasons = {
         **REASONS,
         "mistral_sliding": "no sliding window",
@@ -157,7 +157,7 @@ def test_rotary_tables_that_depend_on_the_longest_position():
         assert position_limit(SimpleNamespace(config=config)) == limit
 
 
-def test_a_batch_with_images_runs_as_stock_where_its_class_is_not_known(caplog):
+def test_a_batch_with_images_runs_as_stock_if_the_class_is_not_known(caplog):
     """And one without images is packed."""
     model = build(MULTIMODAL["gemma3"])
     ids, mask = awkward_batch()
@@ -216,7 +216,7 @@ def test_nothing_to_score_still_reaches_every_parameter():
     assert all(p.grad is not None and p.grad.abs().sum() == 0 for p in model.parameters())
 
 
-# --- dropout: what attention draws keeps a model padded, what else draws is said ---
+# --- dropout: with that of attention a model runs padded, other dropout is logged ---
 
 BERT = {"attention_probs_dropout_prob": 0.1}
 # Dropout under the names that each class has for it.
@@ -232,7 +232,7 @@ DRAWING = {
 
 
 @pytest.mark.parametrize("name", DRAWING)
-def test_attention_dropout_is_found_whatever_it_is_called(name):
+def test_attention_dropout_is_found_under_each_of_its_names(name):
     reason = attention_reason(DRAWING[name]())
     assert ("layerdrop=0.3" if "layerdrop" in name else "attention dropout") in reason
     assert not prepared(DRAWING[name]()).is_active

@@ -47,7 +47,7 @@ class Rows(NamedTuple):
         return [row[kept.bool()].tolist() for row, kept in zip(self.ids, self.mask, strict=True)]
 
     def scored(self) -> list[list[int]]:
-        """Of each row the tokens that are labels; what stands in the first column is predicted by nothing."""
+        """Of each row the tokens that are labels; no token predicts one in the first column."""
         return [
             [t for t in range(len(word)) if o + t and self.labels[row, o + t] != -100]
             for row, (o, word) in enumerate(zip(self.offsets, self.words(), strict=True))
@@ -74,7 +74,7 @@ def batch_of(words, scored, offsets, width, seed=0) -> Rows:
 
 @st.composite
 def batches(draw):
-    """Rows that go on from any place of earlier ones, or are them; padded on any side, in any order, with any
+    """Rows that continue earlier ones from any place, or equal them; padded on any side, in any order, with any
     labels.
     """
     letters = draw(st.sampled_from([2, 3, LETTERS]))
@@ -155,7 +155,7 @@ def test_every_label_is_predicted_from_its_own_history(kind, rows):
         history, token = wanted[result]
         assert target == token and layout.input_ids[0, seen].tolist() == history
         positions = layout.position_ids[0, seen]
-        # Columns of a row of its tree, so the row's own where all rows have the same padding in front.
+        # Columns of a row of its tree, so the row's own if all rows have the same padding in front.
         assert (positions.diff() == 1).all() and positions[0] in rows.offsets
 
 
@@ -267,7 +267,7 @@ def test_calls_of_attention_grow_with_the_number_of_levels():
 @pytest.mark.parametrize("shortest", [2, 4])
 @settings(max_examples=40, deadline=None)
 @given(batches().map(not_empty))
-def test_a_state_goes_on_from_segments_of_a_shortest_length(shortest, rows):
+def test_segments_that_others_continue_have_the_shortest_length_of_a_state(shortest, rows):
     with every_level_made():
         forest = pack(*rows[:3], min_length=shortest).forest
     assert (forest.lengths[~forest.is_leaf] >= shortest).all()
@@ -275,7 +275,7 @@ def test_a_state_goes_on_from_segments_of_a_shortest_length(shortest, rows):
 
 @settings(max_examples=40, deadline=None)
 @given(batches().map(not_empty))
-def test_nothing_is_shared_where_nothing_may_be(rows):
+def test_nothing_is_shared_if_nothing_may_be(rows):
     forest = pack(*rows[:3], shares=False).forest
     assert forest.tokens == sum(map(len, rows.needed())) and not forest.levels.any()
 
@@ -298,7 +298,7 @@ def test_cutting_covers_every_row_once_and_keeps_the_budget(kind, rows, budget):
         assert packed_as(kind, few).tokens <= budget or len(labelled) == 1
 
 
-def test_a_batch_is_cut_where_rows_share_least():
+def test_a_batch_is_cut_between_rows_that_share_least():
     """Two groups of four, and room for five rows: each group stays whole."""
     ids, mask = make_batch([8] * 4 + [7] * 4, [4] * 8, 8, 4)
     labels = completion_labels(ids, mask, 4)
@@ -329,7 +329,7 @@ def test_a_label_without_a_token_is_refused():
 
 
 def test_images_are_not_parted():
-    """Rows that part inside a span share what stands in front of it; rows with equal spans share them."""
+    """Rows that part inside a span share what comes before it; rows with equal spans share them."""
     words = np.array([[1, 2, 9, 9, 9, 3, 4], [1, 2, 9, 9, 8, 3, 4], [1, 2, 9, 9, 9, 3, 5]])
     spans = np.array([[2, 4]] * 3)
     lengths = np.array([7, 7, 7])
@@ -341,7 +341,7 @@ def test_images_are_not_parted():
         assert inside in (set(), {2, 3, 4}), row
 
 
-def test_a_dense_row_is_taken_only_where_it_pays():
+def test_a_dense_row_is_taken_only_if_it_pays():
     ids, mask = make_batch([4] * 6, [6] * 6, 4, 6)
     ids[:, 4:] = torch.arange(36).view(6, 6) + 3
     ids[1::2, 4:6] = ids[::2, 4:6]  # three pairs begin alike, by too little for a level

@@ -1,6 +1,4 @@
-"""Images in prompts, packed once per prompt, against TRL's padded pass over pixels that are there once per
-completion.
-"""
+"""Images in prompts, packed once per prompt, compared with TRL's padded pass, which has them once per completion."""
 
 import functools
 import inspect
@@ -60,7 +58,7 @@ def patches(size, draw):
 
 
 def located_patches(size, draw):
-    """Of Gemma 4: patches, nine to a token and filled up to the largest image's, beside their places."""
+    """Of Gemma 4: patches, nine to a token and filled up to the largest image's, with their places."""
     places = torch.cartesian_prod(torch.arange(3 * size[0]), torch.arange(3 * size[1])).flip(1)
     places = torch.cat([places, places.new_full((36 - len(places), 2), -1)])[None]
     return {"pixel_values": torch.rand(1, 36, 3 * 16 * 16, generator=draw), "image_position_ids": places}
@@ -191,7 +189,7 @@ def scored(model, batch, run):
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_equals_stock(name, frozen, counted):
-    """Also from a trainer that does not say how many images each row has."""
+    """Also from a trainer that does not pass the number of each row's images."""
     model, sharing, batch = pictured(name, frozen)
     with sharing.closed():
         expected, wanted, _ = scored(model, batch, lambda: stock(model, batch))
@@ -322,7 +320,7 @@ CHANGES = (
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", ["qwen3_vl", "llava"])
-def test_nothing_of_a_tower_or_of_pixels_outlives_its_pass(name, change):
+def test_no_features_and_no_pixels_are_kept_after_a_pass(name, change):
     """The features that an image had, and which rows have equal images, are known of one pass alone."""
     model, sharing, batch = pictured(name, frozen=True)
     before = packed(model, sharing, batch).log_probs
@@ -370,7 +368,7 @@ def test_equal_words_about_other_images_have_entropies_of_their_own(tmp_path):
         ([4, 13], [4, 4, 4, 5], None),
     ],
 )
-def test_images_are_counted_by_their_tokens_or_not_at_all(tokens, sizes, counts):
+def test_images_are_counted_by_their_tokens_or_the_batch_runs_padded(tokens, sizes, counts):
     """Four images that two rows have are not two for each."""
     model, _ = with_images("llava")
     ids = torch.full((len(tokens), 20), 5)
@@ -433,7 +431,7 @@ def test_an_image_in_a_completion(name):
     text = is_token & (batch.input_ids != IMAGE)
     behind_two = torch.arange(text.shape[1]) >= first[:, None] + 2
     batch.labels = batch.input_ids.masked_fill(~(text & behind_two), -100)
-    # The third token, in front of the picture, is another one in two rows. So rows with one picture part in front of
+    # The third token, before the picture, is another one in two rows. So rows with one picture part in front of
     # it.
     for row in (1, 4):
         batch.input_ids[row, first[row] + 2] = batch.labels[row, first[row] + 2] = 51
@@ -446,7 +444,7 @@ def test_an_image_in_a_completion(name):
         if compares:
             actual = packed(model, sharing, batch).log_probs
             model.zero_grad()
-        else:  # whatever the comparison samples
+        else:  # for any rows that the comparison samples
             actual = model(**batch.arguments(), fused_lm_head=True).log_probs
         assert 0 < sharing.figures.tokens < is_token.sum(), sharing.images.reason
         assert (actual - expected.log_probs).abs().max() <= 1e-4
@@ -456,7 +454,7 @@ def test_an_image_in_a_completion(name):
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma4"])
 def test_the_tokens_of_an_image_see_each_other(name, monkeypatch):
-    """Of Gemma: with a causal mask log-probabilities are others, and the comparison of the first pass says so."""
+    """Of Gemma: with a causal mask log-probabilities are others, and the comparison of the first pass finds it."""
     monkeypatch.setattr(images, "own_masks", lambda *_: {})
     model, sharing, batch = pictured(name)
     values = packed(model, sharing, batch).log_probs
@@ -466,7 +464,7 @@ def test_the_tokens_of_an_image_see_each_other(name, monkeypatch):
 
 
 def test_the_comparison_of_the_first_pass_takes_rows_with_images():
-    """Not only the first and last rows, which may be the text beside them."""
+    """Not only the first and last rows, which may be text alone."""
     _, batch = with_images("qwen3_vl")
     # Rows 5 and 6 are of a prompt without images.
     for rows, taken in (

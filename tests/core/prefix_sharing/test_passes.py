@@ -1,4 +1,4 @@
-"""A beginning that several passes have in common is computed once: values and gradients are those of padded passes."""
+"""Passes that compute a common beginning once, compared with padded passes: values and gradients."""
 
 import pytest
 import torch
@@ -118,7 +118,7 @@ def test_cut_passes_give_the_gradients_of_padded_ones(name, count):
     tolerance = 7e-5 if name == "zamba2" else 1e-5
     tokens = compare(model, batch, count, tolerance=tolerance)
     trie = len({tuple(row.tolist()[:n]) for row in without_padding(batch) for n in range(1, len(row))})
-    # Every row computes the token in front of its first label again.
+    # Every row computes the token before its first label again.
     assert tokens <= trie + 12 * 4
 
 
@@ -163,7 +163,7 @@ def test_a_pass_of_several_batches_may_be_a_dense_row(monkeypatch):
     for _ in range(2):
         tokens = torch.cat([system, random_tokens(4, draw)])
         prompt = len(tokens)
-        for _ in range(8):  # each goes on from the one before
+        for _ in range(8):  # each continues the one before
             tokens = torch.cat([tokens, random_tokens(3, draw)])
             rows.append((torch.cat([tokens, random_tokens(1, draw)]), [len(tokens)], prompt))
     ids = torch.zeros(16, 40, dtype=torch.long)
@@ -174,7 +174,7 @@ def test_a_pass_of_several_batches_may_be_a_dense_row(monkeypatch):
         mask[i, : len(tokens)] = 1
         labels[i, label] = tokens[label]
     batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    # Each row goes on from the one before, so all tokens but the labels are computed once.
+    # Each row continues the one before, so all tokens but the labels are computed once.
     assert compare(model, batch, 2, tokens_per_pass=60) == 4 + 2 * (4 + 8 * 3)
     # In two passes the beginning of both batches is too short for a trunk, and each batch is a dense row of its own.
     assert sharing.plan_step(batches_of(batch, 2), tokens_per_pass=45) is None

@@ -89,7 +89,7 @@ def test_a_known_family_sees_differences_only(name):
 
 
 @pytest.mark.parametrize("name", ABSOLUTE)
-def test_other_models_share_in_equal_columns_only(name):
+def test_other_models_share_tokens_in_equal_columns_only(name):
     stock = with_stock_head(with_uneven_norms(build(ABSOLUTE[name])))
     ours = share_prompts(with_stock_head(with_uneven_norms(build(ABSOLUTE[name]))))
     assert not sees_distances(ours)

@@ -16,7 +16,7 @@ from .helpers import MULTIMODAL, awkward_batch, build, stock_log_probs, with_sto
 
 
 def contents(model) -> dict:
-    """What lies on every module and every config of a model, hooks included."""
+    """The attributes of every module and every config of a model, hooks included."""
     base = causal_language_model(model)
     found = {}
     for name, module in model.named_modules():
@@ -92,8 +92,8 @@ def one_precision_per_test():
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_is_as_before(name, wrapper):
-    """And `share_prompts` again gives the packed pass that it gave."""
+def test_a_model_after_off_equals_the_model_before_share_prompts(name, wrapper):
+    """And the packed pass after another `share_prompts` equals the first one."""
     torch.manual_seed(0)
     model = WRAPPERS[wrapper](MODELS[name]()).train()
     before = contents(model)
@@ -113,7 +113,7 @@ LATER = {
 
 @pytest.mark.parametrize("wrapper", LATER)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_that_was_wrapped_since_is_as_if_it_had_been_wrapped_alone(name, wrapper):
+def test_a_model_that_was_wrapped_in_between_keeps_the_wrapper_alone(name, wrapper):
     torch.manual_seed(0)
     alone = LATER[wrapper](MODELS[name]()).train()
     torch.manual_seed(0)
@@ -130,7 +130,7 @@ def test_a_model_that_was_wrapped_since_is_as_if_it_had_been_wrapped_alone(name,
     assert torch.equal(packed_pass(share_prompts(model)), first)
 
 
-def test_a_trainers_head_that_was_put_on_since_stays():
+def test_a_head_that_a_trainer_added_in_between_stays():
     model = with_stock_head(share_prompts(build("llama")))
     stock_log_probs(model, *awkward_batch())  # the pass after this one is packed
     packed_pass(model)

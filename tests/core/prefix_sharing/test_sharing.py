@@ -1,6 +1,4 @@
-"""`share_prompts(model)`: what a fused call gives is what it gave, whatever the rows are and whoever wrapped the
-model.
-"""
+"""`share_prompts(model)`: fused calls compared with stock TRL's, for rows of any kind and models in any wrapper."""
 
 import copy
 import logging
@@ -154,7 +152,7 @@ def test_rows_of_any_kind_in_any_order_equal_stock(name):
     for make_rows in (groups, awkward):
         for side in ("right", "left", "mixed"):
             figures = assert_shares(model, make_batch(make_rows, side))
-            # What stands in other columns is another row where a model sees columns.
+            # If a model sees columns, the same tokens in other columns are another row.
             if make_rows is groups and (side == "right" or name.removesuffix(" (images)") not in COUNTING):
                 assert len(figures.levels) >= 2, (side, figures)
 
@@ -198,7 +196,7 @@ def test_a_recurrent_layer_takes_no_call_for_a_filled_up_completion(monkeypatch)
     assert sizes[64] == sizes[1] and len(sizes[1]) >= 2
 
 
-def test_the_router_counts_no_token_that_fills_a_row_up(monkeypatch):
+def test_the_router_loss_counts_no_token_that_fills_a_row_up(monkeypatch):
     monkeypatch.setattr(row, "row_multiple", lambda device: 64)
     model = with_stock_head(build("qwen3_moe"))
     model.config.router_aux_loss_coef = 0.5
@@ -209,9 +207,7 @@ def test_the_router_counts_no_token_that_fills_a_row_up(monkeypatch):
 
 
 class Rows(TorchDispatchMode):
-    """While entered, how many rows come out of each embedding, product and activation: what a layer asks the allocator
-    for.
-    """
+    """While entered, the rows of each embedding's, product's and activation's output: what a layer allocates."""
 
     ASKING = (torch.ops.aten.embedding, torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.silu)
 
@@ -226,7 +222,7 @@ class Rows(TorchDispatchMode):
         return out
 
 
-def test_few_sizes_are_asked_for(monkeypatch):
+def test_an_allocator_is_asked_for_few_sizes(monkeypatch):
     """In ten steps with groups of random lengths: an allocator that keeps blocks by size finds them again."""
     model = with_stock_head(build("llama"))
     share_prompts(model)
@@ -268,7 +264,7 @@ def test_every_field_that_was_asked_for(outputs):
     assert_shares(model, half, num_items_in_batch=torch.tensor(7.0))
 
 
-def test_the_line_of_the_first_pass_says_why_the_fast_kernel_does_not_run():
+def test_the_line_of_the_first_pass_has_the_reason_against_the_fast_kernel():
     """Here it is a softcap or a window on a CPU; on a GPU a compute capability, ROCm or a head size."""
     model = build("gemma2")
     add_fused_lm_head(model, 0.7)
@@ -282,7 +278,7 @@ def test_the_line_of_the_first_pass_says_why_the_fast_kernel_does_not_run():
     }
 
 
-def test_the_head_in_float32():
+def test_a_head_in_float32_equals_stock():
     model = build("llama").bfloat16()
     add_fused_lm_head(model, 0.9, cast_lm_head_to_fp32=True)
     share_prompts(model)
@@ -327,7 +323,7 @@ def test_no_labels_and_no_mask():
     assert figures.tokens == 9 + 4 * 7
 
 
-def test_twice_off_and_on_again():
+def test_share_prompts_twice_and_off_and_on_again():
     model = with_stock_head(build("llama"))
     before = model.forward
     batch = make_batch()
@@ -371,7 +367,7 @@ def test_a_model_without_trls_head_gets_one():
     assert model.prompt_sharing.figures.tokens
 
 
-def test_a_head_that_comes_later_serves():
+def test_a_head_that_a_trainer_adds_later_is_used():
     """A trainer that is made after `share_prompts` puts TRL's head on: what it asks for is what it gets."""
     model, reference = (build("llama") for _ in range(2))
     share_prompts(model)
@@ -418,7 +414,7 @@ def fresh_accelerator():
 @pytest.mark.usefixtures("fresh_accelerator")
 @pytest.mark.parametrize("order", ["before", "after", "both"])
 def test_mixed_precision_is_as_near_to_float32_as_stock(order):
-    """Accelerate wraps the forward in autocast: the packed one runs inside of it whoever came first."""
+    """Accelerate wraps the forward in autocast: the packed one runs inside of it, in either order."""
     batch = make_batch(awkward, "mixed")
     results = {}
     exact = call(with_stock_head(build("qwen3")), batch).log_probs
@@ -453,7 +449,7 @@ UNKNOWN = {"position_ids": positions, "shift_labels": shifted, "inputs_embeds": 
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_the_door_does_not_know_runs_as_stock(name, caplog):
+def test_calls_with_unknown_arguments_run_as_stock(name, caplog):
     model = with_stock_head(build("llama"))
     reference = with_stock_head(build("llama"))
     share_prompts(model)
@@ -472,7 +468,7 @@ def test_what_the_door_does_not_know_runs_as_stock(name, caplog):
     assert len(calls) == 2 and not model.prompt_sharing.figures.tokens
     assert torch.equal(outputs[0].log_probs, call(reference, arguments).log_probs)
     assert len([record for record in caplog.records if record.name == sharing_module.__name__]) == 1
-    if "input_ids" in arguments:  # nobody knows which part of the argument belongs to a row
+    if "input_ids" in arguments:  # which part of the argument belongs to a row is not known
         whole = call(model, {**arguments, "tokens_per_pass": 2 * batch["input_ids"].shape[1]})
         assert torch.equal(whole.log_probs, outputs[0].log_probs)
     share_prompts(model, attention="cascade")
@@ -482,7 +478,7 @@ def test_what_the_door_does_not_know_runs_as_stock(name, caplog):
 
 @contextmanager
 def counting_forwards(model):
-    """A list that gets an entry for each forward of the backbone, whatever its arguments."""
+    """A list that gets an entry for each forward of the backbone, with any arguments."""
     calls = []
     handle = model.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
     try:
@@ -562,7 +558,7 @@ def test_noise_on_the_embeddings_is_that_of_the_padded_rows():
     assert "NEFTune" in sharing.describe()
 
 
-def test_each_model_has_a_door_of_its_own():
+def test_a_copy_of_a_model_calls_itself():
     """A copy (a reference model) calls itself, and not the model that it was copied from."""
     model = with_stock_head(build("llama"))
     share_prompts(model)
@@ -578,7 +574,7 @@ def test_each_model_has_a_door_of_its_own():
     assert (ours.log_probs - call(model, batch).log_probs).abs().max() > 1e-3
 
 
-def test_rows_that_begin_alike_are_compared_wherever_they_stand(monkeypatch):
+def test_rows_that_begin_alike_are_compared_in_any_order(monkeypatch):
     """In a batch of pairs, all chosen and then all rejected, the first and the last rows have nothing in common."""
     monkeypatch.setattr(cascade, "merge", lambda out, lse, ancestor_out, ancestor_lse: out)  # ancestors are not seen
     model = share_prompts(build("llama"))

@@ -1,4 +1,4 @@
-"""Ties between tokens of one context, at a quantile of entropies, against stock."""
+"""Ties between tokens of one context at a quantile of entropies, compared with stock."""
 
 import torch
 from trl import GRPOTrainer
@@ -24,7 +24,7 @@ def test_first_of_equal_contexts():
     assert share_values(values, ids, mask, 3).tolist() == [[0, 1, 2], [0, 1, 2], [0, 1, 8], [9, 10, 11]]
     keys = torch.tensor([[4], [5], [4], [4]])  # the second row is about another image
     assert share_values(values, ids, mask, 3, keys).tolist() == [[0, 1, 2], [3, 4, 5], [0, 1, 8], [9, 10, 11]]
-    mask[0, 2:] = 0  # the first completion was cut off and is masked: its zeros are nobody else's
+    mask[0, 2:] = 0  # the first completion was cut off and is masked: no other token gets its zeros
     values[0] = 0
     assert share_values(values, ids, mask, 3).tolist() == [[0, 0, 0], [3, 4, 5], [3, 4, 8], [9, 10, 11]]
 
@@ -38,7 +38,7 @@ def test_a_quantile_that_falls_on_a_tie_selects_what_stock_selects(tmp_path):
         ids, mask = make_batch(PROMPT_LENGTHS, COMPLETION_LENGTHS, seed=seed)
         for first, last, same in ((0, 4, 4), (4, 7, 3)):  # completions that begin alike
             ids[first:last, -COMPLETION : same - COMPLETION] = ids[first, -COMPLETION : same - COMPLETION]
-        if seed % 2:  # completions in front of their groups that were cut off are masked, as TRL masks them
+        if seed % 2:  # completions before their groups that were cut off are masked, as TRL masks them
             mask[[0, 4], -COMPLETION:] = 0
         with torch.no_grad():
             entropies = []

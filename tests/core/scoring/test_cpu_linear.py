@@ -1,6 +1,4 @@
-"""Linear layers on a CPU: outputs and gradients against float64 and the layers' own, nothing left behind, no more
-memory.
-"""
+"""Linear layers on a CPU: outputs and gradients compared with float64 and the layers' own, memory with stock's."""
 
 import functools
 import json

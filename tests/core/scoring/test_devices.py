@@ -1,7 +1,7 @@
-"""Devices that cannot do all that is asked of them, on stand-ins.
+"""Devices without float64 or without bf16 products summed in float32, on stand-ins.
 
 Apple's GPUs have no float64: the meta device refuses it. Below compute capability 8.0 torch sums no products of bf16
-operands in float32, so they are cast; `tests/trainers/grpo/test_cuda.py` trains on such a device where there is one.
+operands in float32, so they are cast; `tests/trainers/grpo/test_cuda.py` trains on such a device if there is one.
 """
 
 import pytest
@@ -19,7 +19,7 @@ from trl_fsdp_qlora.trainers.run.phases import token_counts
 
 
 class NoFloat64(TorchDispatchMode):
-    """Raises where float64 comes to lie on the device."""
+    """Raises if a float64 tensor is made on the device."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -44,7 +44,7 @@ def test_draws_and_counters():
 
 @pytest.mark.parametrize("strategy", ["s_grpo", "prefix_cut"])
 def test_token_selection_is_drawn_on_the_host(strategy, monkeypatch):
-    """`meta` plays the device, and what the host would have computed is what it gets."""
+    """`meta` plays the device, and it gets what the host would have computed."""
     mask = torch.ones(3, 40, dtype=torch.long)
     moved = []
     options = {"rate": 0.6, "max_tokens": None if strategy == "prefix_cut" else 16}

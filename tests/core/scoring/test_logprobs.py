@@ -1,4 +1,4 @@
-"""Scoring of selected positions, against float64 logits and against TRL's kernel."""
+"""Scoring of selected positions, compared with float64 logits and with TRL's kernel."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def several_tiles(monkeypatch, request):
     monkeypatch.setattr(frozen_head, "VOCABULARY_CHUNK", 64)
     if request.param == "Triton":
         if not interpreted(frozen_head._fold_kernel):
-            pytest.skip("needs Triton and TRITON_INTERPRET=1 (docs/launches.md)")
+            pytest.skip("needs Triton and TRITON_INTERPRET=1: make test-kernels")
         monkeypatch.setattr(frozen_head, "runs", lambda kernel, x: x.dtype != torch.float64)
         monkeypatch.setattr(frozen_head, "launch", launched)
         monkeypatch.setattr(frozen_head, "_BLOCK", 32)
@@ -175,7 +175,7 @@ def test_a_frozen_head_without_an_entropy_is_projected_twice():
         assert kernel in type(log_probs.grad_fn).__name__
 
 
-def test_gradients_that_the_frozen_kernel_has_none_of_are_trls():
+def test_gradients_that_the_frozen_kernel_lacks_are_trls():
     hidden, weight, _, targets, upstream = problem(False)
     _, entropy, *_ = score_positions(hidden, weight, None, targets)
     with pytest.raises(RuntimeError, match="lm_head_kernel='trl'"):
@@ -223,7 +223,7 @@ def test_scoring_head_equals_the_models_own_logits(trained_head):
 @pytest.mark.parametrize(
     "outputs", [("log_probs",), ("entropy",), ("mean_logits",), ("log_sum_sq_probs", "mean_logits", "is_top1")]
 )
-def test_scoring_head_gives_what_trls_head_was_asked_for(outputs, softcap):
+def test_scoring_head_returns_the_fields_that_trls_head_returns(outputs, softcap):
     torch.manual_seed(0)
     hidden = torch.randn(9, 32)
     targets = torch.randint(0, 97, (9,))

@@ -161,7 +161,7 @@ def test_prefix_cut_keeps_the_expected_share():
     for rate in (0.5, 0.7, 1.0):
         keep, _ = draws(masks(100), strategy="prefix_cut", rate=rate)
         shares = keep.double().mean((1, 2))
-        # {m..L} holds whole numbers: up to half a token of 100 off, beside the draw's own error.
+        # {m..L} holds whole numbers: up to half a token of 100 off, in addition to the draw's own error.
         assert abs(shares.mean() - rate) < 0.0051 + 4 * shares.std() / DRAWS**0.5
 
 

@@ -132,7 +132,7 @@ def test_a_config_trains_as_ddp_does_syncs_measures_and_saves(reference, problem
         plain = {name: value.float() for name, value in loaded.state_dict().items() if "lora_" in name}
         assert difference(plain, expected["adapter"]) <= near
     check_accuracy(problems, quantized, out / "recipe")
-    if quantized:  # the start-up block says what was measured, and counts parameters, not bytes
+    if quantized:  # the start-up block has what was measured, and counts parameters, not bytes
         block = ranks[0]["recipe"]
         assert "ratio 0.500 on 2 ranks" in block and "weights sharded over them by FSDP" in block
         count = sum(p.numel() for p in tiny.load_whole(model).parameters())

@@ -43,7 +43,7 @@ MIXTURES = {
 # Of the largest gradient, float32: cut passes and ranks add in other orders, and so do other processors (1.2e-5 on an
 # Intel Xeon with AVX-512).
 TOLERANCE = 2e-5
-# An epoch of 12 micro-batches is a step of 8 and one of 4; and somebody steps after the third of four.
+# An epoch of 12 micro-batches is a step of 8 and one of 4; and the optimizer also steps after the third of four.
 LAST_IS_SHORT = "prompts=6,max_steps=-1,num_train_epochs=1,gradient_accumulation_steps=8,steps_per_generation=4"
 EARLY = {
     "last_step": f"grpo:per_device_train_batch_size=1,{LAST_IS_SHORT}",
@@ -99,7 +99,7 @@ def test_cut_groups_train_as_whole_ones(runs, run, scenario):
 
 @pytest.mark.parametrize("scenario", ["idle", "idle_cut"])
 @pytest.mark.parametrize("run", ["ddp", "fsdp2"])
-def test_a_rank_without_anything_to_learn_from(runs, run, scenario):
+def test_a_rank_without_anything_to_learn_trains_as_one_process(runs, run, scenario):
     for expected, actual in zip(runs["ddp", "idle_alone"], runs[run, scenario], strict=True):
         assert actual["trunks"] > 0
         assert len(actual["gradients"]) == 2

@@ -1,4 +1,4 @@
-"""Experts in 4 bits against the same model with its experts dequantized."""
+"""Experts in 4 bits, compared with the same model with its experts dequantized."""
 
 import json
 from contextlib import ExitStack
@@ -35,7 +35,7 @@ SIZES = {
     "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
 GATED_DELTA = {"layer_types": ["linear_attention", "full_attention"]}
-NARROW = {"intermediate_size": 48}  # of the experts, where they have no size of their own
+NARROW = {"intermediate_size": 48}  # of the experts, if they have no size of their own
 CONFIGS = {
     "qwen3_moe": {},
     "olmoe": NARROW,
@@ -86,7 +86,7 @@ def group_calls(request):
     with ExitStack() as patches:
         if "Triton" in request.param:
             if not interpreted(grouped_product._product_kernel):
-                pytest.skip("needs Triton and TRITON_INTERPRET=1 (docs/launches.md)")
+                pytest.skip("needs Triton and TRITON_INTERPRET=1: make test-kernels")
             patches.enter_context(patch.object(experts, "grouped_mm_is_a_loop", return_value=True))
             patches.enter_context(patch.object(grouped_product, "runs", return_value=True))
         patches.enter_context(patch.object(experts, "multiplies_groups", return_value=True))
@@ -152,7 +152,7 @@ def test_loss_and_gradient_are_those_of_the_dequantized_model(checkpoint, nested
 
 
 @pytest.mark.parametrize("checkpoint", ["qwen3_moe", "gpt_oss"], indirect=True)
-# Not in Triton's interpreter, which cuts off where a card rounds.
+# Not in Triton's interpreter, which truncates; a card rounds.
 @pytest.mark.parametrize("group_calls", ["one by one", "in groups"], indirect=True)
 def test_bf16_is_as_near_to_float32_as_transformers_own_experts_are(checkpoint, group_calls):
     """Both round in another order: judged by float32 of the same dequantized weights."""
@@ -208,7 +208,7 @@ def test_groups_cost_as_many_calls_for_many_experts_as_for_few_and_the_host_read
 
 NEEDS_INTERPRETER = pytest.mark.skipif(
     not interpreted(grouped_product._product_kernel),
-    reason="needs Triton and TRITON_INTERPRET=1 (docs/launches.md)",
+    reason="needs Triton and TRITON_INTERPRET=1: make test-kernels",
 )
 
 
@@ -231,7 +231,7 @@ def test_triton_unpacks_and_multiplies_as_bitsandbytes_and_torch_do(out_features
     with patch.object(grouped_product, "runs", return_value=True):
         assert torch.equal(grouped_product.dequantize_experts(rows, layout, torch.float32), wanted)
         product = grouped_product.multiply_packed(x, rows, layout, ends)
-        # Rounding of float32 sums: at most 7.4e-6 over twelve seeds, where torch's own product had 2.9e-5.
+        # Rounding of float32 sums: at most 7.4e-6 over twelve seeds; torch's own product had 2.9e-5.
         torch.testing.assert_close(product.double(), multiplied, atol=2e-5, rtol=0)
         many = torch.randn(number * 16 + 1, in_features)
         assert grouped_product.multiply_packed(many, rows, layout, ends) is None
@@ -258,7 +258,7 @@ def test_triton_multiplies_groups_with_trained_matrices_as_float64_does():
             out.backward(grad.to(dtype))
         results.append([out.detach(), *(each.grad for each in inputs)])
     for wanted, got in zip(*results, strict=True):
-        # Rounding of float32 sums: at most 7.7e-6 over twelve seeds, where torch's own products had 1.9e-5.
+        # Rounding of float32 sums: at most 7.7e-6 over twelve seeds; torch's own products had 1.9e-5.
         torch.testing.assert_close(got.double(), wanted, atol=2e-5, rtol=0)
     assert not triton_kernels._refused
 

@@ -32,7 +32,7 @@ GRPO = {
     "hybrid": "grpo:model={root}/hybrid",
 }
 SFT = {"sft": "sft:max_steps=4,save_steps=2", "lora": "sft:max_steps=4,save_steps=2,quantized=0"}
-# What TRL restores beside the optimizer is restored, too: the entropy bonus's coefficient.
+# What TRL restores in addition to the optimizer is restored, too: the entropy bonus's coefficient.
 IN_MEMORY = "grpo:model=made,save_steps=1,use_adaptive_entropy=true,entropy_target=10"
 ALONE = {
     **GRPO,
@@ -154,7 +154,7 @@ def runs(root):
 )
 def test_parameters_are_dtensors_where_they_are_sharded(runs, run, scenario):
     sharded = run in ("two", "four")
-    # Some scenarios go on from checkpoints of these.
+    # Some scenarios continue from checkpoints of these.
     assert runs["one", "sft"][0]["base"] is None and runs["two", "sft"]
     for result in runs[run, scenario]:
         assert result.get("dtensors", sharded) == sharded
@@ -200,7 +200,7 @@ def test_a_rank_holds_its_part_of_the_packed_bytes_and_of_the_quantization_state
             *(("two", scenario, ("two", "by_name"), 2, 1e-5) for scenario in ("per_layer", "kept", "stored")),
             ("four", "pairs", ("one", "pairs"), 3, 1e-5),
             ("four", "from_one", ("one", "sft"), 2, 1e-5),
-            ("four", "one_row", ("one", "sft"), 2, 1e-5),  # saved by 2 x 2, gone on with by 1 x 4
+            ("four", "one_row", ("one", "sft"), 2, 1e-5),  # saved by 2 x 2, continued by 1 x 4
         ]
     ),
 )
@@ -215,7 +215,7 @@ def test_training_is_that_of_the_reference(runs, run, scenario, reference, steps
         assert len(actual["gradients"]) == steps
         for wanted, gradients in zip(expected["gradients"][-steps:], actual["gradients"], strict=True):
             assert difference(wanted, gradients) <= near
-            # A and B of seven projections in two layers (eight in a recurrent one), and the head where it is trained.
+            # A and B of seven projections in two layers (eight in a recurrent one), and the head if it is trained.
             assert len(gradients) == 2 * 7 * 2 + ("head" in scenario) + 2 * (scenario == "hybrid")
     assert difference(expected["adapter"], runs[run, scenario][0]["adapter"]) <= near
     if scenario in GRPO:
@@ -255,7 +255,7 @@ def test_a_saved_adapter_is_plain_peft_and_loads_in_one_ordinary_process(runs, r
 
 @pytest.mark.exhaustive
 def test_a_model_object_without_a_folder_is_saved_and_resumed(runs, root):
-    """The base's weight files were once looked for; where there are none, one rank alone sliced sharded weights."""
+    """The base's weight files were once looked for; without any, one rank alone sliced sharded weights."""
     for folder in ("in_memory/checkpoint-1", "in_memory_resumed/checkpoint-2", "in_memory_full/checkpoint-1"):
         assert why_not_whole(root / "two" / folder) is None
     one, two = (runs[run, "in_memory_resumed"][0]["entropy_coef"] for run in ("one", "two"))
@@ -300,7 +300,7 @@ def train_killed(root, folder, kills="+", resume=""):
     words = root / "small", root, f"run=killed:kills={kills},resume={resume},into={folder}"
     # A rank whose peer is gone has to end by itself, well within a minute.
     ranks = launch(WORKER, *words, timeout=240, grace=60, environment=fsdp_environment(), check=False)
-    print(*(text for _, text in ranks))  # shown where the test fails
+    print(*(text for _, text in ranks))  # shown if the test fails
     return [code for code, _ in ranks]
 
 

@@ -34,7 +34,7 @@ class Traffic:
     reduced_between_nodes: int = 0
 
     def take(self) -> "Traffic":
-        """The counts so far; counting starts anew."""
+        """The counts so far; they start again at zero."""
         so_far = replace(self)
         for field in fields(self):
             setattr(self, field.name, 0)

@@ -98,7 +98,7 @@ class FixedCompletions(EfficientGRPOTrainer):
     unrounded = ()
     trunks = 0  # forwards of a beginning that several micro-batches share
     has_no_signal = False
-    early_step = 0  # number of the micro-batch after which the optimizer steps earlier than it was said to
+    early_step = 0  # number of the micro-batch after which the optimizer steps earlier than planned
 
     def training_step(self, model, inputs, num_items_in_batch):
         """As in a loop of one's own, which reduces gradients and steps when it wants to."""
@@ -386,7 +386,7 @@ def by_name(path, out, base="", stored="", experts=0, gather="auto", keep=0):
 
 
 def killed(path, _out, kills, resume, into):
-    """A run of tests/trainers/grpo/resume_worker.py, of whose two ranks one dies of what `kills` says for it: "step+"
+    """A run of tests/trainers/grpo/resume_worker.py, one of whose two ranks dies as `kills` has it: "step+"
     or "+saving".
     """
     kill = kills.split("+")[RANK]
@@ -444,8 +444,8 @@ def empty_rank(_path, out, base, quantized=1, sharing="auto"):
 
 
 def publish(path, out):
-    """`push_to_hub` with the real client and a Hub of each rank's own: rank 0 sends a plain adapter, and nobody
-    else.
+    """`push_to_hub` with the real client and a Hub of each rank's own: rank 0 sends a plain adapter, and no other
+    rank does.
     """
     constants.HF_HUB_OFFLINE = False
     constants.HF_HUB_DISABLE_XET = True
@@ -458,7 +458,7 @@ def publish(path, out):
         trainer.card_info.license = "mit"  # or it is looked up
         trainer.train()
         commit = trainer.push_to_hub()
-        trainer.save_model()  # pushes, as the config says
+        trainer.save_model()  # pushes, as set in the config
         pushes = len([line for line in server.requests if "/preupload/" in line])
         files = server.files("me/adapter") if server.repos else {}
     constants.HF_HUB_OFFLINE = True
@@ -561,7 +561,7 @@ def memory(_path, out, big=""):
     assert base.ratio <= 0.52
     if RANK:
         assert peak <= 1.3 * shard + runtime, (peak, shard)
-    else:  # on the rank that reads, the measure can tell the difference
+    else:  # on the rank that reads, the measure shows the difference
         assert peak > 2 * shard, (peak, shard)
 
 

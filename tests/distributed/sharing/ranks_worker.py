@@ -1,4 +1,4 @@
-"""Run by test_ranks.py in two processes, under DDP and FSDP2; what is right comes from one
+"""Run by test_ranks.py in two processes, under DDP and FSDP2; compared with the results of one
 process.
 """
 

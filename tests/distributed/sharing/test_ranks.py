@@ -8,7 +8,7 @@ from tests.distributed.launch import launch
 
 
 @pytest.mark.processes
-def test_two_ranks_answer_together_what_one_of_them_meets_alone():
+def test_both_ranks_give_one_answer_to_what_one_of_them_meets():
     launch(Path(__file__).with_name("ranks_worker.py"), "text", timeout=360)
 
 

@@ -1,4 +1,4 @@
-"""CPO and ORPO by the fused head: equal to stock TRL's by logits, which nobody makes."""
+"""CPO and ORPO by the fused head, compared with stock TRL's by logits."""
 
 import json
 
@@ -68,7 +68,7 @@ def test_a_batch_without_answers(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["cpo", "orpo"])
-def test_nobody_makes_logits(kind, tmp_path):
+def test_no_pass_makes_logits(kind, tmp_path):
     save_base(kind, "qwen3", tmp_path / "base")
     rows, means = {}, {}
     for cls in (None, CLASSES[kind]):

@@ -1,4 +1,4 @@
-"""SDPO's and SDFT's losses in tiles: equal to stock TRL's on whole logits, which nobody holds."""
+"""SDPO's and SDFT's losses in tiles: compared with stock TRL's on whole logits."""
 
 import logging
 
@@ -61,7 +61,7 @@ def test_logits_that_a_model_changes(model, softcap, scale, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["sdft", "sdpo"])
-def test_nobody_holds_the_logits_of_all_completions(kind, tmp_path, monkeypatch):
+def test_no_pass_holds_the_logits_of_all_completions(kind, tmp_path, monkeypatch):
     tile = 40  # more than the hidden size, since the head's transposed weight looks like logits
     monkeypatch.setattr(sum_over_tiles, "TILE_ELEMENTS", tile * VOCABULARY)
     save_base(kind, "qwen3", tmp_path / "base")

@@ -1,4 +1,4 @@
-"""A rank of these tests: python rank.py URL OUT CHANGES, where CHANGES are a config's, as JSON.
+"""A rank of these tests: python rank.py URL OUT CHANGES, CHANGES are a config's, as JSON.
 
 With `"checkpoint": FOLDER` the model is that of the sharding tests, in 4 bits with `"quantized": true`.
 """

@@ -1,4 +1,4 @@
-"""One generation ahead: the same prompts in the same order, one version at a time, the formula's weights."""
+"""One generation ahead, compared with runs without it: prompts and their order, versions, importance weights."""
 
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ def test_each_batch_is_drawn_by_the_policy_of_one_generation_ago(server, tmp_pat
     trainer = make(server, tmp_path, rollouts_ahead=1, max_steps=5)
     adapters = adapter_by_step(trainer)
     trainer.train()
-    for draw, step in zip(server.draws, (0, 0, 1, 2, 3), strict=True):  # five batches, and none that nobody trains on
+    for draw, step in zip(server.draws, (0, 0, 1, 2, 3), strict=True):  # five batches, and none that is not trained on
         assert_drawn_by(draw, adapters[step])
     assert figures(trainer, "sampling/staleness") == [0, 1, 1, 1, 1]
     assert max(figures(trainer, "sampling/sampling_logp_difference/mean")[:1]) < 1e-5
@@ -46,7 +46,7 @@ def test_each_batch_is_drawn_by_the_policy_of_one_generation_ago(server, tmp_pat
     assert "time/server_idle_s" in trainer.state.log_history[1]
 
 
-def test_off_leaves_the_engine_as_it_is(server, tmp_path):
+def test_without_the_option_the_engine_is_unchanged(server, tmp_path):
     trainer = make(server, tmp_path, max_steps=2)
     assert trainer.ahead is None and "generate" not in vars(trainer.vllm_generation)
     adapters = adapter_by_step(trainer)
@@ -68,7 +68,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("changes", [pytest.param(changes, id=name) for name, changes in ORDERS.items()])
-def test_the_same_prompts_in_the_same_order_and_no_batch_for_nobody(tmp_path, changes):
+def test_the_same_prompts_in_the_same_order_and_every_batch_is_trained_on(tmp_path, changes):
     trained, asked = {}, {}
     for ahead in (0, 1):
         with SamplingServer() as server:
@@ -102,7 +102,7 @@ LOSSES = [
 
 
 @pytest.mark.parametrize(("loss_type", "changes"), LOSSES, ids=[name for name, _ in LOSSES])
-def test_losses_of_a_policy_that_does_not_change_are_those_without(tmp_path, loss_type, changes):
+def test_losses_of_a_policy_that_does_not_change_are_those_without_the_option(tmp_path, loss_type, changes):
     changes = {
         "learning_rate": 0.0, "loss_type": loss_type, "per_device_train_batch_size": 4, "max_steps": 4,
         "gradient_accumulation_steps": 2, **changes,
@@ -130,9 +130,7 @@ WEIGHTS = [
     zip(WEIGHTS, [1, 2, 2, 1], strict=True),
     ids=[correction["mode"] for correction in WEIGHTS],
 )
-def test_weights_are_the_formulas_between_who_draws_and_who_trains(
-    server, tmp_path, monkeypatch, correction, steps_per_generation
-):
+def test_importance_weights_equal_the_formula(server, tmp_path, monkeypatch, correction, steps_per_generation):
     """Of the policy when a batch comes, in float64 with dense masks, and of the adapter that the server drew with."""
     changes = {f"{CORRECTION}{name}": value for name, value in correction.items()}
     sizes = {"steps_per_generation": steps_per_generation, "per_device_train_batch_size": 8 // steps_per_generation}
@@ -168,7 +166,7 @@ def test_weights_are_the_formulas_between_who_draws_and_who_trains(
     assert len(seen) == 4 and clipped
 
 
-def test_what_cannot_be_is_refused_with_what_to_set(server, tmp_path):
+def test_an_impossible_setting_is_refused_with_the_line_to_change(server, tmp_path):
     refused = (
         ({"rollouts_ahead": 2}, r"rollouts_ahead=2: .* use 1"),
         ({"use_vllm": False}, r"use_vllm=False: .* vllm_mode: server"),
@@ -238,7 +236,7 @@ def test_rows_that_a_random_transform_changes_are_drawn_again(server, tmp_path):
 
 
 class ClientWithImages:
-    """TRL's client, without a server: says what it was asked for, and gives a completion for each prompt."""
+    """TRL's client, without a server: records its requests, and returns a completion for each prompt."""
 
     def __init__(self):
         self.base_url = "http://nowhere"
@@ -283,7 +281,7 @@ def test_images_are_sent_once_and_others_than_those_asked_for_are_drawn_again():
     assert ahead.batch is None
 
 
-def test_a_slow_server_is_waited_for_and_the_log_says_who_waits(tmp_path, monkeypatch):
+def test_a_slow_server_is_waited_for_and_the_log_names_who_waits(tmp_path, monkeypatch):
     lines = []
     monkeypatch.setattr(ahead_module, "PATIENCE", 0.05)
     monkeypatch.setattr(ahead_module.logger, "warning", lines.append)

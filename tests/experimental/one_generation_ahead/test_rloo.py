@@ -1,4 +1,4 @@
-"""RLOO with a vLLM server: the adapter alone is sent, and one generation ahead its advantages are weighed."""
+"""RLOO with a vLLM server: the adapter alone is sent; one generation ahead, advantages get importance weights."""
 
 import pytest
 import torch

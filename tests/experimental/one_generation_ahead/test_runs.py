@@ -34,7 +34,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, changes):
             losses = [figures(trainer, metric) for metric in ("loss", "grad_norm", "sampling/staleness")]
             runs[name] = weights_of(trainer), losses, [draw.prompts for draw in server.draws]
     torch.testing.assert_close(runs["stopped"][0], runs["whole"][0], rtol=0, atol=0)
-    assert runs["stopped"][1] == runs["whole"][1]  # the log of a resumed run goes on from the checkpoint's
+    assert runs["stopped"][1] == runs["whole"][1]  # the log of a resumed run continues the checkpoint's
     assert runs["stopped"][2] == runs["whole"][2]  # nothing is drawn twice
 
 
@@ -52,7 +52,7 @@ def test_checkpoints_change_nothing_and_hold_what_is_in_flight(tmp_path):
     assert json.loads(in_flight["asked"])[0]["n"] == 4
 
 
-def test_a_checkpoint_without_the_option_goes_on_with_it_and_the_other_way_round(tmp_path):
+def test_a_checkpoint_without_the_option_is_continued_with_it_and_the_other_way_round(tmp_path):
     for before, after in ((0, 1), (1, 0)):
         with SamplingServer() as server:
             folder = tmp_path / str(before)

@@ -97,7 +97,7 @@ def test_images(tmp_path):
     dataset = Dataset.from_dict({"prompt": prompts, "image": [row["image"] for row in rows]})
 
     def new_model():
-        """One that says digits: an untrained one would also say `<image>`, without a picture for it."""
+        """One that draws digits: an untrained one would also draw `<image>`, without a picture for it."""
         model = new_vision_model(processor, 0)
         digits = processor.tokenizer.convert_tokens_to_ids(list("0123456789"))
         with torch.no_grad():

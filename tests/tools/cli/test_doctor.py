@@ -17,7 +17,7 @@ QUICK = "--config small-base/grpo/quickstart --model_name_or_path base --use_cpu
 def user_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("doctor")
     save_tiny_model(folder / "base")
-    save_tiny_model(folder / "stored")  # a config says that its weights are in 4 bits
+    save_tiny_model(folder / "stored")  # by the config its weights are in 4 bits
     config = json.loads((folder / "stored" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (folder / "stored" / "config.json").write_text(json.dumps(config))

@@ -18,7 +18,7 @@ QUICK = "small-base/grpo/quickstart"
 QUICK_FILE = ROOT / "recipes" / "small-base" / "grpo" / "config_quickstart.yaml"
 
 
-def test_every_yaml_is_listed_with_what_its_head_says():
+def test_every_yaml_is_listed_with_the_text_of_its_head():
     by_name = {recipe.name: recipe for recipe in all_recipes()}
     assert len(by_name) == len(list((ROOT / "recipes").glob("*/*/*.yaml")))
     for recipe in by_name.values():

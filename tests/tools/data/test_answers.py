@@ -49,7 +49,7 @@ def test_the_last_number_of_a_text_is_whole(number):
         ("two  words", ["Two words"], ["twowords"]),
     ],
 )  # fmt: skip
-def test_letters_and_texts_are_compared_where_they_stand(gold, right, wrong):
+def test_letters_and_texts_are_compared_at_their_places(gold, right, wrong):
     gold = answers.parse_gold(gold, 0)
     for texts, expected in ((right, True), (wrong, False)):
         for text in texts:
@@ -104,7 +104,7 @@ PIECES += [
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=6), st.integers(1, 100_000), st.sampled_from(PIECES))
-def test_whatever_a_model_writes_is_read(pieces, length, end):
+def test_any_text_of_a_model_is_read(pieces, length, end):
     """A pattern that is not linear in the length takes minutes here, and the time-out of the suite ends it."""
     piece = "".join(pieces)
     text = piece * (length // len(piece) + 1) + end

@@ -137,7 +137,7 @@ def test_values_that_are_no_rewards_name_the_function(values, message):
 @pytest.mark.parametrize(
     "values", [[1, None], (True, 0.5), np.ones(2), torch.ones(2), [np.float32(1), torch.tensor(2.0)], iter([1.0, 2.0])]
 )
-def test_values_that_trl_takes_are_handed_on(values):
+def test_values_that_trl_takes_are_passed_on(values):
     def length(prompts, completions, answer, **columns):
         assert answer == ["1"] * 2
         return values

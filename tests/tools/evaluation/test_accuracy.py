@@ -70,7 +70,7 @@ def test_a_function_of_ones_own_decides_in_place_of_answers(caplog):
         assert result.first_right == (0 if right else None)
         assert (result.pass_at_k, result.majority_at_k) == (right / 4, right / 4)
         assert "strict" not in str(result)
-    assert "accuracy_function fails failed (KeyError: 'oh'); the run goes on" in caplog.text
+    assert "accuracy_function fails failed (KeyError: 'oh'); the run continues" in caplog.text
     assert "1 values for 4 completions" in caplog.text
 
 
@@ -95,7 +95,7 @@ def test_the_result_does_not_depend_on_training_mode_and_leaves_the_generator_al
     assert replace(first, seconds=0) == replace(again, seconds=0)
 
 
-def test_format_and_arithmetic_are_told_apart():
+def test_format_and_arithmetic_are_distinguished():
     dataset = Dataset.from_dict({"prompt": ["1+1="] * 4, "answer": ["2"] * 4})
     for answer_format, correct, strict in (("auto", 2, 1), ("hash", 1, 1), ("last_number", 3, 3)):
         tokenizer = character_tokenizer()

@@ -200,7 +200,7 @@ def test_a_gathered_layer_is_received_beside_where_it_is_used(tmp_path):
 
 
 def test_auto_gathers_the_whole_model_if_the_trainer_would(tmp_path):
-    """The plan took the shards off, which stay beside it: LoRA on an 8B model on two cards of 24 GB did not fit."""
+    """The plan subtracted the shards, which stay in memory: LoRA on an 8B model on two cards of 24 GB did not fit."""
     run = settings(folder(tmp_path), Launch("fsdp2", 2))
     built = model.build(run, read_config(run.model.model_name_or_path))
     whole = nbytes(built.parameters())
@@ -239,7 +239,7 @@ def test_experts_in_4_bits_are_those_that_this_package_loads_and_adapters_on_the
     layers = packed_experts(built).values()
     experts = sum(each.total_bytes * layer.num_experts for layer in layers for each in layer.layouts.values())
     linear = nbytes(p for p in built.parameters() if type(p).__name__ == "Params4bit")
-    # An expert's row has its own shared maximum and offset beside the blocks'.
+    # An expert's row has its own shared maximum and offset in addition to the blocks'.
     expected = experts + linear * (1 + 2 / 64 * (1 if nested else 4))
     assert whole[model.BASE_4BIT] + whole[model.STATE] == pytest.approx(expected, rel=0.02)
     # As PEFT makes them of the same model in 16 bit; their pass needs more bytes than one without.

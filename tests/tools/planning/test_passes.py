@@ -25,7 +25,7 @@ from trl_fsdp_qlora.tools.planning.settings import Launch
 from trl_fsdp_qlora.tools.recipe.checks import lora_config
 from trl_fsdp_qlora.trainers.step.step_scores import StepScores
 
-# The plan stands for kernels by their tensors; what they allocate inside for a moment differs by a few rows.
+# The plan counts kernels by their tensors; what they allocate inside for a moment differs by a few rows.
 NEAR = 0.05
 
 
@@ -123,7 +123,7 @@ def measured_step(run, model) -> tuple[int, Plan]:
         before = tracker.now
         for number in range(count):
             scores.score(number, model).log_probs.sum().backward()
-            scores.go_back(model, contextlib.nullcontext, contextlib.nullcontext)
+            scores.finish_backward(model, contextlib.nullcontext, contextlib.nullcontext)
     return tracker.peak - before, plan
 
 

@@ -103,8 +103,8 @@ def test_the_command_reads_a_recipe_as_its_script_does(tmp_path):
         assert getattr(from_file, name) == getattr(started, name), name
 
 
-def test_a_plan_within_a_launch_of_fsdp2_knows_it_before_accelerate_says_so(monkeypatch):
-    """On GPUs the state says MULTI_GPU until the trainer has made its `Accelerator`, which is after the plan."""
+def test_a_plan_within_a_launch_of_fsdp2_reads_the_launch_itself(monkeypatch):
+    """On GPUs the state is MULTI_GPU until the trainer has made its `Accelerator`, which is after the plan."""
 
     def config(device):
         return SimpleNamespace(

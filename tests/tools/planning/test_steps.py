@@ -51,7 +51,7 @@ CASES = [
 @pytest.mark.parametrize("kind", ["single", "zero2"])
 @pytest.mark.parametrize("fields", CASES, ids=str)
 def test_a_step_is_planned_as_the_trainer_plans_batches_of_tokens(tmp_path, sharing, fields, kind):
-    """Numbers that stand for tokens have the passes that a model's own batches have."""
+    """Numbers in place of tokens have the passes that a model's own batches have."""
     run = settings(folder(tmp_path), Launch(kind, use_cpu=True), **fields)
     torch.manual_seed(0)
     step = plan_step(run)
@@ -94,6 +94,6 @@ def test_a_step_without_a_look_ahead_computes_prompts_per_micro_batch(tmp_path):
     assert alone.computed == 8 * 119 and (alone.passes, alone.trunks) == (8, 0)
     assert stock.computed == 8 * 120
     assert plan_step(run, "ZeRO-3").computed == alone.computed and plan_step(run, "ZeRO-3").reason == "ZeRO-3"
-    # A generation of two micro-batches: nobody knows what comes behind them.
+    # A generation of two micro-batches: what follows them is not known.
     two = settings(tmp_path, prompt_tokens=100, max_completion_length=20, steps_per_generation=2, **fields)
     assert plan_step(two).trunks == 4 * shared.trunks

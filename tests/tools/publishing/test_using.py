@@ -1,4 +1,4 @@
-"""The lines of docs/publishing.md that use an adapter run as they stand, on one that a run has left, and the merged
+"""The lines of docs/publishing.md that use an adapter run unchanged, on one that a run has left, and the merged
 folder answers alike.
 """
 

@@ -142,14 +142,14 @@ def test_accuracy_by_the_environments_reward_and_by_the_answer(loaded):
     by_reward = evaluate(model, tokenizer, data, agent=agent, samples=2, **options)
     assert (by_reward.n, by_reward.correct, by_reward.pass_at_k, by_reward.majority_at_k) == (5, 2, 0.4, 0.4)
     by_answer = evaluate(model, tokenizer, data, agent=Agent(environment=Guessing), **options)
-    assert by_answer.correct == 0  # it never answers, it goes on calling
+    assert by_answer.correct == 0  # it never answers, and calls again and again
     # Of two calls, without what came back.
     assert by_answer.tokens_per_completion == by_reward.tokens_per_completion > 50
 
 
 def test_a_rank_that_is_done_generates_until_all_ranks_are(loaded, monkeypatch):
     _, tokenizer = loaded
-    ranks_left = [1, 1, 1, 0]  # ranks that go on, by turn, this one counted
+    ranks_left = [1, 1, 1, 0]  # ranks that continue, by turn, this one counted
     asked = []
     monkeypatch.setattr(episodes_module, "reduce", lambda flag, reduction: torch.tensor(ranks_left[len(asked)]))
 
@@ -160,7 +160,7 @@ def test_a_rank_that_is_done_generates_until_all_ranks_are(loaded, monkeypatch):
     agent = Agent(environment=Guessing)
     episodes = run_episodes(agent, rows(50, 7).to_list(), tokenizer, answer, max_length=99, synced_gpus=True)
     lengths = [episode.prompt_length for episode in episodes]
-    assert asked == [lengths, lengths[:1], lengths[:1]]  # a prompt for nobody in the turns of the others
+    assert asked == [lengths, lengths[:1], lengths[:1]]  # then a prompt whose completion is not used
     assert [episode.messages[0]["content"] for episode in episodes] == ["7", "7"]
 
 

@@ -143,7 +143,7 @@ class Evil:
 
 
 def text_that_names_code(path) -> None:
-    """JSON that names code wherever a reader might look for it, and keeps the entries that there were."""
+    """JSON that names code at every place that a reader might look at, and keeps the entries that there were."""
     before = json.loads(path.read_text()) if path.is_file() else {}
     stateful = before.get("stateful_callbacks", {}) | {"evil.load": {"args": {}, "attributes": NAMED}}
     mapping = {"base_model_class": "load", "parent_library": "evil"}
@@ -177,7 +177,7 @@ def plant(folder, name) -> None:
 
 
 def test_a_folder_that_is_resumed_runs_no_code(measured_run, monkeypatch):
-    """A run's folder is data, whoever wrote it: nothing in it names what is imported or called."""
+    """A run's folder is data, from any author: nothing in it names what is imported or called."""
     monkeypatch.chdir(measured_run.folder)
     monkeypatch.syspath_prepend(str(measured_run.folder))
     for name in ENDING_THE_RUN:
@@ -239,7 +239,7 @@ def test_a_run_without_any_reward_names_the_function_and_is_no_success(tmp_path,
     assert functions_warned_of() == ["silent"]
 
 
-def test_where_the_data_lies_is_kept_for_this_machine_alone(tmp_path, monkeypatch):
+def test_the_path_of_the_data_is_kept_for_this_machine_alone(tmp_path, monkeypatch):
     data = tmp_path / "data.jsonl"
     data.touch()
     (tmp_path / "my_data.py").touch()

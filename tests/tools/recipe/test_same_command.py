@@ -1,4 +1,4 @@
-"""The command that began a run goes on with it; another command does not overwrite it."""
+"""The command that began a run continues it; another command does not overwrite it."""
 
 import os
 
@@ -35,7 +35,7 @@ def begun(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("words", ["", "--max_steps 20", "--num_train_epochs 2"])
-def test_the_same_command_goes_on_and_may_train_longer(words, begun):
+def test_the_same_command_continues_and_may_train_longer(words, begun):
     assert resume_of(words) == "auto"
     assert resume_of(words) == "auto"
 
@@ -60,7 +60,7 @@ def test_another_verbosity_of_transformers_is_the_same_run(begun):
         ("--dataset multiplication", "dataset: addition -> multiplication"),
     ],
 )
-def test_another_command_is_refused_with_what_differs_and_stays_so(words, difference, begun):
+def test_another_command_is_refused_with_what_differs_also_a_second_time(words, difference, begun):
     for _ in range(2):
         with pytest.raises(CheckpointError, match=f"holds another run \\(checkpoint-5, {difference}.*resume_from_che"):
             resume_of(words)

@@ -53,7 +53,7 @@ def test_it_trains_with_shared_prompts_is_measured_and_trains_no_further(method,
     losses = [entry["loss"] for entry in record["history"] if "loss" in entry]
     assert len(losses) == 2 and record["train_seconds"] > 0
     assert (folder / "out" / "adapter_config.json").is_file()
-    called("evaluate", "--adapter out --output measured.json")  # the folder says how it is measured
+    called("evaluate", "--adapter out --output measured.json")  # the folder has how it is measured
     assert json.loads((folder / "measured.json").read_text())["correct"] == record["after"]["correct"]
     called(method, words)
     assert "nothing is trained" in capsys.readouterr().out

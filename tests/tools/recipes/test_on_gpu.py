@@ -1,4 +1,4 @@
-"""A recipe on a CUDA device, launched as its header says: accuracy, a checkpoint, and going on from it."""
+"""A recipe on a CUDA device, launched as in its header: accuracy, a checkpoint, and continuing from it."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Every recipe parses and says what it is, and fits the hardware that it names: of each model its published shape."""
+"""Every recipe parses, has a description and fits the hardware that it names: of each model its published shape."""
 
 import re
 from pathlib import Path
@@ -24,7 +24,7 @@ TYPES = (ScriptArguments, EfficientGRPOConfig, ModelConfig)
 HERE = ["--use_cpu", "true", "--bf16", "false", "--optim", "adamw_torch"]
 
 
-def test_what_a_file_says_is_what_the_command_line_says_which_wins(tmp_path):
+def test_a_value_of_the_command_line_replaces_that_of_a_file(tmp_path):
     """YAML reads `off` and `no` as truth values; a truth value that is none of a field's words stays an error."""
 
     def parse(text, *argv):
@@ -60,7 +60,7 @@ SHAPES = {
     "Llama-3.1-70B": (8192, 80, 64, 8, 28672, 128256, False, 70.6),
     "Qwen3-30B-A3B": (2048, 48, 32, 4, 6144, 151936, False, 30.5),
 }
-# Of the mixture, beside these.
+# Of the mixture, in addition to these.
 EXPERTS = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128}
 
 
@@ -83,7 +83,7 @@ FOR_GPUS = [path for path in PATHS if re.search(r"GPUs? with \d", head(path, "ha
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: "/".join(path.parts[-3:]))
-def test_every_recipe_parses_and_says_what_it_is(path):
+def test_every_recipe_parses_and_has_a_description(path):
     words = ["--config", str(path), *HERE]
     script, config, model = parse_recipe((ScriptArguments, config_of(method_of(words)), ModelConfig), words)
     # Whole groups on as many processes as its launch line starts, not only on the one that parses it here.

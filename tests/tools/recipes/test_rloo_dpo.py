@@ -36,7 +36,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_rloo_trains_measures_and_goes_on(folder, called, capsys):
+def test_rloo_trains_measures_and_continues(folder, called, capsys):
     words = (
         f"{COMMON} --chat false --per_device_train_batch_size 8 --num_generations 4 --save_strategy steps "
         "--save_steps 1"

@@ -24,7 +24,7 @@ def test_an_equation_is_written_out_and_a_rationale_loses_its_notes(worked):
         ("( ( 4.0 + 8.0 ) / 3.0 )", 4.0): "4 + 8 = 12\n12 / 3 = 4\n#### 4",
         ("( 4.0 - ( 3.0 - 19.0 ) )", 20.0): "3 - 19 = -16\n4 - (-16) = 20\n#### 20",
         ("( ( 1.0 / 3.0 ) * 6.0 )", 2.0): "1 / 3 = 1/3\n1/3 * 6 = 2\n#### 2",
-        ("( ( 4.0 - 2.0 ) + 3.0 )", 1.0): None,  # SVAMP's row 679: the equation comes to 5
+        ("( ( 4.0 - 2.0 ) + 3.0 )", 1.0): None,  # SVAMP's row 679: the equation's value is 5
         ("( 4.0 / 0.0 )", 1.0): None,
         ("__import__('os')", 1.0): None,
         (None, 4.0): None,
@@ -67,7 +67,7 @@ def test_validation_comes_out_of_training_and_nothing_is_in_two_places(script):
             load_data(script)
 
 
-def test_it_trains_and_a_stopped_run_goes_on(script, tmp_path, monkeypatch, called, capsys):
+def test_it_trains_and_a_stopped_run_continues(script, tmp_path, monkeypatch, called, capsys):
     save_tiny_model(tmp_path / "base")
     monkeypatch.chdir(tmp_path)
     words = (
@@ -90,7 +90,7 @@ def test_it_trains_and_a_stopped_run_goes_on(script, tmp_path, monkeypatch, call
     losses = [entry["loss"] for entry in record["history"] if "loss" in entry]
     assert len(losses) == 4 and losses[-1] < losses[0]
     assert (tmp_path / "out" / "checkpoint-2").is_dir()
-    called("evaluate", "--model_name_or_path out --output measured.json")  # the folder says how it is measured
+    called("evaluate", "--model_name_or_path out --output measured.json")  # the folder has how it is measured
     result = json.loads((tmp_path / "measured.json").read_text())
     assert result["n"] == 30 and 0 < result["tokens_per_completion"] <= 4
     assert result["correct"] == record["after"]["correct"] and record["before"]["n"] == 30

@@ -61,7 +61,7 @@ DEEP_TEXT = """((node) => {
 })"""
 
 
-def test_it_opens_without_a_trouble_light_and_dark_and_draws_curves(browser, tmp_path):
+def test_it_opens_without_errors_light_and_dark_and_draws_curves(browser, tmp_path):
     open_report(browser, trl_run(tmp_path / "run"))
     light = browser.screenshot()
     assert colors(light)[0x3B, 0x7D, 0xD8] > 500  # of the curves
@@ -194,7 +194,7 @@ def test_hostile_completions_do_nothing(browser, tmp_path):
     assert shown[0] == HOSTILE[0]
     assert shown[2].startswith("U+202EU+2066evilU+2069 ")
     assert shown[4] == "nul U+0000 and escape U+001B[31m and bell U+0007"
-    # No line is wider than its box, and none turns what stands around it.
+    # No line is wider than its box, and none turns what is around it.
     wide = "[...document.querySelectorAll('.text')].filter((each) => each.scrollWidth > each.clientWidth + 1).length"
     assert browser.evaluate(wide) == 0
     assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -256,7 +256,7 @@ def test_numbers_that_are_not_finite(tmp_path):
     assert "grad_norm was not finite in 1 logged step" in text
 
 
-def test_the_newest_checkpoint_of_a_run_that_is_going_on(tmp_path):
+def test_the_newest_checkpoint_of_a_run_that_is_not_finished(tmp_path):
     write_state(tmp_path / "checkpoint-50", logged(50))
     write_state(tmp_path / "checkpoint-100", logged(90))
     (tmp_path / "checkpoint-150").mkdir()  # being written
@@ -301,7 +301,7 @@ def test_without_completions_no_prompt_is_in_the_page(tmp_path):
     assert "Reward" in charts(data)
 
 
-def test_it_samples_whole_groups_and_says_so(tmp_path):
+def test_it_samples_whole_groups_and_notes_it(tmp_path):
     write_state(tmp_path, logged(100))
     for step in (10, 20):
         rows = []

@@ -118,7 +118,7 @@ def test_a_page_that_fails_is_a_warning(base, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("trl_fsdp_qlora.utils.nonfatal._warned", set())
     each = recipe_run(base, tmp_path)
     assert each.state.global_step == 2
-    assert "the page of the run failed (OSError: no space left on device); the run goes on" in caplog.text
+    assert "the page of the run failed (OSError: no space left on device); the run continues" in caplog.text
     assert "keeping completions failed" in caplog.text
 
 
@@ -142,7 +142,7 @@ def test_a_page_is_written_when_something_was_measured(base, tmp_path, monkeypat
 
 def test_warnings_of_a_run_are_on_its_page(base, tmp_path, monkeypatch):
     each = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, model=base, peft_config=lora(), max_steps=1)
-    each.card_info.warnings = ["said before training"]
+    each.card_info.warnings = ["logged before training"]
     verbosity = logging.get_verbosity()
     logging.set_verbosity_warning()  # another test may have silenced transformers
     with record.KeptWarnings() as kept:
@@ -152,7 +152,7 @@ def test_warnings_of_a_run_are_on_its_page(base, tmp_path, monkeypatch):
     logging.set_verbosity(verbosity)
     assert kept.texts == ["a reward of rewards.py gave None", "a token is missing"]
     runner.run_recipe(each, ScriptArguments("addition", skip_accuracy=True), None, None)
-    assert "said before training" in (tmp_path / "report.html").read_text()
+    assert "logged before training" in (tmp_path / "report.html").read_text()
 
 
 def test_a_completion_is_cut_if_its_last_token_ends_nothing():

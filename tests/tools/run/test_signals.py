@@ -92,7 +92,7 @@ main(["plan", "--max_steps", "1"])
 
 @pytest.mark.processes
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_nobody_reads_on(unbuffered):
+def test_a_reader_that_closes_its_pipe_ends_the_run_quietly(unbuffered):
     read, write = os.pipe()
     os.close(read)
     try:

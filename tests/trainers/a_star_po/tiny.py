@@ -1,4 +1,4 @@
-"""Problems and a reward for the A*-PO tests and their workers, beside the tiny model of all tests."""
+"""Problems and a reward for the A*-PO tests and their workers, next to the tiny model of all tests."""
 
 from datasets import Dataset
 

@@ -105,8 +105,8 @@ def test_metrics_and_compared_values_have_these_names(tmp_path, loss_type):
     assert {*seams.COMPARED[:2]} <= grpo._buffered_inputs[0].keys()
 
 
-def test_the_loss_does_nothing_with_the_model_but_hand_it_on():
-    """The request stands in its place."""
+def test_trls_loss_only_passes_the_model_on():
+    """The request is in its place."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(GRPOTrainer._compute_loss))))
     nodes = list(ast.walk(tree))
     uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == "model"]
@@ -114,7 +114,7 @@ def test_the_loss_does_nothing_with_the_model_but_hand_it_on():
     assert len(uses) == 1 and uses == [call.args[0] for call in calls]
 
 
-def test_peft_says_whether_the_adapter_is_off():
+def test_peft_knows_whether_the_adapter_is_off():
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     for model in (get_peft_model(tiny_model(), lora()), get_peft_model(tiny_model(), config)):
         assert not peft.is_reference(model) and not peft.is_reference(tiny_model())
@@ -129,7 +129,7 @@ def test_peft_says_whether_the_adapter_is_off():
 
 
 def test_fsdp(tmp_path):
-    """A filled shard stays where it lies, which `DTensor.from_local` would move."""
+    """A filled shard stays in its memory, which `DTensor.from_local` would move."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -142,7 +142,7 @@ def test_fsdp(tmp_path):
         filled = fsdp.filled_shard(weight, local)
         assert filled.to_local().data_ptr() == local.data_ptr() and torch.equal(filled.full_tensor(), local)
         assert filled.placements == weight.placements
-        # `meta` stands for a device that is not the mesh's: the host's under CPU offloading.
+        # `meta` is a device that is not the mesh's: the host's under CPU offloading.
         elsewhere = fsdp.filled_shard(weight, local.to("meta"))
         assert elsewhere.to_local().is_meta and elsewhere.device_mesh.device_type == "cpu"
     finally:

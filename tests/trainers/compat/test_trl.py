@@ -44,7 +44,7 @@ def test_trl_takes_what_the_engines_pass_by_name(name):
     inspect.signature(function).bind(**dict.fromkeys(PASSED[name].split()))
 
 
-def test_what_trl_hands_over_in_order_has_trls_names():
+def test_what_trl_passes_by_position_has_trls_names():
     """Of arguments the signature has the names, and of results the `return` of the method."""
     turn = inspect.signature(trl.GRPOTrainer._generate_single_turn).parameters
     assert ("self", *trl_rollouts.Turn._fields) == tuple(turn)

@@ -35,7 +35,7 @@ def test_shuts_down_while_there_are_groups(monkeypatch, groups):
 
 
 @pytest.mark.processes
-def test_the_trainer_is_imported_whatever_trls_experiments_and_vllm_code_are():
+def test_the_trainer_is_imported_with_any_experiments_and_vllm_code_of_trl():
     script = """
 import sys
 import trl.trainer.grpo_trainer

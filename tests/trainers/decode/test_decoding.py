@@ -71,7 +71,7 @@ MODELS = {
     ),
 }
 LENGTH_DEPENDENT = ("longrope", "dynamic")
-# Two groups of prompts of different lengths, and one prompt that stands alone.
+# Two groups of prompts of different lengths, and one prompt by itself.
 PROMPTS = [[20, 21, 22, 23, 24, 25, 26, 27, 28]] * 4 + [[30, 31, 32]] * 4 + [[40, 41, 42, 43, 44]]
 
 
@@ -144,7 +144,7 @@ def test_greedy_is_token_identical_for_prompts_with_images(name, tmp_path):
         assert decoding.per_row == PER_ROW.get(name)
     assert work.prefill_tokens == 5 * ids.shape[1] and work.prefill_tokens_stock == len(ROWS) * ids.shape[1]
     assert work.row_steps == sum(len(row) - 1 for row in actual)
-    assert complete(model, prompts, config, vision=vision)[1] == work  # found exact without being told
+    assert complete(model, prompts, config, vision=vision)[1] == work  # the loop is found exact by itself
     if name == "llava":
         trainer = llava_trainer(EfficientGRPOTrainer, tmp_path, max_steps=1, compact_generation=True)
         trainer.train()
@@ -180,7 +180,7 @@ def test_greedy_with_processors(changes):
 @pytest.mark.parametrize("name", LENGTH_DEPENDENT)
 def test_rotary_tables_of_the_longest_row(name):
     """They depend on rows that have ended; so these stay, where a row may grow beyond the limit."""
-    for tokens in (24, 5):  # built anew: dynamic tables remember the longest row that they have seen
+    for tokens in (24, 5):  # built again: dynamic tables remember the longest row that they have seen
         completions, work = complete(build(name), PROMPTS, greedy(max_new_tokens=tokens))
         assert completions == complete(build(name), PROMPTS, greedy(max_new_tokens=tokens), compact=False)[0]
         assert work.row_steps == (work.row_steps_stock if tokens == 24 else sum(len(row) - 1 for row in completions))

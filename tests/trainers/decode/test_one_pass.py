@@ -21,7 +21,7 @@ SETTINGS = {"per_device_train_batch_size": 4, "num_generations": 2, "max_complet
 
 
 class Engine:
-    """Stands where TRL's vLLM engine stands: fixed completions, with log-probabilities that are some nats off."""
+    """In place of TRL's vLLM engine: fixed completions, with log-probabilities that are some nats off."""
 
     shared_base = None
     own_base = "there is no vLLM"

@@ -1,4 +1,4 @@
-"""Prompts that are attended to once per group, against whole rows computed anew."""
+"""Prompts that are attended to once per group, compared with whole rows."""
 
 import copy
 from types import SimpleNamespace

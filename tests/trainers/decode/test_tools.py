@@ -114,7 +114,7 @@ def test_a_tool_that_hangs_is_an_error_that_the_model_reads(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(("seconds", "rings"), [({}, True), ({"tool_timeout": None}, False)], ids=["default", "None"])
-def test_a_call_may_take_300_seconds_unless_told_otherwise(tmp_path, seconds, rings):
+def test_the_default_limit_of_a_call_is_300_seconds(tmp_path, seconds, rings):
     seconds_left = []
 
     def look_at_the_timer():
@@ -129,7 +129,7 @@ def test_a_call_may_take_300_seconds_unless_told_otherwise(tmp_path, seconds, ri
         signal.setitimer(signal.ITIMER_REAL, *of_pytest)
     assert step["tools/failure_frequency"] == 0
     assert seconds_left and all((each <= 300) == rings for each in seconds_left)
-    assert 300 < seconds_after < 10_000  # a timer of somebody else continues after a call
+    assert 300 < seconds_after < 10_000  # a timer of other code continues after a call
 
 
 def test_a_limit_is_of_a_call_that_is_too_long_alone():
@@ -155,7 +155,7 @@ def test_a_limit_is_of_a_call_that_is_too_long_alone():
 
 
 class Counter:
-    """Counts; `reset` fails where it is told to."""
+    """Counts; `reset` fails if it is set to."""
 
     def reset(self, **_columns) -> str | None:
         if os.environ.get("FAILS") == os.environ.get("RANK", "0"):

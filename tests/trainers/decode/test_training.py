@@ -95,7 +95,7 @@ def goes_to_stock(grpo, multimodal_fields=None) -> bool:
     ],
     ids=str,
 )
-def test_what_is_not_exact_runs_as_stock_and_says_so(tmp_path, changes, message):
+def test_what_is_not_exact_runs_as_stock_and_is_logged(tmp_path, changes, message):
     grpo = make(folder=tmp_path, **changes)
     heading, line = next(feature for feature in grpo.features() if feature[1].startswith("rollouts:"))
     assert message in line and heading == ("off" if "compact_generation" in changes else "as stock TRL")
@@ -177,7 +177,7 @@ def roll(asked, trainer):
 @pytest.mark.filterwarnings("ignore:.*rollout_func")
 @pytest.mark.parametrize("drawn_by", ["tools", "rollout_func"])
 def test_other_turns_equal_stock(tmp_path, drawn_by):
-    """Some rows go on after a tool's answer, each with a history of its own; a rollout function draws itself."""
+    """Some rows continue after a tool's answer, each with a history of its own; a rollout function draws itself."""
     runs = []
     for cls, config_cls in (STOCK, OURS):
         model = tiny_model()

@@ -34,7 +34,7 @@ EXACT = (
     "gemma4 (text)",
     "qwen3_5 (text)",
 )
-# Two groups of prompts of different lengths, and one prompt that stands alone.
+# Two groups of prompts of different lengths, and one prompt by itself.
 PROMPTS = [list(range(20, 29))] * 4 + [[30, 31, 32]] * 4 + [[40, 41, 42, 43, 44]]
 
 
@@ -62,7 +62,7 @@ class Counted:
 
 
 def follow(prompts, completions, turn, change=lambda history, row: history):
-    """The prompts of the next turn: most rows go on, each behind a tool's answer of its own length."""
+    """The prompts of the next turn: most rows continue, each behind a tool's answer of its own length."""
     rng = random.Random(turn)
     rows = [row for row in range(len(prompts)) if (row + turn) % 4]
     answer_lengths = [rng.randrange(1, 6) for _ in rows]
@@ -115,7 +115,7 @@ def test_greedy_episodes_are_token_identical(name):
 @pytest.mark.parametrize("is_shared", [True, False], ids=["prompts once", "prompts per row"])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_prompts_of_different_lengths_behind_a_common_beginning(name, is_shared, monkeypatch):
-    """The beginning is prefilled on its own, so padding stands behind it; what a row keeps has no padding."""
+    """The beginning is prefilled on its own, so padding is behind it; what a row keeps has no padding."""
     if not is_shared:
         monkeypatch.setattr(shared_prompts, "why_per_row", lambda model: "for the test")
     model = any_model(name)

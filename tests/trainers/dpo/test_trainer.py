@@ -168,7 +168,7 @@ def test_rows_that_are_compared_with_stock_share_their_prompts(tmp_path, monkeyp
     inputs = next(iter(ours.get_train_dataloader()))
     ours.compute_loss(ours.model, inputs)
     (batch,) = seen
-    prompts = (batch.labels == -100).long().cumprod(1).bool()  # what stands before the answer
+    prompts = (batch.labels == -100).long().cumprod(1).bool()  # the tokens before the answer
     for first in range(0, len(batch.input_ids), 2):
         assert prompts[first].equal(prompts[first + 1])
         assert batch.input_ids[first][prompts[first]].equal(batch.input_ids[first + 1][prompts[first]])

@@ -106,7 +106,7 @@ def stop(grpo, control):
 
 @every_split
 @pytest.mark.parametrize("event", ["loss", "callback", "stop"])
-def test_a_run_that_broke_off_between_two_micro_batches_and_goes_on(tmp_path, split, event):
+def test_a_run_that_broke_off_between_two_micro_batches_and_continues(tmp_path, split, event):
     def run(grpo):
         behind = 1 if split == "cut" else 3
         if event == "loss":
@@ -128,7 +128,7 @@ def test_a_run_that_broke_off_between_two_micro_batches_and_goes_on(tmp_path, sp
         else:
             with pytest.raises(Broken):
                 grpo.train()
-        with torch.no_grad():  # somebody changed the weights since
+        with torch.no_grad():  # the weights were changed since
             for weight in grpo.model.parameters():
                 weight.add_(0.01 * weight.requires_grad)
         grpo.train()
@@ -207,7 +207,7 @@ class StepsEarly(EfficientGRPOTrainer):
 
 
 @every_split
-def test_an_optimizer_that_steps_earlier_than_it_said(tmp_path, split):
+def test_an_optimizer_that_steps_earlier_than_planned(tmp_path, split):
     assert_as_alone(tmp_path, split, cls=StepsEarly)
 
 
@@ -373,7 +373,7 @@ OTHER_CALLS = {
 
 
 @pytest.mark.parametrize("name", OTHER_CALLS)
-def test_a_trl_that_calls_the_model_otherwise_is_not_answered_from_the_plan(tmp_path, monkeypatch, caplog, name):
+def test_a_call_that_differs_from_the_plan_is_not_answered_from_it(tmp_path, monkeypatch, caplog, name):
     stock = GRPOTrainer._get_per_token_logps_and_entropies
 
     @functools.wraps(stock)

@@ -1,7 +1,7 @@
 """Each feature on a CUDA device against stock TRL, or against itself run padded, on the same batch; and on two
 devices.
 
-Written without a device at hand; what "on the emulated device" means for these tests stands in docs/gpu.md.
+Written without a device at hand; docs/gpu.md has what "on the emulated device" means for these tests.
 """
 
 import copy
@@ -36,7 +36,7 @@ T_SPMO = (TSPMOTrainer, TSPMOConfig)
 
 
 def make(both, folder, **changes):
-    """A trainer on the device, float32 and with LoRA unless told otherwise."""
+    """A trainer on the device, float32 and with LoRA by default."""
     result = trainer(*both, folder, **{"peft_config": lora(), "use_cpu": False, "bf16": False} | changes)
     result.model.train()
     result.current_gradient_accumulation_steps = 1
@@ -61,7 +61,7 @@ def drawn(ours):
 
 
 def loss_and_gradient(ours, batch):
-    """Of one micro-batch, in mixed precision where the trainer says so."""
+    """Of one micro-batch, in mixed precision if the trainer's arguments ask for it."""
     ours.model.zero_grad()
     with ours.accelerator.autocast():
         loss = ours._compute_loss(ours.model, copy.copy(batch))
@@ -167,7 +167,7 @@ TWO_DEVICES = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs tw
 
 
 def split(both, folder, **changes):
-    """A trainer on a model that TRL loads by its name; the devices' memory is said to be too small for all of it."""
+    """A trainer on a model that TRL loads by its name; the devices' memory is set too small for all of it."""
     size = sum(p.numel() * p.element_size() for p in tiny_model().parameters())
     options = {
         "model": save_tiny_model(folder / "model"),

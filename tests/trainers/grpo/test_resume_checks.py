@@ -1,4 +1,4 @@
-"""What a trainer says and does where a checkpoint does not fit: other shapes, another run, the end, a full disk."""
+"""What a trainer logs and does if a checkpoint does not fit: other shapes, another run, the end, a full disk."""
 
 import errno
 import json
@@ -12,7 +12,6 @@ from unittest.mock import Mock
 import pytest
 import safetensors.torch
 import torch
-from filelock import FileLock
 from transformers import TrainerCallback, TrainerState
 from trl import GRPOTrainer
 
@@ -20,7 +19,6 @@ from tests.tiny import lora, prompts, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.trainers.run import checkpoints, stopping
 from trl_fsdp_qlora.trainers.run.checkpoints import why_not_whole
-from trl_fsdp_qlora.utils.files import CheckpointError
 
 SETTINGS = {
     "per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2, "beta": 0.05,
@@ -92,7 +90,7 @@ def run(finished, tmp_path):
         ({"data": prompts(16).select(range(8, 16))}, r"data: 8 rows of"),
     ],
 )
-def test_another_shape_generates_anew_and_says_so(run, caplog, changes, reason):
+def test_another_shape_generates_again_and_is_logged(run, caplog, changes, reason):
     resumed = make(run, max_steps=5, **changes)
     drawn = drawn_batches(resumed)
     rows = []
@@ -110,24 +108,11 @@ def test_another_shape_generates_anew_and_says_so(run, caplog, changes, reason):
     assert rows == [changes.get("per_device_train_batch_size", 4)] * 2
 
 
-def test_the_optimizer_may_change_with_a_warning_and_what_says_nothing_of_the_maths_without(run, caplog):
-    make(run, save_steps=2, logging_steps=3, save_total_limit=5, run_name="other").train(resume_from_checkpoint="auto")
-    assert " -> " not in caplog.text
+def test_the_optimizer_may_change(run):
     resumed = make(run, max_steps=4, learning_rate=5e-4)
     drawn = drawn_batches(resumed)
     resumed.train(resume_from_checkpoint="auto")
     assert resumed.state.global_step == 4 and drawn == []
-    assert "learning_rate: 0.001 -> 0.0005" in caplog.text
-
-
-def test_a_second_run_in_the_folder_of_one_does_no_step(run):
-    with FileLock(run / checkpoints.LOCK), pytest.raises(CheckpointError, match=f"output_dir={run} "):
-        make(run).train()
-
-
-def test_a_manifest_has_nothing_of_this_machine(finished):
-    text = (finished / "checkpoint-3" / "manifest.json").read_text()
-    assert str(finished) not in text and '"processes": 1' in text
 
 
 def test_a_finished_run_does_no_further_step(run, caplog):
@@ -186,7 +171,7 @@ def test_a_signal_ends_the_step_with_a_checkpoint(tmp_path, default_handlers, si
     with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
         grpo.train()
     line = str(ended.value) if signals[0] == signal.SIGINT else capfd.readouterr().err
-    then = "go on from checkpoint-2" if save_strategy == "steps" else "no checkpoint was saved yet, start again"
+    then = "continue from checkpoint-2" if save_strategy == "steps" else "no checkpoint was saved yet, start again"
     assert f'stopped at step 2 of 3; {then}: trainer.train(resume_from_checkpoint="auto")' in line
     assert isinstance(ended.value, KeyboardInterrupt) or ended.value.code == 143
     assert kept(tmp_path) == (["checkpoint-2"] if save_strategy == "steps" else [])
@@ -200,7 +185,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, default_handlers, monkeypatch):
     monkeypatch.setattr(stopping, "_ONE_CTRL_C", 0.01)
     grpo = make(tmp_path, save_steps=1)
     kill_in_step(grpo, signal.SIGINT, signal.SIGINT, seconds=0.02)
-    with pytest.raises(KeyboardInterrupt, match="stopped at step 1 of 3; go on from checkpoint-1"):
+    with pytest.raises(KeyboardInterrupt, match="stopped at step 1 of 3; continue from checkpoint-1"):
         grpo.train()
 
 
@@ -220,13 +205,13 @@ def test_a_users_own_handlers_and_a_prompts_ctrl_c_stay(tmp_path, default_handle
 WEIGHTS = "adapter_model.safetensors"
 
 
-def test_auto_goes_on_from_the_newest_that_holds_what_was_written(run, caplog):
+def test_auto_continues_from_the_newest_whole_checkpoint(run, caplog):
     damage(run / "checkpoint-3" / WEIGHTS)
     grpo = make(run, max_steps=4)
     steps = []
     grpo.add_callback(callback_at("on_step_begin", lambda state: steps.append(state.global_step)))
     grpo.train(resume_from_checkpoint="auto")
-    assert steps == [2, 3] and why_not_whole(run / "checkpoint-3") is None  # written anew
+    assert steps == [2, 3] and why_not_whole(run / "checkpoint-3") is None  # written again
     assert len([message for message in caplog.messages if f"checkpoint-3: its file {WEIGHTS} " in message]) == 1
 
 

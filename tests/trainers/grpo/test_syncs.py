@@ -1,4 +1,4 @@
-"""How often the host waits for the device in a micro-batch and in a step, beside stock TRL.
+"""How often the host waits for the device in a micro-batch and in a step, compared with stock TRL.
 
 A host that waits cannot queue what comes next, so the device idles. On the emulated device (docs/gpu.md) waits are
 real, though nothing takes time there.
@@ -178,7 +178,7 @@ def waits(tmp_path_factory):
         if feature == "A*-PO":
             run = a_star_po(folder, prompts=32, **SETTINGS)
         elif feature == "T-SPMO, nested rows":
-            # Completions of a small vocabulary begin alike, so rows nest wherever that may cost anything.
+            # Completions of a small vocabulary begin alike, so rows nest in every place that may cost anything.
             # A pass of several micro-batches is no dense row, so each computes its own prompts.
             run = make(folder, TSPMOTrainer, TSPMOConfig, layers, tokens_per_pass=0)
             run.sharing.facts = replace(

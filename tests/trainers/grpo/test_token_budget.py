@@ -79,7 +79,7 @@ def test_skipping_equals_stock(tmp_path, loss_type, sharing):
         assert mine == pytest.approx(theirs, rel=1e-4)
 
 
-# A part of the start-up block's line, the heading that the line stands under, and the settings.
+# A part of the start-up block's line, the heading above the line, and the settings.
 KEEPS = [
     ("KL", "as stock TRL", {"beta": 0.1}),
     ("entropy bonus", "as stock TRL", {"entropy_coef": 0.01}),

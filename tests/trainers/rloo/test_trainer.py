@@ -1,4 +1,4 @@
-"""`EfficientRLOOTrainer` gives stock's batches, losses, gradients and runs, and goes on from a checkpoint to the
+"""`EfficientRLOOTrainer` has stock's batches, losses, gradients and runs, and continues from a checkpoint to the
 bit.
 """
 

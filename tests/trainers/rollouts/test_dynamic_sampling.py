@@ -209,7 +209,7 @@ def test_two_ranks_fill_as_one_and_train_in_step(tmp_path):
 
 
 def filled_of(accelerator: Accelerator) -> dict:
-    """A batch of three groups of four, so that the second lies on two ranks; every third prompt has equal rewards."""
+    """A batch of three groups of four, so that the second is on two ranks; every third prompt has equal rewards."""
 
     def draw(rows):
         first_row = accelerator.process_index * len(rows)

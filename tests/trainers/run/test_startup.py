@@ -22,7 +22,7 @@ def headings(grpo, steps: int = 3) -> dict[str, list[str]]:
     return lines_of
 
 
-def test_every_line_stands_under_what_it_is_and_fsdp_on_a_cpu_is_said_to_be_none(tmp_path, monkeypatch):
+def test_every_line_is_under_its_heading_and_fsdp_on_a_cpu_is_named_as_none(tmp_path, monkeypatch):
     grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, peft_config=lora())
     block = headings(grpo)
     assert {"prefix sharing: auto", "completions with zero advantage skipped"} <= set(block["on"])
@@ -48,7 +48,7 @@ def test_one_of_a_thing_is_no_plural(tmp_path):
     ]  # fmt: skip
 
 
-def test_the_block_has_its_lines_for_itself_beside_a_progress_bar(tmp_path, monkeypatch):
+def test_the_block_begins_a_line_of_its_own_after_a_progress_bar(tmp_path, monkeypatch):
     screen = io.StringIO()  # a terminal shows both on one screen
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, screen)
@@ -57,7 +57,7 @@ def test_the_block_has_its_lines_for_itself_beside_a_progress_bar(tmp_path, monk
     assert "trl-fsdp-qlora" in lines and "0%" in screen.getvalue(), lines
 
 
-def test_the_first_packed_pass_says_how_many_tokens_were_computed_by_level(tmp_path, monkeypatch, capsys):
+def test_the_first_packed_pass_logs_its_tokens_by_level(tmp_path, monkeypatch, capsys):
     grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, max_steps=2, gradient_accumulation_steps=2)
     batches = []
     step = grpo.training_step
@@ -104,7 +104,7 @@ def record_of(tokens, padded_tokens, levels, kernels=None) -> PassRecord:
     return record
 
 
-def test_a_padded_pass_says_nothing_of_the_kind(tmp_path, capsys):
+def test_a_padded_pass_logs_no_such_line(tmp_path, capsys):
     trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, prefix_sharing="off", max_steps=1).train()
     assert "packed pass" not in capsys.readouterr().out
 

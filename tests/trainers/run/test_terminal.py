@@ -12,9 +12,9 @@ from trl import GRPOConfig, GRPOTrainer
 from tests.tiny import config, prompts, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.engines.decode.completions import over_ranks
+from trl_fsdp_qlora.tools.run import terminal
+from trl_fsdp_qlora.tools.run.terminal import TerminalCallback, use_terminal
 from trl_fsdp_qlora.tools.small_base.text import character_tokenizer
-from trl_fsdp_qlora.trainers.run import terminal
-from trl_fsdp_qlora.trainers.run.terminal import TerminalCallback, use_terminal
 from trl_fsdp_qlora.utils import progress
 
 
@@ -64,7 +64,7 @@ class Stop(TrainerCallback):
 
 
 def test_a_recipe_in_a_log_file(tmp_path, capsys):
-    """The first and the last step print a line, wherever training ends."""
+    """The first and the last step print a line, for any last step."""
     grpo = trainer(
         EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, disable_tqdm=False, max_steps=7, logging_steps=100
     )
@@ -131,7 +131,7 @@ def test_progress_is_a_line_now_and_then_or_a_bar(monkeypatch, capsys):
         assert over_ranks(5, 2, list, lambda batch, drawn: drawn, **metrics) == [0, 1, 2, 3, 4]
         return capsys.readouterr().err
 
-    assert accuracy(description="accuracy") == accuracy() == ""  # it is quick, or nobody asks
+    assert accuracy(description="accuracy") == accuracy() == ""  # it is quick, or not asked for
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     lines = [line.strip("\r") for line in accuracy(description="accuracy").split("\n")]
     assert {"accuracy: 2/5 problems", "accuracy: 4/5 problems"} <= {line.partition(",")[0] for line in lines}

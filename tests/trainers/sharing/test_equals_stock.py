@@ -193,7 +193,7 @@ def test_bf16_autocast_rounds_no_more_than_stock(name, tmp_path):
 
 @pytest.mark.parametrize("experts", [None, 0, 4])
 def test_router_loss_counts_tokens_as_stock_does(experts, tmp_path):
-    """Of Qwen3-MoE, and of Granite: TRL 1.16 looks for `num_experts` alone; where it is told, it is the reference."""
+    """Of Qwen3-MoE, and of Granite: TRL 1.16 looks for `num_experts` alone; with that field it is the reference."""
     trainers = []
     for cls in BOTH:
         model = build("qwen3_moe" if experts is None else "granitemoehybrid")
@@ -234,7 +234,7 @@ def test_selected_tokens_and_rows_cut_inside_groups(name):
 
 
 def test_recurrent_layers_branch_at_every_level():
-    """T-SPMO's completions begin alike: a state goes on from where they part; it is not kept at every token."""
+    """T-SPMO's completions begin alike: a state continues from their parting; it is not kept at every token."""
     batch = make_batch([12] * 4, [9] * 4)
     model = build("qwen3_5")
     batch[0][:, -COMPLETION:-2] = batch[0][0, -COMPLETION:-2]

@@ -33,7 +33,7 @@ def main(way: str, model: str, out: str, url: str = "") -> None:
         config = GenerationConfig(max_new_tokens=8, do_sample=True, top_k=0)
         config.eos_token_id = trainer.eos_token_ids
         config.pad_token_id = trainer.processing_class.pad_token_id
-        # Another number of prompts on every rank: nobody waits for anybody.
+        # Another number of prompts on every rank: no rank waits for another.
         drawn = [generate(drawer, [[5 + rank, 6, 7]] * (1 + rank), config, seed=1) for _ in range(1 + rank)]
     result["synced_gpus"] = synced_gpus
     result["drawn"] = [len(batch) for batch in drawn]

@@ -25,7 +25,7 @@ def grpo(
     tokenizer=None,
     **changes,
 ):
-    """A trainer on sums; colocated unless `changes` say otherwise."""
+    """A trainer on sums; colocated unless `changes` have another mode."""
     torch.manual_seed(0)
     arguments = {name: changes.pop(name, None) for name in TRAINER_ARGUMENTS}
     reward = changes.pop("reward", tiny.digit_share)

@@ -102,7 +102,7 @@ def test_groups_that_are_replaced(start, method, monkeypatch):
 def test_what_vllm_draws_from_need_not_be_the_policy(start, changes):
     trainer = start(max_steps=3, **changes)
     trainer.train()
-    # The completions come from another distribution: its weights say so, and nobody takes it for another model.
+    # The completions come from another distribution: its weights show that, and it is not taken for another model.
     assert max(figures(trainer, DIFFERENCE)) > 1e-3
     assert max(abs(x - 1) for x in figures(trainer, "sampling/importance_sampling_ratio/mean")) > 1e-3
     assert min(figures(trainer, "completions/min_length")) >= changes["generation_kwargs"].get("min_tokens", 0)
@@ -215,12 +215,12 @@ def test_greedy_is_pefts_token_for_token(shared_engine, model, request, tmp_path
     for prompt, mine, theirs in zip(prompts, drawn, expected, strict=True):
         if list(mine) != list(theirs):
             where = next((i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), None)
-            assert where is not None, f"one goes on where the other ends: {mine} {theirs}"
+            assert where is not None, f"one continues after the other's end: {mine} {theirs}"
             best = scores_of(policy, prompt, mine)[where].topk(2).values
             assert best[0] - best[1] < 1e-4, f"no tie: {mine} {theirs}"
             ties += 1
     assert ties <= len(prompts) // 4
-    # The base alone says something else, and the engine's stand-in for a model says the same as the engine.
+    # The base alone draws something else, and the engine's stand-in for a model draws the same as the engine.
     alone = EngineModel(engine, policy.generation_config)
     assert sum(a != b for a, b in zip(generate(alone, prompts, config), expected, strict=True)) == ties
     with engine.without_adapter(), policy.disable_adapter():
@@ -250,7 +250,7 @@ SERVED = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", SERVED)
-def test_log_probabilities_are_pefts_whatever_differs_by_module(shared_engine, base, tmp_path, kind):
+def test_log_probabilities_are_pefts_with_settings_that_differ_by_module(shared_engine, base, tmp_path, kind):
     """Sampled tokens' log-probabilities, of adapters whose ranks, scalings and layers differ by module."""
     tokenizer, policy, engine = served(base, tmp_path, 0.1, **SERVED[kind])
     if kind == "another name":  # and a scaling that was set by hand

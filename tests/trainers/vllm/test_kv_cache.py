@@ -74,9 +74,9 @@ def test_the_cache_goes_and_the_weights_stay(tmp_path, monkeypatch):
 
 
 def test_shared_weights_stay_at_every_level_of_sleep(base, tmp_path, monkeypatch, caplog):
-    """Asked of a real vLLM, whose CPU engine cannot sleep: what it would be told to give away is the cache alone.
+    """Asked of a real vLLM, whose CPU engine cannot sleep: what it would free is the cache alone.
 
-    A run with `vllm_enable_sleep_mode` goes on there, with a line.
+    A run with `vllm_enable_sleep_mode` continues there, with a line.
     """
     trainer = grpo(base, tmp_path, vllm_share_base="on", vllm_enable_sleep_mode=True, max_steps=2)
     assert "vllm_enable_sleep_mode has no effect" in caplog.text

@@ -16,7 +16,7 @@ SLICES = (16, 8)
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 @pytest.mark.parametrize("of", ["layer", "logits", "padded logits"])
 def test_as_vllm_and_as_float64(of, adapters, scale):
-    """Adapter ids 7 and 9 lie in slots 0 and 1; id 0 is no adapter. The head's may be narrower than the logits."""
+    """Adapter ids 7 and 9 are in slots 0 and 1; id 0 is no adapter. The head's may be narrower than the logits."""
     from vllm.lora.layers import LoRAMapping
     from vllm.lora.punica_wrapper import get_punica_wrapper
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU

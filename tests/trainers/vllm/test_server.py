@@ -29,7 +29,7 @@ def test_a_run_syncs_generates_and_unloads_and_its_accuracy_is_drawn_by_the_serv
         sizes = {"max_new_tokens": 8, "samples": 2, "batch_size": 8, "progress": False}
         measured = evaluate(model, trainer.processing_class, problems, **sizes)
     assert measured.n == 6 and measured.tokens_per_completion > 0
-    # Greedy, the server says what the policy says, and without the adapter what the base says.
+    # Greedy, the server draws what the policy draws, and without the adapter what the base draws.
     ids = [trainer.processing_class(f"{i}+{i}=")["input_ids"] for i in range(4)]
     greedy = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=[trainer.processing_class.eos_token_id])
     greedy.pad_token_id = trainer.processing_class.pad_token_id
@@ -63,7 +63,7 @@ def two_ranks(way, model, out, url="", timeout=240, check=True, **environment):
     outputs = launch(*arguments, timeout=timeout, environment=environment, check=check)
     written = [out / f"rank{rank}.json" for rank in range(2)]
     assert all(path.is_file() for path in written), "\n".join(text[-3000:] for _, text in outputs)
-    if check:  # what vLLM says while a process ends is none of its exit code
+    if check:  # vLLM's output while a process ends has no part in its exit code
         assert not any("Traceback" in text for _, text in outputs), "\n".join(text[-3000:] for _, text in outputs)
     return [json.loads(path.read_text()) for path in written]
 

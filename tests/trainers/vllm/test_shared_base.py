@@ -65,7 +65,7 @@ def args(**changes):
         ({"vllm_engine_kwargs": {"dtype": torch.float16}}, ADAPTER, None, "dtype: float16"),
     ],
 )
-def test_where_the_base_cannot_be_shared_is_said_before_it_is_loaded(changes, sync, quantization, reason):
+def test_a_base_that_cannot_be_shared_is_refused_before_it_is_loaded(changes, sync, quantization, reason):
     """With `on` it is an error, with `auto` a line of the start-up block."""
     with pytest.raises(RolloutError, match=reason):
         why_own_base(args(**changes), sync, quantization, "model")
@@ -88,7 +88,7 @@ WRITERS = {
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_what_trains_or_writes_the_base_does_not_share_it(writer):
-    """With `on` it is an error before the base is loaded, which says what to change; with `auto` a line."""
+    """With `on` it is an error before the base is loaded, which names what to change; with `auto` a line."""
     changes, peft_config, reason = WRITERS[writer]
     for share in ("on", "auto"):
         settings = args(use_vllm=True, vllm_share_base=share, **{"rollout_sync": "auto", **changes})
@@ -335,7 +335,7 @@ def test_an_optimizer_that_gets_a_parameter_of_the_base_ends_the_run(base, tmp_p
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("method", ["rloo", "t_spmo", "a_star_po"])
-def test_other_trainers_train_with_one_base_and_say_so(base, tmp_path, capfd, method):
+def test_other_trainers_train_with_one_base_and_log_it(base, tmp_path, capfd, method):
     trainer_class, config_class, values = {
         "rloo": (EfficientRLOOTrainer, EfficientRLOOConfig, {}),
         "t_spmo": (TSPMOTrainer, TSPMOConfig, {}),
@@ -404,7 +404,7 @@ class Held:
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", ["Qwen3", pytest.param("Qwen3-MoE", marks=pytest.mark.exhaustive)])
 def test_the_peak_of_loading_is_one_copy_and_one_layer(name, ranks_of_experts, tmp_path, monkeypatch):
-    """And what the engine holds besides weights. A second copy would be eight layers.
+    """And what the engine holds other than weights. A second copy would be eight layers.
 
     Of experts there is the layer in the checkpoint's form, too.
     """
@@ -434,7 +434,7 @@ def test_the_peak_of_loading_is_one_copy_and_one_layer(name, ranks_of_experts, t
 
 @pytest.mark.vllm
 def test_what_vllm_replaces_or_turns_over_stays_the_trainers_own(tmp_path):
-    """After it was loaded a parameter may go; a square one may lie transposed at the same address."""
+    """After it was loaded a parameter may go; a square one may be transposed at the same address."""
     from trl_fsdp_qlora.experimental.one_base.shared_base import SharedBase
 
     policy = get_peft_model(torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3))), LORA)

@@ -97,13 +97,13 @@ def test_a_checkpoint_that_is_stored_quantized_is_seen_by_its_config(tmp_path):
     config = json.loads((tmp_path / "base" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "base" / "config.json").write_text(json.dumps(config))
-    (tmp_path / "base" / "model.safetensors").unlink()  # told without a weight
+    (tmp_path / "base" / "model.safetensors").unlink()  # chosen without a weight
     assert choice(dtype="float32") == (LORA, config["quantization_config"])
     assert choice(use_vllm=False) == (LORA, None)  # nothing depends on it
     asked_for = object()
     assert choice(use_vllm=False, quantization_config=asked_for) == (LORA, asked_for)
     shutil.rmtree(checkpoint)
-    assert choice() == (LORA, None)  # TRL says what is wrong with it
+    assert choice() == (LORA, None)  # TRL raises the error
 
 
 def test_ranks_are_rounded_up():
@@ -121,7 +121,7 @@ REFUSED = {
     "lm_head": {"target_modules": ["q_proj", "lm_head"]},
     "embed_tokens": {"target_modules": r".*embed_tokens"},
 }
-# What vLLM's reader ignores without a word (`vllm/lora/peft_helper.py`), and TRL's trainer does not look at.
+# What vLLM's reader silently ignores (`vllm/lora/peft_helper.py`), and TRL's trainer does not look at.
 IGNORED = {
     "lora_bias": {"lora_bias": True},
     "alora_invocation_tokens": {"alora_invocation_tokens": [5, 6]},
@@ -143,7 +143,7 @@ def test_what_vllm_cannot_serve_is_refused_by_name():
 
 
 def test_every_other_field_that_is_not_at_its_default_is_refused(on_a_gpu):
-    """A field that PEFT adds tomorrow is one of these until somebody has looked at vLLM's reader."""
+    """A field that PEFT adds tomorrow is one of these until vLLM's reader was looked at."""
     known = adapter_sync._READ | adapter_sync._CHANGES_NO_PRODUCT
     for name in {field.name for field in fields(LoraConfig)}:
         config = LoraConfig(r=16)
@@ -161,7 +161,7 @@ def test_every_other_field_that_is_not_at_its_default_is_refused(on_a_gpu):
 
 
 @pytest.mark.parametrize("kind, named", [("norm", "norm.weight"), ("two", "together"), ("head", "LM head")])
-def test_what_is_trained_beside_one_adapter_is_named(on_a_gpu, kind, named):
+def test_what_is_trained_in_addition_to_one_adapter_is_named(on_a_gpu, kind, named):
     """What no field of the config shows: weights unfrozen by hand, two adapters, a head that a pattern finds."""
     targets = r".*(q_proj|head)" if kind == "head" else ["q_proj"]
     policy = get_peft_model(tiny.tiny_model(), LoraConfig(r=4, target_modules=targets))
@@ -178,7 +178,7 @@ def test_what_is_trained_beside_one_adapter_is_named(on_a_gpu, kind, named):
 
 
 def test_trl_refuses_the_same_adapters():
-    """What TRL's asynchronous trainer says of the adapters above, where it can be imported."""
+    """What TRL's asynchronous trainer accepts of the adapters above, if it can be imported."""
     asynchronous = pytest.importorskip("trl.experimental.async_grpo.async_grpo_trainer")
     assert asynchronous.VLLM_LORA_RANKS == adapter_sync._RANKS
     for name in REFUSED.keys() - {"rank 1000", "init_lora_weights"}:  # which TRL looks at elsewhere, or not at all
@@ -266,7 +266,7 @@ def products_that_vllm_reads(folder: Path) -> dict[str, torch.Tensor]:
 )
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_the_products_that_vllm_reads_are_pefts(tmp_path, changes, by_hand):
-    """Whatever the ranks and scalings of modules are, and whoever set them; an even adapter's file stays as it is."""
+    """For any ranks and scalings of modules; an even adapter's file stays as it is."""
     torch.manual_seed(0)
     targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
     lora = LoraConfig(r=4, lora_alpha=8, target_modules=targets, **changes)
@@ -318,7 +318,7 @@ def test_the_dtype_of_a_4_bit_layer_is_that_of_its_product(compute, autocast, ex
 
 
 def test_an_engine_in_this_process_draws_in_the_trainers_dtype(tmp_path, monkeypatch):
-    """Of a dense base, of a 4-bit one, whose copy has that dtype, too, and as the user says."""
+    """Of a dense base, of a 4-bit one, whose copy has that dtype, too, and as the user sets it."""
     monkeypatch.setenv("TRL_FSDP_QLORA_CACHE", str(tmp_path))
     monkeypatch.setattr(engine, "AdapterEngine", lambda **options: SimpleNamespace(**options))
     packed = qlora.load(qlora.make_checkpoint(tmp_path / "packed"))

@@ -62,7 +62,7 @@ def is_sharded(parameter: torch.nn.Parameter) -> bool:
 
 
 def whole_bytes(parameter: torch.nn.Parameter) -> int:
-    """Of the parameter, also where a rank has a shard: a DTensor says so itself, ZeRO-3 keeps it under a name of its
+    """Of the parameter, also if a rank has a shard: a DTensor has its whole shape, ZeRO-3 keeps it under a name of its
     own.
     """
     return getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()

@@ -42,7 +42,7 @@ class PreallocatedLayer(DynamicLayer):
         self._allocated = []  # memory of the keys, and of the values
         for states in (self.keys, self.values):
             memory = states.new_empty(len(indices), states.shape[1], size, states.shape[3])
-            # A model split over several devices keeps each layer's keys where the layer is.
+            # A model split over several devices keeps each layer's keys on the layer's device.
             torch.index_select(states, 0, indices.to(states.device), out=memory[:, :, :length])
             self._allocated.append(memory)
         self.keys, self.values = (memory[:, :, :length] for memory in self._allocated)
@@ -80,7 +80,7 @@ def take_rows(cache: DynamicCache, rows_A: torch.Tensor, max_length: int | None 
 def without_padding(states: torch.Tensor, length: int, beginning: int) -> torch.Tensor:
     """The `length` real columns of a row's keys or values `(H_kv, columns, D)`.
 
-    Padding is in front of the row, or behind the first `beginning` columns if the prompts' common beginning was
+    Padding is before the row, or behind the first `beginning` columns if the prompts' common beginning was
     prefilled on its own. A sliding layer may have fewer columns than `length`.
     """
     rest = states[:, -(length - beginning) :]

@@ -1,7 +1,7 @@
 """Prefill of a beginning that all prompts of a batch share, such as a system prompt, tool schemas or worked examples.
 
 The beginning is prefilled once, as a batch of one. Its keys and values are expanded to all prompts, and only the rest
-of each prompt is prefilled after them. Padding in front of a prompt moves between the beginning and the rest. Rows
+of each prompt is prefilled after them. Padding before a prompt moves between the beginning and the rest. Rows
 keep their width, and real tokens keep their positions. So the decoding loop continues from the arguments returned here
 as it does from `generate`'s own.
 """

@@ -104,7 +104,7 @@ def why_stock(model: nn.Module, config: GenerationConfig, vision: dict[str, Any]
         if vars(config)[name] != value:
             return f"{name}={vars(config)[name]}"
     if config.stop_strings is not None:
-        return "stop_strings need the tokenizer, which TRL does not hand over"
+        return "stop_strings need the tokenizer, which TRL does not pass"
     if keeps_states_itself(model):
         return f"{type(model).__name__} keeps recurrent states in its layers, not in transformers' cache"
     if not takes_dynamic_cache(model):
@@ -122,7 +122,7 @@ def _why_stock_with_images(model: PreTrainedModel, vision: dict[str, Any]) -> st
         return f"images come with {', '.join(unknown)}"
     counts = vision.get("num_images")
     if counts is None or "pixel_values" not in vision or len(images_by_row(vision)["pixel_values"]) != len(counts):
-        return "pixels do not say which prompt they belong to"
+        return "the prompt of each image's pixels is not known"
     return None if position_limit(model) == float("inf") else "rotary tables that depend on the longest row"
 
 
@@ -347,7 +347,7 @@ class _Batch:
         left: number of rows that have not ended.
         drops: whether rows that have ended leave the batch.
         longest: maximum length of a row, prompt included.
-        beginning: number of columns in front of the padding, which a beginning that was prefilled on its own takes.
+        beginning: number of columns before the padding, which a beginning that was prefilled on its own takes.
     """
 
     def __init__(self, ids_UP, prompt_R, config: GenerationConfig, logits_processor, stopping_criteria, kwargs: dict):
@@ -466,7 +466,7 @@ class _Batch:
 
 
 def _padding(ids_UP: torch.Tensor, kwargs: dict) -> torch.Tensor:
-    """Columns of padding in front of each prompt, `(U,)`; `generate` passes no mask if there is no padding."""
+    """Columns of padding before each prompt, `(U,)`; `generate` passes no mask if there is no padding."""
     mask_UP = kwargs.get("attention_mask")
     return ids_UP.new_zeros(len(ids_UP)) if mask_UP is None else (mask_UP == 0).sum(1)
 

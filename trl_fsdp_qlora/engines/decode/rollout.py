@@ -109,7 +109,7 @@ class Rollout:
             return stock(**turn._asdict())
         vision = {}
         if turn.images or any(name.startswith("pixel_values") for name in of_images):
-            counts = [len(each or ()) for each in turn.images or ()]
+            counts = [len(images or ()) for images in turn.images or ()]
             vision = vision_tensors(of_images | {"num_images": counts}, max(map(len, turn.prompt_ids)))
             reason = self.why_stock(wrapped, settings, vision)
             if reason is not None:

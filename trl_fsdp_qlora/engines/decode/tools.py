@@ -12,7 +12,7 @@ from accelerate.logging import get_logger
 
 logger = get_logger(__name__)
 
-_READ = "the model reads that as an error of the tool. tool_timeout=None waits as long as it takes"
+_READ = "the model reads that as an error of the tool. tool_timeout=None sets no limit"
 
 
 def limited(tool: Callable, seconds: float | None) -> Callable:
@@ -58,10 +58,10 @@ def _alarm(seconds: float, line: str) -> Iterator[None]:
         raise TimeoutError(line)
 
     before = signal.signal(signal.SIGALRM, ring)
-    others = signal.setitimer(signal.ITIMER_REAL, seconds)  # a process has one such timer
+    previous_timer = signal.setitimer(signal.ITIMER_REAL, seconds)  # a process has one such timer
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        signal.setitimer(signal.ITIMER_REAL, *others)
+        signal.setitimer(signal.ITIMER_REAL, *previous_timer)

@@ -49,7 +49,7 @@ def why_not_kept(model: nn.Module) -> str | None:
     if position_limit(model) != float("inf"):
         return "rotary tables that depend on the longest row"
     for layer in recurrent_layers(model):
-        # Transformers' Mamba-1 starts its scan at zero for several tokens, whatever the cache holds.
+        # Transformers' Mamba-1 starts its scan of several tokens at zero, with any cache.
         if not goes_on_from_a_state(type(layer)):
             return f"{type(layer).__name__} cannot continue from a state"
     return None

@@ -25,7 +25,7 @@ from ...utils.files import written_whole
 
 # What vLLM's reader of adapters takes from a `LoraConfig`; ranks and scalings by module go through [`as_one_rank`].
 _READ = {"r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern"}
-# What says which layers are adapted, how they are trained, or where files come from. The products of `lora_A` and
+# Which layers are adapted, how they are trained, and the source of files. The products of `lora_A` and
 # `lora_B` are the same with it.
 _CHANGES_NO_PRODUCT = {
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
@@ -133,7 +133,7 @@ def as_one_rank(model: PeftModel, weights: dict[str, torch.Tensor]) -> tuple[dic
     zeros up to the largest rank, and lora_B its module's own scaling, so their products stay what they are.
 
     Args:
-        model: the policy, whose layers say with which scaling they multiply.
+        model: the policy, whose layers hold the scaling with which they multiply.
         weights: [`adapter_weights`] of it.
     """
     adapter = model.active_adapters[0]
@@ -182,8 +182,8 @@ class AdapterVersions:
         self.bytes = sum(tensor.nbytes for tensor in weights.values())
         if self.root is None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for left in self.folder.glob(f"{_SCRATCH}*") if self.owns_folder else ():
-                shutil.rmtree(left, ignore_errors=True)
+            for leftover in self.folder.glob(f"{_SCRATCH}*") if self.owns_folder else ():
+                shutil.rmtree(leftover, ignore_errors=True)
             self._scratch = tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=self.folder, ignore_cleanup_errors=True)
             self.root = Path(self._scratch.name).resolve()
         folder = self.root / f"{self.prefix}-v{version}"

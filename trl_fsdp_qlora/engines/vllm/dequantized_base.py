@@ -102,7 +102,7 @@ def config_of_dequantized(model: PreTrainedModel, tokenizer, cache: str | Path, 
 
 
 def _fingerprint(base: nn.Module, dtype: torch.dtype) -> str:
-    """Digest of the weights without adapters, and of the config's fields that say what the model computes."""
+    """Digest of the weights without adapters, and of the config's fields that determine what the model computes."""
     # A trainer's changes of a config, and the checkpoint's folder, change no weight.
     ignored = ("_name_or_path", "use_cache", "dtype", "torch_dtype", "transformers_version", "quantization_config")
     config = {key: value for key, value in base.config.to_dict().items() if key not in ignored}

@@ -14,7 +14,7 @@ from torch import nn
 def trainer_dtype(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
     """The dtype in which a model's matrix products are computed in training.
 
-    Autocast decides if it is on, also for a 4-bit base, whose layers hand their inputs to a product under autocast.
+    Autocast decides if it is on, also for a 4-bit base, whose layers pass their inputs to a product under autocast.
     """
     of_autocast = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision)
     of_layers = (getattr(layer, "compute_dtype", None) for layer in model.modules())

@@ -77,7 +77,7 @@ class _Serving:
 
     def sleep(self, level: int = 2) -> None:
         if self._frees_the_cache_alone:
-            # The last requests are over, but vLLM 0.31 frees no cache before a step has told its worker so.
+            # The last requests are over, but vLLM 0.31 frees no cache before a step has passed that to its worker.
             self._llm.llm_engine.step()
             self._llm.sleep(level=0)
             self._llm.release_kv_cache_memory()
@@ -154,7 +154,7 @@ class AdapterEngine(VLLMGeneration):
         base: folder or Hub id of what a colocated engine loads: the checkpoint, or the dequantized copy of a 4-bit
             one.
         max_lora_rank: of the adapter, see [`trl_fsdp_qlora.engines.vllm.adapter_sync.served_rank`].
-        versions: where versions of the adapter are written; used by rank 0.
+        versions: writes the versions of the adapter; used by rank 0.
         engine_kwargs: further arguments of `vllm.LLM`, which take precedence (colocated).
         own_base: why a colocated engine loads a base of its own; `None` if it is the trainer's.
         one_base: imports the module that lets both hold one base.
@@ -305,13 +305,13 @@ def why_not_shared(args: Any, model, accelerator, one_base: Callable[[], ModuleT
 
     `one_base` imports the module that shares it.
     """
-    drawn = str(engine_options(args, model, accelerator)["dtype"]).removeprefix("torch.")
+    engine_dtype = str(engine_options(args, model, accelerator)["dtype"]).removeprefix("torch.")
     held = str(model.dtype).removeprefix("torch.")
     in_4_bits = has_packed_base(model)
     if getattr(model, "is_quantized", False) and not in_4_bits:
         return "the base is quantized in another way than bitsandbytes' 4 bits"
-    if held != drawn and not in_4_bits:
-        return other_dtype(held, drawn)
+    if held != engine_dtype and not in_4_bits:
+        return other_dtype(held, engine_dtype)
     if model.device.type != accelerator.device.type:
         return f"the base is on {model.device.type}"
     try:

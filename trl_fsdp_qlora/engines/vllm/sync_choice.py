@@ -39,7 +39,7 @@ class Sync(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a run is: whether each rank holds a part of the base, and whether it computes on GPUs."""
+    """The ranks and devices of a run: whether each rank holds a part of the base, and whether it computes on GPUs."""
 
     is_sharded: bool
     on_gpu: bool
@@ -66,7 +66,7 @@ def choose_sync(
         quantized: whether the base is quantized.
         ask: ask the server how it was started, once for all ranks, instead of assuming that it takes adapters.
         model: the model or its name; of one that has its adapter already, more may be trained.
-        place: where the run will be; in this process if absent.
+        place: the ranks and devices of the run; those of this process if absent.
 
     Raises:
         RolloutError: the choice cannot work; the message names the line to change.
@@ -115,7 +115,7 @@ def choose_sync(
 
 
 def why_own_base(args: Any, sync: Sync, quantization: Any, model: Any, place: Place | None = None) -> str | None:
-    """Why engine and trainer each hold a copy of the base; `None` if nothing that is known before loading says so.
+    """Why engine and trainer each hold a copy of the base; `None` if no reason is known before loading.
 
     Args:
         args, sync, place: see [`choose_sync`].
@@ -133,7 +133,7 @@ def why_own_base(args: Any, sync: Sync, quantization: Any, model: Any, place: Pl
     field = quantization.get if isinstance(quantization, dict) else partial(getattr, quantization)
     in_4_bits = field("load_in_4bit", False)
     in_16_bits = quantization is None
-    # Of what cannot be sent alone the reason says what to change.
+    # The reason why something cannot be sent alone names the line to change.
     could_be_sent = sync.reason in (_ASKED_FOR, _ONE_DEVICE)
     merged = "; set rollout_sync: adapter" if could_be_sent else f" ({sync.reason})"
     reasons = (

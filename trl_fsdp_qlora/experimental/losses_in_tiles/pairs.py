@@ -19,7 +19,7 @@ from .heads import why_no_plain_head
 
 
 class _ByFusedHead:
-    """A method in front of that of TRL's `CPOTrainer` or `ORPOTrainer`, see the module docstring."""
+    """A method that overrides that of TRL's `CPOTrainer` or `ORPOTrainer`, see the module docstring."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -65,7 +65,7 @@ class _ByFusedHead:
         logps_B = (outputs.log_probs * is_answer_BL).sum(-1)
         if is_orpo or self.loss_type in ("ipo", "simpo"):
             logps_B = logps_B / is_answer_BL.sum(-1)
-        # Log-probabilities are zero where there is no label.
+        # Log-probabilities are zero at places without a label.
         nll_loss = -outputs.log_probs[chosen].sum() / (labels_BL[chosen, 1:] != IGNORED_LABEL).sum()
         if not is_orpo and self.cpo_alpha == 0:
             nll_loss = torch.zeros_like(nll_loss)

@@ -1,11 +1,11 @@
 """The losses of TRL's SDPO and SDFT trainers a tile of tokens at a time.
 
-Stock TRL's `_compute_teacher_student_logits` hands on the logits of all completions, `(B, C, V)` of the student and of
-the teacher. Here it hands on hidden states, `(B, C, H)`. The logits of both models exist for one tile of tokens, as
+Stock TRL's `_compute_teacher_student_logits` returns the logits of all completions, `(B, C, V)` of the student and of
+the teacher. Here it returns hidden states, `(B, C, H)`. The logits of both models exist for one tile of tokens, as
 long as TRL's own functions compute its loss and autograd its gradients by the hidden states and the head
 (`sum_over_tiles.py`). Nothing is projected twice.
 
-Everything else of TRL's methods stays theirs: teachers, masks, prompts, generation, metrics.
+The rest of TRL's methods is unchanged: teachers, masks, prompts, generation, metrics.
 
 Suffixes of shapes: B rows, C completion columns, N tokens of the loss, T those of a tile, H hidden size, V vocabulary.
 """
@@ -34,7 +34,7 @@ _MODES = ("topk_logits", "full_logits", "sampled_token")
 
 
 class _LossInTiles:
-    """Methods in front of those of TRL's `SDPOTrainer` or `SDFTTrainer`, see the module docstring."""
+    """Methods that override those of TRL's `SDPOTrainer` or `SDFTTrainer`, see the module docstring."""
 
     # Whether `_forward_logits` returns hidden states, as it does while a loss in tiles is computed.
     _returns_hidden_states = False
@@ -43,7 +43,7 @@ class _LossInTiles:
         if return_outputs or self._whole_logits_reason is not None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         student = self.accelerator.unwrap_model(model)
-        # Inside the root module's forward, where DDP prepares for the backward and FSDP2 has gathered the head.
+        # Inside the root module's forward, in which DDP prepares for the backward and FSDP2 has gathered the head.
         loss, mean = ForwardRedirection()(model, student, self._loss_in_tiles, student, inputs)
         mode = "train" if model.training else "eval"
         self._log_self_distillation_metric(mode, self.accelerator.gather(mean).mean().item())

@@ -51,12 +51,12 @@ class SumOverTiles(torch.autograd.Function):
                 sum_of_tile = (loss_T * weight_N[tile]).sum()
             loss_N[tile] = loss_T.detach()
             if any(needed):
-                found = iter(
+                grads = iter(
                     torch.autograd.grad(sum_of_tile, [x for x in of_tile if x is not None and x.requires_grad])
                 )
                 for gradient, part in zip(gradients, (tile, slice(None), slice(None)), strict=True):
                     if gradient is not None:
-                        gradient[part] += next(found)
+                        gradient[part] += next(grads)
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [None if x is None else x.dtype for x in inputs]
         ctx.mark_non_differentiable(loss_N)

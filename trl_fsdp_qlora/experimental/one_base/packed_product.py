@@ -65,7 +65,7 @@ def in_order_of_rows(
 ) -> list[Linear4bit] | None:
     """Layers in the order in which vLLM stacks their rows in a weight; `None` if they do not fill it row by row.
 
-    vLLM's own function tells the order: it is given the numbers of the rows, one column wide.
+    vLLM's own function determines the order: it is called with the numbers of the rows, one column wide.
 
     Args:
         parameter: vLLM's weight, of which no element is read or written.
@@ -76,8 +76,8 @@ def in_order_of_rows(
     numbers = torch.arange(sum(sizes), dtype=torch.float64).unsqueeze(1).split(sizes)
     data = parameter.data
     parameter.data = torch.full((len(data), 1), -1.0, dtype=torch.float64)
-    for rows, (_, positional, named) in zip(numbers, parts, strict=True):
-        load(parameter, rows, *positional, **named)
+    for rows, (_, positional, keywords) in zip(numbers, parts, strict=True):
+        load(parameter, rows, *positional, **keywords)
     placed = parameter.data
     parameter.data = data
     first_rows = [torch.nonzero(placed[:, 0] == rows[0, 0]) for rows in numbers]

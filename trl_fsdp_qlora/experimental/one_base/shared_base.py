@@ -1,14 +1,14 @@
 """One copy of a frozen base for the trainer and the vLLM engine in its process.
 
-vLLM reads no checkpoint: a loader of ours hands it the trainer's weights, one decoder layer after the other. vLLM puts
-what belongs together into one parameter (the rows of q, k and v, those of gate and up); the trainer's parameters then
+vLLM reads no checkpoint: a loader of ours passes it the trainer's weights, one decoder layer after the other. vLLM
+puts some of them into one parameter (the rows of q, k and v, those of gate and up); the trainer's parameters then
 become views of those rows, and what they held before is freed. So the peak is one copy and one layer.
 
 A weight is shared only if the trainer's and vLLM's rows were equal bit for bit, and if vLLM's parameter is still the
 same after vLLM prepared it for its kernels. Everything else keeps a copy of its own.
 
-vLLM has no 4-bit layers of bitsandbytes. For these its loader is handed tensors without data, and vLLM's own functions
-tell which rows of which of its layers they are. The layer then multiplies by the trainer's packed bytes, by the
+vLLM has no 4-bit layers of bitsandbytes. For these its loader gets tensors without data, and vLLM's own functions
+determine which rows of which of its layers they are. The layer then multiplies by the trainer's packed bytes, by the
 function that the trainer multiplies with. This module imports vLLM, so only the code that starts an engine imports it.
 """
 
@@ -152,10 +152,10 @@ class SharedBase:
         """The base's tensors under the names of a checkpoint, one decoder layer after the other; tied ones once."""
         tensors = {}
         for name, tensor in self.base.state_dict(keep_vars=True).items():
-            if not is_of_adapter_or_state(name) and all(tensor is not other for other in tensors.values()):
+            if not is_of_adapter_or_state(name) and all(tensor is not listed for listed in tensors.values()):
                 tensors[_plain(name)] = tensor
         for _, layer in groupby(tensors.items(), lambda item: re.match(r"(.*?\.\d+\.)?", item[0])[0]):
-            # The data of each layer is asked for when its turn has come, so that nothing holds what was freed.
+            # The data of each layer is read only when vLLM loads it, so that nothing holds freed data.
             layer = dict(layer)
             self._of_layer = list(layer)
             yield revert_weight_conversion(
@@ -164,7 +164,7 @@ class SharedBase:
             self._without_data.clear()
 
     def _data(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """What vLLM is handed; in the place of packed bytes by which it can multiply, a tensor without data."""
+        """What vLLM gets; in the place of packed bytes by which it can multiply, a tensor without data."""
         if name not in self.packed:
             return self.dense[name]() if name in self.dense else tensor.data
         layer = self.packed[name]
@@ -185,7 +185,7 @@ class SharedBase:
         """
         from .packed_product import PackedProduct, in_order_of_rows
 
-        layers = [(self.packed[name], positional, named) for name, positional, named in parts]
+        layers = [(self.packed[name], positional, keywords) for name, positional, keywords in parts]
         order = in_order_of_rows(target, load, layers)
         if order is None:
             return None
@@ -205,7 +205,7 @@ class SharedBase:
                 self.parameters[name] = parameter
 
     def take_whole(self, target: torch.Tensor) -> None:
-        """Make a parameter of the layer that [`layers`] handed out last `target`, if both are equal bit for bit.
+        """Make a parameter of the layer that [`layers`] returned last `target`, if both are equal bit for bit.
 
         Of experts: a checkpoint has a tensor for each, and the trainer and vLLM each have all in one parameter.
         """
@@ -290,7 +290,7 @@ def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 class _WithoutMemory(TorchFunctionMode):
-    """What `torch.empty` returns inside the block takes the memory of one element."""
+    """Inside the block a tensor of `torch.empty` takes the memory of one element."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
@@ -463,7 +463,7 @@ class _Loader(BaseModelLoader):
                     shared.take_rows(parts[parameter], parameter.data)
                 for stack in stacks:
                     shared.take_whole(stack.data)
-                # What the trainer held before goes now, and on a GPU also to vLLM's own pool.
+                # The trainer's former memory is freed now, on a GPU also for vLLM's own pool.
                 for held in (layer, parts, packed_parts, stacks):
                     held.clear()
                 if torch.cuda.is_available():

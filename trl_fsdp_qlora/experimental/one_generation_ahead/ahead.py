@@ -32,7 +32,7 @@ from ...utils.ranks import on_main
 
 logger = get_logger(__name__)
 
-PATIENCE = 60.0  # seconds after which a line says who waits for whom, again and again
+PATIENCE = 60.0  # a line about who waits for whom is logged every so many seconds
 
 
 def check_config(args: Any) -> None:
@@ -200,8 +200,8 @@ class RolloutsAhead:
             return self._stock_generate(prompts, images, num_generations, profiler)
         taking = _Client(self, takes=True)
         with self._client_is(taking):
-            drawn = self._stock_generate(prompts, images, num_generations, profiler)
-        self.logprobs = drawn[2]
+            answer = self._stock_generate(prompts, images, num_generations, profiler)
+        self.logprobs = answer[2]
         metrics = on_main(taking.metrics)
         upcoming = self.upcoming()
         if upcoming is not None:
@@ -210,7 +210,7 @@ class RolloutsAhead:
                 self._stock_generate(*upcoming, num_generations)
             metrics.update(on_main(asking.metrics))
         self._add_metrics(metrics)
-        return drawn
+        return answer
 
     def _client_is(self, stand_in: "_Client") -> AbstractContextManager:
         """A context in which TRL's engine has `stand_in` as its client of the server; rank 0 alone uses it."""
@@ -250,7 +250,7 @@ class RolloutsAhead:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state(self) -> str | None:
-        """On rank 0 the batch in flight as text, once it has come; `None` if there is none. Collective."""
+        """On rank 0 the batch in flight as text, once it is drawn; `None` if there is none. Collective."""
 
         def text() -> str | None:
             self._wait()

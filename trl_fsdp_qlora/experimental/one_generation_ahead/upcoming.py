@@ -40,9 +40,9 @@ def _upcoming_prompts(trainer: Trainer, rows: "UpcomingRows") -> tuple[list[list
     every = generate_every(trainer)
     # `_step` counts micro-batches over all runs of this trainer, so the place is counted from this optimizer step.
     drawn_at = trainer._step - trainer._step % every + every
-    further = drawn_at - trainer.first_micro_batch
+    micro_batches = drawn_at - trainer.first_micro_batch
     loader = trainer.callback_handler.train_dataloader
-    upcoming = rows.rows(loader, trainer.state.global_step, further, trainer.state.max_steps)
+    upcoming = rows.rows(loader, trainer.state.global_step, micro_batches, trainer.state.max_steps)
     return None if upcoming is None else trainer._tokenize_prompts(prompts_of(upcoming))[:2]
 
 

@@ -213,9 +213,9 @@ def _kernel_calls(packed_row: PackedRow) -> tuple[list[SegmentBatch], list[tuple
     """
     if "cascade" not in packed_row.derived:
         forest = packed_row.forest
-        own = []
+        batches = []
         for stretch in forest.stretches():
-            own += padded_batches(forest.starts[stretch], forest.lengths[stretch], packed_row.tokens)
+            batches += padded_batches(forest.starts[stretch], forest.lengths[stretch], packed_row.tokens)
         device = torch.device("cpu")
         cross = []
         for level in forest.queries():
@@ -223,7 +223,7 @@ def _kernel_calls(packed_row: PackedRow) -> tuple[list[SegmentBatch], list[tuple
                 start = int(forest.starts[ancestor])
                 keys = slice(start, start + int(forest.lengths[ancestor]))
                 cross.append((_neighbours(queries, device), keys))
-        packed_row.derived["cascade"] = own, cross
+        packed_row.derived["cascade"] = batches, cross
     return packed_row.derived["cascade"]
 
 
@@ -237,10 +237,10 @@ def _tokens_of(x: torch.Tensor, batch: SegmentBatch) -> torch.Tensor:
 
 
 def _forward_on_cpu(q, k, v, packed_row, scale, window):
-    own, cross = _kernel_calls(packed_row)
+    batches, cross = _kernel_calls(packed_row)
     outputs = []
     log_sums = []
-    for segments in own:
+    for segments in batches:
         part_out, part_lse = _cpu_forward(*(segments.heads_of(x) for x in (q, k, v)), 0.0, True, scale=scale)
         outputs.append(_tokens_of(part_out, segments))
         log_sums.append(_tokens_of(part_lse, segments))
@@ -258,11 +258,11 @@ def _forward_on_cpu(q, k, v, packed_row, scale, window):
 
 
 def _backward_on_cpu(grad_out, q, k, v, out, lse, random_states, packed_row, scale, window):
-    own, cross = _kernel_calls(packed_row)
+    batches, cross = _kernel_calls(packed_row)
     # The kernels take (batch, H, length, D).
     of_queries = grad_out.transpose(1, 2), q, out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1)
     of_segments = []
-    for segments in own:
+    for segments in batches:
         grad_part, q_part, out_part, lse_part = (segments.heads_of(x) for x in of_queries)
         lse_part = lse_part.squeeze(-1)
         if segments.real is not None:

@@ -40,8 +40,8 @@ def _packed_attention(module, query, key, value, mask: RowMask, base: str, kwarg
         packed_row.record_problem(error)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]) + 0 * query.sum(), None
     packed_row.record.layer_calls.append(name)
-    kind = "full attention" if call.window is None else f"attention through a window of {call.window}"
-    packed_row.record.kernels[kind] = kernel
+    attention_kind = "full attention" if call.window is None else f"attention through a window of {call.window}"
+    packed_row.record.kernels[attention_kind] = kernel
     return out, None
 
 

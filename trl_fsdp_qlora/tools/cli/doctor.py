@@ -89,7 +89,7 @@ def machine() -> Iterator[Finding]:
     if find_spec("bitsandbytes") is not None:
         try:
             import bitsandbytes  # noqa: F401
-        except Exception as error:  # whatever its native library raises would also end a run with a 4-bit base
+        except Exception as error:  # an error of its native library would also end a run with a 4-bit base
             yield Finding("error", "bitsandbytes", f"cannot be imported: {type(error).__name__}: {error}")
     if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free < 2**30:  # a container's default is 64 MiB
         reason = "less than 1 GiB is free, and NCCL and data loaders use it: docker run --shm-size=8g"
@@ -221,7 +221,7 @@ def _of_launch(config: Any, model: Any, launch: dict[str, str]) -> Iterator[Find
     if launch["WORLD_SIZE"] != "1" and config.device.type == "cpu" and not config.use_cpu:
         reason = f"{launch['WORLD_SIZE']} processes on this machine's CPU would not know of each other"
         yield Finding("error", "launch", f"{reason}: set use_cpu: true")
-    # An adapter is gathered whatever the type. Transformers' `save_model` writes other weights only as a full state
+    # An adapter is gathered with any type. Transformers' `save_model` writes other weights only as a full state
     # dict.
     default = "SHARDED_STATE_DICT" if launch.get("FSDP_VERSION") == "2" else "FULL_STATE_DICT"
     kind = launch.get("FSDP_STATE_DICT_TYPE", default)

@@ -11,7 +11,7 @@ _OF_A_RUN = ("trainer_state.json", "metrics.json", "adapter_config.json", "check
 
 
 def report(words: list[str]) -> int:
-    """Write the page and print where it is and what it lacks; returns the exit status."""
+    """Write the page and print its path and what it lacks; returns the exit status."""
     parser = OneLineParser("trl-fsdp-qlora report", description="A page with the curves and the completions of runs.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder that a run of ours or of TRL wrote")
     parser.add_argument("--output", type=Path, help=f"file to write; {NAME} in the first folder by default")

@@ -1,6 +1,6 @@
 """Answers: the final answer of a completion, the right answer of a dataset, and whether the two agree.
 
-Every function takes time linear in its text, whatever a model writes; texts, digits and exponents are bounded, and
+Every function takes time linear in its text, for any text; texts, digits and exponents are bounded, and
 LaTeX is compared by math-verify in another process with a deadline ([`trl_fsdp_qlora.tools.data.math_worker`]).
 """
 
@@ -33,7 +33,7 @@ INSTALL_MATH = "pip install 'trl-fsdp-qlora[tools]'"
 # A number is matched as far as it goes, and never given up for a shorter one ((?>…)), with few blanks within it. A
 # pattern that can divide a run of blanks or digits in every way takes minutes for one completion. The match may still
 # be no number (`1.2.3`, `3,14,1`, 05/06/2024, or a literal of code like `0x10` and `1_0`); `_value` decides.
-_BETWEEN_GROUPS = "_'\u2019\u00a0\u2009\u202f"  # of three digits, besides the comma: 1_000 and 1'000
+_BETWEEN_GROUPS = "_'\u2019\u00a0\u2009\u202f"  # of three digits, other than the comma: 1_000 and 1'000
 _DIGITS = rf"(?>0[xXbBoO][\da-fA-F]\w*|\.?\d+(?:[.,{_BETWEEN_GROUPS}]\d+)*(?:[eE][-+]?\d+)?(?:_\w*)?)"
 NUMBER = re.compile(
     rf"(?<![\w.])(?:(?P<sign>[-+\u2212])\s{{0,4}})?(?:[$€£]\s{{0,4}})?(?P<digits>{_DIGITS})"
@@ -43,7 +43,7 @@ _GROUPS = "|".join(rf"\d{{1,3}}(?:{separator}\d{{3}})+" for separator in f",{_BE
 _PLAIN = re.compile(rf"(?:{_GROUPS}|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{{1,4}})?")
 _NO_DIGITS = str.maketrans("", "", f",{_BETWEEN_GROUPS}")
 _LATEX = re.compile(r"[\\^]")
-_LETTER = re.compile(r"(?<!\w)(?<!\w')[A-Z](?!\w|'\w)")  # a capital that stands alone, as in "(B)" and "B. Paris"
+_LETTER = re.compile(r"(?<!\w)(?<!\w')[A-Z](?!\w|'\w)")  # a capital by itself, as in "(B)" and "B. Paris"
 _AROUND_TEXT = " \t\n\"'`*_.,;:!?()[]{}$"  # what is left out at both ends of an answer that is compared as text
 
 
@@ -80,7 +80,7 @@ Gold = Fraction | str | TextAnswer | Callable[[str | None], bool]
 
 
 def comparable_text(text: str) -> str:
-    """`text` without case, without blanks that say nothing, and without punctuation at both ends."""
+    """`text` without case, without blanks that mean nothing, and without punctuation at both ends."""
     return " ".join(text.strip(_AROUND_TEXT).casefold().split())
 
 
@@ -177,7 +177,7 @@ def extract_answer(text: str, answer_format: str = "auto", gold: Gold | None = N
 def last_resort(text: str, gold: Gold | None = None) -> str | None:
     """The final answer of a text that marks none.
 
-    It is the last number. If the right answer is the letter of a choice, it is the last capital that stands alone. If
+    It is the last number. If the right answer is the letter of a choice, it is the last capital by itself. If
     there is none, or the right answer is another text, it is the last line.
     """
     text = text[-MAX_TEXT:]

@@ -241,8 +241,8 @@ def _known_columns(
 def _few_of(columns: set[str]) -> str:
     """The first of a source's columns, in words that fit into a line."""
     shown = [_shortened(name) for name in sorted(columns)[:SHOWN]]
-    more = f" and {len(columns) - SHOWN:,} more" if len(columns) > SHOWN else ""
-    return f"{', '.join(shown) or 'none'}{more}"
+    omitted = f" and {len(columns) - SHOWN:,} more" if len(columns) > SHOWN else ""
+    return f"{', '.join(shown) or 'none'}{omitted}"
 
 
 def _shortened(value: Any) -> str:

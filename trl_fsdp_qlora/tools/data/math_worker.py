@@ -46,14 +46,14 @@ def ask(*texts: str) -> bool | None:
             _worker = subprocess.Popen([sys.executable, "-P", __file__], env=environment, **pipes)
             if _reply(START_SECONDS) != "ready":
                 end()
-                raise RuntimeError("math-verify does not start: `python -c 'import math_verify'` says why")
+                raise RuntimeError("math-verify does not start: `python -c 'import math_verify'` shows why")
         _worker.stdin.write(json.dumps(texts).encode() + b"\n")
         reply = _reply(10 * CPU_SECONDS)
         if reply:
             return reply == "true"
         end()
     beginning = texts[-1] if len(texts[-1]) <= 80 else texts[-1][:77] + "..."
-    logger.warning("math-verify did not come to an end on %r and was stopped; such an answer scores 0", beginning)
+    logger.warning("math-verify did not end on %r and was stopped; such an answer scores 0", beginning)
     return None
 
 

@@ -215,7 +215,7 @@ def evaluate(
     max_tool_turns: int | None = None,
     judge: Judge | None = None,
 ) -> Evaluation:
-    """Measure `model` on every problem of `dataset` exactly once, whatever the number of ranks.
+    """Measure `model` on every problem of `dataset` exactly once, with any number of ranks.
 
     Batches are fixed by the dataset and dealt to the ranks in turn. The samples of a batch depend on `seed` and the
     batch alone, so the result does not depend on the number of ranks. It works without an initialised process group.

@@ -141,7 +141,7 @@ def run_episodes(
     live = list(episodes)
     turn = 0
     while _any_rank(bool(live), synced_gpus):
-        # A rank whose episodes are over takes part with a prompt whose completion nobody reads.
+        # A rank whose episodes are over takes part with a prompt whose completion is not read.
         ids = [episode.ids for episode in live] or [episodes[0].ids[: episodes[0].prompt_length]]
         completions = generate(ids, turn)
         going_on = []

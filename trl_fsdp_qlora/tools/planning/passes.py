@@ -79,7 +79,7 @@ def scored_shape(settings: Settings, on_gpu: bool) -> Shape:
     return Shape(1, max(1, groups) * prompt + rows * (length - 1), rows * length, True)
 
 
-# Several plans of one run (for other lengths, say) need the same model and the same passes. The caches keep the last
+# Several plans of one run (as of other lengths) need the same model and the same passes. The caches keep the last
 # model and all measurements, by the settings on which they depend.
 _whole: dict[tuple, nn.Module] = {}
 measured: dict[tuple, int] = {}

@@ -170,7 +170,7 @@ def _phases(
     on_host = {None: (), "optimizer": (model.OPTIMIZER,), "all": static.keys() - {model.BUCKETS}}[launch.offload]
     held = {name: size for name, size in static.items() if name not in on_host}
     gradients = {name: held.pop(name) for name in (model.GRADIENTS, model.BUCKETS) if name in held}
-    # On a CPU it is this process without the model: whatever planning leaves in the process is in the run as well.
+    # On a CPU it is this process without the model: what planning leaves in the process is in the run as well.
     process = CONTEXT if gpu else psutil.Process().memory_info().rss
     free = hardware.per_rank(launch.ranks_per_machine) - sum(held.values()) - process
     in_a_layer, whole = gathered_bytes(settings, config, gpu)

@@ -1,7 +1,7 @@
 """The passes of an optimizer step: the trainer's own plan of them, for completions of full length, and their bytes.
 
 Every prompt has the same length and shares no token with another prompt. The rows of a step are its groups, one after
-the other. `prefix_sharing.passes.plan_step` needs no model, so it plans the step on numbers that stand for tokens.
+the other. `prefix_sharing.passes.plan_step` needs no model, so it plans the step on numbers in place of tokens.
 """
 
 from dataclasses import replace

@@ -103,7 +103,7 @@ def _finite_weights(adapter: str | Path) -> dict[str, torch.Tensor]:
 
 
 def has_own(adapter: str | Path | None, file: str) -> bool:
-    """Whether `file` lies next to the weights of an adapter, in a folder or on the Hub."""
+    """Whether `file` is next to the weights of an adapter, in a folder or on the Hub."""
     return adapter is not None and has_file(str(adapter), file)
 
 
@@ -117,7 +117,7 @@ def processor_source(adapter: str | Path | None, base: str, revision: str | None
 def fit_vocabulary(model: PreTrainedModel, adapter: str | Path, weights: dict[str, torch.Tensor]) -> None:
     """Resize the embeddings of `model` to the vocabulary that `adapter` was trained with, if that is another one.
 
-    The adapter's `weights` say how large it is. If it has none of the embeddings, its tokenizer may have tokens that
+    The adapter's `weights` show how large it is. If it has none of the embeddings, its tokenizer may have tokens that
     the model lacks, as in PEFT's `AutoPeftModel`.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

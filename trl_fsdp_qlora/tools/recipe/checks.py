@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from peft import PeftConfig, get_peft_model
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -161,6 +162,16 @@ def _loaded(auto_class: type, name: str | None, revision: str | None, field: str
         raise ConfigError(f"{field}={name!r} cannot be loaded: {_first_line(error)}{mistyped_path(name)}") from error
 
 
+def check_weights(name: str) -> None:
+    """Raises [`ConfigError`] if a file of weights in the folder `name` is cut off; only the files' heads are read."""
+    for path in sorted(Path(name).glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except SafetensorError as error:
+            raise ConfigError(f"the weights of {name} cannot be loaded: {path.name}: {error}") from error
+
+
 def is_missing_folder(name: str) -> bool:
     """Whether `name` can only be meant as a folder of this machine, and there is none.
 
@@ -183,6 +194,7 @@ def check_teacher(name: str | None, loading: dict[str, Any] | None = None) -> No
         raise ConfigError("teacher_model_name_or_path is missing: a model with the student's tokenizer")
     if is_missing_folder(name):
         raise ConfigError(f"teacher_model_name_or_path={name!r}: there is no such folder{_how_it_is_made(name)}")
+    check_weights(name)
     quantization = (loading or {}).get("quantization_config") or {}
     if quantization.get("load_in_4bit") or quantization.get("load_in_8bit"):
         check_installed("bitsandbytes", "the quantization_config in teacher_model_init_kwargs")
@@ -216,11 +228,13 @@ def load_tokenizer(
     """The tokenizer of the model `name`, or of the `adapter` on it if that has its own; no weights are read.
 
     Raises:
-        ConfigError: there is no such model, it has no tokenizer, or `chat` needs a chat template and there is none.
+        ConfigError: there is no such model, it has no tokenizer, a file of its weights is cut off, or `chat` needs a
+            chat template and there is none.
     """
     if name and Path(name, "adapter_config.json").is_file() and not Path(name, "config.json").is_file():
         raise ConfigError(f"{field}={name!r} is an adapter, not a model; name the base that it was trained on")
     _loaded(AutoConfig, name, revision, field)
+    check_weights(name)
     if has_own(adapter, TOKENIZER):
         name, revision, field = adapter, None, "adapter"
     tokenizer = _loaded(AutoTokenizer, name, revision, field)

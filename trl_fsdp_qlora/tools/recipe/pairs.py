@@ -127,7 +127,7 @@ def must_be_made(source: str, words: Sequence[str] = ()) -> bool:
     """Whether `pairs` names a file of JSON lines that does not exist yet, which is then made.
 
     Raises:
-        ConfigError: the command line `words` names it; whoever does so has such a file.
+        ConfigError: the command line `words` names it, so its user has such a file.
     """
     if not source.endswith(".jsonl") or Path(source).is_file():
         return False

@@ -1,4 +1,4 @@
-"""What the teacher of self-distillation reads besides the prompt: a problem's answer, in a template."""
+"""What the teacher of self-distillation reads in addition to the prompt: a problem's answer, in a template."""
 
 import re
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ class SDFTScriptArguments(ScriptArguments):
 
     privileged_template: str = option(
         "{question}\n{worked}",
-        "What the teacher reads besides the prompt: {question}, {answer}, and {worked}, the worked answer of SVAMP or "
-        "GSM8K. SDFTConfig's teacher_prompt_template says where.",
+        "What the teacher reads after the prompt: {question}, {answer}, and {worked}, the worked answer of SVAMP or "
+        "GSM8K. SDFTConfig's teacher_prompt_template sets its place.",
     )
 
 

@@ -1,4 +1,4 @@
-"""What a run's folder says of the run: its arguments, its settings and figures, and its page.
+"""The files that describe a run in its folder: its arguments, its settings and figures, and its page.
 
 The page is `report.html`; `metrics.json` has the rest, and files that begin with an underscore stay on this machine.
 """
@@ -70,7 +70,7 @@ def as_words(settings: dict[str, Any]) -> list[str]:
     return words
 
 
-# Fields that say where a run is, how it goes on, how long it is, which process this one is, and whether it prints bars
+# Fields for a run's folder, how it continues, how long it is, which process this one is, and whether it prints bars
 # (by default TRANSFORMERS_VERBOSITY decides).
 _NOT_COMPARED = {
     "output_dir", "resume_from_checkpoint", "max_steps", "num_train_epochs", "local_rank",
@@ -91,7 +91,7 @@ def _arguments(*parts: Any) -> dict[str, Any]:
 
 
 def check_output_dir(script: ScriptArguments, config: Any, model: ModelConfig) -> None:
-    """Refuse a folder that holds another run, and let a command that began the run in it go on with that run.
+    """Refuse a folder that holds another run, and let a command that began the run in it continue that run.
 
     The same command may train longer. In that case `config.resume_from_checkpoint` becomes `auto`.
 
@@ -148,7 +148,7 @@ def measured_settings(script: ScriptArguments, config: Any, model: ModelConfig) 
 def settings_in(folder: str | Path) -> dict[str, Any]:
     """The fields that [`measured_settings`] wrote into a run's folder, with the paths of its data on this machine.
 
-    No other field is read: a folder may come from anyone, and cannot say where a result is written, for example.
+    No other field is read: a folder may come from anyone, and cannot choose the place of a result, for example.
     """
     if not Path(folder, "metrics.json").is_file():
         return {}
@@ -195,7 +195,7 @@ class RunRecord:
             try:
                 self.content = disk.read_json(self.path)
             except disk.CheckpointError as error:
-                say(f"{self.path}: {error}; the record starts again")
+                say(f"{self.path}: {error}; a new record begins")
 
     def begin(
         self,

@@ -4,7 +4,6 @@ import inspect
 import shlex
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,13 @@ from trl import ModelConfig, get_quantization_config
 from ...errors import UserError
 from ...trainers.run.checkpoints import last_step, resolve_resume, step_of
 from ...trainers.run.stopping import stopping_after_step
-from ...trainers.run.terminal import use_terminal
 from ...utils.nonfatal import nonfatal
 from ...utils.ranks import on_main
 from ...utils.threads import fit_threads
 from ..data.rewards import checked, get_reward
 from ..run.launch import launch_words
 from ..run.one_line import pop_options
+from ..run.terminal import use_terminal
 from .accuracy import AccuracyCallback, can_measure, completion_length, format_result
 from .arguments import ConfigError, ScriptArguments
 from .checks import OWN_REWARD, agent_of, lora_config, with_tool_format
@@ -127,7 +126,7 @@ def run_recipe(
         UserError: at the very end, if no completion of the whole run got a reward.
     """
     is_ours = hasattr(trainer, "card_info")
-    with trainer.checkpointing.alone() if is_ours else nullcontext(), KeptWarnings() as warnings:
+    with KeptWarnings() as warnings:
         args = trainer.args
         record = RunRecord(args.output_dir)
         if is_ours:
@@ -138,7 +137,7 @@ def run_recipe(
             say(_finished_text(trainer, script))
             return record.content
         if resume is not None:
-            say(f"going on from {resume}")
+            say(f"continuing from {resume}")
         is_measured = not script.skip_accuracy and test is not None and can_measure(trainer)
         command = launch_words()
         record.begin(trainer, script, model or ModelConfig(), resume, is_measured, command)

@@ -63,13 +63,13 @@ def read_completions(folder: Path, run: Run, budget: int) -> Completions:
 
     If they are too many, whole groups are left out: each step keeps the groups of its best and its worst completion.
     """
-    found = Completions()
+    result = Completions()
     paths = next((paths for name in FOLDERS if (paths := sorted((folder / name).glob("*.parquet")))), [])
     if not paths:
-        found.notes.append(
+        result.notes.append(
             "There are no completions: TRL writes them with log_completions=True, in TRL 1.16 for GRPO alone."
         )
-        return found
+        return result
     chosen = _spread(paths, MOST_FILES)
     names: dict[str, None] = {}  # of the reward functions, in their order
     unread = 0
@@ -82,28 +82,28 @@ def read_completions(folder: Path, run: Run, budget: int) -> Completions:
             unread += 1
             if unread <= 3:
                 reason = " ".join(str(error).split())[:200].replace(str(path), path.name)
-                found.notes.append(f"{path.name} cannot be read ({reason}): its completions are missing.")
+                result.notes.append(f"{path.name} cannot be read ({reason}): its completions are missing.")
             continue
         names.update(dict.fromkeys(rewards))
-        found.recorded += len(rows)
+        result.recorded += len(rows)
         share = budget // (len(chosen) - number)
         kept = _within(groups, share)
         budget -= sum(map(_bytes, kept))
-        found.groups += kept
-    found.groups.sort(key=lambda group: group.step)
-    found.rewards = list(names)
+        result.groups += kept
+    result.groups.sort(key=lambda group: group.step)
+    result.rewards = list(names)
     if unread > 3:
-        found.notes.append(f"{unread} files with completions cannot be read; the first three are named above.")
+        result.notes.append(f"{unread} files with completions cannot be read; the first three are named above.")
     if len(paths) > len(chosen):
-        found.notes.append(
+        result.notes.append(
             f"Of {len(paths):,} files with completions {len(chosen):,} were read, spread over the steps."
         )
-    if found.shown < found.recorded:
-        found.notes.append(
-            f"The page holds {found.shown:,} of {found.recorded:,} completions that were read, in whole groups; each "
-            "step has its best and its worst. `--megabytes` gives them more room."
+    if result.shown < result.recorded:
+        result.notes.append(
+            f"The page holds {result.shown:,} of {result.recorded:,} completions that were read, in whole groups; "
+            "each step has its best and its worst. `--megabytes` gives them more room."
         )
-    return found
+    return result
 
 
 def _spread(items: list, count: int) -> list:
@@ -181,10 +181,10 @@ def _row(row: dict[str, Any], rewards: list[str], weights: dict[str, float]) -> 
     values = [_number(row.get(name)) for name in rewards]
     scored = [(name, value) for name, value in zip(rewards, values, strict=True) if value is not None]
     total = sum(weights.get(name, 1.0) * value for name, value in scored) if scored else None
-    others = {}
+    columns = {}
     for name, value in row.items():
         if name not in _OWN_COLUMNS and name not in rewards and value is not None:
-            others[name] = _clipped(value if isinstance(value, str) else json.dumps(value, default=str))
+            columns[name] = _clipped(value if isinstance(value, str) else json.dumps(value, default=str))
     cut = row.get("cut")
     return {
         "text": _text(row["completion"]),
@@ -193,7 +193,7 @@ def _row(row: dict[str, Any], rewards: list[str], weights: dict[str, float]) -> 
         "advantage": _number(row.get("advantage")),
         "tokens": _number(row.get("tokens")),
         "cut": cut if isinstance(cut, bool) else None,
-        "others": others,
+        "others": columns,
     }
 
 
@@ -272,7 +272,7 @@ def _thumbnail(content: bytes) -> str | None:
             image.thumbnail((_THUMBNAIL, _THUMBNAIL))
             small = io.BytesIO()
             image.convert("RGB").save(small, "JPEG", quality=80)
-    except Exception:  # pillow is missing, or whatever its decoders raise for damaged bytes
+    except Exception:  # pillow is missing, or its decoders raise for damaged bytes
         return None
     return f"data:image/jpeg;base64,{base64.b64encode(small.getvalue()).decode()}"
 
@@ -293,9 +293,9 @@ def _within(groups: list[Group], budget: int) -> list[Group]:
     best = max(range(len(groups)), key=lambda i: max(map(total, groups[i].rows)), default=0)
     worst = min(range(len(groups)), key=lambda i: min(map(total, groups[i].rows)), default=0)
     # Every seventh group, then those after them, and so on: what fits is spread over the batch.
-    others = [i for first in range(7) for i in range(first, len(groups), 7)]
+    spread = [i for first in range(7) for i in range(first, len(groups), 7)]
     kept = set()
-    for i in dict.fromkeys([best, worst, *others] if groups else []):
+    for i in dict.fromkeys([best, worst, *spread] if groups else []):
         size = _bytes(groups[i])
         if i in (best, worst) or size <= budget:
             kept.add(i)

@@ -55,15 +55,15 @@ def _class_name(value: Any) -> str:
 
 def _thumbnails(images: list) -> list[list[bytes] | None]:
     """JPEGs of the images of each row; an image that several rows share is made small once."""
-    made: dict[int, bytes] = {}
+    bytes_by_id: dict[int, bytes] = {}
     rows = []
     for of_row in images:
         for image in of_row or []:
-            if hasattr(image, "thumbnail") and id(image) not in made:
+            if hasattr(image, "thumbnail") and id(image) not in bytes_by_id:
                 small = image.convert("RGB")
                 small.thumbnail((THUMBNAIL, THUMBNAIL))
                 content = io.BytesIO()
                 small.save(content, "JPEG", quality=85)
-                made[id(image)] = content.getvalue()
-        rows.append([made[id(image)] for image in of_row or [] if id(image) in made] or None)
+                bytes_by_id[id(image)] = content.getvalue()
+        rows.append([bytes_by_id[id(image)] for image in of_row or [] if id(image) in bytes_by_id] or None)
     return rows

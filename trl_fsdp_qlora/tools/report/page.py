@@ -38,19 +38,19 @@ def write_report(
     """
     runs = [read_run(folder) for folder in folders]
     _tell_apart(runs)
-    found: list[Completions | None] = [None] * len(runs)
+    by_run: list[Completions | None] = [None] * len(runs)
     if with_completions:
         budget = int(megabytes * 1e6 / len(runs))
-        found = [read_completions(folder, run, budget) for folder, run in zip(folders, runs, strict=True)]
+        by_run = [read_completions(folder, run, budget) for folder, run in zip(folders, runs, strict=True)]
     notes = []
-    for run, completions in zip(runs, found, strict=True):
-        own = [*run.notes, *(completions.notes if completions is not None else [])]
-        notes += [f"{run.name}: {note}" if len(runs) > 1 else note for note in own]
-    charts, further = charts_of(runs)
+    for run, completions in zip(runs, by_run, strict=True):
+        notes_of_run = [*run.notes, *(completions.notes if completions is not None else [])]
+        notes += [f"{run.name}: {note}" if len(runs) > 1 else note for note in notes_of_run]
+    charts, other_charts = charts_of(runs)
     data: dict[str, Any] = {
         "runs": [{"name": run.name, "color": COLORS[i % len(COLORS)]} for i, run in enumerate(runs)],
-        "charts": [asdict(chart) for chart in [*charts, *further]],
-        "completions": [_columns(each) for each in found if each is not None],
+        "charts": [asdict(chart) for chart in [*charts, *other_charts]],
+        "completions": [_columns(each) for each in by_run if each is not None],
     }
     scripts = [*_bokeh(notes), (_HERE / "page.js").read_text(encoding="utf-8")]
     environment = Environment(
@@ -60,11 +60,11 @@ def write_report(
         runs=runs,
         counted=counted,
         charts=charts,
-        further=further,
+        further=other_charts,
         notes=notes,
         smoothing=0.8 if any(len(series.steps) > 60 for chart in charts for series in chart.series) else 0,
         labels=list(dict.fromkeys(label for run in runs for label in run.facts)),
-        has_completions=any(each is not None and each.groups for each in found),
+        has_completions=any(each is not None and each.groups for each in by_run),
         leaves_completions_out=not with_completions,
         style=Markup((_HERE / "page.css").read_text(encoding="utf-8")),
         scripts=[Markup(script) for script in scripts],

@@ -54,7 +54,7 @@ def in_one_line() -> Iterator[None]:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import a script's libraries in this block, which takes half a minute on a busy machine: a line says so before.
+    """Import a script's libraries in this block, which takes half a minute on a busy machine, as a line announces.
 
     bitsandbytes' warning about 4-bit products on a CPU is not printed. It comes at every import without another
     package, and has nothing to do with the run.

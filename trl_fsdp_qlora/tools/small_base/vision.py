@@ -2,9 +2,9 @@
 
 The base is a LLaVA of half a million parameters. A CLIP tower of one layer reads a picture of 48 x 48 pixels as nine
 patches, one for each cell of the grid. A Llama of three layers reads the question, word by word. The base learns
-within minutes to count shapes and to compare colours. In a thousand steps it does not learn to tell circles from
-squares while it counts, or which of two shapes is on the left. Most of its taught answers are one too small, so that
-reinforcement has something to select.
+within minutes to count shapes and to compare colours. In a thousand steps it does not learn to distinguish circles
+from squares while it counts, or which of two shapes is on the left. Most of its taught answers are one too small, so
+that reinforcement has something to select.
 """
 
 import random

@@ -81,7 +81,7 @@ class TokenBudget:
         self.args = args
         self.rank = rank
         self.strategy = args.token_selection
-        # A loss term that every completion enters, whatever its advantage, forbids skipping completions.
+        # A loss term that every completion enters, with any advantage, forbids skipping completions.
         reasons = {
             "switched off": not args.skip_zero_advantage,
             f"beta={args.beta} keeps every completion in the KL term": args.beta != 0.0,

@@ -181,7 +181,7 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
             return self._requested_loss(request, inputs)
         request = replace(request, scored_BC=choice.scored_BC, weight_BC=choice.weight_BC)
         loss = self._requested_loss(request, choice.inputs)
-        counts = self.accelerator.reduce(choice.counts, reduction="sum")  # every rank calls it, whatever it skipped
+        counts = self.accelerator.reduce(choice.counts, reduction="sum")  # every rank calls it, skipped rows or not
         self.telemetry.later(counts, self.budget.report(self._metrics["train"]))
         return loss
 

@@ -130,7 +130,7 @@ class OnPolicyRun(TrainerRun):
             return super().training_step(model, *args, **kwargs)
 
     def _finish_backward(self, model):
-        self.look_ahead.go_back(model)
+        self.look_ahead.finish_backward(model)
 
     # --- a generation batch: groups stay whole -----------------------------------------------------------------------
 
@@ -253,6 +253,6 @@ class OnPolicyRun(TrainerRun):
         lines.append(("on", describe_dtype(self.args, self.model, self.accelerator)))
         if sends_adapter:
             shared = self.vllm_generation.shared_base
-            own = f"vLLM has a base of its own: {self.vllm_generation.own_base}"
-            lines.append(("off", own) if shared is None else ("on", shared.describe()))
+            reason = f"vLLM has a base of its own: {self.vllm_generation.own_base}"
+            lines.append(("off", reason) if shared is None else ("on", shared.describe()))
         return lines

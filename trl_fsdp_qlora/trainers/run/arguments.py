@@ -65,10 +65,10 @@ def completed(call: dict[str, Any], cls: type, suffix: str) -> dict[str, Any]:
             processes were launched, and each of them believes that it is the only one.
     """
     model = call["model"]
-    given = call.get("args")
-    if given is not None and not isinstance(given, cls.STOCK):
-        raise UserError(f"args is a {type(given).__name__}; for {suffix} make a {cls.__name__} of the same fields")
-    args = cls.complete(given) or config_or_default(cls, None, model, suffix)
+    config = call.get("args")
+    if config is not None and not isinstance(config, cls.STOCK):
+        raise UserError(f"args is a {type(config).__name__}; for {suffix} make a {cls.__name__} of the same fields")
+    args = cls.complete(config) or config_or_default(cls, None, model, suffix)
     for item in fields(args):
         if item.type is float and isinstance(vars(args)[item.name], str):
             text = vars(args)[item.name]

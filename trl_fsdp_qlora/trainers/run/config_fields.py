@@ -62,7 +62,7 @@ def _is_default(config: Any, item: dataclasses.Field) -> bool:
 
 
 def own_fields(cls: type) -> list[dataclasses.Field]:
-    """Fields that the dataclass `cls` defines itself, in its order; inherited ones that it defines anew included."""
+    """Fields that the dataclass `cls` defines itself, in its order; inherited ones that it defines again included."""
     items = {item.name: item for item in dataclasses.fields(cls)}
     return [items[name] for name in inspect.get_annotations(cls) if name in items]
 

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...fsdp2_qlora.generation import MODES as GATHERS
 from ...long_rows.tiles import tile_size
 from ...prefix_sharing.attention.backends import BACKENDS
 from ...scoring.logprobs import HEAD_KERNELS
@@ -19,7 +18,7 @@ from .phases import MODES as CLOCKS
 PREFIX_SHARING = {
     "default": "auto",
     "help": "How the forward and backward passes treat what rows of a batch begin with alike: the prompt of a "
-    "group's completions or of a preference pair. 'auto' computes it once, without padding, wherever that is exact, "
+    "group's completions or of a preference pair. 'auto' computes it once, without padding, if that is exact, "
     "and otherwise runs as stock TRL and logs why; "
     f"{' and '.join(map(repr, BACKENDS))} insist on one attention backend; 'off' is stock TRL.",
 }
@@ -55,7 +54,7 @@ FSDP_GATHER = {
     "help": "Under FSDP2, how weights come together while completions are generated and scored. 'once': the whole "
     "model is gathered for the phase (a 4-bit base as it is packed); 'per_layer': in every forward pass, so for "
     "every token; 'auto': once, if it fits into half of the free memory of every rank.",
-    "choices": GATHERS,
+    "choices": ("auto", "once", "per_layer"),
 }
 FSDP_KEEP_GATHERED = {
     "default": False,
@@ -79,7 +78,7 @@ VLLM_SHARE_BASE = {
     "help": "With vLLM in this process and only the adapter sent: whether engine and trainer hold one copy of a "
     "frozen base. 'auto': on a GPU, if rollout_sync is 'adapter' and the base is in the dtype in which both compute. "
     "A base in bitsandbytes' 4 bits is shared with 'on'. 'on' also makes rollout_sync 'auto' send the adapter alone, "
-    "and is an error where the base cannot be shared.",
+    "and is an error if the base cannot be shared.",
     "choices": ("auto", "on", "off"),
 }
 VLLM_ENGINE_KWARGS = {

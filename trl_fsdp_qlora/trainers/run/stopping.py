@@ -95,5 +95,5 @@ def stopping_after_step(trainer: Any, go_on: str) -> Iterator[None]:
 def _line(trainer: Any, go_on: str) -> str:
     last = last_complete_checkpoint(trainer.args.output_dir)
     progress = f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}"
-    then = "no checkpoint was saved yet, start again" if last is None else f"go on from {last.name}"
+    then = "no checkpoint was saved yet, start again" if last is None else f"continue from {last.name}"
     return f"{progress}; {then}: {go_on}"

@@ -1,6 +1,6 @@
 """Reward functions that return no finite value for any completion.
 
-Nothing can be learned from `None`, NaN and infinity alone, whatever the loss is.
+Nothing can be learned from `None`, NaN and infinity alone, by any loss.
 """
 
 from collections.abc import Sequence
