@@ -123,7 +123,7 @@ def measured_step(run, model) -> tuple[int, Plan]:
         before = tracker.now
         for number in range(count):
             scores.score(number, model).log_probs.sum().backward()
-            scores.go_back(model, contextlib.nullcontext, contextlib.nullcontext)
+            scores.finish_backward(model, contextlib.nullcontext, contextlib.nullcontext)
     return tracker.peak - before, plan
 
 

@@ -4,7 +4,6 @@ import inspect
 import shlex
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from ...errors import UserError
 from ...trainers.run.card import hardware, software
 from ...trainers.run.checkpoints import last_step, resolve_resume, step_of
 from ...trainers.run.stopping import stopping_after_step
-from ...trainers.run.terminal import use_terminal
 from ...utils import redaction
 from ...utils.nonfatal import nonfatal
 from ...utils.ranks import on_main
@@ -26,6 +24,7 @@ from ...utils.threads import fit_threads
 from ..data.rewards import checked, get_reward
 from ..run.launch import launch_words
 from ..run.one_line import pop_options
+from ..run.terminal import use_terminal
 from .accuracy import AccuracyCallback, can_measure, completion_length, format_result
 from .arguments import ConfigError, ScriptArguments
 from .checks import lora_config
@@ -181,7 +180,7 @@ def run_recipe(
         UserError: at the very end, if no completion of the whole run got a reward.
     """
     is_ours = hasattr(trainer, "card_info")
-    with trainer.checkpointing.alone() if is_ours else nullcontext(), KeptWarnings() as warnings:
+    with KeptWarnings() as warnings:
         args = trainer.args
         record = RunRecord(args.output_dir)
         if is_ours:
