@@ -34,7 +34,6 @@ with importing():
     )
     from trl_fsdp_qlora.tools.recipe import checks
     from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
-    from trl_fsdp_qlora.tools.recipe.episodes import agent_of, check_tool_template, judge_of, with_tool_format
     from trl_fsdp_qlora.tools.recipe.problems import load_held_out
     from trl_fsdp_qlora.tools.recipe.record import as_words, code_in, settings_in
     from trl_fsdp_qlora.tools.recipe.runner import load_processing
@@ -169,10 +168,10 @@ def main() -> None:
     if "images" in test.column_names:
         source = processor_source(args.adapter, args.model_name_or_path, args.model_revision)
         tokenizer = load_processing(*source, images=True)
-    agent = agent_of(script, args.chat_template_kwargs, args.tool_timeout)
+    agent = checks.agent_of(script, args.chat_template_kwargs, args.tool_timeout)
     if agent is not None:
-        tokenizer = with_tool_format(tokenizer, script)
-        check_tool_template(tokenizer, args.model_name_or_path)
+        tokenizer = checks.with_tool_format(tokenizer, script)
+        checks.check_tool_template(tokenizer, args.model_name_or_path)
     model = load_measured_model(args, state.device)
     with torch.autocast(state.device.type, torch.bfloat16) if args.bf16 else nullcontext():
         result = evaluate(
@@ -188,7 +187,7 @@ def main() -> None:
             seed=args.seed,
             agent=agent,
             max_tool_turns=args.max_tool_calling_iterations,
-            judge=judge_of(script),
+            judge=checks.judge_of(script),
         )
     say(str(result))
     if args.output and state.is_main_process:

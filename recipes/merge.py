@@ -38,7 +38,8 @@ class MergeArguments:
 
 def main() -> None:
     (args,) = parse_recipe((MergeArguments,))
-    base = args.base or find_base(check_adapter(args.adapter).base_model_name_or_path, args.adapter)
+    trained_on = check_adapter(args.adapter).base_model_name_or_path
+    base = args.base or find_base(trained_on, args.adapter)
     load_tokenizer(base, args.revision, chat=False, field="base", adapter=args.adapter)
     warning = other_base_warning(args.adapter, base)
     if warning is not None:

@@ -21,7 +21,7 @@ with importing():
     from trl_fsdp_qlora.tools.recipe.privileged import SDFTScriptArguments, privileged_prompts
     from trl_fsdp_qlora.tools.recipe.problems import load_problems, to_measure
     from trl_fsdp_qlora.tools.recipe.record import check_output_dir
-    from trl_fsdp_qlora.tools.recipe.runner import accepted_arguments, run_recipe
+    from trl_fsdp_qlora.tools.recipe.runner import model_arguments, run_recipe
     from trl_fsdp_qlora.tools.recipe.script import run_main
     from trl_fsdp_qlora.utils.threads import fit_threads
 
@@ -34,7 +34,8 @@ def main() -> None:
     problems = load_problems(script)
     train = privileged_prompts(script, problems.train)
     test = to_measure(script, problems)
-    arguments = accepted_arguments(TiledSDFTTrainer, config, model)
+    arguments = model_arguments(config, model)
+    config.model_init_kwargs["quantization_config"] = arguments.pop("quantization_config")  # no argument of SDFT's
     trainer = TiledSDFTTrainer(model.model_name_or_path, args=config, train_dataset=train, **arguments)
     fit_threads(trainer.model)
     share_prompts(trainer)

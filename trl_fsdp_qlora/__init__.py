@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-# Public names, by the module that has them. A type checker reads those below instead.
+# Public names, by the module that has them. A type checker reads those below instead. `trainers/methods.py` has the
+# trainers' commands.
 _EXPORTS = {"share_prompts": "prefix_sharing.share"}
 for _room, _prefix in (
     ("grpo", "EfficientGRPO"),

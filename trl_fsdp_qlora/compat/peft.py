@@ -81,19 +81,6 @@ def is_reference(model: nn.Module) -> bool:
     return not peft_model.has_active_enabled_adapter or peft_model.active_adapter == "ref"
 
 
-def adapted_parts(model: nn.Module) -> list[tuple[str, str]]:
-    """A line of the start-up block for models that take images: whether LoRA adapts the vision tower, too."""
-    if not is_peft(model) or model.config.get_text_config() is model.config:
-        return []
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    decoder = {id(module) for module in model.get_base_model().get_decoder().modules()}
-    adapted = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    outside = sum(id(module) not in decoder for module in adapted)
-    extent = f"and on {outside} others" if outside else "not on the vision tower's"
-    return [("on", f"LoRA on the language model's linear layers, {extent}")]
-
-
 def wraps_experts(module: nn.Module) -> bool:
     """Whether `module` is PEFT's wrapper around all experts of a layer, with an adapter of their parameters."""
     if not hasattr(module, "get_base_layer"):

@@ -11,16 +11,10 @@ import torch
 from peft import PeftModel
 from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..compat.fsdp import plain_name
 from .generation import reshard
-
-
-def has_sharded_adapter(model: nn.Module) -> bool:
-    """Whether `model` is a PEFT model under FSDP2. Such a model saves an adapter, with any base."""
-    return isinstance(model, FSDPModule) and isinstance(model, PeftModel)
 
 
 def _adapter_parameters(model: PeftModel) -> dict[str, nn.Parameter]:

@@ -5,11 +5,12 @@
 
 Under an accelerate config with FSDP2 the trainer shards a 4-bit base. It saves plain PEFT adapters and resumes from
 them (with unquantized bases as well), can evaluate before it trains, and gathers weights once for generation. Under
-every other config the mixin changes nothing. The trainers of this package are built on it.
+every other config the mixin changes nothing, and the modules that shard, gather and save are not imported. The
+trainers of this package are built on it.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -23,9 +24,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_f
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from .adapters import gather_adapter, gather_optimizer, has_sharded_adapter, load_adapter, load_optimizer
-from .generation import gathered_as, keep_gathered
-from .prepare import shard_quantized_base
+
+def has_sharded_adapter(model: nn.Module) -> bool:
+    """Whether `model` is a PEFT model under FSDP2. Such a model saves an adapter, whatever its base is."""
+    return isinstance(model, FSDPModule) and isinstance(model, PeftModel)
+
 
 if TYPE_CHECKING:  # what the mixin's methods call is the trainer's behind it in the bases
     from transformers import Trainer as _Trainer
@@ -41,7 +44,10 @@ class ShardedQLoRAMixin(_Trainer):
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
-        shard_quantized_base(self.accelerator)
+        if self.accelerator.is_fsdp2:
+            from .prepare import shard_quantized_base
+
+            shard_quantized_base(self.accelerator)
 
     @property
     def base_bytes(self):
@@ -56,6 +62,8 @@ class ShardedQLoRAMixin(_Trainer):
     def training_step(self, model, *args, **kwargs):
         # `vars`, because TRL's own configs do not have every field.
         if vars(self.args).get("fsdp_keep_gathered") and self.base_bytes is not None:
+            from .generation import keep_gathered
+
             keep_gathered(self.model, last_micro_batch=self.accelerator.sync_gradients)
         return super().training_step(model, *args, **kwargs)
 
@@ -69,6 +77,10 @@ class ShardedQLoRAMixin(_Trainer):
         The block is meant for generation and for the passes of the old policy and the reference: many forwards without
         gradient, with the same weights.
         """
+        if not isinstance(self.model, FSDPModule):
+            return nullcontext()
+        from .generation import gathered_as
+
         # With vLLM the model does not generate, and TRL's sync of the weights expects them sharded.
         options = vars(self.args)
         mode = "per_layer" if options.get("use_vllm") else options.get("fsdp_gather", "auto")
@@ -93,6 +105,8 @@ class ShardedQLoRAMixin(_Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not has_sharded_adapter(self.model):
             return super().save_model(output_dir, _internal_call)
+        from .adapters import gather_adapter
+
         adapter = gather_adapter(self.model)
         if self.args.should_save:  # transformers 5.17's `_save` writes on every rank that calls it
             self._save(output_dir or self.args.output_dir, state_dict=adapter)
@@ -103,6 +117,8 @@ class ShardedQLoRAMixin(_Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not has_sharded_adapter(self.model):
             return super()._save_optimizer_and_scheduler(output_dir)
+        from .adapters import gather_optimizer
+
         state = gather_optimizer(self.optimizer)
         if self.args.should_save:
             torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
@@ -112,11 +128,15 @@ class ShardedQLoRAMixin(_Trainer):
         model = self.model if model is None else model
         if not has_sharded_adapter(model):
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        from .adapters import load_adapter
+
         load_adapter(model, resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not has_sharded_adapter(self.model):
             return super()._load_optimizer_and_scheduler(checkpoint)
+        from .adapters import load_optimizer
+
         optimizer = Path(checkpoint) / OPTIMIZER_NAME
         schedule = Path(checkpoint) / SCHEDULER_NAME
         if optimizer.is_file() and schedule.is_file():  # otherwise both start from nothing, as in transformers
@@ -130,6 +150,8 @@ class ShardedQLoRAMixin(_Trainer):
     def _load_best_model(self) -> None:
         if not has_sharded_adapter(self.model):
             return super()._load_best_model()
+        from .adapters import load_adapter
+
         load_adapter(self.model, self.state.best_model_checkpoint)
 
 

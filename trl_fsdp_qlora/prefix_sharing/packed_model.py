@@ -23,7 +23,7 @@ from ..compat import trl as trls
 from ..compat.trl import FusedHead, fused_head
 from ..scoring.logprobs import score_with_head
 from ..scoring.transfer import to_device, to_host
-from .attention.implementation import can_nest
+from .attention.implementation import computes_dense_rows
 from .attention.layers import install, remove
 from .batch import IGNORED_LABEL, Batch, Sequences, decode, encode
 from .facts import read_facts, unsupported_reason
@@ -182,7 +182,7 @@ class PackedModel:
 
         Recurrent layers cannot: they do not keep a state at every token.
         """
-        return can_nest(self.base, self.attention) and not self.facts.is_recurrent
+        return computes_dense_rows(self.base, self.attention) and not self.facts.is_recurrent
 
     @not_compiled
     def build_forest(self, sequences: Sequences, is_dense: bool = False) -> Forest:

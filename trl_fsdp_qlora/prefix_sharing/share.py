@@ -1,4 +1,7 @@
-"""`share_prompts`: one line for a model, or for a trainer's models."""
+"""`share_prompts`: one line for a model, or for a trainer's models.
+
+`sharing.py` does it for one model.
+"""
 
 from typing import Any, TypeVar
 

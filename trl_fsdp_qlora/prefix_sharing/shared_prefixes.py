@@ -1,5 +1,7 @@
 """Which beginnings several passes share, and the forest of a pass in which they are segments.
 
+A call that runs in one pass needs nothing of this file: there `forest.py` finds what its rows share.
+
 A beginning that several passes need is a [`SharedPrefix`]; `passes.py` computes it in a forward of its own. A token
 that predicts a label belongs to the pass that scores the label. So a shared beginning ends one token before the first
 label of its rows.

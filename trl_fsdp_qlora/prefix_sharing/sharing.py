@@ -1,10 +1,12 @@
-"""`PromptSharing`: a model that computes equal beginnings of a batch's rows once.
+"""`PromptSharing` decides for each call of a model whether equal beginnings of the batch's rows are computed once.
 
 TRL's trainers score with `model(..., labels=labels, fused_lm_head=True)`, or call the model for logits or classes, or
-its backbone for last hidden states. [`PromptSharing`] wraps the fused forward and the backbone's, and is
-inside the root module's forward, so DDP, FSDP2, PEFT and autocast stay as they are. It decides whether a call runs
-packed; [`packed_model.PackedModel`] reads, runs and merges it. If packed rows would not be exact, the call runs as in
-stock TRL, and one line of the log has the reason.
+its backbone for last hidden states. [`install_sharing`] wraps the fused forward (`wrapped_forward.py`) and the
+backbone's (`wrapped_backbone.py`). Both are inside the root module's forward, so DDP, FSDP2, PEFT and autocast stay as
+they are. A call that runs packed is read, run and merged by [`packed_model.PackedModel`]. If packed rows would not be
+exact, the call runs as in stock TRL, and one line of the log has the reason.
+
+CONTRIBUTING.md, "Following a batch", has the way of a call through the files of this room.
 """
 
 import contextlib
@@ -63,8 +65,9 @@ def install_sharing(
         model, attention, temperature, outputs, lm_head_kernel: see
             [`trl_fsdp_qlora.prefix_sharing.share.share_prompts`].
         entropy_gradient: whether the entropy's gradient may be needed; not every kernel has it.
-        compares: whether the first pass is compared with stock TRL's from inside the forward. A trainer that also
-            compares gradients calls [`PromptSharing.compare_with_stock`] instead.
+        compares: whether the first pass is compared with stock TRL's from inside the forward
+            ([`PromptSharing.compare_call_with_stock`]). With `False` the trainer has to compare through its root
+            module ([`PromptSharing.compare_with_stock`]), before each of its passes; otherwise nothing compares.
         expects_images: whether prompts may have images, on some ranks earlier than on others.
     """
     if attention not in CHOICES:

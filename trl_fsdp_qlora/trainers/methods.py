@@ -1,7 +1,8 @@
 """The trainers of this package, one a line: what commands, recipes and pages have to know of each.
 
-It has only names, so an import costs nothing. A trainer's room has `config.py` and `trainer.py`; its script in
-`recipes/` has the room's name, and the folders of its recipes begin with it.
+There are only names here, so an import costs nothing. A trainer's room has `config.py` and `trainer.py`. A line here
+makes its command, which runs the script in `recipes/` with the room's name; the folders of its recipes begin with that
+name. The public names of the classes are in the package's `__init__.py`.
 """
 
 from typing import NamedTuple

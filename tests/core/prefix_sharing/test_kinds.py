@@ -90,8 +90,8 @@ def test_a_layer_that_is_not_in_the_table_lets_its_model_run_as_stock(monkeypatc
     assert len(lines) == 1 and "Qwen3_5GatedDeltaNet keeps a state, and its kind is not known" in lines[0]
 
 
-class Chunked:
-    """A backend with a keyword of its own, on top of `two_part`."""
+class BackendWithKeyword:
+    """The registration of a backend alone: it knows the keyword `chunk`, and computes full attention by `two_part`."""
 
     LAYER_TYPES = two_part.LAYER_TYPES
     KEYWORDS = frozenset({"chunk"})
@@ -111,7 +111,7 @@ class Chunked:
 @pytest.mark.parametrize("known", [True, False])
 def test_a_backend_of_ones_own_is_one_line_of_the_table(monkeypatch, known):
     """Layers with its keyword take it. Without it they are refused, and the model runs as stock."""
-    chunked = Chunked()
+    chunked = BackendWithKeyword()
     monkeypatch.setattr(backends, "BACKENDS", {**backends.BACKENDS, **({"chunked": chunked} if known else {})})
     model = build("llama")
     for layer in model.model.layers:

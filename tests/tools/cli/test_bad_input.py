@@ -27,6 +27,8 @@ def user_folder(tmp_path_factory):
         shutil.copytree(folder / name, folder / f"cut_{name}")
         whole = (folder / name / file).read_bytes()
         (folder / f"cut_{name}" / file).write_bytes(whole[: len(whole) // 2])
+    shutil.copytree(folder / "adapter", folder / "no_json")
+    (folder / "no_json" / "adapter_config.json").write_text('{"r": ')
     save_tiny_model(folder / "wide")
     new_model(character_tokenizer(), 0, hidden=64, layers=2).save_pretrained(folder / "wide")
     (folder / "a_file").write_text("x")
@@ -73,8 +75,16 @@ def user_folder(tmp_path_factory):
         (f"compare {QUICK} --stepps 3", "unknown key '--stepps'; did you mean "),
         ("small-base b --seed -1", "--seed -1 is outside 0 to 2**32 - 1"),
         ("small-base a_file/b", "a_file/b cannot be made: File exists: a_file"),
+        (
+            "dpo --model_name_or_path cut_base --pairs p.jsonl --output_dir m --use_cpu --bf16 no --chat no",
+            "the weights of cut_base cannot be loaded: model.safetensors: ",
+        ),
         ("merge --adapter adapter --base wide --output m", "adapter is an adapter of another base than wide"),
         ("merge --adapter cut_adapter --base base --output m", "the weights of cut_adapter cannot be loaded: "),
+        (
+            "merge --adapter no_json --base base --output m",
+            "adapter='no_json' cannot be loaded: Expecting value",
+        ),
         ("merge --adapter adapter --base cut_base --output m", "the weights of cut_base cannot be loaded: "),
         ("merge --adapter adapter --base base --output a_file/m", "a_file/m cannot be made: Not a directory"),
     ],

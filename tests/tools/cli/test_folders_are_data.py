@@ -121,7 +121,7 @@ def test_evaluate_takes_no_code_from_any_field_of_a_folder(cwd, called, monkeypa
         for value in ("of_a_run/planted.py:load", ["planted:load"]):
             monkeypatch.chdir(cwd)
             (adapter / "metrics.json").write_text(json.dumps({"settings": sound | {name: value}}))
-            (adapter / "_paths.json").write_text(json.dumps({name: value} if name != "dataset" else {}))
+            (adapter / "_arguments.json").write_text(json.dumps({name: value} if name != "dataset" else {}))
             with pytest.raises((SystemExit, WeightsLoaded)) as ended:
                 called("evaluate", "--adapter of_a_run --use_cpu true")
             printed = capfd.readouterr()

@@ -213,7 +213,7 @@ def test_auto_gathers_the_whole_model_if_the_trainer_would(tmp_path):
         assert gathered == (whole if gathers else parts[GATHERED])
 
 
-@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("nested", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_experts_in_4_bits_are_those_that_this_package_loads_and_adapters_on_them_are_planned(tmp_path, nested):
     pytest.importorskip("bitsandbytes")
     from trl_fsdp_qlora.fsdp2_qlora.experts import packed_experts

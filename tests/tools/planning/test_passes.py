@@ -123,7 +123,7 @@ def measured_step(run, model) -> tuple[int, Plan]:
         before = tracker.now
         for number in range(count):
             scores.score(number, model).log_probs.sum().backward()
-            scores.go_back(model, contextlib.nullcontext, contextlib.nullcontext)
+            scores.finish_backward(model, contextlib.nullcontext, contextlib.nullcontext)
     return tracker.peak - before, plan
 
 
@@ -205,7 +205,7 @@ def hybrid() -> tf.Qwen3_5TextConfig:
     return tf.Qwen3_5TextConfig(architectures=["Qwen3_5ForCausalLM"], **SHAPE, **heads, layer_types=kinds)
 
 
-@pytest.mark.parametrize("of", [config, hybrid])
+@pytest.mark.parametrize("of", [config, pytest.param(hybrid, marks=pytest.mark.exhaustive)])
 def test_every_layer_adds_what_another_of_its_kind_added(of, tmp_path):
     """The model of five layers by slope, and run whole."""
     of().save_pretrained(tmp_path)

@@ -154,7 +154,7 @@ def tiny(tmp_path_factory):
 
 
 @pytest.mark.slow  # some ten plans
-def test_the_exit_status_says_whether_it_fits_and_what_would_make_it(tiny, monkeypatch, capsys):
+def test_the_exit_status_says_whether_it_fits(tiny, monkeypatch, capsys):
     line = words(tiny, per_device_train_batch_size=16, max_completion_length=64)
     needed = plan_recipe(line, EfficientGRPOConfig, hardware="24GB").peak
     monkeypatch.setattr(largest, "most_that_fits", lambda plan_of, most, start=1: 1)
@@ -171,7 +171,6 @@ def test_the_exit_status_says_whether_it_fits_and_what_would_make_it(tiny, monke
     assert command([*line, "--hardware", f"{(CONTEXT + 0.8 * (needed - CONTEXT)) / GIB:.4f}GB"]) == 1
     printed = capsys.readouterr().out
     assert "it does not fit" in printed and "together" in printed
-    assert "makes it fit: per_device_train_batch_size: 8, gradient_accumulation_steps: 2" in printed
     assert command([*line, "--accelerate_config", "fsdp2", "--hardware", "24GB x4"]) == 0
     assert "fsdp2 on 4 × 24 GB" in capsys.readouterr().out  # the config has 8
     assert command([*line, "--hardware", "24GB x4", "--num_processes", "8"]) == 1

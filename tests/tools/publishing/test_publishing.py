@@ -33,6 +33,7 @@ from trl_fsdp_qlora.tools.publishing.loading import load_model
 from trl_fsdp_qlora.tools.publishing.merge import merge_adapter
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.trainers.run import card
+from trl_fsdp_qlora.trainers.run.card_info import CardInfo
 from trl_fsdp_qlora.trainers.run.checkpoints import why_not_whole
 
 BASE = "owner/tiny-base"
@@ -53,7 +54,7 @@ def trained(tmp_path_factory):
     torch.manual_seed(0)
     saving = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "seed": 7}
     grpo_trainer = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, out, base, lora(), **saving)
-    grpo_trainer.card_info = card.CardInfo(
+    grpo_trainer.card_info = CardInfo(
         dataset="someone/sums",
         license="mit",
         quickstart_prompt=prompts(1)[0]["prompt"],
@@ -153,7 +154,7 @@ assert 'trl_fsdp_qlora' not in sys.modules
         ("someone/sums", ["someone/sums"], "someone/sums"),
         ("data/sums.jsonl", None, "data/sums.jsonl"),
         ("/home/bob/data.json", None, "data.json"),
-        ("https://bob:passw0rd@host/data", None, "https://host/data"),
+        ("https://bob:passw0rd@host/data", None, "https://***@host/data"),
     ],
 )
 def test_what_is_on_the_hub_is_listed_and_no_secret_enters_a_card(tmp_path, dataset, listed, named):
@@ -163,7 +164,7 @@ def test_what_is_on_the_hub_is_listed_and_no_secret_enters_a_card(tmp_path, data
     grpo_trainer.args.push_to_hub = True
     grpo_trainer.hub_model_id = "me/adapter"
     command = ["accelerate", "launch", "a script.py", "--hub_token", "a secret"]
-    grpo_trainer.card_info = card.CardInfo(dataset=dataset, command=command)
+    grpo_trainer.card_info = CardInfo(dataset=dataset, command=command)
     model_card = card.card_of(grpo_trainer)
     assert model_card.data.datasets == listed
     assert f"data: `{named}`, licence not stated" in model_card.text
@@ -187,7 +188,7 @@ def test_no_name_and_no_setting_leaves_its_place_on_the_card(tmp_path, monkeypat
     base = save_tiny_model(tmp_path / STRANGE)
     grpo_trainer = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, f"out of {STRANGE}", base, lora())
     script = ScriptArguments(f"{STRANGE}.jsonl", system_prompt=PROMPT)
-    grpo_trainer.card_info = card.CardInfo(
+    grpo_trainer.card_info = CardInfo(
         dataset=f"{STRANGE}.jsonl",
         data_license=STRANGE,
         recipe_file=f"{STRANGE}.yaml",

@@ -22,7 +22,7 @@ from trl_fsdp_qlora.tools.evaluation import episodes as episodes_module
 from trl_fsdp_qlora.tools.evaluation.accuracy import evaluate, generation_configs
 from trl_fsdp_qlora.tools.evaluation.episodes import Agent, begin, run_episodes, run_tool
 from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments
-from trl_fsdp_qlora.tools.recipe.episodes import agent_of, check_tool_template, with_tool_format
+from trl_fsdp_qlora.tools.recipe.checks import agent_of, check_tool_template, with_tool_format
 
 CALCULATOR = str(Path(__file__).parents[3] / "examples" / "agents" / "calculator.py")
 
@@ -101,7 +101,7 @@ def test_an_episode_is_that_of_trls_loop(folder, loaded, tmp_path, length, turns
         assert len(episodes[0].messages) == (5 if turns else 1)
 
 
-@pytest.mark.parametrize("turns", [1, None])
+@pytest.mark.parametrize("turns", [pytest.param(1, marks=pytest.mark.exhaustive), None])
 def test_a_turn_of_a_measured_episode_continues_from_the_last_one(loaded, monkeypatch, turns):
     """The same result as with every turn prefilled whole, for greedy and for sampled episodes."""
     model, tokenizer = loaded

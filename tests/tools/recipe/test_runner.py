@@ -22,7 +22,13 @@ from trl_fsdp_qlora.tools.evaluation.accuracy import Evaluation
 from trl_fsdp_qlora.tools.recipe import checks, runner
 from trl_fsdp_qlora.tools.recipe.accuracy import AccuracyCallback
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
-from trl_fsdp_qlora.tools.recipe.record import RunRecord, evaluate_line, keep_paths, kept_paths, measured_settings
+from trl_fsdp_qlora.tools.recipe.record import (
+    RunRecord,
+    check_output_dir,
+    evaluate_line,
+    kept_paths,
+    measured_settings,
+)
 from trl_fsdp_qlora.trainers.run import unscored
 from trl_fsdp_qlora.utils import nonfatal
 
@@ -153,7 +159,7 @@ def pickle_that_runs_code(path) -> None:
 
 
 NAMING_CODE = (
-    "metrics.json", "_paths.json", "adapter_config.json", "checkpoint-1/trainer_state.json",
+    "metrics.json", "_arguments.json", "adapter_config.json", "checkpoint-1/trainer_state.json",
     "checkpoint-1/adapter_config.json", "checkpoint-1/config.json", "checkpoint-1/tokenizer_config.json",
     "checkpoint-1/manifest.json", "training_args.bin", "checkpoint-1/training_args.bin",
     "checkpoint-1/rollouts_0_of_1.pt", "checkpoint-1/adapter_model.bin",
@@ -244,9 +250,10 @@ def test_the_path_of_the_data_is_kept_for_this_machine_alone(tmp_path, monkeypat
         ({"dataset": str(data), "eval_dataset": "my_data.py:load"}, {"dataset": str(data)}),  # code is not data
     ):
         script = ScriptArguments(**source)
-        keep_paths("out", script)
+        args = config(EfficientGRPOConfig, "out")
+        check_output_dir(script, args, ModelConfig())
         assert kept_paths("out") == kept
-        settings = measured_settings(script, config(EfficientGRPOConfig, "out"), ModelConfig())
+        settings = measured_settings(script, args, ModelConfig())
         assert str(tmp_path) not in str(settings)
     line = evaluate_line("out", script)
     assert line == "trl-fsdp-qlora evaluate --adapter out --eval_dataset my_data.py:load"

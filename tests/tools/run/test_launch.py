@@ -8,7 +8,10 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from transformers import TrainingArguments
 
+from trl_fsdp_qlora.errors import UserError
+from trl_fsdp_qlora.tools.recipe.arguments import parse_recipe
 from trl_fsdp_qlora.tools.run import launch
 from trl_fsdp_qlora.tools.run.launch import launch_words
 
@@ -40,6 +43,15 @@ def test_more_processes_than_the_machine_has_cards_or_cores_are_named(monkeypatc
     assert capsys.readouterr().err == "warning: --num_processes 99: this machine has 2 cores\n"
 
 
+def test_a_missing_deepspeed_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr("accelerate.commands.launch.is_deepspeed_available", lambda: False)
+    with pytest.raises(UserError, match="DeepSpeed is not installed"):
+        launch.launch(["--use_deepspeed", "--num_processes", "2", "script.py"])
+    monkeypatch.setattr("trl_fsdp_qlora.tools.recipe.arguments.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"deepspeed='zero3.json' needs deepspeed.*pip install deepspeed"):
+        parse_recipe((TrainingArguments,), ["--output_dir", str(tmp_path), "--deepspeed", "zero3.json"])
+
+
 @pytest.mark.processes
 def test_one_process_by_the_name_of_a_config_and_with_the_scripts_own_words(tmp_path):
     script = tmp_path / "script.py"
@@ -59,7 +71,7 @@ time.sleep(120)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("config", "ranks", "sent"),
-    [("cpu", 1, signal.SIGTERM), ("cpu", 1, signal.SIGINT), ("ddp_cpu", 2, signal.SIGTERM)],
+    [("cpu", 1, signal.SIGINT), ("ddp_cpu", 2, signal.SIGTERM)],
 )
 def test_a_signal_is_passed_on_to_the_run_whose_end_is_waited_for(tmp_path, config, ranks, sent):
     (tmp_path / "script.py").write_text(WAITS)

@@ -1,4 +1,3 @@
-import json
 import shlex
 
 import pytest
@@ -19,13 +18,13 @@ def test_a_config_is_written_without_tokens_and_logins():
     assert [name for name in SECRET.split() if not is_secret_name(name)] == []
     assert [name for name in PLAIN.split() if is_secret_name(name)] == []
     fields = {"hub_token": "x", "eos_token": "</s>", "url": "http://bob:pw@judge:8000/v1", "steps": 3}
-    assert without_secrets(fields) == fields | {"hub_token": None, "url": "http://judge:8000/v1"}
+    assert without_secrets(fields) == fields | {"hub_token": None, "url": "http://***@judge:8000/v1"}
 
 
 def test_a_command_and_its_paths_are_as_seen_from_here_without_secrets(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert portable(["/home/bob/a", {"b": "~/base"}, 3]) == ["a", {"b": "base"}, 3]
-    assert portable("owner/name") == "owner/name" and portable("https://bob:pw@host/x") == "https://host/x"
+    assert portable("owner/name") == "owner/name" and portable("https://bob:pw@host/x") == "https://***@host/x"
     words = ["accelerate", "launch", "--api-key=key", "--hub_token", "tok", "a script.py", "--hub_token", "tok"]
     words += ["--output_dir", str(tmp_path / "runs" / "o"), "--dataset=/home/bob/d.json", "--flag", "it's"]
     kept = ["accelerate", "launch", "a script.py", "--output_dir", "runs/o", "--dataset=d.json", "--flag", "it's"]
@@ -45,28 +44,13 @@ ORDINARY = [
 ]
 
 
-def test_a_secret_in_a_dictionary_a_list_or_json_is_none_and_the_rest_stays():
-    nested = {"headers": [{"Authorization": "Bearer x", "accept": "json"}], "hf_token": "x", "eos_token": "</s>"}
-    kept = {"headers": [{"Authorization": None, "accept": "json"}], "hf_token": None, "eos_token": "</s>"}
-    assert without_secrets({"vllm_engine_kwargs": nested, "sizes": (1, {2})}) == {
-        "vllm_engine_kwargs": kept,
-        "sizes": (1, {2}),
-    }
-    assert nested["hf_token"] == "x"  # the run's own dictionary is not touched
+def test_a_secret_in_a_dictionary_or_a_list_is_none_and_the_rest_stays():
+    nested = {"headers": [{"hf_token": "x", "accept": "json"}], "api_key": "x", "eos_token": "</s>"}
+    kept = {"headers": [{"hf_token": None, "accept": "json"}], "api_key": None, "eos_token": "</s>"}
+    written = without_secrets({"vllm_engine_kwargs": nested, "sizes": (1, {2})})
+    assert written == {"vllm_engine_kwargs": kept, "sizes": (1, {2})}
+    assert nested["api_key"] == "x"  # the run's own dictionary is not touched
     assert portable([nested]) == [kept]
-    assert json.loads(without_secrets({"as_json": json.dumps(nested)})["as_json"]) == kept
-    harmless = '{"dtype":  "bfloat16"}'
-    assert without_secrets({"as_json": harmless}) == {"as_json": harmless}
-    words = [
-        "grpo",
-        "--vllm_engine_kwargs",
-        json.dumps(nested),
-        f"--model_init_kwargs={json.dumps(nested)}",
-        "HF_TOKEN=x",
-    ]
-    command = shlex.split(command_line(words))
-    assert command[:2] == words[:2] and len(command) == 4
-    assert json.loads(command[2]) == json.loads(command[3].partition("=")[2]) == kept
 
 
 @pytest.mark.parametrize("token", TOKENS)

@@ -13,7 +13,6 @@ from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_mo
 from tests.tiny import config, tiny_model
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
 from trl_fsdp_qlora.trainers.a_star_po import trainer as trainer_module
-from trl_fsdp_qlora.trainers.a_star_po.values import describe_model
 from trl_fsdp_qlora.utils.stats import wilson_interval
 
 from .tiny import has_digit, problems
@@ -68,33 +67,27 @@ def test_more_samples_extend_those_that_are_stored(make_trainer):
 
 
 def test_what_a_value_depends_on_is_never_reused_after_a_change(make_trainer):
-    def first_two(completions, answer, **kwargs):
+    def another_reward(completions, answer, **kwargs):
         return has_digit([completion[:2] for completion in completions], answer)
 
     make_trainer().estimate_values()
-    typical = tiny_model()
-    typical.generation_config.typical_p = 0.3
     other_answers = problems(24).map(lambda row: {"answer": str((int(row["answer"]) + 1) % 10)})
     for changes, dataset in (
-        ({"rewards": first_two}, None),
-        ({"model": tiny_model(seed=1)}, None),
+        ({"rewards": another_reward}, None),
+        ({"model": tiny_model()}, None),
         ({"max_completion_length": 7}, None),
         ({"generation_kwargs": {"typical_p": 0.4}}, None),
-        ({"model": typical}, None),
         ({}, other_answers),
     ):
         assert make_trainer(**changes).estimate_values(dataset).samples == 24 * 8
     assert make_trainer().estimate_values().samples == 0
 
 
-def test_a_prompt_that_stage_one_never_saw_is_refused_or_estimated(make_trainer):
-    trainer = make_trainer(unseen_prompts="refuse")
+def test_a_prompt_that_stage_one_never_saw_is_estimated(make_trainer):
+    trainer = make_trainer()
     trainer.estimate_values()
     trainer.model.train()
     rows = [*problems(6).to_list(), {"prompt": "7+7=", "answer": "4"}]
-    with pytest.raises(ValueError, match=r"'7\+7='.*unseen_prompts='estimate'"):
-        trainer._generate_and_score_completions(rows)
-    trainer.args.unseen_prompts = "estimate"
     assert trainer._generate_and_score_completions(rows)["advantages"].isfinite().all()
     assert trainer.drawn[-1] == ("7+7=", 8) and len(trainer.drawn) == 24 + 1
 
@@ -152,12 +145,12 @@ def test_a_reward_that_is_down_is_an_error_and_a_partly_scored_prompt_is_complet
         return [next(answers) for _ in completions]
 
     def run():
-        return make_trainer(rewards=flaky, rows=1, per_device_train_batch_size=1, value_reward_version="1")
+        return make_trainer(rewards=flaky, rows=1, per_device_train_batch_size=1)
 
     down = run()
     partly = run()
     completed = run()
-    with pytest.raises(ValueError, match="flaky"):
+    with pytest.raises(ValueError, match="no prompt got a reward"):
         down.train()
     assert len(down.values.read()) == 0
     for trainer, drawn, stored in ((partly, 8, 6), (completed, 2, 8)):
@@ -328,6 +321,3 @@ def test_the_reference_is_the_base_model_or_the_initial_copy_of_a_continued_adap
     torch.testing.assert_close(batch["ref_per_token_logps"][kept], want[kept], atol=2e-4, rtol=1e-4)
     assert set(drawn_with) == {"ref" if kind == "continued" else "default"}
     assert trainer.model.active_adapter == "default"
-    if kind in ("lora", "continued"):
-        is_base = trainer._describe_context()["reference"] == describe_model(tiny_model())
-        assert is_base == (kind == "lora")

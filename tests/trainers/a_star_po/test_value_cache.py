@@ -1,19 +1,14 @@
 """The file of values: what is read again, and what its keys depend on."""
 
-import functools
 import json
 
 import numpy as np
-import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
-from torch import nn
 
-from tests.tiny import tiny_model
 from trl_fsdp_qlora import AStarPOConfig
-from trl_fsdp_qlora.trainers.a_star_po.values import Item, ReferenceValues, describe_model, describe_reward
+from trl_fsdp_qlora.trainers.a_star_po.values import Item, ReferenceValues
 from trl_fsdp_qlora.trainers.run.phases import PhaseTimer
 
 CONTEXT = {"reference": "1", "sampling": 2}
@@ -35,8 +30,8 @@ def open_values(folder, context: dict = CONTEXT, **config) -> ReferenceValues:
         return [rewards_of(item, count) for item, count in zip(items, counts, strict=True)]
 
     clock = PhaseTimer(torch.device("cpu"))
-    values = ReferenceValues(args, Accelerator(cpu=True), clock, ["r"], None, draw, synced_gpus=False)
-    values.open(lambda: context)
+    values = ReferenceValues(args, Accelerator(cpu=True), clock, None, draw, synced_gpus=False)
+    values.open(context)
     values.drawn = drawn
     return values
 
@@ -82,60 +77,6 @@ def test_keys_depend_on_the_prompt_and_on_every_column(tmp_path):
     assert key(answer=torch.tensor(2)) == variants[0]
     for same in (dict(reversed(row.items())), Dataset.from_list([row]).with_format("numpy")[0]):
         assert values.items([same], [np.array([1, 2])])[0][0] == variants[0]
-
-
-def test_the_reference_is_the_base_with_any_adapter_that_is_no_part_of_it():
-    base = describe_model(tiny_model())
-    small = LoraConfig(r=2, target_modules=["q_proj"])
-    for config in (small, LoraConfig(r=8, target_modules="all-linear")):
-        assert describe_model(get_peft_model(tiny_model(), config)) == base
-    assert base not in (describe_model(tiny_model(seed=1)), describe_model(tiny_model().bfloat16()))
-    model = get_peft_model(tiny_model(), small, adapter_name="ref")
-    before = describe_model(model, "ref")
-    assert before != describe_model(model)
-    model.add_adapter("default", small)
-    assert describe_model(model, "ref") == before
-    with torch.no_grad():
-        next(p for name, p in model.named_parameters() if ".ref." in name).add_(1)
-    assert describe_model(model, "ref") != before
-
-
-class Scaler:
-    def __init__(self, scale):
-        self.scale = scale
-
-    def method(self, completions, scale=None, **kwargs):
-        return [scale or self.scale for _ in completions]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda scale: functools.partial(Scaler(1.0).method, scale=scale),
-        lambda scale: Scaler(scale).method,
-        lambda scale: lambda completions, **kwargs: [scale for _ in completions],
-        lambda scale: nn.Embedding.from_pretrained(torch.full((2, 2), scale)),
-    ],
-)
-def test_a_reward_is_known_by_what_it_was_built_with(make, caplog):
-    assert describe_reward(make(1.0), None) == describe_reward(make(1.0), None) != describe_reward(make(2.0), None)
-    assert describe_reward(make(1.0), "v1") == describe_reward(make(2.0), "v1") != describe_reward(make(1.0), "v2")
-    assert not caplog.text
-
-
-def test_the_text_of_the_file_that_defines_a_reward_counts_and_a_reward_without_a_file_is_named(tmp_path, caplog):
-    def described(helper):
-        (tmp_path / "rewards.py").write_text(f"def helper(text): return {helper}\ndef reward(completions): return 1")
-        space = {}
-        exec(compile((tmp_path / "rewards.py").read_text(), tmp_path / "rewards.py", "exec"), space)
-        return describe_reward(space["reward"], None)
-
-    assert described("1") == described("1") != described("2")
-    assert not caplog.text
-    space = {}
-    exec("def reward(completions): return [1.0] * len(completions)", space)
-    describe_reward(space["reward"], None)
-    assert "value_reward_version" in caplog.text
 
 
 def test_a_sample_without_a_reward_is_not_stored(tmp_path):

@@ -11,7 +11,7 @@ from trl import GRPOConfig
 from tests.tiny import config, lora, save_tiny_model, trainer
 from trl_fsdp_qlora import AStarPOConfig, EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig
 
-TOKEN = "a-plain-token"
+TOKEN = "hf_" + "aB3" * 11
 PASSWORD = "passw0rd"
 
 

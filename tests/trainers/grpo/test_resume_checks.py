@@ -12,7 +12,6 @@ from unittest.mock import Mock
 import pytest
 import safetensors.torch
 import torch
-from filelock import FileLock
 from transformers import TrainerCallback, TrainerState
 from trl import GRPOTrainer
 
@@ -20,7 +19,6 @@ from tests.tiny import lora, prompts, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.trainers.run import checkpoints, stopping
 from trl_fsdp_qlora.trainers.run.checkpoints import why_not_whole
-from trl_fsdp_qlora.utils.files import CheckpointError
 
 SETTINGS = {
     "per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2, "beta": 0.05,
@@ -110,24 +108,11 @@ def test_another_shape_generates_again_and_is_logged(run, caplog, changes, reaso
     assert rows == [changes.get("per_device_train_batch_size", 4)] * 2
 
 
-def test_a_changed_optimizer_is_a_warning_and_a_changed_path_is_none(run, caplog):
-    make(run, save_steps=2, logging_steps=3, save_total_limit=5, run_name="other").train(resume_from_checkpoint="auto")
-    assert " -> " not in caplog.text
+def test_the_optimizer_may_change(run):
     resumed = make(run, max_steps=4, learning_rate=5e-4)
     drawn = drawn_batches(resumed)
     resumed.train(resume_from_checkpoint="auto")
     assert resumed.state.global_step == 4 and drawn == []
-    assert "learning_rate: 0.001 -> 0.0005" in caplog.text
-
-
-def test_a_second_run_in_the_folder_of_one_does_no_step(run):
-    with FileLock(run / checkpoints.LOCK), pytest.raises(CheckpointError, match=f"output_dir={run} "):
-        make(run).train()
-
-
-def test_a_manifest_has_nothing_of_this_machine(finished):
-    text = (finished / "checkpoint-3" / "manifest.json").read_text()
-    assert str(finished) not in text and '"processes": 1' in text
 
 
 def test_a_finished_run_does_no_further_step(run, caplog):

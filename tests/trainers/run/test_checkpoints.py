@@ -1,14 +1,11 @@
 """Folders of checkpoints, made by hand: which are whole, which one a run resumes from, and who may write."""
 
-import errno
 import json
-import multiprocessing
 import os
 import time
 
 import pytest
 from accelerate import Accelerator
-from filelock import FileLock
 from transformers import TrainerState
 from trl import GRPOConfig
 
@@ -24,7 +21,7 @@ def make(run, step, whole=True):
     staging.mkdir(parents=True)
     make_files(staging, step)
     if whole:
-        checkpoints.commit(staging, folder, {"settings": {"seed": 0}})
+        checkpoints.commit(staging, folder)
     else:
         (folder / "trainer_state.json").unlink()
     return folder
@@ -181,21 +178,17 @@ def test_the_checkpoint_just_written_stays_with_any_times_of_the_others(
 
 
 def test_what_a_run_was_writing_when_it_ended_does_not_stay_behind(tmp_path):
-    writer = checkpoints.WholeCheckpoints(config(GRPOConfig, tmp_path), Accelerator(cpu=True), lambda: ({}, {}))
+    writer = checkpoints.WholeCheckpoints(config(GRPOConfig, tmp_path), Accelerator(cpu=True), dict)
     staging = tmp_path / checkpoints.STAGING
     state = TrainerState()
     (staging / "checkpoint-1").mkdir(parents=True)  # of a run that was killed
-    with writer.alone():
-        assert not staging.exists()
-        with writer.writing(tmp_path / "checkpoint-2", state, {}):
-            make_files(staging / "checkpoint-2", 2)
-        assert not staging.exists() and why_not_whole(tmp_path / "checkpoint-2") is None
-        with (
-            pytest.raises(OSError, match="no space left"),
-            writer.alone(),
-            writer.writing(tmp_path / "checkpoint-3", state, {}),
-        ):
-            raise OSError("no space left")
+    assert writer.resume_from("auto") is None
+    assert not staging.exists()
+    with writer.writing(tmp_path / "checkpoint-2", state, {}):
+        make_files(staging / "checkpoint-2", 2)
+    assert not staging.exists() and why_not_whole(tmp_path / "checkpoint-2") is None
+    with pytest.raises(OSError, match="no space left"), writer.writing(tmp_path / "checkpoint-3", state, {}):
+        raise OSError("no space left")
     assert not staging.exists() and not (tmp_path / "checkpoint-3").exists()
 
 
@@ -220,36 +213,3 @@ def test_a_folder_with_another_run_or_that_cannot_be_written_is_refused(tmp_path
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="file/run"):
         checkpoints.check_output_dir(tmp_path / "file" / "run", None)
-
-
-def hold_and_wait(path, held):
-    lock = FileLock(path)
-    checkpoints.hold(lock)
-    held.set()
-    time.sleep(60)
-
-
-@pytest.mark.processes
-def test_one_run_at_a_time_and_a_killed_one_leaves_no_lock(tmp_path):
-    processes = multiprocessing.get_context("fork")
-    lock = FileLock(tmp_path / checkpoints.LOCK)
-    held = processes.Event()
-    holder = processes.Process(target=hold_and_wait, args=(lock.lock_file, held))
-    holder.start()
-    assert held.wait(60)
-    with pytest.raises(CheckpointError, match=tmp_path.name):
-        checkpoints.hold(lock)
-    holder.kill()
-    holder.join()
-    checkpoints.hold(lock)
-    lock.release()
-
-
-def test_a_filesystem_without_locks_is_a_warning(tmp_path, monkeypatch, caplog):
-    def refuse(self):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(FileLock, "_acquire", refuse)
-    checkpoints.hold(FileLock(tmp_path / checkpoints.LOCK))
-    (message,) = caplog.messages
-    assert str(tmp_path) in message and "No locks available" in message

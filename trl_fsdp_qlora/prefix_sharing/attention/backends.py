@@ -7,6 +7,8 @@ A backend is a file of this room with
 - `refuses(call)`: the reason why it cannot compute a call exactly, or `None`;
 - `attend(call)`: the output `(1, T, H, D_v)`;
 - `kernel(call)`: a name for what computes it.
+
+A dense row ([`forest.Forest`] with `end_T`) is an exception: `tree.py` computes its layers, and no backend is asked.
 """
 
 from types import ModuleType
@@ -17,7 +19,7 @@ from ..problems import CannotPack
 from . import cascade, tree, two_part
 from .call import AttentionCall
 
-# "auto" takes the first that does not refuse. A dense row has `tree`, which has no choice.
+# "auto" takes the first that does not refuse.
 BACKENDS = {"cascade": cascade, "two_part": two_part}
 LAYER_TYPES = frozenset().union(*(backend.LAYER_TYPES for backend in BACKENDS.values()))
 

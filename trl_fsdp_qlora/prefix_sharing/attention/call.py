@@ -21,8 +21,10 @@ class AttentionCall:
     """One attention layer on a packed row.
 
     Attributes:
+        module: the attention module; `module.config` has options that are no argument of its attention function.
         query, key, value: `(1, H, T, D)`, `(1, H_kv, T, D)`, `(1, H_kv, T, D_v)`, rotary embedding applied; keys and
             values of kept segments follow those of the row.
+        packed_row: the segments of the row, and what backends derive from them for all layers.
         window: number of tokens that a query sees, itself included, or `None`.
         scaling: factor on the scores; softcap: tanh cap on the scores or `None`; sinks: `(H,)` or `None`.
         base: name of the model's own implementation.
@@ -45,7 +47,10 @@ class AttentionCall:
 
     @property
     def layer_type(self) -> str:
-        """Transformers' name for the type of the layer."""
+        """Transformers' name for the type of the layer, if the module has it as an attribute.
+
+        Modules without the attribute count as full attention. Llama 4's, some of which are chunked, have none.
+        """
         return vars(self.module).get("layer_type", "full_attention")
 
     @property

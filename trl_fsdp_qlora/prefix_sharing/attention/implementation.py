@@ -47,8 +47,8 @@ def implementation_of(model: PreTrainedModel) -> str:
     return config._attn_implementation
 
 
-def can_nest(model: PreTrainedModel, choice: str) -> bool:
-    """Returns whether a model that has our implementation can compute dense rows under a choice of backend."""
+def computes_dense_rows(model: PreTrainedModel, choice: str) -> bool:
+    """Returns whether a model with our implementation computes dense rows (`tree.py`) under a choice of backend."""
     return choice == "auto" and BASES.get(implementation_of(model)) in tree.BASES
 
 

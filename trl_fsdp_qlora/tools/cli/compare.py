@@ -37,13 +37,13 @@ from ...compat.trl import joined_images
 from ...errors import UserError
 from ...prefix_sharing.dropout import draws
 from ...prefix_sharing.sharing import causal_language_model
-from ...trainers.run import terminal
 from ...trainers.run.input_checks import language_model_only
 from ...trainers.run.startup import StartupCallback
 from ...trainers.step.groups import micro_batches
 from ...utils.resources import resource_folder
 from ...utils.threads import fit_threads
 from ..recipe import script as script_frame
+from ..run import terminal
 from ..run.one_line import pop_options
 from .recipes import all_recipes
 from .scripts import LAUNCHER, method_of, with_recipe

@@ -50,7 +50,6 @@ def plan(words: Sequence[str]) -> int:
             script_of(method),
             options.prompt_tokens,
         )
-        lines = largest.changes_that_fit(planned) if not planned.fits and planned.enough_cards else []
         most = {}
         if options.solve:
             unit = "per_device_train_batch_size" if planned.settings.is_paired else "num_generations"
@@ -58,11 +57,11 @@ def plan(words: Sequence[str]) -> int:
             most[planned.settings.length_field] = largest.longest(planned)
             most["model"] = largest.largest_model(planned)
         if options.json:
-            print(json.dumps(_as_dict(planned) | {"makes_it_fit": lines, "largest": most}, indent=2))
+            print(json.dumps(_as_dict(planned) | {"largest": most}, indent=2))
         else:
             print(format_plan(planned))
             if not planned.fits and planned.enough_cards:
-                print("\n".join(f"makes it fit: {line}" for line in lines) or "no single line makes it fit")
+                print("docs/out_of_memory.md has the lines that need less, and --solve finds what fits")
             for name, value in most.items():
                 of_known = " (of the dense models that plan knows)" if name == "model" else ""
                 print(f"largest that fits: {name}: {value or 'none'}{of_known}")
@@ -85,7 +84,6 @@ def _as_dict(planned) -> dict:
         "peak": planned.peak,
         "capacity": planned.capacity,
         "fits": planned.fits,
-        "host_bytes": planned.host_bytes,
         "engine": planned.engine and asdict(planned.engine),
         "step": {**planned.step._asdict(), "longest": planned.step.longest._asdict()},
     }

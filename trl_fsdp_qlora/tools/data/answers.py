@@ -23,7 +23,7 @@ logger = logging.get_logger(__name__)
 
 Completion = str | list[dict[str, Any]]
 
-ANSWER_FORMATS = ("auto", "hash", "tags", "boxed", "last_number", "first_line", "verl")
+ANSWER_FORMATS = ("auto", "hash", "tags", "boxed", "last_number", "first_line")
 MAX_TEXT = 100_000  # characters at the end of a completion that are searched for its answer
 MAX_LATEX = 2_000  # characters of an expression that math-verify is given
 MAX_EXACT_TEXT = 200  # characters of a right answer that is compared as text
@@ -42,8 +42,6 @@ NUMBER = re.compile(
 _GROUPS = "|".join(rf"\d{{1,3}}(?:{separator}\d{{3}})+" for separator in f",{_BETWEEN_GROUPS}")
 _PLAIN = re.compile(rf"(?:{_GROUPS}|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{{1,4}})?")
 _NO_DIGITS = str.maketrans("", "", f",{_BETWEEN_GROUPS}")
-_VERLS = re.compile(r"#### (-?[0-9.,]+)")
-_WHOLE = re.compile(r"0|-?[1-9][0-9]*")
 _LATEX = re.compile(r"[\\^]")
 _LETTER = re.compile(r"(?<!\w)(?<!\w')[A-Z](?!\w|'\w)")  # a capital by itself, as in "(B)" and "B. Paris"
 _AROUND_TEXT = " \t\n\"'`*_.,;:!?()[]{}$"  # what is left out at both ends of an answer that is compared as text
@@ -148,10 +146,7 @@ def extract_answer(text: str, answer_format: str = "auto", gold: Gold | None = N
         text: the completion; its last 100,000 characters are searched for the answer.
         answer_format: `"hash"`: after the last `####`; `"tags"`: inside the last `<answer>` element; `"boxed"`: inside
             the last `\\boxed{}`; `"last_number"`: the last number of the text; `"auto"`: the first of these that is
-            there; `"first_line"`: the first line that is not empty; `"verl"`: the whole number after the last `#### `
-            among the last 300 characters, which verl's scorer of GSM8K takes for the answer. verl compares texts
-            without commas, and [`answers_match`] compares values. A number that is not written as a whole number
-            (`18.`, `18.0`) is therefore no answer under `"verl"`.
+            there; `"first_line"`: the first line that is not empty.
         gold: the right answer, of [`parse_gold`], if it is known. It decides what `"auto"` takes as its last resort,
             see [`last_resort`].
 
@@ -161,10 +156,6 @@ def extract_answer(text: str, answer_format: str = "auto", gold: Gold | None = N
     if answer_format not in ANSWER_FORMATS:
         raise UserError(f"answer_format={answer_format!r} is not one of {', '.join(ANSWER_FORMATS)}")
     text = text[-MAX_TEXT:]
-    if answer_format == "verl":
-        marked = _VERLS.findall(text[-300:])
-        last = marked[-1].replace(",", "") if marked else ""
-        return last if _WHOLE.fullmatch(last) else None
     if answer_format == "first_line":
         return text.strip().split("\n", 1)[0].strip() or None
     if answer_format in ("auto", "hash") and "####" in text:

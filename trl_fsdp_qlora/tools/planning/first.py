@@ -13,7 +13,7 @@ from ...utils.ranks import on_main
 from ..evaluation.accuracy import encode_images
 from ..evaluation.episodes import Agent, begin
 from ..recipe.arguments import ConfigError, ScriptArguments
-from ..recipe.episodes import agent_of
+from ..recipe.checks import agent_of
 from ..recipe.runner import load_processing
 from ..recipe.script import say
 from ..run.one_line import stop_at_once, stop_by_exception

@@ -1,13 +1,11 @@
-"""The largest group, the longest completion and the largest model that fit, and lines of a recipe that make it fit."""
+"""The largest group, the longest completion and the largest model that fit."""
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from .known_models import MODELS, known_config
 from .plan import Plan, changed, make_plan
-from .stored import stored_format
 
 # The largest numbers that are tried: tokens of a row, and completions of a rank's optimizer step.
 _MOST_TOKENS = 2**17
@@ -93,47 +91,3 @@ def most_that_fits(plan_of: Callable[[int], Plan], most: int, start: int = 1) ->
                 count = math.floor(first + free[first] * (second - first) / (free[first] - free[second]))
         count = min(max(count, fitting + 1), too_many - 1)
     return fitting
-
-
-def changes_that_fit(plan: Plan, most: int = 3) -> list[str]:
-    """Lines of the recipe, each of which alone makes the run fit.
-
-    Lines that do not change the result come first.
-    """
-    settings = plan.settings
-    candidates: list[dict[str, Any]] = []
-    rows = settings.per_device_train_batch_size
-    for divisor in (count for count in range(2, rows + 1) if rows % count == 0):
-        values = {"per_device_train_batch_size": rows // divisor}
-        for name in ("gradient_accumulation_steps", "steps_per_generation"):
-            if settings.values.get(name):
-                values[name] = settings.values[name] * divisor
-        if changed(plan, **values).fits:  # the largest micro-batch alone
-            candidates.append(values)
-            break
-    length = settings.values[settings.length_field] or 0
-    batches = 1 if settings.is_paired else settings.rollout_batches
-    checkpoints = settings.gradient_checkpointing
-    for applies, values in (
-        (not checkpoints, {"gradient_checkpointing": True}),
-        (settings.mlp_tokens_per_tile == "off", {"mlp_tokens_per_tile": "auto"}),
-        (settings.launch.kind == "fsdp2" and not settings.is_paired, {"fsdp_gather": "per_layer"}),
-        (batches > 1, {"steps_per_generation": max(1, batches // 4)}),
-        (plan.engine is not None and not plan.engine.is_shared, {"vllm_share_base": True}),
-        (
-            checkpoints and not settings.offloads and plan.hardware.gpu,
-            {"gradient_checkpointing_kwargs": {**settings.checkpointing_kwargs, "offload": True}},
-        ),
-        (
-            settings.model.use_peft and not settings.model.load_in_4bit and stored_format(plan.config) is None,
-            {"load_in_4bit": True},
-        ),
-        *((length >= 16 * part, {settings.length_field: length // part}) for part in (2, 4, 8)),
-    ):
-        if applies:
-            candidates.append(values)
-    lines = []
-    for values in candidates:
-        if len(lines) < most and changed(plan, **values).fits:
-            lines.append(", ".join(f"{name}: {str(value).lower()}" for name, value in values.items()))
-    return lines

@@ -80,17 +80,6 @@ class Plan:
         return self.peak <= self.capacity and self.enough_cards and starts
 
     @property
-    def host_bytes(self) -> int:
-        """Bytes of pinned host memory in which a rank's checkpointed activations wait for the backward."""
-        if not (self.settings.offloads and self.hardware.gpu):
-            return 0
-        text = self.config.get_text_config()
-        layers = -(-text.num_hidden_layers // self.settings.every_n_layers)
-        width = text.hidden_size * model.compute_dtype(self.settings, self.config).itemsize
-        sizes = [tokens * width for tokens in (self.step.longest.tokens, self.step.longest.trunk) if tokens]
-        return layers * sum(1 << (size - 1).bit_length() for size in sizes)  # torch pins powers of two
-
-    @property
     def positions(self) -> float:
         """Number of positions of the model; infinite if it has no limit."""
         return getattr(self.config.get_text_config(), "max_position_embeddings", None) or math.inf
@@ -312,11 +301,6 @@ def format_plan(plan: Plan) -> str:
         lines.append(_format_step(settings, plan.step))
     if plan.engine:
         lines.append(_format_engine(plan.engine))
-    if plan.host_bytes:
-        together = f", {format_bytes(plan.host_bytes * launch.processes)} together" if launch.processes > 1 else ""
-        lines.append(
-            f"offloaded activations: {format_bytes(plan.host_bytes)} of pinned host memory per rank{together}"
-        )
     if plan.warning:
         lines.append(f"warning: {plan.warning}")
     completions = "answers of" if settings.is_paired else "completions of"

@@ -57,11 +57,6 @@ class Step(NamedTuple):
     passes_per_batch: int = 1
     reason: str | None = None
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether micro-batches share anything."""
-        return bool(self.trunks) or self.batches_per_pass > 1 or self.passes_per_batch > 1
-
 
 def plan_step(settings: Settings, reason: str | None = None) -> Step:
     """The passes of a step; `reason` is why passes of this model cannot share values, or `None` if they can."""

@@ -19,7 +19,7 @@ from ...utils.plain import plain
 from ...utils.redaction import portable
 from ..evaluation.accuracy import Evaluation, evaluate
 from .arguments import ScriptArguments
-from .episodes import agent_of, judge_of
+from .checks import agent_of, judge_of
 from .record import CODE, RunRecord
 from .script import say
 

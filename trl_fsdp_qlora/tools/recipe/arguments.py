@@ -7,6 +7,7 @@ import sys
 from argparse import SUPPRESS, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class ScriptArguments:
         metadata={"help": "Names of trl_fsdp_qlora.tools.data.rewards.REWARDS, or your own: my_rewards.py:has_unit."},
     )
     answer_format: str = option(
-        "auto", "Place of a completion's final answer: auto, hash, tags, boxed, last_number, first_line, or verl's."
+        "auto", "Place of a completion's final answer: auto, hash, tags, boxed, last_number or first_line."
     )
     environment: str | None = option(
         None,
@@ -128,6 +129,10 @@ def parse_recipe(types: Sequence[type], argv: Words = None, defaults: Defaults =
     if lines:
         raise ConfigError(lines[0])
     values = vars(namespace)
+    if values.get("deepspeed") and find_spec("deepspeed") is None:  # transformers names another package to install
+        raise ConfigError(
+            f"deepspeed={values['deepspeed']!r} needs deepspeed, which is not installed: pip install deepspeed"
+        )
     try:
         return tuple(kind(**{each.name: values[each.name] for each in fields(kind) if each.init}) for kind in types)
     except (ValueError, ImportError) as error:  # raised by the types' own checks

@@ -1,4 +1,4 @@
-"""Checks of a recipe's arguments before a weight is loaded."""
+"""Checks of a recipe's arguments before a weight is loaded, and the code of the user's own that they name."""
 
 import importlib.util
 import re
@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from peft import PeftConfig, get_peft_model
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -17,27 +17,25 @@ from transformers import (
     PretrainedConfig,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
-from trl import DPOConfig, GRPOConfig, ModelConfig, get_peft_config
+from trl import ModelConfig, get_peft_config
 
+from ...compat import trl as compat
+from ...compat import trl_rollouts
 from ...compat.transformers import model_class
-from ...errors import did_you_mean, mistyped_path
+from ...errors import mistyped_path
 from ...prefix_sharing.sharing import CHOICES
 from ...trainers.run.checkpoints import resolve_resume
 from ...trainers.run.input_checks import language_model_only, mistakes
 from ..data.answers import extract_answer
 from ..data.datasets import check_template
+from ..data.import_path import load_function
 from ..data.rewards import get_reward
+from ..evaluation.accuracy import Judge
 from ..evaluation.episodes import Agent
 from ..publishing.loading import TOKENIZER, has_own
 from .arguments import ConfigError, ScriptArguments
-from .episodes import OWN_REWARD, agent_of, check_tool_template, judge_of, with_tool_format
 
-# Losses of TRL's trainers, which refuse another one only in the first step.
-GRPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
-DPO_LOSSES = (
-    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
-    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
-)  # fmt: skip
+OWN_REWARD = "environment"  # the name in `rewards` of the environment's own `get_reward`
 # Smallest values of this package's own counts; the libraries check the others themselves.
 _AT_LEAST = {
     "held_out": 0,
@@ -48,6 +46,54 @@ _AT_LEAST = {
     "accuracy_batch_size": 1,
     "sft_problems": 1,
 }
+
+
+def agent_of(
+    script: ScriptArguments, template_options: dict | None = None, tool_timeout: float | None = None
+) -> Agent | None:
+    """The tools and the environment that `script` names; `None` if it names none.
+
+    Raises:
+        UserError: an import path leads nowhere, the environment has no `reset`, or it has no `get_reward` although
+            `rewards` names it.
+    """
+    if not script.tools and script.environment is None:
+        if OWN_REWARD in script.rewards:
+            raise ConfigError(f"rewards: {OWN_REWARD} is an environment's get_reward, and no environment is set")
+        return None
+    environment = None if script.environment is None else load_function(script.environment)
+    owns_reward = OWN_REWARD in script.rewards
+    if environment is not None and not hasattr(environment, "reset"):
+        raise ConfigError(f"environment={script.environment!r} has no method reset(self, **row)")
+    if owns_reward and not hasattr(environment, "get_reward"):
+        raise ConfigError(
+            f"rewards: {OWN_REWARD} needs a method get_reward(self) of environment={script.environment!r}"
+        )
+    if not script.chat:
+        raise ConfigError("tools and environments are shown to the model by its chat template; leave chat: false out")
+    tools = [load_function(path) for path in script.tools]
+    return Agent(tools, environment, owns_reward, template_options or {}, tool_timeout)
+
+
+def judge_of(script: ScriptArguments) -> Judge | None:
+    """The function that `accuracy_function` names; `None` if it names none, and answers are compared."""
+    return None if script.accuracy_function is None else Judge(load_function(script.accuracy_function))
+
+
+def with_tool_format(tokenizer: Any, script: ScriptArguments) -> Any:
+    """`tokenizer` after the function that `tool_format` names has changed it."""
+    return tokenizer if script.tool_format is None else load_function(script.tool_format)(tokenizer)
+
+
+def check_tool_template(tokenizer: Any, name: str) -> None:
+    """Refuse a chat template that TRL would refuse, or whose calls TRL could not read, before a weight is loaded."""
+    hint = "name a function in tool_format that gives it one, for one examples/agents/calculator.py:json_calls"
+    if not compat.supports_tool_calling(tokenizer):
+        raise ConfigError(f"the chat template of {name!r} knows no tools; {hint}")
+    try:
+        trl_rollouts.with_response_schema(tokenizer)
+    except ValueError as error:
+        raise ConfigError(f"TRL does not know how {name!r} writes its calls; {hint}") from error
 
 
 def check_script(script: ScriptArguments) -> Agent | None:
@@ -80,12 +126,6 @@ def check_training(config: Any, model: ModelConfig) -> None:
     if config.save_strategy == "steps" and not config.save_steps > 0:
         raise ConfigError(f"save_steps={config.save_steps} saves nothing; save_strategy: no leaves checkpoints out")
     settings = vars(config)  # not every trainer has every field
-    loss_types = settings.get("loss_type", [])
-    known = DPO_LOSSES if isinstance(config, DPOConfig) else GRPO_LOSSES
-    for loss_type in loss_types if isinstance(loss_types, list) else [loss_types]:
-        if isinstance(config, DPOConfig | GRPOConfig) and loss_type not in known:
-            hint = did_you_mean(loss_type, known)
-            raise ConfigError(f"loss_type={loss_type!r} is not known{hint}; use one of {', '.join(known)}")
     prefix_sharing = settings.get("prefix_sharing", "auto")
     if prefix_sharing not in CHOICES:
         raise ConfigError(f"prefix_sharing={prefix_sharing!r} is not known; use one of {', '.join(CHOICES)}")
@@ -122,6 +162,16 @@ def _loaded(auto_class: type, name: str | None, revision: str | None, field: str
         raise ConfigError(f"{field}={name!r} cannot be loaded: {_first_line(error)}{mistyped_path(name)}") from error
 
 
+def check_weights(name: str) -> None:
+    """Raises [`ConfigError`] if a file of weights in the folder `name` is cut off; only the files' heads are read."""
+    for path in sorted(Path(name).glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except SafetensorError as error:
+            raise ConfigError(f"the weights of {name} cannot be loaded: {path.name}: {error}") from error
+
+
 def is_missing_folder(name: str) -> bool:
     """Whether `name` can only be meant as a folder of this machine, and there is none.
 
@@ -144,6 +194,7 @@ def check_teacher(name: str | None, loading: dict[str, Any] | None = None) -> No
         raise ConfigError("teacher_model_name_or_path is missing: a model with the student's tokenizer")
     if is_missing_folder(name):
         raise ConfigError(f"teacher_model_name_or_path={name!r}: there is no such folder{_how_it_is_made(name)}")
+    check_weights(name)
     quantization = (loading or {}).get("quantization_config") or {}
     if quantization.get("load_in_4bit") or quantization.get("load_in_8bit"):
         check_installed("bitsandbytes", "the quantization_config in teacher_model_init_kwargs")
@@ -177,11 +228,13 @@ def load_tokenizer(
     """The tokenizer of the model `name`, or of the `adapter` on it if that has its own; no weights are read.
 
     Raises:
-        ConfigError: there is no such model, it has no tokenizer, or `chat` needs a chat template and there is none.
+        ConfigError: there is no such model, it has no tokenizer, a file of its weights is cut off, or `chat` needs a
+            chat template and there is none.
     """
     if name and Path(name, "adapter_config.json").is_file() and not Path(name, "config.json").is_file():
         raise ConfigError(f"{field}={name!r} is an adapter, not a model; name the base that it was trained on")
     _loaded(AutoConfig, name, revision, field)
+    check_weights(name)
     if has_own(adapter, TOKENIZER):
         name, revision, field = adapter, None, "adapter"
     tokenizer = _loaded(AutoTokenizer, name, revision, field)
@@ -240,19 +293,6 @@ def with_adapter(bare: nn.Module, model: ModelConfig) -> nn.Module:
         ) from None
 
 
-def check_generates(config: PretrainedConfig, name: str) -> None:
-    """Raises [`ConfigError`] if a model of transformers is no causal language model: T5 reads with an encoder, BERT
-    fills gaps.
-    """
-    architecture = (config.architectures or [""])[0]
-    cls = getattr(transformers, architecture, None)
-    if config.is_encoder_decoder or (cls is not None and not cls.can_generate()):
-        raise ConfigError(
-            f"model_name_or_path={name!r} is a {architecture or config.model_type}, which continues no text from left "
-            "to right; name a causal language model (...ForCausalLM)"
-        )
-
-
 def check_model(model: ModelConfig) -> None:
     """Build the model that a recipe trains, with its adapter and without data or quantization.
 
@@ -264,7 +304,6 @@ def check_model(model: ModelConfig) -> None:
     if is_deepspeed_zero3_enabled():
         return
     config = read_config(model.model_name_or_path, model.model_revision)
-    check_generates(config, model.model_name_or_path)
     # `in` imports only the class of this config.
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         bare = build_bare(model.model_name_or_path, config, attn_implementation=model.attn_implementation)

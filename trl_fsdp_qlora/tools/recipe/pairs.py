@@ -26,8 +26,8 @@ FIELDS = ("prompt", "chosen", "rejected")
 
 
 @dataclass
-class PairScriptArguments(ScriptArguments):
-    """[`ScriptArguments`], and the source of the preference pairs, for a config with a `max_completion_length`."""
+class DPOScriptArguments(ScriptArguments):
+    """[`ScriptArguments`], and the source of the preference pairs."""
 
     dataset: str | None = option(
         None, "Problems to make pairs of if the file `pairs` does not exist, and to evaluate on."
@@ -44,12 +44,6 @@ class PairScriptArguments(ScriptArguments):
         True,
         "Prefer the dataset's worked answer (SVAMP's equation, GSM8K's rationale) if no answer of the model is right.",
     )
-
-
-@dataclass
-class DPOScriptArguments(PairScriptArguments):
-    """[`PairScriptArguments`] for any other config."""
-
     max_completion_length: int = option(256, "Length limit of the model's answers, here and for `evaluate`.")
 
 

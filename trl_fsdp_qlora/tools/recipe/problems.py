@@ -11,7 +11,7 @@ from ..data.answers import DatasetError, TextAnswer, can_be_graded, parse_gold
 from ..data.datasets import has_splits, hold_out, read_problems, to_prompts, without_overlap
 from ..data.rewards import COMPARING_REWARDS
 from .arguments import ScriptArguments
-from .episodes import OWN_REWARD
+from .checks import OWN_REWARD
 from .script import say
 
 _LOOKED_AT = 1000  # problems of a data set that are searched for one that can be graded

@@ -15,50 +15,39 @@ from accelerate import PartialState
 from transformers import TrainerCallback
 from trl import ModelConfig
 
+from ...compat.transformers import model_name
 from ...trainers.run import checkpoints
+from ...trainers.run.card import hardware, software
 from ...utils import files as disk
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import plain
-from ...utils.redaction import portable, text_for_others, without_secrets
+from ...utils.redaction import command_line, portable, text_for_others, without_secrets
 from ..data.import_path import is_import_path
 from ..data.reasoning_gym import is_generated
 from ..report.keep import write_completions
 from ..report.page import NAME as PAGE
 from ..report.page import write_report
 from .arguments import ScriptArguments
-from .episodes import OWN_REWARD
+from .checks import OWN_REWARD
 from .script import say
 
 # Fields that name data: a file, a folder, a name on the Hub, or a function of the user's.
 DATA = ("dataset", "eval_dataset")
 # Fields that name nothing but code of the user's.
 CODE = ("environment", "tools", "tool_format", "accuracy_function")
-# The file with the data's paths on this machine. Transformers uploads nothing that begins with an underscore.
-PATHS = "_paths.json"
-
-
-@nonfatal("the record of the data's paths")
-def keep_paths(output_dir: str | Path, script: ScriptArguments) -> None:
-    """Write the paths of files and folders with data to a file that is not published.
-
-    `metrics.json`, which may be published, has their names alone.
-    """
-    paths = {}
-    for name in DATA:
-        path = vars(script).get(name) or ""
-        if os.path.exists(path):
-            paths[name] = os.path.abspath(path)
-    if paths and PartialState().is_main_process:
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-        disk.write_json(Path(output_dir) / PATHS, paths)
+# The arguments of the run in a folder. Transformers uploads nothing that begins with an underscore.
+ARGUMENTS = "_arguments.json"
 
 
 def kept_paths(output_dir: str | Path) -> dict[str, str]:
-    """The paths that [`keep_paths`] wrote into the folder of a run and that still exist."""
-    if not Path(output_dir, PATHS).is_file():
+    """The paths of files and folders with data in the arguments of a run's folder, of those that still exist.
+
+    `metrics.json`, which may be published, has their names alone.
+    """
+    if not Path(output_dir, ARGUMENTS).is_file():
         return {}
-    paths = disk.read_json(Path(output_dir, PATHS))
-    return {name: paths[name] for name in DATA if name in paths and os.path.exists(str(paths[name]))}
+    arguments = disk.read_json(Path(output_dir, ARGUMENTS))
+    return {name: arguments[name] for name in DATA if os.path.exists(str(arguments.get(name) or ""))}
 
 
 def code_in(settings: dict[str, Any]) -> dict[str, Any]:
@@ -81,8 +70,6 @@ def as_words(settings: dict[str, Any]) -> list[str]:
     return words
 
 
-# The arguments of the run in a folder. Transformers uploads nothing that begins with an underscore.
-ARGUMENTS = "_arguments.json"
 # Fields for a run's folder, how it continues, how long it is, which process this one is, and whether it prints bars
 # (by default TRANSFORMERS_VERBOSITY decides).
 _NOT_COMPARED = {
@@ -92,11 +79,14 @@ _NOT_COMPARED = {
 
 
 def _arguments(*parts: Any) -> dict[str, Any]:
-    """The fields of a recipe's parsed arguments, as plain values without secrets."""
+    """The fields of a recipe's parsed arguments, as plain values without secrets; paths of data are absolute."""
     values = {}
     for part in parts:
         names = [item.name for item in fields(part) if item.init and item.name not in _NOT_COMPARED]
         values.update({name: vars(part).get(name) for name in names})
+    for name in DATA:
+        if os.path.exists(values.get(name) or ""):
+            values[name] = os.path.abspath(values[name])
     return plain(without_secrets(values))
 
 
@@ -206,6 +196,32 @@ class RunRecord:
                 self.content = disk.read_json(self.path)
             except disk.CheckpointError as error:
                 say(f"{self.path}: {error}; a new record begins")
+
+    def begin(
+        self,
+        trainer: Any,
+        script: ScriptArguments,
+        model: ModelConfig,
+        resume: str | None,
+        is_measured: bool,
+        command: list[str],
+    ) -> None:
+        """Write the settings of a run; a run that does not resume begins with an empty record."""
+        args = trainer.args
+        self.content.pop("after", None)  # of weights that are about to change
+        if resume is None:
+            self.content = {}  # the record of a run that left no checkpoint
+        elif is_measured and "before" not in self.content:
+            say(f"{self.path} does not hold the accuracy from before training, which a resumed run cannot measure")
+        about = {"dataset": script.dataset, "model": model_name(trainer.model), "seed": args.seed}
+        self.put(
+            hardware=hardware(),
+            software=software(),
+            **portable(about),
+            command=command_line(command),
+            processes=args.world_size,
+            settings=measured_settings(script, args, model),
+        )
 
     @nonfatal("metrics.json")
     def put(self, **values) -> None:

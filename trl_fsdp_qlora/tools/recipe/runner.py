@@ -4,7 +4,6 @@ import inspect
 import shlex
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +12,21 @@ from datasets import Dataset
 from transformers import AutoProcessor, AutoTokenizer, ProcessorMixin, TrainingArguments
 from trl import ModelConfig, get_quantization_config
 
-from ...compat.transformers import model_name
 from ...errors import UserError
-from ...trainers.run.card import hardware, software
 from ...trainers.run.checkpoints import last_step, resolve_resume, step_of
 from ...trainers.run.stopping import stopping_after_step
-from ...trainers.run.terminal import use_terminal
-from ...utils import redaction
 from ...utils.nonfatal import nonfatal
 from ...utils.ranks import on_main
 from ...utils.threads import fit_threads
 from ..data.rewards import checked, get_reward
 from ..run.launch import launch_words
 from ..run.one_line import pop_options
+from ..run.terminal import use_terminal
 from .accuracy import AccuracyCallback, can_measure, completion_length, format_result
 from .arguments import ConfigError, ScriptArguments
-from .checks import lora_config
-from .episodes import OWN_REWARD, agent_of, with_tool_format
-from .record import KeptWarnings, RunPage, RunRecord, keep_paths, measured_settings, next_commands
+from .checks import OWN_REWARD, agent_of, lora_config, with_tool_format
+from .record import KeptWarnings, RunPage, RunRecord, next_commands
 from .script import say
-
-
-def reward_functions(args: ScriptArguments) -> list:
-    return [get_reward(name, args.answer_format) for name in args.rewards if name != OWN_REWARD]
 
 
 def load_processing(name: str, revision: str | None, images: bool):
@@ -58,40 +49,22 @@ def model_arguments(config: TrainingArguments, model: ModelConfig, images: bool 
     }
 
 
-def accepted_arguments(cls: type, config: TrainingArguments, model: ModelConfig) -> dict[str, Any]:
-    """[`model_arguments`] for a trainer of TRL's own, some of which load a quantized base only by
-    `config.model_init_kwargs`.
-    """
-    arguments = model_arguments(config, model)
-    if "quantization_config" not in inspect.signature(cls.__init__).parameters:
-        quantization = arguments.pop("quantization_config")
-        if quantization is not None:
-            config.model_init_kwargs["quantization_config"] = quantization
-    return arguments
-
-
-def agent_arguments(cls: type, script: ScriptArguments, processing: Any) -> dict[str, Any]:
-    """A trainer's arguments by name for the tools and the environment of a recipe; empty if it has none.
-
-    Raises:
-        ConfigError: trainers of `cls` support no tools.
-    """
-    agent = agent_of(script)
-    if agent is None:
-        return {}
-    if "environment_factory" not in inspect.signature(cls.__init__).parameters:
-        raise ConfigError(f"environment and tools: {cls.__name__} runs no episodes; train with GRPO")
-    return {**agent.arguments(), "processing_class": with_tool_format(processing, script)}
-
-
 def build_trainer(
     cls: type, script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset, **further_arguments
 ):
-    """Build a trainer of `cls` for a recipe's parsed arguments; `further_arguments` are passed on unchanged."""
-    of_model = model_arguments(config, model, "images" in train.column_names)
-    # With tools the tokenizer has another template: the agent's arguments replace the model's.
-    arguments = {**of_model, **agent_arguments(cls, script, of_model["processing_class"])}
-    rewards = [checked(reward) for reward in reward_functions(script)]
+    """Build a trainer of `cls` for a recipe's parsed arguments; `further_arguments` are passed on unchanged.
+
+    Raises:
+        ConfigError: the recipe has tools or an environment, and trainers of `cls` support none.
+    """
+    arguments = model_arguments(config, model, "images" in train.column_names)
+    agent = agent_of(script)
+    if agent is not None:
+        if "environment_factory" not in inspect.signature(cls.__init__).parameters:
+            raise ConfigError(f"environment and tools: {cls.__name__} runs no episodes; train with GRPO")
+        arguments |= agent.arguments()
+        arguments["processing_class"] = with_tool_format(arguments["processing_class"], script)
+    rewards = [checked(get_reward(name, script.answer_format)) for name in script.rewards if name != OWN_REWARD]
     with KeptWarnings() as warnings:
         trainer = cls(model.model_name_or_path, rewards, config, train, **arguments, **further_arguments)
     trainer.card_info.warnings = warnings.texts
@@ -115,34 +88,6 @@ def _finished_text(trainer: Any, script: ScriptArguments) -> str:
         f"what it left stays as it is\n  train on:   the same command with a larger --{goal}\n"
         f"{next_commands(args.output_dir, script, is_adapter)}"
     )
-
-
-def _begin_record(
-    record: RunRecord,
-    trainer: Any,
-    script: ScriptArguments,
-    model: ModelConfig,
-    resume: str | None,
-    is_measured: bool,
-    command: list[str],
-) -> None:
-    """Write the settings of a run; a run that does not resume begins with an empty record."""
-    args = trainer.args
-    record.content.pop("after", None)  # of weights that are about to change
-    if resume is None:
-        record.content = {}  # the record of a run that left no checkpoint
-    elif is_measured and "before" not in record.content:
-        say(f"{record.path} does not hold the accuracy from before training, which a resumed run cannot measure")
-    about = {"dataset": script.dataset, "model": model_name(trainer.model), "seed": args.seed}
-    record.put(
-        hardware=hardware(),
-        software=software(),
-        **redaction.portable(about),
-        command=redaction.command_line(command),
-        processes=args.world_size,
-        settings=measured_settings(script, args, model),
-    )
-    keep_paths(args.output_dir, script)
 
 
 @nonfatal("the model card")
@@ -181,7 +126,7 @@ def run_recipe(
         UserError: at the very end, if no completion of the whole run got a reward.
     """
     is_ours = hasattr(trainer, "card_info")
-    with trainer.checkpointing.alone() if is_ours else nullcontext(), KeptWarnings() as warnings:
+    with KeptWarnings() as warnings:
         args = trainer.args
         record = RunRecord(args.output_dir)
         if is_ours:
@@ -195,7 +140,7 @@ def run_recipe(
             say(f"continuing from {resume}")
         is_measured = not script.skip_accuracy and test is not None and can_measure(trainer)
         command = launch_words()
-        _begin_record(record, trainer, script, model or ModelConfig(), resume, is_measured, command)
+        record.begin(trainer, script, model or ModelConfig(), resume, is_measured, command)
         if is_ours:
             _begin_card(trainer, script, test, command)
         accuracy = AccuracyCallback(trainer, script, test, record) if is_measured else None

@@ -11,7 +11,7 @@ import torch
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
-from ...trainers.run import terminal
+from ..run import terminal
 from ..run.one_line import in_one_line
 
 

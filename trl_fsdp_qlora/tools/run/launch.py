@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import psutil
 
+from ...errors import UserError
 from ...utils.plain import counted
 from ...utils.resources import accelerate_config
 from .one_line import USER_ERROR, OneLineParser, check_num_processes
@@ -30,6 +31,9 @@ def launch(words: Sequence[str]) -> int:
     Returns:
         The script's exit status; with several ranks, that of the first rank that failed; 128 + the signal if a signal
             ended it.
+
+    Raises:
+        UserError: the config needs a package that is not installed.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -55,6 +59,8 @@ def launch(words: Sequence[str]) -> int:
             signal.signal(number, _pass_on)
     try:
         launch_command(options)
+    except ImportError as error:  # accelerate's own: the config needs a package, as DeepSpeed
+        raise UserError(str(error)) from error
     except CalledProcessError as ended:
         return exit_status({0: ended.returncode})
     except ChildFailedError as ended:

@@ -163,8 +163,8 @@ def build_small_base(output_dir: str | Path, seed: int = 0, task: str = "additio
     from trl import SFTConfig, SFTTrainer
 
     from ...compat.transformers import tokenizer_of
-    from ...trainers.run.terminal import use_terminal
     from ...utils.threads import fit_threads
+    from ..run.terminal import use_terminal
 
     if task not in TAUGHT:
         raise ValueError(f"task={task!r} is unknown; the small base model can be taught: {', '.join(TAUGHT)}")

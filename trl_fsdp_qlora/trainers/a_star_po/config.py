@@ -1,10 +1,10 @@
 """`AStarPOConfig`: `EfficientGRPOConfig` with one completion per prompt, and the fields of A*-PO."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from accelerate.logging import get_logger
 
-from ...utils.resources import cache_folder
 from ..grpo.config import EfficientGRPOConfig
 from ..run.config_fields import documented, note_derived, option
 from .estimators import ESTIMATORS
@@ -83,19 +83,9 @@ class AStarPOConfig(EfficientGRPOConfig):
     )
     value_cache: str | None = option(
         None,
-        "Folder of the V* cache, which runs share. None: `values` in $TRL_FSDP_QLORA_CACHE, by default "
-        "~/.cache/trl_fsdp_qlora.",
-    )
-    value_reward_version: str | None = option(
-        None,
-        "Replaces the code of the reward functions in the cache's keys. Change it with every change of the rewards "
-        "that their own file does not show.",
-    )
-    unseen_prompts: str = option(
-        "estimate",
-        "What stage 2 does with a prompt that stage 1 never saw: 'estimate' its value then and log one line, "
-        "or 'refuse'.",
-        choices=("estimate", "refuse"),
+        "Folder that keeps the samples of V*. A second run with the same reference, sampling settings, and names and "
+        "weights of rewards reads it: name another folder if the code of a reward or the weights of the reference "
+        "change. None: `_values` in output_dir.",
     )
     filter_all_failed: bool = option(
         False,
@@ -117,7 +107,7 @@ class AStarPOConfig(EfficientGRPOConfig):
                 f"{', '.join(ignored)} will be ignored: A*-PO has no ratio, no groups, and takes every token"
             )
         if self.value_cache is None:
-            self.value_cache = str(cache_folder() / "values")
+            self.value_cache = str(Path(self.output_dir) / "_values")
         low, high = self.value_reward_range or (0.0, 1.0)
         for name, wrong, reason in (
             ("beta", self.beta <= 0, "TRL keeps no reference policy without it; for a weak term use 1e-6"),

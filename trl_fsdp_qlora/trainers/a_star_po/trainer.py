@@ -6,11 +6,11 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from datasets import IterableDataset
-from torch import nn
 from transformers import GenerationConfig
 from transformers.trainer_utils import EvalLoopOutput
 from trl.data_utils import is_conversational
 
+from ...compat.transformers import model_name
 from ...compat.trl import GROUP_SPREAD, REFERENCE_LOGPS, parse_response, use_adapter
 from ...compat.trl_rollouts import has_response_format, rewards_of_rank
 from ...engines.decode.completions import generate, over_ranks
@@ -23,7 +23,7 @@ from ..step.scoring import Request
 from .config import AStarPOConfig
 from .estimators import ROUNDING, check_reward_range
 from .objectives import advantage_weighted_loss, normalised_advantage, regression_loss
-from .values import Item, ReferenceValues, Report, describe_model, describe_reward, describe_sampling
+from .values import Item, ReferenceValues, Report
 
 logger = get_logger(__name__)
 
@@ -48,7 +48,6 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     def __init__(self, model, reward_funcs=None, args: AStarPOConfig | None = None, *positional, **kwargs):
         args = config_or_default(AStarPOConfig, args, model, "A-star-PO")
-        self._user_rewards = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         images = {"image", "images"} & columns_of(self.train_dataset)
         if self.tools or self.environment_factories is not None or self.rollout_func is not None or images:
@@ -60,7 +59,6 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             self.args,
             self.accelerator,
             self.clock,
-            self.reward_func_names,
             lambda prompts: self._tokenize_prompts(prompts)[0],
             self._draw,
             synced_gpus=self._synced_gpus,
@@ -79,8 +77,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     # --- stage 1 -----------------------------------------------------------------------------------------------------
 
     def train(self, *args, **kwargs):
-        # The key of the values is a hash of the reference policy, and only before the sharding rank 0 has all of it.
-        self.values.open(self._describe_context)
+        self.values.open(self._context())
         # A sharded model can generate only once `Trainer.train` has prepared it; an endless dataset has no stage 1.
         if not isinstance(self.train_dataset, IterableDataset):
             if not self._synced_gpus:
@@ -103,28 +100,17 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         """
         if self._synced_gpus:
             self.rollout.refuse_unprepared("stage 1", self.model, self.model_wrapped)
-        self.values.open(self._describe_context)
+        self.values.open(self._context())
         dataset = self.train_dataset if dataset is None else dataset
         # Stage 2 removes these columns before it loads rows, and a value's key contains the whole row.
         return self.values.estimate(self._remove_unused_columns(dataset, "training"))
 
-    def _describe_context(self) -> dict:
-        """Everything that a value depends on, except its row."""
-        model = self.accelerator.unwrap_model(self.model)
-        adapter = None
-        if self.ref_model is not None and not self.rollout.is_sharded:
-            model = self.accelerator.unwrap_model(self.ref_model)
-        elif self._starts_from_adapter:
-            adapter = "ref"
-        rewards = []
-        for name, loaded, function in zip(self.reward_func_names, self.reward_funcs, self._user_rewards, strict=True):
-            # A model counts by its weights. The trainer wraps functions, so the user's own are described.
-            described = loaded if isinstance(loaded, nn.Module) else function
-            rewards.append([name, describe_reward(described, self.args.value_reward_version)])
+    def _context(self) -> dict:
+        """What the values in a file have in common. Weights and code are not compared: that is the user's to know."""
         return {
-            "reference": describe_model(model, adapter),
-            "sampling": describe_sampling(model, self._generation_config(sample=True)),
-            "rewards": rewards,
+            "reference": [model_name(self.accelerator.unwrap_model(self.model)), self._starts_from_adapter],
+            "sampling": self._generation_config(sample=True).to_dict(),
+            "rewards": self.reward_func_names,
             "weights": self.reward_weights,
         }
 

@@ -1,17 +1,16 @@
-"""Stage 1: V* of every prompt from samples of the reference policy, and the file that keeps them for other runs.
+"""Stage 1: V* of every prompt from samples of the reference policy, and the file that a second run reads.
 
 Prompts are cut into chunks that depend on the prompts alone, and the samples of a chunk depend on the seed and the
 chunk alone. The ranks draw in turns, a chunk each, and gather after every turn. So the number of ranks and a restart
 decide which rank draws a sample, and never change the sample. All ranks have all values.
 
-The rewards are kept in a file of JSON lines in the folder `value_cache`. The name of the file is a digest of what all
-values depend on: the reference policy, the sampling settings, the rewards and their weights. A line has the rewards of
-one row, under a digest of the prompt's tokens and of the row as reward functions get it, so two rows with one prompt
-and different answers have two values. If a row has several lines, the last one counts.
+The rewards are kept as JSON lines in the folder `value_cache`, in a file for each combination of the reference's name,
+the sampling settings, the names of the rewards and their weights. A line has the rewards of one row, under a digest of
+the prompt's tokens and of the row as reward functions get it, so two rows with one prompt and different answers have
+two values. If a row has several lines, the last one counts.
 """
 
 import hashlib
-import inspect
 import json
 import math
 import time
@@ -27,8 +26,6 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset
 from datasets.fingerprint import Hasher
-from torch import nn
-from transformers import GenerationConfig
 
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import counted
@@ -61,7 +58,7 @@ class ReferenceValues:
     """V* of prompts from the reference policy; every rank calls every method.
 
     Args:
-        args, accelerator, clock, reward_names: of the trainer.
+        args, accelerator, clock: of the trainer.
         tokenize: prompts -> token ids.
         draw: (items, samples of each, seed) -> for each item the weighted rewards of samples of the reference policy;
             NaN if no function returned a reward.
@@ -77,7 +74,6 @@ class ReferenceValues:
     args: AStarPOConfig
     accelerator: Accelerator
     clock: PhaseTimer
-    reward_names: list[str]
     tokenize: Callable[[list], list[list[int]]]
     draw: Callable[[list[Item], list[int], int], list[list[float]]]
     synced_gpus: bool
@@ -86,14 +82,10 @@ class ReferenceValues:
     known: dict[str, float] = field(default_factory=dict)
     estimated: bool = False
 
-    def open(self, describe: Callable[[], dict]) -> None:
-        """Read the rewards that earlier runs stored, once.
-
-        `describe` returns everything that a value depends on, except its row; it is called on the main rank.
-        """
+    def open(self, context: dict) -> None:
+        """Read the rewards that earlier runs of this `context` stored, once."""
         if self.file is None:
-            folder = Path(self.args.value_cache).expanduser().absolute()
-            self.file = folder / f"{on_main(lambda: digest(describe()))[:16]}.jsonl"
+            self.file = Path(self.args.value_cache).expanduser().absolute() / f"{digest(context)[:16]}.jsonl"
             self.rewards = on_main(self.read)
 
     def read(self) -> dict[str, list[float]]:
@@ -147,7 +139,11 @@ class ReferenceValues:
         ranks = self.accelerator.num_processes
         self._check_range([reward for key in items for reward in self.rewards.get(key, [])])
         missing = set(self._missing(items))
-        chunks = [chunk for chunk in self._chunks(items) if missing.intersection(chunk)]
+        # Chunks of prompts of similar length.
+        order = sorted(items, key=lambda key: (len(items[key].prompt_ids), key))
+        size = self.args.value_batch_size
+        chunks = [order[first : first + size] for first in range(0, len(order), size)]
+        chunks = [chunk for chunk in chunks if missing.intersection(chunk)]
         samples = 0
         hidden = self.accelerator.process_index > 0 or self.args.disable_tqdm
         bar = progress("V*", len(items), "prompts", initial=len(items) - len(missing), hidden=hidden, leave=True)
@@ -157,15 +153,14 @@ class ReferenceValues:
                 samples += self._draw_turn(turn, items)
                 bar.update(sum(len(missing.intersection(chunk)) for chunk in turn))
         for key in items:
-            self.known[key] = optimal_value(self._used(key), self.args.value_estimator, self.args.beta1)
-        self._check_scored(items)
+            used = self.rewards[key][: self.args.value_samples]
+            self.known[key] = optimal_value(used, self.args.value_estimator, self.args.beta1)
+        unscored = sum(math.isnan(self.known[key]) for key in items)
+        if unscored and all(map(math.isnan, self.known.values())):
+            raise ValueError("no prompt got a reward (None or NaN every time): does the service of the reward run?")
+        if unscored:
+            logger.warning(f"{unscored} of {len(items)} prompts got no reward and do not enter the loss")
         return Report(len(items), len(items) - len(missing), samples)
-
-    def _chunks(self, items: dict[str, Item]) -> list[list[str]]:
-        """The keys of `items` in chunks of `value_batch_size` prompts of similar length."""
-        order = sorted(items, key=lambda key: (len(items[key].prompt_ids), key))
-        size = self.args.value_batch_size
-        return [order[first : first + size] for first in range(0, len(order), size)]
 
     def _draw_turn(self, turn: list[list[str]], items: dict[str, Item]) -> int:
         """Draw the next samples of each chunk of a turn, store them, and return their number. Collective.
@@ -195,24 +190,9 @@ class ReferenceValues:
         rewards = self.draw([items[key] for key, *_ in job], [target - before for _, before, target in job], seed)
         return dict(zip([key for key, *_ in job], rewards, strict=True))
 
-    def _check_scored(self, items: dict[str, Item]) -> None:
-        """Log a warning for prompts without any reward; raise `ValueError` if no prompt at all has one."""
-        unscored = sum(math.isnan(self.known[key]) for key in items)
-        if not unscored:
-            return
-        names = ", ".join(self.reward_names)
-        no_reward = f"{unscored} of {len(items)} prompts got no reward from {names} (None or NaN every time)"
-        if all(map(math.isnan, self.known.values())):
-            raise ValueError(f"{no_reward}: does the service run that the reward function calls? Nothing was stored")
-        logger.warning(f"{no_reward}: these prompts have no V* and do not enter the loss; the next run samples them")
-
     def _missing(self, keys) -> list[str]:
         """Keys that need more samples."""
         return [key for key in keys if len(self.rewards.get(key, [])) < self.args.value_samples]
-
-    def _used(self, key: str) -> list[float]:
-        """The rewards from which the value of a prompt is computed, however many are stored."""
-        return self.rewards[key][: self.args.value_samples]
 
     def _check_range(self, rewards: list[float]) -> None:
         check_reward_range(torch.tensor(rewards), self.args.value_estimator, self.args.value_reward_range)
@@ -232,7 +212,8 @@ class ReferenceValues:
             )
         low, high = self.args.value_reward_range or (0.0, 1.0)
         lowest = low + ROUNDING * (high - low)
-        solvable = [i for i, key in enumerate(keys) if any(reward > lowest for reward in self._used(key))]
+        used = [self.rewards[key][: self.args.value_samples] for key in keys]
+        solvable = [i for i, rewards in enumerate(used) if any(reward > lowest for reward in rewards)]
         if len(solvable) * self.args.num_generations < self.args.generation_batch_size:
             raise ValueError(
                 f"filter_all_failed leaves {len(solvable)} of {len(keys)} prompts, fewer than one generation batch "
@@ -247,12 +228,6 @@ class ReferenceValues:
         unseen = [(key, item) for key, item in items if key not in self.known]
         unseen = dict(pair for pairs in gather_object([unseen]) for pair in pairs)
         if unseen:
-            if self.args.unseen_prompts == "refuse":
-                first = next(iter(unseen.values()))
-                raise ValueError(
-                    f"{counted(len(unseen), 'prompt')} without a V*, and unseen_prompts='refuse' (the first is "
-                    f"{str(first.row['prompt'])[:200]!r}): run stage 1 on them, or set unseen_prompts='estimate'"
-                )
             logger.info(f"stage 1 never had {counted(len(unseen), 'prompt')}: V* is estimated now")
             self.fill(unseen)
         return torch.tensor([self.known[key] for key, _ in items], dtype=torch.float32)
@@ -273,49 +248,3 @@ def digest(value) -> str:
         return x.tolist() if hasattr(x, "tolist") else Hasher.hash(x)
 
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=plain).encode()).hexdigest()
-
-
-def describe_sampling(model: nn.Module, sampling: GenerationConfig) -> dict:
-    """The settings that `generate` draws with: `sampling`, and the model's own settings if `sampling` leaves a gap."""
-    settings = model.generation_config.to_dict()
-    settings.update({name: value for name, value in sampling.to_dict().items() if value is not None})
-    irrelevant = ("transformers_version", "_from_model_config", "pad_token_id", "bos_token_id")
-    return {name: value for name, value in settings.items() if name not in irrelevant}
-
-
-def describe_model(model: nn.Module, adapter: str | None = None) -> str:
-    """A digest of the weights, of `adapter` but of no other adapter, so that all runs on one base share values."""
-    other_adapters = set(getattr(model, "peft_config", {})) - {adapter}
-    config = None if adapter is None else model.peft_config[adapter].to_dict()
-    hashed = hashlib.sha256(digest(config).encode())
-    for name, weight in model.named_parameters():
-        if hasattr(weight, "ds_tensor"):  # under ZeRO-3 no rank has the whole weight
-            return f"{model.config.name_or_path} {vars(model.config).get('_commit_hash')}"
-        parts = name.removeprefix("base_model.model.").split(".")
-        if not other_adapters.intersection(parts):
-            bare_name = ".".join(part for part in parts if part not in ("base_layer", "original_module"))
-            hashed.update(f"{bare_name} {weight.dtype} {tuple(weight.shape)}".encode())
-            hashed.update(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return hashed.hexdigest()
-
-
-def describe_reward(function: Callable, version: str | None) -> str:
-    """What changes when a reward function changes.
-
-    It is the user's `version` if there is one, the weights if the function is a model, and otherwise a digest of the
-    file that defines the function and of what the function was built with (a closure's values, for example).
-    """
-    if version is not None:
-        return version
-    if isinstance(function, nn.Module):
-        return describe_model(function)
-    defined = inspect.unwrap(getattr(function, "func", function))  # of a partial
-    try:
-        file = inspect.getfile(defined if inspect.isroutine(defined) else type(defined))
-        return digest([Path(file).read_text(), Hasher.hash(function)])
-    except Exception as error:  # code without a file, a lock, a connection: they have no common class
-        logger.warning(
-            f"the reward function {function} cannot be read ({error}), so values from before a change of it would be "
-            "used after it: set value_reward_version, and change it with every change of the function"
-        )
-        return "unknown"

@@ -130,7 +130,7 @@ class OnPolicyRun(TrainerRun):
             return super().training_step(model, *args, **kwargs)
 
     def _finish_backward(self, model):
-        self.look_ahead.go_back(model)
+        self.look_ahead.finish_backward(model)
 
     # --- a generation batch: groups stay whole -----------------------------------------------------------------------
 

@@ -1,12 +1,11 @@
 """The checkpoints of a run: written whole, found again, and next to Transformers' files those of each rank.
 
 A checkpoint is written into a staging folder and renamed when every rank has written its files, so a folder called
-`checkpoint-N` is whole. Its `manifest.json` has the size and the digest of each file, and the settings of the run. In
-addition to Transformers' files, each rank keeps the completions that it has generated and not yet used. A run resumed
-in the middle of a generation cycle therefore continues like the uninterrupted run.
+`checkpoint-N` is whole. Its `manifest.json` has the size and the digest of each file. In addition to Transformers'
+files, each rank keeps the completions that it has generated and not yet used. A run resumed in the middle of a
+generation cycle therefore continues like the uninterrupted run.
 """
 
-import errno
 import hashlib
 import logging
 import os
@@ -20,9 +19,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, is_peft_model, send_to_device
+from accelerate.utils import gather_object, send_to_device
 from datasets import Dataset
-from filelock import FileLock, Timeout
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -37,7 +35,6 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 FORMAT = 3
 # Transformers uploads nothing that begins with an underscore.
-LOCK = "_run.lock"
 STAGING = "_staging"
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -46,12 +43,6 @@ _NEWEST = (True, "auto", "true", "True")
 # How the names of files end that a run reads when it resumes. Cards, tokenizers and configs are a user's to edit.
 _READ = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".metadata", ".index.json", TRAINER_STATE_NAME)
 
-# Fields of `TrainingArguments` that a resumed run compares.
-_TRAINING = [
-    "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "data_seed", "fp16", "learning_rate", "lr_scheduler_kwargs",
-    "lr_scheduler_type", "max_grad_norm", "max_steps", "num_train_epochs", "optim", "optim_args", "seed",
-    "warmup_ratio", "warmup_steps", "weight_decay",
-]  # fmt: skip
 _LAYOUT = "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"
 # Fields of a method's own config that have no influence on completions.
 _WITHOUT_INFLUENCE = re.compile(
@@ -165,27 +156,6 @@ def resolve_resume(output_dir: str | Path, resume: str | bool | None, read_conte
     return None
 
 
-def hold(lock: FileLock) -> None:
-    """Create an output folder and lock it for this process; the lock ends with the process, however it ends.
-
-    Raises:
-        CheckpointError: the folder cannot be written, or another process holds it.
-    """
-    output_dir = Path(lock.lock_file).parent
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise CheckpointError(
-            f"output_dir={output_dir} is in use by another run: two would overwrite each other's checkpoints. Wait "
-            "for it, end it, or set another output_dir"
-        ) from None
-    except OSError as error:
-        if error.errno != errno.ENOLCK:
-            raise CheckpointError(f"output_dir={output_dir} cannot be written: {error.strerror}") from error
-        logger.warning("%s cannot be locked (%s): use it for one run at a time", output_dir, error)
-
-
 def check_output_dir(output_dir: str | Path, resume: str | bool | None, changed: Sequence[str] = ()) -> None:
     """Refuse a folder that cannot be written, or that has another run which would be overwritten.
 
@@ -194,10 +164,10 @@ def check_output_dir(output_dir: str | Path, resume: str | bool | None, changed:
     Raises:
         CheckpointError: the message names the folder's content and the remedy.
     """
-    if int(os.environ.get("RANK", 0)) == 0:  # before a model is loaded; the run locks the folder when it begins
-        lock = FileLock(Path(output_dir) / LOCK)
-        hold(lock)
-        lock.release()
+    try:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"output_dir={output_dir} cannot be written: {error.strerror}") from error
     if resume in _FRESH and checkpoints_in(output_dir):
         run = ", ".join([checkpoints_in(output_dir)[-1].name, *changed[:3]])
         raise CheckpointError(
@@ -228,17 +198,6 @@ def describe_rollouts(
     return plain(settings)
 
 
-def describe_training(args: TrainingArguments, model: Any) -> dict[str, Any]:
-    """The settings that a resumed run may change, with a line in the log: optimizer, schedule, length, adapter."""
-    settings = {name: vars(args).get(name) for name in _TRAINING}
-    if is_peft_model(model):
-        adapter = model.peft_config[model.active_adapters[0]].to_dict()
-        for name in ("r", "lora_alpha", "target_modules"):
-            if name in adapter:
-                settings[f"adapter.{name}"] = adapter[name]
-    return plain(settings)
-
-
 def describe_data(dataset: Any, rows: int = 64) -> str:
     """Number of rows, columns, and a digest of so many evenly spaced `rows`."""
     if not isinstance(dataset, Dataset):
@@ -255,7 +214,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [f"{name}: {str(before[name])[:120]} -> {str(now[name])[:120]}" for name in changed]
 
 
-def commit(staging: Path, checkpoint: Path, run: dict[str, Any]) -> None:
+def commit(staging: Path, checkpoint: Path) -> None:
     """Rename `staging` to `checkpoint` and write its manifest. Call it when every rank has written its files."""
     sizes = {}
     digests = {}
@@ -266,7 +225,7 @@ def commit(staging: Path, checkpoint: Path, run: dict[str, Any]) -> None:
             sizes[name] = path.stat().st_size
             with path.open("rb+") as file:
                 os.fsync(file.fileno())
-    write_json(staging / MANIFEST, {"format": FORMAT, "files": sizes, "digests": digests, "run": run})
+    write_json(staging / MANIFEST, {"format": FORMAT, "files": sizes, "digests": digests})
     if checkpoint.exists():
         # First rename an old folder: a run killed in the middle leaves nothing that looks like a checkpoint.
         removed = staging.with_name(f"removed-{checkpoint.name}")
@@ -300,58 +259,36 @@ class WholeCheckpoints:
 
     Args:
         args, accelerator: the trainer's.
-        describe: returns the settings of this run, [`describe_rollouts`] and [`describe_training`]; called once.
+        describe: returns the settings that shape completions, see [`describe_rollouts`]; called once.
     """
 
-    def __init__(self, args: TrainingArguments, accelerator: Accelerator, describe: Callable[[], tuple[dict, dict]]):
+    def __init__(self, args: TrainingArguments, accelerator: Accelerator, describe: Callable[[], dict[str, Any]]):
         self.args = args
         self.accelerator = accelerator
         self._describe = describe
         self.staging: Path | None = None  # the folder of a checkpoint that is being written
-        self._described: tuple[dict[str, Any], dict[str, Any]] | None = None
-        self._lock = FileLock(Path(args.output_dir) / LOCK)
+        self._described: dict[str, Any] | None = None
         self._resolved: str | None = None
 
     @property
-    def run(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The settings that shape completions, and the other settings; empty if they cannot be described."""
+    def shape(self) -> dict[str, Any]:
+        """The settings that shape completions; empty if they cannot be described."""
         if self._described is None:
-            self._described = ({}, {})
+            self._described = {}
             with nonfatal("describing the run for its checkpoints"):
                 self._described = self._describe()
         return self._described
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Hold the output folder for this run, see [`hold`]."""
-        staging = Path(self.args.output_dir) / STAGING
-
-        def begin() -> None:
-            hold(self._lock)
-            shutil.rmtree(staging, ignore_errors=True)  # left by a run that was killed while it wrote a checkpoint
-
-        on_main(begin, self.args.should_save)
-        try:
-            yield
-        finally:
-            if self.args.should_save:
-                shutil.rmtree(staging, ignore_errors=True)  # left if writing a checkpoint has failed
-                self._lock.release()
-
     def resume_from(self, resume: str | bool | None) -> str | None:
-        """The folder to resume from, see [`resolve_resume`]; logs the settings that differ from the checkpoint's.
+        """The folder to resume from, see [`resolve_resume`]; removes what a killed run left of a checkpoint.
 
         Raises:
             CheckpointError: there is no whole checkpoint to resume from.
         """
 
         def resolve() -> str | None:
-            checkpoint = resolve_resume(self.args.output_dir, resume)
-            if checkpoint is not None:
-                changed = differences(settings_in(Path(checkpoint)), self.run[0] | self.run[1])
-                if changed:
-                    logger.warning("resuming from %s with other settings: %s", checkpoint, "; ".join(changed))
-            return checkpoint
+            shutil.rmtree(Path(self.args.output_dir) / STAGING, ignore_errors=True)
+            return resolve_resume(self.args.output_dir, resume)
 
         # A recipe asks before it trains, and `train` asks again with the folder that was found.
         if resume is None or resume != self._resolved:
@@ -376,21 +313,22 @@ class WholeCheckpoints:
         self.staging = staging.parent
         try:
             yield
+            if not self.args.save_only_model and rollouts is not None:
+                torch.save({**rollouts, "shape": self.shape}, _rollout_file(staging, rank, ranks))
+            if state.best_global_step:
+                best = checkpoint.with_name(f"checkpoint-{state.best_global_step}")
+                if best == checkpoint or best.is_dir():
+                    state.best_model_checkpoint = str(best)
+                if self.args.should_save:
+                    state.save_to_json(str(staging / TRAINER_STATE_NAME))
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                commit(staging, checkpoint)
+                remove_old(checkpoint, self.args.save_total_limit, state.best_model_checkpoint)
         finally:
             self.staging = None
-        if not self.args.save_only_model and rollouts is not None:
-            torch.save({**rollouts, "shape": self.run[0]}, _rollout_file(staging, rank, ranks))
-        if state.best_global_step:
-            best = checkpoint.with_name(f"checkpoint-{state.best_global_step}")
-            if best == checkpoint or best.is_dir():
-                state.best_model_checkpoint = str(best)
             if self.args.should_save:
-                state.save_to_json(str(staging / TRAINER_STATE_NAME))
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            commit(staging, checkpoint, {"settings": self.run[0] | self.run[1]})
-            remove_old(checkpoint, self.args.save_total_limit, state.best_model_checkpoint)
-            shutil.rmtree(staging.parent, ignore_errors=True)  # empty by now
+                shutil.rmtree(staging.parent, ignore_errors=True)  # empty, unless writing has failed
         self.accelerator.wait_for_everyone()
 
     def load_rollouts(self, checkpoint: str | None) -> dict[str, Any] | None:
@@ -410,7 +348,7 @@ class WholeCheckpoints:
         if reason is None and not {"step", "buffer"} <= state.keys():
             reason = f"{file.name} is of another version of this package"
         if state.get("buffer") is not None:
-            changed = differences(state.get("shape") or {}, self.run[0])
+            changed = differences(state.get("shape") or {}, self.shape)
             if changed:
                 reason = f"they were made with other settings: {'; '.join(changed)}"
         # One rank alone must not generate while the others do not.
@@ -420,14 +358,6 @@ class WholeCheckpoints:
         if self.accelerator.is_main_process:
             logger.warning("completions that %s kept are generated again: %s", checkpoint, reason)
         return None
-
-
-def settings_in(checkpoint: Path) -> dict[str, Any]:
-    """The settings of the run that wrote a checkpoint; none if its manifest has none."""
-    try:
-        return dict(read_json(checkpoint / MANIFEST)["run"]["settings"])
-    except (CheckpointError, KeyError, TypeError, ValueError):
-        return {}
 
 
 def _rollout_file(checkpoint: Path, rank: int, ranks: int) -> Path:

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...fsdp2_qlora.generation import MODES as GATHERS
 from ...long_rows.tiles import tile_size
 from ...prefix_sharing.attention.backends import BACKENDS
 from ...scoring.logprobs import HEAD_KERNELS
@@ -55,7 +54,7 @@ FSDP_GATHER = {
     "help": "Under FSDP2, how weights come together while completions are generated and scored. 'once': the whole "
     "model is gathered for the phase (a 4-bit base as it is packed); 'per_layer': in every forward pass, so for "
     "every token; 'auto': once, if it fits into half of the free memory of every rank.",
-    "choices": GATHERS,
+    "choices": ("auto", "once", "per_layer"),
 }
 FSDP_KEEP_GATHERED = {
     "default": False,

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,22 +12,20 @@ from accelerate.logging import get_logger
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...compat.older_gpus import casting_wide_sums
-from ...compat.peft import adapted_parts
 from ...compat.transformers import take_checkpointing_options_apart
 from ...compat.trl import counts_experts
 from ...fsdp2_qlora.loading import experts_in_4bit, experts_in_16_bit, keep_plain_kernel
 from ...fsdp2_qlora.trainer import ShardedQLoRAMixin
 from ...long_rows import tiles as token_tiles
 from ...prefix_sharing.sharing import PromptSharing, causal_language_model, install_sharing
-from ...scoring.cpu_linear import fast_linears
 from ...utils.plain import counted
-from .card import CardInfo, write_card, write_first_card
-from .checkpoints import WholeCheckpoints, describe_rollouts, describe_training
+from .card_info import CardInfo
+from .checkpoints import WholeCheckpoints, describe_rollouts
 from .input_checks import columns_of
 from .phases import PhaseTimer, TelemetryCallback
-from .startup import StartupCallback
+from .printed import print_briefly
+from .startup import StartupCallback, adapted_parts
 from .stopping import stopping_after_step
-from .terminal import print_briefly
 
 logger = get_logger(__name__)
 
@@ -94,11 +92,10 @@ class TrainerRun(ShardedQLoRAMixin):
         """What tokenizes a prompt for the start-up block; `None` if no prompt is shown."""
         return None
 
-    def _describe_run(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _describe_run(self) -> dict[str, Any]:
         model = self.accelerator.unwrap_model(self.model)
         names = getattr(self, "reward_func_names", []), type(self).__name__
-        rollouts = describe_rollouts(self.args, model, self.train_dataset, *names)
-        return rollouts, describe_training(self.args, model)
+        return describe_rollouts(self.args, model, self.train_dataset, *names)
 
     # --- a run -------------------------------------------------------------------------------------------------------
 
@@ -111,7 +108,7 @@ class TrainerRun(ShardedQLoRAMixin):
             trl_fsdp_qlora.utils.files.CheckpointError: see
             [`trl_fsdp_qlora.trainers.run.checkpoints.WholeCheckpoints`].
         """
-        with self.checkpointing.alone(), stopping_after_step(self, self.resume_command):
+        with stopping_after_step(self, self.resume_command):
             return super().train(self.checkpointing.resume_from(resume_from_checkpoint), *args, **kwargs)
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *further):
@@ -125,16 +122,24 @@ class TrainerRun(ShardedQLoRAMixin):
         return num_train_epochs, 0
 
     def training_step(self, model, *args, **kwargs):
-        with self.clock.phase("forward_backward"), fast_linears(self.model), casting_wide_sums():
+        with self.clock.phase("forward_backward"), self._fast_products(), casting_wide_sums():
             loss = super().training_step(model, *args, **kwargs)
             self._finish_backward(model)
         return loss
 
+    def _fast_products(self) -> AbstractContextManager[None]:
+        """A block in which the linear layers of a model on a CPU use the faster of two libraries' products."""
+        if self.args.device.type != "cpu":
+            return nullcontext()
+        from ...scoring.cpu_linear import fast_linears
+
+        return fast_linears(self.model)
+
     def _finish_backward(self, model) -> None:
-        """Called after the backward of a micro-batch's loss."""
+        """Called after the backward of a micro-batch's loss; runs what is left of it if the micro-batch was cut."""
 
     def evaluate(self, *args, **kwargs):
-        with self.clock.phase("evaluate"), fast_linears(self.model):
+        with self.clock.phase("evaluate"), self._fast_products():
             return super().evaluate(*args, **kwargs)
 
     # --- saving ------------------------------------------------------------------------------------------------------
@@ -160,6 +165,8 @@ class TrainerRun(ShardedQLoRAMixin):
             self._push_from_checkpoint(str(folder))
 
     def _save(self, output_dir=None, state_dict=None):
+        from .card import write_first_card
+
         # PEFT writes our card, because its own contains nothing about the run. Only PEFT's models have this method;
         # `create` is for the others.
         model = self.accelerator.unwrap_model(self.model)
@@ -168,6 +175,8 @@ class TrainerRun(ShardedQLoRAMixin):
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         """Write the adapter's card from `card_info`; see [`trl_fsdp_qlora.trainers.run.card.card_of`]."""
+        from .card import write_card
+
         if self.is_world_process_zero():
             self.card_info.dataset = dataset_name or self.card_info.dataset
             write_card(self, self.args.output_dir, model_name, [tags] if isinstance(tags, str) else tags or [])

@@ -1,7 +1,8 @@
 """`LookAhead`: the micro-batches of an optimizer step are scored together.
 
-A trainer has one. It learns of each micro-batch ([`LookAhead.micro_batch`]), plans the scores of those that follow,
-and hands them out one by one ([`LookAhead.scores_of`]). What a plan computes is in `step_scores.py`.
+A trainer has one. Its `training_step` opens each micro-batch ([`LookAhead.micro_batch`]). The pass of the first one
+plans the scores of all micro-batches up to the optimizer step, and the pass of each one asks for its own
+([`LookAhead.scores_of`]). `step_scores.py` computes them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +14,11 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import nn
 
-from ...compat.fsdp import forget_forward
 from ...compat.trl import FusedCausalLMOutput, joined_images
 from ...prefix_sharing.batch import IGNORED_LABEL
 from ...prefix_sharing.problems import CannotPack
 from ...prefix_sharing.sharing import PromptSharing
-from .rows import batch_of, padded_batch
+from .rows import batch_of_pass, padded_batch
 from .step_scores import StepScores
 
 logger = get_logger(__name__)
@@ -99,10 +99,10 @@ class LookAhead:
         if self.accelerator.sync_gradients:
             self.end_update()
 
-    def go_back(self, model: nn.Module) -> None:
+    def finish_backward(self, model: nn.Module) -> None:
         """Run the backward of the current micro-batch's passes, if it is cut, after the backward of its loss."""
         if self.scores is not None:
-            self.scores.go_back(model, self.accelerator.autocast, self.accelerator.no_sync)
+            self.scores.finish_backward(model, self.accelerator.autocast, self.accelerator.no_sync)
 
     def scores_of(
         self, sharing: PromptSharing, model: nn.Module, inputs: dict[str, Any], arguments: dict[str, Any]
@@ -135,6 +135,8 @@ class LookAhead:
         try:
             return self.scores.score(number, model)
         except CannotPack as error:
+            from ...compat.fsdp import forget_forward
+
             forget_forward(model)
             sharing.cannot_keep(str(error))
             self._drop_plan()
@@ -183,7 +185,7 @@ class LookAhead:
         self._versions = [_tensor_versions(inputs) for inputs in planned]
         batches = []
         for ahead, inputs in enumerate(planned):
-            batch = batch_of({**padded_batch(inputs), "compute_aux_loss": self.router_loss})
+            batch = batch_of_pass({**padded_batch(inputs), "compute_aux_loss": self.router_loss})
             scored_BC = self._scored_tokens(inputs, ahead)
             if scored_BC is not None:
                 batch.labels[:, -scored_BC.shape[1] :].masked_fill_(~scored_BC, IGNORED_LABEL)

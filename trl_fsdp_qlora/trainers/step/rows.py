@@ -23,8 +23,11 @@ def padded_batch(inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def batch_of(arguments: dict[str, Any]) -> Batch:
-    """The batch of a pass, with every completion token labelled, from the arguments of TRL's method."""
+def batch_of_pass(arguments: dict[str, Any]) -> Batch:
+    """The batch of a pass, with every completion token labelled, from the arguments of TRL's method.
+
+    [`trl_fsdp_qlora.prefix_sharing.batch.batch_of`] makes it from the arguments of the model.
+    """
     input_ids = arguments["input_ids"]
     attention_mask = arguments["attention_mask"]
     labels = input_ids.masked_fill(attention_mask == 0, IGNORED_LABEL)

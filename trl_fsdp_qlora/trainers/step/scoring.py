@@ -1,5 +1,7 @@
 """`Scoring`: TRL's passes for log-probabilities on packed rows, each pass timed as a phase.
 
+It is about TRL's trainers; the room `scoring/` has the arithmetic.
+
 A pass has three parts. [`Request`] is what a loss asks of it. TRL's own method runs it, and calls a [`PassModel`] in
 the model's place. Then the values are finished: weights on gradients, ties.
 """
@@ -24,7 +26,7 @@ from ...scoring.contexts import fill_masked_rows, share_values
 from ...scoring.token_selection import weight_gradient
 from ..run.phases import PhaseTimer
 from .look_ahead import LookAhead
-from .rows import batch_of
+from .rows import batch_of_pass
 
 LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -203,7 +205,7 @@ class Scoring:
         """What TRL's method calls in this pass, compared with stock if no pass of its kind was compared yet."""
         is_other_model = self.reference_model is not None and request.model is self.reference_model
         sharing = self.reference if is_other_model else self.policy
-        batch = batch_of(arguments)
+        batch = batch_of_pass(arguments)
         rows, width = batch.input_ids.shape
         batch_size = arguments.get("batch_size") or rows
         tokens_per_pass = batch_size * width if batch_size < rows else None

@@ -7,9 +7,10 @@ the first. So the trainer can look ahead: it knows which tokens each micro-batch
 - Several micro-batches run in one pass: the largest divisor of their number that fits. TRL asks for the scores of one
   micro-batch at a time. The last one of a pass gets its scores with the graph. Those before it get constants, and
   their gradients wait for the backward of the last one (see `prefix_sharing/prefix_cache.py`).
-- A micro-batch that does not fit is cut into several passes. First its scores are computed without a graph. TRL's loss
-  then returns the gradients of these scores, and each pass runs again with a graph and takes its part of the gradients
-  ([`StepScores.go_back`]). This costs one more forward, as gradient checkpointing does.
+- A micro-batch that does not fit is cut into several passes. First its scores are computed without a graph. The
+  backward of TRL's loss ends in these scores. Then each pass runs again with a graph, and its backward starts from its
+  part of the scores' gradients ([`StepScores.finish_backward`]). This costs one more forward, as gradient
+  checkpointing does.
 
 In both cases TRL's loss sees each micro-batch unchanged.
 """
@@ -178,7 +179,7 @@ class StepScores:
         first = rows_of_pass[passes[0]][0]
         return passes, [batch.rows(rows_of_pass[index] - first) for index in passes]
 
-    def go_back(self, model: nn.Module, autocast: ContextFactory, without_sync: ContextFactory) -> None:
+    def finish_backward(self, model: nn.Module, autocast: ContextFactory, without_sync: ContextFactory) -> None:
         """Run the backward of a micro-batch's passes after the backward of its loss, if the micro-batch was cut.
 
         Args:
@@ -192,9 +193,9 @@ class StepScores:
         cut = self._cut
         self._cut = None
         with cut.draws.again():
-            self._go_back(cut, model, autocast, without_sync)
+            self._run_passes_again(cut, model, autocast, without_sync)
 
-    def _go_back(
+    def _run_passes_again(
         self, cut: _CutScores, model: nn.Module, autocast: ContextFactory, without_sync: ContextFactory
     ) -> None:
         passes, batches = self._passes(cut.number)

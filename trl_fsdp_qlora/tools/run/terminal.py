@@ -1,8 +1,6 @@
-"""What is printed while training.
+"""What a recipe prints while training: one line per logging step.
 
-A user's own script keeps TRL's log lines, with at most [`PRINTED`] of this package's metrics among TRL's. A recipe
-prints one line per logging step. As in TRL, all metrics reach the trackers (`report_to`) and
-`trainer_state.json`. TRL's `log_completions` prints completions.
+All metrics go where TRL sends them: to the trackers (`report_to`) and into `trainer_state.json`.
 """
 
 import math
@@ -20,18 +18,6 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from transformers.utils import logging
 
 from ...utils.nonfatal import nonfatal
-
-# Metrics that every run has in addition to stock TRL's, and those of them that a script prints. Metrics of an
-# algorithm or an option that the user chose (`t_spmo/`, `dynamic_sampling/`, `v_star`) are printed like stock TRL's.
-_EVERY_RUN = ("efficiency/", "generation/", "groups/", "memory/", "prefix_sharing/", "throughput/", "time/", "tokens/")
-PRINTED = {
-    "efficiency/prompt_redundancy",
-    "memory/forward_backward_peak_mib",
-    "prefix_sharing/policy/tokens_fraction",
-    "throughput/tokens_per_s",
-    "time/forward_backward_s",
-    "time/generate_s",
-}
 
 
 def _number(value: float | None) -> str:
@@ -108,37 +94,6 @@ def phase_line(history: Sequence[Mapping[str, Any]]) -> list[str]:
     means = {name: total / steps for name, total in totals.items() if total}
     ordered = sorted(means, key=means.get, reverse=True)
     return [f"seconds of a step: {', '.join(f'{name} {_number(means[name])}' for name in ordered)}"] if means else []
-
-
-def printed_metrics(logs: dict[str, Any]) -> dict[str, Any]:
-    """The part of `logs` that a script prints: all metrics of stock TRL, and [`PRINTED`]."""
-    printed = {}
-    for name, value in logs.items():
-        metric = name.removeprefix("eval_")
-        if metric in PRINTED or not metric.startswith(_EVERY_RUN):
-            printed[name] = value
-    return printed
-
-
-class _BriefPrinterCallback(PrinterCallback):
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        super().on_log(args, state, control, logs=printed_metrics(logs or {}), **kwargs)
-
-
-class _BriefProgressCallback(ProgressCallback):
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        super().on_log(args, state, control, logs=printed_metrics(logs or {}), **kwargs)
-
-
-def print_briefly(trainer: Trainer) -> None:
-    """Replace transformers' own printing callback of a new `trainer` by one that prints [`printed_metrics`] only.
-
-    The other callbacks get all metrics. The printing callback keeps its place among the callbacks, and
-    `remove_callback(PrinterCallback)` still finds it.
-    """
-    brief = {PrinterCallback: _BriefPrinterCallback, ProgressCallback: _BriefProgressCallback}
-    callbacks = trainer.callback_handler.callbacks
-    callbacks[:] = [brief[type(callback)]() if type(callback) in brief else callback for callback in callbacks]
 
 
 def use_terminal(trainer: Trainer) -> None:
