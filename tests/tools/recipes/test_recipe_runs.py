@@ -282,10 +282,13 @@ def test_warnings_of_a_run_are_on_its_terminal_once_and_above_the_steps(copied_r
     newest = copied_run.out / "checkpoint-9"
     shutil.copytree(copied_run.out / "checkpoint-2", newest)
     (newest / "adapter_model.safetensors").write_bytes(b"damaged")
-    words = [*copied_run.launch(3), "--resume_from_checkpoint", "auto"]
+    words = [*copied_run.launch(3), "--resume_from_checkpoint", "auto", "--epsilon", "0.1"]
     printed = successful_output(run_script(str(ROOT / "recipes" / "grpo.py"), *words, cwd=folder))
-    lines = [line for line in printed.splitlines() if line.startswith("warning: passing over ")]
-    assert len(lines) == 1 and "checkpoint-9" in lines[0]
+    lines = [
+        line for line in printed.splitlines() if line.startswith(("warning: passing over ", "warning: resuming "))
+    ]
+    assert len(lines) == 2 and "checkpoint-9" in lines[0]
+    assert "with other settings: " in lines[1] and "epsilon: 0.2 -> 0.1" in lines[1]
     assert "step 3/3" in printed
 
 

@@ -108,11 +108,14 @@ def test_another_shape_generates_again_and_is_logged(run, caplog, changes, reaso
     assert rows == [changes.get("per_device_train_batch_size", 4)] * 2
 
 
-def test_the_optimizer_may_change(run):
+def test_the_optimizer_may_change_with_a_warning_and_what_does_not_reach_the_maths_without(run, caplog):
+    make(run, save_steps=2, logging_steps=3, save_total_limit=5, run_name="other").train(resume_from_checkpoint="auto")
+    assert " -> " not in caplog.text
     resumed = make(run, max_steps=4, learning_rate=5e-4)
     drawn = drawn_batches(resumed)
     resumed.train(resume_from_checkpoint="auto")
     assert resumed.state.global_step == 4 and drawn == []
+    assert "learning_rate: 0.001 -> 0.0005" in caplog.text
 
 
 def test_a_finished_run_does_no_further_step(run, caplog):

@@ -21,7 +21,7 @@ def make(run, step, whole=True):
     staging.mkdir(parents=True)
     make_files(staging, step)
     if whole:
-        checkpoints.commit(staging, folder)
+        checkpoints.commit(staging, folder, {"seed": 0})
     else:
         (folder / "trainer_state.json").unlink()
     return folder
@@ -178,7 +178,7 @@ def test_the_checkpoint_just_written_stays_with_any_times_of_the_others(
 
 
 def test_what_a_run_was_writing_when_it_ended_does_not_stay_behind(tmp_path):
-    writer = checkpoints.WholeCheckpoints(config(GRPOConfig, tmp_path), Accelerator(cpu=True), dict)
+    writer = checkpoints.WholeCheckpoints(config(GRPOConfig, tmp_path), Accelerator(cpu=True), lambda: ({}, {}))
     staging = tmp_path / checkpoints.STAGING
     state = TrainerState()
     (staging / "checkpoint-1").mkdir(parents=True)  # of a run that was killed

@@ -8,7 +8,8 @@ A backend is a file of this room with
 - `attend(call)`: the output `(1, T, H, D_v)`;
 - `kernel(call)`: a name for what computes it.
 
-A dense row ([`forest.Forest`] with `end_T`) is an exception: `tree.py` computes its layers, and no backend is asked.
+A dense row ([`forest.Forest`] with `end_T`) is an exception: `tree.py` computes its layers of the types that it knows,
+and no backend is asked.
 """
 
 from types import ModuleType
@@ -35,6 +36,9 @@ def compute(call: AttentionCall) -> tuple[str, torch.Tensor, str]:
         CannotPack: no backend can.
     """
     if call.packed_row.forest.end_T is not None:
+        reason = _unknown(tree, call)
+        if reason is not None:
+            raise CannotPack(reason)
         return "tree", tree.attend(call), tree.kernel(call)
     names = BACKENDS if call.packed_row.backend == "auto" else (call.packed_row.backend,)
     refusals = []

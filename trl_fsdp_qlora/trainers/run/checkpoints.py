@@ -1,9 +1,9 @@
 """The checkpoints of a run: written whole, found again, and next to Transformers' files those of each rank.
 
 A checkpoint is written into a staging folder and renamed when every rank has written its files, so a folder called
-`checkpoint-N` is whole. Its `manifest.json` has the size and the digest of each file. In addition to Transformers'
-files, each rank keeps the completions that it has generated and not yet used. A run resumed in the middle of a
-generation cycle therefore continues like the uninterrupted run.
+`checkpoint-N` is whole. Its `manifest.json` has the size and the digest of each file, and the settings of the run. In
+addition to Transformers' files, each rank keeps the completions that it has generated and not yet used. A run resumed
+in the middle of a generation cycle therefore continues like the uninterrupted run.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, send_to_device
+from accelerate.utils import gather_object, is_peft_model, send_to_device
 from datasets import Dataset
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
@@ -49,6 +49,13 @@ _WITHOUT_INFLUENCE = re.compile(
     r"vllm_(?!importance)|rollouts_ahead|log_|show_|fsdp_|phase_|value_|prefix_sharing|lm_head|num_completions|"
     r"model_init"
 )
+
+# Fields of `TrainingArguments` that a resumed run may change, with a line in the log.
+_TRAINING = [
+    "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "data_seed", "fp16", "learning_rate", "lr_scheduler_kwargs",
+    "lr_scheduler_type", "max_grad_norm", "max_steps", "num_train_epochs", "optim", "optim_args", "seed",
+    "warmup_ratio", "warmup_steps", "weight_decay",
+]  # fmt: skip
 
 
 def step_of(checkpoint: str | Path) -> int:
@@ -198,6 +205,15 @@ def describe_rollouts(
     return plain(settings)
 
 
+def describe_training(args: TrainingArguments, model: Any) -> dict[str, Any]:
+    """The settings that a resumed run may change, with a line in the log: optimizer, schedule, length, adapter."""
+    settings = {name: vars(args).get(name) for name in _TRAINING}
+    if is_peft_model(model):
+        adapter = model.peft_config[model.active_adapters[0]].to_dict()
+        settings |= {f"adapter.{name}": adapter.get(name) for name in ("r", "lora_alpha", "target_modules")}
+    return plain(settings)
+
+
 def describe_data(dataset: Any, rows: int = 64) -> str:
     """Number of rows, columns, and a digest of so many evenly spaced `rows`."""
     if not isinstance(dataset, Dataset):
@@ -214,7 +230,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [f"{name}: {str(before[name])[:120]} -> {str(now[name])[:120]}" for name in changed]
 
 
-def commit(staging: Path, checkpoint: Path) -> None:
+def commit(staging: Path, checkpoint: Path, settings: dict[str, Any]) -> None:
     """Rename `staging` to `checkpoint` and write its manifest. Call it when every rank has written its files."""
     sizes = {}
     digests = {}
@@ -225,7 +241,9 @@ def commit(staging: Path, checkpoint: Path) -> None:
             sizes[name] = path.stat().st_size
             with path.open("rb+") as file:
                 os.fsync(file.fileno())
-    write_json(staging / MANIFEST, {"format": FORMAT, "files": sizes, "digests": digests})
+    write_json(
+        staging / MANIFEST, {"format": FORMAT, "files": sizes, "digests": digests, "run": {"settings": settings}}
+    )
     if checkpoint.exists():
         # First rename an old folder: a run killed in the middle leaves nothing that looks like a checkpoint.
         removed = staging.with_name(f"removed-{checkpoint.name}")
@@ -259,28 +277,30 @@ class WholeCheckpoints:
 
     Args:
         args, accelerator: the trainer's.
-        describe: returns the settings that shape completions, see [`describe_rollouts`]; called once.
+        describe: returns the settings of the run, [`describe_rollouts`] and [`describe_training`]; called once.
     """
 
-    def __init__(self, args: TrainingArguments, accelerator: Accelerator, describe: Callable[[], dict[str, Any]]):
+    def __init__(self, args: TrainingArguments, accelerator: Accelerator, describe: Callable[[], tuple[dict, dict]]):
         self.args = args
         self.accelerator = accelerator
         self._describe = describe
         self.staging: Path | None = None  # the folder of a checkpoint that is being written
-        self._described: dict[str, Any] | None = None
+        self._described: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._resolved: str | None = None
 
     @property
-    def shape(self) -> dict[str, Any]:
-        """The settings that shape completions; empty if they cannot be described."""
+    def run(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The settings that shape completions, and the other settings; empty if they cannot be described."""
         if self._described is None:
-            self._described = {}
+            self._described = ({}, {})
             with nonfatal("describing the run for its checkpoints"):
                 self._described = self._describe()
         return self._described
 
     def resume_from(self, resume: str | bool | None) -> str | None:
-        """The folder to resume from, see [`resolve_resume`]; removes what a killed run left of a checkpoint.
+        """The folder to resume from, see [`resolve_resume`]; logs the settings that differ from the checkpoint's.
+
+        It removes what a killed run left of a checkpoint.
 
         Raises:
             CheckpointError: there is no whole checkpoint to resume from.
@@ -288,7 +308,12 @@ class WholeCheckpoints:
 
         def resolve() -> str | None:
             shutil.rmtree(Path(self.args.output_dir) / STAGING, ignore_errors=True)
-            return resolve_resume(self.args.output_dir, resume)
+            checkpoint = resolve_resume(self.args.output_dir, resume)
+            if checkpoint is not None:
+                changed = differences(settings_in(Path(checkpoint)), self.run[0] | self.run[1])
+                if changed:
+                    logger.warning("resuming from %s with other settings: %s", checkpoint, "; ".join(changed))
+            return checkpoint
 
         # A recipe asks before it trains, and `train` asks again with the folder that was found.
         if resume is None or resume != self._resolved:
@@ -314,7 +339,7 @@ class WholeCheckpoints:
         try:
             yield
             if not self.args.save_only_model and rollouts is not None:
-                torch.save({**rollouts, "shape": self.shape}, _rollout_file(staging, rank, ranks))
+                torch.save({**rollouts, "shape": self.run[0]}, _rollout_file(staging, rank, ranks))
             if state.best_global_step:
                 best = checkpoint.with_name(f"checkpoint-{state.best_global_step}")
                 if best == checkpoint or best.is_dir():
@@ -323,7 +348,7 @@ class WholeCheckpoints:
                     state.save_to_json(str(staging / TRAINER_STATE_NAME))
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
-                commit(staging, checkpoint)
+                commit(staging, checkpoint, self.run[0] | self.run[1])
                 remove_old(checkpoint, self.args.save_total_limit, state.best_model_checkpoint)
         finally:
             self.staging = None
@@ -348,7 +373,7 @@ class WholeCheckpoints:
         if reason is None and not {"step", "buffer"} <= state.keys():
             reason = f"{file.name} is of another version of this package"
         if state.get("buffer") is not None:
-            changed = differences(state.get("shape") or {}, self.shape)
+            changed = differences(state.get("shape") or {}, self.run[0])
             if changed:
                 reason = f"they were made with other settings: {'; '.join(changed)}"
         # One rank alone must not generate while the others do not.
@@ -358,6 +383,14 @@ class WholeCheckpoints:
         if self.accelerator.is_main_process:
             logger.warning("completions that %s kept are generated again: %s", checkpoint, reason)
         return None
+
+
+def settings_in(checkpoint: Path) -> dict[str, Any]:
+    """The settings of the run that wrote a checkpoint; none if its manifest has none."""
+    try:
+        return dict(read_json(checkpoint / MANIFEST)["run"]["settings"])
+    except (CheckpointError, LookupError, TypeError, ValueError):
+        return {}
 
 
 def _rollout_file(checkpoint: Path, rank: int, ranks: int) -> Path:

@@ -20,7 +20,7 @@ from ...long_rows import tiles as token_tiles
 from ...prefix_sharing.sharing import PromptSharing, causal_language_model, install_sharing
 from ...utils.plain import counted
 from .card_info import CardInfo
-from .checkpoints import WholeCheckpoints, describe_rollouts
+from .checkpoints import WholeCheckpoints, describe_rollouts, describe_training
 from .input_checks import columns_of
 from .phases import PhaseTimer, TelemetryCallback
 from .printed import print_briefly
@@ -92,10 +92,11 @@ class TrainerRun(ShardedQLoRAMixin):
         """What tokenizes a prompt for the start-up block; `None` if no prompt is shown."""
         return None
 
-    def _describe_run(self) -> dict[str, Any]:
+    def _describe_run(self) -> tuple[dict[str, Any], dict[str, Any]]:
         model = self.accelerator.unwrap_model(self.model)
         names = getattr(self, "reward_func_names", []), type(self).__name__
-        return describe_rollouts(self.args, model, self.train_dataset, *names)
+        rollouts = describe_rollouts(self.args, model, self.train_dataset, *names)
+        return rollouts, describe_training(self.args, model)
 
     # --- a run -------------------------------------------------------------------------------------------------------
 
