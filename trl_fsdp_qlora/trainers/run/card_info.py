@@ -1,4 +1,4 @@
-"""What a model card says that a trainer cannot know by itself; `card.py`, which writes the card, is imported then."""
+"""The entries of a card that a trainer cannot know by itself; `card.py`, which writes it, is imported then."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
