@@ -1,4 +1,4 @@
-"""The three rooms that could be offered to TRL as they are need nothing else of the package."""
+"""The rooms of the core could be offered to TRL as they are: they need nothing else of the package."""
 
 import os
 import shutil
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import trl_fsdp_qlora
 
-# prefix_sharing/, scoring/ and compat/; of errors.py the class.
-PARTS = ("prefix_sharing", "scoring", "compat", "errors.py")
+# The core and compat/; of errors.py the class.
+PARTS = ("prefix_sharing", "scoring", "long_rows", "compat", "errors.py")
 SCRIPT = """
 import sys
 
@@ -64,7 +64,7 @@ assert tokens == [6 * 23, sum(map(len, prompts)) + 2 * (8 + 3 + 5)], tokens
 """
 
 
-def test_sharing_equals_stock_with_the_three_rooms_alone(tmp_path):
+def test_sharing_equals_stock_with_the_core_alone(tmp_path):
     package = Path(trl_fsdp_qlora.__file__).parent
     alone = tmp_path / "shared"
     for part in PARTS:

@@ -26,6 +26,7 @@ from tests.tiny import LOSS_TYPES
 from tests.trainers.sharing.test_equals_stock import lora
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.trl import split_pixel_values_by_grid
+from trl_fsdp_qlora.engines.vllm.correction import WeightSyncCheck
 from trl_fsdp_qlora.fsdp2_qlora.experts import packed_experts
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
 from trl_fsdp_qlora.prefix_sharing import passes
@@ -183,6 +184,7 @@ def test_what_a_batch_has_of_tools_and_of_an_engine(tmp_path, monkeypatch, extra
     else:
         inputs["sampling_per_token_logps"] = inputs.pop("old_per_token_logps")
         trainer.use_vllm = True
+        trainer.weight_sync_check = WeightSyncCheck(False, draws_ahead=False)
     assert_cuts_give_stock_gradients(trainer, monkeypatch, CUTS, TOLERANCE, inputs)
 
 

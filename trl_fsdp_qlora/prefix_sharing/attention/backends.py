@@ -36,7 +36,7 @@ def compute(call: AttentionCall) -> tuple[str, torch.Tensor, str]:
         CannotPack: no backend can.
     """
     if call.packed_row.forest.end_T is not None:
-        reason = _unknown(tree, call)
+        reason = _unknown(two_part, call)  # which also calls the model's own function
         if reason is not None:
             raise CannotPack(reason)
         return "tree", tree.attend(call), tree.kernel(call)

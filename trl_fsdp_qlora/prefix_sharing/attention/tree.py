@@ -11,8 +11,6 @@ import torch
 from ...scoring.transfer import to_device
 from ..segments import additive
 from .call import AttentionCall
-from .two_part import KEYWORDS as KEYWORDS  # both call the model's own function
-from .two_part import LAYER_TYPES as LAYER_TYPES
 
 # Implementations that take a mask of all pairs of tokens.
 BASES = ("sdpa", "eager")
