@@ -36,7 +36,7 @@ def run(output_dir: str, kill: str | None, resume: str | None, model=None) -> Ef
     if kill == "step":
         grpo.accelerator.backward = dies(grpo.accelerator.backward, lambda *_: grpo.state.global_step == 6)
     elif kill == "saving":
-        checkpoints.commit = dies(checkpoints.commit, lambda staging, folder: folder.name == "checkpoint-5")
+        checkpoints.commit = dies(checkpoints.commit, lambda staging, folder, _: folder.name == "checkpoint-5")
     elif kill == "generating":
         grpo._generate_single_turn = dies(grpo._generate_single_turn, lambda *_: grpo.state.global_step == 4)
     grpo.train(resume_from_checkpoint=resume)
