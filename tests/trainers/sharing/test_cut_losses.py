@@ -11,19 +11,13 @@ import torch
 import transformers as tf
 from peft import LoraConfig
 
-from tests.core.prefix_sharing.helpers import (
-    assert_equal_gradients,
-    build,
-    gradients,
-    loss_inputs,
-    make_batch,
-    make_trainer,
-    small,
-)
-from tests.core.prefix_sharing.test_images import ADAPTER, with_images
+from tests.core.prefix_sharing.helpers import assert_equal_gradients, build, gradients, make_batch, small
 from tests.core.prefix_sharing.test_images import COMPLETION as COMPLETION_OF_IMAGES
+from tests.core.prefix_sharing.test_images import with_images
 from tests.tiny import LOSS_TYPES
+from tests.trainers.helpers import loss_inputs, make_trainer
 from tests.trainers.sharing.test_equals_stock import lora
+from tests.trainers.sharing.test_images import ADAPTER
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.trl import split_pixel_values_by_grid
 from trl_fsdp_qlora.engines.vllm.correction import WeightSyncCheck

@@ -9,8 +9,9 @@ import copy
 import pytest
 import torch
 
-from tests.core.prefix_sharing.helpers import build, make_trainer
+from tests.core.prefix_sharing.helpers import build
 from tests.tiny import these_first
+from tests.trainers.helpers import make_trainer
 from tests.trainers.sharing.test_equals_stock import lora
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.prefix_sharing import passes

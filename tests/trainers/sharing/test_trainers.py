@@ -9,8 +9,9 @@ from datasets import Dataset
 from peft import LoraConfig
 from trl.experimental import gmpo
 
-from tests.core.prefix_sharing.helpers import assert_equal_gradients, build, gradients, mean_token, tokenizer
+from tests.core.prefix_sharing.helpers import assert_equal_gradients, build, gradients, tokenizer
 from tests.tiny import these_first
+from tests.trainers.helpers import mean_token
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.prefix_sharing.sharing import causal_language_model
 
