@@ -78,6 +78,7 @@ def test_gradients_are_those_without_tiles(name, checkpoints, calls):
     assert_equal_gradients(actual, expected[1], TOLERANCE)
 
 
+@pytest.mark.exhaustive
 def test_the_classes_that_are_known_have_forwards_that_were_proven():
     """A class of transformers whose code changes is looked at again. Another version may lack a few of the classes."""
     found = {}

@@ -19,6 +19,7 @@ from .helpers import (
     make_batch,
     one_pass,
     prepared,
+    small,
 )
 
 # One recurrent model of each kind: gated delta rule, short convolution, state space model.
@@ -128,7 +129,7 @@ BATCHES = [
 @pytest.mark.slow
 def test_new_batches_are_not_compiled_anew():
     """A packed row's layout and the scoring of its tokens stay out of the graphs."""
-    model = build("llama")
+    model = build(small("Llama", num_hidden_layers=1))  # a compiler takes seconds for each layer
     graphs = []
     counts = []
     sharing = prepared(model, compared=True)
@@ -143,7 +144,7 @@ def test_new_batches_are_not_compiled_anew():
         ids, mask = make_batch(*lengths)
         inputs = {"input_ids": ids, "attention_mask": mask, "labels": completion_labels(ids, mask)}
         ours = compiled(**inputs, fused_lm_head=True).log_probs
-        assert sharing.figures.layer_calls == ["cascade"] * 2  # counted, also inside a compiled model
+        assert sharing.figures.layer_calls == ["cascade"]  # counted, also inside a compiled model
         torch.testing.assert_close(ours, model(**inputs, fused_lm_head=True).log_probs, atol=1e-5, rtol=1e-5)
         counts.append(len(graphs))
     torch._dynamo.reset()

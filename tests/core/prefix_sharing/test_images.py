@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 
+from tests.tiny import these_first
 from trl_fsdp_qlora.compat.trl import rows_of_images
 from trl_fsdp_qlora.prefix_sharing import check, image_keys, images, passes
 from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
@@ -92,6 +93,12 @@ FAMILIES = {
         "mm_token_type_ids",
     ),
 }
+
+
+# In `make test`: patches, squares, several crops, padded rows of pictures, and tokens that see each other.
+first_families = pytest.mark.parametrize(
+    "name", these_first(FAMILIES, "qwen3_vl", "llava", "llava_onevision", "smolvlm", "gemma3", "gemma4")
+)
 
 
 def with_images(name, seed=0):
@@ -179,7 +186,7 @@ def scored(model, batch, run):
 
 @pytest.mark.parametrize("counted", ["counted", "not counted"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize("name", FAMILIES)
+@first_families
 def test_equals_stock(name, frozen, counted):
     """Also from a trainer that does not pass the number of each row's images."""
     model, sharing, batch = pictured(name, frozen)
@@ -219,7 +226,7 @@ def test_offloaded_activations_equal_those_that_stay(name, monkeypatch):
     assert_equal_gradients(moved, kept, tolerance=1e-7)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@first_families
 def test_images_are_seen_once_per_optimizer_step(name, monkeypatch):
     """In batches of one row each: a prompt with its images is computed by the first that needs it, and kept."""
     monkeypatch.setattr(passes, "MIN_SAVED_TOKENS", 1)
@@ -378,7 +385,7 @@ def test_an_image_that_is_not_computed_runs_padded(caplog):
     assert len([record for record in caplog.records if record.name == sharing_module.__name__]) == 1
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@first_families
 def test_an_image_in_a_completion(name):
     """A tool's answer, or a later turn: it is a part of its row like any other, behind the common prompt."""
     model, sharing, batch = pictured(name)

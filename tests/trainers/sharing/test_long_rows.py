@@ -6,12 +6,13 @@ import pytest
 
 from tests.core.prefix_sharing.helpers import assert_equal_gradients
 from tests.core.test_token_tiles import TILE, TOLERANCE, calls  # noqa: F401
+from tests.tiny import these_first
 from tests.trainers.sharing import test_cut_losses as cut_losses
 from trl_fsdp_qlora import EfficientDPOConfig, EfficientGRPOConfig
 from trl_fsdp_qlora.long_rows.tiles import install, remove
 
 
-@pytest.mark.parametrize("kind", ["lora", "nf4", "nf4 experts"])
+@pytest.mark.parametrize("kind", these_first(["lora", "nf4", "nf4 experts"], "nf4 experts"))
 def test_a_trainers_step_in_packed_rows(tmp_path, monkeypatch, kind, calls):  # noqa: F811
     """LoRA and 4-bit products, by expert too, in one pass and in passes that share a trunk."""
     name = "qwen3_moe" if kind == "nf4 experts" else "qwen3"
