@@ -5,6 +5,7 @@ import os
 import signal
 from itertools import pairwise
 
+import pytest
 import torch
 
 from tests import tiny
@@ -111,6 +112,7 @@ def on_ranks(server, out, meanwhile=None, processes=2, check=True, environment=N
     return [json.loads(path.read_text()) for path in written if path.is_file()]
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_train_on_the_same_prompts_in_the_same_order(tmp_path):
     """And their losses are those without the option while the policy does not change."""
     sizes = {"per_device_train_batch_size": 4, "learning_rate": 0.0, "max_steps": 5, "shuffle_dataset": True}
@@ -152,6 +154,7 @@ def test_a_server_that_dies_is_an_error_on_every_rank(tmp_path):
         assert len(both) == 2 and all(error in rank["error"] for rank in both)
 
 
+@pytest.mark.exhaustive
 def test_sigterm_waits_for_what_is_in_flight_and_the_run_continues_to_the_bit(tmp_path):
     settings = {**SAVES, "max_steps": 4, "save_steps": 100}
     with SamplingServer() as server:
