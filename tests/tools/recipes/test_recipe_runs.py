@@ -185,7 +185,7 @@ def test_the_cards_line_is_the_launch_without_its_secrets(ended_run):
     line = re.search(r"```bash\n(python .*?)\n```", ended_run.card.text, re.DOTALL)[1]
     assert "token" not in line
     words = shlex.split(line)
-    assert words[1].endswith("recipes/grpo.py")
+    assert words[:2] == ["python", "grpo.py"]  # tests/tools/run/test_launch.py has launchers in front of it
     assert words[words.index("--run_name") + 1] == "it's a run"
     assert words[words.index("--output_dir") + 1] == "home/alice/a run"  # relative to the working directory
 
