@@ -354,14 +354,14 @@ def compare(
         return dict(zip(sums, reduced_over_ranks(list(sums.values()), device, "SUM"), strict=True))
 
     try:
-        with _separate_gradients(model) as parameters:
+        with separate_gradients(model) as parameters:
             packed_RC = run(packed, packed_cuts, 1.0)
-            squares = {"packed": _squared_norm(parameters)}
+            squares = {"packed": squared_norm(parameters)}
             padded_RC = run(padded, padded_cuts, -1.0)
-            squares["off"] = _squared_norm(parameters)
+            squares["off"] = squared_norm(parameters)
             if unit and parameters:
                 run(packed, packed_cuts, -1.0)  # the negative padded gradient remains
-                squares["padded"] = _squared_norm(parameters)
+                squares["padded"] = squared_norm(parameters)
             sums = added(statistics(packed_RC, padded_RC, scored_RC) | squares)
             faults = differences(sums, [], exact=not unit, of=of)
             if not faults or not unit:
@@ -372,7 +372,7 @@ def compare(
                 with _moved_by_rounding(embeddings, unit, seed):
                     moved_RC = run(padded, padded_cuts, 1.0)
                 # The first is the norm of the gradient's change, the others are norms of changed gradients.
-                square = {"square": _squared_norm(parameters)}
+                square = {"square": squared_norm(parameters)}
                 rounding.append(added(statistics(moved_RC, padded_RC, scored_RC) | square))
                 _clear_gradients(parameters)
     except CannotPack as failure:
@@ -464,7 +464,7 @@ def _moved_by_rounding(embeddings: nn.Module, unit: float, seed: int) -> Iterato
 
 
 @contextlib.contextmanager
-def _separate_gradients(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+def separate_gradients(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     """Inside the block the gradients of the yielded parameters start from nothing; afterwards they are restored.
 
     There are no parameters if gradients are not compared.
@@ -495,7 +495,7 @@ def _clear_gradients(parameters: list[nn.Parameter]) -> None:
         parameter.grad = None
 
 
-def _squared_norm(parameters: list[nn.Parameter]) -> float:
+def squared_norm(parameters: list[nn.Parameter]) -> float:
     """The squared norm of all gradients together; of this rank's shards if they are sharded."""
     of_rank = (parameter.grad for parameter in parameters if parameter.grad is not None)
     grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in of_rank]

@@ -8,8 +8,8 @@ from accelerate import Accelerator
 
 from tests.tiny import lora, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.compat.trl import SCALES_BY_MEAN
 from trl_fsdp_qlora.trainers.grpo.mean_scaled import EPSILON, mean_scaled_advantages
+from trl_fsdp_qlora.trainers.grpo.trainer import SCALES_BY_MEAN
 from trl_fsdp_qlora.trainers.rollouts.group_statistics import GroupStatistics
 
 NAN = float("nan")

@@ -13,8 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
-from ...compat.trl import unwrap_model_for_generation
-from ...compat.trl_rollouts import Turn
+from ...compat.trl_rollouts import Turn, unwrapped_for_generation
 from ...fsdp2_qlora.generation import FREE_SHARE, free_bytes, gathered_as, is_gathered
 from ...prefix_sharing.batch import PER_TOKEN
 from ...scoring.cpu_linear import beats_mkl
@@ -218,7 +217,7 @@ class Rollout:
         """
         with (
             gathered_as(self.args.fsdp_gather, wrapped, self.accelerator.device),
-            unwrap_model_for_generation(
+            unwrapped_for_generation(
                 wrapped,
                 self.accelerator,
                 gather_deepspeed3_params=self.args.ds3_gather_for_generation,

@@ -10,8 +10,8 @@ from datasets import Dataset
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
-from trl.models import unwrap_model_for_generation
 
+from ...compat import trl as trls
 from ...compat.transformers import model_name, quantization_of, tokenizer_of
 from ...trainers.run.checkpoints import describe_data, differences
 from ...utils.nonfatal import nonfatal
@@ -64,7 +64,7 @@ def _generating(trainer: Any) -> Iterator[tuple[nn.Module, bool]]:
         with trainer.clock.phase("accuracy"), trainer.generating() as ready:
             yield ready
     else:
-        with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
+        with trls.unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
             yield model, False
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from trl import DPOTrainer
 
+from ...compat.trl import DPOTrainer
 from ...prefix_sharing.batch import IGNORED_LABEL, Batch
 from ...prefix_sharing.problems import CannotPack
 from ...prefix_sharing.ranks import compares_gradients, reduced_over_ranks
@@ -38,20 +38,20 @@ class EfficientDPOTrainer(TrainerRun, DPOTrainer):
 
     # --- the loss ----------------------------------------------------------------------------------------------------
 
-    def compute_ref_log_probs(self, model, inputs):
+    def compute_ref_log_probs(self, model, inputs, *args, **kwargs):
         if self.sharing is None:  # TRL's constructor may call this method
             self._share_prompts()
         sharing = self.sharing if self.ref_model is None else self.reference_sharing
         with torch.no_grad():
             self._compare_with_stock(sharing, model, inputs)
-        return super().compute_ref_log_probs(model, inputs)
+        return super().compute_ref_log_probs(model, inputs, *args, **kwargs)
 
-    def _compute_loss(self, model, inputs, return_outputs):
+    def _compute_loss(self, model, inputs, *args, **kwargs):
         self._compare_with_stock(self.sharing, model, inputs)
-        if self.ref_model is not None and not self.precompute_ref_logps:
+        if self.ref_model is not None and not self.args.precompute_ref_log_probs:
             with torch.no_grad():
                 self._compare_with_stock(self.reference_sharing, self.ref_model, inputs)
-        loss = super()._compute_loss(model, inputs, return_outputs)
+        loss = super()._compute_loss(model, inputs, *args, **kwargs)
         if self.sharing.is_active and self.sharing.figures.tokens:
             mode = "train" if self.model.training else "eval"
             for name, value in self.sharing.figures.metrics("prefix_sharing/policy").items():

@@ -10,7 +10,7 @@ from transformers import Trainer
 from ...prefix_sharing.sharing import PromptSharing
 from ..run.phases import PhaseTimer, token_counts
 from ..run.unscored import ScoredCompletions
-from ..step.groups import micro_batches
+from ..step.groups import shuffled_groups
 from ..step.scoring import Scoring
 
 
@@ -56,8 +56,8 @@ class GenerationBatches:
         self._add_metrics = add_metrics
         self._later = later
 
-    def split(self, batch: dict[str, Any], group_size: int, logs: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The micro-batches of a generation batch, in which completions of one prompt stay together. Collective.
+    def shuffled(self, batch: dict[str, Any], group_size: int, logs: Mapping[str, Any]) -> dict[str, Any]:
+        """A generation batch in another order, in which completions of one prompt stay together. Collective.
 
         `logs` are TRL's, with this batch's completions at their end.
         """
@@ -67,7 +67,7 @@ class GenerationBatches:
         counts = self.accelerator.reduce(token_counts(batch, group_size), reduction="sum")
         self._add_metrics(self.clock.efficiency(counts))
         self.scoring.look_for_images("pixel_values" in batch)
-        return micro_batches(batch, group_size, self.accelerator.process_index, self.args.steps_per_generation)
+        return shuffled_groups(batch, group_size, self.accelerator.process_index)
 
     def count_scored(self, rewards_NK: torch.Tensor) -> None:
         """Count the completions of all ranks that got a finite value from each reward function."""

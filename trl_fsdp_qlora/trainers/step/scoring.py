@@ -10,14 +10,13 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
 from ...compat.peft import is_reference
-from ...compat.trl import FusedCausalLMOutput
 from ...prefix_sharing.batch import IGNORED_LABEL, Batch
 from ...prefix_sharing.image_keys import fingerprints
 from ...prefix_sharing.sharing import PromptSharing
@@ -27,6 +26,9 @@ from ...scoring.token_selection import weight_gradient
 from ..run.phases import PhaseTimer
 from .look_ahead import LookAhead
 from .rows import batch_of_pass
+
+if TYPE_CHECKING:
+    from ...compat.trl import FusedCausalLMOutput
 
 LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -82,7 +84,7 @@ class PassModel:
         self.look_ahead = look_ahead
         self._figures = sharing.figures  # of the pass before
 
-    def __call__(self, **arguments) -> FusedCausalLMOutput:
+    def __call__(self, **arguments) -> "FusedCausalLMOutput":
         request = self.request
         if request.scored_BC is not None:
             labels = arguments["labels"].clone()
@@ -144,6 +146,7 @@ class Scoring:
         self.needs_old_policy = needs_old_policy
         self._add_metrics = add_metrics
         self._request: Request | None = None  # of the loss that is being computed
+        self.is_answered = False  # whether a pass followed the last request
 
     @contextmanager
     def requested(self, request: Request) -> Iterator[None]:
@@ -154,6 +157,7 @@ class Scoring:
         """
         outer = self._request
         self._request = request
+        self.is_answered = False
         try:
             yield
         finally:
@@ -178,6 +182,7 @@ class Scoring:
         """Run a pass. `stock` is TRL's method, `model` and what follows are its arguments."""
         request = self._request
         if request is not None and request.model is model:
+            self.is_answered = True
             if request.values is not None:
                 return request.values
             kind = "policy" if is_training else "evaluation"
@@ -228,7 +233,7 @@ class Scoring:
         # TRL leaves the values on the LM head's device. That is the last device of a model that is split over several
         # devices, or the host if FSDP2 offloads the head.
         device = batch.input_ids.device
-        logps_BC, entropies_BC, aux_loss = (None if value is None else value.to(device) for value in values)
+        logps_BC, entropies_BC, *others = (x.to(device) if isinstance(x, torch.Tensor) else x for x in values)
         if model.is_packed:
             if model.has_computed:
                 name = "policy" if kind == "policy" else "no_grad"
@@ -244,4 +249,4 @@ class Scoring:
                 entropies_BC = fill_masked_rows(entropies_BC, batch.attention_mask[:, -1:])
         if request.weight_BC is not None:
             logps_BC = weight_gradient(logps_BC, request.weight_BC)
-        return logps_BC, entropies_BC, aux_loss
+        return logps_BC, entropies_BC, *others
