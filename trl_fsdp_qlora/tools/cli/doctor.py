@@ -203,7 +203,7 @@ def _refused(check: str, ask: Callable, *words: Any) -> Iterator[Finding]:
 
 
 def _of_launch(config: Any, model: Any, launch: dict[str, str]) -> Iterator[Finding]:
-    from trl import get_quantization_config
+    from trl import GRPOConfig, get_quantization_config
 
     from ...compat.transformers import quantization_of
     from ...engines.vllm.sync_choice import choose_sync, warnings_for
@@ -218,6 +218,9 @@ def _of_launch(config: Any, model: Any, launch: dict[str, str]) -> Iterator[Find
     zero_stage = int(launch.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 0)) or None
     yield from _refused("launch", check_launch, quantization, zero_stage)
     yield from _refused("launch", check_reference, config.beta != 0.0 and adapter is None)
+    if isinstance(config, GRPOConfig) and getattr(adapter, "r", 0) >= 64:
+        reason = f"lora_r: {adapter.r} under GRPO: in a published sweep ranks of 64 and more lost all accuracy"
+        yield Finding("warning", "adapter", f"{reason} (openreview.net/forum?id=XGZHI14m8P); 8 to 32 are usual")
     if launch["WORLD_SIZE"] != "1" and config.device.type == "cpu" and not config.use_cpu:
         reason = f"{launch['WORLD_SIZE']} processes on this machine's CPU would not know of each other"
         yield Finding("error", "launch", f"{reason}: set use_cpu: true")
