@@ -38,7 +38,7 @@ from ...compat.generation import (
 )
 from ...compat.peft import looks_beyond_tokens
 from ...compat.transformers import CACHE, CACHE_NAMES
-from ...compat.trl import images_by_row
+from ...compat.trl import images_by_row, rows_of_images
 from ...prefix_sharing.batch import PER_IMAGE, PER_TOKEN
 from ...prefix_sharing.facts import keeps_states_itself, position_limit
 from ...prefix_sharing.packed_model import images_of
@@ -51,7 +51,6 @@ from .turns import (
     Continuation,
     KeptRow,
     KeptTurns,
-    PromptImages,
     States,
     filled_cache,
     joined_cache,
@@ -153,8 +152,9 @@ class Decoding:
         self.work = DecodingWork()
         self.turns = turns
         self.prompt_R: torch.Tensor | None = None  # the prompt of each row; one row per prompt if `None`
-        self.images: PromptImages | None = None  # of the distinct prompts, see `with_images`
+        self.has_images = False
         self._pixels: dict[str, torch.Tensor] = {}  # arguments of the prefill that `generate` did not get
+        self._pixels_of_one_prompt: dict[str, torch.Tensor] = {}
         self.per_row: str | None = None  # why the last call attended to prompts in each row; `None`: it did not
 
     @torch.no_grad()
@@ -174,9 +174,7 @@ class Decoding:
         # Some rotary tables depend on the longest row. It may have ended, so no row may be dropped then.
         batch.drops = batch.drops and batch.longest <= position_limit(model)
         continues = self.turns is not None and self.turns.number > 0
-        keeps = self.turns is not None and not self.turns.is_last
-        if self.images is not None:
-            batch.images_R = [self.images.keys[prompt] for prompt in prompt_R.tolist()]
+        keeps = self.turns is not None and not self.turns.is_last and not self.has_images
         prefill_rows = self._prefill_turn if continues else self._prefill
         with fast_linears(model, decoding=True), watched_attention(model) as self.per_row:
             with self._tower_on_every_rank(model, input_ids.device, synced_gpus):
@@ -204,21 +202,22 @@ class Decoding:
         """`generate`'s arguments for prompts with images.
 
         `generate` runs the vision tower before it calls this loop. In two cases the pixels therefore stay here, and
-        `generate` only gets what positions are computed from: in a later turn, because kept rows have seen most of the
-        images, and if a forward may be collective, because other ranks may have no images.
+        `generate` only gets what positions are computed from: in a later turn, and if a forward may be collective,
+        because other ranks may have no images.
         """
-        is_collective = self.synced_gpus is not False
+        if "pixel_values" not in batch:
+            return batch
+        self.has_images = True
         if chunked:
             self.turns = None  # transformers takes pixels in chunks from `generate` alone
-        if chunked or "pixel_values" not in batch or (self.turns is None and not is_collective):
+        is_later_turn = self.turns is not None and self.turns.number > 0
+        if chunked or (self.synced_gpus is False and not is_later_turn):
             return batch
-        self.images = PromptImages(batch)
-        pixels = {name: x for name, x in batch.items() if name in PER_IMAGE}
-        if self.turns is None or self.turns.number == 0:
-            if not is_collective:
-                return batch
-            self._pixels = pixels
-        return {name: x for name, x in batch.items() if name not in pixels or name == "image_grid_thw"}
+        self._pixels = {name: x for name, x in batch.items() if name in PER_IMAGE}
+        row = next(row for row, count in enumerate(batch["num_images"]) if count)
+        self._pixels_of_one_prompt = rows_of_images({**self._pixels, "num_images": batch["num_images"]}, [row])
+        del self._pixels_of_one_prompt["num_images"]
+        return {name: x for name, x in batch.items() if name not in self._pixels or name == "image_grid_thw"}
 
     def _prefill(
         self, model, ids_UP, prompt_R: torch.Tensor, batch: "_Batch", config: GenerationConfig, synced_gpus: bool
@@ -262,7 +261,11 @@ class Decoding:
         width = ids_UP.shape[1]
         lengths = (width - _padding(ids_UP, kwargs_U)).tolist()
         histories = [row[width - length :] for row, length in zip(ids_UP.tolist(), lengths, strict=True)]
-        parts = self.turns.plan_prefill(histories, None if self.images is None else self.images.keys)
+        if self.has_images:
+            self.turns.clear()
+            parts = [Continuation([*range(len(ids_UP))], [None] * len(ids_UP), width)]
+        else:
+            parts = self.turns.plan_prefill(histories)
         outputs = None
         caches = []
         logits = []
@@ -297,7 +300,7 @@ class Decoding:
             return
         tower = images_of(model)
         if tower.reason is None:
-            tower.share_images(lambda: {} if self.images is None else self.images.of_one_prompt(), device)
+            tower.share_images(lambda: self._pixels_of_one_prompt, device)
         with tower.in_every_forward():
             yield
 
@@ -312,9 +315,8 @@ class Decoding:
         used = [max(0, lengths[row] - part.new) for row in part.rows]
         rows = torch.tensor(part.rows, device=ids_UP.device)
         kwargs = {name: _rows(name, value, rows) for name, value in batch.kwargs.items() if name not in _OF_IMAGES}
-        if self.images is not None and part.new > 1:  # a single token is text, and may be unused
-            images_in_cache = [0 if row is None else len(row.images) for row in part.kept]
-            kwargs.update(self.images.unseen(part.rows, images_in_cache))
+        if part.new > 1:  # a single token is text, and may be unused
+            kwargs.update(self._pixels)
         kwargs[batch.cache_name] = filled_cache(model.config, part.kept, used, width - part.new)
         part.kept.clear()  # frees the kept rows' memory before the forward
         for name in ("attention_mask", "position_ids", *PER_TOKEN):
@@ -343,7 +345,6 @@ class _Batch:
         columns: the tokens of all R rows, step by step.
         kwargs: arguments of the model's next forward, including the cache.
         shared: the cache, if decoding attends to each prompt once; its arguments then replace `kwargs`.
-        images_R: keys of the images of all R rows.
         left: number of rows that have not ended.
         drops: whether rows that have ended leave the batch.
         longest: maximum length of a row, prompt included.
@@ -355,7 +356,6 @@ class _Batch:
         self.kwargs = kwargs
         self.cache_name = next((name for name in CACHE_NAMES if name in kwargs), CACHE)
         self.shared: SharedPrompts | None = None
-        self.images_R: list[tuple[int, ...]] = [()] * len(prompt_R)
         self.beginning = 0
         self.logits_processor = logits_processor
         self.stopping_criteria = stopping_criteria
@@ -418,12 +418,11 @@ class _Batch:
         if not self._newly_ended:
             return
         ended = self._ended_A.nonzero()[:, 0]
-        indices_in_R = self._rows_A[ended]
-        padding = self._padding_R[indices_in_R].tolist()
-        for row, index_in_R, padding_of_row in zip(ended.tolist(), indices_in_R.tolist(), padding, strict=True):
+        padding = self._padding_R[self._rows_A[ended]].tolist()
+        for row, padding_of_row in zip(ended.tolist(), padding, strict=True):
             length = self.ids_AL.shape[1] - 1 - padding_of_row
             ids = self.ids_AL[row, -1 - length : -1].tolist()
-            yield KeptRow(ids, self._states_of(row, length), self.images_R[index_in_R])
+            yield KeptRow(ids, self._states_of(row, length))
 
     def _states_of(self, row: int, length: int) -> list[States]:
         """Copies of each layer's tensors for the `length` tokens of a row of A, without padding."""

@@ -115,6 +115,8 @@ class Rollout:
             if reason is not None:
                 logger.warning_once(f"decoding: a batch with images generates as in stock TRL ({reason})")
                 return stock(**turn._asdict())
+            if turns is not None and turns.number > 0:
+                logger.warning_once("rollouts: turns of a batch with images are prefilled whole, as in stock TRL")
         with self.generating(wrapped, settings.overrides) as (model, synced_gpus):
             decoding = Decoding(synced_gpus, turns if why_not_kept(model) is None else None)
             completions, work = complete(
