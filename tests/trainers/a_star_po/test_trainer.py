@@ -9,6 +9,7 @@ import pytest
 import torch
 from datasets import IterableDataset
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from tests.tiny import config, tiny_model
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
@@ -51,30 +52,30 @@ def test_the_table_depends_on_the_seed_and_not_on_the_order_of_the_rows(make_tra
     assert tables[0].keys() == tables[2].keys()
 
 
-def test_more_samples_extend_those_that_are_stored(make_trainer):
+def test_another_estimator_and_fewer_samples_need_no_new_ones(make_trainer):
     four = make_trainer(value_samples=4)
     assert four.estimate_values().samples == 24 * 4
-    old = four.values.read()
     eight = make_trainer(value_estimator="mean")
-    assert eight.estimate_values().samples == 24 * 4
+    assert eight.estimate_values().samples == 24 * 8
     new = eight.values.read()
     highest = make_trainer(value_samples=4, value_estimator="max")
     assert highest.estimate_values().samples == 0
     for key, rewards in new.items():
-        assert rewards[:4] == old[key]
         assert eight.values.known[key] == pytest.approx(sum(rewards) / 8)
         assert highest.values.known[key] == max(rewards[:4])
 
 
-def test_what_a_value_depends_on_is_never_reused_after_a_change(make_trainer):
+def test_what_a_value_depends_on_is_never_reused_after_a_change(make_trainer, model_dir):
     def another_reward(completions, answer, **kwargs):
         return has_digit([completion[:2] for completion in completions], answer)
 
     make_trainer().estimate_values()
+    same_name = AutoModelForCausalLM.from_pretrained(model_dir)
+    same_name.lm_head.weight.data += 0.01
     other_answers = problems(24).map(lambda row: {"answer": str((int(row["answer"]) + 1) % 10)})
     for changes, dataset in (
         ({"rewards": another_reward}, None),
-        ({"model": tiny_model()}, None),
+        ({"model": same_name}, None),
         ({"max_completion_length": 7}, None),
         ({"generation_kwargs": {"typical_p": 0.4}}, None),
         ({}, other_answers),
@@ -99,28 +100,6 @@ def test_an_iterable_dataset_is_estimated_as_it_comes(make_trainer):
     trainer.accelerator.dataloader_config.dispatch_batches = False
     trainer.train()
     assert 8 <= len(trainer.drawn) <= 16
-
-
-def test_filter_leaves_out_prompts_whose_samples_all_failed(make_trainer):
-    def impossible_for_some(completions, answer, **kwargs):
-        return [0.0 if a in "0123" else float(len(c) % 2) for c, a in zip(completions, answer, strict=True)]
-
-    trainer = make_trainer(rewards=impossible_for_some, filter_all_failed=True, max_steps=1)
-    trainer.train()
-    assert 8 <= len(trainer.train_dataset) <= 14
-    assert not set("0123") & set(trainer.train_dataset["answer"])
-    trainer = make_trainer(rewards=lambda completions, **_: [0.0] * len(completions), filter_all_failed=True)
-    with pytest.raises(ValueError, match="filter_all_failed"):
-        trainer.train()
-
-
-def test_filter_leaves_out_a_lowest_reward_that_float32_rounds_up(make_trainer):
-    def lowest_for_some(completions, answer, **kwargs):
-        return [0.1 if a in "0123" else 0.1 + len(c) % 2 for c, a in zip(completions, answer, strict=True)]
-
-    trainer = make_trainer(rewards=lowest_for_some, filter_all_failed=True, value_reward_range=[0.1, 1.1], max_steps=1)
-    trainer.train()
-    assert not set("0123") & set(trainer.train_dataset["answer"])
 
 
 def test_rewards_outside_the_range_and_wrong_counts_are_errors_that_lose_nothing(make_trainer):

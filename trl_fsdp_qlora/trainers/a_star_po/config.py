@@ -84,12 +84,8 @@ class AStarPOConfig(EfficientGRPOConfig):
     value_cache: str | None = option(
         None,
         "Folder that keeps the samples of V*. A second run with the same reference, sampling settings, and names and "
-        "weights of rewards reads it: name another folder if the code of a reward or the weights of the reference "
-        "change. None: `_values` in output_dir.",
-    )
-    filter_all_failed: bool = option(
-        False,
-        "Leave out of stage 2 the prompts whose reference samples all got the lowest reward of value_reward_range.",
+        "weights of rewards reads it: name another folder if the code of a reward changes. None: `_values` in "
+        "output_dir.",
     )
 
     def __post_init__(self):

@@ -79,12 +79,8 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     def train(self, *args, **kwargs):
         self.values.open(self._context())
         # A sharded model can generate only once `Trainer.train` has prepared it; an endless dataset has no stage 1.
-        if not isinstance(self.train_dataset, IterableDataset):
-            if not self._synced_gpus:
-                self.estimate_values()
-            if self.args.filter_all_failed:
-                rows = self._remove_unused_columns(self.train_dataset, "training")
-                self.train_dataset = self.values.without_all_failed(rows)
+        if not isinstance(self.train_dataset, IterableDataset) and not self._synced_gpus:
+            self.estimate_values()
         return super().train(*args, **kwargs)
 
     def estimate_values(self, dataset=None) -> Report:
@@ -106,9 +102,16 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         return self.values.estimate(self._remove_unused_columns(dataset, "training"))
 
     def _context(self) -> dict:
-        """What the values in a file have in common. Weights and code are not compared: that is the user's to know."""
+        """What the values in a file have in common, on the main rank. The code of rewards is not compared."""
+        model = self.accelerator.unwrap_model(self.model)
+        # The reference's weights, of which a large model with FSDP2 has none on other ranks.
+        first_weights = {
+            name: parameter.detach().flatten()[:32].float().tolist() if self.accelerator.is_main_process else []
+            for name, parameter in model.named_parameters()
+            if ".lora_" not in name or ".ref." in name
+        }
         return {
-            "reference": [model_name(self.accelerator.unwrap_model(self.model)), self._starts_from_adapter],
+            "reference": [model_name(model), self._starts_from_adapter, first_weights],
             "sampling": self._generation_config(sample=True).to_dict(),
             "rewards": self.reward_func_names,
             "weights": self.reward_weights,
