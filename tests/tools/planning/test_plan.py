@@ -80,13 +80,9 @@ def test_a_base_that_vllm_shares_counts_once(tmp_path):
             replace(dense, values=dense.values | {"rollout_sync": sync, "vllm_share_base": choice}), CARD, plan.config
         ).engine.is_shared
         for sync in ("auto", "adapter")
-        for choice in ("auto", "on", "off")
+        for choice in ("on", "off")
     }
-    assert {key for key, is_shared in shared.items() if is_shared} == {
-        ("adapter", "auto"),
-        ("auto", "on"),
-        ("adapter", "on"),
-    }
+    assert {key for key, is_shared in shared.items() if is_shared} == {("auto", "on"), ("adapter", "on")}
 
 
 def test_experts_in_4_bits_are_the_engines_own_and_others_are_shared(tmp_path):

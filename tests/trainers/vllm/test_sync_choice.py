@@ -44,7 +44,7 @@ def args(**changes):
         "use_vllm": True, "vllm_mode": "colocate", "rollout_sync": "auto", "vllm_importance_sampling_correction": True,
         "vllm_importance_sampling_mode": "sequence_mask", "max_completion_length": 256, "top_p": 1.0, "top_k": 0,
         "min_p": None, "generation_kwargs": None, "learning_rate": 1e-5, "vllm_engine_kwargs": None,
-        "vllm_share_base": "auto", "rollouts_ahead": 0, "deepspeed_plugin": None,
+        "vllm_share_base": "off", "rollouts_ahead": 0, "deepspeed_plugin": None,
     }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 

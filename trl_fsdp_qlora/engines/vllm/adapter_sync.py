@@ -54,6 +54,11 @@ class RolloutError(UserError):
     """Completions could not be drawn from the policy; the message names the change to make."""
 
 
+def cannot_share(reason: str) -> RolloutError:
+    """The error of a run that asks for one base and cannot have it."""
+    return RolloutError(f"vllm_share_base: true cannot be: {reason}, or leave vllm_share_base out")
+
+
 def served_rank(config: LoraConfig) -> int:
     """The `max_lora_rank` under which vLLM serves an adapter. Needs no model, so it can be asked before one is loaded.
 

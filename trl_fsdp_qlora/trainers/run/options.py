@@ -74,12 +74,11 @@ VLLM_ADAPTER_DIR = {
     "see it under the same path. By default a folder under output_dir.",
 }
 VLLM_SHARE_BASE = {
-    "default": "auto",
+    "default": "off",
     "help": "With vLLM in this process and only the adapter sent: whether engine and trainer hold one copy of a "
-    "frozen base. 'auto': on a GPU, if rollout_sync is 'adapter' and the base is in the dtype in which both compute. "
-    "A base in bitsandbytes' 4 bits is shared with 'on'. 'on' also makes rollout_sync 'auto' send the adapter alone, "
-    "and is an error if the base cannot be shared.",
-    "choices": ("auto", "on", "off"),
+    "frozen base, in bitsandbytes' 4 bits or in the dtype in which both compute. 'on' also makes rollout_sync 'auto' "
+    "send the adapter alone, and is an error if the base cannot be shared. Tried on CPUs alone.",
+    "choices": ("on", "off"),
 }
 VLLM_ENGINE_KWARGS = {
     "default": None,
