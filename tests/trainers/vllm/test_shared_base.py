@@ -125,7 +125,7 @@ IN_16_BITS = {"Granite hybrid": "vLLM's convolution on CPUs"}
 # What is shared and what each side holds, if it is more than norms.
 SHARED_AND_OWN = {
     "Qwen2": ("attention, MLP, embeddings, head", "norms, biases"),
-    "Qwen3-MoE": ("experts, router, attention, embeddings, head", "norms"),
+    "Qwen3-MoE": ("router, attention, embeddings, head", "norms, experts"),
     "Granite hybrid": ("attention, MLP, mamba, embeddings, head", "norms, biases, convolution, decay"),
 }
 # Part of a parameter's name -> its kind; the first that fits.
@@ -220,7 +220,7 @@ def test_the_trainer_computes_with_the_engines_bytes(name, head, ranks_of_expert
     its_shared, its_own = SHARED_AND_OWN.get(name, ("attention, MLP, embeddings, head", "norms"))
     assert kinds(shared.parameters) == (its_shared.removesuffix(", head") if head == "tied" else its_shared)
     assert kinds(shared.own) == its_own
-    assert own < 0.01 * sum(sizes.values())
+    assert own < 0.01 * sum(sizes.values()) or name == "Qwen3-MoE"
     ids = torch.randint(5, 50, (2, 20))
     with torch.no_grad():
         assert torch.equal(policy(ids).logits, alone(ids).logits)
@@ -391,18 +391,13 @@ class Held:
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("name", ["Qwen3", pytest.param("Qwen3-MoE", marks=pytest.mark.exhaustive)])
-def test_the_peak_of_loading_is_one_copy_and_one_layer(name, ranks_of_experts, tmp_path, monkeypatch):
-    """And what the engine holds other than weights. A second copy would be eight layers.
-
-    Of experts there is the layer in the checkpoint's form, too.
-    """
+def test_the_peak_of_loading_is_one_copy_and_one_layer(tmp_path, monkeypatch):
+    """And what the engine holds other than weights. A second copy would be eight layers."""
     from vllm import LLM
 
     from trl_fsdp_qlora.experimental.one_base.shared_base import sharing
 
-    of_two_layers = FAMILIES[name]
-    config = type(of_two_layers)(**{**of_two_layers.to_dict(), "num_hidden_layers": 8, "layer_types": None})
+    config = Qwen3Config(**{**FAMILIES["Qwen3"].to_dict(), "num_hidden_layers": 8, "layer_types": None})
     base = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     base.save_pretrained(tmp_path)
     character_tokenizer().save_pretrained(tmp_path)
@@ -448,7 +443,7 @@ def test_what_vllm_replaces_or_turns_over_stays_the_trainers_own(tmp_path):
 
 @pytest.mark.vllm
 def test_a_shared_weight_that_is_reordered_in_place_is_noticed():
-    """What kernels do with experts on some GPUs: no bit changes but its place."""
+    """What a kernel's own layout may be: no bit changes but its place."""
     from trl_fsdp_qlora.experimental.one_base.shared_base import SharedBase
 
     policy = get_peft_model(torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False)), LoraConfig(target_modules=["0"]))
@@ -460,41 +455,6 @@ def test_a_shared_weight_that_is_reordered_in_place_is_noticed():
     whole.copy_(whole.roll(32, 0))  # halves swapped
     with pytest.raises(RolloutError, match="of the frozen base was written"):
         shared.check()
-
-
-@pytest.mark.vllm
-@pytest.mark.exhaustive
-def test_experts_that_vllm_reorders_in_place_are_not_shared(ranks_of_experts, tmp_path, monkeypatch):
-    """As FlashInfer's TRT-LLM kernels do, which vLLM takes on Blackwell."""
-    from vllm import LLM
-    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-
-    from trl_fsdp_qlora.experimental.one_base.shared_base import sharing
-
-    def reorder(backend, moe_config, w13_weight, w2_weight, layer):
-        for weight in (w13_weight, w2_weight):
-            weight.data.copy_(weight.data.flip(1))
-        return w13_weight, w2_weight
-
-    trtllm = method.UnquantizedMoeBackend.FLASHINFER_TRTLLM
-    monkeypatch.setattr(method, "select_unquantized_moe_backend", lambda moe_config: (trtllm, CPUUnquantizedExperts))
-    monkeypatch.setattr(method, "convert_to_unquantized_kernel_format", reorder)
-    config = copy.deepcopy(FAMILIES["Qwen3-MoE"])
-    config.moe_intermediate_size = 128
-    alone = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    alone.save_pretrained(tmp_path)
-    character_tokenizer().save_pretrained(tmp_path)
-    policy = get_peft_model(copy.deepcopy(alone), LoraConfig(r=4, target_modules=["q_proj"])).eval()
-    with sharing(policy) as (shared, options):
-        LLM(
-            str(tmp_path), dtype="float32", enforce_eager=True, max_model_len=128, block_size=32, max_num_seqs=4,
-            num_gpu_blocks_override=64, **options,
-        )  # fmt: skip
-    assert "experts" in kinds(shared.own) and "attention" in kinds(shared.parameters)
-    ids = torch.randint(5, 50, (2, 20))
-    with torch.no_grad():
-        assert torch.equal(policy(ids).logits, alone(ids).logits)
 
 
 @pytest.mark.vllm
