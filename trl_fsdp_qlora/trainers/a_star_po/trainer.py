@@ -66,7 +66,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     def features(self) -> list[tuple[str, str]]:
         args = self.args
-        values = f"{args.value_estimator} of {args.value_samples} reference samples, from {args.value_cache}"
+        values = f"{args.value_estimator} of {args.value_samples} reference samples"
         features = [("on", f"A*-PO, {args.objective}: V* = {values}"), *super().features()]
         if self.engine_draws and self._starts_from_adapter:
             features.append(

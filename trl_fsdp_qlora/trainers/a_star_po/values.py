@@ -85,7 +85,8 @@ class ReferenceValues:
     def open(self, context: dict) -> None:
         """Read the rewards that earlier runs of this `context` stored, once."""
         if self.file is None:
-            self.file = Path(self.args.value_cache).expanduser().absolute() / f"{digest(context)[:16]}.jsonl"
+            folder = self.args.value_cache or Path(self.args.output_dir, "_values")
+            self.file = Path(folder).expanduser().absolute() / f"{digest(context)[:16]}.jsonl"
             self.rewards = on_main(self.read)
 
     def read(self) -> dict[str, list[float]]:

@@ -88,9 +88,6 @@ class EfficientGRPOConfig(EfficientConfig, GRPOConfig):
     phase_metrics: str = option(**options.PHASE_METRICS)
 
     def __post_init__(self):
-        self.note_defaults()
-        if self.token_selection_rate is None:
-            self.token_selection_rate = 0.75 if self.token_selection == "prefix_cut" else 0.5
         if self.num_generations < 1:
             raise ValueError(f"num_generations={self.num_generations} must be at least 1; try 8")
         super().__post_init__()
