@@ -125,15 +125,7 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         return self.rollout.training_turn(super()._generate_single_turn, turn, self.model_wrapped, settings)
 
     def _tool_call_loop(self, prompts, prompt_ids, *args):
-        from ...engines.decode.tools import limited
-
-        def with_timeout(tools):
-            return {name: limited(function, self.args.tool_timeout) for name, function in tools.items()}
-
-        sync_tools = [with_timeout(tools) for tools in self._sync_tool_dicts]
-        async_tools = [with_timeout(tools) for tools in self._async_tool_dicts]
-        with patch.multiple(self, _sync_tool_dicts=sync_tools, _async_tool_dicts=async_tools):
-            result = super()._tool_call_loop(prompts, prompt_ids, *args)
+        result = super()._tool_call_loop(prompts, prompt_ids, *args)
         # In TRL a rank leaves the loop when its own episodes are over; other ranks may still generate.
         turn = super()._generate_single_turn
         self.rollout.join_turns(turn, prompt_ids[0], self.model_wrapped, self._generate_settings())
