@@ -30,7 +30,6 @@ from .adapter_sync import (
     AdapterVersions,
     RolloutError,
     adapter_weights,
-    as_one_rank,
     cannot_share,
     check_trained,
     served_rank,
@@ -262,7 +261,8 @@ class AdapterEngine(VLLMGeneration):
         version = self.version + 1
         folder = None
         if self.accelerator.is_main_process:
-            folder = str(self.versions.publish(version, *as_one_rank(self.model, weights)))
+            peft_config = self.model.peft_config[self.model.active_adapters[0]]
+            folder = str(self.versions.publish(version, weights, peft_config))
         folder = broadcast_object_list([folder], from_process=0)[0]
         self._load(version, folder)
         self.version = version
