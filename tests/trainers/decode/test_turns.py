@@ -12,7 +12,6 @@ from tests.tiny import config, digit_share, lora, prompts, these_first, tiny_mod
 from tests.trainers.decode.helpers import calling_tokenizer
 from tests.trainers.decode.test_decoding import EOS, LENGTH_DEPENDENT, MODELS, build, greedy
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.engines.decode import shared_prompts_on_cpu as shared_prompts
 from trl_fsdp_qlora.engines.decode import turns as turns_module
 from trl_fsdp_qlora.engines.decode.completions import complete
 from trl_fsdp_qlora.engines.decode.decoding import Decoding
@@ -112,12 +111,9 @@ def test_greedy_episodes_are_token_identical(name):
         assert all(tokens <= needed for tokens, needed in zip(ours[1:], new, strict=True)), (ours, new)
 
 
-@pytest.mark.parametrize("is_shared", [True, False], ids=["prompts once", "prompts per row"])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_prompts_of_different_lengths_behind_a_common_beginning(name, is_shared, monkeypatch):
+def test_prompts_of_different_lengths_behind_a_common_beginning(name):
     """The beginning is prefilled on its own, so padding is behind it; what a row keeps has no padding."""
-    if not is_shared:
-        monkeypatch.setattr(shared_prompts, "why_per_row", lambda model: "for the test")
     model = any_model(name)
     rng = random.Random(0)
     beginning = [rng.randrange(20, 60) for _ in range(150)]

@@ -4,8 +4,7 @@ Transformers runs a repeated prompt, and the vision tower on its images, once fo
 until the longest one ends. Here `generate` gets each distinct prompt once:
 
 - A beginning that all prompts share is prefilled once ([`common_beginning`]).
-- On a CPU, decoding attends to a prompt once for all its rows ([`shared_prompts_on_cpu`]). On a GPU, or if
-  that is not exact, the cache is repeated.
+- The cache of a prompt is repeated for its rows.
 - A later turn of an episode runs only its new tokens ([`turns`]).
 
 Transformers still prepares everything around the loop.
@@ -46,7 +45,6 @@ from ...scoring.cpu_linear import fast_linears
 from ...scoring.transfer import widest_float
 from .cache import take_rows, unrepeatable, without_padding
 from .common_beginning import prefill_beginning
-from .shared_prompts_on_cpu import PrefillWatch, SharedPrompts, watched_attention
 from .turns import (
     Continuation,
     KeptRow,
@@ -155,7 +153,6 @@ class Decoding:
         self.has_images = False
         self._pixels: dict[str, torch.Tensor] = {}  # arguments of the prefill that `generate` did not get
         self._pixels_of_one_prompt: dict[str, torch.Tensor] = {}
-        self.per_row: str | None = None  # why the last call attended to prompts in each row; `None`: it did not
 
     @torch.no_grad()
     def __call__(
@@ -176,17 +173,19 @@ class Decoding:
         continues = self.turns is not None and self.turns.number > 0
         keeps = self.turns is not None and not self.turns.is_last and not self.has_images
         prefill_rows = self._prefill_turn if continues else self._prefill
-        with fast_linears(model, decoding=True), watched_attention(model) as self.per_row:
+        with fast_linears(model, decoding=True):
             with self._tower_on_every_rank(model, input_ids.device, synced_gpus):
                 outputs = prefill_rows(model, input_ids, prompt_R, batch, generation_config, synced_gpus)
             with tuned_for_decoding(model):
                 while unfinished(model, batch.left == 0, synced_gpus, input_ids.device):
                     if outputs is None:
-                        outputs = model(**batch.inputs(model), return_dict=True)
+                        inputs = model.prepare_inputs_for_generation(
+                            batch.ids_AL, next_sequence_length=1, **batch.kwargs
+                        )
+                        outputs = model(**inputs, return_dict=True)
                         self.work.row_steps += len(batch.ids_AL)
                         self.work.row_steps_stock += len(prompt_R)
-                    if batch.shared is None:
-                        batch.kwargs = next_inputs(model, outputs, batch.kwargs)
+                    batch.kwargs = next_inputs(model, outputs, batch.kwargs)
                     logits_AV = outputs.logits[:, -1]
                     outputs = None
                     if batch.left:
@@ -227,16 +226,8 @@ class Decoding:
         batch.beginning = beginning
         if self._pixels:
             kwargs_U = {name: x for name, x in kwargs_U.items() if name not in _OF_IMAGES} | self._pixels
-        if self.per_row is None:
-            watch = PrefillWatch(kwargs_U.get(CACHE), kwargs_U)
-            outputs = prefill(model, ids_UP, config, {**kwargs_U, "shared_prompts": watch})
-            self.per_row = watch.why_not()
-        else:
-            outputs = prefill(model, ids_UP, config, kwargs_U)
-        if self.per_row is None:
-            batch.shared = SharedPrompts(outputs[CACHE], prompt_R, kwargs_U, batch.longest)
-        else:
-            take_rows(outputs[batch.cache_name], prompt_R, batch.longest)
+        outputs = prefill(model, ids_UP, config, kwargs_U)
+        take_rows(outputs[batch.cache_name], prompt_R, batch.longest)
         self.work.prefill_tokens += ids_UP.numel() - beginning * (len(ids_UP) - 1)
         return self._of_rows(model, outputs, kwargs_U, prompt_R, batch)
 
@@ -255,7 +246,6 @@ class Decoding:
         self, model, ids_UP, prompt_R: torch.Tensor, batch: "_Batch", config: GenerationConfig, synced_gpus: bool
     ):
         """Prefill prompts that continue from the caches kept of the last turn; otherwise as `_prefill`."""
-        self.per_row = "each row has a history of its own"
         kwargs_U = batch.kwargs
         device = ids_UP.device
         width = ids_UP.shape[1]
@@ -344,7 +334,6 @@ class _Batch:
         ids_AL: prompts and generated tokens of the rows still in the batch.
         columns: the tokens of all R rows, step by step.
         kwargs: arguments of the model's next forward, including the cache.
-        shared: the cache, if decoding attends to each prompt once; its arguments then replace `kwargs`.
         left: number of rows that have not ended.
         drops: whether rows that have ended leave the batch.
         longest: maximum length of a row, prompt included.
@@ -355,7 +344,6 @@ class _Batch:
         self.ids_AL = ids_UP[prompt_R]
         self.kwargs = kwargs
         self.cache_name = next((name for name in CACHE_NAMES if name in kwargs), CACHE)
-        self.shared: SharedPrompts | None = None
         self.beginning = 0
         self.logits_processor = logits_processor
         self.stopping_criteria = stopping_criteria
@@ -373,12 +361,6 @@ class _Batch:
         pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self._pad = pad_token(config).to(ids_UP.device) if pads else None
         self.drops = pads and all(type(item).__name__ in _BY_ROW for item in (*logits_processor, *stopping_criteria))
-
-    def inputs(self, model: nn.Module) -> dict[str, Any]:
-        """Arguments of the model's next forward."""
-        if self.shared is not None:
-            return self.shared.next_inputs(self.ids_AL[:, -1])
-        return model.prepare_inputs_for_generation(self.ids_AL, next_sequence_length=1, **self.kwargs)
 
     def append(self, logits_AV: torch.Tensor) -> None:
         """Pick every row's next token.
@@ -427,11 +409,6 @@ class _Batch:
     def _states_of(self, row: int, length: int) -> list[States]:
         """Copies of each layer's tensors for the `length` tokens of a row of A, without padding."""
         layers = []
-        if self.shared is not None:
-            for number in range(len(self.shared.cache.layers)):
-                keys, values = self.shared.keys_and_values(number, row, length, self.beginning)
-                layers.append({"keys": keys, "values": values})
-            return layers
         for layer in self.kwargs[self.cache_name].layers:
             states = {name: state[row] for name, state in layer_states(layer).items()}
             for name in states.keys() & {"keys", "values"}:
@@ -451,11 +428,8 @@ class _Batch:
         self.ids_AL = self.ids_AL[remaining]
         self._rows_A = self._rows_A[remaining]
         self._open_A = self._open_A[remaining]
-        if self.shared is not None:
-            self.shared.select(remaining)
-        else:
-            take_rows(self.kwargs[self.cache_name], remaining)
-            self.kwargs = {name: _rows(name, value, remaining) for name, value in self.kwargs.items()}
+        take_rows(self.kwargs[self.cache_name], remaining)
+        self.kwargs = {name: _rows(name, value, remaining) for name, value in self.kwargs.items()}
         self._select_in_processors(remaining)
 
     def _select_in_processors(self, rows: torch.Tensor) -> None:

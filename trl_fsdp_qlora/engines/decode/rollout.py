@@ -129,9 +129,6 @@ class Rollout:
                 vision=vision,
             )
         self._work += work
-        is_later_turn = turns is not None and turns.number > 0
-        if decoding.per_row is not None and not is_later_turn and self.accelerator.device.type == "cpu":
-            logger.warning_once(f"decoding: prompts attended to per row, not once per group ({decoding.per_row})")
         return completions, None
 
     def join_turns(
