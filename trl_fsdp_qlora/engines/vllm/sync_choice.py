@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
-from trl import RLOOConfig
 
 from ...compat.deepspeed import zero_stage
 from ...compat.trl import WEIGHS_AS_1_16
@@ -196,18 +195,16 @@ def warnings_for(args: Any, sync: Sync) -> list[str]:
     if sync.mode == "off":
         return []
     warnings = []
-    # TRL's RLOO has no importance weights; here it has them, of whole completions, for what is drawn ahead.
-    is_rloo = isinstance(args, RLOOConfig)
-    corrects = args.vllm_importance_sampling_correction and (args.rollouts_ahead > 0 or not is_rloo)
-    mode = args.vllm_importance_sampling_mode
+    settings = vars(args)
+    corrects = settings.get("vllm_importance_sampling_correction", False)  # TRL's RLOO has no importance weights
+    mode = settings.get("vllm_importance_sampling_mode", "")
     longest = args.max_completion_length or 0
     if corrects and mode.startswith("sequence") and longest > LONG_COMPLETION:
-        advice = "look at sampling/importance_sampling_ratio/mean" if is_rloo else "consider token_truncate"
         warnings.append(
             f"vllm_importance_sampling_mode={mode!r} with completions of up to {longest} tokens: the weight is "
-            f"exp(sum of all differences), which long completions push out of any clip; {advice}"
+            "exp(sum of all differences), which long completions push out of any clip; consider token_truncate"
         )
-    if args.rollouts_ahead and not corrects:
+    if settings.get("rollouts_ahead") and not corrects:
         warnings.append(
             "rollouts_ahead=1 without vllm_importance_sampling_correction: completions come from the policy of one "
             "generation ago, and nothing corrects for it. Set vllm_importance_sampling_correction: true"
