@@ -200,7 +200,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         prompts = zip(batch["prompt_ids"].cpu(), batch["prompt_mask"].bool().cpu(), strict=True)
         values_B = self.values.of(inputs, [ids[mask].tolist() for ids, mask in prompts])
         # Rewards, r − V* and advantages of all ranks, this rank's rows among them.
-        rewards = self.groups.rewards_N()
+        rewards = self._weighted_rewards()
         check_reward_range(rewards.cpu(), self.args.value_estimator, self.args.value_reward_range)
         first = self.accelerator.process_index * len(inputs)
         of_rank = slice(first, first + len(inputs))

@@ -65,12 +65,6 @@ class EfficientGRPOConfig(EfficientConfig, GRPOConfig):
         "With dynamic_sampling: further generations per generation batch, at most; groups that are still equal "
         "then stay in it.",
     )
-    scale_rewards: str = option(
-        "group",
-        "The divisor of the advantages, as in TRL ('group', 'batch' or 'none'), or 'mean': the mean reward of the "
-        "group (MaxRL), for rewards of 0 and more. Without effect, as in TRL, under "
-        "multi_objective_aggregation='normalize_then_sum'.",
-    )
     rollout_sync: str = option(**options.ROLLOUT_SYNC)
     vllm_adapter_dir: str | None = option(**options.VLLM_ADAPTER_DIR)
     vllm_share_base: str = option(**options.VLLM_SHARE_BASE)
