@@ -10,7 +10,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer
 
 # Metrics that every run has in addition to stock TRL's, and those of them that a script prints. Metrics of an
 # algorithm or an option that the user chose (`t_spmo/`, `dynamic_sampling/`, `v_star`) are printed like stock TRL's.
-_EVERY_RUN = ("efficiency/", "generation/", "groups/", "memory/", "prefix_sharing/", "throughput/", "time/", "tokens/")
+_EVERY_RUN = ("efficiency/", "generation/", "memory/", "prefix_sharing/", "throughput/", "time/", "tokens/")
 PRINTED = {
     "efficiency/prompt_redundancy",
     "memory/forward_backward_peak_mib",
