@@ -12,7 +12,6 @@ determine which rows of which of its layers they are. The layer then multiplies 
 function that the trainer multiplies with. This module imports vLLM, so only the code that starts an engine imports it.
 """
 
-import logging
 import re
 import uuid
 from collections.abc import Callable, Iterator
@@ -33,15 +32,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from ...engines.vllm.adapter_sync import RolloutError
+from ...engines.vllm.adapter_sync import RolloutError, cannot_share
 from ...engines.vllm.dequantized_base import dense_weights, has_packed_base, is_of_adapter_or_state
-
-logger = logging.getLogger(__name__)
 
 # The layers whose weights are shared: on GPUs vLLM leaves these weights as they were loaded.
 _METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 _dispatch_on_cpu = linears.dispatch_cpu_unquantized_gemm
-_OTHER_LOADING = "vLLM's loading differs from what is known"
 # Integers that are added up before their place counts.
 _PER_PIECE = 32
 # Inputs of a convolution in a recurrent layer at most, which vLLM writes as a linear layer.
@@ -202,16 +198,6 @@ class SharedBase:
             if name not in self.parameters and name not in self.own:
                 self.own[name] = _why_own(name, parameter)
 
-    def give_up(self, reason: str) -> None:
-        """Give the trainer copies of its own again."""
-        for name, parameter in self.parameters.items():
-            if name not in self.packed:
-                parameter.data = parameter.data.clone()
-        self.parameters.clear()
-        self.packed.clear()
-        self.own = dict.fromkeys(self._frozen(), reason)
-        self._sums = None
-
 
 def _why_own(name: str, parameter: nn.Parameter) -> str:
     """Why the trainer and vLLM each hold a parameter that vLLM loaded without a part of ours."""
@@ -299,8 +285,12 @@ class _Loader(BaseModelLoader):
         """There is nothing to download."""
 
     def load_model(self, *args, **kwargs) -> nn.Module:
-        with patch.object(linears, "dispatch_cpu_unquantized_gemm", _plain_product):
-            model = super().load_model(*args, **kwargs)
+        try:
+            with patch.object(linears, "dispatch_cpu_unquantized_gemm", _plain_product):
+                model = super().load_model(*args, **kwargs)
+        except Exception as error:  # such as of a class that writes into a weight before it is loaded
+            reason = f"vLLM loads this model in another way than is known ({type(error).__name__}: {error})"
+            raise cannot_share(reason) from error
         self.shared.check()  # what prepares weights for kernels may have written in place
         self.shared.settle(model)
         return model
@@ -316,22 +306,10 @@ class _Loader(BaseModelLoader):
             return create_weights
 
         linear, embedding = (patch.object(of, "create_weights", without_memory(of.create_weights)) for of in _METHODS)
-        compilation = vllm_config.compilation_config
-        layers = dict(compilation.static_forward_context)
-        mixtures = list(compilation.static_all_moe_layers)
-        try:
-            with linear, embedding:
-                model = super().create_model(vllm_config, *args, **kwargs)
-            _refuse_views(model)
-            return model
-        except Exception as error:  # a class that writes into a weight, or keeps a view of it, before it is loaded
-            logger.warning(f"vLLM loads a copy of the base of its own ({type(error).__name__}: {error})")
-            self.shared.give_up(_OTHER_LOADING)
-            # vLLM takes a layer of this name that was created before for another one.
-            compilation.static_forward_context.clear()
-            compilation.static_forward_context.update(layers)
-            compilation.static_all_moe_layers[:] = mixtures
-            return super().create_model(vllm_config, *args, **kwargs)
+        with linear, embedding:
+            model = super().create_model(vllm_config, *args, **kwargs)
+        _refuse_views(model)
+        return model
 
     def load_weights(self, model: nn.Module, model_config) -> None:
         shared = self.shared
@@ -344,7 +322,6 @@ class _Loader(BaseModelLoader):
         parts: dict[nn.Parameter, list[torch.Tensor]] = {}
         packed_parts: dict[nn.Parameter, list[tuple[str, tuple, dict]]] = {}
         products: dict[nn.Parameter, LinearMethodBase] = {}
-        vllms_own = DefaultModelLoader(LoadConfig())
 
         def allocate(parameter: nn.Parameter) -> None:
             if parameter in waiting:
@@ -382,41 +359,28 @@ class _Loader(BaseModelLoader):
                 load(parameter, dense, *args, **kwargs)
 
         loaders = {parameter: parameter.weight_loader for parameter in waiting}
-        try:
-            for parameter, load in loaders.items():
-                parameter.weight_loader = watched(load)
-            loaded = set()
-            for layer in shared.layers():
-                loaded |= model.load_weights(layer.items())
-                for parameter in packed_parts:
-                    place_packed(parameter)
-                for parameter in parts:
-                    shared.take_rows(parts[parameter], parameter.data)
-                # The trainer's former memory is freed now, on a GPU also for vLLM's own pool.
-                for held in (layer, parts, packed_parts):
-                    held.clear()
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
-            vllms_own.track_weights_loading(model, loaded)  # raises if vLLM misses a weight
-            missing = waiting - products.keys()
-            if missing:
-                raise ValueError(f"the trainer has no weights for {len(missing)} of vLLM's parameters")
-            shared.check()
-            for parameter, product in products.items():
-                linear_layers[parameter].quant_method = product
-                parameter.data = parameter.data.new_empty(0)
-        except Exception as error:
-            logger.warning(f"vLLM loads a copy of the base of its own ({type(error).__name__}: {error})")
-            shared.give_up(_OTHER_LOADING)
-            for parameter in list(waiting):
-                allocate(parameter)
-            for parameter, load in loaders.items():
-                parameter.weight_loader = load
-            if shared.dense:  # the checkpoint has other numbers
-                for layer in shared.layers():
-                    model.load_weights(layer.items())
-            else:
-                vllms_own.load_weights(model, model_config)
+        for parameter, load in loaders.items():
+            parameter.weight_loader = watched(load)
+        loaded = set()
+        for layer in shared.layers():
+            loaded |= model.load_weights(layer.items())
+            for parameter in packed_parts:
+                place_packed(parameter)
+            for parameter in parts:
+                shared.take_rows(parts[parameter], parameter.data)
+            # The trainer's former memory is freed now, on a GPU also for vLLM's own pool.
+            for held in (layer, parts, packed_parts):
+                held.clear()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        DefaultModelLoader(LoadConfig()).track_weights_loading(model, loaded)  # raises if vLLM misses a weight
+        missing = waiting - products.keys()
+        if missing:
+            raise ValueError(f"the trainer has no weights for {len(missing)} of vLLM's parameters")
+        shared.check()
+        for parameter, product in products.items():
+            linear_layers[parameter].quant_method = product
+            parameter.data = parameter.data.new_empty(0)
         for parameter, load in loaders.items():
             parameter.weight_loader = load
 
