@@ -14,7 +14,6 @@ from transformers import TrainerCallback
 from ...compat.older_gpus import lacks_bf16
 from ...compat.peft import is_peft
 from ...fsdp2_qlora.launch_checks import is_fsdp2_launch
-from ...prefix_sharing.row import PassRecord
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import counted
 from .input_checks import columns_of
@@ -157,55 +156,21 @@ def first_prompt(
     return f"the first training prompt, {counted(len(ids), 'token')}:\n{lines}"
 
 
-def packed_pass_line(figures: PassRecord) -> str:
-    """A line on a packed pass: its tokens, by level of its forest, the padded tokens, and its attention kernels."""
-    levels = [
-        f"{tokens:,} on level {i}" if i else f"{tokens:,} in the roots" for i, tokens in enumerate(figures.levels)
-    ]
-    computed = f"{figures.tokens:,} of {figures.padded_tokens:,} padded tokens computed"
-    kernels = [f"{kind} by {kernel}" for kind, kernel in figures.kernels.items()]
-    return "; ".join([f"first packed pass: {computed} ({', '.join(levels)})", *kernels])
-
-
 class StartupCallback(TrainerCallback):
-    """Prints the start of a run, once, on the main rank.
+    """Prints the start-up block, for which `features` returns lines, and the first prompt, once, on the main rank."""
 
-    Before the first step these are the start-up block, for which `features` returns lines, and the first prompt. After
-    the policy's first packed pass it is a line on the last `figures`.
-    """
-
-    def __init__(
-        self,
-        features: Callable[[], list[tuple[str, str]]],
-        tokenize: Callable[[list], tuple] | None,
-        figures: Callable[[], PassRecord],
-    ):
+    def __init__(self, features: Callable[[], list[tuple[str, str]]], tokenize: Callable[[list], tuple] | None):
         self._features = features
         self._tokenize = tokenize
-        self._figures = figures
-        self._awaits_pass = False
         self.block = ""  # the start-up block, once it was printed
 
     @nonfatal("the start-up block")
     def on_train_begin(self, args, state, control, model=None, processing_class=None, train_dataloader=None, **kwargs):
-        self._awaits_pass = state.is_world_process_zero
         if not state.is_world_process_zero:
             return
         self.block = startup_block(args, model, state.max_steps, self._features())
         prompt = first_prompt(train_dataloader.dataset, self._tokenize, processing_class.decode)
         _write("\n".join(filter(None, (self.block, prompt))))
-
-    @nonfatal("the line on the first packed pass")
-    def on_substep_end(self, args, state, control, **kwargs):
-        if not self._awaits_pass:
-            return
-        figures = self._figures()
-        if figures.tokens:
-            self._awaits_pass = False
-            _write(packed_pass_line(figures))
-
-    # A step without accumulation ends no substep before it.
-    on_pre_optimizer_step = on_substep_end
 
 
 def _write(text: str) -> None:

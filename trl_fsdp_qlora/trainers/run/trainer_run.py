@@ -67,7 +67,7 @@ class TrainerRun(ShardedQLoRAMixin):
         self.checkpointing = WholeCheckpoints(self.args, self.accelerator, self._describe_run)
         self.clock = PhaseTimer(self.accelerator.device, self.args.phase_metrics)
         self.telemetry = TelemetryCallback(self.clock, lambda: self._metrics["train"])
-        self.startup = StartupCallback(self.features, self._tokenize_for_display(), lambda: self.sharing.figures)
+        self.startup = StartupCallback(self.features, self._tokenize_for_display())
         self._share_prompts()
         self.add_callback(self.telemetry)
         self.add_callback(self.startup)
