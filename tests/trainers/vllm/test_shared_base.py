@@ -348,7 +348,7 @@ def test_other_trainers_train_with_one_base_and_log_it(base, tmp_path, capfd, me
     shared.check()
     assert len(shared.parameters) > len(shared.own)
     if method == "a_star_po":
-        assert trainer.evaluate()["eval_n"] == 6
+        assert trainer.evaluate()["eval_reward"] >= 0
         shared.check()
 
 
