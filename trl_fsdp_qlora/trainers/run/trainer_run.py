@@ -23,7 +23,6 @@ from .card_info import CardInfo
 from .checkpoints import WholeCheckpoints, describe_rollouts, describe_training
 from .input_checks import columns_of
 from .phases import PhaseTimer, TelemetryCallback
-from .printed import print_briefly
 from .startup import StartupCallback, adapted_parts
 from .stopping import stopping_after_step
 
@@ -71,7 +70,6 @@ class TrainerRun(ShardedQLoRAMixin):
         self._share_prompts()
         self.add_callback(self.telemetry)
         self.add_callback(self.startup)
-        print_briefly(self)
 
     def _share_prompts(self) -> None:
         """Share prompts in the policy and in the reference model."""
