@@ -84,7 +84,6 @@ class OnPolicyRun(TrainerRun):
             self.scoring,
             self.eos_token_ids,
             self.reward_func_names,
-            self._add_metrics,
             self.telemetry.later,
         )
 
