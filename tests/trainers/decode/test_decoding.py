@@ -123,8 +123,7 @@ def test_greedy_is_token_identical_for_prompts_with_images(name, tmp_path):
     expected, _ = complete(model.eval(), prompts, config, compact=False, vision=vision)
     # If a forward may be collective (`None`), the prefill runs the vision tower; otherwise `generate` has run it.
     for synced_gpus in (False, None):
-        decoding = Decoding(synced_gpus)
-        actual, work = complete(model, prompts, config, decoding=decoding, vision=vision)
+        actual, work = complete(model, prompts, config, synced_gpus=synced_gpus, vision=vision)
         assert actual == expected and len({*map(tuple, actual)}) > 3
     assert work.prefill_tokens == 5 * ids.shape[1] and work.prefill_tokens_stock == len(ROWS) * ids.shape[1]
     assert work.row_steps == sum(len(row) - 1 for row in actual)

@@ -18,7 +18,6 @@ from tests.trainers.decode.helpers import calling_tokenizer
 from tests.trainers.decode.test_decoding import greedy
 from tests.trainers.decode.test_turns import OURS, STOCK
 from trl_fsdp_qlora.engines.decode.completions import complete
-from trl_fsdp_qlora.engines.decode.decoding import Decoding
 from trl_fsdp_qlora.engines.decode.turns import KeptTurns
 from trl_fsdp_qlora.tools.small_base.text import CHAT_TEMPLATE
 
@@ -96,13 +95,13 @@ class Episodes:
         rows = list(range(len(self.ids)))
         drawn = []
         for turn in range(4):
-            decoding = None if kept is None else Decoding(False, kept)
             completions, _ = complete(
                 self.model,
                 [list(self.ids[row]) for row in rows],
                 greedy(suppress_tokens=[IMAGE], max_new_tokens=8),
-                compact=False,
-                decoding=decoding,
+                compact=kept is not None,
+                synced_gpus=False,
+                turns=kept,
                 vision=self.vision(rows),
             )
             drawn.append(completions)

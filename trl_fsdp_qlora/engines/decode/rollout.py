@@ -19,7 +19,7 @@ from ...fsdp2_qlora.generation import FREE_SHARE, free_bytes, gathered_as, is_ga
 from ...prefix_sharing.batch import PER_TOKEN
 from ...scoring.cpu_linear import beats_mkl
 from .completions import complete, vision_tensors
-from .decoding import Decoding, DecodingWork, why_stock
+from .decoding import DecodingWork, why_stock
 from .turns import KeptTurns, why_not_kept
 
 logger = get_logger(__name__)
@@ -118,15 +118,14 @@ class Rollout:
             if turns is not None and turns.number > 0:
                 logger.warning_once("rollouts: turns of a batch with images are prefilled whole, as in stock TRL")
         with self.generating(wrapped, settings.overrides) as (model, synced_gpus):
-            decoding = Decoding(synced_gpus, turns if why_not_kept(model) is None else None)
             completions, work = complete(
                 model,
                 turn.prompt_ids,
                 settings.config,
                 ends=settings.eos_token_ids,
                 synced_gpus=synced_gpus,
-                decoding=decoding,
                 vision=vision,
+                turns=turns,
             )
         self._work += work
         return completions, None
