@@ -127,7 +127,7 @@ class Rollout:
                 vision=vision,
                 turns=turns,
             )
-        self._work += work
+        self._work += work or DecodingWork()
         return completions, None
 
     def join_turns(
