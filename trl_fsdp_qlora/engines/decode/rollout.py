@@ -10,7 +10,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
 from ...compat.trl import unwrap_model_for_generation
@@ -60,18 +59,6 @@ class Rollout:
     def is_sharded(self) -> bool:
         """Whether a forward is a collective operation, and possible only after `Trainer.train` prepared the model."""
         return self.accelerator.num_processes > 1 and (self.backend.is_fsdp or self.backend.is_zero3)
-
-    def refuse_unprepared(self, caller: str, model: nn.Module, wrapped: nn.Module) -> None:
-        """Raise `RuntimeError` if `caller` needs a forward of a model that is not sharded yet.
-
-        The message names the change to make.
-        """
-        prepared = wrapped is not model or any(isinstance(p, DTensor) for p in model.parameters())
-        if self.is_sharded and not prepared:
-            raise RuntimeError(
-                f"{caller} needs a forward of a sharded model, and only train() prepares it: let train() run stage 1 "
-                "in its first step, or run stage 1 without FSDP or ZeRO-3 first (--stage estimate)"
-            )
 
     def training_turn(
         self, stock: Callable, turn: Turn, wrapped: nn.Module, settings: GenerateSettings | None

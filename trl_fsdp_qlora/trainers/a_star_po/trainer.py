@@ -6,6 +6,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from datasets import IterableDataset
+from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 from trl.data_utils import is_conversational
 
@@ -92,8 +93,14 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         Raises:
             RuntimeError: the model is to be sharded over ranks and `train()` has not prepared it yet.
         """
-        if self._synced_gpus:
-            self.rollout.refuse_unprepared("stage 1", self.model, self.model_wrapped)
+        is_prepared = self.model_wrapped is not self.model or any(
+            isinstance(p, DTensor) for p in self.model.parameters()
+        )
+        if self._synced_gpus and not is_prepared:
+            raise RuntimeError(
+                "stage 1 needs a forward of a sharded model, and only train() prepares it: let train() run stage 1 in "
+                "its first step, or run stage 1 without FSDP or ZeRO-3 first (--stage estimate)"
+            )
         self.values.open(self._context())
         dataset = self.train_dataset if dataset is None else dataset
         # Stage 2 removes these columns before it loads rows, and a value's key contains the whole row.

@@ -12,7 +12,6 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from ...compat.older_gpus import lacks_bf16
-from ...compat.peft import is_peft
 from ...fsdp2_qlora.launch_checks import is_fsdp2_launch
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import counted
@@ -121,19 +120,6 @@ def _precision(args: Any, model: torch.nn.Module) -> str:
     if "bfloat16" in text and lacks_bf16(args.device):
         text += "; this GPU has no bfloat16 and emulates it: fp16: true is faster"
     return text
-
-
-def adapted_parts(model: torch.nn.Module) -> list[tuple[str, str]]:
-    """A line of the start-up block for models that take images: whether LoRA adapts the vision tower, too."""
-    if not is_peft(model) or model.config.get_text_config() is model.config:
-        return []
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    decoder = {id(module) for module in model.get_base_model().get_decoder().modules()}
-    adapted = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    outside = sum(id(module) not in decoder for module in adapted)
-    extent = f"and on {outside} others" if outside else "not on the vision tower's"
-    return [("on", f"LoRA on the language model's linear layers, {extent}")]
 
 
 def first_prompt(

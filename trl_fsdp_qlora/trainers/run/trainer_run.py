@@ -23,7 +23,7 @@ from .card_info import CardInfo
 from .checkpoints import WholeCheckpoints, describe_rollouts, describe_training
 from .input_checks import columns_of
 from .phases import PhaseTimer, TelemetryCallback
-from .startup import StartupCallback, adapted_parts
+from .startup import StartupCallback
 from .stopping import stopping_after_step
 
 logger = get_logger(__name__)
@@ -199,5 +199,4 @@ class TrainerRun(ShardedQLoRAMixin):
             token_tiles.describe(self.model, self.args.mlp_tokens_per_tile),
             *([] if self.base_bytes is None else [("on", str(self.base_bytes))]),
             *([] if in_16_bit is None else [("as stock TRL", in_16_bit)]),
-            *adapted_parts(self.accelerator.unwrap_model(self.model)),
         ]
