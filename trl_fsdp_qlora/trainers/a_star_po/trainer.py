@@ -93,9 +93,8 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         Raises:
             RuntimeError: the model is to be sharded over ranks and `train()` has not prepared it yet.
         """
-        is_prepared = self.model_wrapped is not self.model or any(
-            isinstance(p, DTensor) for p in self.model.parameters()
-        )
+        is_wrapped = self.model_wrapped is not self.model
+        is_prepared = is_wrapped or any(isinstance(p, DTensor) for p in self.model.parameters())
         if self._synced_gpus and not is_prepared:
             raise RuntimeError(
                 "stage 1 needs a forward of a sharded model, and only train() prepares it: let train() run stage 1 in "
