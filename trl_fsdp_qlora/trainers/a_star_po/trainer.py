@@ -76,7 +76,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     # --- stage 1 -----------------------------------------------------------------------------------------------------
 
     def train(self, *args, **kwargs):
-        self.values.open(self._context())
+        self.values.open(self._context)
         # A sharded model can generate only once `Trainer.train` has prepared it; an endless dataset has no stage 1.
         if not isinstance(self.train_dataset, IterableDataset) and not self._synced_gpus:
             self.estimate_values()
@@ -100,7 +100,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
                 "stage 1 needs a forward of a sharded model, and only train() prepares it: let train() run stage 1 in "
                 "its first step, or run stage 1 without FSDP or ZeRO-3 first (--stage estimate)"
             )
-        self.values.open(self._context())
+        self.values.open(self._context)
         dataset = self.train_dataset if dataset is None else dataset
         # Stage 2 removes these columns before it loads rows, and a value's key contains the whole row.
         return self.values.estimate(self._remove_unused_columns(dataset, "training"))

@@ -82,11 +82,11 @@ class ReferenceValues:
     known: dict[str, float] = field(default_factory=dict)
     estimated: bool = False
 
-    def open(self, context: dict) -> None:
-        """Read the rewards that earlier runs of this `context` stored, once."""
+    def open(self, context: Callable[[], dict]) -> None:
+        """Read the rewards that earlier runs of this `context` stored; asked once, before weights are sharded."""
         if self.file is None:
             folder = self.args.value_cache or Path(self.args.output_dir, "_values")
-            self.file = Path(folder).expanduser().absolute() / f"{digest(context)[:16]}.jsonl"
+            self.file = Path(folder).expanduser().absolute() / f"{digest(context())[:16]}.jsonl"
             self.rewards = on_main(self.read)
 
     def read(self) -> dict[str, list[float]]:
