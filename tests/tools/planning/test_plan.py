@@ -99,9 +99,10 @@ def test_experts_are_the_engines_own_and_the_rest_is_shared(tmp_path):
 @pytest.mark.parametrize(
     "fields, expected",
     [
-        ({"rollout_sync": "adapter"}, (True, True)),
-        ({"rollout_sync": "adapter", "vllm_engine_kwargs": '{"load_format": "dummy"}'}, (True, False)),
-        ({"rollout_sync": "adapter", "dtype": "float32"}, (True, False)),
+        ({"rollout_sync": "adapter"}, (True, False)),
+        ({"vllm_share_base": "on"}, (True, True)),
+        ({"vllm_share_base": "on", "vllm_engine_kwargs": '{"load_format": "dummy"}'}, (False, False)),
+        ({"vllm_share_base": "on", "dtype": "float32"}, (False, False)),
         ({"load_in_8bit": True}, (True, False)),
         ({"use_dora": True}, (False, False)),
         ({"rollout_sync": "adapter", "use_dora": True}, (False, False)),
