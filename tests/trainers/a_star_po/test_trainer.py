@@ -116,8 +116,8 @@ def test_rewards_outside_the_range_and_wrong_counts_are_errors_that_lose_nothing
         make_trainer(rewards=lambda completions, **_: [1.0]).estimate_values()
 
 
-def test_a_reward_that_is_down_is_an_error_and_a_partly_scored_prompt_is_completed_by_the_next_run(make_trainer):
-    answers = iter([None] * 8 + [None, None] + [1.0] * 8)
+def test_a_reward_that_is_down_is_an_error_and_a_partly_scored_prompt_is_drawn_again_by_the_next_run(make_trainer):
+    answers = iter([None] * 8 + [None, None] + [1.0] * 14)
 
     def flaky(completions, **kwargs):
         return [next(answers) for _ in completions]
@@ -131,7 +131,7 @@ def test_a_reward_that_is_down_is_an_error_and_a_partly_scored_prompt_is_complet
     with pytest.raises(ValueError, match="no prompt got a reward"):
         down.train()
     assert len(down.values.read()) == 0
-    for trainer, drawn, stored in ((partly, 8, 6), (completed, 2, 8)):
+    for trainer, drawn, stored in ((partly, 8, 6), (completed, 8, 8)):
         assert trainer.estimate_values().samples == drawn
         assert [len(rewards) for rewards in trainer.values.read().values()] == [stored]
         assert list(trainer.values.known.values()) == [1.0]
