@@ -67,13 +67,6 @@ def weighs_as_1_16() -> bool:
     return Version(import_module("trl").__version__).release[:2] <= (1, 16)
 
 
-def scales_by_mean() -> bool:
-    """Whether this TRL has MaxRL's `scale_rewards="mean"` itself, as it will after 1.16 (trl#5026)."""
-    fields = import_module("trl").GRPOConfig.__dataclass_fields__
-    text = str(fields["scale_rewards"].metadata.get("help"))
-    return "'mean'" in text or '"mean"' in text
-
-
 def unwrapped_for_generation(*args, gradient_checkpointing_kwargs: dict | None, **options) -> Any:
     """`unwrap_model_for_generation`, which takes `gradient_checkpointing_kwargs` from TRL 1.16 on."""
     unwrap = trls.unwrap_model_for_generation

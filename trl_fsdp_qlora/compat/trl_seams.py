@@ -35,12 +35,10 @@ METHODS = {
     "_get_per_token_logps_and_entropies": Seam("GRPO RLOO", "override, call", "one look ahead over a step"),
     "_get_tool_suffix_ids": Seam("GRPO", "call", "accuracy of episodes with tools"),
     "_tokenize_prompts": Seam("GRPO RLOO", "call", "the prompt in the start-up block, A*-PO, rollouts_ahead"),
-    "_tool_call_loop": Seam("GRPO", "override", "tool_timeout"),
+    "_tool_call_loop": Seam("GRPO", "override", "episodes of different length on sharded ranks"),
     "compute_ref_log_probs": Seam("DPO", "override", "packed rows in precomputed reference passes"),
 }
 ATTRIBUTES = {
-    "_async_tool_dicts": Seam("GRPO", "read, replaced", "tool_timeout"),
-    "_sync_tool_dicts": Seam("GRPO", "read, replaced", "tool_timeout"),
     "_buffered_inputs": Seam("GRPO RLOO", "read, written"),
     "_dist": Seam("GRPO RLOO", "read"),
     "_image_pad_token_id": Seam("GRPO", "read", "images that tools return"),
