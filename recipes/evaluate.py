@@ -13,6 +13,7 @@ Prints n and the 95% Wilson interval, and writes a JSON file if `--output` names
 from trl_fsdp_qlora.tools.run.one_line import importing
 
 with importing():
+    import os
     import shlex
     import sys
     from contextlib import nullcontext
@@ -29,35 +30,18 @@ with importing():
     from trl_fsdp_qlora.tools.publishing.loading import (
         find_base,
         load_model,
-        other_base_warning,
         processor_source,
     )
     from trl_fsdp_qlora.tools.recipe import checks
     from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
     from trl_fsdp_qlora.tools.recipe.problems import load_held_out
-    from trl_fsdp_qlora.tools.recipe.record import as_words, code_in, settings_in
+    from trl_fsdp_qlora.tools.recipe.record import OF_THE_DATA, as_words, code_in, settings_in
     from trl_fsdp_qlora.tools.recipe.runner import load_processing
     from trl_fsdp_qlora.tools.recipe.script import run_main, say
     from trl_fsdp_qlora.tools.run.one_line import pop_options
     from trl_fsdp_qlora.trainers.run.card import hardware, software
     from trl_fsdp_qlora.utils.files import write_json
-    from trl_fsdp_qlora.utils.redaction import portable
     from trl_fsdp_qlora.utils.threads import fit_threads
-
-# Settings of a run that belong to its dataset, and do not apply to another one.
-OF_THE_DATA = (
-    "dataset",
-    "dataset_config",
-    "dataset_split",
-    "eval_dataset",
-    "eval_split",
-    "held_out",
-    "validation",
-    "accuracy_on",
-    "eval_problems",
-    "question_column",
-    "answer_column",
-)
 
 
 @dataclass
@@ -100,7 +84,7 @@ def settings_of_run() -> tuple[str, dict[str, Any]]:
         checks.check_adapter(adapter)
     for folder in filter(None, (adapter, options.get("--model_name_or_path"))):
         settings = settings_in(folder)
-        if dataset is not None and portable(dataset) != portable(settings.get("dataset")):
+        if dataset is not None and os.path.abspath(dataset) != os.path.abspath(settings.get("dataset", "")):
             settings = {name: value for name, value in settings.items() if name not in OF_THE_DATA}
         if settings:
             return folder, settings
@@ -156,9 +140,6 @@ def main() -> None:
     if args.adapter:
         base = checks.check_adapter(args.adapter).base_model_name_or_path
         args.model_name_or_path = args.model_name_or_path or find_base(base, args.adapter)
-        warning = other_base_warning(args.adapter, args.model_name_or_path)
-        if warning is not None:
-            say(warning)
     if args.output:  # before anything is measured
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)
         if Path(args.output).is_dir():

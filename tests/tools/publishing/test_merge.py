@@ -86,27 +86,6 @@ def test_a_merge_changes_what_the_adapter_changes_and_nothing_that_shares_its_we
     assert model.config.tie_word_embeddings == (tied and stays_tied)
 
 
-@pytest.mark.parametrize(("tied", "further"), [(True, 2), (False, -3)])
-@pytest.mark.parametrize("change", ["linear", "both", "whole head", "some tokens"])
-def test_a_vocabulary_of_another_size_is_the_adapters(change, further, tied, base, tmp_path):
-    """Models have more rows than tokens, so resizing to the tokenizer's length may make a vocabulary smaller."""
-    settings, _ = CHANGES[change]
-    expected = trained(base(tied), tmp_path / "adapter", further, **settings)
-    again = load_model(str(tmp_path / "base"), tmp_path / "adapter")
-    torch.testing.assert_close(logits_of(again), expected, rtol=0, atol=0)
-    check_loads(tmp_path / "adapter", str(tmp_path / "base"))
-    merged = merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype=torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(merged)
-    torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=1e-6 * expected.abs().max().item())
-
-
-def test_rows_that_peft_did_not_save_are_a_warning(base, tmp_path, caplog):
-    """PEFT saves the new rows of an embedding that LoRA adapts, and not those of the head."""
-    trained(base(tied=False), tmp_path / "adapter", 2, target_modules=["embed_tokens"])
-    load_model(str(tmp_path / "base"), tmp_path / "adapter")
-    assert "trained with 2 further tokens, and PEFT has saved their rows of model.embed_tokens alone" in caplog.text
-
-
 def test_tokenizer_and_template_are_the_adapters_and_the_model_ends_where_they_do(base, tmp_path):
     tokenizer = character_tokenizer()
     tokenizer.add_tokens(["<think>"])

@@ -66,7 +66,7 @@ def test_a_recipe_trains_on_tests_as_answers_with_functions_of_ones_own(folder, 
     held_out = load_held_out(ScriptArguments("tests.jsonl", held_out=30, accuracy_function="own_of_tests.py:even"))
     even = sum(low % 2 == 0 for low, _ in held_out["answer"])
     assert record["before"]["correct"] == record["after"]["correct"] == even
-    assert record["settings"]["accuracy_function"] == "own_of_tests.py:even"
+    assert record["measured_on"]["accuracy_function"] == "own_of_tests.py:even"
     called(
         "rloo",
         f"{words.partition(' --accuracy_f')[0]} --max_steps 1 --per_device_train_batch_size 8 "
@@ -177,17 +177,6 @@ def test_dpo_on_conversations_without_a_prompt_is_dpo_on_explicit_ones(folder, c
     assert len(losses[0]) == 2 and losses[0] == losses[1]
 
 
-def test_pairs_of_equal_answers_are_left_out_with_a_line(tmp_path, capsys):
-    path = tmp_path / "pairs.jsonl"
-    equal = {"chosen": talk("1+1=", "2"), "rejected": talk("1+1=", "2")}
-    write_pairs(path, [IMPLICIT_TALK, equal, IMPLICIT_TALK])
-    assert len(read_pairs(path)) == 2
-    assert capsys.readouterr().out == f"left 1 pair of {path} out whose two answers are equal\n"
-    write_pairs(path, [equal])
-    with pytest.raises(DatasetError, match="nothing can be learned"):
-        read_pairs(path)
-
-
 def test_a_file_of_pairs_that_the_user_names_is_not_made(tmp_path):
     path = str(tmp_path / "nosuch.jsonl")
     assert must_be_made(path, ["dpo", "--config", "x"])
@@ -195,22 +184,11 @@ def test_a_file_of_pairs_that_the_user_names_is_not_made(tmp_path):
         must_be_made(path, ["dpo", "--pairs", path])
 
 
-def test_a_file_of_pairs_that_cannot_be_read_names_the_row(tmp_path):
+def test_a_file_without_pairs_is_refused_by_its_name(tmp_path):
     path = tmp_path / "pairs.jsonl"
     write_pairs(path, [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 2)
     assert isinstance(read_pairs(path), Dataset) and len(read_pairs(path)) == 2
-    wrong = [
-        {"prompt": "a"},
-        {"chosen": "b"},
-        {"chosen": "b", "rejected": talk("a", "b")},
-        {"chosen": 1, "rejected": 2},
-        {"chosen": "b", "rejected": ""},
-        {"prompt": 5, "chosen": "b", "rejected": "c"},
-    ]
-    for row in wrong:
-        path.write_text(json.dumps(row))
-        with pytest.raises(DatasetError, match=r"pairs.jsonl, row 0: .*chosen"):
+    for text in ('{"prompt": "a"}', '{"chosen": "b"}', ""):
+        path.write_text(text)
+        with pytest.raises(DatasetError, match=path.name):
             read_pairs(path)
-    path.write_text("")
-    with pytest.raises(DatasetError, match=path.name):
-        read_pairs(path)

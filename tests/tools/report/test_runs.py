@@ -14,7 +14,7 @@ from tests.tiny import lora, prompts, save_tiny_model, trainer
 from tests.tools.report.test_page import charts, data_of, page_of
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, EfficientRLOOConfig, EfficientRLOOTrainer
 from trl_fsdp_qlora.tools.publishing import publish
-from trl_fsdp_qlora.tools.recipe import record, runner
+from trl_fsdp_qlora.tools.recipe import record, runner, script
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.tools.report.keep import write_completions
 from trl_fsdp_qlora.trainers.rollouts.generation_batches import lengths_and_ends
@@ -140,19 +140,20 @@ def test_a_page_is_written_when_something_was_measured(base, tmp_path, monkeypat
     assert [(each["name"], each["steps"]) for each in series] == [("reward", [1, 2]), ("evaluation", [1, 2])]
 
 
-def test_warnings_of_a_run_are_on_its_page(base, tmp_path, monkeypatch):
+def test_warnings_of_a_run_are_on_its_page(base, tmp_path, monkeypatch, capsys):
     each = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, model=base, peft_config=lora(), max_steps=1)
-    each.card_info.warnings = ["logged before training"]
+    monkeypatch.setattr(script.WARNINGS, "texts", {})
     verbosity = logging.get_verbosity()
     logging.set_verbosity_warning()  # another test may have silenced transformers
-    with record.KeptWarnings() as kept:
+    with script.WARNINGS:
         get_logger("trl_fsdp_qlora.x").warning("a reward of /home/someone/rewards.py gave None")
         get_logger("trl_fsdp_qlora.x").warning("a reward of /home/someone/rewards.py gave None")
         logging.get_logger("transformers.x").warning("a token is missing")
     logging.set_verbosity(verbosity)
-    assert kept.texts == ["a reward of rewards.py gave None", "a token is missing"]
+    assert list(script.WARNINGS.texts) == ["a reward of rewards.py gave None", "a token is missing"]
+    assert capsys.readouterr().err.count("warning: a reward of /home/someone/rewards.py gave None") == 1
     runner.run_recipe(each, ScriptArguments("addition", skip_accuracy=True), None, None)
-    assert "logged before training" in (tmp_path / "report.html").read_text()
+    assert "a reward of rewards.py gave None" in (tmp_path / "report.html").read_text()
 
 
 def test_a_completion_is_cut_if_its_last_token_ends_nothing():

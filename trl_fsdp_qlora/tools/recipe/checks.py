@@ -1,6 +1,7 @@
 """Checks of a recipe's arguments before a weight is loaded, and the code of the user's own that they name."""
 
 import importlib.util
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ from transformers import (
     PretrainedConfig,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
-from trl import ModelConfig, get_peft_config
+from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from ...compat import trl as compat
 from ...compat import trl_rollouts
-from ...compat.transformers import model_class
+from ...compat.transformers import model_class, quantization_of
 from ...errors import mistyped_path
+from ...fsdp2_qlora.launch_checks import is_fsdp_launch
 from ...prefix_sharing.sharing import CHOICES
 from ...trainers.run.checkpoints import resolve_resume
 from ...trainers.run.input_checks import language_model_only, mistakes
@@ -135,6 +137,22 @@ def check_training(config: Any, model: ModelConfig) -> None:
         check_installed("bitsandbytes", "load_in_4bit: true" if model.load_in_4bit else "load_in_8bit: true")
 
 
+def check_launch_environment(config: Any, model: ModelConfig) -> None:
+    """Refuse a launch whose processes would not know of each other, or that would not write the trained model."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and config.world_size == 1:
+        raise ConfigError(
+            f"{os.environ['WORLD_SIZE']} processes on this machine's CPU do not know of each other: set use_cpu: true"
+        )
+    # An adapter is gathered with any type. Transformers' `save_model` writes other weights only as a full state dict.
+    default = "SHARDED_STATE_DICT" if os.environ.get("FSDP_VERSION") == "2" else "FULL_STATE_DICT"
+    kind = os.environ.get("FSDP_STATE_DICT_TYPE", default)
+    if is_fsdp_launch() and not model.use_peft and "FULL" not in kind:
+        raise ConfigError(
+            f"fsdp_state_dict_type: {kind} without an adapter: the trained model is not written at the run's end. In "
+            "the accelerate config set it to FULL_STATE_DICT"
+        )
+
+
 def check_installed(package: str, setting: str) -> None:
     """Raises [`ConfigError`] if `package`, which `setting` needs, is not installed."""
     if importlib.util.find_spec(package) is None:
@@ -190,10 +208,7 @@ def check_teacher(name: str | None, loading: dict[str, Any] | None = None) -> No
         name: `teacher_model_name_or_path`.
         loading: `teacher_model_init_kwargs`.
     """
-    if name is None:
-        raise ConfigError("teacher_model_name_or_path is missing: a model with the student's tokenizer")
-    if is_missing_folder(name):
-        raise ConfigError(f"teacher_model_name_or_path={name!r}: there is no such folder{_how_it_is_made(name)}")
+    read_config(name, field="teacher_model_name_or_path")
     check_weights(name)
     quantization = (loading or {}).get("quantization_config") or {}
     if quantization.get("load_in_4bit") or quantization.get("load_in_8bit"):
@@ -262,6 +277,12 @@ def lora_config(model: ModelConfig) -> PeftConfig | None:
     return config
 
 
+def quantization_of_base(model: ModelConfig) -> Any:
+    """The quantization that a recipe asks for, or with which its base is stored; `None` if there is none."""
+    config = get_quantization_config(model)
+    return config or quantization_of(read_config(model.model_name_or_path, model.model_revision))
+
+
 def build_bare(name: str, config: PretrainedConfig, **options: Any) -> nn.Module:
     """Build the class that TRL loads for `config` on the meta device; `options` go to `from_config`.
 
@@ -318,6 +339,7 @@ def check_recipe(script: ScriptArguments, config: Any, model: ModelConfig) -> An
     """
     agent = check_script(script)
     check_training(config, model)
+    check_launch_environment(config, model)
     if config.resume_from_checkpoint:
         resolve_resume(config.output_dir, config.resume_from_checkpoint, read_contents=False)
     tokenizer = load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)

@@ -14,13 +14,11 @@ from trl.data_utils import maybe_extract_prompt
 from ...engines.decode.completions import generate, over_ranks
 from ...errors import mistyped_path
 from ...utils.files import written_whole
-from ...utils.plain import counted
 from ..data.answers import DatasetError, answers_match, extract_answer, parse_gold
-from ..data.datasets import is_conversation, read_rows
+from ..data.datasets import read_rows
 from ..evaluation.accuracy import encode, generation_configs
 from ..run.one_line import pop_options
 from .arguments import ConfigError, ScriptArguments, option
-from .script import say
 
 FIELDS = ("prompt", "chosen", "rejected")
 
@@ -142,7 +140,6 @@ def read_pairs(source: str | Path, split: str = "train") -> Dataset:
 
     Each pair then has a `prompt`, and the other columns of its source. Without a prompt it is what both answers begin
     with. A text as a prompt of two conversations that begin with it (as in `ultrafeedback_binarized`) is left out.
-    Pairs of two equal answers, from which nothing can be learned, are left out with a line.
 
     Args:
         source: a file, a folder or a name on the Hub, or a function by import path, as the field `dataset` of a
@@ -150,42 +147,22 @@ def read_pairs(source: str | Path, split: str = "train") -> Dataset:
         split: of a folder or the Hub.
 
     Raises:
-        DatasetError: it cannot be read, or a row is no pair.
+        DatasetError: it cannot be read, or holds no pairs.
     """
     rows = read_rows(str(source), split)
     dataset = rows if isinstance(rows, Dataset) else Dataset.from_list(list(rows))
-    if not len(dataset):
-        raise DatasetError(f"{source} holds no pairs")
-    pairs = dataset.map(_with_prompt, with_indices=True, fn_kwargs={"source": source}, keep_in_memory=True)
-    answers = zip(pairs["chosen"], pairs["rejected"], strict=True)
-    different = [index for index, (chosen, rejected) in enumerate(answers) if chosen != rejected]
-    if not different:
-        raise DatasetError(f"{source}: the two answers of every pair are equal, and nothing can be learned from them")
-    if len(different) < len(pairs):
-        say(f"left {counted(len(pairs) - len(different), 'pair')} of {source} out whose two answers are equal")
-    return pairs.select(different)
-
-
-def _with_prompt(row: dict, index: int, source: str | Path) -> dict:
-    """A pair of TRL's explicit format, from a row in any format."""
-    kinds = [_kind(row.get(name)) for name in FIELDS]
-    prompt, chosen, rejected = kinds
-    if chosen is None or chosen != rejected or (prompt is None and row.get("prompt") is not None):
+    if not len(dataset) or not {"chosen", "rejected"} <= set(dataset.column_names):
         raise DatasetError(
-            f"{source}, row {index}: a pair is `chosen` and `rejected`, two texts or two conversations, and may have "
-            "a `prompt`, which is one of them, too"
+            f"{source} holds no pairs: each row is `chosen` and `rejected`, two texts or two conversations, and may "
+            "have a `prompt`, which is one of them, too"
         )
+    return dataset.map(_with_prompt, keep_in_memory=True)
+
+
+def _with_prompt(row: dict) -> dict:
+    """A pair of TRL's explicit format, from a row in any format."""
     pair = {name: row[name] for name in FIELDS if row.get(name) is not None}
-    if prompt is list and chosen is str:
+    if isinstance(pair.get("prompt"), list) and isinstance(pair["chosen"], str):
         answers = {name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")}
         return pair | answers
-    if not (row["chosen"] and row["rejected"]) and prompt != chosen:
-        raise DatasetError(f"{source}, row {index}: chosen or rejected is empty, and there is no prompt")
     return maybe_extract_prompt(pair)
-
-
-def _kind(value: Any) -> type | None:
-    """`str` for a text, `list` for a conversation, `None` for anything else."""
-    if isinstance(value, str):
-        return str
-    return list if value and is_conversation(value) else None
