@@ -28,7 +28,6 @@ with importing():
     from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit, keep_plain_kernel
     from trl_fsdp_qlora.tools.evaluation.accuracy import evaluate
     from trl_fsdp_qlora.tools.publishing.loading import (
-        find_base,
         load_model,
         processor_source,
     )
@@ -139,7 +138,7 @@ def main() -> None:
         checks.check_installed("bitsandbytes", "load_in_4bit: true")
     if args.adapter:
         base = checks.check_adapter(args.adapter).base_model_name_or_path
-        args.model_name_or_path = args.model_name_or_path or find_base(base, args.adapter)
+        args.model_name_or_path = args.model_name_or_path or base
     if args.output:  # before anything is measured
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)
         if Path(args.output).is_dir():

@@ -89,7 +89,7 @@ EXPECTED_OUTPUT = {
     "a-star-po --help": "--value_samples",
     "evaluate --help": "--max_completion_length",
     "merge --help": "--adapter",
-    "publish --help": "--completions",
+    "publish --help": "--check",
     "dequantize --help": "--dense_dtype",
     "launch --help": "--config_file",
     "sft --help": "--sft_problems",

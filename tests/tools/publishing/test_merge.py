@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny import character_tokenizer, tiny_model
 from trl_fsdp_qlora.errors import UserError
-from trl_fsdp_qlora.tools.publishing.loading import check_loads, find_base, load_model
+from trl_fsdp_qlora.tools.publishing.loading import check_loads, load_model
 from trl_fsdp_qlora.tools.publishing.merge import merge_adapter
 
 IDS = torch.arange(2, 14)[None]
@@ -139,22 +139,6 @@ def test_an_adapter_that_does_not_fit_the_base_or_is_not_finite_is_refused(base,
     ):
         with pytest.raises(UserError, match=f"not finite .*{first}"):
             load()
-
-
-def test_a_relative_base_counts_from_the_adapters_folder_too(base, tmp_path, monkeypatch):
-    """The path was typed in `tmp_path`, next to the base, and later commands run elsewhere."""
-    folder = str(base())
-    adapter = tmp_path / "runs" / "adapter"
-    adapter.mkdir(parents=True)
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert find_base("./base", "runs/adapter") == "./base"
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert find_base("base/", adapter) == find_base("base", "../runs/adapter") == folder
-    # A name on the Hub, a folder that is nowhere, and an adapter on the Hub stay as they are.
-    assert find_base("owner/base", adapter) == "owner/base"
-    assert find_base(str(tmp_path / "gone"), adapter) == str(tmp_path / "gone")
-    assert find_base("base", "owner/adapter") == "base"
 
 
 @pytest.mark.parametrize("kind", ["prefix", "alora"])

@@ -241,13 +241,6 @@ def test_the_printed_evaluate_command_reproduces_the_runs_accuracy(ended_run, pl
     assert json.loads((folder / "measured.json").read_text())["n"] == 9
 
 
-def test_evaluate_finds_the_base_of_a_run(ended_run, tmp_path, call, monkeypatch):
-    """The adapter's config has a path relative to the run's working directory."""
-    monkeypatch.chdir(tmp_path)
-    printed = call("evaluate", ["--adapter", str(ended_run.out), "--output", "found.json"])
-    assert f"{round(100 * ended_run.record['after']['pass_at_1'], 1)}" in printed
-
-
 def test_a_run_killed_after_its_last_step_is_saved_and_continues(copied_run, planted, folder, call):
     """The run has lost its adapter and its record is damaged: a launch restores both without a further step.
 

@@ -13,7 +13,6 @@ from trl import GRPOConfig, GRPOTrainer
 from tests.tiny import lora, prompts, save_tiny_model, trainer
 from tests.tools.report.test_page import charts, data_of, page_of
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, EfficientRLOOConfig, EfficientRLOOTrainer
-from trl_fsdp_qlora.tools.publishing import publish
 from trl_fsdp_qlora.tools.recipe import record, runner, script
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.tools.report.keep import write_completions
@@ -90,23 +89,6 @@ def test_what_is_published_has_no_completions(base, tmp_path, monkeypatch):
     runner.run_recipe(each, ScriptArguments("addition", skip_accuracy=True), None, None)
     assert data_of(tmp_path / "report.html")["completions"] == before_the_first_push[0]["completions"] == []
     assert (tmp_path / "_completions").is_dir()  # transformers uploads nothing that begins with an underscore
-
-
-def test_publish_sends_the_page_and_completions_only_if_they_are_asked_for(base, tmp_path, monkeypatch, capsys):
-    recipe_run(base, tmp_path)
-    assert data_of(tmp_path / "report.html")["completions"]
-    sent = []
-    monkeypatch.setattr(publish, "send", lambda scratch, *_: sent.append(data_of(scratch / "report.html")))
-    words = [str(tmp_path), "--repo", "someone/adapter", "--base", "someone/base"]
-    publish.run_publish(words)
-    publish.run_publish([*words, "--completions"])
-    assert [bool(data["completions"]) for data in sent] == [False, True]
-    lines = capsys.readouterr().out.splitlines()
-    assert "report.html" in next(line for line in lines if line.startswith("to be published"))
-    assert "_completions" in next(line for line in lines if line.startswith("left out"))
-    (tmp_path / "report.html").unlink()
-    publish.run_publish([*words, "--check"])
-    assert "report.html" not in capsys.readouterr().out
 
 
 def test_a_page_that_fails_is_a_warning(base, tmp_path, monkeypatch, caplog):

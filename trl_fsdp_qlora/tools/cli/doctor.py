@@ -54,8 +54,8 @@ def doctor(words: list[str]) -> int:
         launcher, rest = pop_options(words, LAUNCHER)
         rest = with_recipe(rest)
         with contextlib.redirect_stdout(sys.stderr):  # messages that libraries log on import are no findings
-            findings += machine()
-            findings += run(launcher, rest) if rest else ()
+            findings += machine_findings()
+            findings += recipe_findings(launcher, rest) if rest else ()
     except ImportError as error:  # the package refuses the installed versions: the findings so far have the reason
         findings.append(Finding("error", "imports", str(error)))
     findings.sort(key=lambda finding: _LEVELS.index(finding.level))
@@ -66,7 +66,7 @@ def doctor(words: list[str]) -> int:
     return 1 if errors else 0
 
 
-def machine() -> Iterator[Finding]:
+def machine_findings() -> Iterator[Finding]:
     """Findings that need no recipe."""
     import torch
 
@@ -113,7 +113,7 @@ def devices(build: str, cuda: str | None, driver: bool, gpus: Sequence[tuple[str
         yield Finding("ok", "hardware", reason)
 
 
-def run(launcher: dict[str, str], rest: list[str]) -> Iterator[Finding]:
+def recipe_findings(launcher: dict[str, str], rest: list[str]) -> Iterator[Finding]:
     """What the run's own command would refuse first, with the fields in `rest` and the options `launcher`."""
     from transformers.utils import logging
 

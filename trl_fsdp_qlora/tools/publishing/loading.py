@@ -47,22 +47,6 @@ def load_model(base: str, adapter: str | Path | None = None, **options: Any) -> 
         raise UserError(f"{adapter} is an adapter of another base than {base}: its layers have other sizes") from error
 
 
-def find_base(base: str, adapter: str | Path) -> str:
-    """The path of the base that the config of `adapter` names.
-
-    A relative path is relative to the working directory. If there is no such folder, it is relative to the adapter's
-    folder or to one of the folders above it, because a run writes the path as its user typed it. A name on the Hub is
-    returned as it is.
-    """
-    if not base or Path(base).is_absolute() or Path(base).exists():
-        return base
-    folder = Path(adapter).resolve()
-    for above in (folder, *folder.parents) if folder.is_dir() else ():
-        if (above / base / "config.json").is_file():
-            return str((above / base).resolve())
-    return base
-
-
 def check_loads(adapter: str | Path, base: str) -> None:
     """Let plain PEFT load `adapter` on `base`, in host memory.
 
