@@ -133,7 +133,7 @@ def main() -> None:
     script, args = parse_recipe((ScriptArguments, EvaluateArguments), defaults=defaults)
     check_code(folder, code, vars(script) | vars(args))
     state = PartialState(cpu=args.use_cpu)
-    checks.check_script(script)
+    of_user = checks.check_script(script, vars(args))
     if args.load_in_4bit:
         checks.check_installed("bitsandbytes", "load_in_4bit: true")
     if args.adapter:
@@ -148,9 +148,8 @@ def main() -> None:
     if "images" in test.column_names:
         source = processor_source(args.adapter, args.model_name_or_path, args.model_revision)
         tokenizer = load_processing(*source, images=True)
-    agent = checks.agent_of(script, args.chat_template_kwargs, args.tool_timeout)
-    if agent is not None:
-        tokenizer = checks.with_tool_format(tokenizer, script)
+    if of_user.agent is not None:
+        tokenizer = of_user.tool_format(tokenizer)
         checks.check_tool_template(tokenizer, args.model_name_or_path)
     model = load_measured_model(args, state.device)
     with torch.autocast(state.device.type, torch.bfloat16) if args.bf16 else nullcontext():
@@ -165,9 +164,9 @@ def main() -> None:
             top_p=args.top_p,
             answer_format=script.answer_format,
             seed=args.seed,
-            agent=agent,
+            agent=of_user.agent,
             max_tool_turns=args.max_tool_calling_iterations,
-            judge=checks.judge_of(script),
+            judge=of_user.judge,
         )
     say(str(result))
     if args.output and state.is_main_process:

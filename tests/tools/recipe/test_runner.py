@@ -195,7 +195,7 @@ def test_a_resumed_run_that_measures_nothing_keeps_no_figure_of_other_weights(me
     script = ScriptArguments("addition", skip_accuracy=True)
     settings = {"peft_config": lora(), "max_steps": 2, "model": measured_run.base}
     grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, measured_run.folder / "out", **settings)
-    record = runner.run_recipe(grpo, script, None, "auto")
+    record = runner.run_recipe(grpo, script, None, "auto", ModelConfig(model_name_or_path=measured_run.base))
     assert record["before"] == measured_run.before and "after" not in record
 
 

@@ -13,7 +13,7 @@ from ...utils.ranks import on_main
 from ..evaluation.accuracy import encode_images
 from ..evaluation.episodes import Agent, begin
 from ..recipe.arguments import ConfigError, ScriptArguments
-from ..recipe.checks import agent_of
+from ..recipe.checks import user_code
 from ..recipe.runner import load_processing
 from ..recipe.script import say
 from .plan import Plan, format_bytes, make_plan
@@ -44,7 +44,7 @@ def plan_first(
         try:
             count = _PROMPTS_WITH_IMAGES if "images" in train.column_names else _PROMPTS
             sample = train.select(range(min(count, len(train))))
-            agent = agent_of(script, getattr(config, "chat_template_kwargs", None))
+            agent = user_code(script, vars(config)).agent
             settings = from_config(config, model, longest_prompt(tokenizer, sample, model, agent))
             of_episodes = {"tools": script.tools, "environment": script.environment}
             plan = make_plan(replace(settings, values=settings.values | of_episodes))

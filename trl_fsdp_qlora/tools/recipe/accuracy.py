@@ -13,7 +13,7 @@ from trl.models import unwrap_model_for_generation
 from ...utils.nonfatal import nonfatal
 from ..evaluation.accuracy import Evaluation, evaluate
 from .arguments import ScriptArguments
-from .checks import agent_of, judge_of
+from .checks import user_code
 from .record import RunRecord
 from .script import say
 
@@ -57,9 +57,7 @@ class AccuracyCallback(TrainerCallback):
         self.test = test
         self.record = record
         self.seconds_before = 0.0
-        settings = vars(trainer.args)  # some trainers have neither field
-        self.agent = agent_of(script, settings.get("chat_template_kwargs"), settings.get("tool_timeout"))
-        self.judge = judge_of(script)
+        self.code = user_code(script, vars(trainer.args))
 
     def measure(self, description: str = "accuracy", samples: int = 0) -> Evaluation:
         """Measure the held-out accuracy of the current model, on every rank."""
@@ -79,9 +77,9 @@ class AccuracyCallback(TrainerCallback):
                 samples=samples,
                 description=description,
                 synced_gpus=synced_gpus,
-                agent=self.agent,
-                judge=self.judge,
-                max_tool_turns=None if self.agent is None else args.max_tool_calling_iterations,
+                agent=self.code.agent,
+                judge=self.code.judge,
+                max_tool_turns=None if self.code.agent is None else args.max_tool_calling_iterations,
             )
 
     def finish(self) -> str:

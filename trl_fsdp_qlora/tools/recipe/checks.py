@@ -3,8 +3,9 @@
 import importlib.util
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftConfig, get_peft_model
@@ -50,21 +51,40 @@ _AT_LEAST = {
 }
 
 
-def agent_of(
-    script: ScriptArguments, template_options: dict | None = None, tool_timeout: float | None = None
-) -> Agent | None:
-    """The tools and the environment that `script` names; `None` if it names none.
+class UserCode(NamedTuple):
+    """What a recipe names of code: its rewards, and functions and classes of the user's own, imported.
+
+    Attributes:
+        rewards: by name; that of the environment itself is not among them.
+        judge: what decides whether a measured answer is right; `None` compares answers.
+        agent: the tools and the environment, if there are any.
+        tool_format: changes a tokenizer so that its chat template knows tools.
+    """
+
+    rewards: list[Callable]
+    judge: Judge | None
+    agent: Agent | None
+    tool_format: Callable[[Any], Any]
+
+
+def user_code(script: ScriptArguments, settings: dict[str, Any] | None = None) -> UserCode:
+    """Import what `script` names; `settings` may have `chat_template_kwargs` and `tool_timeout`, for episodes.
 
     Raises:
-        UserError: an import path leads nowhere, the environment has no `reset`, or it has no `get_reward` although
-            `rewards` names it.
+        UserError: an import path leads nowhere, a reward is unknown, the environment has no `reset`, or it has no
+            `get_reward` although `rewards` names it.
     """
-    if not script.tools and script.environment is None:
-        if OWN_REWARD in script.rewards:
-            raise ConfigError(f"rewards: {OWN_REWARD} is an environment's get_reward, and no environment is set")
-        return None
-    environment = None if script.environment is None else load_function(script.environment)
     owns_reward = OWN_REWARD in script.rewards
+    rewards = [get_reward(name, script.answer_format) for name in script.rewards if name != OWN_REWARD]
+    paths = filter(None, (script.accuracy_function, script.tool_format, script.environment, *script.tools))
+    functions = {path: load_function(path) for path in paths}
+    judge = Judge(functions[script.accuracy_function]) if script.accuracy_function else None
+    tool_format = functions[script.tool_format] if script.tool_format else lambda tokenizer: tokenizer
+    if not script.tools and script.environment is None:
+        if owns_reward:
+            raise ConfigError(f"rewards: {OWN_REWARD} is an environment's get_reward, and no environment is set")
+        return UserCode(rewards, judge, None, tool_format)
+    environment = functions[script.environment] if script.environment else None
     if environment is not None and not hasattr(environment, "reset"):
         raise ConfigError(f"environment={script.environment!r} has no method reset(self, **row)")
     if owns_reward and not hasattr(environment, "get_reward"):
@@ -73,18 +93,15 @@ def agent_of(
         )
     if not script.chat:
         raise ConfigError("tools and environments are shown to the model by its chat template; leave chat: false out")
-    tools = [load_function(path) for path in script.tools]
-    return Agent(tools, environment, owns_reward, template_options or {}, tool_timeout)
-
-
-def judge_of(script: ScriptArguments) -> Judge | None:
-    """The function that `accuracy_function` names; `None` if it names none, and answers are compared."""
-    return None if script.accuracy_function is None else Judge(load_function(script.accuracy_function))
-
-
-def with_tool_format(tokenizer: Any, script: ScriptArguments) -> Any:
-    """`tokenizer` after the function that `tool_format` names has changed it."""
-    return tokenizer if script.tool_format is None else load_function(script.tool_format)(tokenizer)
+    of_episodes = settings or {}
+    agent = Agent(
+        [functions[path] for path in script.tools],
+        environment,
+        owns_reward,
+        of_episodes.get("chat_template_kwargs") or {},
+        of_episodes.get("tool_timeout"),
+    )
+    return UserCode(rewards, judge, agent, tool_format)
 
 
 def check_tool_template(tokenizer: Any, name: str) -> None:
@@ -98,23 +115,19 @@ def check_tool_template(tokenizer: Any, name: str) -> None:
         raise ConfigError(f"TRL does not know how {name!r} writes its calls; {hint}") from error
 
 
-def check_script(script: ScriptArguments) -> Agent | None:
+def check_script(script: ScriptArguments, settings: dict[str, Any] | None = None) -> UserCode:
     """Refuse counts, rewards, an answer format or a template that cannot be used; a `UserError` names the field.
 
     Returns:
-        The tools and the environment that `script` names, if any.
+        What `script` names of code, see [`user_code`].
     """
     for name, smallest in _AT_LEAST.items():
         value = vars(script).get(name)
         if value is not None and value < smallest:
             raise ConfigError(f"{name}={value} must be at least {smallest}")
-    extract_answer("", script.answer_format)
-    for name in script.rewards:
-        if name != OWN_REWARD:
-            get_reward(name, script.answer_format)
-    judge_of(script)
     check_template(script.prompt_template)
-    return agent_of(script)
+    extract_answer("", script.answer_format)
+    return user_code(script, settings)
 
 
 def check_training(config: Any, model: ModelConfig) -> None:
@@ -337,14 +350,14 @@ def check_recipe(script: ScriptArguments, config: Any, model: ModelConfig) -> An
     Raises:
         UserError: the message has the field, the value and the line to write.
     """
-    agent = check_script(script)
+    code = check_script(script)
     check_training(config, model)
     check_launch_environment(config, model)
     if config.resume_from_checkpoint:
         resolve_resume(config.output_dir, config.resume_from_checkpoint, read_contents=False)
     tokenizer = load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
-    if agent is not None:
-        tokenizer = with_tool_format(tokenizer, script)
+    if code.agent is not None:
+        tokenizer = code.tool_format(tokenizer)
         check_tool_template(tokenizer, model.model_name_or_path)
     check_model(model)
     return tokenizer

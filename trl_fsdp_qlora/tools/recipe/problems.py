@@ -139,7 +139,8 @@ def _is_text(problem: dict) -> bool:
 def load_data(args: ScriptArguments) -> tuple[Dataset, Dataset | None]:
     """Load the training prompts and the prompts to measure on, see [`to_measure`], without overlap."""
     problems = load_problems(args)
-    return prompts_of(args, problems.train), to_measure(args, problems)
+    test = to_measure(args, problems)
+    return prompts_of(args, problems.train), test
 
 
 def to_measure(args: ScriptArguments, problems: Problems) -> Dataset | None:

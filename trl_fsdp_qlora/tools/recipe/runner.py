@@ -18,13 +18,13 @@ from ...trainers.run.stopping import stopping_after_step
 from ...utils.nonfatal import nonfatal
 from ...utils.ranks import on_main
 from ...utils.threads import fit_threads
-from ..data.rewards import checked, get_reward
+from ..data.rewards import checked
 from ..run.launch import launch_words
 from ..run.one_line import pop_options
 from ..run.terminal import use_terminal
 from .accuracy import AccuracyCallback, can_measure, completion_length
 from .arguments import ConfigError, ScriptArguments
-from .checks import OWN_REWARD, agent_of, lora_config, with_tool_format
+from .checks import lora_config, user_code
 from .record import RunPage, RunRecord, next_commands
 from .script import say
 
@@ -58,13 +58,13 @@ def build_trainer(
         ConfigError: the recipe has tools or an environment, and trainers of `cls` support none.
     """
     arguments = model_arguments(config, model, "images" in train.column_names)
-    agent = agent_of(script)
-    if agent is not None:
+    code = user_code(script)
+    if code.agent is not None:
         if "environment_factory" not in inspect.signature(cls.__init__).parameters:
             raise ConfigError(f"environment and tools: {cls.__name__} runs no episodes; train with GRPO")
-        arguments |= agent.arguments()
-        arguments["processing_class"] = with_tool_format(arguments["processing_class"], script)
-    rewards = [checked(get_reward(name, script.answer_format)) for name in script.rewards if name != OWN_REWARD]
+        arguments |= code.agent.arguments()
+        arguments["processing_class"] = code.tool_format(arguments["processing_class"])
+    rewards = [checked(reward) for reward in code.rewards]
     trainer = cls(model.model_name_or_path, rewards, config, train, **arguments, **further_arguments)
     trainer.card_info.settings = (script, model)
     fit_threads(trainer.model)
