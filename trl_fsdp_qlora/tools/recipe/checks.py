@@ -29,8 +29,6 @@ from ...fsdp2_qlora.launch_checks import is_fsdp_launch
 from ...prefix_sharing.sharing import CHOICES
 from ...trainers.run.checkpoints import resolve_resume
 from ...trainers.run.input_checks import language_model_only, mistakes
-from ..data.answers import extract_answer
-from ..data.datasets import check_template
 from ..data.import_path import load_function
 from ..data.rewards import get_reward
 from ..evaluation.accuracy import Judge
@@ -116,7 +114,7 @@ def check_tool_template(tokenizer: Any, name: str) -> None:
 
 
 def check_script(script: ScriptArguments, settings: dict[str, Any] | None = None) -> UserCode:
-    """Refuse counts, rewards, an answer format or a template that cannot be used; a `UserError` names the field.
+    """Refuse counts and code that cannot be used; a `UserError` names the field.
 
     Returns:
         What `script` names of code, see [`user_code`].
@@ -125,8 +123,6 @@ def check_script(script: ScriptArguments, settings: dict[str, Any] | None = None
         value = vars(script).get(name)
         if value is not None and value < smallest:
             raise ConfigError(f"{name}={value} must be at least {smallest}")
-    check_template(script.prompt_template)
-    extract_answer("", script.answer_format)
     return user_code(script, settings)
 
 
