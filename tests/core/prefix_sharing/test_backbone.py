@@ -520,6 +520,7 @@ def test_a_trainer_that_calls_the_decoder_directly_gets_a_line(name, caplog):
     assert not lines()
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_model_keeps_the_last_positions():
     """Its mask carries their number to the backbone, through code that was compiled."""
     torch._dynamo.reset()

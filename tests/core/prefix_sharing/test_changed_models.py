@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.tiny import lora
+from tests.tiny import lora, these_first
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.long_rows.tiles import install
 from trl_fsdp_qlora.prefix_sharing import check
@@ -121,10 +121,16 @@ def wrap_by_transformers(model, reentrant: bool) -> None:
 WRAPPERS = (wrap_by_hand, wrap_with_the_mask, wrap_by_torch, wrap_by_transformers)
 
 
-KINDS = [
-    *itertools.product(["qwen3", "qwen3_5"], WRAPPERS),
-    *((name, wrap_by_hand) for name in ("gemma2", "mistral_sliding", "mamba2")),
-]
+KINDS = these_first(
+    [
+        *itertools.product(["qwen3", "qwen3_5"], WRAPPERS),
+        *((name, wrap_by_hand) for name in ("gemma2", "mistral_sliding", "mamba2")),
+    ],
+    ("qwen3", wrap_by_hand),
+    ("qwen3", wrap_by_torch),
+    ("qwen3_5", wrap_with_the_mask),
+    ("qwen3_5", wrap_by_transformers),
+)
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])

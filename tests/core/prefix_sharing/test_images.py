@@ -7,12 +7,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig, inject_adapter_in_model
-from PIL import Image
-from trl import GRPOTrainer
 
-from trl_fsdp_qlora import EfficientGRPOTrainer
+from tests.tiny import these_first
 from trl_fsdp_qlora.compat.trl import rows_of_images
 from trl_fsdp_qlora.prefix_sharing import check, image_keys, images, passes
 from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
@@ -21,7 +18,6 @@ from trl_fsdp_qlora.prefix_sharing.check import sampled_rows
 from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 from trl_fsdp_qlora.prefix_sharing.wrapped_forward import Instructions
-from trl_fsdp_qlora.trainers.step.groups import micro_batches
 
 from .helpers import (
     LINEAR,
@@ -33,11 +29,8 @@ from .helpers import (
     completion_labels,
     counting_padded_forwards,
     gradients,
-    llava_processor,
-    make_trainer,
     prepared,
     sees,
-    tokenizer,
     with_stock_head,
 )
 
@@ -100,6 +93,12 @@ FAMILIES = {
         "mm_token_type_ids",
     ),
 }
+
+
+# In `make test`: patches, squares, several crops, padded rows of pictures, and tokens that see each other.
+first_families = pytest.mark.parametrize(
+    "name", these_first(FAMILIES, "qwen3_vl", "llava", "llava_onevision", "smolvlm", "gemma3", "gemma4")
+)
 
 
 def with_images(name, seed=0):
@@ -187,7 +186,7 @@ def scored(model, batch, run):
 
 @pytest.mark.parametrize("counted", ["counted", "not counted"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize("name", FAMILIES)
+@first_families
 def test_equals_stock(name, frozen, counted):
     """Also from a trainer that does not pass the number of each row's images."""
     model, sharing, batch = pictured(name, frozen)
@@ -227,7 +226,7 @@ def test_offloaded_activations_equal_those_that_stay(name, monkeypatch):
     assert_equal_gradients(moved, kept, tolerance=1e-7)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@first_families
 def test_images_are_seen_once_per_optimizer_step(name, monkeypatch):
     """In batches of one row each: a prompt with its images is computed by the first that needs it, and kept."""
     monkeypatch.setattr(passes, "MIN_SAVED_TOKENS", 1)
@@ -336,29 +335,6 @@ def test_no_features_and_no_pixels_are_kept_after_a_pass(name, change):
         assert 0 < sharing.figures.tokens < 0.6 * batch.input_ids.numel()
 
 
-def test_equal_words_about_other_images_have_entropies_of_their_own(tmp_path):
-    """Of a trainer that selects tokens by their entropy, in which equal contexts tie."""
-    _, batch = with_images("qwen3_vl")
-    ids, mask = batch.input_ids, batch.attention_mask
-    for rows in ((0, 3), (1, 4)):  # of groups that ask the same of other pictures
-        ids[rows[1], -COMPLETION:] = ids[rows[0], -COMPLETION:]
-    mask[[0, 1, 3, 4], -COMPLETION:] = 1
-    entropies = []
-    for cls in (GRPOTrainer, EfficientGRPOTrainer):
-        model = build(MULTIMODAL["qwen3_vl"])
-        model.config.image_token_id = IMAGE
-        trainer = make_trainer(cls, model, tmp_path, top_entropy_quantile=0.5)
-        vision = {**batch.vision, "num_images": batch.num_images}
-        with torch.no_grad():
-            _, entropies_BC, _ = trainer._get_per_token_logps_and_entropies(
-                trainer.model, ids, mask, COMPLETION, compute_entropy=True, **vision
-            )
-        entropies.append(entropies_BC * mask[:, -COMPLETION:])
-    assert trainer.sharing.figures.tokens
-    assert (entropies[0][0] - entropies[0][3]).abs().max() > 1e-2
-    assert (entropies[0] - entropies[1]).abs().max() <= 1e-4
-
-
 @pytest.mark.parametrize(
     ("tokens", "sizes", "counts"),
     [
@@ -394,18 +370,6 @@ def test_the_same_words_about_another_picture_are_another_prompt():
     assert torch.equal(image_keys.fingerprints(changed)[1:], numbers[1:])
 
 
-def test_padded_pixels_with_as_many_images_as_rows():
-    """Idefics' layout, of a row with two images and a row with none; TRL 1.16 takes it for one row per image."""
-    pixels = torch.rand(2, 2, 3, 4, 4)
-    vision = {"pixel_values": pixels, "pixel_attention_mask": torch.ones(2, 2, 4, 4), "num_images": [2, 0]}
-    chosen = rows_of_images(vision, [0])
-    assert torch.equal(chosen["pixel_values"], pixels[:1]) and len(chosen["pixel_attention_mask"]) == 1
-    changed = image_keys.fingerprints({**vision, "pixel_values": torch.cat([pixels[:1], pixels[1:] + 1])})
-    assert (image_keys.fingerprints(vision) == changed).flatten().tolist() == [True, False]
-    for part in micro_batches({**vision, "prompt_ids": torch.tensor([[0], [1]])}, 1, 0, 2):
-        assert torch.equal(part["pixel_values"], pixels[part["prompt_ids"][0]])
-
-
 def test_an_image_that_is_not_computed_runs_padded(caplog):
     """Behind the last label, so nothing is predicted from it."""
     model, sharing, batch = pictured("qwen3_vl")
@@ -421,7 +385,7 @@ def test_an_image_that_is_not_computed_runs_padded(caplog):
     assert len([record for record in caplog.records if record.name == sharing_module.__name__]) == 1
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@first_families
 def test_an_image_in_a_completion(name):
     """A tool's answer, or a later turn: it is a part of its row like any other, behind the common prompt."""
     model, sharing, batch = pictured(name)
@@ -504,41 +468,3 @@ def test_ranks_ask_each_other_for_images_once_per_generation_batch(monkeypatch):
     sharing.look_for_images(True, text.input_ids.device)
     assert exchanges(text) == 1 and exchanges(batch) > 1
     assert exchanges(text) == exchanges(batch) == 0
-
-
-# Of the language model: nothing of the tower is trained.
-ADAPTER = LoraConfig(r=4, target_modules=r".*language_model.*\.(q|v|down)_proj", init_lora_weights=False)
-
-
-def llava_trainer(cls, folder, **config):
-    """GRPO of a small LLaVA on pictures, its prompts of TRL's conversational kind, without a file anywhere."""
-    tokens = tokenizer()
-    tokens.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    model = build(MORE["llava"])
-    model.config.image_token_id = tokens.convert_tokens_to_ids("<image>")
-    model.resize_token_embeddings(len(tokens))
-    rng = np.random.default_rng(0)
-    pictures = [Image.fromarray(rng.integers(0, 255, (16, 16, 3), dtype=np.uint8)) for _ in range(8)]
-    rows = {
-        "prompt": [[{"role": "user", "content": "A+B=" if i % 2 else "CD"}] for i in range(8)],
-        "image": pictures,
-    }
-    return make_trainer(cls, model, folder, ADAPTER, llava_processor(tokens), Dataset.from_dict(rows), **config)
-
-
-def test_training_on_pictures_equals_stock(tmp_path):
-    runs = []
-    for cls in (GRPOTrainer, EfficientGRPOTrainer):
-        torch.manual_seed(0)
-        trainer = llava_trainer(cls, tmp_path, max_steps=4, beta=0.1, num_iterations=2, shuffle_dataset=False)
-        trainer.train()
-        wanted = ("loss", "grad_norm", "kl")
-        runs.append([{key: row[key] for key in wanted if key in row} for row in trainer.state.log_history])
-    figures = [row.get("prefix_sharing/policy/tokens_fraction", 0.0) for row in trainer.state.log_history]
-    assert all(0 < figure < 0.8 for figure in figures[:4])
-    for mine, theirs in zip(*runs, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
-    # A generation batch holds each of its two pictures once.
-    parts = [x.untyped_storage() for part in trainer._buffered_inputs for x in part["pixel_values"]]
-    held = {storage.data_ptr(): storage.nbytes() for storage in parts}
-    assert len(held) == 2 and sum(held.values()) == 2 * 3 * 16 * 16 * 4

@@ -47,7 +47,7 @@ def layers_with_states() -> dict[str, type]:
     return layers
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_layer_of_transformers_that_keeps_a_state_is_registered_or_known_to_be_missing():
     layers = layers_with_states()
     registered = {layer for kind in KINDS for layer in kind.LAYERS}

@@ -7,7 +7,8 @@ import torch
 import transformers as tf
 from peft import LoraConfig, get_peft_model
 
-from tests.core.prefix_sharing.helpers import MULTIMODAL, awkward_batch, build, make_trainer, tokenizer
+from tests.core.prefix_sharing.helpers import MULTIMODAL, awkward_batch, build, tokenizer
+from tests.trainers.helpers import make_trainer
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.transformers import model_class
 from trl_fsdp_qlora.tools.publishing.loading import check_loads, load_model

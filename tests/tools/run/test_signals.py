@@ -40,22 +40,6 @@ def test_ctrl_c_in_any_command_is_one_word(monkeypatch, capsys):
 
 
 @pytest.mark.processes
-def test_an_import_changes_nothing_of_the_process():
-    code = """
-import os, signal
-environment, handlers = dict(os.environ), {n: signal.getsignal(n) for n in signal.valid_signals()}
-import trl_fsdp_qlora
-from trl_fsdp_qlora import EfficientGRPOTrainer
-from trl_fsdp_qlora.tools.run import launch, one_line
-print({n for n, handler in handlers.items() if signal.getsignal(n) != handler})
-print({name for name in os.environ if name.startswith(("TRL_FSDP", "ACCELERATE")) and name not in environment})
-"""
-    environment = {**os.environ, "ACCELERATE_MIXED_PRECISION": "no"}  # as under `accelerate launch`
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert run.stdout.split() == ["set()", "set()"], run.stderr
-
-
-@pytest.mark.processes
 def test_a_command_without_the_extra_that_it_needs_is_one_line(tmp_path):
     code = """
 import sys

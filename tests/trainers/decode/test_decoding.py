@@ -29,15 +29,9 @@ from transformers.generation import WatermarkingConfig
 
 from tests.core.prefix_sharing.helpers import FROM_NO_STATE, MULTIMODAL, RECURRENT
 from tests.core.prefix_sharing.helpers import build as build_family
-from tests.core.prefix_sharing.test_images import (
-    COMPLETION,
-    FAMILIES,
-    IMAGE,
-    ROWS,
-    llava_trainer,
-    with_images,
-)
+from tests.core.prefix_sharing.test_images import COMPLETION, FAMILIES, IMAGE, ROWS, with_images
 from tests.tiny import these_first
+from tests.trainers.sharing.test_images import llava_trainer
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.engines.decode.completions import complete
 from trl_fsdp_qlora.engines.decode.decoding import Decoding, why_stock

@@ -7,7 +7,8 @@ from PIL import Image
 from trl import DPOConfig, DPOTrainer
 
 from tests.core.prefix_sharing.helpers import build, llava_processor, tokenizer
-from tests.core.prefix_sharing.test_images import ADAPTER, MORE
+from tests.core.prefix_sharing.test_images import MORE
+from tests.trainers.sharing.test_images import ADAPTER
 from trl_fsdp_qlora import EfficientDPOConfig, EfficientDPOTrainer
 from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
 

@@ -10,15 +10,8 @@ from datasets import Dataset
 from peft import LoraConfig
 from trl import RLOOConfig, RLOOTrainer
 
-from tests.core.prefix_sharing.helpers import (
-    COMPLETION,
-    assert_equal_gradients,
-    build,
-    gradients,
-    losses_of,
-    mean_token,
-    tokenizer,
-)
+from tests.core.prefix_sharing.helpers import COMPLETION, assert_equal_gradients, build, gradients, tokenizer
+from tests.trainers.helpers import losses_of, mean_token
 from trl_fsdp_qlora import EfficientRLOOConfig, EfficientRLOOTrainer
 
 FAMILIES = ("qwen3", "gemma3", "qwen3_5")

@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from trl.experimental import a2po, cpo, gkd, gmpo, gold, iw_opd, online_dpo, orpo, sdft, sdpo, tpo
 
-from tests.core.prefix_sharing.helpers import build, llava_processor, mean_token, tokenizer
+from tests.core.prefix_sharing.helpers import build, llava_processor, tokenizer
 from tests.core.prefix_sharing.test_images import MORE
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import launch
 from tests.tiny import these_first, tool_tokenizer
+from tests.trainers.helpers import mean_token
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.prefix_sharing.share import models_of
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing, causal_language_model
@@ -245,11 +246,9 @@ CASES = [
     for adapter in (True, False)
     if not (kind == "a2po" and adapter)  # it takes no adapter
 ]
-# Each trainer once, and each family with each way to call a model: for logits, for a class, by the backbone.
+# Each trainer once, and each family with one way to call a model: for a class, for logits, by the backbone.
 OFTEN = [case for case in CASES if case[0] == "qwen3" and (case[2] or case[1] == "a2po")]
-OFTEN += [
-    (name, kind, False) for name in ("gemma3", "gpt_oss", "qwen3_5") for kind in ("reward", "orpo", "distillation")
-]
+OFTEN += [("gemma3", "reward", False), ("gpt_oss", "orpo", False), ("qwen3_5", "distillation", False)]
 
 
 @pytest.mark.parametrize(("name", "kind", "adapter"), these_first(CASES, *OFTEN))
@@ -302,7 +301,7 @@ SEEING = {
 
 # Each way to call a model, and what a trainer's own collator gives it.
 SEEING_CASES = [(kind, adapter) for kind in SEEING for adapter in (True, False)]
-SEEING_OFTEN = [("kto", True), ("sft", False), ("distillation", False), ("online_dpo", True), ("gold", True)]
+SEEING_OFTEN = [("kto", True), ("distillation", False), ("online_dpo", True)]
 
 
 @pytest.mark.parametrize(("kind", "adapter"), these_first(SEEING_CASES, *SEEING_OFTEN))

@@ -10,13 +10,12 @@ import sys
 import pytest
 import torch
 
+from tests.core.prefix_sharing.helpers import RECURRENT, SUPPORTED, awkward_batch, build, completion_labels, prepared
+from tests.core.prefix_sharing.test_images import freeze_tower, with_images
 from tests.trainers.dpo import test_trainer as dpo_tests
 from tests.trainers.dpo.test_images import llava_trainer
 from tests.trainers.grpo.test_syncs import Waits, places
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
-
-from .helpers import RECURRENT, SUPPORTED, awkward_batch, build, completion_labels, prepared
-from .test_images import freeze_tower, with_images
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
