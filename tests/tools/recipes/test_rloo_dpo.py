@@ -14,7 +14,7 @@ from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.tools.data import datasets
 from trl_fsdp_qlora.tools.data.answers import DatasetError, answers_match, extract_answer
 from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments
-from trl_fsdp_qlora.tools.recipe.pairs import must_be_made, pairs_of_problem, read_pairs, write_pairs
+from trl_fsdp_qlora.tools.recipe.pairs import must_be_made, pair_of_problem, read_pairs, write_pairs
 from trl_fsdp_qlora.tools.recipe.problems import load_held_out
 
 COMMON = (
@@ -78,7 +78,7 @@ def test_a_recipe_trains_on_tests_as_answers_with_functions_of_ones_own(folder, 
 
 def test_dpo_makes_its_pairs_once_trains_and_is_measured(folder, called, capsys):
     words = (
-        f"{COMMON} --pair_problems 24 --pair_samples 2 --pairs_per_problem 1 --answer_format hash "
+        f"{COMMON} --pair_problems 24 --pair_samples 2 --answer_format hash "
         "--per_device_train_batch_size 8 --save_strategy steps --save_steps 1"
     )
     called("dpo", f"{words} --max_steps 1")
@@ -106,16 +106,16 @@ def test_dpo_makes_its_pairs_once_trains_and_is_measured(folder, called, capsys)
     assert json.loads((folder / "measured.json").read_text())["correct"] == record["after"]["correct"]
 
 
-def test_an_answer_is_in_one_pair_and_the_models_own_right_answer_goes_before_the_worked_one():
+def test_the_models_own_right_answer_is_preferred_to_the_worked_one():
     row = {"prompt": "1+1=", "answer": 2, "row": 0}
     texts = ["#### 2", "#### 3", "#### 3", "", "so #### 2", "#### 4", "#### 5"]
-    pairs = pairs_of_problem(row, "1 + 1 = 2\n#### 2", texts, 3, "hash", "0")
-    assert sorted(pair["chosen"] for pair in pairs) == [" #### 2", " so #### 2"]
-    assert len({pair["rejected"] for pair in pairs}) == 2
-    (taught,) = pairs_of_problem(row, "1 + 1 = 2\n#### 2", ["#### 7", "#### 8"], 3, "hash", "0")
+    pair = pair_of_problem(row, "1 + 1 = 2\n#### 2", texts, "hash", "0")
+    assert pair["chosen"] in (" #### 2", " so #### 2")
+    assert pair["rejected"].strip() in texts and "#### 2" not in pair["rejected"]
+    taught = pair_of_problem(row, "1 + 1 = 2\n#### 2", ["#### 7", "#### 8"], "hash", "0")
     assert taught["chosen"] == " 1 + 1 = 2\n#### 2"
-    assert pairs_of_problem(row, None, ["#### 7"], 3, "hash", "0") == []
-    assert pairs_of_problem(row, "#### 2", ["#### 2"], 3, "hash", "0") == []
+    assert pair_of_problem(row, None, ["#### 7"], "hash", "0") is None
+    assert pair_of_problem(row, "#### 2", ["#### 2"], "hash", "0") is None
 
 
 def talk(question: str, answer: str) -> list[dict]:

@@ -37,11 +37,6 @@ class DPOScriptArguments(ScriptArguments):
     )
     pair_problems: int | None = option(None, "Make pairs of this many training problems; of all by default.")
     pair_samples: int = option(8, "Answers that the model gives to each of them, at temperature 1.")
-    pairs_per_problem: int = option(2, "Pairs of one problem, at most.")
-    pair_worked: bool = option(
-        True,
-        "Prefer the dataset's worked answer (SVAMP's equation, GSM8K's rationale) if no answer of the model is right.",
-    )
     max_completion_length: int = option(256, "Length limit of the model's answers, here and for `evaluate`.")
 
 
@@ -52,7 +47,6 @@ def sample_pairs(
     taught: Sequence[str | None],
     *,
     samples: int,
-    pairs_per_problem: int,
     max_new_tokens: int,
     answer_format: str,
     batch_size: int,
@@ -66,7 +60,6 @@ def sample_pairs(
         prompts: `prompt`, `answer` and `row`, see [`trl_fsdp_qlora.tools.data.datasets.to_prompts`].
         taught: a right worked answer to each problem, which is chosen if none of the samples is right; or `None`.
         samples: completions drawn for each problem, at temperature 1.
-        pairs_per_problem: largest number of pairs of one problem. An answer is in one pair only.
         max_new_tokens, answer_format, batch_size, seed, progress: as in
             [`trl_fsdp_qlora.tools.evaluation.accuracy.evaluate`].
     """
@@ -77,41 +70,38 @@ def sample_pairs(
         ids = encode([rows[i]["prompt"] for i in batch for _ in range(samples)], tokenizer)
         return generate(model, ids, config, (seed << 20) + batch.start, synced_gpus=False)
 
-    def pair(batch: range, completions: list[list[int]]) -> list[list[dict]]:
+    def pair(batch: range, completions: list[list[int]]) -> list[dict | None]:
         texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in completions]
-        results = []
-        for j, i in enumerate(batch):
-            of_problem = texts[j * samples : (j + 1) * samples]
-            results.append(
-                pairs_of_problem(rows[i], taught[i], of_problem, pairs_per_problem, answer_format, f"{seed} {i}")
-            )
-        return results
+        return [
+            pair_of_problem(rows[i], taught[i], texts[j * samples : (j + 1) * samples], answer_format, f"{seed} {i}")
+            for j, i in enumerate(batch)
+        ]
 
     size = max(1, batch_size // samples)
-    pairs_of_ranks = over_ranks(len(rows), size, draw, pair, description="preference pairs" if progress else None)
-    return [each for pairs in pairs_of_ranks for each in pairs]
+    pairs = over_ranks(len(rows), size, draw, pair, description="preference pairs" if progress else None)
+    return [each for each in pairs if each is not None]
 
 
-def pairs_of_problem(
-    row: dict, work: str | None, texts: list[str], max_pairs: int, answer_format: str, seed: str
-) -> list[dict]:
-    """Pairs of one problem, from the `texts` of its samples; `work` is its worked answer, if there is one."""
+def pair_of_problem(row: dict, work: str | None, texts: list[str], answer_format: str, seed: str) -> dict | None:
+    """A pair of one problem, from the `texts` of its samples; `work` is its worked answer, if there is one.
+
+    It is `None` if there is no right answer, or no wrong one.
+    """
     gold = parse_gold(row["answer"], row["row"])
     texts = [text for text in dict.fromkeys(texts) if text]
     right = [text for text in texts if answers_match(extract_answer(text, answer_format, gold), gold)]
     wrong = [text for text in texts if text not in right]
     if not right and work is not None:
         right = [work]
-    draw = random.Random(seed)
-    draw.shuffle(right)
-    draw.shuffle(wrong)
+    if not right or not wrong:
+        return None
+    choose = random.Random(seed).choice
     chat = not isinstance(row["prompt"], str)
 
     def answer(text: str) -> Any:
         return [{"role": "assistant", "content": text}] if chat else f" {text}"
 
-    chosen_and_rejected = list(zip(right, wrong, strict=False))[:max_pairs]
-    return [{"prompt": row["prompt"], "chosen": answer(a), "rejected": answer(b)} for a, b in chosen_and_rejected]
+    return {"prompt": row["prompt"], "chosen": answer(choose(right)), "rejected": answer(choose(wrong))}
 
 
 def write_pairs(path: str | Path, pairs: list[dict]) -> None:
