@@ -305,13 +305,9 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
             ):
                 losses = [trainer.training_step(trainer.model_wrapped, part, None) for part in parts[who]]
             step.losses[who] = sum(losses).item()
-        metrics = vars(ours).get("_metrics", {}).get("train", {})
         figures = _sharing(ours).figures
-        if metrics.get("prefix_sharing/policy/tokens_fraction"):
-            step.tokens_fraction = statistics.mean(metrics["prefix_sharing/policy/tokens_fraction"])
-        elif figures.tokens:  # of the last pass
+        if figures.tokens:  # of the last pass
             step.tokens_fraction = figures.tokens / figures.padded_tokens
-        metrics.clear()
         step.norms = _gradient_norms(trainers)
         if i:
             ours.optimizer.step()
