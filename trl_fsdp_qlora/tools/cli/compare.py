@@ -22,7 +22,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -46,8 +45,7 @@ from ...utils.threads import fit_threads
 from ..recipe import script as script_frame
 from ..run import terminal
 from ..run.one_line import pop_options
-from .recipes import all_recipes
-from .scripts import LAUNCHER, config_of, method_of, with_recipe
+from .scripts import LAUNCHER, config_of, method_of, shipped_method, with_recipe
 
 STOCK, OURS = "stock TRL", "this package"
 PHASES = ("scoring", "loss and backward")
@@ -119,8 +117,8 @@ def method_of_recipe(words: list[str], trainer: str | None) -> Method:
     path = pop_options(words, ("--config",))[0].get("--config")
     if path is None:
         raise UserError("compare needs a recipe: --config FILE.yaml")
-    shipped = next((recipe.command for recipe in all_recipes() if recipe.path == Path(path)), None)
-    name = trainer or shipped or method_of(words).command
+    shipped = shipped_method(path, tuple(COMPARED.values())) if trainer is None else None
+    name = trainer or (shipped or method_of(words)).command
     if name not in COMPARED:
         raise UserError(f"a recipe of {name} cannot be compared: compare takes those of {', '.join(COMPARED)}")
     return COMPARED[name]

@@ -21,15 +21,7 @@ from ...errors import UserError
 from ...trainers.methods import METHODS
 from ...utils.plain import counted
 from ..run.one_line import pop_options
-from .scripts import (
-    LAUNCHER,
-    config_of,
-    default_config,
-    method_of,
-    refuse_other_trainers,
-    script_of,
-    with_recipe,
-)
+from .scripts import LAUNCHER, config_of, default_config, method_of, script_of, with_recipe
 
 _OPTIONAL = ("bitsandbytes", "deepspeed", "vllm", "math-verify")
 _LEVELS = ("error", "warning", "ok")
@@ -147,9 +139,7 @@ def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any]:
     from ..recipe.keys import read_yaml
 
     path = pop_options(rest, ("--config",))[0].get("--config")
-    methods = [method for method in METHODS if not method.is_paired]
-    refuse_other_trainers(path, methods)
-    method = method_of(rest, methods)
+    method = method_of(rest, [method for method in METHODS if not method.is_paired])
     words = list(rest)
     if processes > 1:
         # Here this process is the only one, so whole groups are counted over more accumulation in place of ranks.
