@@ -34,7 +34,8 @@ quickstart-images: quickstart
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 -m "not exhaustive"
 
-# The rest of the tables of which `make test` runs a few (every class of transformers, every pair of loss and layer, every recipe), and a real model.
+# The rest of the tables of which `make test` runs a few (every class of transformers, every pair of loss and layer, every recipe), what needs several
+# more processes (every accelerate config, notebooks, a wheel), and a real model.
 test-exhaustive: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 -m exhaustive
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launch import rank_environment
-from tests.tiny import save_tiny_model, save_tiny_vision_model, save_tool_calling_model, these_first
+from tests.tiny import save_tiny_model, save_tiny_vision_model, save_tool_calling_model
 
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
@@ -41,9 +41,9 @@ def printed(cell) -> str:
     return "".join(output.get("text", "") for output in cell.get("outputs", ()))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.processes
-@pytest.mark.parametrize("name", these_first(MODELS, "quickstart"))
+@pytest.mark.parametrize("name", MODELS)
 def test_it_runs_to_its_end(name, tmp_path):
     problems = [{"problem": f"{n}+{n}=", "solution": f"${2 * n}$"} for n in range(32)]
     (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)))

@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig
 
 from tests.core.prefix_sharing.helpers import small
+from tests.tiny import these_first
 from tests.trainers.sharing import test_every_trainer
 from tests.trainers.sharing.test_every_trainer import make_trainer, save_base
 from trl_fsdp_qlora import share_prompts
@@ -136,7 +137,7 @@ def compile_model(_):
     return "sdft", WHOLE | {"torch_compile": True, "torch_compile_backend": "eager"}, "the run compiles its model"
 
 
-@pytest.mark.parametrize("case", [adapt_head, blend, compile_model])
+@pytest.mark.parametrize("case", these_first([adapt_head, blend, compile_model], adapt_head, blend))
 def test_a_run_that_needs_whole_logits_holds_them_and_logs_why(case, tmp_path, monkeypatch, caplog):
     kind, changes, reason = case(monkeypatch)
     save_base(kind, "qwen3", tmp_path / "base")

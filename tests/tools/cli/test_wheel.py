@@ -129,6 +129,7 @@ for path, line in heads.items():
 """
 
 
+@pytest.mark.exhaustive
 def test_every_other_command_in_turn_and_the_one_in_every_head_finds_its_files(folders):
     installed, user_folder = folders
     heads = {}

@@ -4,6 +4,7 @@ Those that do are in `test_trainers.py`, and here with pictures.
 """
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -239,16 +240,12 @@ def assert_steps_are_stocks(make, counted):
     assert max(tokens / padded for tokens, padded in counted) < 0.6
 
 
-CASES = [
-    (name, kind, adapter)
-    for name in ("qwen3", "gemma3", "gpt_oss", "qwen3_5")
-    for kind in TRAINERS
-    for adapter in (True, False)
-    if not (kind == "a2po" and adapter)  # it takes no adapter
-]
 # Each trainer once, and each family with one way to call a model: for a class, for logits, by the backbone.
-OFTEN = [case for case in CASES if case[0] == "qwen3" and (case[2] or case[1] == "a2po")]
+OFTEN = [("qwen3", kind, kind != "a2po") for kind in TRAINERS]  # A2PO takes no adapter
 OFTEN += [("gemma3", "reward", False), ("gpt_oss", "orpo", False), ("qwen3_5", "distillation", False)]
+ALL_FAMILIES = itertools.product(("gemma3", "gpt_oss", "qwen3_5"), ("reward", "orpo", "distillation"), [False])
+CASES = [*OFTEN, *(case for case in ALL_FAMILIES if case not in OFTEN)]
+CASES += [("qwen3", kind, False) for kind in TRAINERS if kind != "a2po"]
 
 
 @pytest.mark.parametrize(("name", "kind", "adapter"), these_first(CASES, *OFTEN))

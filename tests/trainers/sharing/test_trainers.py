@@ -71,11 +71,6 @@ def make_trainer(kind, base, folder, adapter, **options):
     return trainer
 
 
-CASES = [
-    *itertools.product(("qwen3", "gemma3", "gpt_oss", "qwen3_5"), TRAINERS, (True, False), [None]),
-    *(("lfm2", kind, True, None) for kind in ("dpo", "kto", "sft", "rloo")),
-    *(("qwen3", kind, True, option) for kind, options in OPTIONS.items() for option in options),
-]
 # In `make test`: each trainer, some on layers of another kind or without an adapter.
 OFTEN = [
     *(("qwen3", kind, True, None) for kind in TRAINERS),
@@ -84,6 +79,11 @@ OFTEN = [
     ("lfm2", "sft", True, None),
     ("gemma3", "rloo", False, None),
     ("qwen3", "dpo", True, "ipo"),
+]
+CASES = [
+    *OFTEN,
+    *itertools.product(("gemma3", "qwen3_5"), ("dpo", "kto", "sft", "grpo"), [False], [None]),
+    *(("qwen3", kind, True, option) for kind, options in OPTIONS.items() for option in options if option != "ipo"),
 ]
 
 
