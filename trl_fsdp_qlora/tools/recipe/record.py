@@ -161,7 +161,7 @@ def next_commands(output_dir: str, script: ScriptArguments, is_adapter: bool) ->
 
 
 class RunRecord:
-    """`metrics.json` of a run: settings, accuracy before and after, seconds, and the curves; written as it goes.
+    """`metrics.json` of a run: facts, accuracy before and after, seconds, and the curves; written as it goes.
 
     A resumed run keeps the measurements of its first part.
     """
