@@ -8,7 +8,8 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from dataclasses import replace
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from trl_fsdp_qlora import (
     TSPMOConfig,
     TSPMOTrainer,
 )
-from trl_fsdp_qlora.prefix_sharing import passes
+from trl_fsdp_qlora.prefix_sharing import packed_model, passes
 from trl_fsdp_qlora.tools.small_base.text import character_tokenizer, new_model
 
 from .test_cuda import MARKS, a_star_po
@@ -87,7 +88,7 @@ class Waits(TorchDispatchMode):
 
 def places(stacks) -> Counter:
     """How often each line outside of torch waited."""
-    apart = ("/torch/", "fakegpu/", "test_syncs.py", "/warnings.py")
+    apart = ("/torch/", "emulated_gpu/", "test_syncs.py", "/warnings.py")
     # A backward of torch's own has no other line: it runs in a thread of its own.
     frames = [([f for f in stack if not any(x in f.filename for x in apart)] or stack)[-1] for stack in stacks]
     return Counter(f"{'/'.join(frame.filename.split('/')[-3:])}:{frame.lineno} {frame.line}" for frame in frames)
@@ -175,19 +176,19 @@ def waits(tmp_path_factory):
         if key in known:
             return known[key]
         settings, also, backend = FEATURES.get(feature, ({}, shared, None))
+        dense = nullcontext()
         if feature == "A*-PO":
             run = a_star_po(folder, prompts=32, **SETTINGS)
         elif feature == "T-SPMO, nested rows":
             # Completions of a small vocabulary begin alike, so rows nest in every place that may cost anything.
             # A pass of several micro-batches is no dense row, so each computes its own prompts.
             run = make(folder, TSPMOTrainer, TSPMOConfig, layers, tokens_per_pass=0)
-            run.sharing.facts = replace(
-                run.sharing.facts, hidden_size=1e9
-            )  # as if a token cost as much as so many pairs
+            dense = patch.object(packed_model, "_PAIRS_PER_TOKEN", 1e9)  # as if a token cost as much as so many pairs
         else:
             both = (GRPOTrainer, GRPOConfig) if feature is None else (EfficientGRPOTrainer, EfficientGRPOConfig)
             run = make(folder, *both, layers, **settings, **also)
-        known[key] = Count(run)
+        with dense:
+            known[key] = Count(run)
         served = {name for row in run.state.log_history for name in row if "/policy/layers_" in name}
         assert backend is None or f"prefix_sharing/policy/layers_{backend}" in served, served
         return known[key]
