@@ -66,7 +66,7 @@ class UserCode(NamedTuple):
 
 
 def user_code(script: ScriptArguments, settings: dict[str, Any] | None = None) -> UserCode:
-    """Import what `script` names; `settings` may have `chat_template_kwargs` and `tool_timeout`, for episodes.
+    """Import what `script` names; `settings` may have `chat_template_kwargs`, for episodes.
 
     Raises:
         UserError: an import path leads nowhere, a reward is unknown, the environment has no `reset`, or it has no
@@ -91,14 +91,8 @@ def user_code(script: ScriptArguments, settings: dict[str, Any] | None = None) -
         )
     if not script.chat:
         raise ConfigError("tools and environments are shown to the model by its chat template; leave chat: false out")
-    of_episodes = settings or {}
-    agent = Agent(
-        [functions[path] for path in script.tools],
-        environment,
-        owns_reward,
-        of_episodes.get("chat_template_kwargs") or {},
-        of_episodes.get("tool_timeout"),
-    )
+    template_options = (settings or {}).get("chat_template_kwargs") or {}
+    agent = Agent([functions[path] for path in script.tools], environment, owns_reward, template_options)
     return UserCode(rewards, judge, agent, tool_format)
 
 
