@@ -11,7 +11,6 @@ from ...prefix_sharing.sharing import PromptSharing
 from ..run.phases import PhaseTimer, token_counts
 from ..run.unscored import ScoredCompletions
 from ..step.groups import micro_batches
-from ..step.scoring import Scoring
 
 
 def generate_every(trainer: Trainer) -> int:
@@ -39,7 +38,6 @@ class GenerationBatches:
         args: Any,
         accelerator: Accelerator,
         clock: PhaseTimer,
-        scoring: Scoring,
         eos_token_ids: list[int],
         reward_names: list[str],
         add_metrics: Callable[[dict[str, float]], None],
@@ -48,7 +46,6 @@ class GenerationBatches:
         self.args = args
         self.accelerator = accelerator
         self.clock = clock
-        self.scoring = scoring
         self.eos_token_ids = eos_token_ids
         self.keeps = False
         self.last: dict[str, Any] | None = None
@@ -66,7 +63,6 @@ class GenerationBatches:
             self.last = drawn_rows(logs, lengths, "pixel_values" in batch)
         counts = self.accelerator.reduce(token_counts(batch, group_size), reduction="sum")
         self._add_metrics(self.clock.efficiency(counts))
-        self.scoring.look_for_images("pixel_values" in batch)
         return micro_batches(batch, group_size, self.accelerator.process_index, self.args.steps_per_generation)
 
     def count_scored(self, rewards_NK: torch.Tensor) -> None:
