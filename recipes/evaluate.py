@@ -87,7 +87,6 @@ class EvaluateArguments:
     bf16: bool = option(False, "Compute in bfloat16 mixed precision, as a run with `bf16` measures.")
     max_tool_calling_iterations: int | None = option(None, "Turns of an episode that may follow calls of tools.")
     chat_template_kwargs: dict | str | None = field(default=None, metadata={"help": "As in the recipe, for episodes."})
-    tool_timeout: float | None = field(default=300.0, metadata={"help": "As in the recipe, for episodes."})
     output: str | None = option(None, "JSON file to write.")
 
 
@@ -168,7 +167,7 @@ def main() -> None:
     if "images" in test.column_names:
         source = processor_source(args.adapter, args.model_name_or_path, args.model_revision)
         tokenizer = load_processing(*source, images=True)
-    agent = checks.agent_of(script, args.chat_template_kwargs, args.tool_timeout)
+    agent = checks.agent_of(script, args.chat_template_kwargs)
     if agent is not None:
         tokenizer = checks.with_tool_format(tokenizer, script)
         checks.check_tool_template(tokenizer, args.model_name_or_path)

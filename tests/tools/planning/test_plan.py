@@ -80,16 +80,12 @@ def test_a_base_that_vllm_shares_counts_once(tmp_path):
             replace(dense, values=dense.values | {"rollout_sync": sync, "vllm_share_base": choice}), CARD, plan.config
         ).engine.is_shared
         for sync in ("auto", "adapter")
-        for choice in ("auto", "on", "off")
+        for choice in ("on", "off")
     }
-    assert {key for key, is_shared in shared.items() if is_shared} == {
-        ("adapter", "auto"),
-        ("auto", "on"),
-        ("adapter", "on"),
-    }
+    assert {key for key, is_shared in shared.items() if is_shared} == {("auto", "on"), ("adapter", "on")}
 
 
-def test_experts_in_4_bits_are_the_engines_own_and_others_are_shared(tmp_path):
+def test_experts_are_the_engines_own_and_the_rest_is_shared(tmp_path):
     mixture = folder(tmp_path, model_type="qwen3_moe", moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2)
     changes = {"use_vllm": True, "vllm_mode": "colocate", "vllm_share_base": "on", "bf16": True, "dtype": "bfloat16"}
     with torch.device("meta"):
@@ -97,15 +93,16 @@ def test_experts_in_4_bits_are_the_engines_own_and_others_are_shared(tmp_path):
     experts = sum(parameter.numel() for name, parameter in base.named_parameters() if ".experts." in name)
     for in_4_bits in (False, True):
         plan = make_plan(settings(mixture, launch=Launch(), load_in_4bit=in_4_bits, **changes), hardware=CARD)
-        assert plan.engine.is_shared and plan.engine.base == (2 * experts if in_4_bits else 0)
+        assert plan.engine.is_shared and plan.engine.base == 2 * experts
 
 
 @pytest.mark.parametrize(
     "fields, expected",
     [
-        ({"rollout_sync": "adapter"}, (True, True)),
-        ({"rollout_sync": "adapter", "vllm_engine_kwargs": '{"load_format": "dummy"}'}, (True, False)),
-        ({"rollout_sync": "adapter", "dtype": "float32"}, (True, False)),
+        ({"rollout_sync": "adapter"}, (True, False)),
+        ({"vllm_share_base": "on"}, (True, True)),
+        ({"vllm_share_base": "on", "vllm_engine_kwargs": '{"load_format": "dummy"}'}, (False, False)),
+        ({"vllm_share_base": "on", "dtype": "float32"}, (False, False)),
         ({"load_in_8bit": True}, (True, False)),
         ({"use_dora": True}, (False, False)),
         ({"rollout_sync": "adapter", "use_dora": True}, (False, False)),

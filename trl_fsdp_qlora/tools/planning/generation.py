@@ -85,8 +85,7 @@ def plan_engine(settings: Settings, config: PretrainedConfig, hardware: Hardware
     base = 0
     for name, parameter in passes.whole(settings, config).named_parameters():
         in_4_bits = not parameter.is_floating_point()
-        of_packed_experts = in_4_bits and ".experts." in name
-        same = is_shared and (in_4_bits or parameter.dtype == dtype) and not of_packed_experts
+        same = is_shared and (in_4_bits or parameter.dtype == dtype) and ".experts." not in name
         if "lora_" not in name and not same:
             base += parameter.numel() * (2 if in_4_bits else 1) * dtype.itemsize
     share = int(hardware.memory * settings.vllm_gpu_memory_utilization)

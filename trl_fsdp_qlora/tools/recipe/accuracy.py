@@ -87,8 +87,9 @@ class AccuracyCallback(TrainerCallback):
         self.test = test
         self.record = record
         self.seconds_before = 0.0
-        settings = vars(trainer.args)  # some trainers have neither field
-        self.agent = agent_of(script, settings.get("chat_template_kwargs"), settings.get("tool_timeout"))
+        self.agent = agent_of(
+            script, vars(trainer.args).get("chat_template_kwargs")
+        )  # some trainers have no such field
         self.judge = judge_of(script)
 
     def begin(self, step: int) -> None:

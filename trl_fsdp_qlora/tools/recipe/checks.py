@@ -48,9 +48,7 @@ _AT_LEAST = {
 }
 
 
-def agent_of(
-    script: ScriptArguments, template_options: dict | None = None, tool_timeout: float | None = None
-) -> Agent | None:
+def agent_of(script: ScriptArguments, template_options: dict | None = None) -> Agent | None:
     """The tools and the environment that `script` names; `None` if it names none.
 
     Raises:
@@ -72,7 +70,7 @@ def agent_of(
     if not script.chat:
         raise ConfigError("tools and environments are shown to the model by its chat template; leave chat: false out")
     tools = [load_function(path) for path in script.tools]
-    return Agent(tools, environment, owns_reward, template_options or {}, tool_timeout)
+    return Agent(tools, environment, owns_reward, template_options or {})
 
 
 def judge_of(script: ScriptArguments) -> Judge | None:

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from transformers import Trainer
 
 from ...prefix_sharing.sharing import PromptSharing
-from ..run.phases import PhaseTimer, token_counts
+from ..run.phases import PhaseTimer
 from ..run.unscored import ScoredCompletions
 from ..step.groups import micro_batches
 
@@ -23,7 +23,6 @@ class GenerationBatches:
 
     Args:
         eos_token_ids: tokens that end a completion.
-        add_metrics: logs values by name.
         later: `TelemetryCallback.later`.
         reward_names: names of the reward functions.
 
@@ -40,7 +39,6 @@ class GenerationBatches:
         clock: PhaseTimer,
         eos_token_ids: list[int],
         reward_names: list[str],
-        add_metrics: Callable[[dict[str, float]], None],
         later: Callable[[torch.Tensor, Callable], None],
     ):
         self.args = args
@@ -50,7 +48,6 @@ class GenerationBatches:
         self.keeps = False
         self.last: dict[str, Any] | None = None
         self.scored = ScoredCompletions(reward_names)
-        self._add_metrics = add_metrics
         self._later = later
 
     def split(self, batch: dict[str, Any], group_size: int, logs: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -61,8 +58,7 @@ class GenerationBatches:
         if self.keeps:
             lengths = self.accelerator.gather(lengths_and_ends(batch, self.eos_token_ids))
             self.last = drawn_rows(logs, lengths, "pixel_values" in batch)
-        counts = self.accelerator.reduce(token_counts(batch, group_size), reduction="sum")
-        self._add_metrics(self.clock.efficiency(counts))
+        self.clock.tokens += self.accelerator.reduce(batch["completion_mask"].sum(), reduction="sum").item()
         return micro_batches(batch, group_size, self.accelerator.process_index, self.args.steps_per_generation)
 
     def count_scored(self, rewards_NK: torch.Tensor) -> None:

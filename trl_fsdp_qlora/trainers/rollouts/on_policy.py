@@ -44,7 +44,7 @@ class OnPolicyRun(TrainerRun):
 
         args = call["args"]
         check_rewards(call)
-        one_generation_ahead = experiment("rollouts_ahead") if args.rollouts_ahead else None
+        one_generation_ahead = experiment("rollouts_ahead") if vars(args).get("rollouts_ahead") else None  # of GRPO
         if one_generation_ahead is not None:
             one_generation_ahead.check_call(call)
         engine = self._engine_for(call) if args.use_vllm else nullcontext()
@@ -82,7 +82,6 @@ class OnPolicyRun(TrainerRun):
             self.clock,
             self.eos_token_ids,
             self.reward_func_names,
-            self._add_metrics,
             self.telemetry.later,
         )
 

@@ -22,8 +22,7 @@ from ...utils.plain import counted
 from .card_info import CardInfo
 from .checkpoints import WholeCheckpoints, describe_rollouts, describe_training
 from .phases import PhaseTimer, TelemetryCallback
-from .printed import print_briefly
-from .startup import StartupCallback, adapted_parts
+from .startup import StartupCallback
 from .stopping import stopping_after_step
 
 logger = get_logger(__name__)
@@ -66,11 +65,10 @@ class TrainerRun(ShardedQLoRAMixin):
         self.checkpointing = WholeCheckpoints(self.args, self.accelerator, self._describe_run)
         self.clock = PhaseTimer(self.accelerator.device, self.args.phase_metrics)
         self.telemetry = TelemetryCallback(self.clock, lambda: self._metrics["train"])
-        self.startup = StartupCallback(self.features, self._tokenize_for_display(), lambda: self.sharing.figures)
+        self.startup = StartupCallback(self.features, self._tokenize_for_display())
         self._share_prompts()
         self.add_callback(self.telemetry)
         self.add_callback(self.startup)
-        print_briefly(self)
 
     def _share_prompts(self) -> None:
         """Share prompts in the policy and in the reference model."""
@@ -196,5 +194,4 @@ class TrainerRun(ShardedQLoRAMixin):
             token_tiles.describe(self.model, self.args.mlp_tokens_per_tile),
             *([] if self.base_bytes is None else [("on", str(self.base_bytes))]),
             *([] if in_16_bit is None else [("as stock TRL", in_16_bit)]),
-            *adapted_parts(self.accelerator.unwrap_model(self.model)),
         ]
