@@ -21,7 +21,7 @@ from trl_fsdp_qlora.tools.evaluation import episodes as episodes_module
 from trl_fsdp_qlora.tools.evaluation.accuracy import evaluate, generation_configs
 from trl_fsdp_qlora.tools.evaluation.episodes import Agent, run_episodes, run_tool
 from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments
-from trl_fsdp_qlora.tools.recipe.checks import agent_of, check_tool_template, with_tool_format
+from trl_fsdp_qlora.tools.recipe.checks import check_tool_template, user_code
 
 CALCULATOR = str(Path(__file__).parents[3] / "examples" / "agents" / "calculator.py")
 
@@ -212,7 +212,7 @@ def test_a_recipe_that_names_no_agent_or_half_of_one(tmp_path, monkeypatch):
     Path("half.py").write_text(
         "class Half:\n    def act(self): ...\n\nclass Whole(Half):\n    def reset(self, **row): ...\n"
     )
-    assert agent_of(ScriptArguments("d")) is None
+    assert user_code(ScriptArguments("d")).agent is None
     for wrong, reason in [
         ({"rewards": ["environment"]}, "environment"),
         ({"environment": "half.py:Half"}, "no method reset"),
@@ -220,8 +220,8 @@ def test_a_recipe_that_names_no_agent_or_half_of_one(tmp_path, monkeypatch):
         ({"environment": "half.py:Whole", "chat": False}, "chat: false"),
     ]:
         with pytest.raises(ConfigError, match=reason):
-            agent_of(ScriptArguments("d", **wrong))
-    agent = agent_of(ScriptArguments("d", environment="half.py:Whole"))
+            user_code(ScriptArguments("d", **wrong))
+    agent = user_code(ScriptArguments("d", environment="half.py:Whole")).agent
     assert [tool.__name__ for tool in agent.tools_of(agent.environment())] == ["act"]
 
 
@@ -232,10 +232,10 @@ def test_the_calculators_calls_are_rendered_and_read():
     plain.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     with pytest.raises(ConfigError, match="tool_format"):
         check_tool_template(plain, "it")
-    tokenizer = with_tool_format(plain, script)
+    tokenizer = user_code(script).tool_format(plain)
     check_tool_template(tokenizer, "it")
     assert supports_tool_calling(tokenizer)
-    tool = agent_of(script).environment().calculate
+    tool = user_code(script).agent.environment().calculate
     asked = [{"role": "user", "content": "Multiply 3 by 4."}]
     prompt = tokenizer.apply_chat_template(asked, tools=[tool], add_generation_prompt=True, return_dict=False)
     written = tokenizer('{"name": "calculate", "arguments": {"expression": "3 * (4 - 1)"}}<|im_end|>')["input_ids"]

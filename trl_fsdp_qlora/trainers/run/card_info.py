@@ -21,5 +21,4 @@ class CardInfo:
     command: Sequence[str] | None = None  # the launch line's words; the card leaves secrets and machine paths out
     quickstart_prompt: Any = None  # a prompt (text, or messages) for the quick start
     max_new_tokens: int = 64  # of the quick start
-    warnings: Sequence[str] = ()  # of the trainer's construction, for the page of the run
     method: str = "GRPO"  # the algorithm, as a reader knows it
