@@ -71,7 +71,6 @@ class OnPolicyRun(TrainerRun):
             self.reference_sharing,
             self.ref_model,
             self.args,
-            self.accelerator,
             self.clock,
             self.look_ahead,
             self._add_metrics,
@@ -82,7 +81,6 @@ class OnPolicyRun(TrainerRun):
             self.args,
             self.accelerator,
             self.clock,
-            self.scoring,
             self.eos_token_ids,
             self.reward_func_names,
             self.telemetry.later,
@@ -145,7 +143,6 @@ class OnPolicyRun(TrainerRun):
         return joined_images(shuffling_by(shuffle, super()._prepare_inputs)(generation_batch))
 
     def _generate_and_score_completions(self, inputs, *args, **kwargs):
-        self.scoring.forget_images()
         stock = super()._generate_and_score_completions
         with self.clock.phase("prepare"), self.weights_gathered():
             return self._make_batch(lambda inputs: stock(inputs, *args, **kwargs), inputs)

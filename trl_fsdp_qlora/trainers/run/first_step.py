@@ -6,19 +6,23 @@ TRL only; packed passes are compared with padded ones on every TRL (`prefix_shar
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import trl
 from accelerate.logging import get_logger
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ...compat import trl_seams
 from ...compat.trl import INSTALL
-from ...prefix_sharing.check import LIMITS_FP32, LIMITS_HALF, rounding_unit, separate_gradients, squared_norm
+from ...prefix_sharing.check import LIMITS_FP32, LIMITS_HALF, rounding_unit
 from ...prefix_sharing.dropout import without_dropout
-from ...prefix_sharing.problems import is_out_of_memory, reason_of
+from ...prefix_sharing.problems import Status, is_out_of_memory, reason_of
 from ...prefix_sharing.ranks import reduced_over_ranks
 
 logger = get_logger(__name__)
@@ -49,7 +53,7 @@ def is_to_be_compared(trainer: Any) -> bool:
     return True
 
 
-def compare_first_step(trainer: Any, model: torch.nn.Module, inputs: dict[str, Any]) -> None:
+def compare_first_step(trainer: Any, model: nn.Module, inputs: dict[str, Any]) -> None:
     """Compare, and let the run continue as stock if the two ways differ. Collective.
 
     Args:
@@ -76,7 +80,7 @@ def forwards_as_stock(trainer: Any) -> Iterator[None]:
     """A block in which the forwards of a trainer's models run as in stock TRL."""
     with ExitStack() as stack:
         for sharing in filter(None, (trainer.sharing, trainer.reference_sharing)):
-            stack.enter_context(sharing.closed())
+            stack.enter_context(patch.multiple(sharing, status=Status(reason="compared with stock TRL")))
         yield
 
 
@@ -91,7 +95,7 @@ def _telling(inputs: dict[str, Any]) -> dict[str, Any]:
     return {**inputs, "advantages": values.view(-1, *[1] * (advantages.ndim - 1)).expand_as(advantages)}
 
 
-def _difference(trainer: Any, stock: type, model: torch.nn.Module, inputs: dict[str, Any]) -> str | None:
+def _difference(trainer: Any, stock: type, model: nn.Module, inputs: dict[str, Any]) -> str | None:
     """What differs between the two losses and their gradients; `None` if it may be rounding."""
     # Two objects with the trainer's attributes, so that what a loss sets is forgotten; one has TRL's methods alone.
     theirs, ours = (object.__new__(cls) for cls in (stock, type(trainer)))
@@ -99,23 +103,48 @@ def _difference(trainer: Any, stock: type, model: torch.nn.Module, inputs: dict[
         vars(each).update(vars(trainer))
     with trainer.accelerator.autocast():
         limits = LIMITS_HALF if rounding_unit(trainer.sharing.base, trainer.accelerator.device) else LIMITS_FP32
-    with separate_gradients(model) as parameters, _leaving_no_trace(trainer), without_dropout(model):
+    with _separate_gradients(model) as parameters, _leaving_no_trace(trainer), without_dropout(model):
         with forwards_as_stock(trainer):
             loss = theirs.compute_loss(model, dict(inputs))
         trainer.accelerator.backward(loss)
-        length = squared_norm(parameters) ** 0.5
+        length = _norm(parameters)
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.neg_()  # the second backward adds to it, so that the difference is left
         own = ours.compute_loss(model, dict(inputs))
         trainer.accelerator.backward(own)
-        apart = squared_norm(parameters) ** 0.5
+        apart = _norm(parameters)
     loss, own = loss.item(), own.item()
     if not abs(own - loss) <= limits["mean"] * LOSS_LIMIT * (1 + abs(loss)):
         return f"the loss is {loss:.6g} by TRL and {own:.6g} by this package"
     if not apart <= limits["gradient"] * length:
         return f"the gradients have the norm {length:.3g} by TRL, and differ by {apart:.3g}"
     return None
+
+
+@contextmanager
+def _separate_gradients(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+    """In the block the gradients of the yielded parameters start from nothing; afterwards they are as before."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # only a sharded module has the parameters that the optimizer knows
+            module.reshard()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    before = [parameter.grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
+            yield parameters
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+def _norm(parameters: list[nn.Parameter]) -> float:
+    """The norm of all gradients together; of this rank's shards if they are sharded."""
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    return sum(float(torch.linalg.vector_norm(grad.float())) ** 2 for grad in local) ** 0.5
 
 
 @contextmanager
