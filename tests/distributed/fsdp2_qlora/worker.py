@@ -304,7 +304,7 @@ def grpo(
     Even a short prompt is computed once per optimizer step. With `idle` the last rank has nothing to learn from, and
     the optimizer steps after micro-batch `early`, too. With `offload` activations are copied, without pinned memory.
     """
-    passes.MIN_SAVED_TOKENS = 1
+    passes.MIN_SAVED_BY_TRUNK = 1
     copies = []
     tiled = []
     if offload:

@@ -39,7 +39,7 @@ from ...compat.peft import looks_beyond_tokens
 from ...compat.transformers import CACHE, CACHE_NAMES
 from ...compat.trl import images_by_row, rows_of_images
 from ...prefix_sharing.batch import PER_IMAGE, PER_TOKEN
-from ...prefix_sharing.facts import keeps_states_itself, position_limit
+from ...prefix_sharing.facts import has_unknown_states, position_limit
 from ...prefix_sharing.packed_model import images_of
 from ...scoring.cpu_linear import fast_linears
 from ...scoring.transfer import widest_float
@@ -102,8 +102,8 @@ def why_stock(model: nn.Module, config: GenerationConfig, vision: dict[str, Any]
             return f"{name}={vars(config)[name]}"
     if config.stop_strings is not None:
         return "stop_strings need the tokenizer, which TRL does not pass"
-    if keeps_states_itself(model):
-        return f"{type(model).__name__} keeps recurrent states in its layers, not in transformers' cache"
+    if has_unknown_states(model):
+        return f"{type(model).__name__} has recurrent layers of a kind that is not known"
     if not takes_dynamic_cache(model):
         return f"{type(model).__name__} keeps no cache, or one of its own"
     reason = unrepeatable(model.config.get_text_config(decoder=True))

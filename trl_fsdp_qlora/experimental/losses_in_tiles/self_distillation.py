@@ -198,5 +198,5 @@ def _hidden_states(
     arguments = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
     sharing = vars(base).get(ATTRIBUTE)
     if sharing is not None and sharing.wrapped_backbone.is_on:
-        arguments = with_options(arguments, kept=logits_to_keep + 1)
+        arguments = with_options(arguments, last_columns=logits_to_keep + 1)
     return base.base_model(**arguments).last_hidden_state[:, -logits_to_keep - 1 : -1]

@@ -9,11 +9,12 @@ from transformers import PretrainedConfig
 from ...engines.vllm.adapter_sync import RolloutError
 from ...engines.vllm.sync_choice import Place, choose_sync, why_own_base
 from ...prefix_sharing.facts import keeps_keys, layer_types, setting
-from ...prefix_sharing.recurrent.kinds import recurrent_layers, state_bytes
+from ...prefix_sharing.recurrent.kinds import recurrent_layers
 from ..recipe.checks import lora_config
 from . import model, passes
 from .hardware import Hardware
 from .settings import Settings
+from .steps import state_bytes
 
 
 def cache_bytes(settings: Settings, config: PretrainedConfig) -> tuple[int, int, int]:

@@ -11,7 +11,6 @@ from ...prefix_sharing.sharing import PromptSharing
 from ..run.phases import PhaseTimer
 from ..run.unscored import ScoredCompletions
 from ..step.groups import micro_batches
-from ..step.scoring import Scoring
 
 
 def generate_every(trainer: Trainer) -> int:
@@ -38,7 +37,6 @@ class GenerationBatches:
         args: Any,
         accelerator: Accelerator,
         clock: PhaseTimer,
-        scoring: Scoring,
         eos_token_ids: list[int],
         reward_names: list[str],
         later: Callable[[torch.Tensor, Callable], None],
@@ -46,7 +44,6 @@ class GenerationBatches:
         self.args = args
         self.accelerator = accelerator
         self.clock = clock
-        self.scoring = scoring
         self.eos_token_ids = eos_token_ids
         self.keeps = False
         self.last: dict[str, Any] | None = None
@@ -62,7 +59,6 @@ class GenerationBatches:
             lengths = self.accelerator.gather(lengths_and_ends(batch, self.eos_token_ids))
             self.last = drawn_rows(logs, lengths, "pixel_values" in batch)
         self.clock.tokens += self.accelerator.reduce(batch["completion_mask"].sum(), reduction="sum").item()
-        self.scoring.look_for_images("pixel_values" in batch)
         return micro_batches(batch, group_size, self.accelerator.process_index, self.args.steps_per_generation)
 
     def count_scored(self, rewards_NK: torch.Tensor) -> None:

@@ -70,7 +70,6 @@ class OnPolicyRun(TrainerRun):
             self.reference_sharing,
             self.ref_model,
             self.args,
-            self.accelerator,
             self.clock,
             self.look_ahead,
             self._add_metrics,
@@ -81,7 +80,6 @@ class OnPolicyRun(TrainerRun):
             self.args,
             self.accelerator,
             self.clock,
-            self.scoring,
             self.eos_token_ids,
             self.reward_func_names,
             self.telemetry.later,
@@ -148,7 +146,6 @@ class OnPolicyRun(TrainerRun):
         return joined_images(self._buffered_inputs[self._step % self.args.steps_per_generation])
 
     def _generate_and_score_completions(self, inputs):
-        self.scoring.forget_images()
         with self.clock.phase("prepare"), self.weights_gathered():
             return self._make_batch(super()._generate_and_score_completions, inputs)
 

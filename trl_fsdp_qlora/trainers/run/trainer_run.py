@@ -21,7 +21,6 @@ from ...prefix_sharing.sharing import PromptSharing, causal_language_model, inst
 from ...utils.plain import counted
 from .card_info import CardInfo
 from .checkpoints import WholeCheckpoints, describe_rollouts, describe_training
-from .input_checks import columns_of
 from .phases import PhaseTimer, TelemetryCallback
 from .startup import StartupCallback
 from .stopping import stopping_after_step
@@ -73,14 +72,10 @@ class TrainerRun(ShardedQLoRAMixin):
 
     def _share_prompts(self) -> None:
         """Share prompts in the policy and in the reference model."""
-        # Attributes of DPO's trainer and of GRPO's.
-        may_have_images = any(getattr(self, name, None) for name in ("_is_vision_dataset", "tools", "environments"))
         options = {
             "attention": self.args.prefix_sharing,
             "lm_head_kernel": self.args.lm_head_kernel,
             "entropy_gradient": getattr(self, "_entropy_bonus_enabled", False),
-            "expects_images": may_have_images or bool({"image", "images"} & columns_of(self.train_dataset)),
-            "compares": False,
         }
         self.sharing = install_sharing(self.accelerator.unwrap_model(self.model), **options)
         if self.ref_model is not None:
