@@ -1,6 +1,7 @@
 """What DeepSpeed does to a model that this package meets."""
 
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,8 +22,6 @@ def gathered_by_zero3(*parameters: torch.Tensor | None) -> AbstractContextManage
     sharded = {id(parameter): parameter for parameter in parameters if parameter is not None and is_zero3(parameter)}
     if not sharded:
         return nullcontext()
-    import deepspeed
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-    away = [parameter for parameter in sharded.values() if parameter.ds_status != ZeroParamStatus.AVAILABLE]
-    return deepspeed.zero.GatheredParameters(away) if away else nullcontext()
+    zero = import_module("deepspeed.runtime.zero.partition_parameters")  # of an optional package
+    away = [parameter for parameter in sharded.values() if parameter.ds_status != zero.ZeroParamStatus.AVAILABLE]
+    return zero.GatheredParameters(away) if away else nullcontext()
