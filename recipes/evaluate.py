@@ -70,6 +70,7 @@ class EvaluateArguments:
     bf16: bool = option(False, "Compute in bfloat16 mixed precision, as a run with `bf16` measures.")
     max_tool_calling_iterations: int | None = option(None, "Turns of an episode that may follow calls of tools.")
     chat_template_kwargs: dict | str | None = field(default=None, metadata={"help": "As in the recipe, for episodes."})
+    tool_timeout: float | None = field(default=300.0, metadata={"help": "As in the recipe, for episodes."})
     output: str | None = option(None, "JSON file to write.")
 
 

@@ -39,6 +39,7 @@ METHODS = {
     "compute_ref_log_probs": Seam("DPO", "override", "packed rows in precomputed reference passes"),
 }
 ATTRIBUTES = {
+    "_async_tool_dicts": Seam("GRPO", "replaced", "tool_timeout"),
     "_buffered_inputs": Seam("GRPO RLOO", "read, written"),
     "_dist": Seam("GRPO RLOO", "read"),
     "_image_pad_token_id": Seam("GRPO", "read", "images that tools return"),
@@ -49,6 +50,7 @@ ATTRIBUTES = {
     "_metrics": Seam("GRPO RLOO DPO", "read"),
     "_pending_extra_logs": Seam("GRPO", "read", "dynamic_sampling"),
     "_step": Seam("GRPO RLOO", "read, written"),
+    "_sync_tool_dicts": Seam("GRPO", "replaced", "tool_timeout"),
     "aux_loss_enabled": Seam("GRPO RLOO DPO", "read, written"),
     "eos_token_ids": Seam("GRPO RLOO", "read"),
     "generation_config": Seam("GRPO RLOO", "read", "prompts prefilled once (compact_generation)"),

@@ -15,11 +15,12 @@ from trl.chat_template_utils import parse_response, supports_tool_calling
 
 from tests.tiny import save_tool_calling_model, tool_tokenizer
 from tests.trainers.decode.test_turns import Counted
+from trl_fsdp_qlora.engines.decode import tools as tools_module
 from trl_fsdp_qlora.engines.decode.completions import generate
 from trl_fsdp_qlora.tools.evaluation import accuracy
 from trl_fsdp_qlora.tools.evaluation import episodes as episodes_module
 from trl_fsdp_qlora.tools.evaluation.accuracy import evaluate, generation_configs
-from trl_fsdp_qlora.tools.evaluation.episodes import Agent, run_episodes, run_tool
+from trl_fsdp_qlora.tools.evaluation.episodes import Agent, begin, run_episodes, run_tool
 from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments
 from trl_fsdp_qlora.tools.recipe.checks import check_tool_template, user_code
 
@@ -205,6 +206,26 @@ def test_a_call_that_cannot_be_read_is_the_models_last_answer(loaded, written):
     message = parse_response(tokenizer, ids, prefix=episode.ids[: episode.prompt_length], tools=tools)
     assert episode.messages == [message] and not message.get("tool_calls")
     assert not agent.is_right(episode.environment) and episode.drawn == len(ids)
+
+
+def test_a_tool_that_hangs_while_accuracy_is_measured_is_an_error(loaded, monkeypatch):
+    lines = []
+    monkeypatch.setattr(tools_module.logger, "warning_once", lines.append)
+
+    def spins(number: int) -> int:
+        """Spin.
+
+        Args:
+            number: any.
+        """
+        while True:
+            pass
+
+    _, tokenizer = loaded
+    (episode,) = begin(Agent([spins], tool_timeout=0.05), rows(7).to_list(), tokenizer)
+    call = {"type": "function", "function": {"name": "spins", "arguments": {"number": 1}}}
+    error = "spins took longer than tool_timeout=0.05 seconds"
+    assert run_tool(episode.tools, call) == ("spins", {"error": error}) and error in lines[0]
 
 
 def test_a_recipe_that_names_no_agent_or_half_of_one(tmp_path, monkeypatch):

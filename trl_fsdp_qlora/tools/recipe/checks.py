@@ -66,7 +66,7 @@ class UserCode(NamedTuple):
 
 
 def user_code(script: ScriptArguments, settings: dict[str, Any] | None = None) -> UserCode:
-    """Import what `script` names; `settings` may have `chat_template_kwargs`, for episodes.
+    """Import what `script` names; `settings` may have `chat_template_kwargs` and `tool_timeout`.
 
     Raises:
         UserError: an import path leads nowhere, a reward is unknown, the environment has no `reset`, or it has no
@@ -91,8 +91,10 @@ def user_code(script: ScriptArguments, settings: dict[str, Any] | None = None) -
         )
     if not script.chat:
         raise ConfigError("tools and environments are shown to the model by its chat template; leave chat: false out")
-    template_options = (settings or {}).get("chat_template_kwargs") or {}
-    agent = Agent([functions[path] for path in script.tools], environment, owns_reward, template_options)
+    settings = settings or {}
+    template_options = settings.get("chat_template_kwargs") or {}
+    tools = [functions[path] for path in script.tools]
+    agent = Agent(tools, environment, owns_reward, template_options, settings.get("tool_timeout"))
     return UserCode(rewards, judge, agent, tool_format)
 
 

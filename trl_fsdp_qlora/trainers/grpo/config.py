@@ -72,6 +72,11 @@ class EfficientGRPOConfig(EfficientConfig, GRPOConfig):
         **options.VLLM_ENGINE_KWARGS
     )
     rollouts_ahead: int = option(**options.ROLLOUTS_AHEAD)
+    tool_timeout: float | None = option(
+        300.0,
+        "With tools and environments: seconds after which a call of a tool is an error, which the model reads like "
+        "any other error of a tool. None waits as long as the call takes, as TRL does.",
+    )
     fsdp_gather: str = option(**options.FSDP_GATHER)
     fsdp_keep_gathered: bool = option(**options.FSDP_KEEP_GATHERED)
     phase_metrics: str = option(**options.PHASE_METRICS)

@@ -124,7 +124,10 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         return self.rollout.training_turn(stock, turn, self.model_wrapped, self._generate_settings())
 
     def _tool_call_loop(self, prompts, prompt_ids, *args, **kwargs):
-        result = super()._tool_call_loop(prompts, prompt_ids, *args, **kwargs)
+        from ...engines.decode.tools import limited_tools
+
+        with limited_tools(self, ("_sync_tool_dicts", "_async_tool_dicts"), self.args.tool_timeout):
+            result = super()._tool_call_loop(prompts, prompt_ids, *args, **kwargs)
         # In TRL a rank leaves the loop when its own episodes are over; other ranks may still generate.
         turn = super()._generate_single_turn
         self.rollout.join_turns(turn, prompt_ids[0], self.model_wrapped, self._generate_settings())
