@@ -3,7 +3,7 @@
     python benchmarks/plan_vs_published.py [--only T4 3070 ...]
 
 Nothing is fitted: a point has the settings that its source states, and what the source leaves open is the same for
-all points of the source and is said in `OPEN`. Their trainers are TRL's, so plans are of padded rows
+all points of the source: the longest prompt (`OPEN`), and for the RTX 3070 which layers LoRA adapts. Their trainers are TRL's, so plans are of padded rows
 (`prefix_sharing: off`) without tiles. Published figures are torch's counters (allocated or reserved), which leave out
 the CUDA context, so the plan's "process" is left out, too; "GB" there is 2**30 bytes. Needs no GPU and no network.
 """
@@ -100,6 +100,7 @@ SHAPES = {
     ),
 }
 FOUR_BIT = {"load_in_4bit": "true", "use_bnb_nested_quant": "true", "use_peft": "true"}
+FOUR_BIT |= {"lora_target_modules": "all-linear"}  # the seven layers of a block that TRL's notebook names
 GROUP = {"per_device_train_batch_size": 8, "num_generations": 8, "max_completion_length": 256}
 TRL_NOTEBOOK = "huggingface/trl, examples/notebooks/grpo_trl_lora_qlora.ipynb"
 T4 = {**GROUP, **FOUR_BIT, "dtype": "float16", "fp16": "true", "bf16": "false", "optim": "paged_adamw_8bit"}
