@@ -31,7 +31,7 @@ quickstart-images: TASK = shapes
 quickstart-images: CONFIG = grpo_vision/config_shapes
 quickstart-images: quickstart
 
-# Files in the order of tests/conftest.py: those that take minutes first.
+# Files in the order of tests/conftest.py: the longest first.
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 -m "not exhaustive"
 

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_fsdp_qlora.prefix_sharing import forest
-from trl_fsdp_qlora.prefix_sharing.batch import Batch, Sequences, decode, encode
+from trl_fsdp_qlora.prefix_sharing.batch import Sequences, decode, encode
+from trl_fsdp_qlora.prefix_sharing.problems import Status
 from trl_fsdp_qlora.prefix_sharing.row import PackedRow, PassRecord, lay_out
 from trl_fsdp_qlora.prefix_sharing.row_mask import options_of
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing, causal_language_model, install_sharing
@@ -198,7 +199,7 @@ def completion_labels(ids, mask, completion=COMPLETION):
 @contextmanager
 def every_level_made():
     """Inside, a forest has every level that saves anything."""
-    with mock.patch.multiple(forest, MIN_SAVED_TOKENS=1, MIN_SAVED_FRACTION=0.0):
+    with mock.patch.multiple(forest, MIN_SAVED_BY_LEVEL=1, MIN_SAVED_FRACTION=0.0):
         yield
 
 
@@ -231,10 +232,21 @@ def prepared(model, choice="auto", compared=False, **options) -> PromptSharing:
     base = causal_language_model(model)
     if not hasattr(base, "prompt_sharing"):
         with_stock_head(base)
-    sharing = install_sharing(model, attention=choice, **({"compares": False} | options))
+    sharing = install_sharing(model, attention=choice, **options)
     if compared:
         sharing.checked.update(product((False, True), repeat=2))
     return sharing
+
+
+@contextmanager
+def closed(sharing):
+    """Inside, passes run as in stock TRL."""
+    before = sharing.status
+    sharing.status = Status(reason="closed for now")
+    try:
+        yield
+    finally:
+        sharing.status = before
 
 
 class Pass(NamedTuple):
@@ -247,21 +259,16 @@ class Pass(NamedTuple):
 
 
 def one_pass(model, sharing, batch=None, scored_BC=None, completion=COMPLETION, **arguments) -> Pass:
-    """A pass over a batch as a trainer makes it: compared with stock's if it is the first of its kind, then
-    scored.
-    """
+    """A pass over a batch as a trainer makes it."""
     ids, mask = batch or awkward_batch()
     labels = completion_labels(ids, mask, completion)
     of_images = {"num_images": arguments.pop("num_images", None)}
     tokens_per_pass = {name: arguments.pop(name) for name in ("tokens_per_pass",) if name in arguments}
-    whole = Batch(ids, mask, labels.clone(), arguments, **of_images)
     if scored_BC is not None:
         labels[:, -completion:].masked_fill_(~scored_BC, -100)
     with counting_padded_forwards(sharing.base) as padded:
-        sharing.compare_with_stock(model, whole, **tokens_per_pass)
         inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels, **arguments}
-        for_sharing = {"sharing": Instructions(**of_images, **tokens_per_pass)} if sharing.is_active else {}
-        output = model(**inputs, **for_sharing, fused_lm_head=True)
+        output = model(**inputs, sharing=Instructions(**of_images, **tokens_per_pass), fused_lm_head=True)
     values = (x[:, -completion:] for x in (output.log_probs, output.entropy))
     return Pass(*values, sharing.figures, len(padded))
 
@@ -291,7 +298,7 @@ def assert_equals_stock(model, sharing=None, batch=None, scored_BC=None, **argum
     sharing = sharing or prepared(model, compared=True)
     real = mask[:, -COMPLETION:].bool() if scored_BC is None else mask[:, -COMPLETION:].bool() & scored_BC
     weight = torch.randn(len(ids), COMPLETION, 2, generator=torch.Generator().manual_seed(5)) * real[:, :, None]
-    with sharing.closed():
+    with closed(sharing):
         stock = torch.stack(stock_log_probs(model, ids, mask), -1)
     (stock * weight).sum().backward()
     reference = gradients(model)

@@ -11,10 +11,10 @@ from peft import LoraConfig, inject_adapter_in_model
 
 from tests.tiny import these_first
 from trl_fsdp_qlora.compat.trl import rows_of_images
-from trl_fsdp_qlora.prefix_sharing import check, image_keys, images, passes
+from trl_fsdp_qlora.prefix_sharing import image_keys, images, passes
 from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
-from trl_fsdp_qlora.prefix_sharing.check import sampled_rows
+from trl_fsdp_qlora.prefix_sharing.check import compared_rows
 from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 from trl_fsdp_qlora.prefix_sharing.wrapped_forward import Instructions
@@ -26,6 +26,7 @@ from .helpers import (
     QWEN_TOWER,
     assert_equal_gradients,
     build,
+    closed,
     completion_labels,
     counting_padded_forwards,
     gradients,
@@ -154,11 +155,9 @@ def stock(model, batch: Batch):
 
 
 def packed(model, sharing: PromptSharing, batch: Batch, **options):
-    """The same by prompt sharing, as a trainer does it: compared with stock's first, images counted by it."""
-    sharing.compare_with_stock(model, batch)
-    if sharing.is_active:
-        options = {"sharing": Instructions(num_images=batch.num_images, **options)}
-    return model(**batch.arguments(), **options, fused_lm_head=True)
+    """The same by prompt sharing, as a trainer does it: images counted by it."""
+    instructions = Instructions(num_images=batch.num_images, **options)
+    return model(**batch.arguments(), sharing=instructions, fused_lm_head=True)
 
 
 def freeze_tower(model):
@@ -172,7 +171,7 @@ def pictured(name, frozen=False):
     model, batch = with_images(name)
     if frozen:
         freeze_tower(model)
-    return with_stock_head(model), prepared(model, expects_images=True), batch
+    return with_stock_head(model), prepared(model), batch
 
 
 def scored(model, batch, run):
@@ -190,12 +189,12 @@ def scored(model, batch, run):
 def test_equals_stock(name, frozen, counted):
     """Also from a trainer that does not pass the number of each row's images."""
     model, sharing, batch = pictured(name, frozen)
-    with sharing.closed():
+    with closed(sharing):
         expected, wanted, _ = scored(model, batch, lambda: stock(model, batch))
     if counted == "not counted":
         batch.num_images = None
     actual, ours, reached_tower = scored(model, batch, lambda: packed(model, sharing, batch))
-    assert 0 < sharing.figures.tokens < 0.6 * batch.input_ids.numel(), sharing.images.reason
+    assert 0 < sharing.figures.tokens < 0.6 * batch.input_ids.numel(), sharing.status.images
     assert (actual - expected).abs().max() <= 1e-4
     assert_equal_gradients(ours, wanted, tolerance=2e-5)
     assert reached_tower != frozen
@@ -219,7 +218,7 @@ def test_offloaded_activations_equal_those_that_stay(name, monkeypatch):
         model, sharing, batch = pictured(name)
         model.train().activation_checkpointing_enable({"use_reentrant": False}, offload=offload)
         results.append(scored(model, batch, lambda: packed(model, sharing, batch)))  # noqa: B023
-        assert sharing.is_active and sharing.images.reason is None and sharing.figures.tokens
+        assert sharing.is_active and sharing.status.images is None and sharing.figures.tokens
         assert bool(copies) == offload
     (kept_BC, kept, reached), (moved_BC, moved, reached_too) = results
     assert reached and reached_too and torch.equal(kept_BC, moved_BC)
@@ -229,11 +228,11 @@ def test_offloaded_activations_equal_those_that_stay(name, monkeypatch):
 @first_families
 def test_images_are_seen_once_per_optimizer_step(name, monkeypatch):
     """In batches of one row each: a prompt with its images is computed by the first that needs it, and kept."""
-    monkeypatch.setattr(passes, "MIN_SAVED_TOKENS", 1)
+    monkeypatch.setattr(passes, "MIN_SAVED_BY_TRUNK", 1)
     model, sharing, batch = pictured(name)
     batch = batch.rows(np.array([0, 8, 1, 3, 5, 2, 6, 4, 7, 9]))
     weight = torch.linspace(0.3, 1.7, batch.labels.numel()).view_as(batch.labels)[:, 1:]
-    with sharing.closed():
+    with closed(sharing):
         expected = stock(model, batch).log_probs
         (expected * weight).sum().backward()
         wanted = gradients(model)
@@ -328,7 +327,7 @@ def test_no_features_and_no_pixels_are_kept_after_a_pass(name, change):
     for counted in (True, False):
         if not counted:
             batch.num_images = None
-        with sharing.closed():
+        with closed(sharing):
             expected = stock(model, batch).log_probs
         actual = packed(model, sharing, batch).log_probs
         assert (expected - before).abs().max() > 1e-2 and (actual - expected).abs().max() <= 1e-4
@@ -353,9 +352,9 @@ def test_images_are_counted_by_their_tokens_or_the_batch_runs_padded(tokens, siz
     batch = Batch(ids, None, ids, {"pixel_values": torch.zeros(len(sizes), 3, 16, 16)})
     if counts is None:
         with pytest.raises(CannotPack):
-            images.Images(model).count(batch)
+            images.Images(model).count(batch, np.array(tokens), None)
     else:
-        assert images.Images(model).count(batch) == counts
+        assert images.Images(model).count(batch, np.array(tokens), None) == counts
 
 
 def test_the_same_words_about_another_picture_are_another_prompt():
@@ -380,7 +379,7 @@ def test_an_image_that_is_not_computed_runs_padded(caplog):
     with counting_padded_forwards(model) as calls:
         values = packed(model, sharing, batch).log_probs
     assert calls and not sharing.figures.tokens
-    with sharing.closed():
+    with closed(sharing):
         assert torch.equal(values, stock(model, batch).log_probs)
     assert len([record for record in caplog.records if record.name == sharing_module.__name__]) == 1
 
@@ -399,7 +398,7 @@ def test_an_image_in_a_completion(name):
     # it.
     for row in (1, 4):
         batch.input_ids[row, first[row] + 2] = batch.labels[row, first[row] + 2] = 51
-    with sharing.closed():
+    with closed(sharing):
         expected = stock(model, batch)
         expected.log_probs.sum().backward()
     wanted = gradients(model)
@@ -410,7 +409,7 @@ def test_an_image_in_a_completion(name):
             model.zero_grad()
         else:  # for any rows that the comparison samples
             actual = model(**batch.arguments(), fused_lm_head=True).log_probs
-        assert 0 < sharing.figures.tokens < is_token.sum(), sharing.images.reason
+        assert 0 < sharing.figures.tokens < is_token.sum(), sharing.status.images
         assert (actual - expected.log_probs).abs().max() <= 1e-4
     actual.sum().backward()
     assert_equal_gradients(gradients(model), wanted, tolerance=2e-5)
@@ -422,49 +421,16 @@ def test_the_tokens_of_an_image_see_each_other(name, monkeypatch):
     monkeypatch.setattr(images, "own_masks", lambda *_: {})
     model, sharing, batch = pictured(name)
     values = packed(model, sharing, batch).log_probs
-    with sharing.closed():
+    with closed(sharing):
         assert not sharing.figures.tokens and torch.equal(values, stock(model, batch).log_probs)
-    assert "difference in log-probability" in sharing.images.reason
+    assert "difference in log-probability" in sharing.status.images
 
 
 def test_the_comparison_of_the_first_pass_takes_rows_with_images():
     """Not only the first and last rows, which may be text alone."""
-    _, batch = with_images("qwen3_vl")
+    _, sharing, batch = pictured("qwen3_vl")
     # Rows 5 and 6 are of a prompt without images.
-    for rows, taken in (
-        ([5, 6, 5, 6, 0, 1, 5, 6, 5, 6], [0, 1, 5, 6]),
-        ([0, 1, 5, 6, 5, 6], [0, 1, 5, 6]),
-        ([5, 6, 5, 6, 0], [6, 5, 6, 0]),
-    ):
+    for rows in ([5, 6, 5, 6, 0, 1, 5, 6, 5, 6], [0, 1, 5, 6, 5, 6], [5, 6, 5, 6, 0]):
         few = batch.rows(np.array(rows))
-        assert torch.equal(few.input_ids[sampled_rows(few, 4)], batch.input_ids[taken])
-
-
-def test_ranks_ask_each_other_for_images_once_per_generation_batch(monkeypatch):
-    """With tools a vision class asked in every pass until an image came, and the host waited each time."""
-    model, sharing, batch = pictured("qwen3_vl")
-    asked = []
-    reduced = check.reduced_over_ranks
-
-    def counted(*args):
-        asked.append(1)
-        return reduced(*args)
-
-    for module in (sharing_module, check):
-        monkeypatch.setattr(module, "reduced_over_ranks", counted)
-    text = batch.rows(np.array([5, 6]))
-
-    def exchanges(batch):
-        asked.clear()
-        sharing.compare_with_stock(model, batch)
-        return len(asked)
-
-    assert exchanges(text) > 1  # a few rows are compared
-    assert exchanges(text) == 1
-    sharing.look_for_images(False, text.input_ids.device)
-    assert [exchanges(text) for _ in range(2)] == [0, 0]
-    sharing.forget_images()
-    assert exchanges(text) == 1  # of the passes while completions are drawn
-    sharing.look_for_images(True, text.input_ids.device)
-    assert exchanges(text) == 1 and exchanges(batch) > 1
-    assert exchanges(text) == exchanges(batch) == 0
+        taken = compared_rows(sharing.packed_model, few, sharing.packed_model.read(few), 4)
+        assert len(taken) == 4 and any(few.num_images[row] for row in taken)

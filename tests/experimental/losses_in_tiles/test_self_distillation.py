@@ -62,7 +62,7 @@ def test_logits_that_a_model_changes(model, softcap, scale, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["sdft", "sdpo"])
-def test_no_pass_holds_the_logits_of_all_completions(kind, tmp_path, monkeypatch):
+def test_the_loss_holds_no_logits_of_all_completions(kind, tmp_path, monkeypatch):
     tile = 40  # more than the hidden size, since the head's transposed weight looks like logits
     monkeypatch.setattr(sum_over_tiles, "TILE_ELEMENTS", tile * VOCABULARY)
     save_base(kind, "qwen3", tmp_path / "base")
@@ -73,9 +73,6 @@ def test_no_pass_holds_the_logits_of_all_completions(kind, tmp_path, monkeypatch
         trainer.current_gradient_accumulation_steps = 1
         most = MostLogits()
         with most:
-            trainer._compute_rollout_logps(
-                *(batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"))
-            )
             trainer.compute_loss(trainer.model, batch).backward()
         rows[cls] = most.rows
     assert rows[None] >= batch["completion_ids"].numel() == 48

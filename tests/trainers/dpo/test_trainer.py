@@ -158,22 +158,3 @@ def test_a_plain_config_serves_and_sharing_can_be_off(tmp_path):
     inputs = next(iter(plain.get_train_dataloader()))
     losses = [each.compute_loss(each.model, inputs).item() for each in (plain, off)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-def test_rows_that_are_compared_with_stock_share_their_prompts(tmp_path, monkeypatch):
-    """TRL's batch is all chosen answers, then all rejected ones; the comparison takes its first and its last rows."""
-    ours = trainer(EfficientDPOTrainer, EfficientDPOConfig, "qwen3", tmp_path)
-    seen = []
-
-    def with_stock(model, batch, autocast, order):
-        seen.append(batch.rows(order))
-
-    monkeypatch.setattr(ours.sharing, "compare_with_stock", with_stock)
-    inputs = next(iter(ours.get_train_dataloader()))
-    ours.compute_loss(ours.model, inputs)
-    (batch,) = seen
-    prompts = (batch.labels == -100).long().cumprod(1).bool()  # the tokens before the answer
-    for first in range(0, len(batch.input_ids), 2):
-        assert prompts[first].equal(prompts[first + 1])
-        assert batch.input_ids[first][prompts[first]].equal(batch.input_ids[first + 1][prompts[first]])
-    assert sorted(batch.input_ids.tolist()) == sorted(inputs["input_ids"].tolist())

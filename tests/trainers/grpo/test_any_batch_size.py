@@ -5,7 +5,7 @@ TRL's.
 import pytest
 
 from tests.tiny import these_first
-from trl_fsdp_qlora.prefix_sharing import passes
+from trl_fsdp_qlora.prefix_sharing import check, passes
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 
 from .test_equals_stock import assert_equal_runs
@@ -14,7 +14,7 @@ from .test_equals_stock import assert_equal_runs
 @pytest.fixture
 def steps(monkeypatch):
     """What was looked ahead: `(micro-batches, those of one pass, trunks)` of each optimizer step."""
-    monkeypatch.setattr(passes, "MIN_SAVED_TOKENS", 1)
+    monkeypatch.setattr(passes, "MIN_SAVED_BY_TRUNK", 1)
     seen = []
     plan_step = PromptSharing.plan_step
 
@@ -100,13 +100,14 @@ def test_full_fine_tuning(tmp_path, steps):
 
 def test_no_forward_of_a_cut_micro_batch_is_longer_than_a_pass(tmp_path, steps, monkeypatch):
     """The comparison of the first step included."""
-    limits = []
-    compare = PromptSharing.compare_with_stock
+    rows = []
+    compared = check.compared_rows
 
-    def watched(sharing, model, batch, autocast, tokens_per_pass):
-        limits.append(tokens_per_pass)
-        return compare(sharing, model, batch, autocast, tokens_per_pass)
+    def watched(packed_model, batch, sequences, *limits):
+        rows.append(compared(packed_model, batch, sequences, *limits))
+        assert packed_model.build_forest(sequences.rows(rows[-1])).tokens <= 25
+        return rows[-1]
 
-    monkeypatch.setattr(PromptSharing, "compare_with_stock", watched)
+    monkeypatch.setattr(check, "compared_rows", watched)
     assert_equal_runs(tmp_path, ours_alone={"tokens_per_pass": 25}, **cut(8))
-    assert steps and set(limits) == {25}
+    assert steps and rows

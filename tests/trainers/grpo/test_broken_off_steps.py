@@ -32,7 +32,7 @@ often_kept = pytest.mark.parametrize("split", these_first(SPLITS, "kept"))
 
 @pytest.fixture(autouse=True)
 def short_beginnings(monkeypatch):
-    monkeypatch.setattr(passes, "MIN_SAVED_TOKENS", 1)
+    monkeypatch.setattr(passes, "MIN_SAVED_BY_TRUNK", 1)
 
 
 def make(

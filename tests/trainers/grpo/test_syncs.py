@@ -8,8 +8,6 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from contextlib import nullcontext
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,7 +25,7 @@ from trl_fsdp_qlora import (
     TSPMOConfig,
     TSPMOTrainer,
 )
-from trl_fsdp_qlora.prefix_sharing import packed_model, passes
+from trl_fsdp_qlora.prefix_sharing import passes
 from trl_fsdp_qlora.tools.small_base.text import character_tokenizer, new_model
 
 from .test_cuda import MARKS, a_star_po
@@ -148,7 +146,7 @@ FEATURES = {
     "several passes per micro-batch": ({"tokens_per_pass": 40}, {}, "cascade"),
     "both micro-batches in a pass": ({"tokens_per_pass": 100_000}, {}, "cascade"),
     "two rows per micro-batch": ({"tokens_per_pass": 30}, TWO_ROWS, "cascade"),
-    "T-SPMO, nested rows": ({}, {}, "tree"),
+    "T-SPMO, nested rows": ({}, {}, "cascade"),
     "A*-PO": ({}, {}, "cascade"),  # one completion per prompt: prompts share their first tokens
 }
 SETTINGS = {"gradient_accumulation_steps": MICRO_BATCHES, "max_completion_length": 4}
@@ -162,7 +160,7 @@ def make(folder, cls=EfficientGRPOTrainer, config_cls=EfficientGRPOConfig, layer
 
 @pytest.fixture(autouse=True)
 def short_beginnings(monkeypatch):
-    monkeypatch.setattr(passes, "MIN_SAVED_TOKENS", 1)
+    monkeypatch.setattr(passes, "MIN_SAVED_BY_TRUNK", 1)
 
 
 @pytest.fixture(scope="module")
@@ -176,19 +174,15 @@ def waits(tmp_path_factory):
         if key in known:
             return known[key]
         settings, also, backend = FEATURES.get(feature, ({}, shared, None))
-        dense = nullcontext()
         if feature == "A*-PO":
             run = a_star_po(folder, prompts=32, **SETTINGS)
         elif feature == "T-SPMO, nested rows":
             # Completions of a small vocabulary begin alike, so rows nest in every place that may cost anything.
-            # A pass of several micro-batches is no dense row, so each computes its own prompts.
             run = make(folder, TSPMOTrainer, TSPMOConfig, layers, tokens_per_pass=0)
-            dense = patch.object(packed_model, "_PAIRS_PER_TOKEN", 1e9)  # as if a token cost as much as so many pairs
         else:
             both = (GRPOTrainer, GRPOConfig) if feature is None else (EfficientGRPOTrainer, EfficientGRPOConfig)
             run = make(folder, *both, layers, **settings, **also)
-        with dense:
-            known[key] = Count(run)
+        known[key] = Count(run)
         served = {name for row in run.state.log_history for name in row if "/policy/layers_" in name}
         assert backend is None or f"prefix_sharing/policy/layers_{backend}" in served, served
         return known[key]

@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 from peft import LoraConfig
 
-from tests.core.prefix_sharing.helpers import assert_equal_gradients, build, gradients, make_batch, small
+from tests.core.prefix_sharing.helpers import assert_equal_gradients, build, closed, gradients, make_batch, small
 from tests.core.prefix_sharing.test_images import COMPLETION as COMPLETION_OF_IMAGES
 from tests.core.prefix_sharing.test_images import with_images
 from tests.tiny import LOSS_TYPES, these_first
@@ -48,7 +48,7 @@ OPTIONS = {name: {"router_aux_loss_coef": 0.1} for name in ("gpt_oss", "qwen3_mo
 
 @pytest.fixture(autouse=True)
 def short_beginnings(monkeypatch):
-    monkeypatch.setattr(passes, "MIN_SAVED_TOKENS", 1)
+    monkeypatch.setattr(passes, "MIN_SAVED_BY_TRUNK", 1)
 
 
 def trainer_of(name, tmp_path, kind="lora", **changes):
@@ -83,7 +83,7 @@ def inputs_of(trainer) -> dict[str, torch.Tensor]:
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
     width = inputs["completion_ids"].shape[1]
-    with torch.no_grad(), trainer.sharing.closed():
+    with torch.no_grad(), closed(trainer.sharing):
         logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, width, **vision)[0]
     noise = 0.1 * torch.randn(logps.shape, generator=torch.Generator().manual_seed(4))
     # No ratio is near an end of the clipped range (log 0.8 is -0.22): rounding would clip a token or not, and with it
@@ -132,7 +132,7 @@ def assert_cuts_give_stock_gradients(trainer, monkeypatch, cuts, tolerance, inpu
     monkeypatch.setattr(trainer.sharing, "plan_step", recorded)
     for count, pass_count in cuts:
         micro_batches = sliced(inputs, count)
-        with trainer.sharing.closed():
+        with closed(trainer.sharing):
             expected = step_gradients(trainer, micro_batches, 0)
         monkeypatch.setattr(passes.Plan, "fits", lambda self, limit, most=pass_count: len(self.rows_of_pass) == most)
         planned.clear()

@@ -17,7 +17,7 @@ def test_a_trainers_step_in_packed_rows(tmp_path, monkeypatch, kind, calls):  # 
     """LoRA and 4-bit products, by expert too, in one pass and in passes that share a trunk."""
     name = "qwen3_moe" if kind == "nf4 experts" else "qwen3"
     trainer = cut_losses.trainer_of(name, tmp_path, kind, mlp_tokens_per_tile=TILE)
-    monkeypatch.setattr(cut_losses.passes, "MIN_SAVED_TOKENS", 1)
+    monkeypatch.setattr(cut_losses.passes, "MIN_SAVED_BY_TRUNK", 1)
     inputs = cut_losses.inputs_of(trainer)
     for count, tokens_per_pass in itertools.product((1, 12), (0, 40)):
         micro_batches = cut_losses.sliced(inputs, count)

@@ -9,13 +9,16 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PretrainedConfig
 
+from ...compat.transformers import cache_name
 from ...prefix_sharing import passes as sharing
 from ...prefix_sharing.batch import Sequences
 from ...prefix_sharing.facts import keeps_keys, layer_types
 from ...prefix_sharing.forest import build_forest
-from ...prefix_sharing.recurrent.kinds import continues_from_states, recurrent_layers, state_bytes
+from ...prefix_sharing.recurrent.kinds import continues_from_states, recurrent_layers
+from ...prefix_sharing.recurrent.level_by_level import StateCache
 from . import passes
 from .settings import Settings
 
@@ -119,7 +122,6 @@ def _sequences_of(prompt_B: np.ndarray, prompt: int, completion: int) -> Sequenc
     return Sequences(tokens_BL, offsets_B, offsets_B + width, scored_BL, width, code_BL=tokens_BL)
 
 
-# No two completions begin alike, so a row with a dense mask would save nothing.
 _RULES = sharing.PassRules(lambda sequences: build_forest(sequences.tokens_BL, sequences.needed_B))
 
 
@@ -163,6 +165,14 @@ def measure_step(settings: Settings, config: PretrainedConfig, step: Step, on_gp
         states = sum(3 * state_bytes(layer, width) for layer in recurrent_layers(passes.whole(settings, config)))
         passes.measured[key] = int(peaks_of_all.max()) + longest.prompts * states
     return passes.measured[key]
+
+
+def state_bytes(layer: nn.Module, width: int) -> int:
+    """Bytes of the states that a recurrent layer of `width`, on the meta device, keeps of one row."""
+    dtype = next(p.dtype for p in layer.parameters() if p.is_floating_point())
+    cache = StateCache()
+    layer(torch.empty(1, 8, width, dtype=dtype, device="meta"), **{cache_name(type(layer)): cache})
+    return sum(state.nbytes for state in cache.after.values())
 
 
 def _run_step(
@@ -235,7 +245,7 @@ def passes_like(longest: Pass, completion: int, ties_ends: bool = False) -> shar
     prompt = longest.trunk // longest.prompts + 1  # a trunk ends before the last token of its prompt
     computed_prompts = (longest.tokens - longest.prompts - longest.rows * (completion - 1)) // prompt
     # As many passes as make the trunks worth a forward.
-    count = 1 + -(-sharing.MIN_SAVED_TOKENS // (prompt - 1))
+    count = 1 + -(-sharing.MIN_SAVED_BY_TRUNK // (prompt - 1))
     of_trunks = np.arange(longest.rows - computed_prompts) % longest.prompts
     new_prompts = longest.prompts + np.arange(count * computed_prompts).reshape(count, computed_prompts)
     prompt_of_pass = np.concatenate([np.tile(of_trunks, (count, 1)), new_prompts], axis=1)
