@@ -3,9 +3,10 @@
     python benchmarks/plan_vs_published.py [--only T4 3070 ...]
 
 Nothing is fitted: a point has the settings that its source states, and what the source leaves open is the same for
-all points of the source: the longest prompt (`OPEN`), and for the RTX 3070 which layers LoRA adapts. Their trainers are TRL's, so plans are of padded rows
-(`prefix_sharing: off`) without tiles. Published figures are torch's counters (allocated or reserved), which leave out
-the CUDA context, so the plan's "process" is left out, too; "GB" there is 2**30 bytes. Needs no GPU and no network.
+all points of the source: the longest prompt (`OPEN`), and for the RTX 3070 which layers LoRA adapts. Their trainers
+are TRL's, so plans are of padded rows (`prefix_sharing: off`) without tiles. Published figures are torch's counters
+(allocated or reserved), which leave out the CUDA context, so the plan's "process" is left out, too; "GB" there is
+2**30 bytes. Needs no GPU and no network.
 """
 
 import argparse
