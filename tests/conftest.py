@@ -51,7 +51,6 @@ LONGEST = [
     "trainers/dpo/test_ranks.py",
     "trainers/sharing/test_share.py",
     "trainers/grpo/test_resume_checks.py",
-    "tools/data/test_math_worker.py",
     "tools/run/test_launch.py",
 ]
 
