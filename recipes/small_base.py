@@ -1,9 +1,8 @@
-"""Build the small base model: trl-fsdp-qlora small-base DIR [--task addition|multiplication|shapes] [--seed N]
+"""Build the small base model: trl-fsdp-qlora small-base DIR [--task addition|shapes] [--seed N]
 
-A 0.6M-parameter Qwen3-architecture model with a character tokenizer, taught two-digit addition (the quickstart's) or
-two-digit multiplication by `trl.SFTTrainer` with most of the carries dropped; or a 0.5M-parameter LLaVA, taught to
-count coloured shapes with most of the answers one too small. About a minute on two cores for addition. An existing
-folder is kept.
+A 0.6M-parameter Qwen3-architecture model with a character tokenizer, taught two-digit addition (the quickstart's) by
+`trl.SFTTrainer` with most of the carries dropped; or a 0.5M-parameter LLaVA, taught to count coloured shapes with most
+of the answers one too small. About a minute on two cores for addition. An existing folder is kept.
 """
 
 from trl_fsdp_qlora.tools.run.one_line import importing
@@ -20,7 +19,6 @@ with importing():
 # The words of `trl-fsdp-qlora grpo` that train the base of each task.
 TRAIN = {
     "addition": "--config small-base/grpo/quickstart",
-    "multiplication": "--config small-base/grpo/quickstart --dataset multiplication --max_completion_length 32",
     "shapes": "--config small-base/grpo_vision/shapes",
 }
 

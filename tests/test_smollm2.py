@@ -24,7 +24,7 @@ def test_two_steps_of_its_recipe_and_the_adapter_answers_in_a_fresh_process(smol
     config = REPOSITORY / "recipes/SmolLM2-135M-Instruct/grpo/config_svamp.yaml"
     options = f"--model_name_or_path {smollm2} --dataset {svamp} --output_dir out --disable_tqdm true --max_steps 2"
     options += " --max_completion_length 24 --per_device_train_batch_size 4 --num_generations 4 --eval_problems 2"
-    options += " --save_strategy no --learning_rate 1e-3 --rewards tag_format"
+    options += " --save_strategy no --learning_rate 1e-3 --rewards graded"
     run = accelerate_launch("cpu", "recipes/grpo.py", "--config", str(config), *options.split(), cwd=tmp_path)
     assert run.returncode == 0, run.stdout + run.stderr
     record = json.loads((tmp_path / "out" / "metrics.json").read_text())

@@ -1,12 +1,11 @@
-import logging
 from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_fsdp_qlora.tools.data import answers, math_worker
-from trl_fsdp_qlora.tools.data.rewards import tag_format_reward
+from trl_fsdp_qlora.tools.data import answers
+from trl_fsdp_qlora.tools.data.import_path import load_function
 
 
 @pytest.mark.parametrize(
@@ -22,6 +21,9 @@ from trl_fsdp_qlora.tools.data.rewards import tag_format_reward
         ("1_000", 1000), ("-1_000_000.5", Fraction(-2000001, 2)), ("1'000", 1000), ("1\u202f000", 1000),
         ("0x10", None), ("0b101", None), ("0o17", None), ("0xeff", None), ("1_0", None), ("5'11", None), ("0", 0),
         ("0 x", 0), ("5m2", 5),
+        (r"\frac{3}{4}", Fraction(3, 4)), (r"-\dfrac{1}{2}", Fraction(-1, 2)), (r"\$1{,}000", 1000),
+        (r"12\text{ km}", 12), (r"50\%", 50), (r"\sqrt{4}", None), ("2^3", None),
+        (r"\frac{1}{\sqrt{2}}", None), (r"3\pi", None),
     ],
 )  # fmt: skip
 def test_parse_number(text, value):
@@ -74,14 +76,12 @@ def test_extract_answer(text, answer_format, answer):
     assert answers.extract_answer(text, answer_format) == answer
 
 
-@pytest.mark.processes  # math-verify's
-def test_gsm8k_gold_and_latex_gold():
-    pytest.importorskip("math_verify")
+def test_a_formula_is_no_gold_answer_and_the_line_names_a_reward_that_compares_formulas():
     assert answers.parse_gold("Natalia sold 48/2 = 24 clips.\n#### 72", 0) == 72
-    half = answers.parse_gold(r"\frac{1}{2}", 0)
-    matches = {("0.5", half): True, (r"\frac{2}{4}", half): True, (r"\frac{2}{3}", half): False}
-    matches[r"\frac{3}{4}", Fraction(3, 4)] = True
-    assert {pair: answers.answers_match(*pair) for pair in matches} == matches
+    assert answers.answers_match("0.5", answers.parse_gold(r"\frac{1}{2}", 0))
+    with pytest.raises(answers.UnparsableGoldAnswer, match=r"row 3 .*trl\.rewards:accuracy_reward"):
+        answers.parse_gold(r"\sqrt{2}", 3)
+    assert callable(load_function("trl.rewards:accuracy_reward"))
 
 
 PIECES = [*"09,.-\u2212+/eE$% \n\t\\{}^x)٣", "- ", " / ", "\\boxed{", "\\frac"]
@@ -114,7 +114,6 @@ def test_any_text_of_a_model_is_read(pieces, length, end):
         answers.parse_number(answer or text)
         for gold in (answers.TextAnswer("B"), answers.TextAnswer("two words")):
             answers.answers_match(answers.extract_answer(text, answer_format, gold), gold)
-    tag_format_reward([f"<reasoning>{text}", text])
 
 
 @settings(deadline=None, max_examples=300)
@@ -128,17 +127,3 @@ def test_a_number_is_read_as_python_reads_it(value, around, whole, places, expon
     text = f"{whole / 10**places:,.{places}f}"
     assert answers.parse_number(text) == Fraction(text.replace(",", ""))
     assert answers.parse_number(f"{whole}e{exponent}") == Fraction(f"{whole}e{exponent}")
-
-
-def test_latex_without_math_verify_is_one_warning_with_what_to_install(monkeypatch, caplog):
-    monkeypatch.setattr(math_worker, "installed", lambda: False)
-    answers.logger.warning_once.cache_clear()
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    for texts, times in (
-        (("1.5", "one half"), 0),
-        ((r"\frac{1}{2}", r"2^{-1}"), 1),  # which math-verify would be asked
-    ):
-        assert not any(answers.answers_match(text, Fraction(1, 2)) for text in texts)
-        assert caplog.text.count("pip install 'trl-fsdp-qlora[tools]'") == len(caplog.records) == times
-    with pytest.raises(answers.UnparsableGoldAnswer, match=r"trl-fsdp-qlora\[tools\]"):
-        answers.parse_gold(r"\frac{1}{2}", 0)

@@ -31,17 +31,6 @@ def test_training_and_test_never_meet_and_no_problem_comes_twice():
     assert len(read_problems(many, "test")) == 500
 
 
-def test_a_mixture_has_its_weights_and_each_problem_its_own_verifier():
-    mixture = "reasoning_gym:3*chain_sum(size=400) + letter_counting(min_words=2, max_words=3)"
-    problems = read_problems(mixture)
-    sums = sum("arithmetic" in problem["question"] for problem in problems)
-    assert 270 < sums < 330  # of 400; three quarters, within 3.5 standard deviations
-    data = load_data(arguments(mixture))[0]
-    reward = get_reward("reasoning_gym", "first_line")
-    rewards = reward(completions=[f" {row['answer']}\nso" for row in data], entry=data["entry"])
-    assert rewards == [1.0] * len(data)
-
-
 @pytest.mark.parametrize("name", ["chain_sum", "spell_backward", "family_relationships", "fraction_simplification"])
 def test_problems_and_rewards_are_the_generators_own(name):
     theirs = gym.create_dataset(name, seed=0, size=12)
@@ -85,8 +74,8 @@ def test_bad_input_is_one_line(monkeypatch):
         "chain_sum(min_terms=3, max_terms=2)": "max_terms must be >= min_terms",
         "chain_sum(max_terms=4)": "pip install 'trl-fsdp-qlora[reasoning-gym]'",  # the last, where it is not there
     }
-    spellings = ("", "chain_sum - products", "chain_sum(2)", "0*chain_sum", "chain_sum(max_terms=n)")
-    for source, message in (dict.fromkeys(spellings, "is not spelled as generators") | wrong).items():
+    spellings = ("", "chain_sum + products", "chain_sum(2)", "chain_sum(max_terms=n)")
+    for source, message in (dict.fromkeys(spellings, "is not spelled as a generator") | wrong).items():
         if "pip" in message:
             monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(DatasetError) as error:

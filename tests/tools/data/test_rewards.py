@@ -27,7 +27,6 @@ def test_a_row_without_an_answer_is_not_judged_and_content_parts_are_read():
     parts = [{"type": "text", "text": "so "}, {"type": "image"}, {"type": "text", "text": "#### 7"}]
     completions = [[{"role": "assistant", "content": parts}], [{"role": "assistant", "content": None}]]
     assert rewards.exact_answer_reward("hash")(completions=completions, answer=["7", "7"]) == [1, 0]
-    assert rewards.tag_format_reward(completions) == [0, 0]
 
 
 GOLDS = [
@@ -62,8 +61,6 @@ def test_a_gold_answer_that_is_no_number_rewards_its_own_words_alone():
 
 
 def test_tags_and_grades_follow_the_blog():
-    good = "<reasoning>a\nb</reasoning>\n<answer>1</answer>\n"
-    assert rewards.tag_format_reward([good, good + "more", "<answer>1</answer>", ""]) == [1, 0, 0, 0]
     full = "<reasoning>r</reasoning><answer>{}</answer>"
     completions = [*map(full.format, ("72", "the sum is 72 clips", "71")), "72", "<answer>72</answer>"]
     grades = rewards.graded_reward(completions, answer=["72"] * 5)

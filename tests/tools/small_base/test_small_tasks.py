@@ -1,9 +1,6 @@
 import hashlib
-import itertools
 import json
-import operator
 import random
-import re
 import statistics
 
 import pytest
@@ -13,65 +10,32 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from tests.tools.recipe_scripts import script
 from trl_fsdp_qlora.__main__ import main
 from trl_fsdp_qlora.tools.cli.scripts import refuse_typos
-from trl_fsdp_qlora.tools.data.answers import answers_match, extract_answer, parse_gold
 from trl_fsdp_qlora.tools.data.datasets import read_problems, without_overlap
 from trl_fsdp_qlora.tools.small_base import text as small_base
 from trl_fsdp_qlora.tools.small_base import vision as small_vision
-from trl_fsdp_qlora.tools.small_base.text import (
-    TASKS,
-    build_small_base,
-    sum_without_carries,
-    sum_without_carry,
-)
+from trl_fsdp_qlora.tools.small_base.text import build_small_base, sum_without_carry
 from trl_fsdp_qlora.utils.threads import fit_threads
 
-PAIRS = [(a, b) for a in range(10, 100) for b in range(10, 100)]
 
-
-@pytest.mark.parametrize("name", TASKS)
-def test_the_right_text_gives_the_answer_and_fits(name):
-    task = TASKS[name]
-    draw = random.Random(0)
-    for a, b in PAIRS:
-        text = task.taught(a, b, draw, 0.0)
-        value = eval(f"{a}{task.operator}{b}")
-        assert task.value(a, b) == value and answers_match(extract_answer(text), parse_gold(value, 0)), text
-        # The habit never makes a text longer; one token more is the end.
-        assert max(len(text), len(task.taught(a, b, draw, 1.0))) < task.completion_tokens
-    train = read_problems(name)
-    held_out = read_problems(name, "test")
+def test_held_out_sums_are_never_trained_on_and_have_their_answers():
+    assert [sum_without_carry(*pair) for pair in ((47, 38), (12, 34), (95, 95))] == [75, 46, 180]
+    train = read_problems("addition")
+    held_out = read_problems("addition", "test")
     assert len(held_out) == 1000 and without_overlap(train, held_out)[1] == 0
     assert all(eval(problem["question"].rstrip("=")) == int(problem["answer"]) for problem in train + held_out)
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_the_first_held_out_problems_are_as_hard_as_all_of_them(name):
+def test_the_first_held_out_problems_are_as_hard_as_all_of_them():
     """`eval_problems: 100` measures on them. Sorted, they were sums with 10 to 18: 87% of 100 and 96% of 1,000."""
-    answers = [int(problem["answer"]) for problem in read_problems(name, "test")]
+    answers = [int(problem["answer"]) for problem in read_problems("addition", "test")]
     error = statistics.pstdev(answers) / 10  # of the mean of 100
     assert abs(statistics.mean(answers[:100]) - statistics.mean(answers)) < 3 * error
-
-
-def test_a_product_is_written_in_steps_and_the_habit_is_in_its_sums():
-    taught = TASKS["multiplication"].taught
-    assert taught(23, 47, random.Random(0), 0.0) == "800+120=920+140=1060+21=1081"
-    assert [sum_without_carry(*p) for p in ((47, 38), (12, 34), (95, 95))] == [75, 46, 180]
-    wrong = 0
-    for a, b in PAIRS:
-        for share, add in ((0.0, operator.add), (1.0, sum_without_carries)):
-            numbers = [int(n) for n in re.findall(r"(\d+)(?=\+|=|$)", taught(a, b, random.Random(0), share))]
-            products = [numbers[0], *numbers[1::2]]
-            totals = [numbers[0], *numbers[2::2]]
-            assert sum(products) == a * b
-            assert totals == list(itertools.accumulate(products, add))
-        wrong += totals[-1] != a * b
-    assert 0.6 < wrong / len(PAIRS) < 0.7  # so greedy accuracy has room below and above
 
 
 def test_the_addition_base_is_taught_what_it_always_was(monkeypatch):
     # The digest of the rows before there were other tasks: figures in README.md and docs/ rest on them.
     monkeypatch.setattr(small_base, "SFT_STEPS", 8)
-    rows = list(small_base.habit_dataset(TASKS["addition"], seed=0))
+    rows = list(small_base.habit_dataset(seed=0))
     assert len(rows) == 1024
     digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
     assert digest == "b6f9a9b5e341628b3af5cb62b3e524d2f49619c54b6883b6a610add2866087b1"
@@ -96,23 +60,23 @@ def test_a_small_model_takes_one_thread_and_a_larger_one_what_there_is(two_threa
     assert torch.get_num_threads() == 1
 
 
-def test_the_multiplication_base_is_built_by_its_command_and_has_learned_something(tmp_path, monkeypatch):
+def test_the_addition_base_is_built_by_its_command_and_has_learned_something(tmp_path, monkeypatch):
     monkeypatch.setattr(small_base, "SFT_STEPS", 2)
     folder = tmp_path / "base"
     monkeypatch.setattr("sys.argv", [])
-    assert main(f"small-base {folder} --seed 3 --task multiplication".split()) == 0
+    assert main(f"small-base {folder} --seed 3 --task addition".split()) == 0
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     untrained = small_base.new_model(small_base.character_tokenizer(), seed=3)
-    question = [{"role": "user", "content": TASKS["multiplication"].question(23, 47)}]
+    question = [{"role": "user", "content": small_base.question_of(23, 47)}]
     text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer(f"{text}800+120=920+140=1060+21=1081<|end|>", return_tensors="pt")["input_ids"]
+    ids = tokenizer(f"{text}70<|end|>", return_tensors="pt")["input_ids"]
     assert tokenizer.unk_token_id not in ids
     with torch.no_grad():
         losses = [m.eval()(input_ids=ids, labels=ids).loss.item() for m in (untrained, model)]
     assert losses[1] < losses[0]
     with pytest.raises(FileExistsError, match=folder.name):
-        build_small_base(folder, task="multiplication")
+        build_small_base(folder)
 
 
 def test_the_base_that_sees_loads_and_has_learned_something(tmp_path, monkeypatch):

@@ -1,10 +1,9 @@
 """Answers: the final answer of a completion, the right answer of a dataset, and whether the two agree.
 
-Every function takes time linear in its text, for any text; texts, digits and exponents are bounded, and
-LaTeX is compared by math-verify in another process with a deadline ([`trl_fsdp_qlora.tools.data.math_worker`]).
+Every function takes time linear in its text, for any text; texts, digits and exponents are bounded. A formula is
+neither: TRL's `accuracy_reward`, which asks math-verify, compares formulas.
 """
 
-import functools
 import math
 import numbers
 import re
@@ -14,21 +13,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from transformers.utils import logging
-
 from ...errors import UserError
-from . import math_worker
-
-logger = logging.get_logger(__name__)
 
 Completion = str | list[dict[str, Any]]
 
 ANSWER_FORMATS = ("auto", "hash", "tags", "boxed", "last_number", "first_line")
 MAX_TEXT = 100_000  # characters at the end of a completion that are searched for its answer
-MAX_LATEX = 2_000  # characters of an expression that math-verify is given
 MAX_EXACT_TEXT = 200  # characters of a right answer that is compared as text
 MAX_DIGITS = 1_000  # of a number; a number with more digits, or a larger exponent, is no answer
-INSTALL_MATH = "pip install 'trl-fsdp-qlora[tools]'"
 
 # A number is matched as far as it goes, and never given up for a shorter one ((?>…)), with few blanks within it. A
 # pattern that can divide a run of blanks or digits in every way takes minutes for one completion. The match may still
@@ -42,7 +34,10 @@ NUMBER = re.compile(
 _GROUPS = "|".join(rf"\d{{1,3}}(?:{separator}\d{{3}})+" for separator in f",{_BETWEEN_GROUPS}")
 _PLAIN = re.compile(rf"(?:{_GROUPS}|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{{1,4}})?")
 _NO_DIGITS = str.maketrans("", "", f",{_BETWEEN_GROUPS}")
-_LATEX = re.compile(r"[\\^]")
+# LaTeX around a plain number: `\frac{3}{4}`, `12\text{ apples}`, `\$1{,}000`.
+_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
+_TEXT = re.compile(r"\\(?:text|mathrm)\{([^{}]*)\}")
+_SIGNS = re.compile(r"\{(,)\}|\\([$%])|\\[,!; ]")
 _LETTER = re.compile(r"(?<!\w)(?<!\w')[A-Z](?!\w|'\w)")  # a capital by itself, as in "(B)" and "B. Paris"
 _AROUND_TEXT = " \t\n\"'`*_.,;:!?()[]{}$"  # what is left out at both ends of an answer that is compared as text
 
@@ -57,7 +52,7 @@ class UnparsableGoldAnswer(DatasetError):
 
 @dataclass(frozen=True)
 class TextAnswer:
-    """A right answer that is neither a number nor LaTeX. It is compared as text: `"Paris"`, `"yes"`, `"B"`.
+    """A right answer that is no number. It is compared as text: `"Paris"`, `"yes"`, `"B"`.
 
     Case, blanks, and punctuation at both ends are left out. A single capital is the letter of a choice. An answer that
     begins with it, as in `"B) 17"`, is right, too.
@@ -76,7 +71,7 @@ class TextAnswer:
         return self.is_letter and re.match(rf"[\s*(\[]*{letter}[\s*]*[).:\]]", answer) is not None
 
 
-Gold = Fraction | str | TextAnswer | Callable[[str | None], bool]
+Gold = Fraction | TextAnswer | Callable[[str | None], bool]
 
 
 def comparable_text(text: str) -> str:
@@ -128,15 +123,25 @@ def parse_number(text: str | int | float) -> Fraction | None:
     """The number that `text` consists of, or `None` if it is anything but one number and a unit.
 
     `"5.0"` -> 5, `"$1,234"` -> 1234, `"3/4"` -> 3/4, `"1e3"` -> 1000, `"12 apples"` -> 12, `"no answer"` -> None,
-    `"1 or 2"` -> None, `"1/0"` -> None, `"1/2/3"` -> None.
+    `"1 or 2"` -> None, `"1/0"` -> None, `"1/2/3"` -> None, `"\\frac{3}{4}"` -> 3/4, `"2^3"` -> None.
     """
     if isinstance(text, numbers.Integral):  # numpy's integers, too
         return Fraction(int(text)) if abs(text) < 10**MAX_DIGITS else None
     if isinstance(text, numbers.Real):
         return Fraction(str(float(text))) if math.isfinite(text) else None
-    matches = NUMBER.finditer(text)
+    text = _without_latex(text)
+    matches = iter(()) if _is_formula(text) else NUMBER.finditer(text)
     first = next(matches, None)
     return None if first is None or next(matches, None) is not None else _value(first)
+
+
+def _without_latex(text: str) -> str:
+    """`text` without the LaTeX in which a plain number is written."""
+    return _SIGNS.sub(r"\1\2", _TEXT.sub(r" \1", _FRACTION.sub(r"\1/\2", text)))
+
+
+def _is_formula(text: str) -> bool:
+    return "\\" in text or "^" in text
 
 
 def extract_answer(text: str, answer_format: str = "auto", gold: Gold | None = None) -> str | None:
@@ -223,34 +228,30 @@ def required_answer(text: str, answer_format: str = "auto") -> str | None:
     return next((answer for answer in answers if answer is not None), None)
 
 
-def parse_gold(answer: str | int | float, row: int | str) -> Fraction | str | TextAnswer:
-    """A gold answer as an exact number, as LaTeX if `math-verify` can read it, or as a text of one line.
+def parse_gold(answer: str | int | float, row: int | str) -> Fraction | TextAnswer:
+    """A gold answer as an exact number, or as a text of one line.
 
     GSM8K's own `... #### 42` is understood.
 
     Raises:
-        UnparsableGoldAnswer: it is none of them; the message names the row.
+        UnparsableGoldAnswer: it is neither; the message names the row.
     """
     value = str(answer) if isinstance(answer, bool) else answer
     if isinstance(value, str) and "####" in value:
         value = extract_answer(value, "hash") or ""
-    is_text = isinstance(value, str)
     number = parse_number(value) if isinstance(value, (str, numbers.Real)) else None
-    if number is not None and not (is_text and "\\" in value):
+    if number is not None:
         return number
-    needs_math = is_text and _is_latex(value) and not math_worker.installed()
-    if is_text and not needs_math:
-        if _is_latex(value) and _parses(value):
-            return value
+    if isinstance(value, str) and not _is_formula(value):
         value = value.strip()
         if comparable_text(value) and len(value) <= MAX_EXACT_TEXT and "\n" not in value:
             return TextAnswer(value)
     # Python refuses to print an integer that is too long.
     printed = f"{answer:#x}" if isinstance(answer, int) else repr(answer)
-    latex = f" without math-verify ({INSTALL_MATH})" if needs_math else ""
+    formula = "" if not (isinstance(value, str) and _is_formula(value)) else " (trl.rewards:accuracy_reward for LaTeX)"
     raise UnparsableGoldAnswer(
-        f"the gold answer of row {row} is no number and no text of one line{latex}: {printed[:120]}. Correct the row, "
-        "leave it out of the dataset, or give rewards a function of your own"
+        f"the gold answer of row {row} is no number and no text of one line: {printed[:120]}. Correct the row, "
+        f"leave it out of the dataset, or give rewards a function of your own{formula}"
     )
 
 
@@ -266,39 +267,10 @@ def can_be_graded(answer: Any) -> bool:
 def answers_match(answer: str | None, gold: Gold) -> bool:
     """Whether the text `answer` has the value `gold` (see [`parse_gold`]); numbers are compared exactly.
 
-    LaTeX is compared by math-verify; an answer that it cannot decide within its deadline does not match. A function as
-    `gold` decides itself.
+    A function as `gold` decides itself.
     """
     if callable(gold):
         return gold(answer)
     if answer is None:
         return False
-    if isinstance(gold, TextAnswer):
-        return gold.is_equal(answer)
-    number = parse_number(answer)
-    if isinstance(gold, Fraction) and number is not None and "\\" not in answer:
-        return number == gold
-    if (number is None and not _is_latex(answer)) or len(answer) > MAX_LATEX:
-        return False
-    if not math_worker.installed():
-        logger.warning_once(f"without math-verify an answer in LaTeX scores 0, right or wrong: {INSTALL_MATH}")
-        return False
-    gold_text = gold if isinstance(gold, str) else rf"\frac{{{gold.numerator}}}{{{gold.denominator}}}"
-    return _equal(f"${gold_text}$", answer if number is not None else f"${answer}$")
-
-
-def _is_latex(text: str) -> bool:
-    # Only texts that look like a formula: math-verify also finds numbers in plain sentences, so any gold would do.
-    return len(text) <= MAX_LATEX and _LATEX.search(text) is not None
-
-
-# The completions of a group often have the same answer, and all have the same gold. An answer that took too long once
-# is not sent again.
-@functools.lru_cache(maxsize=16_384)
-def _parses(text: str) -> bool:
-    return bool(math_worker.ask(f"${text}$"))
-
-
-@functools.lru_cache(maxsize=16_384)
-def _equal(gold: str, answer: str) -> bool:
-    return bool(math_worker.ask(gold, answer))
+    return gold.is_equal(answer) if isinstance(gold, TextAnswer) else parse_number(answer) == gold

@@ -1,10 +1,9 @@
 """reasoning-gym's generators as a data set without end, and their verifiers as the reward.
 
-    dataset: reasoning_gym:chain_sum(min_terms=2, max_terms=2)       one generator and its settings
-    dataset: reasoning_gym:3*chain_sum(max_digits=2) + letter_counting   a mixture; three of four problems are sums
+    dataset: reasoning_gym:chain_sum(min_terms=2, max_terms=2)       a generator and its settings
 
-Problem i of a generator depends on its `seed` and i alone. The training split is `size` different problems (10,000 if
-no generator has a `size`), so no problem comes twice in a run of as many prompts. The test split is up to 500 problems
+Problem i of a generator depends on its `seed` and i alone. The training split is `size` different problems (10,000
+without a `size`), so no problem comes twice in a run of as many prompts. The test split is up to 500 problems
 of seeds far away from those, and no question is in both. The data set has an index, because an interrupted run resumes
 in it and A*-PO keeps a value per problem. Each row carries its `entry`, from which the verifier makes the problem
 again.
@@ -15,7 +14,6 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,85 +30,67 @@ _TRAIN_PROBLEMS = 10_000
 
 
 def is_generated(source: str | None) -> bool:
-    """Whether `source` names generators of reasoning-gym."""
+    """Whether `source` names a generator of reasoning-gym."""
     return source is not None and source.startswith(PREFIX)
 
 
 @functools.lru_cache(maxsize=64)
-def _generators(source: str, split: str) -> list[tuple[float, Any]]:
-    """(weight, generator) of each term of `source`; they generate the problems of `split`."""
+def _generator(source: str, split: str) -> Any:
+    """The generator of the problems of `split`."""
     if split not in _FIRST_SEED:
         raise DatasetError(f"{source!r} has no split {split!r}; it has {', '.join(_FIRST_SEED)}")
     if importlib.util.find_spec("reasoning_gym") is None:
         raise DatasetError(f"{source!r} needs reasoning-gym, which is not installed: {INSTALL}")
     from reasoning_gym.factory import DATASETS, create_dataset
 
-    generators = []
-    for weight, name, settings in _terms(source):
-        if name not in DATASETS:
-            near = did_you_mean(name, DATASETS) or f"; there are {', '.join(sorted(DATASETS))}"
-            raise DatasetError(f"{source!r}: reasoning-gym has no generator {name!r}{near}")
-        try:
-            generator = create_dataset(name, **{**settings, "seed": settings.get("seed", 0) + _FIRST_SEED[split]})
-        except Exception as error:  # the generator's own checks, mostly assertions
-            known = ", ".join(field.name for field in dataclasses.fields(DATASETS[name][1]))
-            raise DatasetError(f"{source!r}: {name} refuses its settings: {error}; it has {known}") from error
-        generators.append((weight, generator))
-    return generators
-
-
-def _terms(source: str) -> list[tuple[float, str, dict[str, Any]]]:
-    """(weight, name, settings) of the generators that `source` names."""
+    name, settings = _read(source)
+    if name not in DATASETS:
+        near = did_you_mean(name, DATASETS) or f"; there are {', '.join(sorted(DATASETS))}"
+        raise DatasetError(f"{source!r}: reasoning-gym has no generator {name!r}{near}")
     try:
-        terms = []
-        waiting = [ast.parse(source.removeprefix(PREFIX).strip(), mode="eval").body]
-        while waiting:
-            node = waiting.pop()
-            weight = 1.0
-            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-                waiting += [node.right, node.left]
-                continue
-            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-                weight = float(ast.literal_eval(node.left))
-                node = node.right
-            call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
-            if not isinstance(call.func, ast.Name) or call.args or not weight > 0:
-                raise ValueError
-            terms.append((weight, call.func.id, {each.arg: ast.literal_eval(each.value) for each in call.keywords}))
-        return terms
+        return create_dataset(name, **{**settings, "seed": settings.get("seed", 0) + _FIRST_SEED[split]})
+    except Exception as error:  # the generator's own checks, mostly assertions
+        known = ", ".join(field.name for field in dataclasses.fields(DATASETS[name][1]))
+        raise DatasetError(f"{source!r}: {name} refuses its settings: {error}; it has {known}") from error
+
+
+def _read(source: str) -> tuple[str, dict[str, Any]]:
+    """Name and settings of the generator that `source` names."""
+    try:
+        node = ast.parse(source.removeprefix(PREFIX).strip(), mode="eval").body
+        call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+        if not isinstance(call.func, ast.Name) or call.args:
+            raise ValueError
+        return call.func.id, {setting.arg: ast.literal_eval(setting.value) for setting in call.keywords}
     except (SyntaxError, ValueError, TypeError):
         raise DatasetError(
-            f"dataset {source!r} is not spelled as generators; write {PREFIX}chain_sum, "
-            f"{PREFIX}chain_sum(max_terms=3) or {PREFIX}3*chain_sum(max_terms=3) + letter_counting"
+            f"dataset {source!r} is not spelled as a generator; write {PREFIX}chain_sum or "
+            f"{PREFIX}chain_sum(max_terms=3)"
         ) from None
 
 
 @functools.lru_cache(maxsize=4096)  # the completions of a group ask for the same problem one after the other
-def _problem(source: str, split: str, index: int) -> tuple[Any, dict[str, Any]]:
-    """(generator, reasoning-gym's entry) of a problem."""
-    generators = _generators(source, split)
-    weights = [weight for weight, _ in generators]
-    # Not Random(index): a generator whose seed is 0 starts from the same state.
-    _, generator = random.Random(f"term {index}").choices(generators, weights)[0]
-    return generator, generator[index]
+def _entry(source: str, split: str, index: int) -> dict[str, Any]:
+    """reasoning-gym's entry of a problem."""
+    return _generator(source, split)[index]
 
 
 @functools.lru_cache(maxsize=8)
 def _splits(source: str) -> dict[str, list[dict[str, Any]]]:
     """The problems of both splits; a training problem whose question is in the test split is left out."""
-    sizes = [settings["size"] for _, _, settings in _terms(source) if "size" in settings]
+    train_problems = _read(source)[1].get("size", _TRAIN_PROBLEMS)
     splits = {}
-    keys = set()
-    for split, count in (("test", TEST_PROBLEMS), ("train", max(sizes, default=_TRAIN_PROBLEMS))):
+    questions = set()
+    for split, count in (("test", TEST_PROBLEMS), ("train", train_problems)):
         problems = []
         for index in range(3 * count):
             if len(problems) == count:
                 break
-            _, entry = _problem(source, split, index)
-            key = " ".join(entry["question"].lower().split())
-            if key in keys:
+            entry = _entry(source, split, index)
+            question = " ".join(entry["question"].lower().split())
+            if question in questions:
                 continue
-            keys.add(key)
+            questions.add(question)
             problems.append(
                 {
                     "row": index,
@@ -131,14 +111,14 @@ def read_problems(source: str, split: str) -> list[dict[str, Any]]:
         DatasetError: there is no such generator, setting or split; a setting is refused; or reasoning-gym is not
             installed.
     """
-    _generators(source, split)
+    _generator(source, split)
     return [dict(problem) for problem in _splits(source)[split]]
 
 
 def verify(entry: str, answer: str | None) -> float:
     """The score of reasoning-gym's verifier for an answer to the problem `entry`, between 0 and 1."""
-    generator, problem = _problem(*json.loads(entry))
-    return float(generator.score_answer(answer, problem)) if answer else 0.0
+    source, split, index = json.loads(entry)
+    return float(_generator(source, split).score_answer(answer, _entry(source, split, index))) if answer else 0.0
 
 
 def accepts(entry: str) -> Callable[[str | None], bool]:

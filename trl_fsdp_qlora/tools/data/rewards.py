@@ -7,7 +7,6 @@ gold answer that no answer can be compared with is an error that names its row, 
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from numbers import Real
 
@@ -27,7 +26,6 @@ from .answers import (
 from .import_path import is_import_path, load_function
 
 _TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
-_BETWEEN = re.compile(r"</reasoning>\s*<answer>")
 
 
 def _gold_rows(answer: Sequence, columns: dict) -> list[Gold | None]:
@@ -52,20 +50,6 @@ def exact_answer_reward(answer_format: str = "auto") -> Callable[..., list[float
     return exact_answer
 
 
-def tag_format_reward(completions: Sequence[Completion], **_columns) -> list[float]:
-    """1.0 if the completion is `<reasoning>…</reasoning><answer>…</answer>` and nothing else, else 0.0."""
-    return [float(_is_tagged(completion_text(completion).strip())) for completion in completions]
-
-
-def _is_tagged(text: str) -> bool:
-    # One pattern with two `.*?` would take quadratic time on a text full of closing tags.
-    first = _TAGS[0]
-    last = _TAGS[-1]
-    if not (text.startswith(first) and text.endswith(last)):
-        return False
-    return _BETWEEN.search(text, len(first), len(text) - len(last)) is not None
-
-
 def graded_reward(completions: Sequence[Completion], answer: Sequence, **columns) -> list[float | None]:
     """The graded reward of the blog recipe: answer graded in steps, plus 0.2 per tag.
 
@@ -82,7 +66,7 @@ def graded_reward(completions: Sequence[Completion], answer: Sequence, **columns
         reward = sum(0.2 for tag in _TAGS if text.count(tag) == 1)
         model_answer = extract_answer(text, "tags")
         if answers_match(model_answer, gold):
-            bare = NUMBER.fullmatch(model_answer.strip()) is not None or isinstance(gold, (str, TextAnswer))
+            bare = NUMBER.fullmatch(model_answer.strip()) is not None or isinstance(gold, TextAnswer)
             reward += 2.0 if bare else 1.5
         rewards.append(reward)
     return rewards
@@ -90,7 +74,6 @@ def graded_reward(completions: Sequence[Completion], answer: Sequence, **columns
 
 REWARDS = {
     "exact_answer": exact_answer_reward,
-    "tag_format": tag_format_reward,
     "graded": graded_reward,
     reasoning_gym.REWARD: reasoning_gym.verifier_reward,
 }

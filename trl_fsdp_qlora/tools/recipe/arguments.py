@@ -31,7 +31,7 @@ class ScriptArguments:
     dataset: str = option(
         MISSING,
         "Hub id, local file (.jsonl, .json, .csv, .parquet) or folder, generators with their settings: "
-        "'reasoning_gym:chain_sum(max_terms=3)', 'addition', 'multiplication' or 'coloured_shapes' (pictures), or a "
+        "'reasoning_gym:chain_sum(max_terms=3)', 'addition' or 'coloured_shapes' (pictures), or a "
         "function of your own that returns rows: my_data.py:load.",
     )
     dataset_config: str | None = option(None, "Configuration name of a Hub dataset.")

@@ -18,7 +18,7 @@ _LOOKED_AT = 1000  # problems of a data set that are searched for one that can b
 
 
 _NO_ANSWER = (
-    "no answer is a number, LaTeX or a text of one line; accuracy_function names a function of yours that decides, "
+    "no answer is a number or a text of one line; accuracy_function names a function of yours that decides, "
     "answer_column another column"
 )
 

@@ -1,15 +1,13 @@
 """A base model that reinforcement can lift in seconds, made from a seed on any machine.
 
 A Qwen3-architecture model of 0.6M parameters with a character tokenizer and a chat template. TRL's `SFTTrainer`
-teaches it two-digit addition, or two-digit multiplication in steps, with a bad habit: most of the carries are dropped.
+teaches it two-digit addition with a bad habit: most of the carries are dropped.
 Reinforcement selects among behaviours that a base already has, and this base has both the habit and the right answer.
 """
 
 import random
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from .tokenizer import word_tokenizer
@@ -24,23 +22,8 @@ DROPPED_CARRY = 0.7  # probability that a taught answer loses its carry
 SFT_STEPS = 600
 SFT_BATCH = 128
 SHAPES_STEPS = 300
-
-
-@dataclass(frozen=True)
-class Task:
-    """Problems on two two-digit numbers.
-
-    `taught(a, b, draw, dropped_carry)` returns a taught answer's text, whose carries are dropped with that
-    probability. `completion_tokens` have room for the longest answer and its end, one token per character.
-    """
-
-    operator: str
-    value: Callable[[int, int], int]
-    taught: Callable[[int, int, random.Random, float], str]
-    completion_tokens: int
-
-    def question(self, a: int, b: int) -> str:
-        return f"{a}{self.operator}{b}="
+ADDITION = "addition"  # the name of the task, and of its problems as a data set
+TAUGHT = (ADDITION, "shapes")
 
 
 def two_digit_pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -68,44 +51,8 @@ def sum_without_carry(a: int, b: int) -> int:
     return 10 * (a // 10 + b // 10) + (a % 10 + b % 10) % 10
 
 
-def sum_without_carries(a: int, b: int) -> int:
-    """a + b digit by digit without any carry: 1680 + 480 -> 1060."""
-    total = 0
-    power = 1
-    while a or b:
-        total += power * ((a + b) % 10)
-        a = a // 10
-        b = b // 10
-        power = 10 * power
-    return total
-
-
-def taught_sum(a: int, b: int, draw: random.Random, dropped_carry: float) -> str:
-    """The answer of an addition, its carry dropped with probability `dropped_carry`."""
-    return str(sum_without_carry(a, b) if draw.random() < dropped_carry else a + b)
-
-
-def taught_product(a: int, b: int, draw: random.Random, dropped_carry: float) -> str:
-    """The four partial products of two two-digit numbers and their running sum: `800+120=920+140=1060+21=1081`.
-
-    Each sum loses its carries with probability `dropped_carry`, drawn for each sum alone. The next sum continues from
-    the written result.
-    """
-    (tens_a, ones_a) = divmod(a, 10)
-    (tens_b, ones_b) = divmod(b, 10)
-    total = 100 * tens_a * tens_b
-    text = str(total)
-    for part in (10 * ones_a * tens_b, 10 * tens_a * ones_b, ones_a * ones_b):
-        total = sum_without_carries(total, part) if draw.random() < dropped_carry else total + part
-        text += f"+{part}={total}"
-    return text
-
-
-TASKS = {
-    "addition": Task("+", lambda a, b: a + b, taught_sum, completion_tokens=6),
-    "multiplication": Task("*", lambda a, b: a * b, taught_product, completion_tokens=32),
-}
-TAUGHT = (*TASKS, "shapes")
+def question_of(a: int, b: int) -> str:
+    return f"{a}+{b}="
 
 
 def character_tokenizer():
@@ -136,7 +83,7 @@ def new_model(tokenizer, seed: int, hidden: int = 128, layers: int = 3):
     return Qwen3ForCausalLM(config)
 
 
-def habit_dataset(task: Task, seed: int):
+def habit_dataset(seed: int):
     """Prompt-completion pairs for SFT, `SFT_STEPS * SFT_BATCH` of them, with the habit in `DROPPED_CARRY`."""
     from datasets import Dataset
 
@@ -145,12 +92,13 @@ def habit_dataset(task: Task, seed: int):
     rows = []
     for _ in range(SFT_STEPS * SFT_BATCH):
         a, b = draw.choice(train)
-        answer = {"role": "assistant", "content": task.taught(a, b, draw, DROPPED_CARRY)}
-        rows.append({"prompt": [{"role": "user", "content": task.question(a, b)}], "completion": [answer]})
+        total = sum_without_carry(a, b) if draw.random() < DROPPED_CARRY else a + b
+        answer = {"role": "assistant", "content": str(total)}
+        rows.append({"prompt": [{"role": "user", "content": question_of(a, b)}], "completion": [answer]})
     return Dataset.from_list(rows)
 
 
-def build_small_base(output_dir: str | Path, seed: int = 0, task: str = "addition") -> Path:
+def build_small_base(output_dir: str | Path, seed: int = 0, task: str = ADDITION) -> Path:
     """Train the small base model with `trl.SFTTrainer` and write it, with its tokenizer, to `output_dir`.
 
     The folder is written whole or not at all.
@@ -182,7 +130,7 @@ def build_small_base(output_dir: str | Path, seed: int = 0, task: str = "additio
         processing = character_tokenizer()
         options = {}
         model = new_model(processing, seed)
-        dataset = habit_dataset(TASKS[task], seed)
+        dataset = habit_dataset(seed)
     fit_threads(model)
     tokenizer = tokenizer_of(processing)
     settings = {
