@@ -30,8 +30,6 @@ def launch_of(tmp_path, text: str) -> Launch:
         ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}", "fsdp2", None),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: true}", "fsdp2", "all"),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: 'false'}", "fsdp2", None),
-        ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: NO_SHARD}", "ddp", None),
-        ("distributed_type: FSDP\nfsdp_config: {fsdp_reshard_after_forward: NO_SHARD}", "ddp", None),
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 1}", "zero1", None),
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {offload_optimizer_device: cpu}", "zero2", "optimizer"),
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: FOLDER/zero.json}", "zero3", "all"),
