@@ -1,6 +1,6 @@
 """Accuracy with its uncertainty."""
 
-from math import comb, sqrt
+from math import sqrt
 
 
 def wilson_interval(correct: int, n: int, z: float = 1.959964) -> tuple[float, float]:
@@ -21,8 +21,3 @@ def format_accuracy(correct: int, n: int) -> str:
     """`'71.3% (n=512, 95% interval 67.2-75.0)'`."""
     low, high = wilson_interval(correct, n)
     return f"{100 * correct / max(n, 1):.1f}% (n={n}, 95% interval {100 * low:.1f}-{100 * high:.1f})"
-
-
-def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased pass@k of one problem from n >= k samples (Chen et al., arXiv 2107.03374, eq. 1)."""
-    return 1.0 - comb(n - correct, k) / comb(n, k)

@@ -1,4 +1,3 @@
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,7 @@ from trl_fsdp_qlora.tools.data.answers import UnparsableGoldAnswer
 from trl_fsdp_qlora.tools.evaluation import accuracy as evaluation
 from trl_fsdp_qlora.tools.evaluation.accuracy import Evaluation, Judge, evaluate, majority
 from trl_fsdp_qlora.tools.small_base.text import character_tokenizer
-from trl_fsdp_qlora.utils.stats import format_accuracy, pass_at_k, wilson_interval
+from trl_fsdp_qlora.utils.stats import format_accuracy, wilson_interval
 
 
 def even_ones_right(text: str, row: int, sampled: bool) -> str:
@@ -138,10 +137,3 @@ def test_wilson_against_published_values():
     for (correct, n), interval in published.items():
         assert wilson_interval(correct, n) == pytest.approx(interval, abs=5e-4)
     assert format_accuracy(29, 30) == "96.7% (n=30, 95% interval 83.3-99.4)"
-
-
-def test_pass_at_k_is_the_share_of_subsets_with_a_hit():
-    hits = [True, True, False, False, False, False]
-    for k in range(1, 7):
-        subsets = list(itertools.combinations(hits, k))
-        assert pass_at_k(6, 2, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))

@@ -22,7 +22,7 @@ from ...engines.decode.turns import KeptTurns
 from ...fsdp2_qlora.generation import FREE_SHARE, free_bytes
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import name_of
-from ...utils.stats import format_accuracy, pass_at_k, wilson_interval
+from ...utils.stats import format_accuracy, wilson_interval
 from ..data import reasoning_gym
 from ..data.answers import (
     answers_match,
@@ -146,7 +146,7 @@ def score_problem(
     if drawn:
         answers = [extract_answer(completion.text, answer_format, gold) for completion in drawn]
         passed = sum(map(is_right, drawn, answers))
-        passed_at_k = pass_at_k(len(drawn), passed, len(drawn))
+        passed_at_k = float(passed > 0)
         wins_majority = 2 * passed > len(drawn) if is_decided else answers_match(majority(answers), gold=gold)
     return Scored(
         correct=is_right(greedy, answer),
