@@ -29,7 +29,7 @@ def test_a_prefill_has_its_prompts_keys_and_values_beside_it(tmp_path):
     """Long prompts, short completions: generation needs most before its first token."""
     run = settings(folder(tmp_path), prompt_tokens=256, max_completion_length=1, compact_generation=False)
     plan = make_plan(run, hardware=CPU)
-    prefill = FakeRun(run, plan.config, False).measure(passes.Shape(8, 256, 0, False)).peak
+    prefill = FakeRun(run, plan.config, False).measure(passes.Shape(8, 256, 0, False))
     prompts = 8 * 256 * 5 * 2 * 2 * 32 * 4  # rows, tokens, layers, keys and values, heads, their size, bytes
     coming = sum(
         plan.phases["generate"].get(part, 0) for part in (module.ACTIVATIONS, module.CACHE, module.TOKEN_STEP)
@@ -130,9 +130,9 @@ def test_the_first_step_counts_with_the_padded_rows_that_it_compares(tmp_path):
     width = 260
     shape = passes.Shape(1, 256 * run.groups + 4 * rows, 4 * rows, True)
     fake = FakeRun(run, plan.config, False)
-    first_step = fake.measure(shape, True).peak
+    first_step = fake.measure(shape, True)
     at_once = (256 * run.groups + 4 * rows) // width
-    compared = fake.measure(passes.Shape(at_once, width, at_once * 259, False), True).peak
+    compared = fake.measure(passes.Shape(at_once, width, at_once * 259, False), True)
     assert plan.phases["forward_backward"][module.ACTIVATIONS] == compared > first_step
 
 

@@ -11,7 +11,7 @@ from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.passes import Run
 from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
 from trl_fsdp_qlora.tools.planning.settings import Launch
-from trl_fsdp_qlora.tools.planning.steps import Pass, longest_pass
+from trl_fsdp_qlora.tools.planning.steps import Pass, longest_pass, passes_like
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,20 @@ def test_a_step_is_planned_as_the_trainer_plans_batches_of_tokens(tmp_path, shar
     forwards = [[*run_of_plan.of_pass(number)][-1] for number in range(len(plan.rows_of_pass))]
     assert longest.tokens + longest.trunk == max(int(forward.forest.lengths.sum()) for forward in forwards)
     assert longest.is_cut == (plan.passes_per_batch > 1)
+
+
+# Rows, trunks, prompts that a pass has for itself, tokens of a prompt: trunks of 9 tokens pay in nine passes.
+@pytest.mark.parametrize("rows, shared, own, prompt", [(3, 1, 0, 200), (3, 1, 2, 200), (4, 2, 0, 10), (7, 2, 3, 70)])
+def test_passes_like_the_longest_one_have_its_size(rows, shared, own, prompt):
+    size = Pass(rows * 19 + shared + own * prompt, rows, shared * (prompt - 1), shared)
+    shared_passes = passes_like(size, completion=20)
+    last = len(shared_passes.plan.rows_of_pass) - 1
+    for number in (0, last):
+        *trunks, forward = shared_passes.of_pass(number)
+        assert [trunk.forest.tokens for trunk in trunks] == ([] if number else [size.trunk])
+        read = forward.forest.lengths[forward.forest.computed :]
+        assert Pass(forward.forest.tokens, len(forward.rows), int(read.sum()), len(read)) == size
+        assert len(forward.view.ending) == (shared if number == last else 0)
 
 
 def test_a_step_without_a_look_ahead_computes_prompts_per_micro_batch(tmp_path):

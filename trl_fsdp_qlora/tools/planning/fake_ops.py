@@ -103,6 +103,10 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def _attention(module, query, key, value, attention_mask, on_gpu=False, **kwargs):
+    view = getattr(attention_mask, "view_of_pass", None)
+    if view is not None:  # a pass that shares a trunk with others, or the trunk
+        key = view.extended((id(module), "key"), key)
+        value = view.extended((id(module), "value"), value)
     dtype = compute_dtype(query)
     query = query.to(dtype)
     key = key.to(dtype)

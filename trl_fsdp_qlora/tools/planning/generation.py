@@ -17,15 +17,6 @@ from .passes import FakeRun
 from .settings import Settings
 
 
-def key_bytes(run: FakeRun) -> tuple[int, int]:
-    """Bytes of the keys and values of one token in a layer, and the number of query heads that share them."""
-    text = run.config.get_text_config()
-    heads = setting(text, "num_attention_heads") or 1  # a model with recurrent layers alone has none
-    key_heads = setting(text, "num_key_value_heads") or heads
-    width = setting(text, "head_dim") or text.hidden_size // heads
-    return 2 * model.compute_dtype(run.settings, run.config).itemsize * key_heads * width, heads // key_heads
-
-
 def cache_bytes(run: FakeRun) -> tuple[int, int, int]:
     """Bytes that a rank needs to generate, with all its rows at full length.
 
@@ -41,7 +32,10 @@ def cache_bytes(run: FakeRun) -> tuple[int, int, int]:
     text = run.config.get_text_config()
     rows = settings.rollout_rows
     dtype = model.compute_dtype(settings, run.config)
-    token, repeats = key_bytes(run)
+    heads = setting(text, "num_attention_heads") or 1  # a model with recurrent layers alone has none
+    key_heads = setting(text, "num_key_value_heads") or heads
+    width = setting(text, "head_dim") or text.hidden_size // heads
+    token = 2 * dtype.itemsize * key_heads * width  # keys and values of one token in a layer
     length = settings.max_completion_length + settings.prompt_tokens
     window = setting(text, "sliding_window") or length
     layers = []
@@ -51,7 +45,7 @@ def cache_bytes(run: FakeRun) -> tuple[int, int, int]:
     recurrent = recurrent_layers(run.whole)
     states = rows * sum(state_bytes(layer, text.hidden_size) for layer in recurrent)
     logits = (dtype.itemsize + 4 * 4) * rows * text.vocab_size
-    step = max(logits, max(layers, default=0) * repeats)
+    step = max(logits, max(layers, default=0) * (heads // key_heads))
     return sum(layers) + states, token * len(layers) * settings.prompt_tokens, step
 
 

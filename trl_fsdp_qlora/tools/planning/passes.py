@@ -3,7 +3,7 @@
 The bytes that a layer keeps for the backward are the difference of the bytes after and before the layer. At the start
 of its backward, which is its peak, a model of L layers therefore has (L - 2) times these bytes more than the model of
 two layers. Gradients exist from the start, because earlier micro-batches left them. Nothing is allocated and no weight
-is read; the number of tokens is that of the run.
+is read; the number of tokens is that of the run. `steps.py` does the same for passes that share a prompt.
 """
 
 from collections.abc import Iterator
@@ -31,13 +31,6 @@ class Shape(NamedTuple):
     length: int  # tokens of a row of the input; a packed row is one row
     scored: int  # positions whose log-probability is computed; 0 for a pass without head
     packed: bool  # rows need no mask, and a kernel of `scoring/` scores
-
-
-class Peak(NamedTuple):
-    """Bytes of a pass: at its peak, and what the layers hold when its backward begins."""
-
-    peak: int
-    held: int
 
 
 def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
@@ -89,7 +82,7 @@ def scored_shape(settings: Settings, on_gpu: bool) -> Shape:
 # Several plans of one run (as of other lengths) need the same model and the same passes. The caches keep the last
 # model and all measurements, by the settings on which they depend.
 _whole: dict[tuple, nn.Module] = {}
-_measured: dict[tuple, Peak] = {}
+measured: dict[tuple, int] = {}
 
 
 class FakeRun:
@@ -97,6 +90,7 @@ class FakeRun:
 
     Attributes:
         on_gpu: chooses between the kernels of a GPU and of a CPU.
+        key: all settings that `build` and `few_layers` read: on these a pass depends, apart from its shape.
         whole: the model with all its layers on the meta device; it must not be changed.
     """
 
@@ -104,8 +98,7 @@ class FakeRun:
         self.settings = settings
         self.config = config
         self.on_gpu = on_gpu
-        # All that `build` and `_few_layers` read.
-        self._key = (
+        key = (
             repr(settings.model),
             settings.mixed,
             settings.gradient_checkpointing,
@@ -117,16 +110,17 @@ class FakeRun:
             settings.launch.kind,
             config.to_json_string(use_diff=False),
         )
-        if self._key not in _whole:
+        if key not in _whole:
             _whole.clear()
-            _whole[self._key] = build(settings, config)
-        self.whole = _whole[self._key]
+            _whole[key] = build(settings, config)
+        self.whole = _whole[key]
+        self.key = *key, on_gpu
 
-    def measure(self, shape: Shape, grad: bool = False) -> Peak:
-        """Bytes that a pass of the whole model adds: forward and, with `grad`, backward."""
-        key = *self._key, shape, self.on_gpu, grad
-        if key not in _measured:
-            kinds = self._layers_by_kind()
+    def measure(self, shape: Shape, grad: bool = False) -> int:
+        """Peak bytes that a pass of the whole model adds: forward and, with `grad`, backward."""
+        key = *self.key, shape, grad
+        if key not in measured:
+            kinds = self.layers_by_kind()
             # One layer of each kind, and then another one of a kind: the difference is the bytes that its kind adds.
             one_of_each = [layers[0] for layers in kinds]
             has_one_layer = self.config.get_text_config().num_hidden_layers == 1
@@ -134,35 +128,34 @@ class FakeRun:
             peaks = []
             for layers in kinds:
                 chosen = one_of_each if has_one_layer else [*one_of_each, layers[-1]]
-                peak, held, kept = self._run(chosen, shape, grad)
+                peak, kept = self._run(chosen, shape, grad)
                 if self.settings.offloads and self.on_gpu and self._is_checkpointed(layers[0]):
                     kept = 0  # what the second layer found is the first one's input, which the model itself holds
                 kept_by_others += (len(layers) - 1) * kept
-                peaks.append((peak - kept, held - kept))
-            _measured[key] = Peak(*(kept_by_others + max(bytes_of_kind) for bytes_of_kind in zip(*peaks, strict=True)))
-        return _measured[key]
+                peaks.append(peak - kept)
+            measured[key] = kept_by_others + max(peaks)
+        return measured[key]
 
-    def _run(self, layers: list[int], shape: Shape, grad: bool) -> tuple[int, int, int]:
-        """Run a pass of few layers; return its peak, what the backward finds, and the last layer's part of that."""
-        with self._few_layers(layers, grad) as (causal, tracker):
+    def _run(self, layers: list[int], shape: Shape, grad: bool) -> tuple[int, int]:
+        """Run a pass of few layers; return its peak and the last layer's bytes for the backward."""
+        with self.few_layers(layers, grad) as (causal, tracker):
             before = tracker.now
             after_layers = []
             stacks = (part for part in causal.get_decoder().modules() if isinstance(part, nn.ModuleList))
             for layer in next(stack for stack in stacks if len(stack) == len(layers)):
                 layer.register_forward_hook(lambda *_: after_layers.append(tracker.now))
-            with torch.set_grad_enabled(grad), self._autocast():
+            with torch.set_grad_enabled(grad), self.autocast():
                 size = (1, 1, 1, 1) if shape.packed else (shape.rows, 1, shape.length, shape.length)
-                values = self._hidden_states(causal, shape, torch.ones(size, dtype=torch.bool))
-                held = tracker.now - before
+                values = self.hidden_states(causal, shape.rows, shape.length, torch.ones(size, dtype=torch.bool))
                 kept = after_layers[-1] - after_layers[-2] if grad and len(layers) > 1 else 0
                 if shape.scored:
                     values = values.flatten(0, 1)[torch.zeros(shape.scored, dtype=torch.long)]
                     values = self.score(values, causal.get_output_embeddings().weight, shape.packed)
             if grad:
                 values.sum().backward()
-            return tracker.peak - before, held, kept
+            return tracker.peak - before, kept
 
-    def _layers_by_kind(self) -> list[list[int]]:
+    def layers_by_kind(self) -> list[list[int]]:
         """Indices of layers of each kind (attention with or without a window, recurrent, both, or an MLP alone);
         those that are checkpointed are of another kind than those that are not.
         """
@@ -175,7 +168,7 @@ class FakeRun:
         return self.settings.gradient_checkpointing and layer % self.settings.every_n_layers == 0
 
     @contextmanager
-    def _few_layers(self, layers: list[int], grad: bool) -> Iterator[tuple[nn.Module, Any]]:
+    def few_layers(self, layers: list[int], grad: bool) -> Iterator[tuple[nn.Module, Any]]:
         """Inside this context tensors are fake and their bytes are counted.
 
         Yields the causal model of these layers, with gradients if `grad`, and the tracker of bytes.
@@ -212,13 +205,13 @@ class FakeRun:
             with PeakTracker(*model.parameters(), *model.buffers(), *gradients) as tracker:
                 yield causal, tracker
 
-    def _autocast(self) -> torch.autocast:
+    def autocast(self) -> torch.autocast:
         mixed = self.settings.mixed
         return torch.autocast("cpu", getattr(torch, mixed or "bfloat16"), mixed is not None)
 
-    def _hidden_states(self, causal: nn.Module, shape: Shape, mask: torch.Tensor) -> torch.Tensor:
+    def hidden_states(self, causal: nn.Module, rows: int, length: int, mask: torch.Tensor) -> torch.Tensor:
         """Last hidden states of rows of tokens, by a model on fake tensors."""
-        ids = torch.zeros(shape.rows, shape.length, dtype=torch.long)
+        ids = torch.zeros(rows, length, dtype=torch.long)
         # Mamba's layers would multiply by a mask, so a model of Mamba layers alone gets none.
         attends = any(map(keeps_keys, layer_types(causal.config.get_text_config())))
         inputs = {"attention_mask": mask if attends else None, "position_ids": torch.zeros_like(ids)}

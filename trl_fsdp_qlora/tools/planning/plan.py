@@ -193,7 +193,7 @@ def _phases(run: FakeRun, hardware: Hardware, engine: Engine | None) -> dict[str
     if not settings.is_paired:
         table["generate"] = (_generation(run, free), awake, in_a_rollout)
     if settings.scores_again:
-        scored = run.measure(scored_shape(settings, gpu)).peak
+        scored = run.measure(scored_shape(settings, gpu))
         table["score"] = ({ACTIVATIONS: scored}, asleep, in_a_rollout)
     loss = {ACTIVATIONS: loss_bytes(run)}
     table["forward_backward"] = (loss, {**gradients, **asleep}, in_a_layer)
@@ -217,7 +217,7 @@ def _generation(run: FakeRun, free: int) -> dict[str, int]:
     if settings.compact_generation:  # each distinct prompt is computed once
         rows = max(1, rows // settings.num_generations)
     # During the prefill the cache holds the prompts only. A token step has activations of one token per row only.
-    prefill = run.measure(Shape(rows, settings.prompt_tokens, 0, False)).peak + rows * prompt
+    prefill = run.measure(Shape(rows, settings.prompt_tokens, 0, False)) + rows * prompt
     parts = {CACHE: cache, TOKEN_STEP: step, ACTIVATIONS: max(0, prefill - cache - step)}
     if settings.keeps_turns:
         # A row's cache is kept when its turn has ended; the last rows of a batch are then still in the cache.
