@@ -1,10 +1,11 @@
 # `make quickstart` trains a small model on this machine (`make quickstart-images` one that sees). `make test` runs the tests, `make test-exhaustive` the rest of
-# their long tables, `make test-vllm` those that need vLLM, in an environment of its own, `make test-newest` the tests with the newest of all dependencies, and
-# `make test-core` those of the core, in WORKERS processes.
+# their long tables, `make test-vllm` those that need vLLM, in an environment of its own, `make test-newest` the tests with the newest of all dependencies,
+# `make test-emulated` those that need a GPU on an emulated one, and `make test-core` those of the core, in WORKERS processes.
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 NEWEST_VENV ?= .venv-newest
+EMULATED_VENV ?= .venv-emulated
 DOCS_VENV ?= .venv-docs
 SITE ?= site
 VLLM_TESTS ?= tests/trainers/vllm tests/trainers/decode tests/trainers/rollouts
@@ -16,7 +17,7 @@ TASK ?= addition
 CONFIG ?= grpo/config_quickstart
 BIN := $(VENV)/bin
 
-.PHONY: quickstart quickstart-images test test-exhaustive test-core test-kernels test-newest test-vllm gpu docs lint clean
+.PHONY: quickstart quickstart-images test test-exhaustive test-core test-kernels test-newest test-vllm test-emulated gpu docs lint clean
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/python recipes/small_base.py $(BASE) --task $(TASK) --seed $(SEED)
@@ -30,11 +31,12 @@ quickstart-images: TASK = shapes
 quickstart-images: CONFIG = grpo_vision/config_shapes
 quickstart-images: quickstart
 
-# Files in the order of tests/conftest.py: those that take minutes first.
+# Files in the order of tests/conftest.py: the longest first.
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 -m "not exhaustive"
 
-# The rest of the tables of which `make test` runs a few (every class of transformers, every pair of loss and layer, every recipe), and a real model.
+# The rest of the tables of which `make test` runs a few (every class of transformers, every pair of loss and layer, every recipe), what needs several
+# more processes (every accelerate config, notebooks, a wheel), and a real model.
 test-exhaustive: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 -m exhaustive
 
@@ -45,6 +47,13 @@ test-kernels: $(VENV)/.dev
 	PYTHONPATH=$(abspath $(VENV)/triton) $(BIN)/python -m pytest tests/core/test_kernels_compile.py
 	PYTHONPATH=$(abspath $(VENV)/triton) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not exhaustive" -k "triton or merges or kernel" \
 		tests/core/prefix_sharing/test_attention.py tests/core/scoring/test_logprobs.py tests/distributed/fsdp2_qlora/test_experts.py
+
+# The tests marked `gpu` without a GPU: torch's CUDA build (6 GB) on an emulated device, then on two devices those that use
+# several. It takes a while: every operation runs twice, and Triton is interpreted.
+test-emulated: $(EMULATED_VENV)/.done
+	NO_TRITON=1 TEST_PATIENCE=6 tests/emulated_gpu/run.sh $(EMULATED_VENV) python -m pytest -m "gpu or emulated" -n $(WORKERS) --dist loadfile --timeout=1800 tests
+	NO_TRITON=1 TEST_PATIENCE=6 FAKE_GPUS=2 tests/emulated_gpu/run.sh $(EMULATED_VENV) python -m pytest -m gpu -n $(WORKERS) --dist loadfile --timeout=1800 \
+		tests/trainers/grpo/test_cuda.py tests/distributed
 
 # On a machine with a GPU, ten minutes: its summary begins with a table of launches and seconds next to what was counted without one.
 gpu: $(VENV)/.dev
@@ -98,6 +107,15 @@ $(VLLM_VENV)/.done: tests/trainers/vllm/environment.sh constraints.txt
 	PYTHON=$(PYTHON) tests/trainers/vllm/environment.sh $(VLLM_VENV)
 	touch $@
 
+# "===": the CUDA build from the index, not a CPU wheel of the same version.
+$(EMULATED_VENV)/.done: pyproject.toml constraints.txt tests/emulated_gpu/build.sh tests/emulated_gpu/runtime.cpp tests/emulated_gpu/collectives.cpp
+	@echo "setting up $(EMULATED_VENV) with torch's CUDA build (6 GB, some minutes)"
+	$(PYTHON) -m venv $(EMULATED_VENV)
+	$(EMULATED_VENV)/bin/pip install --quiet torch=$$(grep ^torch== constraints.txt | cut -c6-)
+	$(EMULATED_VENV)/bin/pip install --quiet -c constraints.txt -e '.[dev]'
+	tests/emulated_gpu/build.sh $(EMULATED_VENV)
+	touch $@
+
 # What a run left, `runs/`, stays: remove it by hand.
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(NEWEST_VENV) $(DOCS_VENV) $(SITE) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(NEWEST_VENV) $(EMULATED_VENV) $(DOCS_VENV) $(SITE) build dist *.egg-info

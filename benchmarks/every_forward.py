@@ -5,8 +5,8 @@ are and after `share_prompts`.
     # the second: a point in a process
     python benchmarks/every_forward.py --shape smollm2 --vocabulary 49152 --runs 2 --points SDPO --output FILE
 
-Both contestants are the same trainer class of TRL on the same batch in one process; for SDPO, SDFT, CPO and ORPO the
-one that shares prompts is the class of `experimental/losses_in_tiles`, which holds no logits of a batch. Runs
+Both contestants are the same trainer class of TRL on the same batch in one process; for SDPO and SDFT the one
+that shares prompts is the class of `experimental/losses_in_tiles`, which holds no logits of a batch. Runs
 alternate, and medians of the process's CPU time are compared, so that other work on the machine counts little. The
 peak is the highest sum of live allocations during a loss and its backward, above the level at its start.
 
@@ -39,19 +39,12 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from trl.experimental import cpo, gkd, orpo, sdft, sdpo, tpo
 
-    from trl_fsdp_qlora.experimental.losses_in_tiles import (
-        FusedCPOTrainer,
-        FusedORPOTrainer,
-        TiledSDFTTrainer,
-        TiledSDPOTrainer,
-    )
+    from trl_fsdp_qlora.experimental.losses_in_tiles import TiledSDFTTrainer, TiledSDPOTrainer
 
 # In place of TRL's classes, where prompts are shared.
 WITHOUT_LOGITS = {
     sdpo.SDPOTrainer: TiledSDPOTrainer,
     sdft.SDFTTrainer: TiledSDFTTrainer,
-    cpo.CPOTrainer: FusedCPOTrainer,
-    orpo.ORPOTrainer: FusedORPOTrainer,
 }
 
 

@@ -1,24 +1,28 @@
 """Everything that only a GPU can show, one part after the other, as long as `--minutes` lasts.
 
-    python benchmarks/gpu.py --output DIR [--model FOLDER --data SVAMP.json] [--only tests lm_head ...] [--minutes 9]
+    python benchmarks/gpu.py --output DIR [--model FOLDER --data SVAMP.json] [--only equality ...] [--minutes 9]
 
-Parts, in this order:
+Parts, those worth most first:
 
-    launches         launches, waits and seconds of a step of Qwen3-4B with LoRA, stock TRL's and this package's, next
-                     to what was counted without a GPU (docs/launches.md)
-    tests            the tests marked `gpu` that are quick
-    prefix_sharing   packed rows compared with padded rows, flash attention, bf16, the shape of Qwen3-0.6B
+    equality         log-probabilities in nats and gradients on packed rows and on padded rows, in bf16, each next to
+                     float32, in the shape of Qwen3-0.6B
+    steps_0.6B       seconds and bytes of whole optimizer steps and of their passes, stock TRL and this package, with
+                     LoRA; steps_1.7B the same for Qwen3-1.7B, and qlora from a 4-bit base
     lm_head          bf16 log-probabilities under a frozen head compared with TRL's kernel: wanted >= 1.25x
+    launches         launches, waits and seconds of a step of Qwen3-4B with LoRA, next to what was counted without a
+                     GPU (docs/launches.md)
+    tests            the tests marked `gpu` that are quick
     grpo             SmolLM2-135M-Instruct on SVAMP, LoRA, bf16           (needs --model and --data)
-    qlora            the same from a 4-bit base                           (needs --model and --data)
     slow_tests       the tests marked `gpu` that are slow: launches of a recipe and of every accelerate config
 
-A part that fails does not end the others. `--output` gets each part's log and results, and `summary.txt`, a table to
-paste: what was predicted, what was measured, and how each part ended. A part has a process group of its own, which is
-ended when its time is over, so that nothing keeps the GPU. `--rehearse` prints the commands and runs none.
+A part has a process group and a share of the time of its own: one that fails, hangs or runs out of memory costs its
+own share alone. `--output` gets each part's log and results, and `summary.txt`, a table to paste: the commit, card,
+driver and versions, what was predicted, what was measured, and how each part ended. `--rehearse` prints the commands
+and runs none; `--tiny` runs all in small sizes, for a rehearsal on the emulated device (tests/emulated_gpu).
 """
 
 import argparse
+import hashlib
 import os
 import shlex
 import signal
@@ -36,23 +40,58 @@ RECIPE = (
 )
 
 
-def parts(model: str | None, data: str | None, output: Path) -> dict[str, str]:
-    """Returns the arguments of Python for each part."""
+def parts(model: str | None, data: str | None, output: Path, tiny: bool = False) -> dict[str, tuple[float, str]]:
+    """Returns the seconds that each part may take, and its arguments of Python; those worth most first."""
     tests = "-m pytest -v -p no:cacheprovider -m"
+    steps = "benchmarks/gpu_steps.py steps --tiny" if tiny else "benchmarks/gpu_steps.py steps"
+    head = "--tokens 64 --hidden 64 --vocabularies 512 --rounds 1" if tiny else "--rounds 20 --tokens 1024 8192"
     commands = {
-        "launches": "benchmarks/launches.py --next_to benchmarks/results/launches.json --only Qwen3-4B --seconds 100 "
-        f"--output {output}/launches.json",
-        "tests": f"{tests} 'gpu and not slow'",
-        "prefix_sharing": "benchmarks/prefix_sharing_speedup.py --device cuda --runs 5 --vocabulary 49152 "
-        f"--backends auto --output {output}/prefix_sharing",
-        "lm_head": "benchmarks/lm_head.py --device cuda --dtype bfloat16 --rounds 20 --tokens 1024 8192 "
-        f"--output {output}/lm_head.json",
+        "equality": (60, f"benchmarks/gpu_steps.py equality{' --tiny' * tiny}"),
+        "steps_0.6B": (90, f"{steps} --shape 0.6B"),
+        "steps_1.7B": (120, f"{steps} --shape 1.7B"),
+        "lm_head": (60, f"benchmarks/lm_head.py --device cuda --dtype bfloat16 {head} --output {output}/lm_head.json"),
+        "qlora": (120, f"{steps} --shape 1.7B --four_bit"),
+        "launches": (
+            120,
+            "benchmarks/launches.py --next_to benchmarks/results/launches.json --only Qwen3-4B --seconds 60 "
+            f"{'--layers 1 ' * tiny}--output {output}/launches.json",
+        ),
+        "tests": (
+            120,
+            f"{tests} 'gpu and not slow'" + " tests/distributed/fsdp2_qlora/test_packed_linear.py" * tiny,
+        ),
     }
     if model and data:
-        run = f"{RECIPE} --model_name_or_path {model} --dataset {data} --output_dir {output}/run"
-        commands["grpo"] = f"{run}-grpo"
-        commands["qlora"] = f"{run}-qlora --load_in_4bit true --dtype bfloat16"
-    return {**commands, "slow_tests": f"{tests} 'gpu and slow'"}
+        run = f"{RECIPE} --model_name_or_path {model} --dataset {data} --output_dir {output}/run-grpo"
+        commands["grpo"] = (120, run)
+    if not tiny:
+        commands["slow_tests"] = (600, f"{tests} 'gpu and slow'")
+    return commands
+
+
+def setting() -> list[str]:
+    """Lines that say what was measured with: commit, card, driver, versions, and a hash of them all."""
+    import torch
+
+    def output_of(*command: str) -> str:
+        try:
+            return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=20).stdout.strip()
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+
+    card = torch.cuda.get_device_properties(0)
+    memory = f"{card.total_memory / 2**30:.0f} GiB, compute capability {card.major}.{card.minor}"
+    driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
+    packages = ("torch", "triton", "transformers", "trl", "peft", "bitsandbytes")
+    lines = [
+        f"commit {output_of('git', 'rev-parse', 'HEAD') or 'unknown'}"
+        + ", changed" * bool(output_of("git", "status", "--short")),
+        f"{torch.cuda.device_count()} × {card.name}, {memory}, driver {driver or 'unknown'}",
+        ", ".join(f"{name} {version(name)}" for name in packages)
+        + f", CUDA {torch.version.cuda}, Python {sys.version.split()[0]}",
+    ]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+    return [*lines, f"hash of these lines: {digest}", ""]
 
 
 def end_group(process: subprocess.Popen) -> None:
@@ -81,7 +120,7 @@ def run_part(name: str, command: str, log: Path, seconds: float) -> list[str]:
         finally:
             end_group(process)
     lines = log.read_text(errors="replace").splitlines()
-    rows = [line for line in lines if line.startswith("|")] if name == "launches" else []
+    rows = [line for line in lines if line.startswith("| ")]
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")[:160].replace("|", "/")
     return [*rows, f"| {name} | | {ended} after {time.monotonic() - started:.0f} s: {last} |"]
 
@@ -93,15 +132,16 @@ def main() -> None:
     parser.add_argument("--data", help="SVAMP.json")
     parser.add_argument("--only", nargs="+")
     parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal of every part in small sizes")
     parser.add_argument("--rehearse", action="store_true", help="print the commands and run none")
     args = parser.parse_args()
     output = args.output.resolve()
-    chosen = parts(args.model, args.data, output)
+    chosen = parts(args.model, args.data, output, args.tiny)
     if unknown := set(args.only or ()) - chosen.keys():
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(chosen)}")
-    chosen = {name: command for name, command in chosen.items() if not args.only or name in args.only}
+    chosen = {name: part for name, part in chosen.items() if not args.only or name in args.only}
     if args.rehearse:
-        for name, command in chosen.items():
+        for name, (_, command) in chosen.items():
             print(f"{name}: python {command}")
         return
     import torch
@@ -112,21 +152,18 @@ def main() -> None:
     # Without this a scheduler that ends this process would leave its part on the GPU.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     deadline = time.monotonic() + 60 * args.minutes
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "trl", "bitsandbytes"))
-    table = [f"{torch.cuda.get_device_name()}, {versions}", ""]
-    # `launches` prints a header of its own, with the card that it predicts for.
-    if "launches" not in chosen:
-        table += ["| part | predicted | measured |", "|---|---|---|"]
-    for number, (name, command) in enumerate(chosen.items(), start=1):
-        left = deadline - time.monotonic()
-        seconds = left if number == len(chosen) else left / 2
+    table = [*setting(), "| part | predicted | measured |", "|---|---|---|"]
+    for name, (share, command) in chosen.items():
+        seconds = min(share, deadline - time.monotonic())
         rows = (
-            run_part(name, command, output / f"{name}.log", seconds) if left > 5 else [f"| {name} | | no time left |"]
+            run_part(name, command, output / f"{name}.log", seconds)
+            if seconds > 5
+            else [f"| {name} | | no time left |"]
         )
         table += rows
         # After each part: a call that is stopped leaves what it has.
         (output / "summary.txt").write_text("\n".join(table) + "\n")
-        print(rows[-1], flush=True)
+        print(*rows, sep="\n", flush=True)
     print(f"\nTo paste, from {output / 'summary.txt'}:\n", *table, sep="\n")
 
 

@@ -61,7 +61,6 @@ METHODS = {
     "t_spmo": "T-SPMO",
     "a_star_po": "A*-PO",
     "grpo_64": "GRPO, 8 prompts a step",
-    "mean_64": "GRPO, 8 prompts a step, scaled by the mean",
     "server_64": "GRPO, 8 prompts a step, a server",
     "ahead_64": "GRPO, 8 prompts a step, a server one generation ahead",
 }
@@ -71,7 +70,6 @@ METHODS = {
 CHANGES: dict[str, dict[str, Any]] = {
     "stock": {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 4},
     "grpo_64": {"per_device_train_batch_size": 64},
-    "mean_64": {"per_device_train_batch_size": 64, "scale_rewards": "mean"},
     "server_64": {"per_device_train_batch_size": 64, "use_vllm": True, "vllm_mode": "server"},
     "ahead_64": {"per_device_train_batch_size": 64, "use_vllm": True, "vllm_mode": "server", "rollouts_ahead": 1},
     "s_grpo": {"token_selection": "s_grpo", "token_selection_rate": 0.5, "loss_type": "grpo"},
@@ -80,7 +78,6 @@ KEPT = (
     "reward",
     "entropy",
     "frac_reward_zero_std",
-    "groups/information",
     "loss",
     "grad_norm",
     "num_tokens",

@@ -3,9 +3,11 @@
     trl-fsdp-qlora launch --config_file ddp_cpu --num_processes 2 examples/two_processes.py             # without a GPU
     trl-fsdp-qlora launch --config_file ddp --num_processes 2 examples/two_processes.py                 # a GPU each
     trl-fsdp-qlora launch --config_file fsdp2_qlora --num_processes 2 examples/two_processes.py --four-bits
+    trl-fsdp-qlora launch --config_file fsdp2_qlora_cpu --num_processes 2 examples/two_processes.py --four-bits
 
-Nothing of the script changes. The last line keeps half of the 4-bit base on each GPU; in the others each process keeps
-all of it. A step has `processes x per_device_train_batch_size x gradient_accumulation_steps` completions.
+Nothing of the script changes. With FSDP2, in the last two lines, each process keeps half of the 4-bit base; in the
+others each keeps all of it. A step has `processes x per_device_train_batch_size x gradient_accumulation_steps`
+completions.
 """
 
 import argparse
@@ -57,3 +59,5 @@ trainer.train()
 trainer.save_model()
 if trainer.accelerator.is_main_process:
     print(f"{trainer.accelerator.num_processes} processes, {trainer.state.global_step} steps")
+    if trainer.base_bytes:  # measured by this process when FSDP2 had sharded the base
+        print(f"each process holds {trainer.base_bytes.ratio:.2f} of the 4-bit base")

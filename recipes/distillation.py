@@ -15,7 +15,7 @@ with importing():
 
     from trl_fsdp_qlora import share_prompts
     from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments, parse_recipe
-    from trl_fsdp_qlora.tools.recipe.checks import check_script, check_teacher, load_tokenizer
+    from trl_fsdp_qlora.tools.recipe.checks import check_recipe, check_teacher
     from trl_fsdp_qlora.tools.recipe.problems import load_data
     from trl_fsdp_qlora.tools.recipe.record import check_output_dir
     from trl_fsdp_qlora.tools.recipe.runner import model_arguments, run_recipe
@@ -25,10 +25,9 @@ with importing():
 
 def main() -> None:
     script, config, model = parse_recipe((ScriptArguments, DistillationConfig, ModelConfig))
-    check_script(script)
+    check_recipe(script, config, model)
     check_teacher(config.teacher_model_name_or_path, config.teacher_model_init_kwargs)
     check_output_dir(script, config, model)
-    load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
     prompts, test = load_data(script)
     trainer = DistillationTrainer(
         model.model_name_or_path,

@@ -42,7 +42,7 @@ def make_pairs(script: DPOScriptArguments, config: EfficientDPOConfig, model: Mo
     if script.dataset is None:
         raise ConfigError(f"pairs={script.pairs}: no such file; set dataset to problems that it can be made of")
     problems = load_problems(script).train[: script.pair_problems]
-    taught = [worked(problem["columns"]) if script.pair_worked else None for problem in problems]
+    taught = [worked(problem["columns"]) for problem in problems]
     dtype = "auto" if model.dtype in (None, "auto") else getattr(torch, model.dtype)
     answering = load_model(model.model_name_or_path, None, revision=model.model_revision, dtype=dtype)
     pairs = sample_pairs(
@@ -51,7 +51,6 @@ def make_pairs(script: DPOScriptArguments, config: EfficientDPOConfig, model: Mo
         prompts_of(script, problems),
         taught,
         samples=script.pair_samples,
-        pairs_per_problem=script.pairs_per_problem,
         max_new_tokens=script.max_completion_length,
         answer_format=script.answer_format,
         batch_size=script.accuracy_batch_size,

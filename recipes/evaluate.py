@@ -13,6 +13,7 @@ Prints n and the 95% Wilson interval, and writes a JSON file if `--output` names
 from trl_fsdp_qlora.tools.run.one_line import importing
 
 with importing():
+    import os
     import shlex
     import sys
     from contextlib import nullcontext
@@ -27,37 +28,19 @@ with importing():
     from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit, keep_plain_kernel
     from trl_fsdp_qlora.tools.evaluation.accuracy import evaluate
     from trl_fsdp_qlora.tools.publishing.loading import (
-        find_base,
         load_model,
-        other_base_warning,
         processor_source,
     )
     from trl_fsdp_qlora.tools.recipe import checks
     from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
     from trl_fsdp_qlora.tools.recipe.problems import load_held_out
-    from trl_fsdp_qlora.tools.recipe.record import as_words, code_in, settings_in
+    from trl_fsdp_qlora.tools.recipe.record import OF_THE_DATA, as_words, code_in, settings_in
     from trl_fsdp_qlora.tools.recipe.runner import load_processing
     from trl_fsdp_qlora.tools.recipe.script import run_main, say
     from trl_fsdp_qlora.tools.run.one_line import pop_options
     from trl_fsdp_qlora.trainers.run.card import hardware, software
     from trl_fsdp_qlora.utils.files import write_json
-    from trl_fsdp_qlora.utils.redaction import portable
     from trl_fsdp_qlora.utils.threads import fit_threads
-
-# Settings of a run that belong to its dataset, and do not apply to another one.
-OF_THE_DATA = (
-    "dataset",
-    "dataset_config",
-    "dataset_split",
-    "eval_dataset",
-    "eval_split",
-    "held_out",
-    "validation",
-    "accuracy_on",
-    "eval_problems",
-    "question_column",
-    "answer_column",
-)
 
 
 @dataclass
@@ -87,7 +70,6 @@ class EvaluateArguments:
     bf16: bool = option(False, "Compute in bfloat16 mixed precision, as a run with `bf16` measures.")
     max_tool_calling_iterations: int | None = option(None, "Turns of an episode that may follow calls of tools.")
     chat_template_kwargs: dict | str | None = field(default=None, metadata={"help": "As in the recipe, for episodes."})
-    tool_timeout: float | None = field(default=300.0, metadata={"help": "As in the recipe, for episodes."})
     output: str | None = option(None, "JSON file to write.")
 
 
@@ -100,7 +82,7 @@ def settings_of_run() -> tuple[str, dict[str, Any]]:
         checks.check_adapter(adapter)
     for folder in filter(None, (adapter, options.get("--model_name_or_path"))):
         settings = settings_in(folder)
-        if dataset is not None and portable(dataset) != portable(settings.get("dataset")):
+        if dataset is not None and os.path.abspath(dataset) != os.path.abspath(settings.get("dataset", "")):
             settings = {name: value for name, value in settings.items() if name not in OF_THE_DATA}
         if settings:
             return folder, settings
@@ -150,15 +132,12 @@ def main() -> None:
     script, args = parse_recipe((ScriptArguments, EvaluateArguments), defaults=defaults)
     check_code(folder, code, vars(script) | vars(args))
     state = PartialState(cpu=args.use_cpu)
-    checks.check_script(script)
+    of_user = checks.check_script(script, vars(args))
     if args.load_in_4bit:
         checks.check_installed("bitsandbytes", "load_in_4bit: true")
     if args.adapter:
         base = checks.check_adapter(args.adapter).base_model_name_or_path
-        args.model_name_or_path = args.model_name_or_path or find_base(base, args.adapter)
-        warning = other_base_warning(args.adapter, args.model_name_or_path)
-        if warning is not None:
-            say(warning)
+        args.model_name_or_path = args.model_name_or_path or base
     if args.output:  # before anything is measured
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)
         if Path(args.output).is_dir():
@@ -168,9 +147,8 @@ def main() -> None:
     if "images" in test.column_names:
         source = processor_source(args.adapter, args.model_name_or_path, args.model_revision)
         tokenizer = load_processing(*source, images=True)
-    agent = checks.agent_of(script, args.chat_template_kwargs, args.tool_timeout)
-    if agent is not None:
-        tokenizer = checks.with_tool_format(tokenizer, script)
+    if of_user.agent is not None:
+        tokenizer = of_user.tool_format(tokenizer)
         checks.check_tool_template(tokenizer, args.model_name_or_path)
     model = load_measured_model(args, state.device)
     with torch.autocast(state.device.type, torch.bfloat16) if args.bf16 else nullcontext():
@@ -185,9 +163,9 @@ def main() -> None:
             top_p=args.top_p,
             answer_format=script.answer_format,
             seed=args.seed,
-            agent=agent,
+            agent=of_user.agent,
             max_tool_turns=args.max_tool_calling_iterations,
-            judge=checks.judge_of(script),
+            judge=of_user.judge,
         )
     say(str(result))
     if args.output and state.is_main_process:

@@ -15,7 +15,6 @@ with importing():
 
     import torch
 
-    from trl_fsdp_qlora.tools.publishing.loading import find_base, other_base_warning
     from trl_fsdp_qlora.tools.publishing.merge import merge_adapter
     from trl_fsdp_qlora.tools.recipe.arguments import parse_recipe
     from trl_fsdp_qlora.tools.recipe.checks import check_adapter, load_tokenizer
@@ -39,11 +38,8 @@ class MergeArguments:
 def main() -> None:
     (args,) = parse_recipe((MergeArguments,))
     trained_on = check_adapter(args.adapter).base_model_name_or_path
-    base = args.base or find_base(trained_on, args.adapter)
+    base = args.base or trained_on
     load_tokenizer(base, args.revision, chat=False, field="base", adapter=args.adapter)
-    warning = other_base_warning(args.adapter, base)
-    if warning is not None:
-        say(warning)
     dtype = "auto" if args.dtype == "auto" else getattr(torch, args.dtype)
     merged = merge_adapter(args.adapter, args.output, base, args.revision, dtype)
     say(f"merged model, tokenizer and card are in {merged}")

@@ -18,7 +18,7 @@ with importing():
 
     from trl_fsdp_qlora.tools.data.worked import worked
     from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
-    from trl_fsdp_qlora.tools.recipe.checks import check_script, load_tokenizer
+    from trl_fsdp_qlora.tools.recipe.checks import check_recipe
     from trl_fsdp_qlora.tools.recipe.problems import load_problems, prompts_of, to_measure
     from trl_fsdp_qlora.tools.recipe.record import check_output_dir
     from trl_fsdp_qlora.tools.recipe.runner import model_arguments, run_recipe
@@ -35,9 +35,8 @@ class SFTScriptArguments(ScriptArguments):
 
 def main() -> None:
     script, config, model = parse_recipe((SFTScriptArguments, SFTConfig, ModelConfig))
-    check_script(script)
+    check_recipe(script, config, model)
     check_output_dir(script, config, model)
-    load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
     data = load_problems(script)
     test = to_measure(script, data)
     problems = data.train

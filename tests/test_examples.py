@@ -99,14 +99,25 @@ def test_tools_are_called(name, run_example, tmp_path):
     assert any(row["reward"] > 0 for row in logged)
 
 
+def run_two_processes(config: str, folder: Path, *words: str) -> str:
+    """Returns what the example prints under an accelerate config, after two steps."""
+    script = [str(EXAMPLES["two_processes"]), "--model", save_tiny_model(folder / "tiny"), "--steps", "2", *words]
+    launch = ["trl-fsdp-qlora", "launch", "--config_file", config, "--num_processes", "2"]
+    run = run_launcher(*launch, *script, cwd=folder)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("2 processes, 2 steps") == 1
+    adapter = json.loads((folder / "runs" / "two_processes" / "adapter_config.json").read_text())
+    assert adapter["peft_type"] == "LORA"
+    return run.stdout
+
+
 @pytest.mark.processes
 @pytest.mark.exhaustive
 def test_two_processes(tmp_path):
-    model = save_tiny_model(tmp_path / "tiny")
-    script = [str(EXAMPLES["two_processes"]), "--model", model, "--steps", "2"]
-    words = ["trl-fsdp-qlora", "launch", "--config_file", "ddp_cpu", "--num_processes", "2", *script]
-    run = run_launcher(*words, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("2 processes, 2 steps") == 1
-    adapter = json.loads((tmp_path / "runs" / "two_processes" / "adapter_config.json").read_text())
-    assert adapter["peft_type"] == "LORA"
+    assert "4-bit base" not in run_two_processes("ddp_cpu", tmp_path)
+
+
+@pytest.mark.processes
+def test_two_processes_on_a_cpu_share_a_4_bit_base(tmp_path):
+    printed = run_two_processes("fsdp2_qlora_cpu", tmp_path, "--four-bits")
+    assert printed.count("each process holds 0.50 of the 4-bit base") == 1

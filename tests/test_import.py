@@ -89,6 +89,7 @@ def test_the_package_help_and_version_import_nothing_heavy():
     assert subprocess.run(module, capture_output=True, text=True, check=True, cwd=ROOT).stdout == f"{output[-2]}\n"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 def test_recipes_and_plans_need_no_optional_package_and_no_private_module_of_fsdp(tmp_path):
     """As in `make quickstart`'s environment: what the recipes import, and the plan that they make first. FSDP2's

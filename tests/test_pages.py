@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 import trl_fsdp_qlora
-from tests.benchmark_modules import benchmark
 from trl_fsdp_qlora.__main__ import COMMANDS
 
 ROOT = Path(__file__).parents[1]
@@ -62,15 +61,3 @@ def test_what_a_page_links_and_names_is_there(page):
     typed = re.findall(r"^(?:[A-Z_]+=\S+ )*trl-fsdp-qlora ([a-z][\w-]*)", code, re.MULTILINE)
     lost += [f"trl-fsdp-qlora {name}" for name in typed if name not in COMMANDS]
     assert lost == []
-
-
-def test_every_page_is_in_the_index():
-    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    listed = re.findall(r"^- \[([\w.]+)\]\(\1\)", index, re.MULTILINE)
-    assert sorted(listed) == sorted({path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"})
-
-
-def test_the_parts_of_make_gpu_run_scripts_that_are_there(tmp_path):
-    commands = benchmark("gpu").parts("model", "data.json", tmp_path)
-    scripts = {word for command in commands.values() for word in command.split() if word.endswith(".py")}
-    assert scripts and all((ROOT / script).is_file() for script in scripts)

@@ -10,8 +10,9 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
 
-from tests.core.prefix_sharing.helpers import assert_equal_gradients, loss_inputs, losses_of, make_trainer
+from tests.core.prefix_sharing.helpers import assert_equal_gradients
 from tests.distributed.launch import REPOSITORY, accelerate_launch, run_code
+from tests.trainers.helpers import loss_inputs, losses_of, make_trainer
 from trl_fsdp_qlora import EfficientGRPOTrainer
 
 # The real model takes a minute and a half; tiny ones cover the same code in `make test`.

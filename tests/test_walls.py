@@ -11,7 +11,6 @@ import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -19,54 +18,65 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "trl_fsdp_qlora"
 CORE = ("prefix_sharing", "scoring", "long_rows")
 
-# Imports a module's names in a new process, and prints what came along and what changed.
+# What a user imports, from small to large, and the most lines of this package that it may read.
+MOST_LINES = {
+    "from trl_fsdp_qlora.fsdp2_qlora.trainer import ShardedQLoRAMixin": 1100,
+    "from trl_fsdp_qlora import share_prompts": 6500,
+    "from trl_fsdp_qlora import EfficientDPOTrainer": 9500,
+    "from trl_fsdp_qlora import EfficientGRPOTrainer": 12500,
+}
+# Runs each statement as if this package had not been imported before, and prints what came along and what changed.
 SCRIPT = """
 import json, os, signal, sys
 
-before = dict(os.environ), [signal.getsignal(number) for number in signal.valid_signals()]
-{statement}
-after = dict(os.environ), [signal.getsignal(number) for number in signal.valid_signals()]
-ours = [module for name, module in sys.modules.items() if name.startswith("trl_fsdp_qlora")]
-lines = sum(sum(1 for _ in open(module.__file__, encoding="utf-8")) for module in ours)
-added = [name for name in after[0] if "TRL_FSDP" in name and name not in before[0]]
-print(json.dumps([lines, sorted(name for name in sys.modules if "." not in name), before[1] == after[1], added]))
+results = []
+for statement in sys.argv[1:]:
+    for name in [name for name in sys.modules if name.startswith("trl_fsdp_qlora")]:
+        del sys.modules[name]
+    before = dict(os.environ), [signal.getsignal(number) for number in signal.valid_signals()]
+    exec(statement)
+    after = dict(os.environ), [signal.getsignal(number) for number in signal.valid_signals()]
+    ours = [module for name, module in sys.modules.items() if name.startswith("trl_fsdp_qlora")]
+    lines = sum(sum(1 for _ in open(module.__file__, encoding="utf-8")) for module in ours)
+    added = [name for name in after[0] if "TRL_FSDP" in name and name not in before[0]]
+    libraries = sorted(name for name in sys.modules if "." not in name)
+    results.append([lines, libraries, before[1] == after[1] and not added])
+print(json.dumps(results))
 """
 
 
-def imported(statement: str) -> tuple[int, set[str]]:
-    """(lines of this package, top-level modules) that `statement` imports; it may change nothing of the process."""
-    script = SCRIPT.format(statement=statement)
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=300)
+def imported(*statements: str) -> list[tuple[int, list[str]]]:
+    """(lines of this package, top-level modules so far) of each statement; none changes anything of the process."""
+    words = [sys.executable, "-c", SCRIPT, *statements]
+    run = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert run.returncode == 0, run.stderr
-    lines, modules, keeps_handlers, our_variables = json.loads(run.stdout.splitlines()[-1])
-    assert keeps_handlers and not our_variables, statement
-    return lines, set(modules)
+    results = json.loads(run.stdout.splitlines()[-1])
+    for statement, (_, _, leaves_the_process) in zip(statements, results, strict=True):
+        assert leaves_the_process, statement
+    return [(lines, libraries) for lines, libraries, _ in results]
 
 
-@pytest.mark.parametrize(
-    ("statement", "most"),
-    [
-        ("from trl_fsdp_qlora import share_prompts", 6500),
-        ("from trl_fsdp_qlora import EfficientGRPOTrainer", 12500),
-        ("from trl_fsdp_qlora import EfficientDPOTrainer", 9500),
-        ("from trl_fsdp_qlora.fsdp2_qlora.trainer import ShardedQLoRAMixin", 1100),
-    ],
-)
-def test_an_import_reads_no_more_than_its_part_of_the_package(statement, most):
-    lines, _ = imported(statement)
-    print(f"{statement}: {lines} lines")
-    assert lines <= most
-
-
-def test_the_core_imports_no_trl():
-    """A loop of one's own with `share_prompts(model)` needs torch and transformers."""
+def test_an_import_reads_no_more_than_its_part_of_the_package():
+    """And the core imports no TRL: a loop of one's own with `share_prompts(model)` needs torch and transformers."""
     names = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for room in CORE
         for path in sorted((PACKAGE / room).rglob("*.py"))
     ]
-    _, modules = imported("import " + ", ".join(names))
-    assert not modules & {"trl", "peft", "datasets", "pandas", "pyarrow", "requests", "matplotlib", "bitsandbytes"}
+    (_, libraries), *others = imported("import " + ", ".join(names), *MOST_LINES)
+    assert not {*libraries} & {
+        "trl",
+        "peft",
+        "datasets",
+        "pandas",
+        "pyarrow",
+        "requests",
+        "matplotlib",
+        "bitsandbytes",
+    }
+    lines = {statement: lines for statement, (lines, _) in zip(MOST_LINES, others, strict=True)}
+    print(*(f"{statement}: {count} lines" for statement, count in lines.items()), sep="\n")
+    assert [(statement, count) for statement, count in lines.items() if count > MOST_LINES[statement]] == []
 
 
 def absolute_imports(path: Path) -> set[str]:

@@ -35,9 +35,6 @@ COMMANDS = {
     "distillation": _Command(
         "tools.cli.scripts", "launched", "TRL's distillation from a teacher model", "distillation"
     ),
-    "sdft": _Command(
-        "tools.cli.scripts", "launched", "TRL's self-distillation: its teacher reads the solution", "sdft"
-    ),
     "evaluate": _Command("tools.cli.scripts", "launched", "measure accuracy on held-out problems", "evaluate"),
     "merge": _Command("tools.cli.scripts", "called", "merge an adapter into its unquantized base", "merge"),
     "publish": _Command("tools.publishing.publish", "run_publish", "check an adapter, upload it, prove that it loads"),
@@ -49,7 +46,7 @@ COMMANDS = {
     "compare": _Command("tools.cli.compare", "compare", "a few steps next to stock TRL's, on the same completions"),
     "report": _Command("tools.cli.report", "report", "a page with the curves and the completions of runs"),
     "doctor": _Command("tools.cli.doctor", "doctor", "list what would fail or go wrong, before it does"),
-    "recipes": _Command("tools.cli.recipes", "recipes", "list the recipes; print one, or copy it here"),
+    "recipes": _Command("tools.cli.recipes", "recipes", "list the recipes; print one"),
     "launch": _Command("tools.run.launch", "launch", "accelerate launch for a script of your own"),
     "config": _Command("tools.cli.recipes", "config", "print the path of an accelerate config, or all names"),
 }

@@ -19,8 +19,6 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from tests.core.prefix_sharing.helpers import assert_equal_gradients, awkward_batch, build, gradients, small
 from tests.tiny import these_first
-from tests.trainers.sharing import test_cut_losses as cut_losses
-from trl_fsdp_qlora import EfficientDPOConfig, EfficientGRPOConfig
 from trl_fsdp_qlora.compat.memory import PeakTracker
 from trl_fsdp_qlora.long_rows import tiles as token_tiles
 from trl_fsdp_qlora.long_rows.kinds import KINDS, kind_of
@@ -80,6 +78,7 @@ def test_gradients_are_those_without_tiles(name, checkpoints, calls):
     assert_equal_gradients(actual, expected[1], TOLERANCE)
 
 
+@pytest.mark.exhaustive
 def test_the_classes_that_are_known_have_forwards_that_were_proven():
     """A class of transformers whose code changes is looked at again. Another version may lack a few of the classes."""
     found = {}
@@ -117,38 +116,6 @@ def test_a_class_of_ones_own_is_known_if_its_forward_is_transformers():
 
 def kinds_in(model) -> set[str]:
     return {kind for kind in map(kind_of, model.modules()) if kind is not None}
-
-
-@pytest.mark.parametrize("kind", ["lora", "nf4", "nf4 experts"])
-def test_a_trainers_step_in_packed_rows(tmp_path, monkeypatch, kind, calls):
-    """LoRA and 4-bit products, by expert too, in one pass and in passes that share a trunk."""
-    name = "qwen3_moe" if kind == "nf4 experts" else "qwen3"
-    trainer = cut_losses.trainer_of(name, tmp_path, kind, mlp_tokens_per_tile=TILE)
-    monkeypatch.setattr(cut_losses.passes, "MIN_SAVED_TOKENS", 1)
-    inputs = cut_losses.inputs_of(trainer)
-    for count, tokens_per_pass in itertools.product((1, 12), (0, 40)):
-        micro_batches = cut_losses.sliced(inputs, count)
-        install(trainer.model, TILE)
-        calls.clear()
-        actual = cut_losses.step_gradients(trainer, micro_batches, tokens_per_pass)
-        assert calls and trainer.sharing.is_active
-        remove(trainer.model)
-        calls.clear()
-        expected = cut_losses.step_gradients(trainer, micro_batches, tokens_per_pass)
-        assert not calls
-        assert_equal_gradients(actual, expected, TOLERANCE)
-
-
-def test_a_router_loss(tmp_path, monkeypatch, calls):
-    """The router runs on the whole row: its logits reach the loss, and get their gradients."""
-    trainer = cut_losses.trainer_of("qwen3_moe", tmp_path, router_aux_loss_coef=10.0, mlp_tokens_per_tile=TILE)
-    assert trainer.aux_loss_enabled
-    inputs = cut_losses.inputs_of(trainer)
-    inputs["advantages"] = 0.01 * inputs["advantages"]
-    actual = cut_losses.step_gradients(trainer, [inputs], 0)
-    assert calls
-    remove(trainer.model)
-    assert_equal_gradients(actual, cut_losses.step_gradients(trainer, [inputs], 0), TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -459,14 +426,3 @@ def test_the_start_up_line():
     install(other, 64)
     heading, line = token_tiles.describe(other, 64)
     assert heading == "as stock TRL" and "OPTDecoderLayer has no MLP that is known" in line
-
-
-def test_a_configs_values(tmp_path):
-    for config in (EfficientGRPOConfig, EfficientDPOConfig):
-        make = {"output_dir": str(tmp_path), "bf16": False, "use_cpu": True}
-        assert config(**make).mlp_tokens_per_tile == "auto"
-        assert config(**make, mlp_tokens_per_tile=False).mlp_tokens_per_tile == "off"
-        assert config(**make, mlp_tokens_per_tile="512").mlp_tokens_per_tile == 512
-        for wrong in (0, -1, "many", True):
-            with pytest.raises(ValueError, match="mlp_tokens_per_tile"):
-                config(**make, mlp_tokens_per_tile=wrong)

@@ -12,8 +12,6 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from trl_fsdp_qlora.fsdp2_qlora import launch_checks
-
 
 def fsdp_environment(**overrides: str) -> dict[str, str]:
     """Environment that `accelerate launch` makes of `accelerate_configs/fsdp2_qlora.yaml`; keys are lower-case."""
@@ -35,7 +33,6 @@ def force_fsdp() -> None:
     asked = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true"
     if not asked or int(os.environ.get("WORLD_SIZE", "1")) < 2 or torch.cuda.is_available():
         return
-    launch_checks.accelerate_shards_on = lambda device: True
     stock = AcceleratorState.__init__
 
     def init(self, *args, fsdp_plugin=None, **kwargs):

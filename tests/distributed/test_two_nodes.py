@@ -14,9 +14,8 @@ pytest.importorskip("bitsandbytes")
 from tests.distributed.fsdp2_qlora import tiny
 from tests.distributed.fsdp2_qlora.runs import WORKER, difference, mesh_environment, scenarios_of
 from tests.distributed.launch import AGENT, REPOSITORY, Rank, end_all, free_port, launch_all, rank_environment
-from tests.tiny import these_first
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes]
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.exhaustive]
 
 TRAINING = "grpo:num_generations=2,save_steps=1,resume=auto,model="
 
@@ -40,7 +39,7 @@ def assert_same(out, expected, of_losses=0.0, of_adapter=0.0):
     assert (actual["base"], actual["mesh"]) == (expected["base"], expected["mesh"])
 
 
-@pytest.mark.parametrize("kind", these_first(["ddp", "hsdp_qlora", "zero2"], "ddp"))
+@pytest.mark.parametrize("kind", ["ddp", "hsdp_qlora", "zero2"])
 def test_two_launchers_train_as_ranks_without_one(base, undisturbed, tmp_path, kind):
     """`accelerate launch --machine_rank 0` and `1` with a config of this package; of HSDP two ranks on each node."""
     pytest.importorskip("deepspeed" if kind == "zero2" else "torch")
@@ -65,7 +64,6 @@ def test_two_launchers_train_as_ranks_without_one(base, undisturbed, tmp_path, k
     assert_same(tmp_path, expected, *((1e-5, 1e-4) if kind == "zero2" else ()))
 
 
-@pytest.mark.exhaustive
 def test_a_node_that_dies_is_replaced_by_another(base, undisturbed, tmp_path):
     """torchrun on two nodes; the second's agent and rank are killed in step 3, and an agent is started in its
     place.

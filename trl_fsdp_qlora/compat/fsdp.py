@@ -121,32 +121,6 @@ def integer_shards(model: nn.Module) -> Iterator[None]:
                 sharded.init_dtype_attrs = lambda policy, stock=stock: stock(replace(policy, param_dtype=None))
 
 
-def has_unreduced_gradients(model: nn.Module) -> bool:
-    """Whether an earlier micro-batch left gradients that FSDP2 must still reduce and shard."""
-    for group in param_groups(model):
-        for sharded in group.fsdp_params:
-            unsharded = getattr(sharded, "_unsharded_param", None)  # exists once the parameter was gathered
-            if sharded.unsharded_accumulated_grad is not None or getattr(unsharded, "grad", None) is not None:
-                return True
-    return False
-
-
-@contextmanager
-def reducing(model: nn.Module) -> Iterator[None]:
-    """Make every backward inside reduce and shard its gradients, also between an optimizer step's micro-batches."""
-    groups = param_groups(model)
-    before = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
-    for group in groups:
-        group.reduce_grads = True
-        group.all_reduce_grads = True
-    try:
-        yield
-    finally:
-        for group, (reduce, all_reduce) in zip(groups, before, strict=True):
-            group.reduce_grads = reduce
-            group.all_reduce_grads = all_reduce
-
-
 def forget_forward(model: nn.Module) -> None:
     """Let an FSDP2 model start a new forward after an error ended one; does nothing for other models."""
     if misfit() is not None:

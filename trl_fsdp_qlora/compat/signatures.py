@@ -1,4 +1,4 @@
-"""Comparing borrowed functions with the signatures they were written for, and reading what code calls."""
+"""Comparing borrowed functions with the signatures they were written for."""
 
 import functools
 import inspect
@@ -33,17 +33,3 @@ def is_of_library(function: Any) -> bool:
     # Not its `__module__`, which `functools.wraps` copies.
     module = function.__globals__["__name__"] if inspect.isfunction(function) else type(function).__module__
     return module.partition(".")[0] in _LIBRARIES
-
-
-@functools.cache
-def names_in_code(cls: type) -> frozenset[str]:
-    """Returns the names that the methods of `cls` look up, and the keywords of their function calls."""
-    names: set[str] = set()
-    for base in cls.__mro__:
-        for function in filter(inspect.isfunction, vars(base).values()):
-            code = inspect.unwrap(function).__code__
-            names.update(code.co_names)
-            for constant in code.co_consts:
-                if isinstance(constant, tuple):  # keywords of a call
-                    names.update(constant)
-    return frozenset(names)

@@ -117,15 +117,8 @@ def _weighs_as_1_16() -> bool:
     return Version(import_module("trl").__version__).release[:2] <= (1, 16)
 
 
-def _scales_by_mean() -> bool:
-    """Whether this TRL has MaxRL's `scale_rewards="mean"` itself, as it will after 1.16 (trl#5026)."""
-    fields = import_module("trl").GRPOConfig.__dataclass_fields__
-    text = str(fields["scale_rewards"].metadata.get("help"))
-    return "'mean'" in text or '"mean"' in text
-
-
 # Facts about the installed TRL, found out when they are used first.
-_FACTS = {"WEIGHS_AS_1_16": _weighs_as_1_16, "SCALES_BY_MEAN": _scales_by_mean}
+_FACTS = {"WEIGHS_AS_1_16": _weighs_as_1_16}
 
 
 def is_padded_by_row(vision: dict[str, Any]) -> bool:

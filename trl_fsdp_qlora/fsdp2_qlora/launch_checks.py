@@ -7,7 +7,6 @@ import os
 from importlib.metadata import version
 from typing import Any
 
-import torch
 from packaging.version import Version
 
 from ..errors import UserError
@@ -25,11 +24,6 @@ def is_fsdp_launch() -> bool:
 def is_fsdp2_launch() -> bool:
     """Whether the processes of this launch will share one model by FSDP2."""
     return is_fsdp_launch() and os.environ.get("FSDP_VERSION") == "2" and int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
-def accelerate_shards_on(device: torch.device) -> bool:
-    """Whether accelerate does what an FSDP config asks for: on a CPU it makes plain DDP of it and logs nothing."""
-    return device.type != "cpu"
 
 
 def _asks_for(quantization: Any, name: str) -> bool:

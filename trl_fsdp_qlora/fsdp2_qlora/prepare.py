@@ -11,8 +11,9 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.logging import get_logger
+from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import PeftModel
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
@@ -65,6 +66,21 @@ def shard_quantized_base(accelerator: Accelerator, adapter_dtype: torch.dtype = 
 
     vars(prepare)["shards_quantized_base"] = True
     accelerator.prepare = prepare
+
+
+def shard_on_cpu(accelerator: Accelerator) -> None:
+    """Let a launch with FSDP2 shard on CPUs.
+
+    There accelerate makes plain DDP of the config and logs nothing, though torch's FSDP2 works over gloo.
+    """
+    plugin = FullyShardedDataParallelPlugin()  # the launch's settings, from its environment
+    if accelerator.state.mixed_precision != "no":
+        plugin.set_mixed_precision(accelerator.state.mixed_precision)
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # there is no device to pin for
+    accelerator.state.fsdp_plugin = plugin
+    for state in (accelerator.state, PartialState()):
+        state.distributed_type = DistributedType.FSDP
 
 
 def _trained_head_in_root(model: nn.Module) -> AbstractContextManager:

@@ -24,6 +24,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_f
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from .launch_checks import is_fsdp2_launch
+
 
 def has_sharded_adapter(model: nn.Module) -> bool:
     """Whether `model` is a PEFT model under FSDP2. Such a model saves an adapter, whatever its base is."""
@@ -44,6 +46,11 @@ class ShardedQLoRAMixin(_Trainer):
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
+        if is_fsdp2_launch() and not self.is_fsdp_enabled and self.accelerator.device.type == "cpu":
+            from .prepare import shard_on_cpu
+
+            shard_on_cpu(self.accelerator)
+            self.is_fsdp_enabled = True
         if self.accelerator.is_fsdp2:
             from .prepare import shard_quantized_base
 

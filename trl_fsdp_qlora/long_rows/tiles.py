@@ -17,8 +17,8 @@ Short rows, and modules with something unknown inside, run as before.
 """
 
 import types
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from transformers.utils import logging
 
 from ..compat.deepspeed import is_zero3
 from ..compat.peft import looks_beyond_tokens
+from ..utils.random_state import RandomState
 from .kinds import kind_of
 
 logger = logging.get_logger(__name__)
@@ -253,7 +254,7 @@ class _Call:
         kind = self.device.type
         self.autocast_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         # Any part may draw in training: dropout, and PEFT's layers in ways of their own.
-        self.random_states = _random_states(self.device) if any(x.training for x in modules) else []
+        self.random_state = RandomState(self.device) if any(x.training for x in modules) else None
 
     def run(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """The module's output."""
@@ -292,7 +293,8 @@ class _Call:
         grads = [torch.empty_like(x) if needed else None for x, needed in zip(inputs, needs_inputs, strict=True)]
         sums: list[torch.Tensor | None] = [None] * len(self.weights)
         wanted_weights = [i for i, needed in enumerate(needs[len(inputs) :]) if needed]
-        with self._replayed(), torch.enable_grad(), self._autocast():
+        replayed = nullcontext() if self.random_state is None else self.random_state.again()
+        with replayed, torch.enable_grad(), self._autocast():
             for tile in self.tiles:
                 parts = [self._cut(x, tile).detach().contiguous() for x in inputs]
                 wanted = [x.requires_grad_() for x, needed in zip(parts, needs_inputs, strict=True) if needed]
@@ -333,29 +335,6 @@ class _Call:
             return nullcontext()
         # A weight that autocast casts without gradients must not be found again by a call with gradients.
         return torch.autocast(self.device.type, self.autocast_dtype, cache_enabled=False)
-
-    @contextmanager
-    def _replayed(self) -> Iterator[None]:
-        """Inside the block, dropout draws what it drew in the forward."""
-        if not self.random_states:
-            yield
-            return
-        kind = self.device.type
-        with torch.random.fork_rng([] if kind == "cpu" else [self.device], device_type=kind):
-            _set_random_states(self.device, self.random_states)
-            yield
-
-
-def _random_states(device: torch.device) -> list[torch.Tensor]:
-    """The states of the generators that a module on `device` may draw from: the host's, and the device's own."""
-    states = [torch.get_rng_state()]
-    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
-
-
-def _set_random_states(device: torch.device, states: list[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.get_device_module(device).set_rng_state(state, device)
 
 
 class _KeepInputs(torch.autograd.Function):

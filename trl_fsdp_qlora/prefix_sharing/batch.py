@@ -46,7 +46,7 @@ class Batch:
         num_images: number of images of each row, if the caller counted them.
         router_loss: whether the router loss of a mixture of experts is needed.
         num_items: divisor of the loss; the number of labels if absent.
-        kept: without labels, number of last columns whose hidden states are needed; 0 for all.
+        last_columns: without labels, number of last columns whose hidden states are needed; 0 for all.
         from_padding: whether the model's own loss predicts a label from a column without a token (bool, no dimension),
             if a forward without `fused_lm_head` computes a loss.
     """
@@ -58,7 +58,7 @@ class Batch:
     num_images: list[int] | None = None
     router_loss: bool = False
     num_items: Any = None
-    kept: int = 0
+    last_columns: int = 0
     from_padding: torch.Tensor | None = None
 
     @property
@@ -171,11 +171,6 @@ class Sequences:
         """Returns the rows with these indices."""
         parts = {name: x[rows] for name, x in vars(self).items() if isinstance(x, np.ndarray)}
         return replace(self, **parts)
-
-    def split(self, count: int) -> list["Sequences"]:
-        """Returns the batch in parts of `count` rows."""
-        rows = np.arange(len(self.lengths_B))
-        return [self.rows(rows[first : first + count]) for first in range(0, len(rows), count)]
 
 
 def encode(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, labels: torch.Tensor | None) -> torch.Tensor:

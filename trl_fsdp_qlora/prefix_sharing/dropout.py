@@ -61,18 +61,6 @@ def noise_reason(model: torch.nn.Module) -> str | None:
     return f"neftune_noise_alpha={alpha:g}: NEFTune's noise depends on the length of a row" if alpha else None
 
 
-def other_dropout(model: torch.nn.Module) -> str | None:
-    """A line on dropout outside of attention (LoRA's, residual), whose masks differ on a packed row; or `None`."""
-    kinds = set()
-    for name, _, attribute, value in draws(model):
-        kind = next((part for part in name.split(".") if "drop" in part.lower()), attribute)
-        kinds.add(f"{kind} {value:g}")
-    if not kinds:
-        return None
-    listed = ", ".join(sorted(kinds))
-    return f"dropout ({listed}) draws other masks on packed rows: unbiased, but not stock's numbers"
-
-
 @contextlib.contextmanager
 def without_dropout(model: torch.nn.Module) -> Iterator[None]:
     """Inside the block nothing draws, but the model stays in its mode.

@@ -1,6 +1,6 @@
 """What a model is, as far as packed passes have to know it: [`ModelFacts`], read once.
 
-[`read_facts`] reads a model's config, its modules and the tables of kinds (`attention/`, `recurrent/`,
+They are read from a model's config, its modules and the tables of kinds (`attention/`, `recurrent/`,
 `relative_positions.py`). A model with something that no table has runs as in stock TRL, for the reason that
 [`unsupported_reason`] returns. The first pass of each kind is compared with stock's in any case.
 
@@ -34,68 +34,38 @@ _NEITHER = {"mlp", "moe"}
 _CAUSAL_TEXT = (None, False, "vision")
 
 
-@dataclass(frozen=True, eq=False)
 class ModelFacts:
-    """What packed passes have to know about a causal language model, see [`read_facts`].
+    """What packed passes have to know about a language model without wrappers that can use packed rows.
 
     Attributes:
         stamp: see [`Stamp`]; if the model's is another one, the facts have to be read again.
-        attention_layers, recurrent_layers: numbers of layers that one forward runs.
+        layers: number of layers of one forward that know of packed rows.
+        is_recurrent: whether some of them are recurrent.
         mask_names: names under which the model looks up the masks of its kinds of layers, if it has attention layers.
         shortest_segment: the smallest number of tokens of a segment that others may continue.
         position_limit: see [`position_limit`].
         takes_positions: whether positions are an argument of the model.
         stock_positions: see [`relative_positions.stock_positions`].
         sees_distances: whether only differences of positions are known to matter, see `relative_positions.py`.
-        hidden_size: width of the hidden states.
         longest_window: see [`longest_window`].
     """
 
-    stamp: "Stamp"
-    attention_layers: int
-    recurrent_layers: int
-    mask_names: frozenset[str]
-    shortest_segment: int
-    position_limit: float
-    takes_positions: bool
-    stock_positions: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
-    sees_distances: bool
-    hidden_size: int
-    longest_window: int
-
-    @property
-    def layers(self) -> int:
-        """Number of layers that know of packed rows."""
-        return self.attention_layers + self.recurrent_layers
-
-    @property
-    def is_recurrent(self) -> bool:
-        return self.recurrent_layers > 0
-
-
-def read_facts(model: PreTrainedModel) -> ModelFacts:
-    """Returns the facts about `model`, a language model without wrappers that can use packed rows."""
-    text = model.config.get_text_config(decoder=True)
-    attention = attention_layers(model)
-    recurrent = recurrent_layers(model)
-    mask_names = frozenset()
-    if attention:
-        mask_names = frozenset(layer_types(text))
-        if recurrent:
-            mask_names = mask_names | ATTENTION | RECURRENT
-    return ModelFacts(
-        stamp=stamp(model),
-        attention_layers=attention,
-        recurrent_layers=len(recurrent),
-        mask_names=mask_names,
-        shortest_segment=SHORTEST if recurrent else 1,
-        position_limit=position_limit(model),
-        takes_positions=takes_positions(model),
-        stock_positions=stock_positions(model),
-        sees_distances=sees_distances(model),
-        hidden_size=model.config.get_text_config().hidden_size,
-        longest_window=longest_window(text),
-    )
+    def __init__(self, model: PreTrainedModel):
+        text = model.config.get_text_config(decoder=True)
+        attention = attention_layers(model)
+        recurrent = len(recurrent_layers(model))
+        self.stamp = stamp(model)
+        self.layers = attention + recurrent
+        self.is_recurrent = recurrent > 0
+        self.mask_names: frozenset[str] = frozenset()
+        if attention:
+            self.mask_names = frozenset(layer_types(text)) | (ATTENTION | RECURRENT if recurrent else frozenset())
+        self.shortest_segment = SHORTEST if recurrent else 1
+        self.position_limit = position_limit(model)
+        self.takes_positions = takes_positions(model)
+        self.stock_positions = stock_positions(model)
+        self.sees_distances = sees_distances(model)
+        self.longest_window = longest_window(text)
 
 
 def unsupported_reason(model: PreTrainedModel) -> str | None:
@@ -195,22 +165,16 @@ def _layers_reason(model: PreTrainedModel, text: PreTrainedConfig) -> str | None
     unknown_types = sorted(set(types) - ATTENTION - _BOTH - RECURRENT - _NEITHER)
     if unknown_types:
         return f"{name} has {', '.join(unknown_types)} layers, whose masks are their own"
-    if keeps_states_itself(model):
-        return (
-            f"{name} has recurrent layers that do not keep their state in transformers' cache; it would pass from "
-            "one completion into the next"
-        )
+    if has_unknown_states(model):
+        return f"{name} has recurrent layers of a kind that is not known"
     for layer_class in dict.fromkeys(map(type, recurrent_layers(model))):  # in order, so that ranks give one reason
-        kind = kind_of(layer_class)
-        if kind is None:
-            return f"{layer_class.__name__} keeps a state, and its kind is not known"
-        if kind.compute is None:
+        if kind_of(layer_class).compute is None:
             return f"{layer_class.__name__} cannot continue from a state"
     return None
 
 
-def keeps_states_itself(model: PreTrainedModel) -> bool:
-    """Whether recurrent layers keep states outside of transformers' cache, as RecurrentGemma does on its modules."""
+def has_unknown_states(model: PreTrainedModel) -> bool:
+    """Whether recurrent layers are of no registered kind. RecurrentGemma's keep states on its modules."""
     in_cache = {module.layer_idx for module in recurrent_layers(model)}
     recurrent = sum(kind in _BOTH | RECURRENT for kind in layer_types(model.config.get_text_config(decoder=True)))
     return len(in_cache) < recurrent or (model._is_stateful and not in_cache)

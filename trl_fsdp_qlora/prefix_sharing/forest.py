@@ -26,11 +26,9 @@ from typing import NamedTuple
 import numpy as np
 
 # A level beyond the first is used if it saves at least this number of tokens ...
-MIN_SAVED_TOKENS = 8
+MIN_SAVED_BY_LEVEL = 8
 # ... plus this fraction of the tokens below it, which attend to the level in a call of their own.
 MIN_SAVED_FRACTION = 0.02
-# A dense mask computes every pair, without a flash kernel. A pair then costs this many times as much.
-DENSE_PAIR_COST = 4.0
 
 
 class Node(NamedTuple):
@@ -59,8 +57,6 @@ class Forest:
         trees: index of the root segment.
         index_BL: the index in the packed row at which token t of row b is computed; -1 if it is not. Tokens are
             counted from the first real token of a row.
-        end_T: for a row with dense masks, the index behind the last token that sees each token, so token q attends to
-            k if k <= q < end_T[k] (and both are in one segment); else `None`.
         kept: number of segments, at the end of the list, that an earlier pass computed. They are not part of the
             packed row. Their keys and values follow those of the row, so their indices come after the row's last
             token.
@@ -78,7 +74,6 @@ class Forest:
     source: np.ndarray
     trees: np.ndarray
     index_BL: np.ndarray
-    end_T: np.ndarray | None = None
     kept: int = 0
     offset_S: np.ndarray | None = None
     filling: int = 0
@@ -192,15 +187,7 @@ class Forest:
         lengths[self.computed - 1] += tokens
         starts[self.computed :] += tokens
         index_BL = np.where(self.index_BL >= self.tokens, self.index_BL + tokens, self.index_BL)
-        end_T = self.end_T
-        if end_T is not None:
-            end_T = np.concatenate([end_T, np.arange(self.tokens, self.tokens + tokens) + 1])
-        return replace(self, starts=starts, lengths=lengths, index_BL=index_BL, end_T=end_T, filling=tokens)
-
-    @property
-    def pairs(self) -> int:
-        """Number of query-key pairs that attention computes."""
-        return int((self.lengths * (self.depths + self.lengths)).sum())
+        return replace(self, starts=starts, lengths=lengths, index_BL=index_BL, filling=tokens)
 
 
 def sort_by_prefix(tokens_BL: np.ndarray, lengths_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -265,7 +252,7 @@ def choose_nodes(nodes: list[Node], lengths: np.ndarray, min_length: int = 1) ->
     """Returns the nodes of a prefix tree that are computed once for their rows.
 
     One level costs almost nothing: of all choices with at most one node per row, the choice that saves most is taken.
-    Each further node makes the tokens below it attend once more. So it has to save [`MIN_SAVED_TOKENS`] plus
+    Each further node makes the tokens below it attend once more. So it has to save [`MIN_SAVED_BY_LEVEL`] plus
     [`MIN_SAVED_FRACTION`] of the tokens below it.
 
     Args:
@@ -308,7 +295,7 @@ def choose_nodes(nodes: list[Node], lengths: np.ndarray, min_length: int = 1) ->
         segments_below = node.rows - sum(child.rows - 1 for child in below)
         saved = (segments_below - 1) * length
         tokens_below = int((lengths[node.first : node.last + 1] - node.depth).sum())
-        if saved >= MIN_SAVED_TOKENS + MIN_SAVED_FRACTION * tokens_below:
+        if saved >= MIN_SAVED_BY_LEVEL + MIN_SAVED_FRACTION * tokens_below:
             chosen.add(node)
     return [node for node in nodes if node in chosen]
 
@@ -347,9 +334,7 @@ def build_forest(
     tokens_BL: np.ndarray,
     lengths_B: np.ndarray,
     spans_B2: np.ndarray | None = None,
-    shares: bool = True,
     min_length: int = 1,
-    pairs_per_token: float | None = None,
 ) -> Forest:
     """Returns the forest of a batch of sequences.
 
@@ -358,23 +343,12 @@ def build_forest(
         lengths_B: number of tokens of each row that have to be computed; 0 leaves the row out. At least one row has
             some.
         spans_B2: tokens `[first, last]` of a row that are not separated (those of its images); (0, -1) for none.
-        shares: whether equal beginnings are computed once at all.
         min_length: length of the shortest segment that others may continue.
-        pairs_per_token: number of query-key pairs that cost a layer as much as one token costs outside of attention.
-            It allows rows with dense masks; `None` for models that cannot compute such rows.
     """
     rows, common = sorted_rows(tokens_BL, lengths_B, spans_B2)
     lengths = lengths_B[rows]
-    if not shares:
-        common = np.zeros_like(common)
     nodes = choose_nodes(prefix_nodes(common), lengths, min_length)
-    forest = segments_of(rows, lengths, nodes, tokens_BL.shape)
-    if pairs_per_token is not None and shares:
-        dense = _dense_segments(rows, lengths, common, tokens_BL.shape)
-        saved = (forest.tokens - dense.tokens) * pairs_per_token
-        if saved > DENSE_PAIR_COST * dense.pairs - forest.pairs:
-            return dense
-    return forest
+    return segments_of(rows, lengths, nodes, tokens_BL.shape)
 
 
 def segments_of(rows: np.ndarray, lengths: np.ndarray, nodes: list[Node], shape: tuple[int, int]) -> Forest:
@@ -462,58 +436,3 @@ def _row_order(parents, levels, lengths, is_leaf, first) -> np.ndarray:
 
     pieces = range(len(parents))
     return np.array(sorted(pieces, key=lambda piece: (is_leaf[piece], levels[piece], path_key(piece))), dtype=int)
-
-
-def _dense_segments(rows: np.ndarray, lengths: np.ndarray, common: np.ndarray, shape: tuple[int, int]) -> Forest:
-    """Returns the forest in which every tree is one segment: its whole prefix tree, read row by row.
-
-    A row adds its tokens behind the LCP to the rows before it. These additions, one after the other, are the tree in
-    preorder. So the tokens that may see token k are exactly those from k up to the end of its subtree.
-    """
-    added_from = np.concatenate([[0], common])
-    added = np.maximum(lengths - added_from, 0)
-    tails = np.concatenate([[0], np.cumsum(added)])  # the index of the first token that each row adds, and the end
-    width = int(lengths.max())
-    index = np.full((len(rows), width), -1)
-    for i in range(len(rows)):
-        if i:
-            index[i, : added_from[i]] = index[i - 1, : added_from[i]]
-        index[i, added_from[i] : lengths[i]] = np.arange(tails[i], tails[i + 1])
-    is_added = (np.arange(width) >= added_from[:, None]) & (np.arange(width) < lengths[:, None])
-    row_T, depth_T = is_added.nonzero()
-    # A node of depth d holds d + 1 tokens: a row that shares fewer has left the node.
-    end_T = tails[rows_behind_subtree(common, width + 1)[row_T, depth_T + 1]]
-    first_rows = np.flatnonzero(added_from == 0)
-    starts = tails[first_rows]
-    segment_lengths = np.diff([*starts, tails[-1]])
-    count = len(starts)
-    index_BL = np.full(shape, -1)
-    index_BL[rows, :width] = index
-    zeros = np.zeros(count, dtype=int)
-    return Forest(
-        starts=starts,
-        lengths=segment_lengths,
-        depths=zeros,
-        parents=zeros - 1,
-        levels=zeros,
-        is_leaf=np.ones(count, dtype=bool),
-        source=rows[first_rows],
-        trees=np.arange(count),
-        index_BL=index_BL,
-        end_T=end_T,
-    )
-
-
-def rows_behind_subtree(common: np.ndarray, width: int) -> np.ndarray:
-    """Returns `(B, width)`: for sorted row i and depth d, the first later row that has left i's node of depth d.
-
-    The entry is B if no row has left the node.
-
-    Args:
-        common: LCP of each sorted row with the row before it.
-        width: number of depths.
-    """
-    rows = len(common) + 1
-    after = np.full((rows, width), rows)
-    after[:-1] = np.where(common[:, None] < np.arange(width), np.arange(1, rows)[:, None], rows)
-    return np.minimum.accumulate(after[::-1], axis=0)[::-1]

@@ -159,7 +159,7 @@ class Images:
         """
         batch.vision = {**batch.vision, **{name: sent[name] for name in READ_ON_HOST if name in sent}}
         if batch.num_images is None:
-            batch.num_images = self._count(batch, (tokens_BL == self.token).sum(1), sent.get("patches"))
+            batch.num_images = self.count(batch, (tokens_BL == self.token).sum(1), sent.get("patches"))
         hashes = {name: sent[f"hashes of {name}"] for name in hashed(batch.vision)}
         return row_keys(hashes, self._counted(batch))[:, 0].numpy()
 
@@ -167,18 +167,14 @@ class Images:
     def _counted(batch) -> dict[str, Any]:
         return {**on_host(batch.vision), "num_images": batch.num_images}
 
-    def count(self, batch) -> list[int]:
+    def count(self, batch, tokens_B: np.ndarray, patches: torch.Tensor | None) -> list[int]:
         """The number of images of each row of a batch, derived from the number of its placeholder tokens.
+
+        For Gemma 4 the patches of each image are needed, too.
 
         Raises:
             CannotPack: the number of tokens does not determine the number of images.
         """
-        positions = batch.vision.get("image_position_ids")
-        patches = None if positions is None else (positions != -1).all(-1).sum(-1)
-        return self._count(batch, (batch.input_ids == self.token).sum(1).cpu().numpy(), patches)
-
-    def _count(self, batch, tokens_B: np.ndarray, patches: torch.Tensor | None) -> list[int]:
-        """[`count`] from the number of placeholder tokens of each row and, for Gemma 4, the patches of each image."""
         tokens_of_image = self._tokens_of_images(batch, tokens_B, patches)
         if tokens_of_image is None:
             return [int(tokens > 0) for tokens in tokens_B]

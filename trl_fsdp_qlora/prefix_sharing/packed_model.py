@@ -23,10 +23,9 @@ from ..compat import trl as trls
 from ..compat.trl import FusedHead, fused_head
 from ..scoring.logprobs import score_with_head
 from ..scoring.transfer import to_device, to_host
-from .attention.implementation import computes_dense_rows
 from .attention.layers import install, remove
 from .batch import IGNORED_LABEL, Batch, Sequences, decode, encode
-from .facts import read_facts, unsupported_reason
+from .facts import ModelFacts, unsupported_reason
 from .forest import Forest, build_forest
 from .passes import Forward, PassRules
 from .problems import CannotPack
@@ -34,9 +33,6 @@ from .ranks import is_sharded, reduced_over_ranks
 from .recurrent.kinds import recurrent_layers
 from .row import PackedRow, lay_out
 from .row_mask import masks_of
-
-# A layer spends about 24 h² operations on a token (projections and MLP) and 4 h on a query-key pair.
-_PAIRS_PER_TOKEN = 6.0
 
 # torch.compile compiles the model's own forward and no code of this room, because every batch has another layout and
 # would be traced again.
@@ -74,7 +70,6 @@ class PackedModel:
         lm_head_kernel, entropy_gradient: see [`sharing.install_sharing`].
         facts: what it is.
         images: images in its prompts.
-        stock_here: why this rank's calls cannot be packed; `None` if they can be.
 
     Raises:
         CannotPack: the model's layers cannot compute packed rows.
@@ -93,9 +88,8 @@ class PackedModel:
             from .recurrent.layers import install as install_recurrent
 
             install_recurrent(base)
-        self.facts = read_facts(base)
+        self.facts = ModelFacts(base)
         self.images = images_of(base)
-        self.stock_here: str | None = None
 
     def remove(self) -> None:
         """Give the model's layers back what they were before."""
@@ -123,14 +117,10 @@ class PackedModel:
         Raises:
             CannotPack: the rows cannot be packed.
         """
-        if self.stock_here is not None:
-            raise CannotPack(self.stock_here)
         width = batches[0].input_ids.shape[1]
         if width > self.facts.position_limit:
             raise CannotPack(f"rows of {width} positions switch the rotary tables at {self.facts.position_limit}")
         has_images = any(batch.has_images for batch in batches)
-        if has_images and self.images.reason is not None:
-            raise CannotPack(self.images.reason)
         codes = [encode(batch.input_ids, batch.attention_mask, batch.labels) for batch in batches]
         to_send: dict[Any, torch.Tensor] = {"code": codes[0] if len(codes) == 1 else torch.cat(codes)}
         for number, batch in enumerate(batches):
@@ -169,38 +159,16 @@ class PackedModel:
             first = last
         return np.concatenate(keys)
 
-    def count_images(self, batch: Batch) -> None:
-        """Set the number of images of each row, if the caller has not counted them."""
-        if batch.has_images and batch.num_images is None:
-            batch.num_images = self.images.count(batch)
-
     # --- lay out -----------------------------------------------------------------------------------------------------
 
-    @property
-    def can_be_dense(self) -> bool:
-        """Whether prefixes of completions can be computed once under a dense mask.
-
-        Recurrent layers cannot: they do not keep a state at every token.
-        """
-        return computes_dense_rows(self.base, self.attention) and not self.facts.is_recurrent
-
     @not_compiled
-    def build_forest(self, sequences: Sequences, is_dense: bool = False) -> Forest:
-        """Returns the forest of some rows; with `is_dense` it has a dense mask if this saves any token."""
+    def build_forest(self, sequences: Sequences) -> Forest:
+        """Returns the forest of some rows."""
         lengths_B = sequences.needed_B
         # Without labels one token is computed, so that the graph contains the model and collectives are reached.
         if not lengths_B.any():
             lengths_B = (np.arange(len(lengths_B)) == 0).astype(int)
-        pairs_per_token = None
-        if self.can_be_dense and not sequences.has_images:
-            pairs_per_token = float("inf") if is_dense else _PAIRS_PER_TOKEN * self.facts.hidden_size
-        return build_forest(
-            sequences.tokens_BL,
-            lengths_B,
-            sequences.spans_B2,
-            min_length=self.facts.shortest_segment,
-            pairs_per_token=pairs_per_token,
-        )
+        return build_forest(sequences.tokens_BL, lengths_B, sequences.spans_B2, min_length=self.facts.shortest_segment)
 
     @not_compiled
     def pass_rules(self, device: torch.device) -> PassRules:
@@ -229,7 +197,8 @@ class PackedModel:
             backend=self.attention,
             view=forward.view,
             record=forward.record,
-            kept=0 if forward.sequences.router_loss else batch.kept,  # router logits are needed at all positions
+            # Router logits are needed at all positions.
+            last_columns=0 if forward.sequences.router_loss else batch.last_columns,
         )
 
     # --- run, score, scatter -----------------------------------------------------------------------------------------
@@ -241,14 +210,13 @@ class PackedModel:
         Returns:
             If the batch has labels, TRL's output without its loss. `aux_loss` has the [`router_loss.router_sums`] of
             the rows, if a router loss is needed and the model's forward returns what it is made of.
-            If not, the backbone's output: last hidden states `(B, L, H)`, or `(B, K, H)` of the columns that are
-            kept, and router logits if a router loss is needed, with zeros at padding. Its other fields
+            If not, the backbone's output: last hidden states `(B, L, H)`, or `(B, K, H)` of the last columns
+            that are needed, and router logits if a router loss is needed, with zeros at padding. Its other fields
             are empty.
         """
         head = None if batch.labels is None else head_of(self.base)
         if head is None and batch.labels is not None:
             raise CannotPack("a forward of the user's own is around TRL's head, and may change what it returns")
-        self.count_images(batch)
         packed_row = self._lay_out(batch, forward)
         needs_router = forward.sequences.router_loss
         outputs = self._run_backbone(batch, forward, packed_row, needs_router)

@@ -34,7 +34,7 @@ from .row import PassRecord
 from .shared_prefixes import SharedPrefix, build_pass_forest, shared_prefixes
 
 # A trunk costs a forward of its own, so a beginning has to save at least this many tokens over all passes.
-MIN_SAVED_TOKENS = 64
+MIN_SAVED_BY_TRUNK = 64
 
 
 # --- one forward -----------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class Plan:
         pass_B = np.zeros(len(sequences.lengths_B), dtype=int)
         for number, rows in enumerate(rows_of_pass):
             pass_B[rows] = number
-        kept = shared_prefixes(sequences, pass_B, MIN_SAVED_TOKENS, rules.min_length)
+        kept = shared_prefixes(sequences, pass_B, MIN_SAVED_BY_TRUNK, rules.min_length)
         needed = np.zeros((count, count), dtype=int)
         for node in kept:
             needed[node.first, node.last] = 1
@@ -399,22 +399,12 @@ def plan_step(
         warn(f"Micro-batches of {rows} rows are longer than tokens_per_pass={tokens_per_pass}, and cannot be cut here")
         rows_per_pass = rows
     if rows_per_pass >= rows:
-        return _plan_whole_batches(sequences, rows, rows_per_pass, rules)
+        one_per_batch = _passes_of(sequences, rows, rows, rules)
+        if not one_per_batch.is_shared:
+            return None
+        return one_per_batch if rows_per_pass == rows else _passes_of(sequences, rows_per_pass, rows, rules)
     rows_per_pass = max(rows_per_pass, 1)  # one row is too long: all rows run alone
     return _passes_of(sequences, rows_per_pass, rows, rules)
-
-
-def _plan_whole_batches(sequences: Sequences, rows: int, rows_per_pass: int, rules: PassRules) -> Plan | None:
-    """Plan passes of one or several whole batches; `None` if the batches, each alone, compute no more tokens."""
-    one_per_batch = _passes_of(sequences, rows, rows, rules)
-    if not one_per_batch.is_shared:
-        return None
-    plan = one_per_batch if rows_per_pass == rows else _passes_of(sequences, rows_per_pass, rows, rules)
-    # A batch that runs alone may be a dense row, which a pass with kept beginnings cannot be. That may save more than
-    # sharing between batches does.
-    alone_tokens = sum(rules.build_forest(batch).tokens for batch in sequences.split(rows))
-    shared_tokens, alone_tokens = rules.reduce([plan.tokens, alone_tokens], "SUM")
-    return None if shared_tokens >= alone_tokens else plan
 
 
 def _passes_of(sequences: Sequences, rows_per_pass: int, rows_per_batch: int, rules: PassRules) -> Plan:

@@ -12,7 +12,9 @@ class Status:
 
     Attributes:
         stamp: of the model that this is about, see [`facts.Stamp`]; `None` if it does not matter what the model is.
-        reason: why passes run as in stock TRL; `None` if they run packed.
+        reason: why all passes run as in stock TRL; `None` if they run packed.
+        images: why batches with images do.
+        here: why all passes of this rank do.
         apart: why each pass computes its own beginnings; `None` if passes may share them.
         compared: the kinds of passes that were found equal to stock TRL's, as `(gradients, images)`: whether gradients
             are recorded, and whether some rank's batch has images. Those for last hidden states have
@@ -21,6 +23,8 @@ class Status:
 
     stamp: Any = None
     reason: str | None = None
+    images: str | None = None
+    here: str | None = None
     apart: str | None = None
     compared: set[tuple] = field(default_factory=set)
 

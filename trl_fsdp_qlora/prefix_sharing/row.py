@@ -160,7 +160,7 @@ def lay_out(
     backend: str = "auto",
     view: CacheView | None = None,
     record: PassRecord | None = None,
-    kept: int = 0,
+    last_columns: int = 0,
 ) -> PackedRow:
     """Returns the packed row of the forest of a batch, which may be a part of it; one transfer to its device.
 
@@ -174,7 +174,7 @@ def lay_out(
         shortest: the smallest number of tokens that the row may have.
         position_ids_BL: positions `(B, L)` of the batch, if the model does not count columns.
         backend, view, record: see [`PackedRow`]; without them the row shares nothing with other forwards.
-        kept: without labels, number K of last columns whose tokens have results; 0 for all.
+        last_columns: without labels, number K of last columns whose tokens have results; 0 for all.
     """
     rows, width = input_ids.shape
     multiple = row_multiple(input_ids.device)
@@ -192,7 +192,7 @@ def lay_out(
         row_T, column_T, position_T = (np.pad(x, (0, filling), "edge") for x in (row_T, column_T, position_T))
 
     if labels is None:
-        columns = min(kept, width) or width
+        columns = min(last_columns, width) or width
         results = (rows, columns)
         row_N, token_N = (forest.index_BL >= 0).nonzero()
         column_N = token_N + sequences.offsets_B[row_N] - (width - columns)

@@ -84,8 +84,8 @@ def with_options(arguments: dict[str, Any], **options: Any) -> dict[str, Any]:
 
     Args:
         arguments: of the call.
-        options: `as_stock=True`: the backbone has to run as in stock TRL. `kept=n`: only the last n hidden states
-            of each row are needed. `from_padding=...`: see [`batch.Batch`].
+        options: `as_stock=True`: the backbone has to run as in stock TRL. `last_columns=n`: only the last n hidden
+            states of each row are needed. `from_padding=...`: see [`batch.Batch`].
     """
     mask = arguments.get("attention_mask")
     if mask is not None and not isinstance(mask, torch.Tensor):

@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -28,14 +28,13 @@ from ..errors import PrefixSharingError
 from .attention.backends import BACKENDS
 from .attention.implementation import original_attention
 from .batch import Batch, Sequences, batch_of
-from .dropout import noise_reason, other_dropout
+from .dropout import noise_reason
 from .facts import stamp
-from .forest import sort_by_prefix
 from .packed_model import PackedModel, but_for_the_model, merge, not_compiled
 from .passes import Forward, Plan, plan_call, plan_step
 from .prefix_cache import cannot_keep_reason, no_graph_reason
 from .problems import CannotPack, Status
-from .ranks import compares_gradients, deciding_alone, is_sharded, reduced_over_ranks
+from .ranks import deciding_alone, is_sharded, reduced_over_ranks
 from .row import PassRecord
 from .wrapped_backbone import WrappedBackbone
 from .wrapped_forward import ATTRIBUTE, Instructions, WrappedForward
@@ -57,7 +56,6 @@ def install_sharing(
     lm_head_kernel: str = "auto",
     entropy_gradient: bool = True,
     compares: bool = True,
-    expects_images: bool = False,
 ) -> "PromptSharing":
     """Let a model compute equal beginnings of a batch's rows once, or take that back with `attention="off"`.
 
@@ -65,16 +63,12 @@ def install_sharing(
         model, attention, temperature, outputs, lm_head_kernel: see
             [`trl_fsdp_qlora.prefix_sharing.share.share_prompts`].
         entropy_gradient: whether the entropy's gradient may be needed; not every kernel has it.
-        compares: whether the first pass is compared with stock TRL's from inside the forward
-            ([`PromptSharing.compare_call_with_stock`]). With `False` the trainer has to compare through its root
-            module ([`PromptSharing.compare_with_stock`]), before each of its passes; otherwise nothing compares.
-        expects_images: whether prompts may have images, on some ranks earlier than on others.
+        compares: whether the first pass of each kind is compared with stock TRL's.
     """
     if attention not in CHOICES:
         raise PrefixSharingError(f"prefix_sharing={attention!r} is not known; use one of {', '.join(CHOICES)}")
     base = causal_language_model(model)
     sharing = vars(base).get(ATTRIBUTE) or PromptSharing(base)
-    sharing.expects_images = expects_images
     sharing.configure(model, attention, lm_head_kernel, entropy_gradient, compares)
     if attention == "off":
         sharing.remove()
@@ -106,8 +100,6 @@ class PromptSharing:
         attention, compares: see [`install_sharing`].
         status: what is known of the model as it is now.
         figures: what the last call of the model computed; empty if it ran as in stock TRL.
-        expects_images: whether batches may have images, on some ranks earlier than on others.
-        images_may_come: whether that may be so in the next batch, see [`look_for_images`].
     """
 
     def __init__(self, base: nn.Module):
@@ -118,8 +110,6 @@ class PromptSharing:
         self.attention = "off"
         self.status = Status()
         self.figures = PassRecord()
-        self.expects_images = False
-        self.images_may_come = True
         # Whether calls that do not ask for a cache return none: a call that returns one runs as in stock TRL.
         self.returns_no_cache = False
         self._logged: set[str] = set()
@@ -160,6 +150,7 @@ class PromptSharing:
         if self.packed_model is None or self.packed_model.facts.stamp != self.status.stamp:
             self.packed_model = PackedModel(self.base)
             self.status = Status(self.packed_model.facts.stamp)
+        self.status.images = self.status.images or self.packed_model.images.reason
         self.packed_model.attention = self.attention
         self.packed_model.lm_head_kernel, self.packed_model.entropy_gradient = self._of_head
 
@@ -179,7 +170,7 @@ class PromptSharing:
         has_ranks = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
         if has_ranks and status.compared and now.structure == status.stamp.structure:
             is_hooked = now.hooks != status.stamp.hooks
-            self.packed_model.stock_here = "a hook was put on after its passes were compared" if is_hooked else None
+            status.here = "a hook was put on after its passes were compared" if is_hooked else None
         elif now != status.stamp:
             self.status = Status(now)
             try:
@@ -219,15 +210,11 @@ class PromptSharing:
         return self.status.compared
 
     def describe(self) -> str:
-        """Returns a line for a start-up report: whether passes run packed, or why not, and other dropout."""
+        """Returns a line for a start-up report: whether passes run packed, or why not."""
         # With a named backend an unsuitable wrapper raises, and all ranks have to raise together, in the first pass.
         if self.attention == "auto":
             self.look_at_model()
-        if not self.is_active:
-            return f"prefix sharing: {self.status.reason}"
-        line = f"prefix sharing: {self.attention}"
-        dropout = other_dropout(self.base)
-        return line if dropout is None else f"{line}; {dropout}"
+        return f"prefix sharing: {self.attention if self.is_active else self.status.reason}"
 
     def feature(self) -> tuple[str, str]:
         """Returns heading and line for the start-up block, see `EfficientGRPOTrainer.features`."""
@@ -236,40 +223,9 @@ class PromptSharing:
             return "on", line
         return "off" if self.attention == "off" else "as stock TRL", line
 
-    def forget_images(self) -> None:
-        """Let the ranks ask each other in each pass again whether images have come; tools may return some."""
-        self.images_may_come = True
-
-    def look_for_images(self, here: bool, device: torch.device) -> None:
-        """Find out whether a generation batch has images on any rank. Every rank has to call this method.
-
-        Before this call the ranks exchange this in each pass. After it they do not, if the batch has no images.
-
-        Args:
-            here: whether the batch has images on this rank.
-            device: the device of the all-reduce.
-        """
-        if self.expects_images and self.is_active and self.images.reason is None:
-            self.images_may_come = bool(reduced_over_ranks([int(here)], device)[0])
-
     def original_attention(self) -> contextlib.AbstractContextManager:
         """Inside this context the model has its own attention implementation, as generation expects it."""
         return contextlib.nullcontext() if self.packed_model is None else original_attention(self.base)
-
-    @property
-    def images(self) -> Any:
-        """The images in the prompts of a model that runs packed."""
-        return self.packed_model.images
-
-    @contextlib.contextmanager
-    def closed(self) -> Iterator[None]:
-        """Inside this context passes run as in stock TRL."""
-        before = self.status
-        self.status = Status(reason="closed for now")
-        try:
-            yield
-        finally:
-            self.status = before
 
     def disable(self, reason: str) -> None:
         """Let all further passes run as in stock TRL; raise if a backend was named, now and in further passes."""
@@ -322,7 +278,7 @@ class PromptSharing:
         sequences = None
         if len({batch.input_ids.shape for batch in batches}) == 1:
             with contextlib.suppress(CannotPack):
-                sequences = self.packed_model.read(*batches)
+                sequences = self._read(*batches)
         if any(rules.reduce([int(sequences is None)], "MAX")):
             return None
         return plan_step(sequences, len(batches), rules, tokens_per_pass, one_by_one, self._log_once)
@@ -340,161 +296,97 @@ class PromptSharing:
 
     # --- the comparison of first passes ------------------------------------------------------------------------------
 
-    def compare_with_stock(
-        self,
-        model: nn.Module,
-        batch: Batch,
-        autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
-        tokens_per_pass: int | None = None,
-        order: np.ndarray | None = None,
-    ) -> None:
-        """Compute a few rows both packed and as in stock TRL, and compare, see [`check.verify`].
-
-        This happens before the first pass of each kind (with gradients, with images). If the results differ, passes
-        run as in stock TRL from then on. The method is a collective: every rank has to call it before every pass.
-
-        Args:
-            model, batch, tokens_per_pass, order: see [`check.verify`].
-            autocast: factory of the context manager in which the forward runs.
-        """
-        self.look_at_model()
-        if not self.is_active:
-            return
-        if self.attention != "auto":
-            self._refuse_together(batch)
-        gradients = compares_gradients(model)
-        takes_images = self.images.reason is None
-        with_images = batch.has_images and takes_images
-        if self.expects_images and self.images_may_come and takes_images and (gradients, True) not in self.checked:
-            # Some ranks see their first images earlier than others.
-            with_images = bool(reduced_over_ranks([int(with_images)], batch.input_ids.device)[0])
-        if (gradients, with_images) in self.checked:
-            return
-        from ..compat.fsdp import forget_forward
-        from .check import rounding_unit, verify
-
-        def log_probs(rows: Batch, **instructions) -> torch.Tensor:
-            try:
-                with autocast():
-                    to_sharing = Instructions(**instructions)
-                    return model(**rows.arguments(), fused_lm_head=True, sharing=to_sharing).log_probs
-            except Exception:
-                forget_forward(model)  # a padded forward comes next
-                raise
-
-        with autocast():
-            unit = rounding_unit(self.base, batch.input_ids.device)
-
-        def padded(rows: Batch) -> torch.Tensor:
-            return log_probs(rows, as_stock=True)
-
-        def packed(rows: Batch, forward: Forward) -> torch.Tensor:
-            return log_probs(rows, num_images=rows.num_images, forward=forward)
-
-        faults = verify(self.packed_model, model, batch, padded, packed, unit, with_images, tokens_per_pass, order)
-        self._note(faults, gradients, with_images)
-
     @not_compiled
-    def compare_call_with_stock(
+    def compare_with_stock(
         self,
         stock: Callable[..., ModelOutput],
         arguments: dict[str, Any],
-        num_images: list[int] | None = None,
+        instructions: Instructions | None = None,
         of_backbone: bool = False,
     ) -> None:
-        """[`compare_with_stock`] before a call, for trainers that do not know of prompt sharing.
+        """Compute a few rows of a call both packed and as in stock TRL, and compare, see [`check.verify`].
 
-        No trainer compares calls of the backbone. Nothing of the comparison is seen by another thread that trains the
-        model, because it works on a copy of the modules ([`private_copy`]).
+        This happens before the first call of each kind (with gradients, with images). If the results differ, calls run
+        as in stock TRL from then on. Nothing of the comparison is seen by another thread that trains the model,
+        because it works on a copy of the modules ([`private_copy`]).
 
-        If the model is sharded, its forwards are collective, so the ranks compare together as soon as all of them can
+        If the model is sharded, its forwards are collective. So the ranks compare together as soon as all of them can
         pack, and on the model itself, without gradients: a backward inside of a sharded forward would gather weights
-        in another order. Otherwise a rank may be alone in this forward (an evaluation on the first rank), so it
-        decides alone.
+        in another order. Ranks of a trainer with [`Instructions`] compare together, too, because their plans have to
+        agree. Otherwise a rank may be alone in this forward (an evaluation on the first rank), so it decides alone.
 
         Args:
             stock: the fused forward of a model, or of its backbone, as in stock TRL. The model is its first argument.
-            arguments, num_images: see [`score`] and [`last_hidden_states`].
+            arguments: of the call.
+            instructions: of the trainer. Passes with gradients follow a forward of a plan.
             of_backbone: whether the backbone is called.
         """
-        if not (self.compares or of_backbone) or not self.is_active:
+        if not self.compares or not self.is_active:
             return
-        recorded = torch.is_grad_enabled()
-        if _kinds({recorded}, {False, self.images.reason is None}, of_backbone) <= self.checked:
+        is_alone = instructions is None
+        instructions = instructions or Instructions()
+        gradients = torch.is_grad_enabled() or instructions.forward is not None
+        if _kinds({gradients}, {False, self.status.images is None}, of_backbone) <= self.checked:
             return
-        from .check import projections, read, rounding_unit, verify
+        from .check import verify
         from .private_copy import private_copy
 
         try:
-            batch = batch_of(self.base, arguments, num_images, of_backbone)
+            batch = batch_of(self.base, arguments, instructions.num_images, of_backbone)
         except CannotPack:  # the pass itself logs the reason
             batch = None
         sharded = is_sharded(self.base)
-        if not sharded and batch is not None and _kinds({recorded}, {batch.has_images}, of_backbone) <= self.checked:
-            return  # without a wait for the device
-        with contextlib.nullcontext() if sharded else deciding_alone():
+        together = sharded or not is_alone
+        with contextlib.nullcontext() if together else deciding_alone():
             device = next(self.base.parameters()).device if batch is None else batch.input_ids.device
-            sequences = None if batch is None else read(self.packed_model, batch)
-            has_images = sequences is not None and batch.has_images
-            cannot, with_images = reduced_over_ranks([int(sequences is None), int(has_images)], device)
-            if cannot or _kinds({recorded}, {bool(with_images)}, of_backbone) <= self.checked:
+            has_images = batch is not None and batch.has_images
+            with_images = bool(reduced_over_ranks([int(has_images)], device)[0])
+            if _kinds({gradients}, {with_images}, of_backbone) <= self.checked:
                 return
+            sequences = None
+            if batch is not None:
+                with contextlib.suppress(CannotPack):
+                    sequences = self._read(batch)
+            can_compare = sequences is not None and bool(sequences.needed_B.any())
+            if any(reduced_over_ranks([int(not can_compare)], device)):
+                return
+            if with_images and together:
+                self.packed_model.images.share(batch)
             try:
-                base = self.base if sharded else private_copy(self.base)
+                packed_model = self.packed_model if sharded else self.packed_model.on(private_copy(self.base))
             except CannotPack as error:
                 self.disable(str(error))
                 return
-            packed_model = self.packed_model.on(base)
-            way = {"use_cache": False} if of_backbone else {"fused_lm_head": True}
-
-            def values_of(output: ModelOutput) -> torch.Tensor:
-                return projections(output.last_hidden_state) if of_backbone else output.log_probs
-
             # A checkpoint around this call, and offloading, must not see what the comparison saves for its backward.
             own_tensors = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-            with torch.set_grad_enabled(recorded and not sharded), own_tensors:
-                faults = verify(
-                    packed_model,
-                    base,
-                    batch,
-                    padded=lambda rows: values_of(stock(base, **way, **rows.arguments())),
-                    packed=lambda rows, forward: values_of(packed_model.run(rows, forward)),
-                    unit=rounding_unit(base, device),
-                    with_images=bool(with_images) and sharded,
-                    # In a batch of pairs (all chosen, then all rejected) rows that begin alike are no neighbours.
-                    order=sort_by_prefix(sequences.tokens_BL, sequences.lengths_B)[0],
-                )
-            self._note(faults, recorded, bool(with_images), of_backbone)
+            with torch.set_grad_enabled(gradients and not sharded), own_tensors:
+                faults = verify(packed_model, stock, batch, sequences, instructions.tokens_per_pass)
+            self._note(faults, gradients, with_images, of_backbone)
 
-    def _note(self, faults: list[str] | None, gradients: bool, with_images: bool, of_backbone: bool = False) -> None:
+    def _note(self, faults: list[str], gradients: bool, with_images: bool, of_backbone: bool) -> None:
         """Note the result of [`check.verify`] for passes of a kind."""
-        if faults is None:
-            return
         if not faults:
             # Equal gradients prove equal values, and rows with images prove those without.
             self.checked.update(_kinds({False, gradients}, {False, with_images}, of_backbone))
         elif with_images and self.attention == "auto":  # batches without images may still run packed
-            self.images.reason = faults[0]
+            self.status.images = faults[0]
         else:
             self.disable(faults[0])
+
+    @not_compiled
+    def _read(self, *batches: Batch) -> Sequences:
+        """[`PackedModel.read`], if it is known of no batch that it has to run as in stock TRL."""
+        reason = self.status.here
+        if any(batch.has_images for batch in batches):
+            reason = reason or self.status.images
+        if reason is not None:
+            raise CannotPack(reason)
+        return self.packed_model.read(*batches)
 
     def _may_pack(self, batch: Batch, sequences: Sequences) -> bool:
         """Whether a call was compared, so that it may be packed, or has nothing to compare."""
         kind = _kinds({torch.is_grad_enabled()}, {batch.has_images}, batch.labels is None)
-        return kind <= self.checked or not sequences.needed_B.any()
-
-    def _refuse_together(self, batch: Batch) -> None:
-        """Raise on all ranks if a backend was named and one rank's batch cannot be packed.
-
-        Every rank has to call this.
-        """
-        problem = None
-        try:
-            self.packed_model.read(batch)
-        except CannotPack as error:
-            problem = str(error)
-        if any(reduced_over_ranks([int(problem is not None)], batch.input_ids.device)):
-            self.fall_back("A batch", problem or "another rank's cannot be packed")
+        return not self.compares or kind <= self.checked or not sequences.needed_B.any()
 
     # --- a call: plan, run, merge ------------------------------------------------------------------------------------
 
@@ -524,10 +416,10 @@ class PromptSharing:
             batch = batch_of(self.base, arguments, num_images)
             if tokens_per_pass is not None:
                 batch.router_loss = False
-            sequences = self.packed_model.read(batch)
+            sequences = self._read(batch)
         except CannotPack as error:
             self.fall_back("A batch", str(error))
-        if self.compares and sequences is not None and not self._may_pack(batch, sequences):
+        if sequences is not None and not self._may_pack(batch, sequences):
             sequences = None
         if tokens_per_pass is not None:
             rules = self.packed_model.pass_rules(arguments["input_ids"].device)
@@ -555,7 +447,7 @@ class PromptSharing:
         self,
         stock: Callable[..., ModelOutput],
         arguments: dict[str, Any],
-        kept: int = 0,
+        last_columns: int = 0,
         from_padding: torch.Tensor | None = None,
     ) -> ModelOutput:
         """Returns the output of a call of the backbone, with equal beginnings computed once if that pays.
@@ -567,7 +459,7 @@ class PromptSharing:
         Args:
             stock: the backbone's own forward.
             arguments: of the call.
-            kept: number of last positions of each row that are needed; 0 for all. Others may be missing.
+            last_columns: number of last positions of each row that are needed; 0 for all. Others may be missing.
             from_padding: see [`batch.Batch`].
         """
         start = time.perf_counter()
@@ -576,9 +468,11 @@ class PromptSharing:
             return stock(**arguments)
         try:
             batch = replace(
-                batch_of(self.base, arguments, None, of_backbone=True), kept=kept, from_padding=from_padding
+                batch_of(self.base, arguments, None, of_backbone=True),
+                last_columns=last_columns,
+                from_padding=from_padding,
             )
-            sequences = self.packed_model.read(batch)
+            sequences = self._read(batch)
         except CannotPack as error:
             self._log_once(f"A call for hidden states or logits runs padded as in stock TRL: {error}")
             return stock(**arguments)
@@ -615,9 +509,17 @@ class PromptSharing:
 
     @but_for_the_model
     def run_planned(self, forward: Forward, arguments: dict[str, Any], num_images: list[int] | None) -> ModelOutput:
-        """Run one forward of a plan, or of a comparison, that a trainer passed through the root module."""
+        """Run one forward of a plan that a trainer passed through the root module.
+
+        Raises:
+            CannotPack: since the plan was made, packed rows were found to differ from stock's.
+        """
         start = time.perf_counter()
-        output = self.packed_model.run(batch_of(self.base, arguments, num_images), forward)
+        batch = batch_of(self.base, arguments, num_images)
+        reason = self.status.reason or (self.status.images if batch.has_images else None)
+        if reason is not None:
+            raise CannotPack(reason)
+        output = self.packed_model.run(batch, forward)
         forward.record.seconds += time.perf_counter() - start
         self.figures = forward.record
         return output

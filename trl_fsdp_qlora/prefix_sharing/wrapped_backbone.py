@@ -89,14 +89,15 @@ def _with_sharing(cls: type[PreTrainedModel]) -> Callable:
             return stock(self, **arguments)
         if sharing.returns_no_cache and arguments.get("use_cache") is None:
             arguments["use_cache"] = False
-        sharing.wrapped_forward.stop_watching()
         own_forward = functools.partial(stock, self)
         sharing.look_at_model()
-        sharing.compare_call_with_stock(
+        sharing.compare_with_stock(
             lambda model, **arguments: stock(model.base_model, **arguments), arguments, of_backbone=True
         )
         options = options or {}
-        return sharing.last_hidden_states(own_forward, arguments, options.get("kept", 0), options.get("from_padding"))
+        return sharing.last_hidden_states(
+            own_forward, arguments, options.get("last_columns", 0), options.get("from_padding")
+        )
 
     return forward
 

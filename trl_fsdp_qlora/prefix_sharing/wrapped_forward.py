@@ -8,7 +8,6 @@ All other calls reach it by `wrapped_backbone.py`.
 import functools
 import importlib.util
 import inspect
-import logging
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,14 +26,10 @@ from .packed_model import head_of, not_compiled
 from .passes import Forward
 from .row_mask import with_options
 
-logger = logging.getLogger(__name__)
-
 # The attribute of the model (without wrappers) that holds its `PromptSharing`.
 ATTRIBUTE = "prompt_sharing"
 # Where a model keeps its forward, and the one that accelerate's mixed precision has wrapped.
 _FORWARDS = ("forward", "_original_forward")
-# This many passes with gradients that call neither forward show that a trainer calls the model in another way.
-_OTHER_PASSES = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,14 +38,12 @@ class Instructions:
 
     Attributes:
         num_images, tokens_per_pass: see [`sharing.PromptSharing.score`].
-        forward: the forward of a plan, or of a comparison, that is to be run.
-        as_stock: whether the call runs as in stock TRL.
+        forward: the forward of a plan that is to be run.
     """
 
     num_images: list[int] | None = None
     tokens_per_pass: int | None = None
     forward: Forward | None = None
-    as_stock: bool = False
 
 
 class WrappedForward:
@@ -66,10 +59,12 @@ class WrappedForward:
         self._own_forward: Callable | None = None
         self.stock_forward: Callable | None = None
         self._before: dict[str, Callable] = {}
-        # The hook that puts the forward on again, and the one that counts passes that do not reach prompt sharing.
-        self._of_later_heads = None
-        self._watch = None
-        self._other_passes = 0
+        self._of_later_heads = None  # the hook that puts the forward on again
+
+    @property
+    def is_on(self) -> bool:
+        """Whether fused calls of the model reach prompt sharing, so that they take [`Instructions`]."""
+        return self._own_forward is not None
 
     def put_on(self, temperature: float, outputs: tuple[str, ...]) -> None:
         """Wrap the model's fused forward, unless it is wrapped already.
@@ -79,8 +74,6 @@ class WrappedForward:
         """
         if not isinstance(self.base, PreTrainedModel):
             return
-        if self._watch is None:
-            self._watch = self.base.get_decoder().register_forward_pre_hook(self._count_other_passes)
         before = {name: vars(self.base)[name] for name in _FORWARDS if name in vars(self.base)}
         # The forward of all other calls, if the head is ours: TRL's would call this model's also in a copy of it.
         below = None
@@ -115,9 +108,8 @@ class WrappedForward:
 
     def take_off(self) -> None:
         """Give the model the forward back that it had before. A wrapper that was put on later stays."""
-        for hook in (self._of_later_heads, self._watch):
-            if hook is not None:
-                hook.remove()
+        if self._of_later_heads is not None:
+            self._of_later_heads.remove()
         forwards = vars(self.base)
         wrapped = forwards.get("_original_forward")
         if self._own_forward is None or self._own_forward not in (forwards.get("forward"), wrapped):
@@ -139,36 +131,18 @@ class WrappedForward:
         """
         self.put_on(1.0, ())
 
-    @not_compiled
-    def _count_other_passes(self, decoder: nn.Module, _) -> None:
-        """Log a line if several passes with gradients have not reached prompt sharing, and none has."""
-        if not (torch.is_grad_enabled() and decoder.training and vars(self.base)[ATTRIBUTE].is_active):
-            return
-        self._other_passes += 1
-        if self._other_passes == _OTHER_PASSES:
-            logger.warning(
-                f"share_prompts has no effect so far: {_OTHER_PASSES} passes with gradients ran, and none through the "
-                "forward of the model or of its backbone. They run as in stock TRL (docs/share_prompts.md)."
-            )
 
-    @not_compiled
-    def stop_watching(self) -> None:
-        """Stop counting other passes, because a call has reached prompt sharing."""
-        if self._watch is not None:
-            self._watch.remove()
-
-
-def _kept_positions(base: PreTrainedModel, arguments: dict[str, Any]) -> int:
+def _last_columns(base: PreTrainedModel, arguments: dict[str, Any]) -> int:
     """Returns how many last hidden states of each row are all that a call for logits needs; 0 if all are needed.
 
     A hook of the backbone may look at the others, too.
     """
-    kept = arguments.get("logits_to_keep")
-    if not isinstance(kept, int) or kept <= 0 or arguments.get("past_key_values") is not None:
+    last = arguments.get("logits_to_keep")
+    if not isinstance(last, int) or last <= 0 or arguments.get("past_key_values") is not None:
         return 0
     mask = arguments.get("attention_mask")
     can_tell = isinstance(mask, torch.Tensor) and mask.ndim == 2
-    return kept if can_tell and not base.base_model._forward_hooks else 0
+    return last if can_tell and not base.base_model._forward_hooks else 0
 
 
 def _in_mixed_precision(forward: types.MethodType) -> types.MethodType:
@@ -193,7 +167,7 @@ def _with_sharing(base: PreTrainedModel, stock: Callable, below: Callable) -> Ca
     """
     names = list(inspect.signature(type(base).forward).parameters)[1:]
     # Of transformers' own forwards it is known that `logits_to_keep` is all that they need.
-    needs_kept_alone = "logits_to_keep" in names and type(base).forward.__module__.startswith("transformers.")
+    needs_these_alone = "logits_to_keep" in names and type(base).forward.__module__.startswith("transformers.")
     function, function_below = map(of_any_copy, (stock, below))
 
     # `wraps` keeps the signature: `generate` validates its arguments against it.
@@ -207,10 +181,10 @@ def _with_sharing(base: PreTrainedModel, stock: Callable, below: Callable) -> Ca
         passes_options = sharing.wrapped_backbone.is_on
         if not is_fused:
             if passes_options:
-                kept = _kept_positions(self, arguments) if needs_kept_alone else 0
+                last_columns = _last_columns(self, arguments) if needs_these_alone else 0
                 loss = from_padding(arguments)
-                if kept or loss is not None:
-                    arguments = with_options(arguments, kept=kept, from_padding=loss)
+                if last_columns or loss is not None:
+                    arguments = with_options(arguments, last_columns=last_columns, from_padding=loss)
             return function_below(self, **arguments)
 
         def stock_of(model, **arguments):
@@ -218,14 +192,14 @@ def _with_sharing(base: PreTrainedModel, stock: Callable, below: Callable) -> Ca
             return function(model, **(with_options(arguments, as_stock=True) if passes_options else arguments))
 
         run_stock = functools.partial(stock_of, self)
-        instructions = arguments.pop("sharing", None) or Instructions()
-        if instructions.as_stock:
-            return run_stock(fused_lm_head=True, **arguments)
-        sharing.wrapped_forward.stop_watching()
+        instructions = arguments.pop("sharing", None)
+        if instructions is None or instructions.forward is None:
+            sharing.look_at_model()
+        sharing.compare_with_stock(stock_of, arguments, instructions)
+        if instructions is None:
+            return sharing.score(run_stock, arguments)
         if instructions.forward is not None:
             return sharing.run_planned(instructions.forward, arguments, instructions.num_images)
-        sharing.look_at_model()
-        sharing.compare_call_with_stock(stock_of, arguments, instructions.num_images)
         return sharing.score(run_stock, arguments, instructions.num_images, instructions.tokens_per_pass)
 
     return forward

@@ -7,18 +7,16 @@ from unittest import mock
 
 import torch
 import transformers as tf
-from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_fsdp_qlora.prefix_sharing import forest
-from trl_fsdp_qlora.prefix_sharing.batch import Batch, Sequences, decode, encode
+from trl_fsdp_qlora.prefix_sharing.batch import Sequences, decode, encode
+from trl_fsdp_qlora.prefix_sharing.problems import Status
 from trl_fsdp_qlora.prefix_sharing.row import PackedRow, PassRecord, lay_out
 from trl_fsdp_qlora.prefix_sharing.row_mask import options_of
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing, causal_language_model, install_sharing
 from trl_fsdp_qlora.prefix_sharing.wrapped_forward import Instructions
-from trl_fsdp_qlora.tools.data.answers import completion_text
-from trl_fsdp_qlora.trainers.grpo.config import EfficientGRPOConfig
 
 VOCABULARY = 67
 PROMPT = 14
@@ -201,7 +199,7 @@ def completion_labels(ids, mask, completion=COMPLETION):
 @contextmanager
 def every_level_made():
     """Inside, a forest has every level that saves anything."""
-    with mock.patch.multiple(forest, MIN_SAVED_TOKENS=1, MIN_SAVED_FRACTION=0.0):
+    with mock.patch.multiple(forest, MIN_SAVED_BY_LEVEL=1, MIN_SAVED_FRACTION=0.0):
         yield
 
 
@@ -234,10 +232,21 @@ def prepared(model, choice="auto", compared=False, **options) -> PromptSharing:
     base = causal_language_model(model)
     if not hasattr(base, "prompt_sharing"):
         with_stock_head(base)
-    sharing = install_sharing(model, attention=choice, **({"compares": False} | options))
+    sharing = install_sharing(model, attention=choice, **options)
     if compared:
         sharing.checked.update(product((False, True), repeat=2))
     return sharing
+
+
+@contextmanager
+def closed(sharing):
+    """Inside, passes run as in stock TRL."""
+    before = sharing.status
+    sharing.status = Status(reason="closed for now")
+    try:
+        yield
+    finally:
+        sharing.status = before
 
 
 class Pass(NamedTuple):
@@ -250,21 +259,16 @@ class Pass(NamedTuple):
 
 
 def one_pass(model, sharing, batch=None, scored_BC=None, completion=COMPLETION, **arguments) -> Pass:
-    """A pass over a batch as a trainer makes it: compared with stock's if it is the first of its kind, then
-    scored.
-    """
+    """A pass over a batch as a trainer makes it."""
     ids, mask = batch or awkward_batch()
     labels = completion_labels(ids, mask, completion)
     of_images = {"num_images": arguments.pop("num_images", None)}
     tokens_per_pass = {name: arguments.pop(name) for name in ("tokens_per_pass",) if name in arguments}
-    whole = Batch(ids, mask, labels.clone(), arguments, **of_images)
     if scored_BC is not None:
         labels[:, -completion:].masked_fill_(~scored_BC, -100)
     with counting_padded_forwards(sharing.base) as padded:
-        sharing.compare_with_stock(model, whole, **tokens_per_pass)
         inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels, **arguments}
-        for_sharing = {"sharing": Instructions(**of_images, **tokens_per_pass)} if sharing.is_active else {}
-        output = model(**inputs, **for_sharing, fused_lm_head=True)
+        output = model(**inputs, sharing=Instructions(**of_images, **tokens_per_pass), fused_lm_head=True)
     values = (x[:, -completion:] for x in (output.log_probs, output.entropy))
     return Pass(*values, sharing.figures, len(padded))
 
@@ -294,7 +298,7 @@ def assert_equals_stock(model, sharing=None, batch=None, scored_BC=None, **argum
     sharing = sharing or prepared(model, compared=True)
     real = mask[:, -COMPLETION:].bool() if scored_BC is None else mask[:, -COMPLETION:].bool() & scored_BC
     weight = torch.randn(len(ids), COMPLETION, 2, generator=torch.Generator().manual_seed(5)) * real[:, :, None]
-    with sharing.closed():
+    with closed(sharing):
         stock = torch.stack(stock_log_probs(model, ids, mask), -1)
     (stock * weight).sum().backward()
     reference = gradients(model)
@@ -343,61 +347,3 @@ def llava_processor(tokens):
     )
     options = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1, "chat_template": chat}
     return tf.LlavaProcessor(reader, tokens, patch_size=8, **options)
-
-
-def processor():
-    """What TRL takes for a sign that a run is one of images."""
-    return tf.LlavaProcessor(tf.CLIPImageProcessorPil(), tokenizer(), patch_size=8)
-
-
-def mean_token(completions, **kwargs):
-    """A reward that differs between completions."""
-    texts = [completion_text(completion) for completion in completions]
-    return [sum(map(ord, text)) % 7 / 7 if text else 0.0 for text in texts]
-
-
-def make_trainer(cls, model, tmp_path, peft_config=None, processing_class=None, train_dataset=None, **config):
-    """A GRPO trainer in fp32 without gradient checkpointing by default; groups of 4 in batches of 8."""
-    defaults = {
-        "output_dir": str(tmp_path), "per_device_train_batch_size": 8, "num_generations": 4,
-        "max_completion_length": COMPLETION, "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
-        "report_to": [], "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-3,
-        "compact_generation": False,  # draws as stock does
-    }  # fmt: skip
-    trainer = cls(
-        model=model,
-        reward_funcs=mean_token,
-        args=EfficientGRPOConfig(**(defaults | config)),
-        train_dataset=train_dataset or Dataset.from_dict({"prompt": ["A+B=", "CDEF*G=", "H=", "IJ-K="] * 8}),
-        eval_dataset=Dataset.from_dict({"prompt": ["B+A=", "GG=", "DEF*G=", "JI-K="]}),
-        processing_class=tokenizer() if processing_class is None else processing_class,
-        peft_config=peft_config,
-    )
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
-    return trainer
-
-
-def losses_of(trainers, inputs):
-    """(loss, gradients) of each trainer on `inputs`."""
-    results = []
-    for trainer in trainers:
-        loss = trainer._compute_loss(trainer.model, inputs)
-        loss.backward()
-        results.append((loss.item(), gradients(trainer.model)))
-    return results
-
-
-def loss_inputs(ids, mask, completion=COMPLETION, seed=3):
-    """What `_compute_loss` takes, for a padded batch."""
-    draw = torch.Generator().manual_seed(seed)
-    width = ids.shape[1] - completion
-    completion_mask = mask[:, width:]
-    return {
-        "prompt_ids": ids[:, :width],
-        "prompt_mask": mask[:, :width],
-        "completion_ids": ids[:, width:],
-        "completion_mask": completion_mask,
-        "advantages": torch.randn(len(ids), generator=draw),
-        "num_items_in_batch": completion_mask.sum(),
-    }

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from trl_fsdp_qlora.compat import triton_kernels
 from trl_fsdp_qlora.compat.triton_kernels import interpreted, launch
-from trl_fsdp_qlora.prefix_sharing.attention import cascade, tree, two_part
+from trl_fsdp_qlora.prefix_sharing.attention import cascade, two_part
 from trl_fsdp_qlora.prefix_sharing.recurrent import level_by_level
 
 from .helpers import completion_labels, every_level_made, make_batch, pack
@@ -366,8 +366,6 @@ def test_layers_on_two_devices_get_tensors_of_their_own():
     labels = ids.masked_fill(mask == 0, -100)
     with every_level_made():
         layout = pack(ids, mask, labels)
-    dense = pack(ids, mask, labels, pairs_per_token=float("inf"))
-    assert layout.forest.end_T is None and dense.forest.end_T is not None
     for device in (torch.device("cpu"), torch.device("meta")):
         call = SimpleNamespace(packed_row=layout, query=torch.empty(1, device=device), base="sdpa", window=2)
         derived = [
@@ -376,7 +374,6 @@ def test_layers_on_two_devices_get_tensors_of_their_own():
             cascade._calls_on_cuda(layout, device, None),
             cascade._calls_on_cuda(layout, device, 3),
             level_by_level._plan(layout, device),
-            tree.tree_mask(SimpleNamespace(**vars(call) | {"packed_row": dense}), 0, 3),
         ]
         for part in derived:
             kept = tensors(part)

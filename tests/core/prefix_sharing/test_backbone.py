@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import logging
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,18 +16,18 @@ from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.prefix_sharing import packed_model, row
 from trl_fsdp_qlora.prefix_sharing.attention import cascade
 from trl_fsdp_qlora.prefix_sharing.sharing import causal_language_model
-from trl_fsdp_qlora.prefix_sharing.wrapped_forward import Instructions
 
 from .helpers import (
     COUNTING,
     assert_equal_gradients,
     build,
+    closed,
     counting_padded_forwards,
     gradients,
     small,
     with_stock_head,
 )
-from .test_sharing import FAMILIES, FAST, SLOW, awkward, groups, make_batch, padded, random_tokens
+from .test_sharing import FAMILIES, FAST, SLOW, awkward, groups, make_batch, padded
 
 NO_CACHE = {"use_cache": False}
 
@@ -46,7 +45,7 @@ def weighted(x: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
 def assert_same(model, run, is_packed=True):
     """`run(model)` returns what it returns in stock TRL, gradients too: tensors, and a number to run backward from."""
     base = causal_language_model(model)
-    with base.prompt_sharing.closed():
+    with closed(base.prompt_sharing):
         stock, loss = run(model)
         loss.backward()
     reference = gradients(model)
@@ -263,7 +262,8 @@ def test_a_fused_call_that_runs_as_stock_packs_nothing():
     model = share_prompts(with_stock_head(build("llama")).train())
     batch = make_batch()
     wanted = with_stock_head(build("llama"))(**batch, fused_lm_head=True).log_probs
-    assert torch.equal(model(**batch, fused_lm_head=True, sharing=Instructions(as_stock=True)).log_probs, wanted)
+    with closed(model.prompt_sharing):
+        assert torch.equal(model(**batch, fused_lm_head=True).log_probs, wanted)
     batch["attention_mask"][0, 1] = 0  # a hole, so the batch cannot be packed
     with counting_padded_forwards(model) as calls:
         model(**batch, fused_lm_head=True)
@@ -297,7 +297,8 @@ def test_a_later_wrapper_of_the_backbone_may_take_the_models_own_arguments_alone
     torch.testing.assert_close(model(**batch, fused_lm_head=True).log_probs, wanted, atol=2e-5, rtol=1e-5)
     assert model.prompt_sharing.is_active and model.prompt_sharing.figures.tokens
     masks.clear()
-    assert torch.equal(model(**batch, fused_lm_head=True, sharing=Instructions(as_stock=True)).log_probs, wanted)
+    with closed(model.prompt_sharing):
+        assert torch.equal(model(**batch, fused_lm_head=True).log_probs, wanted)
     assert len(masks) == 1
     del batch["input_ids"]
     batch["inputs_embeds"] = model.model.embed_tokens(of_tokens)
@@ -475,7 +476,7 @@ def test_a_call_that_was_compared_is_read_once(monkeypatch):
     monkeypatch.setattr(packed_model, "to_host", lambda tensors: reads.append(tensors) or to_host(tensors))
     model(**batch, **NO_CACHE)
     assert len(reads) == 1 and model.prompt_sharing.figures.tokens
-    with model.prompt_sharing.closed():
+    with closed(model.prompt_sharing):
         model(**batch, **NO_CACHE)
     assert not model.prompt_sharing.figures.tokens  # it ran as in stock TRL
 
@@ -495,31 +496,7 @@ def test_off_gives_the_backbone_its_forward_back():
     assert model.base_model.forward is wrapped
 
 
-@pytest.mark.parametrize("name", ["opt", "gemma3 (images)"])
-def test_a_trainer_that_calls_the_decoder_directly_gets_a_line(name, caplog):
-    """It calls the decoder inside of a model's backbone, as OPT's own forward does."""
-    caplog.set_level(logging.WARNING)
-    ids = random_tokens(16, torch.Generator().manual_seed(0)).view(2, 8)
-
-    def lines():
-        return [record.getMessage() for record in caplog.records if "no effect so far" in record.getMessage()]
-
-    model = share_prompts(build(FAMILIES[name])).train()
-    call = model if name == "opt" else model.get_decoder()
-    with torch.no_grad():
-        for _ in range(5):
-            call(input_ids=ids, attention_mask=torch.ones_like(ids))
-    assert not lines()
-    for _ in range(5):
-        call(input_ids=ids, attention_mask=torch.ones_like(ids))
-    assert len(lines()) == 1
-    caplog.clear()
-    model = share_prompts(build(FAMILIES[name])).train()
-    for _ in range(5):
-        model.base_model(input_ids=ids)
-    assert not lines()
-
-
+@pytest.mark.exhaustive
 def test_a_compiled_model_keeps_the_last_positions():
     """Its mask carries their number to the backbone, through code that was compiled."""
     torch._dynamo.reset()
@@ -528,7 +505,7 @@ def test_a_compiled_model_keeps_the_last_positions():
     for side, kept in (("right", 0), ("left", 7), ("right", 7)):
         batch = make_batch(groups, side)
         is_token = batch["attention_mask"].bool()[:, -kept:]
-        with model.prompt_sharing.closed():
+        with closed(model.prompt_sharing):
             stock = model(**without_labels(batch), **NO_CACHE, logits_to_keep=kept).logits
         ours = compiled(**without_labels(batch), **NO_CACHE, logits_to_keep=kept).logits
         assert model.prompt_sharing.figures.tokens

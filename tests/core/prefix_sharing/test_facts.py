@@ -8,12 +8,11 @@ import pytest
 import torch
 import transformers as tf
 from peft import LoraConfig, get_peft_model
-from trl import GRPOTrainer
 
-from trl_fsdp_qlora import EfficientGRPOTrainer
+from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.prefix_sharing import PrefixSharingError
 from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
-from trl_fsdp_qlora.prefix_sharing.dropout import attention_reason, draws, other_dropout, without_dropout
+from trl_fsdp_qlora.prefix_sharing.dropout import attention_reason, draws, without_dropout
 from trl_fsdp_qlora.prefix_sharing.facts import position_limit
 
 from .helpers import (
@@ -26,14 +25,14 @@ from .helpers import (
     assert_equals_stock,
     awkward_batch,
     build,
+    closed,
     completion_labels,
-    loss_inputs,
-    losses_of,
-    make_trainer,
+    gradients,
     one_pass,
     prepared,
     small,
     stock_log_probs,
+    with_stock_head,
 )
 
 REASONS = {
@@ -41,28 +40,31 @@ REASONS = {
     "falcon": "attends by code of its own",
     "bloom": "takes no position_ids",
     "bart": "takes no position_ids",
-    "minimax": "do not keep their state in transformers' cache",
+    "minimax": "recurrent layers of a kind that is not known",
     **dict.fromkeys(FROM_NO_STATE, "cannot continue from a state"),
     "gpt2": "attention dropout",
 }
 
 
 @pytest.mark.parametrize("name", [*UNSUPPORTED, "gpt2"])
-def test_unsupported_models_train_padded_and_the_reason_is_logged(name, tmp_path, caplog):
+def test_unsupported_models_run_padded_and_the_reason_is_logged(name, caplog):
     """GPT-2 has dropout of attention's weights, and draws the masks that it draws in stock."""
-    inputs = loss_inputs(*awkward_batch())
+    ids, mask = awkward_batch()
     results = []
     with caplog.at_level(logging.WARNING, logger=sharing_module.__name__):
-        for cls in (GRPOTrainer, EfficientGRPOTrainer):
-            trainer = make_trainer(cls, build((UNSUPPORTED | DRAWING)[name]), tmp_path, skip_zero_advantage=False)
-            trainer.model.train()
+        for shares in (False, True):
+            model = with_stock_head(build((UNSUPPORTED | DRAWING)[name])).train()
+            if shares:
+                share_prompts(model)
             torch.manual_seed(1)
-            results += losses_of([trainer], inputs)
-    assert results[0][0] == results[1][0]
+            log_probs, _ = stock_log_probs(model, ids, mask)
+            log_probs.sum().backward()
+            results.append((log_probs, gradients(model)))
+    assert torch.equal(results[0][0], results[1][0])
     assert_equal_gradients(results[1][1], results[0][1], tolerance=1e-6)
     lines = [record.getMessage() for record in caplog.records if record.name == sharing_module.__name__]
     assert len(lines) == 1 and REASONS[name] in lines[0], lines
-    assert REASONS[name] in trainer.sharing.describe()
+    assert REASONS[name] in model.prompt_sharing.describe()
 
 
 @pytest.mark.parametrize("name", [*UNSUPPORTED, "mistral_sliding", "a choice"])
@@ -138,7 +140,7 @@ def test_batches_that_cannot_be_packed_run_padded(make, reason, caplog):
     sharing = prepared(model)
     ours = one_pass(model, sharing, batch)
     assert not ours.figures.tokens and ours.padded_forwards == 1
-    with sharing.closed():
+    with closed(sharing):
         assert torch.equal(ours.logps_BC, stock_log_probs(model, *batch)[0])
     assert reason in caplog.text and sharing.is_active  # the next batch is packed again
 
@@ -177,25 +179,13 @@ def test_a_batch_with_images_runs_as_stock_if_the_class_is_not_known(caplog):
     del with_images["mm_token_type_ids"]
     with_images["token_type_ids"] = (with_images["input_ids"] == 60).long()
     for arguments, reason in ((text, None), (with_images, "no image of this kind")):
-        sharing.images.reason = reason
+        sharing.status.images = reason
         ours = model(**arguments, fused_lm_head=True).log_probs
         assert bool(sharing.figures.tokens) == (reason is None)
         if reason is not None:
             assert reason in caplog.text
-        with sharing.closed():
+        with closed(sharing):
             torch.testing.assert_close(ours, model(**arguments, fused_lm_head=True).log_probs, atol=2e-5, rtol=1e-5)
-
-
-def test_generation_and_checkpoints_see_the_models_own_implementation(tmp_path, monkeypatch):
-    """transformers' continuous batching refuses implementations whose name it does not know."""
-    trainer = make_trainer(EfficientGRPOTrainer, build("qwen3"), tmp_path)
-    config = trainer.model.config
-    seen = []
-    monkeypatch.setattr(GRPOTrainer, "_generate", lambda self, prompts: seen.append(config._attn_implementation))
-    trainer._generate([])
-    assert seen == ["sdpa"] and config._attn_implementation == "prefix_sharing_sdpa"
-    trainer.model.save_pretrained(tmp_path)
-    assert "prefix_sharing" not in (tmp_path / "config.json").read_text()
 
 
 def test_score_mask_cuts_work_and_zeros_the_rest():
@@ -247,14 +237,11 @@ def test_dropout_set_after_the_model_was_prepared_falls_back_at_the_first_pass()
     assert "attention_dropout=0.1" in sharing.describe()
 
 
-def test_other_dropout_is_named():
+def test_dropout_of_an_adapter_is_allowed():
     model = build("llama")
-    assert draws(model) == [] and other_dropout(model) is None
+    assert draws(model) == []
     model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.05))
-    assert attention_reason(model) is None
-    assert "lora_dropout 0.05" in other_dropout(model)
-    opt = DRAWING["opt, layerdrop"]()
-    assert "dropout 0.1" in other_dropout(opt) and "layerdrop 0.3" in other_dropout(opt)
+    assert draws(model) and attention_reason(model) is None
 
 
 def test_without_dropout_draws_nothing_and_restores():

@@ -1,7 +1,6 @@
 """The forest of a batch and the packed row made of it, against a reconstruction by brute force."""
 
 import itertools
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -10,28 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_fsdp_qlora.prefix_sharing import packed_model as packed_model_module
-from trl_fsdp_qlora.prefix_sharing.attention import tree
 from trl_fsdp_qlora.prefix_sharing.attention.cascade import _whole_ancestors
 from trl_fsdp_qlora.prefix_sharing.forest import build_forest
 from trl_fsdp_qlora.prefix_sharing.passes import cut_rows
 from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
 
 from .helpers import (
-    PROMPT,
-    SUPPORTED,
-    assert_equals_stock,
-    awkward_batch,
-    build,
     completion_labels,
     every_level_made,
     make_batch,
     pack,
-    prepared,
     read_batch,
 )
 
-ALWAYS = float("inf")
 LETTERS = 40  # token ids below
 
 
@@ -108,8 +98,6 @@ def seen_from(forest, index: int) -> list[int]:
     """The indices of the packed row that the query at `index` attends to, in order, by the documented rule."""
     segment = int(np.searchsorted(forest.starts, index, side="right")) - 1
     own_segment = range(forest.starts[segment], index + 1)
-    if forest.end_T is not None:
-        return [k for k in own_segment if index < forest.end_T[k]]
     path = []
     parent = forest.parents[segment]
     while parent >= 0:
@@ -122,10 +110,10 @@ def packed_as(kind, rows: Rows, **options):
     if kind == "every level":
         with every_level_made():
             return pack(*rows[:3], **options)
-    return pack(*rows[:3], **options, **({"pairs_per_token": ALWAYS} if kind == "dense" else {}))
+    return pack(*rows[:3], **options)
 
 
-KINDS = ("levels that pay", "every level", "dense")
+KINDS = ("levels that pay", "every level")
 
 
 def not_empty(rows: Rows) -> Rows:
@@ -273,13 +261,6 @@ def test_segments_that_others_continue_have_the_shortest_length_of_a_state(short
     assert (forest.lengths[~forest.is_leaf] >= shortest).all()
 
 
-@settings(max_examples=40, deadline=None)
-@given(batches().map(not_empty))
-def test_nothing_is_shared_if_nothing_may_be(rows):
-    forest = pack(*rows[:3], shares=False).forest
-    assert forest.tokens == sum(map(len, rows.needed())) and not forest.levels.any()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=50, deadline=None)
 @given(rows=batches(), budget=st.integers(1, 60))
@@ -339,52 +320,3 @@ def test_images_are_not_parted():
     for start, length, row in zip(forest.depths, forest.lengths, forest.source, strict=True):
         inside = set(range(start, start + length)) & {2, 3, 4}
         assert inside in (set(), {2, 3, 4}), row
-
-
-def test_a_dense_row_is_taken_only_if_it_pays():
-    ids, mask = make_batch([4] * 6, [6] * 6, 4, 6)
-    ids[:, 4:] = torch.arange(36).view(6, 6) + 3
-    ids[1::2, 4:6] = ids[::2, 4:6]  # three pairs begin alike, by too little for a level
-    labels = completion_labels(ids, mask, 6)
-    # 4 + 6 * 5 tokens and 286 pairs; every prefix once are 28 tokens and 784 pairs, at four times their price.
-    few = pack(ids, mask, labels, pairs_per_token=470.0)
-    assert (few.tokens, few.forest.pairs, few.forest.end_T) == (34, 286, None)
-    dense = pack(ids, mask, labels, pairs_per_token=480.0)
-    assert (dense.tokens, dense.forest.pairs) == (28, 784) and dense.forest.end_T is not None
-    # Six times the same completion needs no mask.
-    ids[:, 4:] = ids[0, 4:]
-    same = pack(ids, mask, completion_labels(ids, mask, 6), pairs_per_token=1e9)
-    assert same.tokens == 9 and same.forest.end_T is None
-
-
-@pytest.mark.parametrize("window", [None, 2])
-def test_masks_of_dense_rows_equal_the_rule_pair_by_pair(window):
-    ids, mask = make_batch([4] * 4 + [3] * 3, [3, 3, 2, 3, 3, 3, 3], 4, 3)
-    ids[:, 4:] %= 2
-    layout = pack(ids, mask, completion_labels(ids, mask, 3), pairs_per_token=ALWAYS)
-    forest = layout.forest
-    assert forest.end_T is not None and forest.segments == 2
-    position = layout.position_ids[0]
-    expected = torch.zeros(layout.tokens, layout.tokens, dtype=torch.bool)
-    for query in range(layout.tokens):
-        expected[query, seen_from(forest, query)] = True
-    expected &= True if window is None else position[:, None] - position < window
-    for start, length in zip(forest.starts.tolist(), forest.lengths.tolist(), strict=True):
-        part = slice(start, start + length)
-        call = SimpleNamespace(packed_row=layout, window=window, query=torch.zeros(1))
-        assert torch.equal(tree.tree_mask(call, start, length)[0, 0] == 0, expected[part, part])
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", SUPPORTED)
-def test_dense_rows_equal_stock(name, implementation, monkeypatch):
-    model = build(name)
-    if not model._supports_sdpa and implementation == "sdpa":
-        pytest.skip(f"{name} has no SDPA")
-    model.set_attn_implementation(implementation)
-    ids, mask = awkward_batch()
-    ids[:, PROMPT:] = 3 + ids[:, PROMPT:] % 3  # words over three letters, a whole repeated one among them
-    ids[5, PROMPT:] = ids[4, PROMPT:]
-    monkeypatch.setattr(packed_model_module, "_PAIRS_PER_TOKEN", ALWAYS)
-    figures = assert_equals_stock(model, prepared(model, compared=True), (ids, mask))
-    assert set(figures.layer_calls) == {"tree"} and figures.tokens < 0.3 * ids.numel()

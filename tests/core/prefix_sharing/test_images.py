@@ -7,21 +7,17 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig, inject_adapter_in_model
-from PIL import Image
-from trl import GRPOTrainer
 
-from trl_fsdp_qlora import EfficientGRPOTrainer
+from tests.tiny import these_first
 from trl_fsdp_qlora.compat.trl import rows_of_images
-from trl_fsdp_qlora.prefix_sharing import check, image_keys, images, passes
+from trl_fsdp_qlora.prefix_sharing import image_keys, images, passes
 from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
-from trl_fsdp_qlora.prefix_sharing.check import sampled_rows
+from trl_fsdp_qlora.prefix_sharing.check import compared_rows
 from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 from trl_fsdp_qlora.prefix_sharing.wrapped_forward import Instructions
-from trl_fsdp_qlora.trainers.step.groups import micro_batches
 
 from .helpers import (
     LINEAR,
@@ -30,14 +26,12 @@ from .helpers import (
     QWEN_TOWER,
     assert_equal_gradients,
     build,
+    closed,
     completion_labels,
     counting_padded_forwards,
     gradients,
-    llava_processor,
-    make_trainer,
     prepared,
     sees,
-    tokenizer,
     with_stock_head,
 )
 
@@ -102,6 +96,12 @@ FAMILIES = {
 }
 
 
+# In `make test`: patches, squares, several crops, padded rows of pictures, and tokens that see each other.
+first_families = pytest.mark.parametrize(
+    "name", these_first(FAMILIES, "qwen3_vl", "llava", "llava_onevision", "smolvlm", "gemma3", "gemma4")
+)
+
+
 def with_images(name, seed=0):
     """A small model of a family with a batch."""
     make_image, sizes, token_types = FAMILIES[name]
@@ -155,11 +155,9 @@ def stock(model, batch: Batch):
 
 
 def packed(model, sharing: PromptSharing, batch: Batch, **options):
-    """The same by prompt sharing, as a trainer does it: compared with stock's first, images counted by it."""
-    sharing.compare_with_stock(model, batch)
-    if sharing.is_active:
-        options = {"sharing": Instructions(num_images=batch.num_images, **options)}
-    return model(**batch.arguments(), **options, fused_lm_head=True)
+    """The same by prompt sharing, as a trainer does it: images counted by it."""
+    instructions = Instructions(num_images=batch.num_images, **options)
+    return model(**batch.arguments(), sharing=instructions, fused_lm_head=True)
 
 
 def freeze_tower(model):
@@ -173,7 +171,7 @@ def pictured(name, frozen=False):
     model, batch = with_images(name)
     if frozen:
         freeze_tower(model)
-    return with_stock_head(model), prepared(model, expects_images=True), batch
+    return with_stock_head(model), prepared(model), batch
 
 
 def scored(model, batch, run):
@@ -187,16 +185,16 @@ def scored(model, batch, run):
 
 @pytest.mark.parametrize("counted", ["counted", "not counted"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize("name", FAMILIES)
+@first_families
 def test_equals_stock(name, frozen, counted):
     """Also from a trainer that does not pass the number of each row's images."""
     model, sharing, batch = pictured(name, frozen)
-    with sharing.closed():
+    with closed(sharing):
         expected, wanted, _ = scored(model, batch, lambda: stock(model, batch))
     if counted == "not counted":
         batch.num_images = None
     actual, ours, reached_tower = scored(model, batch, lambda: packed(model, sharing, batch))
-    assert 0 < sharing.figures.tokens < 0.6 * batch.input_ids.numel(), sharing.images.reason
+    assert 0 < sharing.figures.tokens < 0.6 * batch.input_ids.numel(), sharing.status.images
     assert (actual - expected).abs().max() <= 1e-4
     assert_equal_gradients(ours, wanted, tolerance=2e-5)
     assert reached_tower != frozen
@@ -220,21 +218,21 @@ def test_offloaded_activations_equal_those_that_stay(name, monkeypatch):
         model, sharing, batch = pictured(name)
         model.train().activation_checkpointing_enable({"use_reentrant": False}, offload=offload)
         results.append(scored(model, batch, lambda: packed(model, sharing, batch)))  # noqa: B023
-        assert sharing.is_active and sharing.images.reason is None and sharing.figures.tokens
+        assert sharing.is_active and sharing.status.images is None and sharing.figures.tokens
         assert bool(copies) == offload
     (kept_BC, kept, reached), (moved_BC, moved, reached_too) = results
     assert reached and reached_too and torch.equal(kept_BC, moved_BC)
     assert_equal_gradients(moved, kept, tolerance=1e-7)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@first_families
 def test_images_are_seen_once_per_optimizer_step(name, monkeypatch):
     """In batches of one row each: a prompt with its images is computed by the first that needs it, and kept."""
-    monkeypatch.setattr(passes, "MIN_SAVED_TOKENS", 1)
+    monkeypatch.setattr(passes, "MIN_SAVED_BY_TRUNK", 1)
     model, sharing, batch = pictured(name)
     batch = batch.rows(np.array([0, 8, 1, 3, 5, 2, 6, 4, 7, 9]))
     weight = torch.linspace(0.3, 1.7, batch.labels.numel()).view_as(batch.labels)[:, 1:]
-    with sharing.closed():
+    with closed(sharing):
         expected = stock(model, batch).log_probs
         (expected * weight).sum().backward()
         wanted = gradients(model)
@@ -329,34 +327,11 @@ def test_no_features_and_no_pixels_are_kept_after_a_pass(name, change):
     for counted in (True, False):
         if not counted:
             batch.num_images = None
-        with sharing.closed():
+        with closed(sharing):
             expected = stock(model, batch).log_probs
         actual = packed(model, sharing, batch).log_probs
         assert (expected - before).abs().max() > 1e-2 and (actual - expected).abs().max() <= 1e-4
         assert 0 < sharing.figures.tokens < 0.6 * batch.input_ids.numel()
-
-
-def test_equal_words_about_other_images_have_entropies_of_their_own(tmp_path):
-    """Of a trainer that selects tokens by their entropy, in which equal contexts tie."""
-    _, batch = with_images("qwen3_vl")
-    ids, mask = batch.input_ids, batch.attention_mask
-    for rows in ((0, 3), (1, 4)):  # of groups that ask the same of other pictures
-        ids[rows[1], -COMPLETION:] = ids[rows[0], -COMPLETION:]
-    mask[[0, 1, 3, 4], -COMPLETION:] = 1
-    entropies = []
-    for cls in (GRPOTrainer, EfficientGRPOTrainer):
-        model = build(MULTIMODAL["qwen3_vl"])
-        model.config.image_token_id = IMAGE
-        trainer = make_trainer(cls, model, tmp_path, top_entropy_quantile=0.5)
-        vision = {**batch.vision, "num_images": batch.num_images}
-        with torch.no_grad():
-            _, entropies_BC, _ = trainer._get_per_token_logps_and_entropies(
-                trainer.model, ids, mask, COMPLETION, compute_entropy=True, **vision
-            )
-        entropies.append(entropies_BC * mask[:, -COMPLETION:])
-    assert trainer.sharing.figures.tokens
-    assert (entropies[0][0] - entropies[0][3]).abs().max() > 1e-2
-    assert (entropies[0] - entropies[1]).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize(
@@ -377,9 +352,9 @@ def test_images_are_counted_by_their_tokens_or_the_batch_runs_padded(tokens, siz
     batch = Batch(ids, None, ids, {"pixel_values": torch.zeros(len(sizes), 3, 16, 16)})
     if counts is None:
         with pytest.raises(CannotPack):
-            images.Images(model).count(batch)
+            images.Images(model).count(batch, np.array(tokens), None)
     else:
-        assert images.Images(model).count(batch) == counts
+        assert images.Images(model).count(batch, np.array(tokens), None) == counts
 
 
 def test_the_same_words_about_another_picture_are_another_prompt():
@@ -394,18 +369,6 @@ def test_the_same_words_about_another_picture_are_another_prompt():
     assert torch.equal(image_keys.fingerprints(changed)[1:], numbers[1:])
 
 
-def test_padded_pixels_with_as_many_images_as_rows():
-    """Idefics' layout, of a row with two images and a row with none; TRL 1.16 takes it for one row per image."""
-    pixels = torch.rand(2, 2, 3, 4, 4)
-    vision = {"pixel_values": pixels, "pixel_attention_mask": torch.ones(2, 2, 4, 4), "num_images": [2, 0]}
-    chosen = rows_of_images(vision, [0])
-    assert torch.equal(chosen["pixel_values"], pixels[:1]) and len(chosen["pixel_attention_mask"]) == 1
-    changed = image_keys.fingerprints({**vision, "pixel_values": torch.cat([pixels[:1], pixels[1:] + 1])})
-    assert (image_keys.fingerprints(vision) == changed).flatten().tolist() == [True, False]
-    for part in micro_batches({**vision, "prompt_ids": torch.tensor([[0], [1]])}, 1, 0, 2):
-        assert torch.equal(part["pixel_values"], pixels[part["prompt_ids"][0]])
-
-
 def test_an_image_that_is_not_computed_runs_padded(caplog):
     """Behind the last label, so nothing is predicted from it."""
     model, sharing, batch = pictured("qwen3_vl")
@@ -416,12 +379,12 @@ def test_an_image_that_is_not_computed_runs_padded(caplog):
     with counting_padded_forwards(model) as calls:
         values = packed(model, sharing, batch).log_probs
     assert calls and not sharing.figures.tokens
-    with sharing.closed():
+    with closed(sharing):
         assert torch.equal(values, stock(model, batch).log_probs)
     assert len([record for record in caplog.records if record.name == sharing_module.__name__]) == 1
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@first_families
 def test_an_image_in_a_completion(name):
     """A tool's answer, or a later turn: it is a part of its row like any other, behind the common prompt."""
     model, sharing, batch = pictured(name)
@@ -435,7 +398,7 @@ def test_an_image_in_a_completion(name):
     # it.
     for row in (1, 4):
         batch.input_ids[row, first[row] + 2] = batch.labels[row, first[row] + 2] = 51
-    with sharing.closed():
+    with closed(sharing):
         expected = stock(model, batch)
         expected.log_probs.sum().backward()
     wanted = gradients(model)
@@ -446,7 +409,7 @@ def test_an_image_in_a_completion(name):
             model.zero_grad()
         else:  # for any rows that the comparison samples
             actual = model(**batch.arguments(), fused_lm_head=True).log_probs
-        assert 0 < sharing.figures.tokens < is_token.sum(), sharing.images.reason
+        assert 0 < sharing.figures.tokens < is_token.sum(), sharing.status.images
         assert (actual - expected.log_probs).abs().max() <= 1e-4
     actual.sum().backward()
     assert_equal_gradients(gradients(model), wanted, tolerance=2e-5)
@@ -458,87 +421,16 @@ def test_the_tokens_of_an_image_see_each_other(name, monkeypatch):
     monkeypatch.setattr(images, "own_masks", lambda *_: {})
     model, sharing, batch = pictured(name)
     values = packed(model, sharing, batch).log_probs
-    with sharing.closed():
+    with closed(sharing):
         assert not sharing.figures.tokens and torch.equal(values, stock(model, batch).log_probs)
-    assert "difference in log-probability" in sharing.images.reason
+    assert "difference in log-probability" in sharing.status.images
 
 
 def test_the_comparison_of_the_first_pass_takes_rows_with_images():
     """Not only the first and last rows, which may be text alone."""
-    _, batch = with_images("qwen3_vl")
+    _, sharing, batch = pictured("qwen3_vl")
     # Rows 5 and 6 are of a prompt without images.
-    for rows, taken in (
-        ([5, 6, 5, 6, 0, 1, 5, 6, 5, 6], [0, 1, 5, 6]),
-        ([0, 1, 5, 6, 5, 6], [0, 1, 5, 6]),
-        ([5, 6, 5, 6, 0], [6, 5, 6, 0]),
-    ):
+    for rows in ([5, 6, 5, 6, 0, 1, 5, 6, 5, 6], [0, 1, 5, 6, 5, 6], [5, 6, 5, 6, 0]):
         few = batch.rows(np.array(rows))
-        assert torch.equal(few.input_ids[sampled_rows(few, 4)], batch.input_ids[taken])
-
-
-def test_ranks_ask_each_other_for_images_once_per_generation_batch(monkeypatch):
-    """With tools a vision class asked in every pass until an image came, and the host waited each time."""
-    model, sharing, batch = pictured("qwen3_vl")
-    asked = []
-    reduced = check.reduced_over_ranks
-
-    def counted(*args):
-        asked.append(1)
-        return reduced(*args)
-
-    for module in (sharing_module, check):
-        monkeypatch.setattr(module, "reduced_over_ranks", counted)
-    text = batch.rows(np.array([5, 6]))
-
-    def exchanges(batch):
-        asked.clear()
-        sharing.compare_with_stock(model, batch)
-        return len(asked)
-
-    assert exchanges(text) > 1  # a few rows are compared
-    assert exchanges(text) == 1
-    sharing.look_for_images(False, text.input_ids.device)
-    assert [exchanges(text) for _ in range(2)] == [0, 0]
-    sharing.forget_images()
-    assert exchanges(text) == 1  # of the passes while completions are drawn
-    sharing.look_for_images(True, text.input_ids.device)
-    assert exchanges(text) == 1 and exchanges(batch) > 1
-    assert exchanges(text) == exchanges(batch) == 0
-
-
-# Of the language model: nothing of the tower is trained.
-ADAPTER = LoraConfig(r=4, target_modules=r".*language_model.*\.(q|v|down)_proj", init_lora_weights=False)
-
-
-def llava_trainer(cls, folder, **config):
-    """GRPO of a small LLaVA on pictures, its prompts of TRL's conversational kind, without a file anywhere."""
-    tokens = tokenizer()
-    tokens.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    model = build(MORE["llava"])
-    model.config.image_token_id = tokens.convert_tokens_to_ids("<image>")
-    model.resize_token_embeddings(len(tokens))
-    rng = np.random.default_rng(0)
-    pictures = [Image.fromarray(rng.integers(0, 255, (16, 16, 3), dtype=np.uint8)) for _ in range(8)]
-    rows = {
-        "prompt": [[{"role": "user", "content": "A+B=" if i % 2 else "CD"}] for i in range(8)],
-        "image": pictures,
-    }
-    return make_trainer(cls, model, folder, ADAPTER, llava_processor(tokens), Dataset.from_dict(rows), **config)
-
-
-def test_training_on_pictures_equals_stock(tmp_path):
-    runs = []
-    for cls in (GRPOTrainer, EfficientGRPOTrainer):
-        torch.manual_seed(0)
-        trainer = llava_trainer(cls, tmp_path, max_steps=4, beta=0.1, num_iterations=2, shuffle_dataset=False)
-        trainer.train()
-        wanted = ("loss", "grad_norm", "kl")
-        runs.append([{key: row[key] for key in wanted if key in row} for row in trainer.state.log_history])
-    figures = [row.get("prefix_sharing/policy/tokens_fraction", 0.0) for row in trainer.state.log_history]
-    assert all(0 < figure < 0.8 for figure in figures[:4])
-    for mine, theirs in zip(*runs, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
-    # A generation batch holds each of its two pictures once.
-    parts = [x.untyped_storage() for part in trainer._buffered_inputs for x in part["pixel_values"]]
-    held = {storage.data_ptr(): storage.nbytes() for storage in parts}
-    assert len(held) == 2 and sum(held.values()) == 2 * 3 * 16 * 16 * 4
+        taken = compared_rows(sharing.packed_model, few, sharing.packed_model.read(few), 4)
+        assert len(taken) == 4 and any(few.num_images[row] for row in taken)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trl_fsdp_qlora.prefix_sharing import forest, passes, row
+from trl_fsdp_qlora.prefix_sharing import passes, row
 from trl_fsdp_qlora.prefix_sharing.attention import cascade
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
@@ -15,6 +15,7 @@ from .helpers import (
     VOCABULARY,
     assert_equal_gradients,
     build,
+    closed,
     gradients,
     with_stock_head,
 )
@@ -27,7 +28,7 @@ FAMILIES = SUPPORTED | {name: make for name, (make, _) in RECURRENT.items()}
 
 @pytest.fixture(autouse=True)
 def short_beginnings(monkeypatch):
-    monkeypatch.setattr(passes, "MIN_SAVED_TOKENS", 1)
+    monkeypatch.setattr(passes, "MIN_SAVED_BY_TRUNK", 1)
 
 
 def groups(draw):
@@ -96,7 +97,7 @@ def compare(model, batch, count, tokens_per_pass=None, tolerance=1e-5):
     batches = batches_of(batch, count)
     shape = batch["labels"][:, 1:].shape
     weights = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(batch["labels"].device).chunk(count)
-    with sharing.closed():
+    with closed(sharing):
         reference, expected, _ = run(model, batches, weights)
     plan = sharing.plan_step(batches, tokens_per_pass or batch["input_ids"].numel() // count)
     values, grads, tokens = run(model, batches, weights, plan, plan.batches_per_pass)
@@ -150,31 +151,3 @@ def test_the_calls_for_cuda_take_kept_keys(name, multiple, monkeypatch):
 
 def without_padding(batch) -> list[torch.Tensor]:
     return [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
-
-
-def test_a_pass_of_several_batches_may_be_a_dense_row(monkeypatch):
-    """T-SPMO scores few tokens of many completions that begin alike: tries. One pass has those of two batches."""
-    monkeypatch.setattr(forest, "DENSE_PAIR_COST", 0.0)  # in a model this small the pairs would cost more
-    model = with_stock_head(build(SUPPORTED["llama"]))
-    sharing = install_sharing(model, compares=False)
-    draw = torch.Generator().manual_seed(0)
-    system = random_tokens(4, draw)
-    rows = []
-    for _ in range(2):
-        tokens = torch.cat([system, random_tokens(4, draw)])
-        prompt = len(tokens)
-        for _ in range(8):  # each continues the one before
-            tokens = torch.cat([tokens, random_tokens(3, draw)])
-            rows.append((torch.cat([tokens, random_tokens(1, draw)]), [len(tokens)], prompt))
-    ids = torch.zeros(16, 40, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    labels = torch.full_like(ids, -100)
-    for i, (tokens, (label,), _) in enumerate(rows):
-        ids[i, : len(tokens)] = tokens
-        mask[i, : len(tokens)] = 1
-        labels[i, label] = tokens[label]
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    # Each row continues the one before, so all tokens but the labels are computed once.
-    assert compare(model, batch, 2, tokens_per_pass=60) == 4 + 2 * (4 + 8 * 3)
-    # In two passes the beginning of both batches is too short for a trunk, and each batch is a dense row of its own.
-    assert sharing.plan_step(batches_of(batch, 2), tokens_per_pass=45) is None

@@ -28,6 +28,7 @@ from .helpers import (
     VOCABULARY,
     assert_equal_gradients,
     build,
+    closed,
     counting_padded_forwards,
     gradients,
     with_stock_head,
@@ -132,7 +133,7 @@ def assert_shares(model, batch, may_run_padded=False, **arguments):
         (output.loss + (output.log_probs * weight[0]).sum() + entropy).backward()
         return output, gradients(model)
 
-    with sharing.closed():
+    with closed(sharing):
         stock, reference = run()
     ours, our_gradients = run()
     assert sharing.is_active, sharing.describe()
@@ -285,7 +286,7 @@ def test_a_head_in_float32_equals_stock():
     batch = make_batch()
     ours = call(model, batch).log_probs
     assert model.prompt_sharing.figures.tokens and ours.dtype == torch.float32
-    with model.prompt_sharing.closed():
+    with closed(model.prompt_sharing):
         stock = call(model, batch).log_probs
     # Rounding of bfloat16 in what comes before the head.
     assert (ours - stock).abs().mean() < 0.1
@@ -398,7 +399,7 @@ def test_adapters(order):
         off = call(model, make_batch(awkward, "mixed"))
     sharing = model.get_base_model().prompt_sharing
     assert sharing.figures.tokens == figures.tokens
-    with sharing.closed(), model.disable_adapter(), torch.no_grad():
+    with closed(sharing), model.disable_adapter(), torch.no_grad():
         stock = call(model, make_batch(awkward, "mixed"))
     assert_equal_outputs(off, stock, make_batch(awkward, "mixed")["labels"])
 
@@ -551,7 +552,7 @@ def test_noise_on_the_embeddings_is_that_of_the_padded_rows():
     model.train()
     torch.manual_seed(0)
     ours = call(model, batch)
-    with sharing.closed():
+    with closed(sharing):
         torch.manual_seed(0)
         stock = call(model, batch)
     assert torch.equal(ours.log_probs, stock.log_probs)

@@ -15,6 +15,7 @@ pytest.importorskip("bitsandbytes")
 from tests.distributed.fsdp2_qlora import tiny
 from tests.distributed.fsdp2_qlora.runs import difference, mesh_environment, scenarios_of
 from tests.distributed.fsdp_on_gloo import fsdp_environment
+from tests.tiny import these_first
 from tests.tiny import trainer as tiny_trainer
 from tests.trainers.grpo.test_token_budget import assert_close, loss_and_gradients
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
@@ -68,7 +69,7 @@ def save(folder, family="qwen3_moe", dtype=torch.float32, **changes):
     return folder
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=these_first(CONFIGS, "qwen3_moe", "gpt_oss", "nemotron_h", "small"))
 def checkpoint(request, tmp_path_factory):
     return save(tmp_path_factory.mktemp(request.param), request.param, torch.bfloat16)
 
@@ -125,7 +126,7 @@ def of_embeddings(model, ids):
     return loss.detach(), embedded.grad
 
 
-@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("nested", these_first([True, False], True))
 def test_loss_and_gradient_are_those_of_the_dequantized_model(checkpoint, nested, group_calls):
     """And the packed experts are the checkpoint's, rounded to nf4: normal weights are some 9% off.
 
@@ -319,7 +320,12 @@ def test_dequantized_checkpoint(checkpoint, tmp_path):
 
 @pytest.mark.parametrize(
     ("checkpoint", "checkpointing"),
-    [*((family, None) for family in CONFIGS), ("qwen3_moe", "reentrant"), ("qwen3_moe", "other")],
+    these_first(
+        [*((family, None) for family in CONFIGS), ("qwen3_moe", "reentrant"), ("qwen3_moe", "other")],
+        ("gpt_oss", None),
+        ("nemotron_h", None),
+        ("qwen3_moe", "reentrant"),
+    ),
     indirect=["checkpoint"],
 )
 def test_lora_on_experts(checkpoint, tmp_path, checkpointing, group_calls):
@@ -425,7 +431,14 @@ def test_ranks_hold_their_part_of_the_experts_and_train_as_whole_ones(tmp_path):
     reloaded = PeftModel.from_pretrained(whole, tmp_path / "two" / "sft" / "checkpoint-2")
     plain = {name.replace(".default", ""): value for name, value in adapter.items()}
     assert difference(get_peft_model_state_dict(reloaded), plain) == 0
-    # Four ranks sum gradients in another order, and of six experts they hold 2, 2, 2 and none.
+
+
+@pytest.mark.exhaustive
+@pytest.mark.processes
+def test_four_ranks_of_which_one_holds_no_expert(tmp_path):
+    """They sum gradients in another order, and of six experts they hold 2, 2, 2 and none."""
+    model = save(tmp_path / "model", vocab_size=64, pad_token_id=0, eos_token_id=1)
+    tiny.make_tokenizer().save_pretrained(model)
     of_four = {"uneven": SFT, "ddp": f"{SFT},{NO_MESH}"}
     four, *_ = scenarios_of(model, tmp_path / "four", of_four, processes=4, environment=mesh_environment(1, 4))
     uneven = four["uneven"]

@@ -304,7 +304,7 @@ def grpo(
     Even a short prompt is computed once per optimizer step. With `idle` the last rank has nothing to learn from, and
     the optimizer steps after micro-batch `early`, too. With `offload` activations are copied, without pinned memory.
     """
-    passes.MIN_SAVED_TOKENS = 1
+    passes.MIN_SAVED_BY_TRUNK = 1
     copies = []
     tiled = []
     if offload:
@@ -455,7 +455,7 @@ def publish(path, out):
         transformers.trainer.hf_api = lambda: HfApi(server.url, token=TOKEN)
         pushing = {"push_to_hub": True, "hub_model_id": "me/adapter", "max_steps": 1}
         trainer = grpo_trainer(FixedCompletions, model, out, **pushing)
-        trainer.card_info.license = "mit"  # or it is looked up
+        trainer.card_info.license = "mit"
         trainer.train()
         commit = trainer.push_to_hub()
         trainer.save_model()  # pushes, as set in the config

@@ -21,6 +21,7 @@ def test_recurrent_layers_under_zero_3_run_as_stock():
     launch(Path(__file__).with_name("zero3_worker.py"), timeout=120)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 def test_images_on_two_ranks_equal_one_process():
     launch(Path(__file__).with_name("ranks_worker.py"), "images", timeout=360)

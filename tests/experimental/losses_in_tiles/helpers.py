@@ -12,8 +12,6 @@ VOCABULARY = 67  # of the models of prefix_sharing/helpers.build
 CLASSES = {
     "sdft": tiles.TiledSDFTTrainer,
     "sdpo": tiles.TiledSDPOTrainer,
-    "cpo": tiles.FusedCPOTrainer,
-    "orpo": tiles.FusedORPOTrainer,
 }
 
 

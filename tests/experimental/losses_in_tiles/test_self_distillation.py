@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig
 
 from tests.core.prefix_sharing.helpers import small
+from tests.tiny import these_first
 from tests.trainers.sharing import test_every_trainer
 from tests.trainers.sharing.test_every_trainer import make_trainer, save_base
 from trl_fsdp_qlora import share_prompts
@@ -61,7 +62,7 @@ def test_logits_that_a_model_changes(model, softcap, scale, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["sdft", "sdpo"])
-def test_no_pass_holds_the_logits_of_all_completions(kind, tmp_path, monkeypatch):
+def test_the_loss_holds_no_logits_of_all_completions(kind, tmp_path, monkeypatch):
     tile = 40  # more than the hidden size, since the head's transposed weight looks like logits
     monkeypatch.setattr(sum_over_tiles, "TILE_ELEMENTS", tile * VOCABULARY)
     save_base(kind, "qwen3", tmp_path / "base")
@@ -72,9 +73,6 @@ def test_no_pass_holds_the_logits_of_all_completions(kind, tmp_path, monkeypatch
         trainer.current_gradient_accumulation_steps = 1
         most = MostLogits()
         with most:
-            trainer._compute_rollout_logps(
-                *(batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"))
-            )
             trainer.compute_loss(trainer.model, batch).backward()
         rows[cls] = most.rows
     assert rows[None] >= batch["completion_ids"].numel() == 48
@@ -136,7 +134,7 @@ def compile_model(_):
     return "sdft", WHOLE | {"torch_compile": True, "torch_compile_backend": "eager"}, "the run compiles its model"
 
 
-@pytest.mark.parametrize("case", [adapt_head, blend, compile_model])
+@pytest.mark.parametrize("case", these_first([adapt_head, blend, compile_model], adapt_head, blend))
 def test_a_run_that_needs_whole_logits_holds_them_and_logs_why(case, tmp_path, monkeypatch, caplog):
     kind, changes, reason = case(monkeypatch)
     save_base(kind, "qwen3", tmp_path / "base")

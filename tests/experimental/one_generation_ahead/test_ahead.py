@@ -14,6 +14,7 @@ from trl import GRPOTrainer
 from trl.generation import vllm_generation
 
 from tests import tiny
+from tests.tiny import these_first
 from tests.trainers.vllm.runs import figures
 from tests.trainers.vllm.sampling_server import SamplingServer
 from trl_fsdp_qlora import AStarPOConfig, EfficientGRPOConfig, EfficientGRPOTrainer
@@ -67,12 +68,12 @@ ORDERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", [pytest.param(changes, id=name) for name, changes in ORDERS.items()])
-def test_the_same_prompts_in_the_same_order_and_every_batch_is_trained_on(tmp_path, changes):
+@pytest.mark.parametrize("order", these_first(ORDERS, "every step", "steps that end with an epoch"))
+def test_the_same_prompts_in_the_same_order_and_every_batch_is_trained_on(tmp_path, order):
     trained, asked = {}, {}
     for ahead in (0, 1):
         with SamplingServer() as server:
-            trainer = make(server, tmp_path / str(ahead), rollouts_ahead=ahead, **changes)
+            trainer = make(server, tmp_path / str(ahead), rollouts_ahead=ahead, **ORDERS[order])
             trained[ahead] = trained_prompts(trainer)
             trainer.train()
             asked[ahead] = [draw.prompts for draw in server.draws]
@@ -95,17 +96,14 @@ def test_another_run_of_the_same_trainer_is_drawn_ahead_too(tmp_path):
     assert figures(trainer, "sampling/staleness") == [0, 4]
 
 
-LOSSES = [
-    ("grpo", {}),
-    ("vespo", {f"{CORRECTION}mode": "token_truncate"}),
-]
+LOSSES = {"grpo": {}, "vespo": {f"{CORRECTION}mode": "token_truncate"}}
 
 
-@pytest.mark.parametrize(("loss_type", "changes"), LOSSES, ids=[name for name, _ in LOSSES])
-def test_losses_of_a_policy_that_does_not_change_are_those_without_the_option(tmp_path, loss_type, changes):
+@pytest.mark.parametrize("loss_type", these_first(LOSSES, "vespo"))
+def test_losses_of_a_policy_that_does_not_change_are_those_without_the_option(tmp_path, loss_type):
     changes = {
         "learning_rate": 0.0, "loss_type": loss_type, "per_device_train_batch_size": 4, "max_steps": 4,
-        "gradient_accumulation_steps": 2, **changes,
+        "gradient_accumulation_steps": 2, **LOSSES[loss_type],
     }  # fmt: skip
     losses = {}
     for ahead in (0, 1):
@@ -117,21 +115,20 @@ def test_losses_of_a_policy_that_does_not_change_are_those_without_the_option(tm
     torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=0, atol=1e-5)
 
 
-WEIGHTS = [
-    {"mode": "token_truncate", "clip_max": 1.01},
-    {"mode": "token_mask", "clip_min": 0.99, "clip_max": 1.01},
-    {"mode": "sequence_truncate", "clip_min": 0.99, "clip_max": 1.01},
-    {"mode": "sequence_mask", "clip_max": 1.01},
-]
+# By mode of correction: its bounds, and the steps of a generation.
+WEIGHTS = {
+    "token_truncate": ({"clip_max": 1.01}, 1),
+    "token_mask": ({"clip_min": 0.99, "clip_max": 1.01}, 2),
+    "sequence_truncate": ({"clip_min": 0.99, "clip_max": 1.01}, 2),
+    "sequence_mask": ({"clip_max": 1.01}, 1),
+}
 
 
-@pytest.mark.parametrize(
-    ("correction", "steps_per_generation"),
-    zip(WEIGHTS, [1, 2, 2, 1], strict=True),
-    ids=[correction["mode"] for correction in WEIGHTS],
-)
-def test_importance_weights_equal_the_formula(server, tmp_path, monkeypatch, correction, steps_per_generation):
+@pytest.mark.parametrize("mode", these_first(WEIGHTS, "token_mask", "sequence_mask"))
+def test_importance_weights_equal_the_formula(server, tmp_path, monkeypatch, mode):
     """Of the policy when a batch comes, in float64 with dense masks, and of the adapter that the server drew with."""
+    bounds, steps_per_generation = WEIGHTS[mode]
+    correction = {"mode": mode, **bounds}
     changes = {f"{CORRECTION}{name}": value for name, value in correction.items()}
     sizes = {"steps_per_generation": steps_per_generation, "per_device_train_batch_size": 8 // steps_per_generation}
     trainer = make(server, tmp_path, rollouts_ahead=1, max_steps=4, learning_rate=0.05, **sizes, **changes)

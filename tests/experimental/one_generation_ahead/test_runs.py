@@ -18,10 +18,9 @@ from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from .helpers import HALVES, SAVES, Stop, adapter_by_step, assert_drawn_by, make, wait_until, weights_of
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_iterations": 2, **HALVES}], ids=["steps", "twice"])
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, changes):
-    """Stopped at step 3: before a generation, or in the middle of one; the batch in flight is in the checkpoint."""
-    settings = {**SAVES, "dataset": tiny.prompts(7), **changes}
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path):
+    """Stopped at step 3, in the middle of a generation; the batch in flight is in the checkpoint."""
+    settings = {**SAVES, "dataset": tiny.prompts(7), "num_iterations": 2, **HALVES}
     runs = {}
     for name, ends in (("whole", ()), ("stopped", (3, None))):
         with SamplingServer() as server:
@@ -113,6 +112,7 @@ def on_ranks(server, out, meanwhile=None, processes=2, check=True, environment=N
     return [json.loads(path.read_text()) for path in written if path.is_file()]
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_train_on_the_same_prompts_in_the_same_order(tmp_path):
     """And their losses are those without the option while the policy does not change."""
     sizes = {"per_device_train_batch_size": 4, "learning_rate": 0.0, "max_steps": 5, "shuffle_dataset": True}
@@ -154,6 +154,7 @@ def test_a_server_that_dies_is_an_error_on_every_rank(tmp_path):
         assert len(both) == 2 and all(error in rank["error"] for rank in both)
 
 
+@pytest.mark.exhaustive
 def test_sigterm_waits_for_what_is_in_flight_and_the_run_continues_to_the_bit(tmp_path):
     settings = {**SAVES, "max_steps": 4, "save_steps": 100}
     with SamplingServer() as server:

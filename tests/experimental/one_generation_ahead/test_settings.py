@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from tests.distributed.fsdp2_qlora import tiny as qlora
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import accelerate_launch, launch
+from tests.tiny import these_first
 from tests.trainers.vllm.runs import figures, grpo, on_server
 from tests.trainers.vllm.sampling_server import SamplingServer
 from trl_fsdp_qlora.tools.small_base.vision import coloured_shapes, new_vision_model, shapes_processor
@@ -83,7 +84,9 @@ def on_one_rank(tmp_path, new_model, tokenizer, dataset, eos: int, processor=Non
     assert_equal(runs, asked, 4 if processor is None else 8)
 
 
-@pytest.mark.parametrize("shape", [qlora.HYBRID, GRANITE], ids=lambda shape: shape["family"])
+@pytest.mark.parametrize(
+    "shape", these_first([qlora.HYBRID, GRANITE], qlora.HYBRID), ids=lambda shape: shape["family"]
+)
 def test_recurrent_layers(tmp_path, shape):
     tokenizer = qlora.make_tokenizer()
     new_model = partial(qlora.make_model, likes_digits=True, **shape)

@@ -187,7 +187,7 @@ def test_dpo_follows_from_the_recipe_and_can_fail(compare, monkeypatch, folder):
 
 def test_a_shipped_recipe_names_its_trainer():
     def trainer_of(name: str) -> str:
-        return module.trainer_of_recipe(module.with_recipe(["--config", name]), None)
+        return module.method_of_recipe(module.with_recipe(["--config", name]), None).command
 
     model = "SmolLM2-135M-Instruct"
     assert trainer_of(f"{model}/dpo/svamp_pairs") == "dpo"

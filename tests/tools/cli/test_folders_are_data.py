@@ -115,18 +115,19 @@ def test_evaluate_takes_no_code_from_any_field_of_a_folder(cwd, called, monkeypa
     monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", refuse)
     adapter = shutil.copytree(cwd / "adapter", cwd / "of_a_run", dirs_exist_ok=True)
     (adapter / "planted.py").write_text(CODE)
-    sound = {"dataset": str(cwd / "data.jsonl"), "use_cpu": True}
+    script = ScriptArguments(str(cwd / "data.jsonl"))
+    arguments = vars(script) | {"model_name_or_path": str(cwd / "base"), "seed": 0}
     further = ["model_name_or_path", "output", "adapter", "dtype"]
     for name in [*(each.name for each in fields(ScriptArguments)), *further]:
-        for value in ("of_a_run/planted.py:load", ["planted:load"]):
+        names_code = name in (*DATA, *CODE_FIELDS)
+        for value in ("of_a_run/planted.py:load", ["planted:load"])[: 1 + names_code]:
             monkeypatch.chdir(cwd)
-            (adapter / "metrics.json").write_text(json.dumps({"settings": sound | {name: value}}))
-            (adapter / "_arguments.json").write_text(json.dumps({name: value} if name != "dataset" else {}))
+            (adapter / "_arguments.json").write_text(json.dumps(arguments | {name: value}))
             with pytest.raises((SystemExit, WeightsLoaded)) as ended:
                 called("evaluate", "--adapter of_a_run --use_cpu true")
             printed = capfd.readouterr()
             assert nothing_ran(cwd), (name, value)
-            if name in (*DATA, *CODE_FIELDS, "rewards"):
+            if names_code:
                 assert isinstance(ended.value, SystemExit)
                 assert f"error: of_a_run names code ({name})" in printed.err
                 assert f"add --{name} " in printed.err

@@ -8,9 +8,8 @@ from trl import TrlParser
 
 from tests.tools.recipe_scripts import option_types
 from trl_fsdp_qlora.__main__ import COMMANDS, main
-from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.tools.cli import scripts
-from trl_fsdp_qlora.tools.cli.recipes import all_recipes, find, recipes
+from trl_fsdp_qlora.tools.cli.recipes import all_recipes, find
 from trl_fsdp_qlora.utils.resources import accelerate_config
 
 ROOT = Path(__file__).parents[3]
@@ -51,28 +50,6 @@ def test_a_recipe_by_each_of_its_names(capsys):
     assert main(["recipes"]) == 0
     table = capsys.readouterr().out
     assert all(recipe.name in table for recipe in all_recipes())
-
-
-def test_a_copy_never_overwrites_unasked(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    copy = ["recipes", "small-base/t_spmo/quick", "--copy"]
-    original = (ROOT / "recipes" / "small-base" / "t_spmo" / "config_quick.yaml").read_text()
-    assert main(copy) == 0
-    run = "run it: trl-fsdp-qlora t-spmo --config config_quick.yaml"
-    assert capsys.readouterr().out == f"config_quick.yaml is small-base/t_spmo/quick; {run}\n"
-    path = tmp_path / "config_quick.yaml"
-    assert path.read_text() == original
-    path.write_text("mine")
-    with pytest.raises(UserError, match="--overwrite"):
-        recipes(copy[1:])
-    with pytest.raises(UserError, match="--copy"):
-        recipes(["--copy"])
-    assert path.read_text() == "mine"
-    assert main([*copy, "--to", "new/mine.yaml"]) == 0
-    assert (tmp_path / "new" / "mine.yaml").read_text() == original
-    assert main([*copy, "--overwrite"]) == 0
-    assert path.read_text() == original
-    assert {item.name for item in tmp_path.rglob("*")} == {"config_quick.yaml", "new", "mine.yaml"}
 
 
 def test_the_launchers_options_are_accelerates_and_no_scripts():

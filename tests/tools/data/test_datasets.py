@@ -109,9 +109,7 @@ def test_accuracy_is_measured_on_what_can_be_graded_or_by_a_function(tmp_path, c
     train, measured = load_data(script)
     assert len(train) == 12 and set(measured["answer"]) <= {row["answer"] for row in rows[1::4] + rows[2::4]}
     printed = capsys.readouterr().out
-    texts = sum(answer == "Paris" for answer in measured["answer"])
     assert f"measured on the {len(measured)} of 8 problems whose answer can be graded" in printed
-    assert f"{texts} of {len(measured)} right answers are compared as text" in printed
     assert load_held_out(script)["row"][:] == measured["row"][:]
     assert len(load_data(replace(script, accuracy_function="my_rewards.py:passes"))[1]) == 8
     path = write(tmp_path / "prompts.jsonl", [{"prompt": "A haiku."}] * 4)

@@ -90,6 +90,7 @@ def test_the_largest_group_and_the_longest_completion_fit_and_larger_ones_do_not
 
 
 @pytest.mark.slow  # four of the models
+@pytest.mark.exhaustive
 def test_the_largest_model_fits_and_the_next_larger_one_does_not(tmp_path):
     card = Hardware("16 GB", 16 * GIB)
     plan = make_plan(settings(folder(tmp_path), Launch(), load_in_4bit=True), card)

@@ -12,6 +12,7 @@ import trl.trainer.utils
 from peft import LoraConfig, get_peft_model
 
 from tests.benchmark_modules import benchmark
+from tests.core.prefix_sharing.helpers import closed
 from tests.tools.planning.models import LAYERS, config, folder, in_4_bits, settings
 from trl_fsdp_qlora.compat.memory import FakeTensorMode, PeakTracker
 from trl_fsdp_qlora.engines.decode.decoding import _Batch
@@ -68,7 +69,7 @@ def measured(run, model, packed: bool, grad: bool = True) -> int:
     labels = ids.clone()
     labels[:, :prompt] = -100
     sharing = install_sharing(model, compares=False, entropy_gradient=False)
-    as_stock = nullcontext() if packed else sharing.closed()
+    as_stock = nullcontext() if packed else closed(sharing)
     tracker = PeakTracker(*model.parameters(), *model.buffers(), *(parameter.grad for parameter in trained))
     with tracker, as_stock, torch.set_grad_enabled(grad):
         before = tracker.now

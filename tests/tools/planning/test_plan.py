@@ -82,16 +82,12 @@ def test_a_base_that_vllm_shares_counts_once(tmp_path):
         ).engine.base
         == 0
         for sync in ("auto", "adapter")
-        for choice in ("auto", "on", "off")
+        for choice in ("on", "off")
     }
-    assert {key for key, is_shared in shared.items() if is_shared} == {
-        ("adapter", "auto"),
-        ("auto", "on"),
-        ("adapter", "on"),
-    }
+    assert {key for key, is_shared in shared.items() if is_shared} == {("auto", "on"), ("adapter", "on")}
 
 
-def test_experts_in_4_bits_are_the_engines_own_and_others_are_shared(tmp_path):
+def test_experts_are_the_engines_own_and_the_rest_is_shared(tmp_path):
     mixture = folder(tmp_path, model_type="qwen3_moe", moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2)
     changes = {"use_vllm": True, "vllm_mode": "colocate", "vllm_share_base": "on", "bf16": True, "dtype": "bfloat16"}
     with torch.device("meta"):
@@ -99,15 +95,16 @@ def test_experts_in_4_bits_are_the_engines_own_and_others_are_shared(tmp_path):
     experts = sum(parameter.numel() for name, parameter in base.named_parameters() if ".experts." in name)
     for in_4_bits in (False, True):
         plan = make_plan(settings(mixture, launch=Launch(), load_in_4bit=in_4_bits, **changes), hardware=CARD)
-        assert plan.engine.base == (2 * experts if in_4_bits else 0)
+        assert plan.engine.base == 2 * experts
 
 
 @pytest.mark.parametrize(
     "fields, expected",
     [
-        ({"rollout_sync": "adapter"}, (True, True)),
-        ({"rollout_sync": "adapter", "vllm_engine_kwargs": '{"load_format": "dummy"}'}, (True, False)),
-        ({"rollout_sync": "adapter", "dtype": "float32"}, (True, False)),
+        ({"rollout_sync": "adapter"}, (True, False)),
+        ({"vllm_share_base": "on"}, (True, True)),
+        ({"vllm_share_base": "on", "vllm_engine_kwargs": '{"load_format": "dummy"}'}, (False, False)),
+        ({"vllm_share_base": "on", "dtype": "float32"}, (False, False)),
         ({"load_in_8bit": True}, (True, False)),
         ({"use_dora": True}, (False, False)),
         ({"rollout_sync": "adapter", "use_dora": True}, (False, False)),
@@ -124,15 +121,15 @@ def test_the_engines_base_is_planned_by_the_rules_of_the_run(tmp_path, fields, e
 
 def test_the_first_step_counts_with_the_padded_rows_that_it_compares(tmp_path):
     """On a CPU TRL projects every position of a padded row: with a long prompt that is more than the packed row's."""
-    run = settings(folder(tmp_path), prompt_tokens=256, max_completion_length=4)
+    fields = {"per_device_train_batch_size": 4, "num_generations": 4}  # one group
+    run = settings(folder(tmp_path), prompt_tokens=256, max_completion_length=4, **fields)
     plan = make_plan(run, hardware=CPU)
     rows = run.per_device_train_batch_size
     width = 260
     shape = passes.Shape(1, 256 * run.groups + 4 * rows, 4 * rows, True)
     fake = FakeRun(run, plan.config, False)
     first_step = fake.measure(shape, True)
-    at_once = (256 * run.groups + 4 * rows) // width
-    compared = fake.measure(passes.Shape(at_once, width, at_once * 259, False), True)
+    compared = fake.measure(passes.Shape(1, width, 259, False), True)
     assert plan.phases["forward_backward"][module.ACTIVATIONS] == compared > first_step
 
 

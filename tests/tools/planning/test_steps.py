@@ -4,14 +4,16 @@ import random
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
+from tests.core.prefix_sharing.helpers import build
 from tests.tools.planning.models import config, folder, settings
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.passes import Run
+from trl_fsdp_qlora.prefix_sharing.recurrent.kinds import recurrent_layers
 from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
 from trl_fsdp_qlora.tools.planning.settings import Launch
-from trl_fsdp_qlora.tools.planning.steps import Pass, longest_pass, passes_like
+from trl_fsdp_qlora.tools.planning.steps import Pass, longest_pass, passes_like, state_bytes
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +88,19 @@ def test_a_step_without_a_look_ahead_computes_prompts_per_micro_batch(tmp_path):
     # The trunk ends one token before its prompt does; each pass computes that one.
     assert longest_pass(run) == Pass(20, 1, trunk=99, prompts=1)
     assert longest_pass(alone) == longest_pass(run, can_share=False) == Pass(119, 1)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "mamba2", "kimi_linear"])
+def test_the_bytes_of_states_that_a_row_keeps(name):
+    """They are those of transformers' own cache after a forward of eight tokens."""
+    model = build(name)
+    cache = DynamicCache(config=model.config)
+    # Mamba-2 alone takes its cache under another name.
+    argument = "cache_params" if name == "mamba2" else "past_key_values"
+    with torch.no_grad():
+        model(torch.arange(3, 11).unsqueeze(0), use_cache=True, **{argument: cache})
+    kept = [layer for layer in cache.layers if hasattr(layer, "conv_states")]
+    states = [x for layer in kept for part in (layer.conv_states, layer.recurrent_states) for x in part.values()]
+    width = model.config.get_text_config().hidden_size
+    counted = sum(state_bytes(layer, width) for layer in recurrent_layers(model.to("meta")))
+    assert counted == sum(state.nbytes for state in states if state is not None) > 0

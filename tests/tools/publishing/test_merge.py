@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny import character_tokenizer, tiny_model
 from trl_fsdp_qlora.errors import UserError
-from trl_fsdp_qlora.tools.publishing.loading import check_loads, find_base, load_model
+from trl_fsdp_qlora.tools.publishing.loading import check_loads, load_model
 from trl_fsdp_qlora.tools.publishing.merge import merge_adapter
 
 IDS = torch.arange(2, 14)[None]
@@ -86,27 +86,6 @@ def test_a_merge_changes_what_the_adapter_changes_and_nothing_that_shares_its_we
     assert model.config.tie_word_embeddings == (tied and stays_tied)
 
 
-@pytest.mark.parametrize(("tied", "further"), [(True, 2), (False, -3)])
-@pytest.mark.parametrize("change", ["linear", "both", "whole head", "some tokens"])
-def test_a_vocabulary_of_another_size_is_the_adapters(change, further, tied, base, tmp_path):
-    """Models have more rows than tokens, so resizing to the tokenizer's length may make a vocabulary smaller."""
-    settings, _ = CHANGES[change]
-    expected = trained(base(tied), tmp_path / "adapter", further, **settings)
-    again = load_model(str(tmp_path / "base"), tmp_path / "adapter")
-    torch.testing.assert_close(logits_of(again), expected, rtol=0, atol=0)
-    check_loads(tmp_path / "adapter", str(tmp_path / "base"))
-    merged = merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype=torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(merged)
-    torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=1e-6 * expected.abs().max().item())
-
-
-def test_rows_that_peft_did_not_save_are_a_warning(base, tmp_path, caplog):
-    """PEFT saves the new rows of an embedding that LoRA adapts, and not those of the head."""
-    trained(base(tied=False), tmp_path / "adapter", 2, target_modules=["embed_tokens"])
-    load_model(str(tmp_path / "base"), tmp_path / "adapter")
-    assert "trained with 2 further tokens, and PEFT has saved their rows of model.embed_tokens alone" in caplog.text
-
-
 def test_tokenizer_and_template_are_the_adapters_and_the_model_ends_where_they_do(base, tmp_path):
     tokenizer = character_tokenizer()
     tokenizer.add_tokens(["<think>"])
@@ -160,22 +139,6 @@ def test_an_adapter_that_does_not_fit_the_base_or_is_not_finite_is_refused(base,
     ):
         with pytest.raises(UserError, match=f"not finite .*{first}"):
             load()
-
-
-def test_a_relative_base_counts_from_the_adapters_folder_too(base, tmp_path, monkeypatch):
-    """The path was typed in `tmp_path`, next to the base, and later commands run elsewhere."""
-    folder = str(base())
-    adapter = tmp_path / "runs" / "adapter"
-    adapter.mkdir(parents=True)
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert find_base("./base", "runs/adapter") == "./base"
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert find_base("base/", adapter) == find_base("base", "../runs/adapter") == folder
-    # A name on the Hub, a folder that is nowhere, and an adapter on the Hub stay as they are.
-    assert find_base("owner/base", adapter) == "owner/base"
-    assert find_base(str(tmp_path / "gone"), adapter) == str(tmp_path / "gone")
-    assert find_base("base", "owner/adapter") == "base"
 
 
 @pytest.mark.parametrize("kind", ["prefix", "alora"])

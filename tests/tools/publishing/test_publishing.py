@@ -228,7 +228,6 @@ CPU_ARGUMENTS = {"use_cpu": True, "bf16": False}  # TRL's default is bf16, which
     [
         {},
         {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4, "learning_rate": 3e-5},
-        {"generation_batch_size": 32},
         {"steps_per_generation": 4},
         {"token_selection": "prefix_cut", "token_selection_rate": 0.9},
     ],
@@ -254,19 +253,6 @@ def test_a_card_lists_fields_that_change_after_the_configs_checks(tmp_path):
 def test_a_card_lists_the_fields_of_other_dataclasses_too():
     assert card.changed_arguments(ScriptArguments("addition")) == {"dataset": "addition"}
     assert card.changed_arguments(ModelConfig("base")) == {"model_name_or_path": "base"}
-
-
-def test_the_base_has_the_licence_and_a_failed_lookup_warns_once(tmp_path, monkeypatch, caplog):
-    (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
-    assert card.base_model_license(str(tmp_path)) == "apache-2.0"
-    monkeypatch.setattr(card.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(card, "HfApi", Mock(side_effect=ConnectionError))
-    monkeypatch.setattr(
-        "trl_fsdp_qlora.utils.nonfatal._warned", set()
-    )  # other tests may have had this warning already
-    assert card.base_model_license("someone/model") is None
-    assert card.base_model_license("someone/model") is None
-    assert caplog.text.count("--license") == 1
 
 
 def logits_of(model) -> torch.Tensor:

@@ -15,14 +15,13 @@ from trl.chat_template_utils import parse_response, supports_tool_calling
 
 from tests.tiny import save_tool_calling_model, tool_tokenizer
 from tests.trainers.decode.test_turns import Counted
-from trl_fsdp_qlora.engines.decode import tools as tools_module
 from trl_fsdp_qlora.engines.decode.completions import generate
 from trl_fsdp_qlora.tools.evaluation import accuracy
 from trl_fsdp_qlora.tools.evaluation import episodes as episodes_module
 from trl_fsdp_qlora.tools.evaluation.accuracy import evaluate, generation_configs
-from trl_fsdp_qlora.tools.evaluation.episodes import Agent, begin, run_episodes, run_tool
+from trl_fsdp_qlora.tools.evaluation.episodes import Agent, run_episodes, run_tool
 from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments
-from trl_fsdp_qlora.tools.recipe.checks import agent_of, check_tool_template, with_tool_format
+from trl_fsdp_qlora.tools.recipe.checks import check_tool_template, user_code
 
 CALCULATOR = str(Path(__file__).parents[3] / "examples" / "agents" / "calculator.py")
 
@@ -208,32 +207,12 @@ def test_a_call_that_cannot_be_read_is_the_models_last_answer(loaded, written):
     assert not agent.is_right(episode.environment) and episode.drawn == len(ids)
 
 
-def test_a_tool_that_hangs_while_accuracy_is_measured_is_an_error(loaded, monkeypatch):
-    lines = []
-    monkeypatch.setattr(tools_module.logger, "warning_once", lines.append)
-
-    def spins(number: int) -> int:
-        """Spin.
-
-        Args:
-            number: any.
-        """
-        while True:
-            pass
-
-    _, tokenizer = loaded
-    (episode,) = begin(Agent([spins], tool_timeout=0.05), rows(7).to_list(), tokenizer)
-    call = {"type": "function", "function": {"name": "spins", "arguments": {"number": 1}}}
-    error = "spins took longer than tool_timeout=0.05 seconds"
-    assert run_tool(episode.tools, call) == ("spins", {"error": error}) and error in lines[0]
-
-
 def test_a_recipe_that_names_no_agent_or_half_of_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("half.py").write_text(
         "class Half:\n    def act(self): ...\n\nclass Whole(Half):\n    def reset(self, **row): ...\n"
     )
-    assert agent_of(ScriptArguments("d")) is None
+    assert user_code(ScriptArguments("d")).agent is None
     for wrong, reason in [
         ({"rewards": ["environment"]}, "environment"),
         ({"environment": "half.py:Half"}, "no method reset"),
@@ -241,8 +220,8 @@ def test_a_recipe_that_names_no_agent_or_half_of_one(tmp_path, monkeypatch):
         ({"environment": "half.py:Whole", "chat": False}, "chat: false"),
     ]:
         with pytest.raises(ConfigError, match=reason):
-            agent_of(ScriptArguments("d", **wrong))
-    agent = agent_of(ScriptArguments("d", environment="half.py:Whole"))
+            user_code(ScriptArguments("d", **wrong))
+    agent = user_code(ScriptArguments("d", environment="half.py:Whole")).agent
     assert [tool.__name__ for tool in agent.tools_of(agent.environment())] == ["act"]
 
 
@@ -253,10 +232,10 @@ def test_the_calculators_calls_are_rendered_and_read():
     plain.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     with pytest.raises(ConfigError, match="tool_format"):
         check_tool_template(plain, "it")
-    tokenizer = with_tool_format(plain, script)
+    tokenizer = user_code(script).tool_format(plain)
     check_tool_template(tokenizer, "it")
     assert supports_tool_calling(tokenizer)
-    tool = agent_of(script).environment().calculate
+    tool = user_code(script).agent.environment().calculate
     asked = [{"role": "user", "content": "Multiply 3 by 4."}]
     prompt = tokenizer.apply_chat_template(asked, tools=[tool], add_generation_prompt=True, return_dict=False)
     written = tokenizer('{"name": "calculate", "arguments": {"expression": "3 * (4 - 1)"}}<|im_end|>')["input_ids"]

@@ -6,7 +6,7 @@ import pickle
 import re
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -22,13 +22,7 @@ from trl_fsdp_qlora.tools.evaluation.accuracy import Evaluation
 from trl_fsdp_qlora.tools.recipe import checks, runner
 from trl_fsdp_qlora.tools.recipe.accuracy import AccuracyCallback
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
-from trl_fsdp_qlora.tools.recipe.record import (
-    RunRecord,
-    check_output_dir,
-    evaluate_line,
-    kept_paths,
-    measured_settings,
-)
+from trl_fsdp_qlora.tools.recipe.record import RunRecord, check_output_dir, evaluate_line, settings_in
 from trl_fsdp_qlora.trainers.run import unscored
 from trl_fsdp_qlora.utils import nonfatal
 
@@ -71,12 +65,14 @@ class MeasuredRun:
         self.capsys = capsys
         self.base = save_tiny_model(folder / "base")
 
-    def train(self, steps, test=None, resume="auto", **changes) -> dict:
+    def train(self, steps, resume="auto", **changes) -> dict:
         """The record after `steps` steps in all."""
-        script = ScriptArguments("addition", answer_format=changes.pop("answer_format", "auto"))
+        of_script = {field.name: changes.pop(field.name) for field in fields(ScriptArguments) if field.name in changes}
+        script = ScriptArguments(**{"dataset": "addition", **of_script})
+        model = ModelConfig(model_name_or_path=self.base)
         settings = {"peft_config": lora(), "max_steps": steps, "save_strategy": "steps", "save_steps": 1, **changes}
         grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, self.folder / "out", model=self.base, **settings)
-        runner.run_recipe(grpo, script, answered(6) if test is None else test, resume)
+        runner.run_recipe(grpo, script, answered(6), resume, model)
         self.printed = self.capsys.readouterr().out
         self.card = (self.folder / "out" / "README.md").read_text()
         return json.loads((self.folder / "out" / "metrics.json").read_text())
@@ -96,21 +92,18 @@ def another_base(run):
 
 
 MEASURED_ON_ANOTHER_THING = {
-    "fewer problems": lambda run: {"test": answered(4)},
-    "other problems": lambda run: {"test": answered(8).select(range(2, 8))},
-    "other answers": lambda run: {"test": answered(6).map(lambda row: {"answer": "7"})},
+    "fewer problems": lambda run: {"eval_problems": 4},
+    "other problems": lambda run: {"dataset": "multiplication"},
     "another base": another_base,
     "another length": lambda run: {"max_completion_length": 5},
     "another place of the answer": lambda run: {"answer_format": "boxed"},
-    "another type": lambda run: {"model_init_kwargs": {"dtype": "bfloat16"}},
 }
 
 
 @pytest.mark.parametrize("name", these_first(MEASURED_ON_ANOTHER_THING, "fewer problems"))
 def test_figures_make_a_pair_only_if_they_were_measured_on_the_same(measured_run, name):
-    """Data, base, length, format, precision."""
     record = measured_run.train(2, **MEASURED_ON_ANOTHER_THING[name](measured_run))
-    assert "before" not in record and record["accuracy_since"] == 1
+    assert "before" not in record
     assert "the accuracy before training is left out: it was measured on something else (" in measured_run.printed
     assert "->" not in measured_run.printed.splitlines()[-1]
 
@@ -202,7 +195,7 @@ def test_a_resumed_run_that_measures_nothing_keeps_no_figure_of_other_weights(me
     script = ScriptArguments("addition", skip_accuracy=True)
     settings = {"peft_config": lora(), "max_steps": 2, "model": measured_run.base}
     grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, measured_run.folder / "out", **settings)
-    record = runner.run_recipe(grpo, script, None, "auto")
+    record = runner.run_recipe(grpo, script, None, "auto", ModelConfig(model_name_or_path=measured_run.base))
     assert record["before"] == measured_run.before and "after" not in record
 
 
@@ -239,23 +232,18 @@ def test_a_run_without_any_reward_names_the_function_and_is_no_success(tmp_path,
     assert functions_warned_of() == ["silent"]
 
 
-def test_the_path_of_the_data_is_kept_for_this_machine_alone(tmp_path, monkeypatch):
+def test_evaluate_reads_how_a_run_measured_and_names_no_secret_path(tmp_path, monkeypatch):
     data = tmp_path / "data.jsonl"
     data.touch()
     (tmp_path / "my_data.py").touch()
     monkeypatch.chdir(tmp_path)
-    for source, kept in (
-        ({"dataset": "addition", "eval_dataset": "owner/name"}, {}),
-        ({"dataset": str(data), "tools": [f"{tmp_path}/my_data.py:load"]}, {"dataset": str(data)}),
-        ({"dataset": str(data), "eval_dataset": "my_data.py:load"}, {"dataset": str(data)}),  # code is not data
-    ):
-        script = ScriptArguments(**source)
-        args = config(EfficientGRPOConfig, "out")
-        check_output_dir(script, args, ModelConfig())
-        assert kept_paths("out") == kept
-        settings = measured_settings(script, args, ModelConfig())
-        assert str(tmp_path) not in str(settings)
+    script = ScriptArguments(dataset="data.jsonl", eval_dataset="my_data.py:load", held_out=3, rewards=["my.py:f"])
+    args = config(EfficientGRPOConfig, "out", max_completion_length=7)
+    check_output_dir(script, args, ModelConfig("base"))
+    settings = settings_in("out")
+    assert settings["dataset"] == str(data)  # from any folder
+    assert (settings["held_out"], settings["max_completion_length"]) == (3, 7)
+    assert {"model_name_or_path", "rewards", "output_dir", "output"}.isdisjoint(settings)
     line = evaluate_line("out", script)
     assert line == "trl-fsdp-qlora evaluate --adapter out --eval_dataset my_data.py:load"
-    data.unlink()
-    assert kept_paths("out") == {}  # of another machine
+    assert settings_in(tmp_path) == {}

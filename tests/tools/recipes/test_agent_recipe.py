@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "recipes" / "SmolLM2-135M-Instruct" / "grpo" / "config_calculator.yaml"
 
 
+@pytest.mark.exhaustive
 def test_the_calculators_recipe_trains_and_measures_episodes(tmp_path, called, monkeypatch, capfd):
     monkeypatch.chdir(ROOT)  # the recipe names files of the clone
     settings = {

@@ -1,4 +1,4 @@
-"""The recipes of TRL's SDFT and Distillation: both train, share prompts, and leave a folder that is measured."""
+"""The recipe of TRL's Distillation: it trains, shares prompts, and leaves a folder that is measured."""
 
 import importlib.util
 import json
@@ -7,9 +7,6 @@ import pytest
 
 from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
-from trl_fsdp_qlora.tools.recipe.arguments import ConfigError
-from trl_fsdp_qlora.tools.recipe.privileged import SDFTScriptArguments, privileged, privileged_prompts
-from trl_fsdp_qlora.tools.recipe.problems import load_problems
 
 WORDS = (
     "--model_name_or_path base --dtype float32 --dataset sums.jsonl --held_out 10 --use_peft true --lora_r 4 "
@@ -18,10 +15,6 @@ WORDS = (
     "--logging_steps 1 --save_strategy no --max_steps 2 --max_completion_length 4 --chat false "
     "--prompt_template 1+2=3,4+5=9,{question}"
 )
-METHODS = {
-    "sdft": "--num_generations 4 --distillation_topk 10 --privileged_template {question}{answer}",
-    "distillation": "--teacher_model_name_or_path teacher",
-}
 
 
 @pytest.fixture
@@ -34,8 +27,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_it_trains_with_shared_prompts_is_measured_and_trains_no_further(method, folder, called, monkeypatch, capsys):
+def test_it_trains_with_shared_prompts_is_measured_and_trains_no_further(folder, called, monkeypatch, capsys):
     packed = []
     answer = PromptSharing.last_hidden_states
 
@@ -45,9 +37,9 @@ def test_it_trains_with_shared_prompts_is_measured_and_trains_no_further(method,
         return output
 
     monkeypatch.setattr(PromptSharing, "last_hidden_states", count)
-    words = f"{WORDS} {METHODS[method]} --save_strategy steps --save_steps 2"
-    called(method, words)
-    # Two steps of student and teacher; before them SDFT looks at the head's logits of a few tokens.
+    words = f"{WORDS} --teacher_model_name_or_path teacher --save_strategy steps --save_steps 2"
+    called("distillation", words)
+    # Two steps of student and teacher.
     assert len(packed) >= 4 and all(packed[-4:])
     record = json.loads((folder / "out" / "metrics.json").read_text())
     losses = [entry["loss"] for entry in record["history"] if "loss" in entry]
@@ -55,7 +47,7 @@ def test_it_trains_with_shared_prompts_is_measured_and_trains_no_further(method,
     assert (folder / "out" / "adapter_config.json").is_file()
     called("evaluate", "--adapter out --output measured.json")  # the folder has how it is measured
     assert json.loads((folder / "measured.json").read_text())["correct"] == record["after"]["correct"]
-    called(method, words)
+    called("distillation", words)
     assert "nothing is trained" in capsys.readouterr().out
     assert json.loads((folder / "out" / "metrics.json").read_text()) == record
 
@@ -63,7 +55,7 @@ def test_it_trains_with_shared_prompts_is_measured_and_trains_no_further(method,
 def test_distillation_needs_a_teacher(folder, called, capsys):
     with pytest.raises(SystemExit):
         called("distillation", WORDS)
-    assert "error: teacher_model_name_or_path is missing" in capsys.readouterr().err
+    assert "error: teacher_model_name_or_path is not set" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         called("distillation", f"{WORDS} --teacher_model_name_or_path runs/theteacher")
     assert "error: teacher_model_name_or_path='runs/theteacher': there is no such folder" in capsys.readouterr().err
@@ -78,22 +70,3 @@ def test_a_4bit_teacher_needs_bitsandbytes(folder, called, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         called("distillation", f"{WORDS} --teacher_model_name_or_path teacher --teacher_model_init_kwargs {loading}")
     assert "needs bitsandbytes, which is not installed: pip install bitsandbytes" in capsys.readouterr().err
-
-
-def test_the_teacher_reads_what_the_template_asks_for(folder):
-    equation = {"question": "q", "answer": "12", "columns": {"Equation": "( 4.0 + 8.0 )", "Answer": 12.0}}
-    assert privileged(equation, "{question}: {worked}") == "q: 4 + 8 = 12\n#### 12"
-    assert privileged(equation, "{question}: {answer}") == "q: 12"
-    assert privileged({"question": "q", "answer": "12"}, "{worked}") is None
-    own_braces = {"question": "What is {answer}?", "answer": r"\1{question}"}
-    assert privileged(own_braces, "{question} {answer}") == r"What is {answer}? \1{question}"
-    script = SDFTScriptArguments("sums.jsonl", held_out=10, chat=False, privileged_template="{question}{answer}")
-    rows = privileged_prompts(script, load_problems(script).train)
-    assert rows.column_names == ["prompt", "privileged_context"] and len(rows) == 50
-    for row in rows:
-        question, _, answer = row["privileged_context"].partition("=")
-        assert row["prompt"] == f"{question}=" and eval(question) == int(answer)
-    for template, reason in (("{worked}", "has what it asks for"), ("{question} {solution}", "{solution}")):
-        script.privileged_template = template
-        with pytest.raises(ConfigError, match=f"privileged_template.*{reason}"):
-            privileged_prompts(script, load_problems(script).train)

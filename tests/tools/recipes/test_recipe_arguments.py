@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -14,7 +15,7 @@ from trl_fsdp_qlora.tools.cli.recipes import recipe_name
 from trl_fsdp_qlora.tools.cli.scripts import config_of, method_of
 from trl_fsdp_qlora.tools.planning.plan import format_plan, plan_recipe
 from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments, parse_recipe
-from trl_fsdp_qlora.tools.recipe.checks import check_training
+from trl_fsdp_qlora.tools.recipe.checks import check_launch_environment, check_training
 from trl_fsdp_qlora.utils.resources import accelerate_config
 
 from .conftest import RECIPES
@@ -47,6 +48,28 @@ def test_a_value_of_the_command_line_replaces_that_of_a_file(tmp_path):
         parse("save_strategy: yes\n")
     with pytest.raises(ConfigError, match=r"save_strategy.*'true'"):
         parse("", "--save_strategy=true")
+
+
+@pytest.mark.parametrize(
+    ("environment", "has_adapter", "message"),
+    [
+        ({"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}, False, None),
+        ({"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}, True, None),
+        ({"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}, False, "SHARDED_STATE_DICT without an adapter"),
+        ({}, False, "SHARDED_STATE_DICT without an adapter"),  # FSDP2's default in accelerate
+        ({"WORLD_SIZE": "2"}, True, "2 processes on this machine's CPU do not know of each other"),
+    ],
+)
+def test_a_launch_that_loses_the_model_or_its_processes_is_refused(environment, has_adapter, message, monkeypatch):
+    """Transformers' `save_model` writes nothing but a full state dict. An adapter is gathered whatever the type."""
+    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **environment}.items():
+        monkeypatch.setenv(name, value)
+    config, model = SimpleNamespace(world_size=1), ModelConfig(use_peft=has_adapter)
+    if message is None:
+        check_launch_environment(config, model)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            check_launch_environment(config, model)
 
 
 NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4, "eight": 8}
@@ -98,7 +121,7 @@ def test_every_recipe_parses_and_has_a_description(path):
     assert model.model_name_or_path and script.dataset
 
 
-@pytest.mark.parametrize("path", these_first(FOR_GPUS, *FOR_GPUS[::5]), ids=lambda path: "/".join(path.parts[-3:]))
+@pytest.mark.parametrize("path", these_first(FOR_GPUS, *FOR_GPUS[::20]), ids=lambda path: "/".join(path.parts[-3:]))
 def test_a_recipe_fits_the_hardware_that_its_head_names(path, tmp_path):
     number, gigabytes = re.match(r"(\w+) GPUs? with (\d+) GB", head(path, "hardware")).groups()
     config, ranks = launch_of(path)

@@ -14,7 +14,7 @@ from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.tools.data import datasets
 from trl_fsdp_qlora.tools.data.answers import DatasetError, answers_match, extract_answer
 from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments
-from trl_fsdp_qlora.tools.recipe.pairs import must_be_made, pairs_of_problem, read_pairs, write_pairs
+from trl_fsdp_qlora.tools.recipe.pairs import must_be_made, pair_of_problem, read_pairs, write_pairs
 from trl_fsdp_qlora.tools.recipe.problems import load_held_out
 
 COMMON = (
@@ -66,7 +66,7 @@ def test_a_recipe_trains_on_tests_as_answers_with_functions_of_ones_own(folder, 
     held_out = load_held_out(ScriptArguments("tests.jsonl", held_out=30, accuracy_function="own_of_tests.py:even"))
     even = sum(low % 2 == 0 for low, _ in held_out["answer"])
     assert record["before"]["correct"] == record["after"]["correct"] == even
-    assert record["settings"]["accuracy_function"] == "own_of_tests.py:even"
+    assert record["measured_on"]["accuracy_function"] == "own_of_tests.py:even"
     called(
         "rloo",
         f"{words.partition(' --accuracy_f')[0]} --max_steps 1 --per_device_train_batch_size 8 "
@@ -78,7 +78,7 @@ def test_a_recipe_trains_on_tests_as_answers_with_functions_of_ones_own(folder, 
 
 def test_dpo_makes_its_pairs_once_trains_and_is_measured(folder, called, capsys):
     words = (
-        f"{COMMON} --pair_problems 24 --pair_samples 2 --pairs_per_problem 1 --answer_format hash "
+        f"{COMMON} --pair_problems 24 --pair_samples 2 --answer_format hash "
         "--per_device_train_batch_size 8 --save_strategy steps --save_steps 1"
     )
     called("dpo", f"{words} --max_steps 1")
@@ -106,16 +106,16 @@ def test_dpo_makes_its_pairs_once_trains_and_is_measured(folder, called, capsys)
     assert json.loads((folder / "measured.json").read_text())["correct"] == record["after"]["correct"]
 
 
-def test_an_answer_is_in_one_pair_and_the_models_own_right_answer_goes_before_the_worked_one():
+def test_the_models_own_right_answer_is_preferred_to_the_worked_one():
     row = {"prompt": "1+1=", "answer": 2, "row": 0}
     texts = ["#### 2", "#### 3", "#### 3", "", "so #### 2", "#### 4", "#### 5"]
-    pairs = pairs_of_problem(row, "1 + 1 = 2\n#### 2", texts, 3, "hash", "0")
-    assert sorted(pair["chosen"] for pair in pairs) == [" #### 2", " so #### 2"]
-    assert len({pair["rejected"] for pair in pairs}) == 2
-    (taught,) = pairs_of_problem(row, "1 + 1 = 2\n#### 2", ["#### 7", "#### 8"], 3, "hash", "0")
+    pair = pair_of_problem(row, "1 + 1 = 2\n#### 2", texts, "hash", "0")
+    assert pair["chosen"] in (" #### 2", " so #### 2")
+    assert pair["rejected"].strip() in texts and "#### 2" not in pair["rejected"]
+    taught = pair_of_problem(row, "1 + 1 = 2\n#### 2", ["#### 7", "#### 8"], "hash", "0")
     assert taught["chosen"] == " 1 + 1 = 2\n#### 2"
-    assert pairs_of_problem(row, None, ["#### 7"], 3, "hash", "0") == []
-    assert pairs_of_problem(row, "#### 2", ["#### 2"], 3, "hash", "0") == []
+    assert pair_of_problem(row, None, ["#### 7"], "hash", "0") is None
+    assert pair_of_problem(row, "#### 2", ["#### 2"], "hash", "0") is None
 
 
 def talk(question: str, answer: str) -> list[dict]:
@@ -177,17 +177,6 @@ def test_dpo_on_conversations_without_a_prompt_is_dpo_on_explicit_ones(folder, c
     assert len(losses[0]) == 2 and losses[0] == losses[1]
 
 
-def test_pairs_of_equal_answers_are_left_out_with_a_line(tmp_path, capsys):
-    path = tmp_path / "pairs.jsonl"
-    equal = {"chosen": talk("1+1=", "2"), "rejected": talk("1+1=", "2")}
-    write_pairs(path, [IMPLICIT_TALK, equal, IMPLICIT_TALK])
-    assert len(read_pairs(path)) == 2
-    assert capsys.readouterr().out == f"left 1 pair of {path} out whose two answers are equal\n"
-    write_pairs(path, [equal])
-    with pytest.raises(DatasetError, match="nothing can be learned"):
-        read_pairs(path)
-
-
 def test_a_file_of_pairs_that_the_user_names_is_not_made(tmp_path):
     path = str(tmp_path / "nosuch.jsonl")
     assert must_be_made(path, ["dpo", "--config", "x"])
@@ -195,22 +184,11 @@ def test_a_file_of_pairs_that_the_user_names_is_not_made(tmp_path):
         must_be_made(path, ["dpo", "--pairs", path])
 
 
-def test_a_file_of_pairs_that_cannot_be_read_names_the_row(tmp_path):
+def test_a_file_without_pairs_is_refused_by_its_name(tmp_path):
     path = tmp_path / "pairs.jsonl"
     write_pairs(path, [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 2)
     assert isinstance(read_pairs(path), Dataset) and len(read_pairs(path)) == 2
-    wrong = [
-        {"prompt": "a"},
-        {"chosen": "b"},
-        {"chosen": "b", "rejected": talk("a", "b")},
-        {"chosen": 1, "rejected": 2},
-        {"chosen": "b", "rejected": ""},
-        {"prompt": 5, "chosen": "b", "rejected": "c"},
-    ]
-    for row in wrong:
-        path.write_text(json.dumps(row))
-        with pytest.raises(DatasetError, match=r"pairs.jsonl, row 0: .*chosen"):
+    for text in ('{"prompt": "a"}', '{"chosen": "b"}', ""):
+        path.write_text(text)
+        with pytest.raises(DatasetError, match=path.name):
             read_pairs(path)
-    path.write_text("")
-    with pytest.raises(DatasetError, match=path.name):
-        read_pairs(path)

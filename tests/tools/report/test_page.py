@@ -7,14 +7,11 @@ import sys
 from pathlib import Path
 
 import pandas as pd
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from tests.tools.report.folders import group, logged, trl_run, write_completions, write_state
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.tools.cli.report import report
-from trl_fsdp_qlora.tools.report import completions as module
 from trl_fsdp_qlora.tools.report.page import embedded, write_report
 
 
@@ -119,7 +116,6 @@ def test_a_half_written_parquet(tmp_path):
     [
         ([{"completion": "a"}], [[7, 0, 0, 1, []]]),  # no prompt, rewards, advantage
         ([{"prompt": None, "completion": None, "correct": float("nan")}], [[7, 0, 0, 1, []]]),
-        ([{"prompt": ["a", "b"], "completion": {"x": 1}, "reward": "high"}], [[7, 0, 0, 1, []]]),
     ],
 )
 def test_the_columns_of_another_version(tmp_path, rows, expected):
@@ -129,98 +125,11 @@ def test_the_columns_of_another_version(tmp_path, rows, expected):
     assert data["completions"][0]["groups"] == expected
 
 
-@pytest.mark.parametrize(
-    "columns",
-    [
-        {"completion": ["a"], "score": pyarrow.array([[1.0]])},
-        {"completion": pyarrow.array([b"\xff\xfe"]), "when": pyarrow.array([1], pyarrow.timestamp("s"))},
-        {"completion": pyarrow.array([[{"role": None, "content": None, "tool_calls": [{"function": None}]}]])},
-        {"completion": ["a"], "step": ["seven"], "correct": [True], "advantage": ["high"], "images": ["/etc/passwd"]},
-        {"completion_json": pyarrow.array([None], pyarrow.string()), "tokens": [None]},
-        {"completion_json": ["[1, {}]"], "prompt_json": ['{"a": [1e999]}']},
-    ],
-    ids=lambda columns: ", ".join(columns),
-)
-def test_columns_of_other_types(tmp_path, columns):
-    (tmp_path / "completions").mkdir()
-    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "completions" / "completions_00001.parquet")
+def test_no_path_of_an_image_is_followed(tmp_path):
+    write_completions(tmp_path, 1, [{"completion": "a", "images": "/etc/passwd"}])
     data, _, text = page_of(tmp_path)
-    assert len(data["completions"][0]["rows"]["text"]) == 1
+    assert data["completions"][0]["groups"] == [[1, 0, 0, 1, []]]
     assert "root:" not in text
-
-
-def test_a_small_file_of_many_bytes(tmp_path, monkeypatch):
-    """One value of a megabyte for all rows is stored once; eight gigabytes are never in memory."""
-    folder = trl_run(tmp_path / "run")
-    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 8000, pyarrow.int32()), ["a" * 1_000_000])
-    path = folder / "completions" / "completions_00110.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"completion": texts}), path, compression="zstd")
-    assert path.stat().st_size < 2000
-    most = []
-    batches = pyarrow.parquet.ParquetFile.iter_batches
-
-    def watched(self, batch_size):
-        for batch in batches(self, batch_size):
-            most.append(len(batch))
-            yield batch
-
-    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", watched)
-    monkeypatch.setattr(module, "LARGEST_FILE", 2**25)
-    data, notes, _ = page_of(folder)
-    assert len(data["completions"][0]["groups"]) == 40
-    assert "completions_00110.parquet cannot be read (its values have more than" in notes[0]
-    assert max(most) * 1_000_000 <= 2**29
-
-
-def test_nested_json_in_a_parquet_file_is_a_note(tmp_path):
-    folder = trl_run(tmp_path / "run")
-    table = pyarrow.table({"step": [1], "prompt_json": ['"p"'], "completion_json": ["[" * 200_000 + "]" * 200_000]})
-    (folder / "_completions").mkdir()
-    pyarrow.parquet.write_table(table, folder / "_completions" / "completions_00001.parquet")
-    _, notes, _ = page_of(folder)
-    assert len(notes) == 1 and "completions_00001.parquet cannot be read" in notes[0]
-
-
-def test_a_card_whose_head_never_ends(tmp_path):
-    folder = trl_run(tmp_path / "run")
-    lines = ["a0: &a0 [x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30))]
-    (folder / "README.md").write_text("\n".join(["---", *lines, "base_model: *a29", "---", ""]))
-    _, notes, _ = page_of(folder)
-    assert notes == ["README.md cannot be read: its head has aliases"]
-
-
-@pytest.mark.parametrize(
-    "name, content",
-    [
-        ("trainer_state.json", '{"max_steps": 1e999, "log_history": [{"step": 1, "loss": 1%s}, {"step": 1%s}]}'),
-        (
-            "metrics.json",
-            '{"history": [{"step": 1, "accuracy": 7, "accuracy/n": 3}], "before": {"correct": 1, "n": 1%s}}',
-        ),
-        ("metrics.json", '{"history": [{"step": 2, "accuracy": -1, "accuracy/n": 1e300}, {"step": -1}, 5]}'),
-        (
-            "metrics.json",
-            '{"model": {"a": 1}, "seed": [1], "settings": {"rewards": 3}, "reward_weights": {"a": null}}',
-        ),
-        (
-            "metrics.json",
-            '{"train_seconds": "x", "command": 5, "startup": [1], "warnings": "abc", "history": {}}',
-        ),
-        ("README.md", "---\ntags: 5\nbase_model: [a, b]\ndatasets: {a: 1}\n---\n"),
-        ("README.md", "---\ntags: [[a], {b: c}, grpo]\nbase_model: !!python/object/apply:os.system [exit]\n---\n"),
-        ("adapter_config.json", '{"r": "x", "lora_alpha": {}, "base_model_name_or_path": [], "peft_type": 3}'),
-    ],
-)
-def test_values_of_other_types(tmp_path, name, content):
-    (tmp_path / name).write_text(content.replace("%s", "0" * 400))
-    page_of(tmp_path)
-
-
-def test_folders_in_the_place_of_files(tmp_path):
-    for name in ("README.md", "trainer_state.json", "metrics.json", "completions/completions_00001.parquet"):
-        (tmp_path / name).mkdir(parents=True)
-    _, notes, _ = page_of(tmp_path)
-    assert any(note.startswith("completions_00001.parquet cannot be read") for note in notes)
 
 
 def test_parquet_without_a_column_of_completions(tmp_path):
@@ -233,7 +142,7 @@ def test_parquet_without_a_column_of_completions(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", "null", '{"log_history": 3}', '{"log_history": [1, {"step": "x"}, {}]}', "[" * 100_000, "\ud800"],
+    ["", "{", "[]", "null", "\ud800"],
 )
 def test_a_state_that_is_no_state(tmp_path, content):
     (tmp_path / "trainer_state.json").write_text(content, errors="surrogatepass")
@@ -343,12 +252,6 @@ def test_accuracy_has_intervals_and_the_measurements_around_training(tmp_path):
         for share, value in zip(series["values"], series[bound], strict=True):
             assert abs(share - value) / math.sqrt(value * (1 - value) / 100) == pytest.approx(1.959964, rel=1e-3)
     assert "50.0% → 95.0%" in text and "n = 100" in text
-
-
-@pytest.mark.parametrize("measured", [{"correct": 5}, {"correct": 5, "n": 0}, {"correct": 6, "n": 5}, [], "50%", None])
-def test_an_accuracy_that_is_none(tmp_path, measured):
-    (tmp_path / "metrics.json").write_text(json.dumps({"before": measured, "history": logged(100)}))
-    assert "Held-out accuracy" not in charts(page_of(tmp_path)[0])
 
 
 def test_phases_are_stacked_without_what_is_measured_between_steps(tmp_path):

@@ -13,8 +13,7 @@ from trl import GRPOConfig, GRPOTrainer
 from tests.tiny import lora, prompts, save_tiny_model, trainer
 from tests.tools.report.test_page import charts, data_of, page_of
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, EfficientRLOOConfig, EfficientRLOOTrainer
-from trl_fsdp_qlora.tools.publishing import publish
-from trl_fsdp_qlora.tools.recipe import record, runner
+from trl_fsdp_qlora.tools.recipe import record, runner, script
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.tools.report.keep import write_completions
 from trl_fsdp_qlora.trainers.rollouts.generation_batches import lengths_and_ends
@@ -92,23 +91,6 @@ def test_what_is_published_has_no_completions(base, tmp_path, monkeypatch):
     assert (tmp_path / "_completions").is_dir()  # transformers uploads nothing that begins with an underscore
 
 
-def test_publish_sends_the_page_and_completions_only_if_they_are_asked_for(base, tmp_path, monkeypatch, capsys):
-    recipe_run(base, tmp_path)
-    assert data_of(tmp_path / "report.html")["completions"]
-    sent = []
-    monkeypatch.setattr(publish, "send", lambda scratch, *_: sent.append(data_of(scratch / "report.html")))
-    words = [str(tmp_path), "--repo", "someone/adapter", "--base", "someone/base"]
-    publish.run_publish(words)
-    publish.run_publish([*words, "--completions"])
-    assert [bool(data["completions"]) for data in sent] == [False, True]
-    lines = capsys.readouterr().out.splitlines()
-    assert "report.html" in next(line for line in lines if line.startswith("to be published"))
-    assert "_completions" in next(line for line in lines if line.startswith("left out"))
-    (tmp_path / "report.html").unlink()
-    publish.run_publish([*words, "--check"])
-    assert "report.html" not in capsys.readouterr().out
-
-
 def test_a_page_that_fails_is_a_warning(base, tmp_path, monkeypatch, caplog):
     def failing(*_, **__):
         raise OSError("no space left on device")
@@ -140,19 +122,20 @@ def test_a_page_is_written_when_something_was_measured(base, tmp_path, monkeypat
     assert [(each["name"], each["steps"]) for each in series] == [("reward", [1, 2]), ("evaluation", [1, 2])]
 
 
-def test_warnings_of_a_run_are_on_its_page(base, tmp_path, monkeypatch):
+def test_warnings_of_a_run_are_on_its_page(base, tmp_path, monkeypatch, capsys):
     each = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, model=base, peft_config=lora(), max_steps=1)
-    each.card_info.warnings = ["logged before training"]
+    monkeypatch.setattr(script.WARNINGS, "texts", {})
     verbosity = logging.get_verbosity()
     logging.set_verbosity_warning()  # another test may have silenced transformers
-    with record.KeptWarnings() as kept:
+    with script.WARNINGS:
         get_logger("trl_fsdp_qlora.x").warning("a reward of /home/someone/rewards.py gave None")
         get_logger("trl_fsdp_qlora.x").warning("a reward of /home/someone/rewards.py gave None")
         logging.get_logger("transformers.x").warning("a token is missing")
     logging.set_verbosity(verbosity)
-    assert kept.texts == ["a reward of rewards.py gave None", "a token is missing"]
+    assert list(script.WARNINGS.texts) == ["a reward of rewards.py gave None", "a token is missing"]
+    assert capsys.readouterr().err.count("warning: a reward of /home/someone/rewards.py gave None") == 1
     runner.run_recipe(each, ScriptArguments("addition", skip_accuracy=True), None, None)
-    assert "logged before training" in (tmp_path / "report.html").read_text()
+    assert "a reward of rewards.py gave None" in (tmp_path / "report.html").read_text()
 
 
 def test_a_completion_is_cut_if_its_last_token_ends_nothing():

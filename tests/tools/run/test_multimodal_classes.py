@@ -7,7 +7,8 @@ import torch
 import transformers as tf
 from peft import LoraConfig, get_peft_model
 
-from tests.core.prefix_sharing.helpers import MULTIMODAL, awkward_batch, build, make_trainer, tokenizer
+from tests.core.prefix_sharing.helpers import MULTIMODAL, awkward_batch, build, tokenizer
+from tests.trainers.helpers import make_trainer
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.transformers import model_class
 from trl_fsdp_qlora.tools.publishing.loading import check_loads, load_model
@@ -41,7 +42,6 @@ def test_all_linear_is_the_language_model(by_name, tmp_path):
     trainer = make_trainer(EfficientGRPOTrainer, model, tmp_path, copy.deepcopy(EVERYTHING))
     names = adapted(trainer.model)
     assert names and all(".language_model." in name for name in names)
-    assert ("on", "LoRA on the language model's linear layers, not on the vision tower's") in trainer.features()
     whole = LoraConfig(r=2, target_modules="all-linear", exclude_modules=[])
     assert any(".visual." in name for name in adapted(get_peft_model(load_model(folder), whole)))
     assert language_model_only(whole, folder) is whole

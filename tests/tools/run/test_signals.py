@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from tests.distributed.launch import run_code
 from trl_fsdp_qlora import __main__
 
 
@@ -41,22 +40,6 @@ def test_ctrl_c_in_any_command_is_one_word(monkeypatch, capsys):
 
 
 @pytest.mark.processes
-def test_an_import_changes_nothing_of_the_process():
-    code = """
-import os, signal
-environment, handlers = dict(os.environ), {n: signal.getsignal(n) for n in signal.valid_signals()}
-import trl_fsdp_qlora
-from trl_fsdp_qlora import EfficientGRPOTrainer
-from trl_fsdp_qlora.tools.run import launch, one_line
-print({n for n, handler in handlers.items() if signal.getsignal(n) != handler})
-print({name for name in os.environ if name.startswith(("TRL_FSDP", "ACCELERATE")) and name not in environment})
-"""
-    environment = {**os.environ, "ACCELERATE_MIXED_PRECISION": "no"}  # as under `accelerate launch`
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert run.stdout.split() == ["set()", "set()"], run.stderr
-
-
-@pytest.mark.processes
 def test_a_command_without_the_extra_that_it_needs_is_one_line(tmp_path):
     code = """
 import sys
@@ -67,27 +50,6 @@ main()
 """
     line = "error: trl-fsdp-qlora report needs jinja2: pip install 'trl-fsdp-qlora[tools]'\n"
     assert ended("-c", code, cwd=tmp_path) == (2, line)
-
-
-@pytest.mark.processes
-def test_ctrl_c_while_a_plan_is_made_is_not_lost_in_a_callback(tmp_path):
-    """Where an exception of Python's is only reported, as in those of fake tensors."""
-    code = """
-import os, signal
-from trl_fsdp_qlora.tools.planning import plan
-class Pressed:
-    def __del__(self):
-        os.kill(os.getpid(), signal.SIGINT)
-        str(self)
-def make_plan(*_, **__):
-    Pressed()
-    os._exit(3)
-plan.plan_recipe = make_plan
-from trl_fsdp_qlora.__main__ import main
-main(["plan", "--max_steps", "1"])
-"""
-    run = run_code(code, cwd=tmp_path)
-    assert (run.returncode, run.stderr.splitlines()[-1:]) == (130, ["stopped"])
 
 
 @pytest.mark.processes

@@ -31,7 +31,7 @@ def open_values(folder, context: dict = CONTEXT, **config) -> ReferenceValues:
 
     clock = PhaseTimer(torch.device("cpu"))
     values = ReferenceValues(args, Accelerator(cpu=True), clock, None, draw, synced_gpus=False)
-    values.open(context)
+    values.open(lambda: context)
     values.drawn = drawn
     return values
 

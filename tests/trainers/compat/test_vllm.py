@@ -34,6 +34,7 @@ def test_shuts_down_while_there_are_groups(monkeypatch, groups):
     assert calls == ["shut down"] * groups
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 def test_the_trainer_is_imported_with_any_experiments_and_vllm_code_of_trl():
     script = """

@@ -29,15 +29,9 @@ from transformers.generation import WatermarkingConfig
 
 from tests.core.prefix_sharing.helpers import FROM_NO_STATE, MULTIMODAL, RECURRENT
 from tests.core.prefix_sharing.helpers import build as build_family
-from tests.core.prefix_sharing.test_images import (
-    COMPLETION,
-    FAMILIES,
-    IMAGE,
-    ROWS,
-    llava_trainer,
-    with_images,
-)
+from tests.core.prefix_sharing.test_images import COMPLETION, FAMILIES, IMAGE, ROWS, with_images
 from tests.tiny import these_first
+from tests.trainers.sharing.test_images import llava_trainer
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.engines.decode.completions import complete
 from trl_fsdp_qlora.engines.decode.decoding import Decoding, why_stock
@@ -116,15 +110,6 @@ def test_greedy_is_token_identical(name):
     assert len({len(row) for row in actual}) > 1 or name not in MODELS
 
 
-# Why decoding attends to prompts in each row, as for text.
-PER_ROW = {
-    "qwen3_5": "layers with a LinearAttentionLayer",
-    "qwen3_5_moe": "layers with a LinearAttentionLayer",
-    **dict.fromkeys(["mistral3", "gemma3", "gemma4"], "layers with a DynamicSlidingWindowLayer"),
-    "llava_onevision": "its attention takes logits_to_keep",
-}
-
-
 @pytest.mark.parametrize("name", these_first(FAMILIES, *[*FAMILIES][::6]))
 def test_greedy_is_token_identical_for_prompts_with_images(name, tmp_path):
     """Against transformers' loop on a batch that holds each image per row."""
@@ -138,10 +123,8 @@ def test_greedy_is_token_identical_for_prompts_with_images(name, tmp_path):
     expected, _ = complete(model.eval(), prompts, config, compact=False, vision=vision)
     # If a forward may be collective (`None`), the prefill runs the vision tower; otherwise `generate` has run it.
     for synced_gpus in (False, None):
-        decoding = Decoding(synced_gpus)
-        actual, work = complete(model, prompts, config, decoding=decoding, vision=vision)
+        actual, work = complete(model, prompts, config, synced_gpus=synced_gpus, vision=vision)
         assert actual == expected and len({*map(tuple, actual)}) > 3
-        assert decoding.per_row == PER_ROW.get(name)
     assert work.prefill_tokens == 5 * ids.shape[1] and work.prefill_tokens_stock == len(ROWS) * ids.shape[1]
     assert work.row_steps == sum(len(row) - 1 for row in actual)
     assert complete(model, prompts, config, vision=vision)[1] == work  # the loop is found exact by itself

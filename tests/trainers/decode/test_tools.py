@@ -2,11 +2,8 @@
 lost.
 """
 
-import asyncio
 import json
 import os
-import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -17,8 +14,6 @@ from tests.tiny import config, digit_share, lora, prompts, tiny_model
 from tests.trainers.decode.helpers import calling_tokenizer
 from tests.trainers.decode.test_turns import OURS, STOCK, make_trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.engines.decode import tools as tools_module
-from trl_fsdp_qlora.engines.decode.tools import limited
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 
 SAME = ("reward", "completions/mean_length", "num_tokens", "tools/call_frequency", "tools/failure_frequency")
@@ -102,56 +97,6 @@ def test_an_image_for_a_text_model_is_what_trl_makes_of_it(tmp_path):
             step_of(classes, tmp_path / classes[0].__name__, naming("answer"), tool(picture))
         reasons.append((raised.type, str(raised.value)))
     assert reasons[0] == reasons[1]
-
-
-def test_a_tool_that_hangs_is_an_error_that_the_model_reads(tmp_path, monkeypatch):
-    lines = []
-    monkeypatch.setattr(tools_module.logger, "warning_once", lines.append)
-    before = signal.getsignal(signal.SIGALRM)
-    step = step_of(OURS, tmp_path, naming("answer"), tool(lambda: time.sleep(600)), tool_timeout=0.05)
-    assert step["tools/failure_frequency"] == 1 and "tool_timeout=0.05" in lines[0]
-    assert signal.getsignal(signal.SIGALRM) is before
-
-
-@pytest.mark.parametrize(("seconds", "rings"), [({}, True), ({"tool_timeout": None}, False)], ids=["default", "None"])
-def test_the_default_limit_of_a_call_is_300_seconds(tmp_path, seconds, rings):
-    seconds_left = []
-
-    def look_at_the_timer():
-        seconds_left.append(signal.getitimer(signal.ITIMER_REAL)[0])
-        return "1"
-
-    of_pytest = signal.setitimer(signal.ITIMER_REAL, 10_000)
-    try:
-        step = step_of(OURS, tmp_path, naming("answer"), tool(look_at_the_timer), **seconds)
-        seconds_after = signal.getitimer(signal.ITIMER_REAL)[0]
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *of_pytest)
-    assert step["tools/failure_frequency"] == 0
-    assert seconds_left and all((each <= 300) == rings for each in seconds_left)
-    assert 300 < seconds_after < 10_000  # a timer of other code continues after a call
-
-
-def test_a_limit_is_of_a_call_that_is_too_long_alone():
-    async def sleeps(seconds):
-        await asyncio.sleep(seconds)
-        return "done"
-
-    async def has_its_own():
-        raise TimeoutError("its own")
-
-    def spins():
-        while True:
-            pass
-
-    assert asyncio.run(limited(sleeps, 30)(0)) == limited(lambda: "done", 30)() == "done"
-    with pytest.raises(TimeoutError, match=r"sleeps .*tool_timeout=0\.05"):
-        asyncio.run(limited(sleeps, 0.05)(600))
-    with pytest.raises(TimeoutError, match=r"^its own$"):
-        asyncio.run(limited(has_its_own, 30)())
-    with pytest.raises(TimeoutError, match="spins"):
-        limited(spins, 0.05)()
-    assert limited(spins, None) is spins
 
 
 class Counter:

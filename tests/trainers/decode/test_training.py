@@ -8,9 +8,10 @@ import torch
 from transformers import GenerationConfig
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.core.prefix_sharing.helpers import MULTIMODAL, build, make_trainer, processor
+from tests.core.prefix_sharing.helpers import MULTIMODAL, build
 from tests.tiny import config, digit_share, lora, prompts, tiny_model, trainer
 from tests.trainers.decode.helpers import calling_tokenizer
+from tests.trainers.helpers import make_trainer, processor
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.trl_rollouts import Turn
 from trl_fsdp_qlora.tools.small_base.text import character_tokenizer

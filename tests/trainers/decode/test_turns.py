@@ -12,10 +12,8 @@ from tests.tiny import config, digit_share, lora, prompts, these_first, tiny_mod
 from tests.trainers.decode.helpers import calling_tokenizer
 from tests.trainers.decode.test_decoding import EOS, LENGTH_DEPENDENT, MODELS, build, greedy
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.engines.decode import shared_prompts_on_cpu as shared_prompts
 from trl_fsdp_qlora.engines.decode import turns as turns_module
 from trl_fsdp_qlora.engines.decode.completions import complete
-from trl_fsdp_qlora.engines.decode.decoding import Decoding
 from trl_fsdp_qlora.engines.decode.turns import KeptTurns, why_not_kept
 
 # Whose next tokens, run one by one behind a cache, are not those of the whole text: transformers' own cache is 0.5%
@@ -77,10 +75,14 @@ def episodes(model, kept: KeptTurns | None, prompts=PROMPTS, turns=4, settings=N
     """Completions and tokens prefilled of each turn; by transformers' own loop if nothing is kept."""
     drawn = []
     for turn in range(turns):
-        decoding = None if kept is None else Decoding(False, kept)
         counted = Counted(model)
         completions, _ = complete(
-            model, prompts, settings or greedy(max_new_tokens=8), compact=False, decoding=decoding
+            model,
+            prompts,
+            settings or greedy(max_new_tokens=8),
+            compact=kept is not None,
+            synced_gpus=False,
+            turns=kept,
         )
         counted.handle.remove()
         drawn.append((completions, counted.tokens))
@@ -112,12 +114,9 @@ def test_greedy_episodes_are_token_identical(name):
         assert all(tokens <= needed for tokens, needed in zip(ours[1:], new, strict=True)), (ours, new)
 
 
-@pytest.mark.parametrize("is_shared", [True, False], ids=["prompts once", "prompts per row"])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_prompts_of_different_lengths_behind_a_common_beginning(name, is_shared, monkeypatch):
+def test_prompts_of_different_lengths_behind_a_common_beginning(name):
     """The beginning is prefilled on its own, so padding is behind it; what a row keeps has no padding."""
-    if not is_shared:
-        monkeypatch.setattr(shared_prompts, "why_per_row", lambda model: "for the test")
     model = any_model(name)
     rng = random.Random(0)
     beginning = [rng.randrange(20, 60) for _ in range(150)]
@@ -145,7 +144,7 @@ def test_an_episode_of_four_turns_prefills_a_quarter(name):
     kept = KeptTurns(1e12, 3)
     counted = Counted(model)
     for _ in range(4):
-        completions, _ = complete(model, [prompt], config, decoding=Decoding(False, kept))
+        completions, _ = complete(model, [prompt], config, synced_gpus=False, turns=kept)
         kept.number += 1
         prompt = prompt + completions[0] + [rng.randrange(20, 60) for _ in range(150)]
     assert len(prompt) == 1700 + 4 * 300 and counted.tokens == 1700 + 3 * 151 <= 2200
@@ -217,12 +216,12 @@ def test_draws_are_of_the_models_distribution():
     model = any_model("llama")
     prompt = [20, 21, 22]
     kept = KeptTurns(1e12, 1)
-    [first], _ = complete(model, [prompt], greedy(max_new_tokens=4), decoding=Decoding(False, kept))
+    [first], _ = complete(model, [prompt], greedy(max_new_tokens=4), synced_gpus=False, turns=kept)
     history = prompt + first + [33, 34]
     kept.number = 1
     torch.manual_seed(0)
     config = greedy(do_sample=True, top_k=0, max_new_tokens=1, eos_token_id=EOS)
-    drawn, work = complete(model, [history] * 4000, config, decoding=Decoding(False, kept))
+    drawn, work = complete(model, [history] * 4000, config, synced_gpus=False, turns=kept)
     assert work.prefill_tokens == 3
     share_V = torch.bincount(torch.tensor(drawn)[:, 0], minlength=model.config.vocab_size) / 4000
     expected_V = model(torch.tensor([history])).logits[0, -1].softmax(-1)

@@ -57,39 +57,51 @@ def of_rank(rank: int, tokenizer=None):
     return tokenizer
 
 
+# A run and its reference.
+REFERENCES = {
+    "ddp": "stock",
+    "gathered": "stock",
+    "per_layer": "stock",
+    "hybrid": "stock_hybrid",
+    "stock_loop": "stock_hybrid",
+    "pictures": "stock_pictures",
+    "prompts": "stock_prompts",
+    "no_tools": "stock_no_tools",
+}
+# In `make test`, and with the exhaustive tests.
+PARTS = [("ddp", "per_layer", "prompts"), ("gathered", "hybrid", "stock_loop", "pictures", "no_tools")]
+
+
 @pytest.mark.processes
-def test_ranks_take_part_in_the_turns_of_others(tmp_path):
-    launch(__file__, tmp_path, environment=fsdp_environment(), timeout=240)
+@pytest.mark.parametrize("names", [PARTS[0], pytest.param(PARTS[1], marks=pytest.mark.exhaustive)], ids=",".join)
+def test_ranks_take_part_in_the_turns_of_others(tmp_path, names):
+    launch(__file__, tmp_path, *names, environment=fsdp_environment(), timeout=240)
     runs = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     for results_of_rank in runs:
-        for name, reference in {
-            "ddp": "stock",
-            "gathered": "stock",
-            "per_layer": "stock",
-            "hybrid": "stock_hybrid",
-            "stock_loop": "stock_hybrid",
-            "pictures": "stock_pictures",
-            "prompts": "stock_prompts",
-            "no_tools": "stock_no_tools",
-        }.items():
+        for name in names:
+            reference = REFERENCES[name]
             for mine, theirs in zip(results_of_rank[name]["steps"], results_of_rank[reference]["steps"], strict=True):
                 same = [key for key in SAME if key in theirs]
                 assert len(same) >= 3, name  # without tools
                 assert [mine[key] for key in same] == pytest.approx([theirs[key] for key in same]), name
                 assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-3, abs=1e-6), name
     rank_0, rank_1 = runs
-    for name in ("gathered", "per_layer", "hybrid"):
+    for name in {"gathered", "per_layer", "hybrid"} & {*names}:
         assert rank_0[name]["turns"] == rank_1[name]["turns"] > 4, name
-    assert rank_0["pictures"]["looked"] == 0 < rank_1["pictures"]["looked"]
-    # Each rank generates alone, so rank 0 has one turn a step.
-    assert rank_0["ddp"]["turns"] == 2 < rank_1["ddp"]["turns"]
+    if "pictures" in names:
+        assert rank_0["pictures"]["looked"] == 0 < rank_1["pictures"]["looked"]
+    if "ddp" in names:  # each rank generates alone, so rank 0 has one turn a step
+        assert rank_0["ddp"]["turns"] == 2 < rank_1["ddp"]["turns"]
 
 
-def rank(folder: Path) -> None:
+def rank(folder: Path, *names: str) -> None:
     force_fsdp()
+    wanted = {*names, *(REFERENCES[name] for name in names)}
     mine = int(os.environ["RANK"])
     results = {}
     for name, (classes, kind, sharded, settings) in RUNS.items():
+        if name not in wanted:
+            continue
         os.environ["ACCELERATE_USE_FSDP"] = str(sharded).lower()
         trainer = make_trainer(
             *classes,
@@ -116,6 +128,8 @@ def rank(folder: Path) -> None:
         results[name] = {"steps": steps, "turns": len(turns)}
         forget_launch()
     for name, (classes, sharded, settings) in WITH_PICTURES.items():
+        if name not in wanted:
+            continue
         os.environ["ACCELERATE_USE_FSDP"] = str(sharded).lower()
         processor = test_turns_images.qwen_processor()
         of_rank(mine, processor.tokenizer)
@@ -133,4 +147,4 @@ def rank(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    run_rank(lambda folder: rank(Path(folder)))
+    run_rank(lambda folder, *names: rank(Path(folder), *names))

@@ -7,7 +7,8 @@ from PIL import Image
 from trl import DPOConfig, DPOTrainer
 
 from tests.core.prefix_sharing.helpers import build, llava_processor, tokenizer
-from tests.core.prefix_sharing.test_images import ADAPTER, MORE
+from tests.core.prefix_sharing.test_images import MORE
+from tests.trainers.sharing.test_images import ADAPTER
 from trl_fsdp_qlora import EfficientDPOConfig, EfficientDPOTrainer
 from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
 
@@ -46,7 +47,7 @@ BOTH = (DPOTrainer, DPOConfig), (EfficientDPOTrainer, EfficientDPOConfig)
 def test_loss_metrics_and_gradients_are_stocks(tmp_path):
     trainers = [llava_trainer(*kind, tmp_path / kind[0].__name__) for kind in BOTH]
     assert_same_loss(trainers)
-    assert trainers[1].sharing.images.reason is None and (True, True) in trainers[1].sharing.checked
+    assert trainers[1].sharing.status.images is None and (True, True) in trainers[1].sharing.checked
 
 
 def test_pictures_that_cannot_be_counted_run_as_in_stock(tmp_path, monkeypatch):
@@ -55,8 +56,7 @@ def test_pictures_that_cannot_be_counted_run_as_in_stock(tmp_path, monkeypatch):
     def fails(*_):
         raise CannotPack("which images are whose is not known")
 
-    for name in ("count", "receive"):  # for the comparison, and for the pass itself
-        monkeypatch.setattr(trainers[1].sharing.images, name, fails)
+    monkeypatch.setattr(trainers[1].sharing.packed_model.images, "receive", fails)
     inputs = next(iter(trainers[0].get_train_dataloader()))
     losses = []
     for each in trainers:
@@ -80,6 +80,6 @@ def test_a_pair_without_a_picture_trains_in_every_step(tmp_path):
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert (
         trainers[1].sharing.is_active
-        and trainers[1].sharing.images.reason is None
+        and trainers[1].sharing.status.images is None
         and trainers[1].sharing.figures.tokens
     )

@@ -56,7 +56,8 @@ def test_two_ranks_train_what_one_process_does(alone, model, tmp_path, wrapper):
         assert difference(first["adapter"], alone[label]["adapter"]) < 1e-5, label
 
 
-@pytest.mark.parametrize("wrapper", these_first(["ddp", "fsdp2"], "fsdp2"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_trls_own_kto_and_sft_share_prompts_on_two_ranks(stock, model, tmp_path, wrapper):
     scenarios = ("kto=kto", "sft=sft", "kto4=kto:4bit", "sft4=sft:4bit")
     environment = fsdp_environment() if wrapper == "fsdp2" else None

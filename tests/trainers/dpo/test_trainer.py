@@ -1,5 +1,6 @@
 """`EfficientDPOTrainer` gives stock's losses, metrics, gradients and runs, with the prompt of a pair computed once."""
 
+import itertools
 import shutil
 
 import pytest
@@ -9,6 +10,7 @@ from peft import LoraConfig
 from trl import DPOConfig, DPOTrainer
 
 from tests.core.prefix_sharing.helpers import assert_equal_gradients, build, gradients, tokenizer
+from tests.tiny import these_first
 from trl_fsdp_qlora import EfficientDPOConfig, EfficientDPOTrainer
 from trl_fsdp_qlora.trainers.run.checkpoints import why_not_whole
 
@@ -72,8 +74,10 @@ def assert_same_loss(trainers, least_shared=0.8):
         assert metrics[1][metric] == pytest.approx(values, rel=1e-4, abs=1e-5), metric
 
 
-@pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "full with a reference model"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    these_first([*itertools.product(FAMILIES, (True, False))], ("qwen3", False), ("gemma3", True), ("qwen3_5", True)),
+)
 def test_loss_metrics_and_gradients_are_stocks(name, lora, tmp_path):
     trainers = both(name, tmp_path, lora)
     assert_same_loss(trainers)
@@ -82,7 +86,7 @@ def test_loss_metrics_and_gradients_are_stocks(name, lora, tmp_path):
         assert trainers[1].reference_sharing.figures.tokens and trainers[1].reference_sharing.is_active
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", these_first(LOSSES, "ipo", "bco_pair", "discopop", "sft"))
 def test_every_loss_type(loss, tmp_path):
     assert_same_loss(both("qwen3", tmp_path, loss_type=loss))
 
@@ -99,7 +103,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", these_first(OPTIONS, "several", "cut", "checkpointing", "ahead"))
 def test_options_that_reach_the_forward(option, tmp_path):
     trainers = both("qwen3", tmp_path, **OPTIONS[option])
     assert_same_loss(trainers, least_shared=0.9)
@@ -154,22 +158,3 @@ def test_a_plain_config_serves_and_sharing_can_be_off(tmp_path):
     inputs = next(iter(plain.get_train_dataloader()))
     losses = [each.compute_loss(each.model, inputs).item() for each in (plain, off)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-def test_rows_that_are_compared_with_stock_share_their_prompts(tmp_path, monkeypatch):
-    """TRL's batch is all chosen answers, then all rejected ones; the comparison takes its first and its last rows."""
-    ours = trainer(EfficientDPOTrainer, EfficientDPOConfig, "qwen3", tmp_path)
-    seen = []
-
-    def with_stock(model, batch, autocast, order):
-        seen.append(batch.rows(order))
-
-    monkeypatch.setattr(ours.sharing, "compare_with_stock", with_stock)
-    inputs = next(iter(ours.get_train_dataloader()))
-    ours.compute_loss(ours.model, inputs)
-    (batch,) = seen
-    prompts = (batch.labels == -100).long().cumprod(1).bool()  # the tokens before the answer
-    for first in range(0, len(batch.input_ids), 2):
-        assert prompts[first].equal(prompts[first + 1])
-        assert batch.input_ids[first][prompts[first]].equal(batch.input_ids[first + 1][prompts[first]])
-    assert sorted(batch.input_ids.tolist()) == sorted(inputs["input_ids"].tolist())

@@ -26,12 +26,13 @@ from trl_fsdp_qlora.trainers.step import look_ahead
 SPLITS = {"kept": (1, 30), "merged": (1, 100000), "cut": (4, 20)}
 # The pass that fails: the second half's; that of all; the second micro-batch's first one, behind the first one's four.
 FAILING = {"kept": 2, "merged": 1, "cut": 5}
-every_split = pytest.mark.parametrize("split", SPLITS)
+every_split = pytest.mark.parametrize("split", these_first(SPLITS, "kept", "cut"))
+often_kept = pytest.mark.parametrize("split", these_first(SPLITS, "kept"))
 
 
 @pytest.fixture(autouse=True)
 def short_beginnings(monkeypatch):
-    monkeypatch.setattr(passes, "MIN_SAVED_TOKENS", 1)
+    monkeypatch.setattr(passes, "MIN_SAVED_BY_TRUNK", 1)
 
 
 def make(
@@ -105,7 +106,7 @@ def stop(grpo, control):
 
 
 @every_split
-@pytest.mark.parametrize("event", ["loss", "callback", "stop"])
+@pytest.mark.parametrize("event", these_first(["loss", "callback", "stop"], "loss", "stop"))
 def test_a_run_that_broke_off_between_two_micro_batches_and_continues(tmp_path, split, event):
     def run(grpo):
         behind = 1 if split == "cut" else 3
@@ -136,7 +137,7 @@ def test_a_run_that_broke_off_between_two_micro_batches_and_continues(tmp_path, 
     assert_as_alone(tmp_path, split, run)
 
 
-@every_split
+@often_kept
 def test_an_evaluation_between_two_micro_batches(tmp_path, split):
     def run(grpo):
         At(grpo, 1 if split == "cut" else 3, lambda grpo, control: grpo.evaluate())
@@ -177,7 +178,7 @@ class WithEvaluation(EfficientGRPOTrainer):
         super().__init__(model, reward, config, dataset, eval_dataset=prompts(4), **kwargs)
 
 
-@every_split
+@often_kept
 def test_an_epoch_that_ends_between_two_micro_batches(tmp_path, split):
     """Transformers adds the gradients of the micro-batches before to the next step."""
 
@@ -206,7 +207,7 @@ class StepsEarly(EfficientGRPOTrainer):
         return loss
 
 
-@every_split
+@often_kept
 def test_an_optimizer_that_steps_earlier_than_planned(tmp_path, split):
     assert_as_alone(tmp_path, split, cls=StepsEarly)
 
@@ -245,7 +246,7 @@ def half_equal(completions, prompts, **_):
     return [1.0 if groups[str(prompt)] % 2 else share for prompt, share in zip(prompts, shares, strict=True)]
 
 
-@every_split
+@often_kept
 @pytest.mark.parametrize(
     "cls", these_first([ChangesAdvantages, ChangesInPlace, LooksTwice, LeavesOneOut], ChangesAdvantages, LooksTwice)
 )
@@ -254,7 +255,7 @@ def test_a_subclass_between_the_batch_and_its_loss(tmp_path, split, cls):
     assert_as_alone(tmp_path, split, cls=cls, **changes)
 
 
-@every_split
+@often_kept
 @pytest.mark.parametrize(
     "accumulation, steps_per_generation, max_steps",
     these_first([(8, 4, 2), (4, 8, 3), (4, 6, 3), (6, 4, 3)], (8, 4, 2)),
@@ -279,7 +280,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, split):
         assert weight.equal(expected[name]), name
 
 
-@every_split
+@often_kept
 def test_a_last_step_of_fewer_micro_batches(tmp_path, split):
     """Of 3 prompts times 4 completions an epoch has 12 micro-batches of one row: a step of 8 and one of 4."""
     steps_per_generation = 1 if split == "cut" else 4

@@ -1,5 +1,7 @@
 """What a step may have next to its loss, in micro-batches and passes of any size: as each micro-batch by itself."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from trl_fsdp_qlora import (
 )
 
 from .test_broken_off_steps import (
+    SPLITS,
     assert_as_alone,
     every_split,
     make,
@@ -62,13 +65,14 @@ FEATURES = {
     # Products of bfloat16 are rounded to 0.4%, and each split adds them up in another order.
     "bfloat16": {"bf16": True, "tolerance": 0.2},
 }
+# In `make test`: features of each kind, and each way of splitting.
 FIRST = (
-    "selected tokens",
-    "every other layer, by the config",
-    "groups without a signal",
-    "T-SPMO",
-    "A*-PO",
-    "bfloat16",
+    ("selected tokens", "cut"),
+    ("every other layer, by the config", "kept"),
+    ("groups without a signal", "merged"),
+    ("T-SPMO", "kept"),
+    ("A*-PO", "cut"),
+    ("bfloat16", "cut"),
 )
 
 
@@ -123,8 +127,7 @@ def test_reentrant_checkpoints_are_offloaded_too(tmp_path, copies):
         torch.testing.assert_close(weights[1][name], weight, rtol=0, atol=0)
 
 
-@every_split
-@pytest.mark.parametrize("feature", these_first(FEATURES, *FIRST))
+@pytest.mark.parametrize(("feature", "split"), these_first([*itertools.product(FEATURES, SPLITS)], *FIRST))
 def test_a_feature_in_any_passes(tmp_path, split, feature):
     trainer = assert_as_alone(tmp_path, split, **FEATURES[feature])
     assert trainer.sharing.is_active

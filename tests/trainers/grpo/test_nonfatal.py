@@ -6,7 +6,7 @@ import torch
 from transformers import BitsAndBytesConfig
 from trl import GRPOConfig
 
-from tests.tiny import character_tokenizer, lora, new_model, prompts, save_tiny_model, trainer
+from tests.tiny import character_tokenizer, lora, new_model, prompts, save_tiny_model, these_first, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.tools.run.terminal import use_terminal
 from trl_fsdp_qlora.trainers.run import checkpoints
@@ -28,7 +28,12 @@ AS_USERS_WRITE = {
 
 
 @pytest.mark.parametrize(
-    "config_class, on_card", [*((EfficientGRPOConfig, x) for x in AS_USERS_WRITE), (GRPOConfig, "beta: 0.25")]
+    "config_class, on_card",
+    these_first(
+        [*((EfficientGRPOConfig, x) for x in AS_USERS_WRITE), (GRPOConfig, "beta: 0.25")],
+        (EfficientGRPOConfig, "load_in_4bit: true"),
+        (GRPOConfig, "beta: 0.25"),
+    ),
 )
 def test_a_config_as_users_write_it_trains_saves_and_resumes(tmp_path, on_card, config_class, caplog):
     base = save_tiny_model(tmp_path / "base")

@@ -70,7 +70,7 @@ KILLS = int(os.environ.get("TRL_FSDP_QLORA_KILLS", "2"))
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", range(KILLS))
 def test_killed_at_a_random_moment(uninterrupted, tmp_path, case):
     """Odd cases while a checkpoint is being written, the others anywhere behind a random checkpoint."""

@@ -8,7 +8,6 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -87,7 +86,7 @@ class Waits(TorchDispatchMode):
 
 def places(stacks) -> Counter:
     """How often each line outside of torch waited."""
-    apart = ("/torch/", "fakegpu/", "test_syncs.py", "/warnings.py")
+    apart = ("/torch/", "emulated_gpu/", "test_syncs.py", "/warnings.py")
     # A backward of torch's own has no other line: it runs in a thread of its own.
     frames = [([f for f in stack if not any(x in f.filename for x in apart)] or stack)[-1] for stack in stacks]
     return Counter(f"{'/'.join(frame.filename.split('/')[-3:])}:{frame.lineno} {frame.line}" for frame in frames)
@@ -147,7 +146,7 @@ FEATURES = {
     "several passes per micro-batch": ({"tokens_per_pass": 40}, {}, "cascade"),
     "both micro-batches in a pass": ({"tokens_per_pass": 100_000}, {}, "cascade"),
     "two rows per micro-batch": ({"tokens_per_pass": 30}, TWO_ROWS, "cascade"),
-    "T-SPMO, nested rows": ({}, {}, "tree"),
+    "T-SPMO, nested rows": ({}, {}, "cascade"),
     "A*-PO": ({}, {}, "cascade"),  # one completion per prompt: prompts share their first tokens
 }
 SETTINGS = {"gradient_accumulation_steps": MICRO_BATCHES, "max_completion_length": 4}
@@ -161,7 +160,7 @@ def make(folder, cls=EfficientGRPOTrainer, config_cls=EfficientGRPOConfig, layer
 
 @pytest.fixture(autouse=True)
 def short_beginnings(monkeypatch):
-    monkeypatch.setattr(passes, "MIN_SAVED_TOKENS", 1)
+    monkeypatch.setattr(passes, "MIN_SAVED_BY_TRUNK", 1)
 
 
 @pytest.fixture(scope="module")
@@ -179,11 +178,7 @@ def waits(tmp_path_factory):
             run = a_star_po(folder, prompts=32, **SETTINGS)
         elif feature == "T-SPMO, nested rows":
             # Completions of a small vocabulary begin alike, so rows nest in every place that may cost anything.
-            # A pass of several micro-batches is no dense row, so each computes its own prompts.
             run = make(folder, TSPMOTrainer, TSPMOConfig, layers, tokens_per_pass=0)
-            run.sharing.facts = replace(
-                run.sharing.facts, hidden_size=1e9
-            )  # as if a token cost as much as so many pairs
         else:
             both = (GRPOTrainer, GRPOConfig) if feature is None else (EfficientGRPOTrainer, EfficientGRPOConfig)
             run = make(folder, *both, layers, **settings, **also)

@@ -1,13 +1,11 @@
-"""What is printed while training: TRL's own lines in a script of a user's, the calm terminal in a recipe."""
+"""What a recipe prints while it trains."""
 
 import json
 import re
 import sys
 from types import SimpleNamespace
 
-import pytest
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from transformers import TrainerCallback
 
 from tests.tiny import config, prompts, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
@@ -16,46 +14,6 @@ from trl_fsdp_qlora.tools.run import terminal
 from trl_fsdp_qlora.tools.run.terminal import TerminalCallback, use_terminal
 from trl_fsdp_qlora.tools.small_base.text import character_tokenizer
 from trl_fsdp_qlora.utils import progress
-
-
-class Tracker(TrainerCallback):
-    """Evaluates after the third step, and holds the names of each log."""
-
-    def __init__(self):
-        self.logged = []
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_evaluate = state.global_step == 3
-
-    def on_log(self, args, state, control, logs, **kwargs):
-        self.logged.append(set(logs))
-
-
-@pytest.mark.parametrize("disable_tqdm", [True, False])
-def test_a_users_script_prints_what_stock_trl_prints_and_at_most_six_keys_more(tmp_path, capsys, disable_tqdm):
-    printed = []
-    logged = []
-    for cls, config_cls in ((GRPOTrainer, GRPOConfig), (EfficientGRPOTrainer, EfficientGRPOConfig)):
-        grpo = trainer(cls, config_cls, tmp_path, disable_tqdm=disable_tqdm)
-        grpo.eval_dataset = prompts(8)
-        tracker = Tracker()
-        grpo.add_callback(tracker)
-        grpo.train()
-        out = capsys.readouterr().out
-        lines = [line for line in out.splitlines() if line.startswith("{")]
-        printed.append([set(re.findall(r"'([^']+)': ", line)) for line in lines])
-        logged.append([set(entry) - {"step", "total_flos"} for entry in grpo.state.log_history])
-        # Trackers lack nothing of what is printed.
-        assert [names - {"total_flos"} for names in tracker.logged] == logged[-1]
-    assert len(printed[0]) == len(printed[1]) == 5  # three steps, one evaluation, and the end of training
-    assert printed[0] == logged[0]
-    for stock, efficient, all_of_them in zip(*printed, logged[1], strict=True):
-        assert stock <= efficient <= all_of_them
-        assert len(efficient - stock) <= 6
-    assert len(logged[1][1] - printed[1][1]) > 6
-    assert "time/generate_s" in printed[1][1] and "prefix_sharing/policy/tokens_fraction" in printed[1][1]
-    removed = grpo.pop_callback(PrinterCallback if disable_tqdm else ProgressCallback)
-    assert removed is not None  # a script that takes the printing callback away still finds it
 
 
 class Stop(TrainerCallback):

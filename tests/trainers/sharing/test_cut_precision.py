@@ -9,8 +9,9 @@ import copy
 import pytest
 import torch
 
-from tests.core.prefix_sharing.helpers import build, make_trainer
+from tests.core.prefix_sharing.helpers import build, closed
 from tests.tiny import these_first
+from tests.trainers.helpers import make_trainer
 from tests.trainers.sharing.test_equals_stock import lora
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.prefix_sharing import passes
@@ -40,7 +41,7 @@ def error(actual, exact) -> float:
 
 def stock_gradients(trainer, inputs) -> dict[int, list[torch.Tensor]]:
     """Gradients of a step by its number of micro-batches: each has a mean of its own."""
-    with trainer.sharing.closed():
+    with closed(trainer.sharing):
         return {count: step_gradients(trainer, sliced(inputs, count), 0) for count in {count for count, _ in CUTS}}
 
 
@@ -49,7 +50,7 @@ def assert_as_near_as_stock(trainer, inputs, exact_of, monkeypatch, select=lambd
     for count, pass_count in CUTS:
         exact = exact_of[count]
         micro_batches = sliced(inputs, count)
-        with trainer.sharing.closed():
+        with closed(trainer.sharing):
             stock = error(select(step_gradients(trainer, micro_batches, 0)), exact)
         monkeypatch.setattr(passes.Plan, "fits", lambda self, limit, most=pass_count: len(self.rows_of_pass) == most)
         cut = error(select(step_gradients(trainer, micro_batches, 1)), exact)
@@ -60,7 +61,7 @@ def assert_as_near_as_stock(trainer, inputs, exact_of, monkeypatch, select=lambd
 MODELS = [(name, adapted) for name in ("qwen3", "gemma3", "lfm2") for adapted in (True, False)]
 
 
-@pytest.mark.parametrize(("name", "adapted"), these_first(MODELS, ("qwen3", True), ("lfm2", False)))
+@pytest.mark.parametrize(("name", "adapted"), these_first(MODELS, ("lfm2", False)))
 def test_a_model_in_bfloat16(tmp_path, monkeypatch, name, adapted):
     rounded = build(name).to(torch.bfloat16)
     wide = trainer_of(copy.deepcopy(rounded).float(), tmp_path, adapted)

@@ -1,5 +1,5 @@
-"""Log-probabilities, losses, gradients and whole runs equal stock TRL's: every family, loss type, option and
-precision.
+"""Losses, gradients and whole runs of GRPO equal stock TRL's, for models with code of their own, quantized ones, and
+in half precision. `tests/core/prefix_sharing/test_equals_stock.py` compares the passes of every family.
 """
 
 import copy
@@ -11,41 +11,19 @@ from peft import LoraConfig
 from trl import GRPOTrainer
 
 from tests.core.prefix_sharing.helpers import (
-    COMPLETION,
     COUNTING,
     MULTIMODAL,
-    RECURRENT,
-    SUPPORTED,
     assert_equal_gradients,
-    assert_equals_stock,
     awkward_batch,
     build,
-    completion_labels,
-    loss_inputs,
-    losses_of,
-    make_batch,
-    make_trainer,
-    one_pass,
-    prepared,
-    processor,
+    small,
 )
+from tests.core.prefix_sharing.test_equals_stock import KINDS
 from tests.tiny import these_first
+from tests.trainers.helpers import loss_inputs, losses_of, make_trainer, processor
 from trl_fsdp_qlora import EfficientGRPOTrainer
-from trl_fsdp_qlora.prefix_sharing import PrefixSharingError
-from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
 
 BOTH = GRPOTrainer, EfficientGRPOTrainer
-# One recurrent model of each kind: gated delta rule, short convolution, state space model.
-KINDS = ("qwen3_5", "lfm2", "falcon_h1")
-# What "auto" computes each layer by.
-LAYERS = {name: ["cascade"] * 2 for name in SUPPORTED} | {
-    "qwen3_sliding": ["cascade", "two_part"],
-    "gemma2": ["two_part"] * 2,
-    "gemma3": ["two_part", "cascade"],
-    "mistral_sliding": ["two_part"] * 2,
-    "gpt_oss": ["two_part"] * 2,
-    **{name: layers for name, (_, layers) in RECURRENT.items()},
-}
 # PEFT refuses adapters on projections out of the state for state space models.
 TARGETS = dict.fromkeys(KINDS, r".*(in_proj|in_proj_qkv|q_proj|v_proj|w1|up_proj)")
 RE_ENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
@@ -53,36 +31,6 @@ RE_ENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {
 
 def lora(name):
     return LoraConfig(r=4, target_modules=TARGETS.get(name, "all-linear"), init_lora_weights=False)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_log_probs_entropy_and_gradients_on_each_backend(name):
-    model = build(name)
-    kinds = LAYERS[name]
-    sharing = prepared(model, compared=True)
-    figures = assert_equals_stock(model, sharing).metrics("pass")
-    assert {kind: kinds.count(kind) / len(kinds) for kind in kinds} == {
-        key.removeprefix("pass/layers_"): value for key, value in figures.items() if "/layers_" in key
-    }
-    for backend in ("cascade", "two_part"):
-        prepared(model, backend, compared=True)
-        if backend == "cascade" and "two_part" in kinds:
-            with pytest.raises(CannotPack):
-                one_pass(model, sharing)
-        else:
-            assert_equals_stock(model, sharing)
-
-
-@pytest.mark.parametrize("name", ["mistral_sliding", "qwen3_5"])
-def test_what_does_not_ask_for_a_packed_row_is_untouched(name):
-    """Padded passes, and generation by a decoder with windows or states."""
-    model = build(name)
-    ours = build(name)
-    ids, mask = awkward_batch()
-    prepared(ours)
-    assert torch.equal(ours(ids, attention_mask=mask).logits, model(ids, attention_mask=mask).logits)
-    arguments = {"attention_mask": mask[:, :14], "max_new_tokens": 12, "do_sample": False}
-    assert torch.equal(ours.generate(ids[:, :14], **arguments), model.generate(ids[:, :14], **arguments))
 
 
 OPTIONS = {
@@ -214,88 +162,27 @@ def test_router_loss_counts_tokens_as_stock_does(experts, tmp_path):
         assert aux_losses[1] == pytest.approx(aux_losses[0]) and aux_losses[0] > 0
 
 
-@pytest.mark.parametrize("name", ["qwen3", *KINDS])
-def test_selected_tokens_and_rows_cut_inside_groups(name):
-    """As an old policy's pass is cut, which stays within the tokens that stock holds at once."""
-    batch = awkward_batch()
-    model = build(name)
-    draw = torch.Generator().manual_seed(2)
-    scored = (torch.rand(len(batch[0]), COMPLETION, generator=draw) < 0.4) & batch[1][:, -COMPLETION:].bool()
-    sharing = prepared(model, compared=True)
+def test_a_model_that_cannot_be_packed_trains_padded(tmp_path, caplog):
+    """Dropout of attention draws the masks that it draws in stock. tests/core has all such models."""
+    inputs = loss_inputs(*awkward_batch())
+    results = []
+    for cls in BOTH:
+        model = build(small("GPT2", "LMHeadModel", attn_pdrop=0.1))
+        trainer = make_trainer(cls, model, tmp_path, skip_zero_advantage=False)
+        torch.manual_seed(1)
+        results += losses_of([trainer], inputs)
+    assert results[0][0] == results[1][0]
+    assert_equal_gradients(results[1][1], results[0][1], tolerance=1e-6)
+    assert "attention dropout" in trainer.sharing.describe()
+
+
+def test_generation_and_checkpoints_see_the_models_own_implementation(tmp_path, monkeypatch):
+    """transformers' continuous batching refuses implementations whose name it does not know."""
+    trainer = make_trainer(EfficientGRPOTrainer, build("qwen3"), tmp_path)
+    config = trainer.model.config
     seen = []
-    budget = 2 * batch[0].shape[1]
-
-    def look(_module, _args, arguments):
-        seen.append(arguments["input_ids"].numel())
-
-    model.base_model.register_forward_pre_hook(look, with_kwargs=True)
-    assert_equals_stock(model, sharing, batch, scored_BC=scored, tokens_per_pass=budget)
-    assert len(seen) > 2 and max(seen[1:]) <= budget
-
-
-def test_recurrent_layers_branch_at_every_level():
-    """T-SPMO's completions begin alike: a state continues from their parting; it is not kept at every token."""
-    batch = make_batch([12] * 4, [9] * 4)
-    model = build("qwen3_5")
-    batch[0][:, -COMPLETION:-2] = batch[0][0, -COMPLETION:-2]
-    figures = assert_equals_stock(model, prepared(model), batch)
-    # What four rows have in common is their prompt and seven tokens; the last of the others is only ever a target.
-    assert (figures.tokens, figures.levels) == (12 + 7 + 4, [19, 4])
-    # Prompts of two groups that begin alike, and completions of one of them that do: three levels.
-    ids, mask = make_batch([14] * 6, [9] * 6)
-    ids[3:, 11:14] += 1
-    ids[:3, 14:22] = ids[0, 14:22]
-    ids[2, 20] += 1
-    figures = assert_equals_stock(model, prepared(model), (ids, mask))
-    assert len(figures.levels) >= 2 and set(figures.layer_calls) == {"recurrent", "cascade"}
-
-
-def test_one_token_completions():
-    """One token behind a state would be a decoding step: kernels that write into the state and have no backward."""
-    model = build("falcon_h1")
-    assert_equals_stock(model, batch=make_batch([12] * 4, [1] * 4))
-    # Behind the prompt each row computes one token and predicts another one.
-    assert_equals_stock(model, batch=make_batch([12] * 4, [2] * 4))
-
-
-def test_a_state_that_runs_on_is_caught(monkeypatch):
-    """The recurrent layers of a packed row without the row: the error that all of this is there to avoid."""
-    monkeypatch.setattr("trl_fsdp_qlora.prefix_sharing.recurrent.layers.install", lambda model: None)
-    model = build("qwen3_5")
-    with pytest.raises(PrefixSharingError, match="runs padded as in stock TRL"):
-        one_pass(model, prepared(model, "cascade"))
-
-
-# Lengths, groups and scored tokens all differ.
-BATCHES = [
-    ([14, 14, 9, 9, 9], [9, 4, 6, 6, 6]),
-    ([8, 8, 8, 8], [3, 2, 7, 9]),
-    ([12, 11, 11], [5, 9, 1]),
-    ([7, 7, 6, 6, 5], [9, 9, 8, 2, 4]),
-]
-
-
-@pytest.mark.slow
-def test_new_batches_are_not_compiled_anew():
-    """A packed row's layout and the scoring of its tokens stay out of the graphs."""
-    model = build("llama")
-    graphs = []
-    counts = []
-    sharing = prepared(model, compared=True)
-    torch._dynamo.reset()
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(model, backend=backend)
-    for lengths in BATCHES:
-        ids, mask = make_batch(*lengths)
-        inputs = {"input_ids": ids, "attention_mask": mask, "labels": completion_labels(ids, mask)}
-        ours = compiled(**inputs, fused_lm_head=True).log_probs
-        assert sharing.figures.layer_calls == ["cascade"] * 2  # counted, also inside a compiled model
-        torch.testing.assert_close(ours, model(**inputs, fused_lm_head=True).log_probs, atol=1e-5, rtol=1e-5)
-        counts.append(len(graphs))
-    torch._dynamo.reset()
-    # The second batch shows which sizes change; from then on the graphs serve every batch.
-    assert counts[0] and counts[2:] == [counts[2]] * len(counts[2:]), counts
+    monkeypatch.setattr(GRPOTrainer, "_generate", lambda self, prompts: seen.append(config._attn_implementation))
+    trainer._generate([])
+    assert seen == ["sdpa"] and config._attn_implementation == "prefix_sharing_sdpa"
+    trainer.model.save_pretrained(tmp_path)
+    assert "prefix_sharing" not in (tmp_path / "config.json").read_text()

@@ -9,10 +9,10 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.fsdp_on_gloo import force_fsdp
 from tests.distributed.rank import forget_launch, run_rank
 from tests.trainers.sharing.test_every_trainer import make_trainer, the_sharings, trained
-from trl_fsdp_qlora.experimental.losses_in_tiles import FusedORPOTrainer, TiledSDFTTrainer, TiledSDPOTrainer
+from trl_fsdp_qlora.experimental.losses_in_tiles import TiledSDFTTrainer, TiledSDPOTrainer
 
 # With shared prompts these kinds also hold no logits.
-CLASSES = {"sdpo": TiledSDPOTrainer, "orpo": FusedORPOTrainer, "sdft": TiledSDFTTrainer}
+CLASSES = {"sdpo": TiledSDPOTrainer, "sdft": TiledSDFTTrainer}
 
 
 def train(kind: str, folder: str, out: Path, shares: bool) -> dict:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 from trl import GRPOTrainer
 
+from tests.core.prefix_sharing.helpers import every_level_made
 from tests.distributed.launch import launch
 from tests.tiny import lora, trainer
 from trl_fsdp_qlora import TSPMOConfig, TSPMOTrainer
@@ -87,7 +88,8 @@ def test_completions_are_cut_behind_their_last_branching_token(tmp_path):
     # 7 8 parts into 6 and 9, and 7 8 9 into 6 and 7; the other group parts at once into 9 and 8, and 8 into 6 and 7.
     places = [row.nonzero().flatten().tolist() for row in batch["advantages"]]
     assert places == [[2, 3], [3], [2], [], [0], [0, 1], [1], []]
-    ours._compute_loss(ours.model, batch)
+    with every_level_made():
+        ours._compute_loss(ours.model, batch)
     # The prompts, whose last tokens predict the first, and in front of the last credited tokens: 7, 78, 789; 8. What
     # the prompts of both groups begin with is computed once, too.
     words = [

@@ -121,7 +121,7 @@ def test_a_good_run_has_the_metric_in_every_step(trainer_with, warned, changes):
 
 
 def test_groups_of_further_prompts_are_asked_for_whole_and_keep_their_log_probabilities(trainer_with):
-    trainer = trainer_with(reward=tiny.even_start, scale_rewards="mean", dynamic_sampling=True)
+    trainer = trainer_with(reward=tiny.even_start, dynamic_sampling=True)
     ask = trainer.vllm_generation.generate
     asked = []
 

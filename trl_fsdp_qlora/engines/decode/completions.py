@@ -56,7 +56,6 @@ def complete(
     ends: list[int] | None = None,
     synced_gpus: bool | None = None,
     compact: bool = True,
-    decoding: Decoding | None = None,
     vision: dict[str, Any] | None = None,
     turns: KeptTurns | None = None,
 ) -> tuple[list[list[int]], DecodingWork | None]:
@@ -70,10 +69,9 @@ def complete(
         synced_gpus: a forward is collective, so a rank that has finished continues with the others. If `None`,
             transformers' rule decides.
         compact: use the decoding loop of [`decoding`] if it is exact.
-        decoding: that loop, if the caller knows that it is exact.
         vision: a processor's outputs other than token ids, for prompts with images, and `num_images` of each prompt.
-        turns: caches that rows keep from one turn of an episode to the next, if `decoding` is not given and if the
-            model can continue from them. The caller counts the turns.
+        turns: caches that rows keep from one turn of an episode to the next, if the model can continue from them. The
+            caller counts the turns.
 
     Returns:
         R lists of completion token ids, each cut after its first end-of-sequence token, and the work that was done
@@ -85,10 +83,10 @@ def complete(
     mask_RP = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=device)
     batch = {"input_ids": ids_RP, "attention_mask": mask_RP, **vision_tensors(vision or {}, width, device)}
     pictures = {name: batch[name] for name in vision or ()}
-    if decoding is None and compact and why_stock(model, config, pictures) is None:
+    decoding = None
+    if compact and why_stock(model, config, pictures) is None:
         can_continue = turns is not None and why_not_kept(model) is None
         decoding = Decoding(synced_gpus, turns if can_continue else None)
-    if decoding is not None:
         keys = [ids_RP, mask_RP] + ([fingerprints(pictures)] if pictures else [])
         first_U, decoding.prompt_R = distinct_rows(torch.cat(keys, 1))
         batch = rows_of_images(batch, first_U)

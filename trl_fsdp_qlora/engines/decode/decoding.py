@@ -4,8 +4,7 @@ Transformers runs a repeated prompt, and the vision tower on its images, once fo
 until the longest one ends. Here `generate` gets each distinct prompt once:
 
 - A beginning that all prompts share is prefilled once ([`common_beginning`]).
-- On a CPU, decoding attends to a prompt once for all its rows ([`shared_prompts_on_cpu`]). On a GPU, or if
-  that is not exact, the cache is repeated.
+- The cache of a prompt is repeated for its rows.
 - A later turn of an episode runs only its new tokens ([`turns`]).
 
 Transformers still prepares everything around the loop.
@@ -38,20 +37,18 @@ from ...compat.generation import (
 )
 from ...compat.peft import looks_beyond_tokens
 from ...compat.transformers import CACHE, CACHE_NAMES
-from ...compat.trl import images_by_row
+from ...compat.trl import images_by_row, rows_of_images
 from ...prefix_sharing.batch import PER_IMAGE, PER_TOKEN
-from ...prefix_sharing.facts import keeps_states_itself, position_limit
+from ...prefix_sharing.facts import has_unknown_states, position_limit
 from ...prefix_sharing.packed_model import images_of
 from ...scoring.cpu_linear import fast_linears
 from ...scoring.transfer import widest_float
 from .cache import take_rows, unrepeatable, without_padding
 from .common_beginning import prefill_beginning
-from .shared_prompts_on_cpu import PrefillWatch, SharedPrompts, watched_attention
 from .turns import (
     Continuation,
     KeptRow,
     KeptTurns,
-    PromptImages,
     States,
     filled_cache,
     joined_cache,
@@ -105,8 +102,8 @@ def why_stock(model: nn.Module, config: GenerationConfig, vision: dict[str, Any]
             return f"{name}={vars(config)[name]}"
     if config.stop_strings is not None:
         return "stop_strings need the tokenizer, which TRL does not pass"
-    if keeps_states_itself(model):
-        return f"{type(model).__name__} keeps recurrent states in its layers, not in transformers' cache"
+    if has_unknown_states(model):
+        return f"{type(model).__name__} has recurrent layers of a kind that is not known"
     if not takes_dynamic_cache(model):
         return f"{type(model).__name__} keeps no cache, or one of its own"
     reason = unrepeatable(model.config.get_text_config(decoder=True))
@@ -153,9 +150,9 @@ class Decoding:
         self.work = DecodingWork()
         self.turns = turns
         self.prompt_R: torch.Tensor | None = None  # the prompt of each row; one row per prompt if `None`
-        self.images: PromptImages | None = None  # of the distinct prompts, see `with_images`
+        self.has_images = False
         self._pixels: dict[str, torch.Tensor] = {}  # arguments of the prefill that `generate` did not get
-        self.per_row: str | None = None  # why the last call attended to prompts in each row; `None`: it did not
+        self._pixels_of_one_prompt: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
     def __call__(
@@ -174,21 +171,21 @@ class Decoding:
         # Some rotary tables depend on the longest row. It may have ended, so no row may be dropped then.
         batch.drops = batch.drops and batch.longest <= position_limit(model)
         continues = self.turns is not None and self.turns.number > 0
-        keeps = self.turns is not None and not self.turns.is_last
-        if self.images is not None:
-            batch.images_R = [self.images.keys[prompt] for prompt in prompt_R.tolist()]
+        keeps = self.turns is not None and not self.turns.is_last and not self.has_images
         prefill_rows = self._prefill_turn if continues else self._prefill
-        with fast_linears(model, decoding=True), watched_attention(model) as self.per_row:
+        with fast_linears(model, decoding=True):
             with self._tower_on_every_rank(model, input_ids.device, synced_gpus):
                 outputs = prefill_rows(model, input_ids, prompt_R, batch, generation_config, synced_gpus)
             with tuned_for_decoding(model):
                 while unfinished(model, batch.left == 0, synced_gpus, input_ids.device):
                     if outputs is None:
-                        outputs = model(**batch.inputs(model), return_dict=True)
+                        inputs = model.prepare_inputs_for_generation(
+                            batch.ids_AL, next_sequence_length=1, **batch.kwargs
+                        )
+                        outputs = model(**inputs, return_dict=True)
                         self.work.row_steps += len(batch.ids_AL)
                         self.work.row_steps_stock += len(prompt_R)
-                    if batch.shared is None:
-                        batch.kwargs = next_inputs(model, outputs, batch.kwargs)
+                    batch.kwargs = next_inputs(model, outputs, batch.kwargs)
                     logits_AV = outputs.logits[:, -1]
                     outputs = None
                     if batch.left:
@@ -204,21 +201,22 @@ class Decoding:
         """`generate`'s arguments for prompts with images.
 
         `generate` runs the vision tower before it calls this loop. In two cases the pixels therefore stay here, and
-        `generate` only gets what positions are computed from: in a later turn, because kept rows have seen most of the
-        images, and if a forward may be collective, because other ranks may have no images.
+        `generate` only gets what positions are computed from: in a later turn, and if a forward may be collective,
+        because other ranks may have no images.
         """
-        is_collective = self.synced_gpus is not False
+        if "pixel_values" not in batch:
+            return batch
+        self.has_images = True
         if chunked:
             self.turns = None  # transformers takes pixels in chunks from `generate` alone
-        if chunked or "pixel_values" not in batch or (self.turns is None and not is_collective):
+        is_later_turn = self.turns is not None and self.turns.number > 0
+        if chunked or (self.synced_gpus is False and not is_later_turn):
             return batch
-        self.images = PromptImages(batch)
-        pixels = {name: x for name, x in batch.items() if name in PER_IMAGE}
-        if self.turns is None or self.turns.number == 0:
-            if not is_collective:
-                return batch
-            self._pixels = pixels
-        return {name: x for name, x in batch.items() if name not in pixels or name == "image_grid_thw"}
+        self._pixels = {name: x for name, x in batch.items() if name in PER_IMAGE}
+        row = next(row for row, count in enumerate(batch["num_images"]) if count)
+        self._pixels_of_one_prompt = rows_of_images({**self._pixels, "num_images": batch["num_images"]}, [row])
+        del self._pixels_of_one_prompt["num_images"]
+        return {name: x for name, x in batch.items() if name not in self._pixels or name == "image_grid_thw"}
 
     def _prefill(
         self, model, ids_UP, prompt_R: torch.Tensor, batch: "_Batch", config: GenerationConfig, synced_gpus: bool
@@ -228,16 +226,8 @@ class Decoding:
         batch.beginning = beginning
         if self._pixels:
             kwargs_U = {name: x for name, x in kwargs_U.items() if name not in _OF_IMAGES} | self._pixels
-        if self.per_row is None:
-            watch = PrefillWatch(kwargs_U.get(CACHE), kwargs_U)
-            outputs = prefill(model, ids_UP, config, {**kwargs_U, "shared_prompts": watch})
-            self.per_row = watch.why_not()
-        else:
-            outputs = prefill(model, ids_UP, config, kwargs_U)
-        if self.per_row is None:
-            batch.shared = SharedPrompts(outputs[CACHE], prompt_R, kwargs_U, batch.longest)
-        else:
-            take_rows(outputs[batch.cache_name], prompt_R, batch.longest)
+        outputs = prefill(model, ids_UP, config, kwargs_U)
+        take_rows(outputs[batch.cache_name], prompt_R, batch.longest)
         self.work.prefill_tokens += ids_UP.numel() - beginning * (len(ids_UP) - 1)
         return self._of_rows(model, outputs, kwargs_U, prompt_R, batch)
 
@@ -256,13 +246,16 @@ class Decoding:
         self, model, ids_UP, prompt_R: torch.Tensor, batch: "_Batch", config: GenerationConfig, synced_gpus: bool
     ):
         """Prefill prompts that continue from the caches kept of the last turn; otherwise as `_prefill`."""
-        self.per_row = "each row has a history of its own"
         kwargs_U = batch.kwargs
         device = ids_UP.device
         width = ids_UP.shape[1]
         lengths = (width - _padding(ids_UP, kwargs_U)).tolist()
         histories = [row[width - length :] for row, length in zip(ids_UP.tolist(), lengths, strict=True)]
-        parts = self.turns.plan_prefill(histories, None if self.images is None else self.images.keys)
+        if self.has_images:
+            self.turns.clear()
+            parts = [Continuation([*range(len(ids_UP))], [None] * len(ids_UP), width)]
+        else:
+            parts = self.turns.plan_prefill(histories)
         outputs = None
         caches = []
         logits = []
@@ -297,7 +290,7 @@ class Decoding:
             return
         tower = images_of(model)
         if tower.reason is None:
-            tower.share_images(lambda: {} if self.images is None else self.images.of_one_prompt(), device)
+            tower.share_images(lambda: self._pixels_of_one_prompt, device)
         with tower.in_every_forward():
             yield
 
@@ -312,9 +305,8 @@ class Decoding:
         used = [max(0, lengths[row] - part.new) for row in part.rows]
         rows = torch.tensor(part.rows, device=ids_UP.device)
         kwargs = {name: _rows(name, value, rows) for name, value in batch.kwargs.items() if name not in _OF_IMAGES}
-        if self.images is not None and part.new > 1:  # a single token is text, and may be unused
-            images_in_cache = [0 if row is None else len(row.images) for row in part.kept]
-            kwargs.update(self.images.unseen(part.rows, images_in_cache))
+        if part.new > 1:  # a single token is text, and may be unused
+            kwargs.update(self._pixels)
         kwargs[batch.cache_name] = filled_cache(model.config, part.kept, used, width - part.new)
         part.kept.clear()  # frees the kept rows' memory before the forward
         for name in ("attention_mask", "position_ids", *PER_TOKEN):
@@ -342,8 +334,6 @@ class _Batch:
         ids_AL: prompts and generated tokens of the rows still in the batch.
         columns: the tokens of all R rows, step by step.
         kwargs: arguments of the model's next forward, including the cache.
-        shared: the cache, if decoding attends to each prompt once; its arguments then replace `kwargs`.
-        images_R: keys of the images of all R rows.
         left: number of rows that have not ended.
         drops: whether rows that have ended leave the batch.
         longest: maximum length of a row, prompt included.
@@ -354,8 +344,6 @@ class _Batch:
         self.ids_AL = ids_UP[prompt_R]
         self.kwargs = kwargs
         self.cache_name = next((name for name in CACHE_NAMES if name in kwargs), CACHE)
-        self.shared: SharedPrompts | None = None
-        self.images_R: list[tuple[int, ...]] = [()] * len(prompt_R)
         self.beginning = 0
         self.logits_processor = logits_processor
         self.stopping_criteria = stopping_criteria
@@ -373,12 +361,6 @@ class _Batch:
         pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self._pad = pad_token(config).to(ids_UP.device) if pads else None
         self.drops = pads and all(type(item).__name__ in _BY_ROW for item in (*logits_processor, *stopping_criteria))
-
-    def inputs(self, model: nn.Module) -> dict[str, Any]:
-        """Arguments of the model's next forward."""
-        if self.shared is not None:
-            return self.shared.next_inputs(self.ids_AL[:, -1])
-        return model.prepare_inputs_for_generation(self.ids_AL, next_sequence_length=1, **self.kwargs)
 
     def append(self, logits_AV: torch.Tensor) -> None:
         """Pick every row's next token.
@@ -418,21 +400,15 @@ class _Batch:
         if not self._newly_ended:
             return
         ended = self._ended_A.nonzero()[:, 0]
-        indices_in_R = self._rows_A[ended]
-        padding = self._padding_R[indices_in_R].tolist()
-        for row, index_in_R, padding_of_row in zip(ended.tolist(), indices_in_R.tolist(), padding, strict=True):
+        padding = self._padding_R[self._rows_A[ended]].tolist()
+        for row, padding_of_row in zip(ended.tolist(), padding, strict=True):
             length = self.ids_AL.shape[1] - 1 - padding_of_row
             ids = self.ids_AL[row, -1 - length : -1].tolist()
-            yield KeptRow(ids, self._states_of(row, length), self.images_R[index_in_R])
+            yield KeptRow(ids, self._states_of(row, length))
 
     def _states_of(self, row: int, length: int) -> list[States]:
         """Copies of each layer's tensors for the `length` tokens of a row of A, without padding."""
         layers = []
-        if self.shared is not None:
-            for number in range(len(self.shared.cache.layers)):
-                keys, values = self.shared.keys_and_values(number, row, length, self.beginning)
-                layers.append({"keys": keys, "values": values})
-            return layers
         for layer in self.kwargs[self.cache_name].layers:
             states = {name: state[row] for name, state in layer_states(layer).items()}
             for name in states.keys() & {"keys", "values"}:
@@ -452,11 +428,8 @@ class _Batch:
         self.ids_AL = self.ids_AL[remaining]
         self._rows_A = self._rows_A[remaining]
         self._open_A = self._open_A[remaining]
-        if self.shared is not None:
-            self.shared.select(remaining)
-        else:
-            take_rows(self.kwargs[self.cache_name], remaining)
-            self.kwargs = {name: _rows(name, value, remaining) for name, value in self.kwargs.items()}
+        take_rows(self.kwargs[self.cache_name], remaining)
+        self.kwargs = {name: _rows(name, value, remaining) for name, value in self.kwargs.items()}
         self._select_in_processors(remaining)
 
     def _select_in_processors(self, rows: torch.Tensor) -> None:

@@ -10,7 +10,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
 from ...compat.trl import unwrap_model_for_generation
@@ -19,7 +18,7 @@ from ...fsdp2_qlora.generation import FREE_SHARE, free_bytes, gathered_as, is_ga
 from ...prefix_sharing.batch import PER_TOKEN
 from ...scoring.cpu_linear import beats_mkl
 from .completions import complete, vision_tensors
-from .decoding import Decoding, DecodingWork, why_stock
+from .decoding import DecodingWork, why_stock
 from .turns import KeptTurns, why_not_kept
 
 logger = get_logger(__name__)
@@ -60,18 +59,6 @@ class Rollout:
     def is_sharded(self) -> bool:
         """Whether a forward is a collective operation, and possible only after `Trainer.train` prepared the model."""
         return self.accelerator.num_processes > 1 and (self.backend.is_fsdp or self.backend.is_zero3)
-
-    def refuse_unprepared(self, caller: str, model: nn.Module, wrapped: nn.Module) -> None:
-        """Raise `RuntimeError` if `caller` needs a forward of a model that is not sharded yet.
-
-        The message names the change to make.
-        """
-        prepared = wrapped is not model or any(isinstance(p, DTensor) for p in model.parameters())
-        if self.is_sharded and not prepared:
-            raise RuntimeError(
-                f"{caller} needs a forward of a sharded model, and only train() prepares it: let train() run stage 1 "
-                "in its first step, or run stage 1 without FSDP or ZeRO-3 first (--stage estimate)"
-            )
 
     def training_turn(
         self, stock: Callable, turn: Turn, wrapped: nn.Module, settings: GenerateSettings | None
@@ -115,21 +102,19 @@ class Rollout:
             if reason is not None:
                 logger.warning_once(f"decoding: a batch with images generates as in stock TRL ({reason})")
                 return stock(**turn._asdict())
+            if turns is not None and turns.number > 0:
+                logger.warning_once("rollouts: turns of a batch with images are prefilled whole, as in stock TRL")
         with self.generating(wrapped, settings.overrides) as (model, synced_gpus):
-            decoding = Decoding(synced_gpus, turns if why_not_kept(model) is None else None)
             completions, work = complete(
                 model,
                 turn.prompt_ids,
                 settings.config,
                 ends=settings.eos_token_ids,
                 synced_gpus=synced_gpus,
-                decoding=decoding,
                 vision=vision,
+                turns=turns,
             )
-        self._work += work
-        is_later_turn = turns is not None and turns.number > 0
-        if decoding.per_row is not None and not is_later_turn and self.accelerator.device.type == "cpu":
-            logger.warning_once(f"decoding: prompts attended to per row, not once per group ({decoding.per_row})")
+        self._work += work or DecodingWork()
         return completions, None
 
     def join_turns(

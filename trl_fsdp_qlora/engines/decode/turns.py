@@ -6,9 +6,7 @@ the tokens of its prompts with those of the rows that were kept, and runs only t
 rolled-back history is safe: keys and values are used as far as the tokens agree. Recurrent states and full sliding
 windows cannot go back, so such a row is used whole or not at all.
 
-Tokens do not identify images. A kept row has a key of each of its images as well, and serves only prompts that begin
-with the same tokens and the same images. It is used whole or not at all, so no forward begins inside an image. The
-next turn gets the pixels of those images alone that the kept row has not seen.
+Tokens do not identify images, so a batch that has some is prefilled whole and leaves nothing here.
 
 Rows are padded on the left in a forward, as in `generate`. Rows that may go back a few tokens run together, with as
 many new tokens as the longest of them needs. Padding must not touch the states of the other rows, so these run only
@@ -17,8 +15,6 @@ with rows that have equally many new tokens.
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,10 +24,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from ...compat.trl import images_by_row, rows_of_images
-from ...prefix_sharing.batch import PER_IMAGE
 from ...prefix_sharing.facts import position_limit
-from ...prefix_sharing.image_keys import fingerprints
 from ...prefix_sharing.recurrent.kinds import continues_from_states, recurrent_layers
 
 logger = get_logger(__name__)
@@ -86,76 +79,27 @@ def fill_layer(layer, states: States, length: int) -> None:
             layer.cumulative_length = length
 
 
-class PromptImages:
-    """The images of a batch's prompts: a key of each image, and the arguments of the model for some of them.
-
-    Classes that pad each prompt to as many images as any prompt has (Idefics, SmolVLM) have one key per prompt. If
-    such a prompt gets another image, its key changes, and the prompt is prefilled whole.
-
-    Attributes:
-        keys: keys of each prompt's images, in their order.
-    """
-
-    def __init__(self, vision: dict[str, Any]):
-        counts = list(vision["num_images"])
-        self._tensors = {name: vision[name] for name in PER_IMAGE if vision.get(name) is not None}
-        one_by_one = {**self._tensors, "num_images": [1] * sum(counts)}
-        self.is_per_prompt = isinstance(images_by_row(one_by_one)["pixel_values"], torch.Tensor)
-        if self.is_per_prompt:
-            self._tensors["num_images"] = [1] * len(counts)
-            self._images = [[row] if count else [] for row, count in enumerate(counts)]
-        else:
-            self._tensors["num_images"] = [1] * sum(counts)
-            self._images = [[*range(end - n, end)] for n, end in zip(counts, accumulate(counts), strict=True)]
-        keys = fingerprints(self._tensors)[:, 0].tolist()
-        self.keys = [tuple(keys[image] for image in images) for images in self._images]
-
-    def unseen(self, rows: list[int], seen: list[int]) -> dict[str, torch.Tensor]:
-        """The model's arguments for the images of prompts `rows`, without the first `seen` images of each."""
-        pairs = zip(rows, seen, strict=True)
-        images = [image for row, count in pairs if self.keys[row] for image in self._images[row][count:]]
-        if not images:
-            return {}
-        if self.is_per_prompt:
-            logger.warning_once(
-                "rollouts: this model's pixels are padded to the prompt with most images, so a turn with a new image "
-                "is prefilled whole"
-            )
-        return self._arguments(images)
-
-    def of_one_prompt(self) -> dict[str, torch.Tensor]:
-        """The model's arguments for all images of the first prompt that has some."""
-        row = next(row for row, keys in enumerate(self.keys) if keys)
-        return self._arguments(self._images[row])
-
-    def _arguments(self, images: list[int]) -> dict[str, torch.Tensor]:
-        return {name: x for name, x in rows_of_images(self._tensors, images).items() if name != "num_images"}
-
-
 @dataclass
 class KeptRow:
-    """The tokens `ids` of a row, keys of the images among them, and each layer's tensors for them.
+    """The tokens `ids` of a row, and each layer's tensors for them.
 
     Keys and values are `(H_kv, L, D)`, without padding; recurrent states are as the layer holds them.
     """
 
     ids: list[int]
     layers: list[States]
-    images: tuple[int, ...] = ()
 
     def __post_init__(self):
         self.bytes = sum(state.nbytes for states in self.layers for state in states.values())
-        # A sliding layer that has dropped its first tokens cannot go back, and no row may go back into an image.
-        self.may_go_back = not self.images and all(
+        # A sliding layer that has dropped its first tokens cannot go back.
+        self.may_go_back = all(
             name in ("keys", "values") and state.shape[-2] == len(self.ids)
             for states in self.layers
             for name, state in states.items()
         )
 
-    def usable(self, ids: list[int], images: tuple[int, ...] = ()) -> int:
+    def usable(self, ids: list[int]) -> int:
         """The number of a prompt's tokens that this row serves; the last token always runs, for its logits."""
-        if images[: len(self.images)] != self.images:
-            return 0
         common = min(len(self.ids), len(ids) - 1)
         if ids[:common] != self.ids[:common]:
             differs = np.array(ids[:common]) != np.array(self.ids[:common])
@@ -212,17 +156,11 @@ class KeptTurns:
         self._rows = []
         self.bytes = 0
 
-    def plan_prefill(
-        self, prompts: list[list[int]], images: list[tuple[int, ...]] | None = None
-    ) -> list[Continuation]:
-        """The parts in which `prompts` are prefilled; kept rows that serve no prompt are freed.
-
-        `images`: keys of each prompt's images.
-        """
+    def plan_prefill(self, prompts: list[list[int]]) -> list[Continuation]:
+        """The parts in which `prompts` are prefilled; kept rows that serve no prompt are freed."""
         kept = sorted(self._rows, key=lambda row: row.ids)
         self.clear()
-        images = [()] * len(prompts) if images is None else images
-        served = [self._serving(kept, ids, of_row) for ids, of_row in zip(prompts, images, strict=True)]
+        served = [self._serving(kept, ids) for ids in prompts]
         new = [len(ids) - length for ids, (_, length) in zip(prompts, served, strict=True)]
         may_go_back = [keeper is None or keeper.may_go_back for keeper, _ in served]
 
@@ -242,23 +180,18 @@ class KeptTurns:
         return parts
 
     @staticmethod
-    def _serving(kept: list[KeptRow], ids: list[int], images: tuple[int, ...]) -> tuple[KeptRow | None, int]:
+    def _serving(kept: list[KeptRow], ids: list[int]) -> tuple[KeptRow | None, int]:
         """The kept row that serves most tokens of a prompt, and their number; `kept` is sorted by tokens."""
-
-        def usable(row: KeptRow) -> int:
-            return row.usable(ids, images)
-
         after = bisect_right(kept, ids, key=lambda row: row.ids)
         # In this order the neighbours of a prompt share the longest beginning with the prompt. If the prompt continues
         # any row, the longest such row is the neighbour before it. If the prompt continues none, a neighbour that
-        # cannot go back may hide a shorter row that serves, so all rows are searched. All rows are searched for a
-        # prompt with images, too, since several rows may have its tokens, and other images.
+        # cannot go back may hide a shorter row that serves, so all rows are searched.
         near = kept[max(0, after - 1) : after + 1]
-        goes_on = after > 0 and usable(near[0]) == len(near[0].ids)
-        if images or (not goes_on and not all(row.may_go_back for row in near)):
+        continues_a_row = after > 0 and near[0].usable(ids) == len(near[0].ids)
+        if not continues_a_row and not all(row.may_go_back for row in near):
             near = kept
-        best = max(near, key=usable, default=None)
-        length = 0 if best is None else usable(best)
+        best = max(near, key=lambda row: row.usable(ids), default=None)
+        length = 0 if best is None else best.usable(ids)
         return (best, length) if length else (None, 0)
 
 

@@ -4,8 +4,6 @@ vLLM loads a LoRA adapter from a folder. Every version gets a name and a folder 
 cache by the adapter's name, so a name that is used twice may answer from the previous policy.
 """
 
-import copy
-import math
 import shutil
 import tempfile
 from dataclasses import MISSING, fields
@@ -13,18 +11,16 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel
-from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.save_and_load import get_peft_model_state_dict
 from safetensors.torch import save_file
 
-from ...compat.fsdp import plain_name
 from ...errors import UserError
 from ...fsdp2_qlora.adapters import gather_adapter
 from ...utils.files import written_whole
 
-# What vLLM's reader of adapters takes from a `LoraConfig`; ranks and scalings by module go through [`as_one_rank`].
-_READ = {"r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern"}
+# What vLLM's reader of adapters takes from a `LoraConfig`.
+_READ = {"r", "lora_alpha", "use_rslora", "target_modules"}
 # Which layers are adapted, how they are trained, and the source of files. The products of `lora_A` and
 # `lora_B` are the same with it.
 _CHANGES_NO_PRODUCT = {
@@ -39,6 +35,8 @@ _WHY = {
     "use_dora": "adds a magnitude; use use_dora=False",
     "modules_to_save": "are trained whole",
     "bias": "trains biases; use bias='none'",
+    "rank_pattern": "has ranks by module, and vLLM takes one rank of all; leave it out",
+    "alpha_pattern": "has scalings by module, and vLLM takes one of all; leave it out",
     "target_parameters": "are adapters of whole parameters, as PEFT makes of `all-linear` on a mixture of experts; "
     "name linear layers: target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']",
     "init_lora_weights": "moves part of the base into the adapter, and vLLM serves the whole base next to it; use "
@@ -52,6 +50,11 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's `max_lora_rank` c
 
 class RolloutError(UserError):
     """Completions could not be drawn from the policy; the message names the change to make."""
+
+
+def cannot_share(reason: str) -> RolloutError:
+    """The error of a run that asks for one base and cannot have it."""
+    return RolloutError(f"vllm_share_base: true cannot be: {reason}, or leave vllm_share_base out")
 
 
 def served_rank(config: LoraConfig) -> int:
@@ -82,10 +85,9 @@ def served_rank(config: LoraConfig) -> int:
             f"vLLM cannot serve this adapter by itself: target_modules={config.target_modules} has the LM head or the "
             "embeddings, for which vLLM's LoRA differs from PEFT's"
         )
-    rank = max([config.r, *(config.rank_pattern or {}).values()])
-    if rank > _RANKS[-1]:
-        raise RolloutError(f"vLLM cannot serve this adapter by itself: its rank {rank} is above {_RANKS[-1]}")
-    return next(served for served in _RANKS if served >= rank)
+    if config.r > _RANKS[-1]:
+        raise RolloutError(f"vLLM cannot serve this adapter by itself: its rank {config.r} is above {_RANKS[-1]}")
+    return next(served for served in _RANKS if served >= config.r)
 
 
 def check_trained(model: PeftModel) -> None:
@@ -124,43 +126,6 @@ def adapter_weights(model: PeftModel) -> dict[str, torch.Tensor]:
         model, state_dict=gathered, adapter_name=model.active_adapters[0], save_embedding_layers=False
     )
     return {name: tensor.contiguous() for name, tensor in weights.items()}
-
-
-def as_one_rank(model: PeftModel, weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], LoraConfig]:
-    """An adapter as vLLM reads one, with one rank and one scaling for all modules: its weights, and its config.
-
-    If every module has the config's rank and scaling, both are returned as they are. Otherwise lora_A and lora_B get
-    zeros up to the largest rank, and lora_B its module's own scaling, so their products stay what they are.
-
-    Args:
-        model: the policy, whose layers hold the scaling with which they multiply.
-        weights: [`adapter_weights`] of it.
-    """
-    adapter = model.active_adapters[0]
-    config = model.peft_config[adapter]
-    scalings = {
-        plain_name(name): layer.scaling[adapter]
-        for name, layer in model.named_modules()
-        if isinstance(layer, LoraLayer) and adapter in layer.scaling
-    }
-    ranks = {name.removesuffix(_DOWN): len(tensor) for name, tensor in weights.items() if name.endswith(_DOWN)}
-    read = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
-    if all(rank == config.r and scalings[name] == read for name, rank in ranks.items()):
-        return weights, config
-    largest = max(ranks.values())
-    even = {}
-    for name, rank in ranks.items():
-        down = weights[name + _DOWN]
-        up = weights[name + _UP]
-        scaled = (up.float() * scalings[name]).to(up.dtype)
-        even[name + _DOWN] = torch.nn.functional.pad(down, (0, 0, 0, largest - rank))
-        even[name + _UP] = torch.nn.functional.pad(scaled, (0, largest - rank))
-    config = copy.copy(config)
-    config.r = config.lora_alpha = largest
-    config.use_rslora = False
-    config.rank_pattern = {}
-    config.alpha_pattern = {}
-    return even, config
 
 
 class AdapterVersions:

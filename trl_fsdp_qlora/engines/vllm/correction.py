@@ -57,28 +57,6 @@ def importance_weights(
     return weights.masked_fill((weights < low) | (weights > high), 0.0)
 
 
-def completion_weights(
-    policy_B: torch.Tensor, sampled: list[list[list[float | None]]], mask_BC: torch.Tensor, args: Any
-) -> torch.Tensor:
-    """[`importance_weights`] of whole completions, `(B,)`, if only their log-probabilities' sums are known.
-
-    A completion of which the engine left out the log-probability of a token has the weight 1.
-
-    Args:
-        policy_B: the trainer's sums over unmasked tokens.
-        sampled: the engine's, by completion and token, the drawn token's first.
-        mask_BC: completion tokens.
-        args: with a mode of sequences.
-    """
-    sampled_BC = torch.zeros(mask_BC.shape, device=mask_BC.device)
-    for row, of_tokens in enumerate(sampled):
-        values = [math.nan if of_token[0] is None else of_token[0] for of_token in of_tokens]
-        sampled_BC[row, : len(values)] = torch.tensor(values)
-    sampled_B = torch.where(mask_BC.bool(), sampled_BC, 0.0).sum(1)
-    one_column = torch.ones_like(sampled_B)[:, None]
-    return importance_weights(policy_B[:, None], sampled_B[:, None], one_column, args)[:, 0]
-
-
 # --- does vLLM hold the model that is trained? -----------------------------------------------------------------------
 
 # Mean |engine - trainer| in nats. Of SmolLM2-135M's own samples: bf16 0.04, fp8 weights 0.14, fp8 activations too 0.19

@@ -30,7 +30,7 @@ from .adapter_sync import (
     AdapterVersions,
     RolloutError,
     adapter_weights,
-    as_one_rank,
+    cannot_share,
     check_trained,
     served_rank,
 )
@@ -237,18 +237,14 @@ class AdapterEngine(VLLMGeneration):
             "max_lora_rank": self.max_lora_rank,
             "max_loras": 1,
         }
-        lora_layers = nullcontext()
         if on_cpu:
-            from .lora_on_cpu import one_adapter
-
-            lora_layers = one_adapter()
             # Completions of a prompt share its full blocks. On CPUs a block is 128 tokens, longer than many prompts;
             # 32 is the smallest that vLLM's CPU kernels are made for.
             options["block_size"] = 32
         sharing = nullcontext((None, {}))
         if self.own_base is None:
             sharing = self.one_base().sharing(self.model)
-        with lora_layers, sharing as (self.shared_base, share):
+        with sharing as (self.shared_base, share):
             llm = LLM(**{**options, **self.engine_kwargs, **share})
         skip_destroyed_groups(llm)
         self.llm = _Serving(llm)
@@ -265,7 +261,8 @@ class AdapterEngine(VLLMGeneration):
         version = self.version + 1
         folder = None
         if self.accelerator.is_main_process:
-            folder = str(self.versions.publish(version, *as_one_rank(self.model, weights)))
+            peft_config = self.model.peft_config[self.model.active_adapters[0]]
+            folder = str(self.versions.publish(version, weights, peft_config))
         folder = broadcast_object_list([folder], from_process=0)[0]
         self._load(version, folder)
         self.version = version
@@ -347,9 +344,9 @@ def start_engine(
     base = model.name_or_path
     packed = has_packed_base(model)
     if own_base is None:
-        own_base = why_not_shared(args, model, accelerator, one_base)
-        if own_base is not None and args.vllm_share_base == "on":
-            raise RolloutError(f"vllm_share_base: true cannot be: {own_base}, or leave vllm_share_base out")
+        reason = why_not_shared(args, model, accelerator, one_base)
+        if reason is not None:
+            raise cannot_share(reason)
     if packed and mode == "colocate":
         dtype = trainer_dtype(model, accelerator)
         cache = cache_folder() / "dequantized"

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
-from trl import RLOOConfig
 
 from ...compat.deepspeed import zero_stage
 from ...compat.trl import WEIGHS_AS_1_16
 from ...compat.vllm import trl_starts
 from ...fsdp2_qlora.launch_checks import is_fsdp_launch
 from ...utils.ranks import on_main
-from .adapter_sync import RolloutError, check_trained, served_rank
+from .adapter_sync import RolloutError, cannot_share, check_trained, served_rank
 from .drawn_dtype import engine_options, other_dtype
 
 # If a completion is longer than this, a factor exp(Σ of the tokens' differences) leaves every clip.
@@ -23,7 +22,6 @@ LONG_COMPLETION = 512
 # Full fine-tuning's learning rates teach an adapter almost nothing; LoRA wants ten to a hundred times as much.
 LOW_ADAPTER_RATE = 5e-6
 _ASKED_FOR = "asked for"
-_ONE_DEVICE = "one unquantized device: merged weights decode faster than LoRA kernels"
 
 
 class Sync(NamedTuple):
@@ -111,11 +109,11 @@ def choose_sync(
         return Sync("adapter", "the engine is a server" + ("" if ask else " (if it was started to take them)"))
     if not place.on_gpu:
         return Sync("adapter", "pushing whole weights does not work without a GPU")
-    return Sync("merge", _ONE_DEVICE)
+    return Sync("merge", "one unquantized device: merged weights decode faster than LoRA kernels")
 
 
 def why_own_base(args: Any, sync: Sync, quantization: Any, model: Any, place: Place | None = None) -> str | None:
-    """Why engine and trainer each hold a copy of the base; `None` if no reason is known before loading.
+    """Why engine and trainer each hold a copy of the base; `None` if they share one, by what is known before loading.
 
     Args:
         args, sync, place: see [`choose_sync`].
@@ -125,39 +123,36 @@ def why_own_base(args: Any, sync: Sync, quantization: Any, model: Any, place: Pl
     Raises:
         RolloutError: sharing was asked for and cannot be; the message names the line to change.
     """
+    if args.vllm_share_base == "off":
+        return "vllm_share_base is off"
     held = str((args.model_init_kwargs or {}).get("dtype", "float32")).removeprefix("torch.")  # TRL's default
     of_autocast = "float16" if args.fp16 else "bfloat16" if args.bf16 else held
     drawn = str((args.vllm_engine_kwargs or {}).get("dtype", of_autocast)).removeprefix("torch.")
     place = place or this_place(args)
     other_weights = {"load_format", "quantization", "model"}.intersection(args.vllm_engine_kwargs or ())
     field = quantization.get if isinstance(quantization, dict) else partial(getattr, quantization)
-    in_4_bits = field("load_in_4bit", False)
-    in_16_bits = quantization is None
+    is_dense = quantization is None
     # The reason why something cannot be sent alone names the line to change.
-    could_be_sent = sync.reason in (_ASKED_FOR, _ONE_DEVICE)
-    merged = "; set rollout_sync: adapter" if could_be_sent else f" ({sync.reason})"
+    merged = "; set rollout_sync: adapter" if sync.reason == _ASKED_FOR else f" ({sync.reason})"
     reasons = (
-        (sync.mode == "off", "use_vllm is off"),
         (args.vllm_mode == "server", "the engine is a server; set vllm_mode: colocate"),
         (sync.mode == "merge", f"vLLM gets all weights, those of an adapter merged{merged}"),
-        (not (in_4_bits or in_16_bits), "the base is quantized in another way than bitsandbytes' 4 bits"),
+        (
+            not is_dense and not field("load_in_4bit", False),
+            "the base is quantized in another way than bitsandbytes' 4 bits",
+        ),
         (place.is_sharded, "each rank has a part of the base; DDP shares it"),
         (args.vllm_tensor_parallel_size > 1, "each engine has a part of the base; set vllm_tensor_parallel_size: 1"),
         (other_weights, f"vllm_engine_kwargs has {min(other_weights, default='')}, so vLLM holds other weights"),
         (
-            in_16_bits and isinstance(model, str) and held not in ("auto", "None", drawn),
+            is_dense and isinstance(model, str) and held not in ("auto", "None", drawn),
             other_dtype(held, drawn),
         ),
     )
     reason = next((text for holds, text in reasons if holds), None)
-    if args.vllm_share_base == "on" and reason is not None:
-        raise RolloutError(f"vllm_share_base: true cannot be: {reason}, or leave vllm_share_base out")
-    if args.vllm_share_base == "auto" and reason is None and not place.on_gpu:
-        return "vLLM repacks weights for its kernels on CPUs"
-    if args.vllm_share_base == "auto" and reason is None and in_4_bits:
-        # Decoding many rows dequantizes in every step, which was never measured on a GPU.
-        return "its base is in 4 bits; vllm_share_base: true shares it, decoding by the packed weights"
-    return "vllm_share_base is off" if args.vllm_share_base == "off" else reason
+    if reason is not None:
+        raise cannot_share(reason)
+    return None
 
 
 def trl_starts_engine(
@@ -200,18 +195,16 @@ def warnings_for(args: Any, sync: Sync) -> list[str]:
     if sync.mode == "off":
         return []
     warnings = []
-    # TRL's RLOO has no importance weights; here it has them, of whole completions, for what is drawn ahead.
-    is_rloo = isinstance(args, RLOOConfig)
-    corrects = args.vllm_importance_sampling_correction and (args.rollouts_ahead > 0 or not is_rloo)
-    mode = args.vllm_importance_sampling_mode
+    settings = vars(args)
+    corrects = settings.get("vllm_importance_sampling_correction", False)  # TRL's RLOO has no importance weights
+    mode = settings.get("vllm_importance_sampling_mode", "")
     longest = args.max_completion_length or 0
     if corrects and mode.startswith("sequence") and longest > LONG_COMPLETION:
-        advice = "look at sampling/importance_sampling_ratio/mean" if is_rloo else "consider token_truncate"
         warnings.append(
             f"vllm_importance_sampling_mode={mode!r} with completions of up to {longest} tokens: the weight is "
-            f"exp(sum of all differences), which long completions push out of any clip; {advice}"
+            "exp(sum of all differences), which long completions push out of any clip; consider token_truncate"
         )
-    if args.rollouts_ahead and not corrects:
+    if settings.get("rollouts_ahead") and not corrects:
         warnings.append(
             "rollouts_ahead=1 without vllm_importance_sampling_correction: completions come from the policy of one "
             "generation ago, and nothing corrects for it. Set vllm_importance_sampling_correction: true"

@@ -5,7 +5,8 @@ the teacher. Here it returns hidden states, `(B, C, H)`. The logits of both mode
 long as TRL's own functions compute its loss and autograd its gradients by the hidden states and the head
 (`sum_over_tiles.py`). Nothing is projected twice.
 
-The rest of TRL's methods is unchanged: teachers, masks, prompts, generation, metrics.
+The rest of TRL's methods is unchanged: teachers, masks, prompts, generation, metrics, and old log-probabilities, for
+which TRL makes whole logits without a gradient if a generation batch serves several optimizer steps.
 
 Suffixes of shapes: B rows, C completion columns, N tokens of the loss, T those of a tile, H hidden size, V vocabulary.
 """
@@ -132,31 +133,6 @@ class _LossInTiles:
             loss, loss_N = SumOverTiles.apply(loss_of_tile, tiles, weight_N, student_NH, *trained)
         return loss, loss_N.sum() / max(len(loss_N), 1)
 
-    def _compute_rollout_logps(self, prompt_ids, prompt_mask, completion_ids, completion_mask):
-        """Old log-probabilities of completions, `(B, C)`; as in TRL `None` if the first loss computes the same."""
-        uses = self.args.steps_per_generation * self.num_iterations
-        if self.args.gradient_accumulation_steps % uses == 0:
-            return None
-        if self._whole_logits_reason is not None:
-            return super()._compute_rollout_logps(prompt_ids, prompt_mask, completion_ids, completion_mask)
-        ids = torch.cat([prompt_ids, completion_ids], dim=1)
-        mask = torch.cat([prompt_mask, completion_mask], dim=1)
-        student = self.accelerator.unwrap_model(self.model)
-        with torch.no_grad(), self.accelerator.autocast():
-            return ForwardRedirection()(self.model, student, self._log_probs, student, ids, mask, completion_ids)
-
-    def _log_probs(self, student, input_ids, attention_mask, completion_ids) -> torch.Tensor:
-        """Log-probabilities of completions, `(B, C)`, rounded as [`_loss_of_tokens`] rounds the new ones."""
-        hidden_BCH = _hidden_states(student, input_ids, attention_mask, completion_ids.shape[1])
-        head = head_by_weight(student, self.temperature)
-        device = head.weight_VH.device
-        hidden_NH, ids_N = (x.to(device).flatten(0, 1) for x in (hidden_BCH, completion_ids))
-        log_probs = [
-            selective_log_softmax(head.logits(hidden_NH[tile]).unsqueeze(0), ids_N[tile].unsqueeze(0))
-            for tile in tiles_of(len(hidden_NH), len(head.weight_VH), device.type != "cpu")
-        ]
-        return torch.cat(log_probs, dim=1).view_as(completion_ids).to(completion_ids.device)
-
     def _loss_of_tokens(
         self, student_TV: torch.Tensor, teacher_TV: torch.Tensor, ids_T: torch.Tensor, old_T: torch.Tensor | None
     ) -> torch.Tensor:
@@ -222,5 +198,5 @@ def _hidden_states(
     arguments = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
     sharing = vars(base).get(ATTRIBUTE)
     if sharing is not None and sharing.wrapped_backbone.is_on:
-        arguments = with_options(arguments, kept=logits_to_keep + 1)
+        arguments = with_options(arguments, last_columns=logits_to_keep + 1)
     return base.base_model(**arguments).last_hidden_state[:, -logits_to_keep - 1 : -1]

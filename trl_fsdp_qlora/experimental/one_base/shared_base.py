@@ -12,12 +12,10 @@ determine which rows of which of its layers they are. The layer then multiplies 
 function that the trainer multiplies with. This module imports vLLM, so only the code that starts an engine imports it.
 """
 
-import logging
 import re
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from itertools import groupby
 from unittest.mock import patch
 
@@ -29,32 +27,17 @@ from transformers.core_model_loading import revert_weight_conversion
 from vllm.config import LoadConfig
 from vllm.model_executor import model_loader
 from vllm.model_executor.layers import utils as linears
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from ...engines.vllm.adapter_sync import RolloutError
+from ...engines.vllm.adapter_sync import RolloutError, cannot_share
 from ...engines.vllm.dequantized_base import dense_weights, has_packed_base, is_of_adapter_or_state
 
-logger = logging.getLogger(__name__)
-
-# The layers whose weights are shared. On GPUs vLLM leaves the weights of the first two as they were loaded, and those
-# of experts for its Triton kernels. FlashInfer's kernels, which vLLM takes on Blackwell, reorder them in place.
+# The layers whose weights are shared: on GPUs vLLM leaves these weights as they were loaded.
 _METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-_LEAVE_EXPERTS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.CPU)
 _dispatch_on_cpu = linears.dispatch_cpu_unquantized_gemm
-_prepare_experts_on_cpu = CPUUnquantizedExperts.process_weights_after_loading
-_ACTIVATIONS = {
-    MoEActivation.SILU: nn.functional.silu,
-    MoEActivation.GELU: nn.functional.gelu,
-    MoEActivation.GELU_TANH: partial(nn.functional.gelu, approximate="tanh"),
-}
-_OTHER_LOADING = "vLLM's loading differs from what is known"
 # Integers that are added up before their place counts.
 _PER_PIECE = 32
 # Inputs of a convolution in a recurrent layer at most, which vLLM writes as a linear layer.
@@ -79,7 +62,6 @@ class SharedBase:
         self.packed: dict[str, nn.Module] = {}
         self.dense: dict[str, Callable[[], torch.Tensor]] = {}
         self._without_data: dict[int, tuple[str, torch.Tensor]] = {}
-        self._of_layer: list[str] = []
         self._sums: torch.Tensor | None = None
         if has_packed_base(self.base):
             self._find_packed()
@@ -92,7 +74,7 @@ class SharedBase:
 
         keep_plain_kernel(self.base)
         self.dense = {_plain(name): dense for name, dense in dense_weights(self.base).items()}
-        self.own = dict.fromkeys(self.dense, "vLLM multiplies by experts that are not in 4 bits")
+        self.own = dict.fromkeys(self.dense, "experts are not shared")
         for name, layer in quantized_layers(self.base).items():
             name = _plain(f"{name}.weight")
             reason = why_not_readable(layer)
@@ -157,7 +139,6 @@ class SharedBase:
         for _, layer in groupby(tensors.items(), lambda item: re.match(r"(.*?\.\d+\.)?", item[0])[0]):
             # The data of each layer is read only when vLLM loads it, so that nothing holds freed data.
             layer = dict(layer)
-            self._of_layer = list(layer)
             yield revert_weight_conversion(
                 self.base, {name: self._data(name, tensor) for name, tensor in layer.items()}
             )
@@ -204,18 +185,6 @@ class SharedBase:
                 parameter.data = rows
                 self.parameters[name] = parameter
 
-    def take_whole(self, target: torch.Tensor) -> None:
-        """Make a parameter of the layer that [`layers`] returned last `target`, if both are equal bit for bit.
-
-        Of experts: a checkpoint has a tensor for each, and the trainer and vLLM each have all in one parameter.
-        """
-        frozen = self._frozen()
-        for name in self._of_layer:
-            if name not in self.parameters and name in frozen and _is_copy(target, frozen[name].data):
-                frozen[name].data = target
-                self.parameters[name] = frozen[name]
-                return
-
     def settle(self, engine_model: nn.Module) -> None:
         """Forget weights that vLLM no longer reads, because it prepared others for its kernels, and name the rest."""
         read = {parameter.untyped_storage().data_ptr() for parameter in engine_model.parameters()}
@@ -227,17 +196,14 @@ class SharedBase:
         self.check()
         for name, parameter in self._frozen().items():
             if name not in self.parameters and name not in self.own:
-                self.own[name] = "too small to pay" if parameter.dim() < 2 else "vLLM stores it in another way"
+                self.own[name] = _why_own(name, parameter)
 
-    def give_up(self, reason: str) -> None:
-        """Give the trainer copies of its own again."""
-        for name, parameter in self.parameters.items():
-            if name not in self.packed:
-                parameter.data = parameter.data.clone()
-        self.parameters.clear()
-        self.packed.clear()
-        self.own = dict.fromkeys(self._frozen(), reason)
-        self._sums = None
+
+def _why_own(name: str, parameter: nn.Parameter) -> str:
+    """Why the trainer and vLLM each hold a parameter that vLLM loaded without a part of ours."""
+    if ".experts." in name:
+        return "experts are not shared"
+    return "too small to pay" if parameter.dim() < 2 else "vLLM stores it in another way"
 
 
 def _plain(name: str) -> str:
@@ -280,13 +246,7 @@ def _is_copy(tensor: torch.Tensor, of: torch.Tensor) -> bool:
     alike = tensor.dtype == of.dtype and tensor.device == of.device and tensor.shape == of.shape
     if not alike or tensor.is_inference() or not (tensor.is_contiguous() and of.is_contiguous()):
         return False
-    # A comparison on a GPU takes a byte for each number: of all experts at once that would be many.
-    return all(torch.equal(_bits(row), _bits(row_of)) for row, row_of in zip(_parts(tensor), _parts(of), strict=True))
-
-
-def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The experts of a stack of them; any other tensor as it is."""
-    return tensor.unbind() if tensor.dim() == 3 else (tensor,)
+    return torch.equal(_bits(tensor), _bits(of))
 
 
 class _WithoutMemory(TorchFunctionMode):
@@ -316,29 +276,6 @@ def _plain_product(layer: nn.Module, remove_weight: bool) -> None:
         _dispatch_on_cpu(layer, remove_weight)
 
 
-def _plain_experts(experts: CPUUnquantizedExperts, layer: nn.Module) -> None:
-    """As [`_plain_product`], for the experts of a mixture."""
-    activate = _ACTIVATIONS.get(layer.activation)
-    if activate is None:
-        _prepare_experts_on_cpu(experts, layer)
-        return
-
-    def apply(
-        output, hidden_states, w1, w2, topk_weights, topk_ids, *, apply_router_weight_on_input, **other_kernels
-    ) -> None:
-        output.zero_()
-        biases = [[None] * len(w1) if bias is None else bias for bias in (experts.w1_bias, experts.w2_bias)]
-        for i in topk_ids.unique().tolist():
-            tokens, places = torch.where(topk_ids == i)
-            gate, up = nn.functional.linear(hidden_states[tokens], w1[i], biases[0][i]).chunk(2, dim=-1)
-            out = nn.functional.linear(activate(gate) * up, w2[i], biases[1][i])
-            if not apply_router_weight_on_input:
-                out = out * topk_weights[tokens, places, None]
-            output.index_add_(0, tokens, out.to(output.dtype))
-
-    experts.apply = apply
-
-
 class _Loader(BaseModelLoader):
     """Fills a vLLM model with the weights of a trainer's base."""
 
@@ -348,10 +285,12 @@ class _Loader(BaseModelLoader):
         """There is nothing to download."""
 
     def load_model(self, *args, **kwargs) -> nn.Module:
-        of_linears = patch.object(linears, "dispatch_cpu_unquantized_gemm", _plain_product)
-        of_experts = patch.object(CPUUnquantizedExperts, "process_weights_after_loading", _plain_experts)
-        with of_linears, of_experts:
-            model = super().load_model(*args, **kwargs)
+        try:
+            with patch.object(linears, "dispatch_cpu_unquantized_gemm", _plain_product):
+                model = super().load_model(*args, **kwargs)
+        except Exception as error:  # such as of a class that writes into a weight before it is loaded
+            reason = f"vLLM loads this model in another way than is known ({type(error).__name__}: {error})"
+            raise cannot_share(reason) from error
         self.shared.check()  # what prepares weights for kernels may have written in place
         self.shared.settle(model)
         return model
@@ -366,30 +305,11 @@ class _Loader(BaseModelLoader):
 
             return create_weights
 
-        create_experts = UnquantizedFusedMoEMethod.create_weights
-
-        def create_experts_without_memory(method, *args, **kwargs):
-            with _WithoutMemory() if method.unquantized_backend in _LEAVE_EXPERTS else nullcontext():
-                create_experts(method, *args, **kwargs)
-
         linear, embedding = (patch.object(of, "create_weights", without_memory(of.create_weights)) for of in _METHODS)
-        experts = patch.object(UnquantizedFusedMoEMethod, "create_weights", create_experts_without_memory)
-        compilation = vllm_config.compilation_config
-        layers = dict(compilation.static_forward_context)
-        mixtures = list(compilation.static_all_moe_layers)
-        try:
-            with linear, embedding, experts:
-                model = super().create_model(vllm_config, *args, **kwargs)
-            _refuse_views(model)
-            return model
-        except Exception as error:  # a class that writes into a weight, or keeps a view of it, before it is loaded
-            logger.warning(f"vLLM loads a copy of the base of its own ({type(error).__name__}: {error})")
-            self.shared.give_up(_OTHER_LOADING)
-            # vLLM takes a layer of this name that was created before for another one.
-            compilation.static_forward_context.clear()
-            compilation.static_forward_context.update(layers)
-            compilation.static_all_moe_layers[:] = mixtures
-            return super().create_model(vllm_config, *args, **kwargs)
+        with linear, embedding:
+            model = super().create_model(vllm_config, *args, **kwargs)
+        _refuse_views(model)
+        return model
 
     def load_weights(self, model: nn.Module, model_config) -> None:
         shared = self.shared
@@ -402,8 +322,6 @@ class _Loader(BaseModelLoader):
         parts: dict[nn.Parameter, list[torch.Tensor]] = {}
         packed_parts: dict[nn.Parameter, list[tuple[str, tuple, dict]]] = {}
         products: dict[nn.Parameter, LinearMethodBase] = {}
-        stacks: list[nn.Parameter] = []  # of a layer's experts
-        vllms_own = DefaultModelLoader(LoadConfig())
 
         def allocate(parameter: nn.Parameter) -> None:
             if parameter in waiting:
@@ -425,15 +343,6 @@ class _Loader(BaseModelLoader):
 
             return weight_loader
 
-        def watched_stack(stack: nn.Parameter, load: Callable) -> Callable:
-            def weight_loader(*args, **kwargs):
-                if stack in waiting:
-                    allocate(stack)
-                    stacks.append(stack)
-                return load(*args, **kwargs)
-
-            return weight_loader
-
         def place_packed(parameter: nn.Parameter) -> None:
             load = loaders[parameter]
             product = None
@@ -450,44 +359,28 @@ class _Loader(BaseModelLoader):
                 load(parameter, dense, *args, **kwargs)
 
         loaders = {parameter: parameter.weight_loader for parameter in waiting}
-        try:
-            for parameter, load in loaders.items():
-                is_stack = parameter.dim() == 3
-                parameter.weight_loader = watched_stack(parameter, load) if is_stack else watched(load)
-            loaded = set()
-            for layer in shared.layers():
-                loaded |= model.load_weights(layer.items())
-                for parameter in packed_parts:
-                    place_packed(parameter)
-                for parameter in parts:
-                    shared.take_rows(parts[parameter], parameter.data)
-                for stack in stacks:
-                    shared.take_whole(stack.data)
-                # The trainer's former memory is freed now, on a GPU also for vLLM's own pool.
-                for held in (layer, parts, packed_parts, stacks):
-                    held.clear()
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
-            vllms_own.track_weights_loading(model, loaded)  # raises if vLLM misses a weight
-            missing = waiting - products.keys()
-            if missing:
-                raise ValueError(f"the trainer has no weights for {len(missing)} of vLLM's parameters")
-            shared.check()
-            for parameter, product in products.items():
-                linear_layers[parameter].quant_method = product
-                parameter.data = parameter.data.new_empty(0)
-        except Exception as error:
-            logger.warning(f"vLLM loads a copy of the base of its own ({type(error).__name__}: {error})")
-            shared.give_up(_OTHER_LOADING)
-            for parameter in list(waiting):
-                allocate(parameter)
-            for parameter, load in loaders.items():
-                parameter.weight_loader = load
-            if shared.dense:  # the checkpoint has other numbers
-                for layer in shared.layers():
-                    model.load_weights(layer.items())
-            else:
-                vllms_own.load_weights(model, model_config)
+        for parameter, load in loaders.items():
+            parameter.weight_loader = watched(load)
+        loaded = set()
+        for layer in shared.layers():
+            loaded |= model.load_weights(layer.items())
+            for parameter in packed_parts:
+                place_packed(parameter)
+            for parameter in parts:
+                shared.take_rows(parts[parameter], parameter.data)
+            # The trainer's former memory is freed now, on a GPU also for vLLM's own pool.
+            for held in (layer, parts, packed_parts):
+                held.clear()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        DefaultModelLoader(LoadConfig()).track_weights_loading(model, loaded)  # raises if vLLM misses a weight
+        missing = waiting - products.keys()
+        if missing:
+            raise ValueError(f"the trainer has no weights for {len(missing)} of vLLM's parameters")
+        shared.check()
+        for parameter, product in products.items():
+            linear_layers[parameter].quant_method = product
+            parameter.data = parameter.data.new_empty(0)
         for parameter, load in loaders.items():
             parameter.weight_loader = load
 

@@ -157,7 +157,6 @@ class RolloutsAhead:
 
     Attributes:
         batch: on rank 0, the batch in flight, or the one that has come and waits for its turn.
-        logprobs: of this rank's part of the batch that was handed out last, by completion and token.
     """
 
     def __init__(
@@ -173,7 +172,6 @@ class RolloutsAhead:
         self.clock = clock
         self.upcoming = upcoming
         self.batch: Batch | None = None
-        self.logprobs: list[list[list[float | None]]] | None = None
         self._step = step
         self._is_training = is_training
         self._add_metrics = add_metrics
@@ -201,7 +199,6 @@ class RolloutsAhead:
         taking = _Client(self, takes=True)
         with self._client_is(taking):
             answer = self._stock_generate(prompts, images, num_generations, profiler)
-        self.logprobs = answer[2]
         metrics = on_main(taking.metrics)
         upcoming = self.upcoming()
         if upcoming is not None:

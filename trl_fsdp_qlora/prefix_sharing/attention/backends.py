@@ -7,9 +7,6 @@ A backend is a file of this room with
 - `refuses(call)`: the reason why it cannot compute a call exactly, or `None`;
 - `attend(call)`: the output `(1, T, H, D_v)`;
 - `kernel(call)`: a name for what computes it.
-
-A dense row ([`forest.Forest`] with `end_T`) is an exception: `tree.py` computes its layers of the types that it knows,
-and no backend is asked.
 """
 
 from types import ModuleType
@@ -17,7 +14,7 @@ from types import ModuleType
 import torch
 
 from ..problems import CannotPack
-from . import cascade, tree, two_part
+from . import cascade, two_part
 from .call import AttentionCall
 
 # "auto" takes the first that does not refuse.
@@ -35,11 +32,6 @@ def compute(call: AttentionCall) -> tuple[str, torch.Tensor, str]:
     Raises:
         CannotPack: no backend can.
     """
-    if call.packed_row.forest.end_T is not None:
-        reason = _unknown(two_part, call)  # which also calls the model's own function
-        if reason is not None:
-            raise CannotPack(reason)
-        return "tree", tree.attend(call), tree.kernel(call)
     names = BACKENDS if call.packed_row.backend == "auto" else (call.packed_row.backend,)
     refusals = []
     for name in names:

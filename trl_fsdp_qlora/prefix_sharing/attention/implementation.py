@@ -11,7 +11,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...compat.transformers import attention_named, is_flash
 from ..problems import CannotPack
-from . import tree
 
 PREFIX = "prefix_sharing_"
 # The model's own implementation, by the name that `layers.install` registered on top of it.
@@ -45,11 +44,6 @@ def implementation_of(model: PreTrainedModel) -> str:
     # ModernBERT's `get_decoder` returns the head, which has no config.
     config = decoder.config if isinstance(decoder, PreTrainedModel) else model.config
     return config._attn_implementation
-
-
-def computes_dense_rows(model: PreTrainedModel, choice: str) -> bool:
-    """Returns whether a model with our implementation computes dense rows (`tree.py`) under a choice of backend."""
-    return choice == "auto" and BASES.get(implementation_of(model)) in tree.BASES
 
 
 @contextlib.contextmanager

@@ -9,4 +9,3 @@ from . import level_by_level
 LAYERS = ("bailing_hybrid.BailingHybridDeltaAttention", "kimi_linear.KimiLinearDeltaAttention")
 LAYER_TYPES = frozenset({"linear_attention"})
 compute = level_by_level.compute
-state_bytes = level_by_level.state_bytes

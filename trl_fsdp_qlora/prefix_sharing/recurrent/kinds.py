@@ -6,10 +6,9 @@ A kind is a file of this room with
 - `LAYER_TYPES`: transformers' names of such layers in a config, under which models look up their masks;
 - `compute(module, tokens, packed_row)`: the layer's output `(1, T, ...)` on a packed row. `tokens` has the arguments
   with one entry per token, `(1, T, ...)`; `module.own_forward` is the layer's own forward. `None` if a layer cannot
-  continue from states for several tokens: then models with it run as in stock TRL;
-- `state_bytes(module, width)`: the bytes of the states that a layer on the meta device keeps of one row.
+  continue from states for several tokens: then models with it run as in stock TRL.
 
-`level_by_level.py` has the last two for layers that keep their states in transformers' cache and continue from them.
+`level_by_level.py` computes layers that keep their states in transformers' cache and continue from them.
 """
 
 import functools
@@ -17,15 +16,12 @@ from types import ModuleType
 
 from torch import nn
 
-from ...compat.signatures import names_in_code
-from . import delta_attention, gated_delta_net, level_by_level, mamba1, mamba2, short_convolution
+from . import delta_attention, gated_delta_net, mamba1, mamba2, short_convolution
 
 KINDS = (delta_attention, gated_delta_net, mamba1, mamba2, short_convolution)
 
 _BY_CLASS = {layer: kind for kind in KINDS for layer in kind.LAYERS}
 LAYER_TYPES = frozenset().union(*(kind.LAYER_TYPES for kind in KINDS))
-# A layer that calls one of these methods of transformers' cache keeps a state, of any kind.
-_KEEPS_A_STATE = {"update_conv_state", "update_recurrent_state"}
 
 
 @functools.cache
@@ -47,11 +43,5 @@ def continues_from_states(layer_class: type) -> bool:
 
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules of `model` that keep a state in transformers' cache, registered or not."""
-    return [module for module in model.modules() if _KEEPS_A_STATE & names_in_code(module.__class__)]
-
-
-def state_bytes(layer: nn.Module, width: int) -> int:
-    """Returns the bytes of the states that a recurrent layer of `width`, on the meta device, keeps of one row."""
-    kind = kind_of(layer.__class__)
-    return level_by_level.state_bytes(layer, width) if kind is None else kind.state_bytes(layer, width)
+    """Returns the modules of `model` that keep a state in transformers' cache, of a registered kind."""
+    return [module for module in model.modules() if kind_of(module.__class__) is not None]

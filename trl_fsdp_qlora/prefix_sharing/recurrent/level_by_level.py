@@ -71,17 +71,6 @@ class StateCache:
         return False
 
 
-def state_bytes(module: nn.Module, width: int) -> int:
-    """Returns the bytes of the states that a recurrent layer of `width` keeps of one row.
-
-    The layer is on the meta device.
-    """
-    dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
-    cache = StateCache()
-    module(torch.empty(1, 8, width, dtype=dtype, device="meta"), **{cache_name(type(module)): cache})
-    return sum(state.nbytes for state in cache.after.values())
-
-
 def compute(module: nn.Module, tokens: dict, packed_row: PackedRow) -> torch.Tensor:
     """Returns the layer's output `(1, T, ...)`; `tokens` are its arguments with one entry per token, `(1, T, ...)`."""
     cache_argument = cache_name(type(module))

@@ -3,8 +3,6 @@
 A segment cannot continue its parent's state, so models with such layers run as in stock TRL.
 """
 
-from . import level_by_level
-
 LAYERS = (
     "falcon_mamba.FalconMambaMixer",
     "jamba.JambaMambaMixer",
@@ -13,4 +11,3 @@ LAYERS = (
 )
 LAYER_TYPES = frozenset({"linear_attention"})
 compute = None
-state_bytes = level_by_level.state_bytes

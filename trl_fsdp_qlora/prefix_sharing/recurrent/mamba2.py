@@ -16,4 +16,3 @@ LAYERS = (
 )
 LAYER_TYPES = frozenset({"linear_attention"})
 compute = level_by_level.compute
-state_bytes = level_by_level.state_bytes

@@ -8,4 +8,3 @@ from . import level_by_level
 LAYERS = ("lfm2.Lfm2ShortConv", "lfm2_moe.Lfm2MoeShortConv", "lfm3.Lfm3ShortConv")
 LAYER_TYPES = frozenset({"conv"})
 compute = level_by_level.compute
-state_bytes = level_by_level.state_bytes

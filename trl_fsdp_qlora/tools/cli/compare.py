@@ -22,7 +22,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -37,6 +36,7 @@ from ...compat.trl import joined_images
 from ...errors import UserError
 from ...prefix_sharing.dropout import draws
 from ...prefix_sharing.sharing import causal_language_model
+from ...trainers.methods import METHODS, Method
 from ...trainers.run.input_checks import language_model_only
 from ...trainers.run.startup import StartupCallback
 from ...trainers.step.groups import micro_batches
@@ -45,15 +45,13 @@ from ...utils.threads import fit_threads
 from ..recipe import script as script_frame
 from ..run import terminal
 from ..run.one_line import pop_options
-from .recipes import all_recipes
-from .scripts import LAUNCHER, method_of, with_recipe
+from .scripts import LAUNCHER, config_of, method_of, shipped_method, with_recipe
 
 STOCK, OURS = "stock TRL", "this package"
 PHASES = ("scoring", "loss and backward")
 
 
-# By command: the name of the trainer and its config in TRL, to which this package's names prefix `Efficient`.
-COMPARED = {"grpo": "GRPO", "rloo": "RLOO", "dpo": "DPO"}
+COMPARED = {method.command: method for method in METHODS if method.stock}
 # Side effects of a run that a comparison does not need.
 _QUIET = {
     "report_to": "none",
@@ -94,9 +92,9 @@ def compare(words: list[str]) -> int:
     if not steps.isdigit() or not int(steps):
         raise UserError(f"--steps {steps} is not a number of steps; try 3")
     rest = with_recipe(rest)
-    name = trainer_of_recipe(rest, options.get("--trainer"))
+    method = method_of_recipe(rest, options.get("--trainer"))
     with tempfile.TemporaryDirectory() as folder:
-        trainers = _trainers(name, [*rest, "--skip_accuracy=true", f"--output_dir={folder}/run"])
+        trainers = _trainers(method, [*rest, "--skip_accuracy=true", f"--output_dir={folder}/run"])
         done = []
         for number, step in enumerate(_steps(trainers, int(steps))):
             print(step.line(number) if number else "warmed up on one step, which does not count", flush=True)
@@ -104,12 +102,7 @@ def compare(words: list[str]) -> int:
                 done.append(step)
     for phase in PHASES:
         if (OURS, phase) in done[0].seconds:
-            stock, ours = (statistics.median(step.seconds[who, phase] for step in done) for who in (STOCK, OURS))
-            line = f"{phase}: {stock:.4f} s and {ours:.4f} s ({stock / ours:.2f}×)"
-            if done[0].bytes:
-                stock, ours = (max(step.bytes[who, phase] for step in done) / 2**20 for who in (STOCK, OURS))
-                line += f", {stock:,.0f} MiB and {ours:,.0f} MiB next to the weights"
-            print(line)
+            print(_phase_line(phase, done))
     fractions = [step.tokens_fraction for step in done if step.tokens_fraction is not None]
     if fractions:
         print(f"tokens computed by this package's passes: {statistics.mean(fractions):.1%} of the padded ones")
@@ -119,16 +112,16 @@ def compare(words: list[str]) -> int:
     return 0 if equal else 1
 
 
-def trainer_of_recipe(words: list[str], trainer: str | None) -> str:
-    """The name in `COMPARED` of the recipe in `words`; `trainer` if the user named one."""
+def method_of_recipe(words: list[str], trainer: str | None) -> Method:
+    """The method of the recipe in `words`; that of `trainer` if the user named one."""
     path = pop_options(words, ("--config",))[0].get("--config")
     if path is None:
         raise UserError("compare needs a recipe: --config FILE.yaml")
-    shipped = next((recipe.command for recipe in all_recipes() if recipe.path == Path(path)), None)
-    name = trainer or shipped or method_of(words).command
+    shipped = shipped_method(path, tuple(COMPARED.values())) if trainer is None else None
+    name = trainer or (shipped or method_of(words)).command
     if name not in COMPARED:
         raise UserError(f"a recipe of {name} cannot be compared: compare takes those of {', '.join(COMPARED)}")
-    return name
+    return COMPARED[name]
 
 
 @dataclass
@@ -177,6 +170,16 @@ def verdict(steps: list[Step], precision: str) -> tuple[bool, str]:
     )
 
 
+def _phase_line(phase: str, steps: list[Step]) -> str:
+    """Seconds of a phase, and on a GPU the bytes that it needed most, stock TRL's first."""
+    stock, ours = (statistics.median(step.seconds[who, phase] for step in steps) for who in (STOCK, OURS))
+    line = f"{phase}: {stock:.4f} s and {ours:.4f} s ({stock / ours:.2f}×)"
+    if steps[0].bytes:
+        stock, ours = (max(step.bytes[who, phase] for step in steps) / 2**20 for who in (STOCK, OURS))
+        line += f", {stock:,.0f} MiB and {ours:,.0f} MiB next to the weights"
+    return line
+
+
 def _precision(ours: Any) -> str:
     """The name in [`LIMITS`] of the precision in which a trainer's model computes."""
     has_half_weights = any(p.dtype in (torch.bfloat16, torch.float16) for p in ours.model.parameters())
@@ -189,46 +192,34 @@ def _sharing(trainer: Any) -> Any:
     return causal_language_model(trainer.model).prompt_sharing
 
 
-def _classes(name: str) -> tuple[type, type, type, type]:
-    """(our trainer, its config, stock's trainer, stock's config) of a command."""
-    prefix = COMPARED[name]
-    ours = (getattr(this_package, f"Efficient{prefix}{kind}") for kind in ("Trainer", "Config"))
-    stocks = (getattr(trl, f"{prefix}{kind}") for kind in ("Trainer", "Config"))
-    return *ours, *stocks
-
-
 class _Built(BaseException):
     """Ends a recipe's script when it builds its trainer; no `except Exception` on the way stops it."""
 
 
-def _arguments(name: str, words: list[str]) -> dict[str, Any]:
-    """The arguments, by name, with which the script of `name` builds its trainer for the recipe in `words`."""
-    trainer, config, stock, _ = _classes(name)
-    known = {item.name for item in fields(config)}
+def _arguments(method: Method, words: list[str]) -> dict[str, Any]:
+    """The arguments, by name, with which the script of `method` builds its trainer for the recipe in `words`."""
+    known = {item.name for item in fields(config_of(method))}
     quiet = [f"--{name}={value}" for name, value in _QUIET.items() if name in known]
-    signature = inspect.signature(stock.__init__)
-    script = str(resource_folder("recipes") / f"{name}.py")
+    signature = inspect.signature(getattr(trl, f"{method.stock}Trainer"))
+    script = str(resource_folder("recipes") / f"{method.room}.py")
 
     def stop(_self: Any, *args: Any, **kwargs: Any) -> None:
-        raise _Built(signature.bind(None, *args, **kwargs).arguments)
-
-    def run_main(main: Callable, *further: Any, **options: Any) -> None:
-        main(*further, **options)  # how it ends is this command's business
+        raise _Built(signature.bind(*args, **kwargs).arguments)
 
     with (
         patch.object(sys, "argv", [script, *words, *quiet]),
-        patch.object(script_frame, "run_main", run_main),
-        patch.object(trainer, "__init__", stop),
+        patch.object(script_frame, "run_main", lambda main, *args, **kwargs: main(*args, **kwargs)),
+        patch.object(getattr(this_package, method.trainer), "__init__", stop),
     ):
         try:
             runpy.run_path(script, run_name="__main__")
         except _Built as built:
             arguments = built.args[0]
-    arguments.pop("self")
+    config = arguments["args"]
     for field_name, value, why in _LEVELLED:
-        value_in_recipe = vars(arguments["args"]).get(field_name, value)
+        value_in_recipe = vars(config).get(field_name, value)
         if value_in_recipe != value:
-            setattr(arguments["args"], field_name, value)
+            setattr(config, field_name, value)
             print(f"{field_name}: {value_in_recipe} is taken as {value} here: {why}", flush=True)
     return arguments
 
@@ -240,10 +231,9 @@ class _Ready(TrainerCallback, Exception):
         raise self
 
 
-def _trainers(name: str, words: list[str]) -> dict[str, Any]:
+def _trainers(method: Method, words: list[str]) -> dict[str, Any]:
     """Both trainers with weights of their own, prepared by `train` for a first step."""
-    arguments = _arguments(name, words)
-    our_class, _, stock_class, stock_config = _classes(name)
+    arguments = _arguments(method, words)
     # Stock TRL's `all-linear` adapts a vision tower, too; here both train the same weights.
     revision = (arguments["args"].model_init_kwargs or {}).get("revision")
     of_stock = {
@@ -251,8 +241,11 @@ def _trainers(name: str, words: list[str]) -> dict[str, Any]:
         "processing_class": copy.deepcopy(arguments.get("processing_class")),
         "peft_config": language_model_only(arguments.get("peft_config"), arguments["model"], revision),
     }
-    of_stock["args"].__class__ = stock_config  # stock TRL reads its own fields alone
-    trainers = {STOCK: stock_class(**arguments | of_stock), OURS: our_class(**arguments)}
+    of_stock["args"].__class__ = getattr(trl, f"{method.stock}Config")  # stock TRL reads its own fields alone
+    trainers = {
+        STOCK: getattr(trl, f"{method.stock}Trainer")(**arguments | of_stock),
+        OURS: getattr(this_package, method.trainer)(**arguments),
+    }
     for trainer in trainers.values():
         trainer.remove_callback(StartupCallback)
         trainer.add_callback(_Ready())
@@ -310,13 +303,9 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
             ):
                 losses = [trainer.training_step(trainer.model_wrapped, part, None) for part in parts[who]]
             step.losses[who] = sum(losses).item()
-        metrics = vars(ours).get("_metrics", {}).get("train", {})
         figures = _sharing(ours).figures
-        if metrics.get("prefix_sharing/policy/tokens_fraction"):
-            step.tokens_fraction = statistics.mean(metrics["prefix_sharing/policy/tokens_fraction"])
-        elif figures.tokens:  # of the last pass
+        if figures.tokens:  # of the last pass
             step.tokens_fraction = figures.tokens / figures.padded_tokens
-        metrics.clear()
         step.norms = _gradient_norms(trainers)
         if i:
             ours.optimizer.step()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from ...errors import UserError
-from ..run.one_line import OneLineParser, check_num_processes, stop_at_once, stop_by_exception
+from ..run.one_line import OneLineParser, check_num_processes
 from .scripts import config_of, method_of, script_of, with_recipe
 
 
@@ -33,41 +33,35 @@ def plan(words: Sequence[str]) -> int:
     rest = with_recipe(rest)
     if not rest:
         raise UserError("plan needs a recipe: --config FILE.yaml")
-    method = method_of(rest)
-    # A callback may raise a KeyboardInterrupt on fake tensors, which loses it. Ending at once leaves no half-written
-    # file, because nothing is written.
-    stop_at_once()
-    try:
-        from ..planning import largest
-        from ..planning.plan import format_plan, plan_recipe
+    from ..planning import largest
+    from ..planning.plan import format_plan, plan_recipe
 
-        planned = plan_recipe(
-            rest,
-            config_of(method),
-            options.accelerate_config,
-            options.hardware,
-            options.num_processes,
-            script_of(method),
-            options.prompt_tokens,
-        )
-        most = {}
-        if options.solve:
-            unit = "per_device_train_batch_size" if planned.settings.is_paired else "num_generations"
-            most[unit] = largest.largest_group(planned)
-            most[planned.settings.length_field] = largest.longest(planned)
-            most["model"] = largest.largest_model(planned)
-        if options.json:
-            print(json.dumps(_as_dict(planned) | {"largest": most}, indent=2))
-        else:
-            print(format_plan(planned))
-            if not planned.fits and planned.enough_cards:
-                print("docs/out_of_memory.md has the lines that need less, and --solve finds what fits")
-            for name, value in most.items():
-                of_known = " (of the dense models that plan knows)" if name == "model" else ""
-                print(f"largest that fits: {name}: {value or 'none'}{of_known}")
-        return 0 if planned.fits else 1
-    finally:
-        stop_by_exception()
+    method = method_of(rest)
+    planned = plan_recipe(
+        rest,
+        config_of(method),
+        options.accelerate_config,
+        options.hardware,
+        options.num_processes,
+        script_of(method),
+        options.prompt_tokens,
+    )
+    most = {}
+    if options.solve:
+        unit = "per_device_train_batch_size" if planned.settings.is_paired else "num_generations"
+        most[unit] = largest.largest_group(planned)
+        most[planned.settings.length_field] = largest.longest(planned)
+        most["model"] = largest.largest_model(planned)
+    if options.json:
+        print(json.dumps(_as_dict(planned) | {"largest": most}, indent=2))
+    else:
+        print(format_plan(planned))
+        if not planned.fits and planned.enough_cards:
+            print("docs/out_of_memory.md has the lines that need less, and --solve finds what fits")
+        for name, value in most.items():
+            of_known = " (of the dense models that plan knows)" if name == "model" else ""
+            print(f"largest that fits: {name}: {value or 'none'}{of_known}")
+    return 0 if planned.fits else 1
 
 
 def _as_dict(planned) -> dict:

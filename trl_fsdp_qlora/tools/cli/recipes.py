@@ -1,4 +1,4 @@
-"""`trl-fsdp-qlora recipes`: lists all recipes with their hardware and whether they were run, and copies one to edit.
+"""`trl-fsdp-qlora recipes`: lists all recipes with their hardware and whether they were run, and prints one.
 
 The command `config` does the same for accelerate's configs. Recipes are YAML files under
 `<model>/<method>/config_<name>.yaml`, whose head has the results to expect.
@@ -18,7 +18,7 @@ _FIELD = re.compile(r"#\s(?P<field>hardware|launch|memory|expect)\s+(?P<text>.*)
 _WAS_RUN = re.compile(r"run, shortened|run|planned, never run")
 _LEGEND = """
 run: whether it ran here unchanged, shortened, or is planned; `recipes NAME` prints one with what to expect of it,
-`recipes NAME --copy` puts one here to edit, `COMMAND --config NAME` runs it as it is."""
+`recipes NAME > mine.yaml` puts one here to edit, `COMMAND --config NAME` runs it as it is."""
 
 
 class Recipe(NamedTuple):
@@ -85,36 +85,18 @@ def find(text: str) -> Recipe:
 
 
 def recipes(words: list[str]) -> int:
-    """List all recipes, print the one that `words` names, or copy it."""
-    parser = OneLineParser(prog="trl-fsdp-qlora recipes", description="List the recipes; print one, or copy it here.")
+    """List all recipes, or print the one that `words` names."""
+    parser = OneLineParser(prog="trl-fsdp-qlora recipes", description="List the recipes; print one.")
     parser.add_argument("name", nargs="?", help="of a recipe, e.g. small-base/grpo/quickstart")
-    parser.add_argument("--copy", action="store_true", help="write the recipe's YAML here, to be edited")
-    parser.add_argument("--to", type=Path, default=Path(), metavar="PATH", help="folder or file for --copy")
-    parser.add_argument("--overwrite", action="store_true", help="let --copy replace a file")
-    options = parser.parse_args(words)
-    if options.name is None:
-        if options.copy:
-            raise UserError("--copy needs a recipe's name; `trl-fsdp-qlora recipes` lists them")
+    name = parser.parse_args(words).name
+    if name is None:
         rows = [("recipe", "command", "run", "hardware")]
         rows += [(recipe.name, recipe.command, recipe.was_run, recipe.hardware) for recipe in all_recipes()]
-        name, command, run, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
-        print("\n".join(f"{row[0]:<{name}}  {row[1]:<{command}}  {row[2]:<{run}}  {row[3]}" for row in rows))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        print("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows))
         print(_LEGEND)
-        return 0
-    recipe = find(options.name)
-    to = options.to
-    if not options.copy:
-        print(recipe.path.read_text(encoding="utf-8"), end="")
-        return 0
-    target = to / recipe.path.name if to.is_dir() or to.suffix != ".yaml" else to
-    if target.exists() and not options.overwrite:
-        raise UserError(f"{target} is there already; --overwrite replaces it, --to PATH writes elsewhere")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(recipe.path.read_bytes())
-    except OSError as error:
-        raise UserError(f"{to}: {error.strerror}") from error
-    print(f"{target} is {recipe.name}; run it: trl-fsdp-qlora {recipe.command} --config {target}")
+    else:
+        print(find(name).path.read_text(encoding="utf-8"), end="")
     return 0
 
 

@@ -79,7 +79,7 @@ def refuse_typos(command: str, module: str, script: str | None, words: Sequence[
     takes_recipe = command not in ("launch", "doctor", "recipes", "config")
     config = pop_options(with_recipe(words), ("--config",))[0].get("--config") if takes_recipe else None
     if command == "plan":
-        refuse_other_trainers(config)
+        shipped_method(config)
     refuse_unknown(command, sources, words, config)
 
 
@@ -96,22 +96,33 @@ def script_of(method: Method) -> type:
     return DPOScriptArguments if method.is_paired else ScriptArguments
 
 
-def refuse_other_trainers(path: str | None, methods: Sequence[Method] = METHODS) -> None:
-    """Raise a `UserError` if `path` is one of this package's recipes, but of none of `methods`."""
+def shipped_method(path: str | None, methods: Sequence[Method] = METHODS) -> Method | None:
+    """The method of this package's recipe at `path`, or `None` if no recipe is there.
+
+    Raises:
+        UserError: the recipe is of none of `methods`.
+    """
     recipe = next((each for each in all_recipes() if path and each.path == Path(path)), None)
-    commands = [method.command for method in methods]
-    if recipe is not None and recipe.command not in commands:
+    if recipe is None:
+        return None
+    by_command = {method.command: method for method in methods}
+    if recipe.command not in by_command:
         raise UserError(
-            f"{recipe.name} is a recipe of {recipe.command}; this command takes those of {', '.join(commands)}"
+            f"{recipe.name} is a recipe of {recipe.command}; this command takes those of {', '.join(by_command)}"
         )
+    return by_command[recipe.command]
 
 
 def method_of(words: Sequence[str], methods: Sequence[Method] = METHODS) -> Method:
-    """The first of `methods` that has every field in `words`, or in the recipe that they name; GRPO if none has."""
-    for method in methods:
-        if have_all_fields(words, config_of(method), script_of(method)):
-            return method
-    return METHODS[0]
+    """The method of the recipe that `words` name.
+
+    It is that of a shipped recipe. Otherwise it is the first of `methods` that has every field, GRPO if none has.
+    """
+    shipped = shipped_method(pop_options(words, ("--config",))[0].get("--config"), methods)
+    if shipped is not None:
+        return shipped
+    fitting = (method for method in methods if have_all_fields(words, config_of(method), script_of(method)))
+    return next(fitting, METHODS[0])
 
 
 def have_all_fields(words: Sequence[str], *classes: type) -> bool:

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ...compat import trl as compat
 from ...compat import trl_rollouts
-from ...engines.decode.tools import limited
 
 # Public methods of an environment that are no tools.
 _NO_TOOLS = ("reset", "get_reward")
@@ -35,7 +34,6 @@ class Agent:
     environment: Callable | None = None
     owns_reward: bool = False  # an episode is right if its environment's reward is at least 1
     template_options: dict[str, Any] = field(default_factory=dict)  # `chat_template_kwargs`
-    tool_timeout: float | None = None  # seconds after which a call is an error that the model reads
 
     def arguments(self) -> dict[str, Any]:
         """Arguments for TRL's trainer."""
@@ -94,7 +92,7 @@ def begin(agent: Agent, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase
             return_dict=False,
             **agent.template_options,
         )
-        by_name = {tool.__name__: limited(tool, agent.tool_timeout) for tool in tools}
+        by_name = {tool.__name__: tool for tool in tools}
         episodes.append(Episode(ids, len(ids), by_name, environment))
     return episodes
 

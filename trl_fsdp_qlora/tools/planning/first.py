@@ -13,10 +13,9 @@ from ...utils.ranks import on_main
 from ..evaluation.accuracy import encode, encode_images
 from ..evaluation.episodes import Agent, begin
 from ..recipe.arguments import ConfigError, ScriptArguments
-from ..recipe.checks import agent_of
+from ..recipe.checks import user_code
 from ..recipe.runner import load_processing
 from ..recipe.script import say
-from ..run.one_line import stop_at_once, stop_by_exception
 from .plan import Plan, format_bytes, make_plan
 from .settings import from_config
 
@@ -45,16 +44,12 @@ def plan_first(
         try:
             count = _PROMPTS_WITH_IMAGES if "images" in train.column_names else _PROMPTS
             sample = train.select(range(min(count, len(train))))
-            agent = agent_of(script, getattr(config, "chat_template_kwargs", None))
-            # A KeyboardInterrupt that a callback on fake tensors raises would be lost.
-            stop_at_once()
+            agent = user_code(script, vars(config)).agent
             settings = from_config(config, model, longest_prompt(tokenizer, sample, model, agent))
             of_episodes = {"tools": script.tools, "environment": script.environment}
             plan = make_plan(replace(settings, values=settings.values | of_episodes))
         except Exception as error:
             say(f"memory was not planned: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
-        finally:
-            stop_by_exception()
     if plan is not None and not plan.fits:
         refusal = (
             f"by its plan this run needs {format_bytes(plan.peak)} per rank in {plan.limiting}, and there are "

@@ -9,12 +9,13 @@ from transformers import PretrainedConfig
 from ...engines.vllm.adapter_sync import RolloutError
 from ...engines.vllm.sync_choice import Place, choose_sync, why_own_base
 from ...prefix_sharing.facts import keeps_keys, layer_types, setting
-from ...prefix_sharing.recurrent.kinds import recurrent_layers, state_bytes
+from ...prefix_sharing.recurrent.kinds import recurrent_layers
 from ..recipe.checks import lora_config
 from . import model
 from .hardware import Hardware
 from .passes import FakeRun
 from .settings import Settings
+from .steps import state_bytes
 
 
 def cache_bytes(run: FakeRun) -> tuple[int, int, int]:
@@ -85,8 +86,7 @@ def plan_engine(run: FakeRun, hardware: Hardware) -> Engine | None:
     base = 0
     for name, parameter in run.whole.named_parameters():
         in_4_bits = not parameter.is_floating_point()
-        of_packed_experts = in_4_bits and ".experts." in name
-        same = is_shared and (in_4_bits or parameter.dtype == dtype) and not of_packed_experts
+        same = is_shared and (in_4_bits or parameter.dtype == dtype) and ".experts." not in name
         if "lora_" not in name and not same:
             base += parameter.numel() * (2 if in_4_bits else 1) * dtype.itemsize
     share = int(hardware.memory * settings.vllm_gpu_memory_utilization)

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl.trainer.utils import disable_dropout_in_model
 
-from ...prefix_sharing.check import ROWS_HALF, compared_tokens
+from ...prefix_sharing.check import compared_tokens
 from ...prefix_sharing.facts import keeps_keys, layer_types, longest_window
 from ...scoring.logprobs import VOCABULARY_TILE, choose_head_kernel
 from . import fake_ops
@@ -50,17 +50,14 @@ def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
 def compared_shape(settings: Settings, config: PretrainedConfig, on_gpu: bool) -> Shape:
     """The padded forward, with gradients, that checks the first packed pass (`prefix_sharing.check`).
 
-    It has as many rows as fit into the packed row's tokens, and uses TRL's kernels and masks. Long rows are cut
-    (`check.shortened`).
+    It has one row, and uses TRL's kernels and masks. Long rows are cut (`check.shortened`).
     """
-    packed = loss_shape(settings, True, on_gpu)
     prompt = settings.prompt_tokens
     completion = settings.completion_tokens
     most = compared_tokens(prompt + completion, longest_window(config.get_text_config()))
     completion = min(completion, most - min(prompt, most // 2))
     width = min(prompt + completion, most)
-    rows = min(max(1, packed.length // width), settings.rows, ROWS_HALF)
-    return Shape(rows, width, rows * (completion if on_gpu else width - 1), False)
+    return Shape(1, width, completion if on_gpu else width - 1, False)
 
 
 def scored_shape(settings: Settings, on_gpu: bool) -> Shape:

@@ -170,7 +170,7 @@ def from_config(config: Any, model: ModelConfig, prompt_tokens: int = 256) -> Se
     offload = None
     if config.deepspeed_plugin is not None:
         kind, offload = _of_plugin(config.deepspeed_plugin)
-    elif is_fsdp2_launch() and config.device.type != "cpu":  # on a CPU accelerate turns FSDP into DDP
+    elif is_fsdp2_launch():
         kind = "fsdp2"
         offload = "all" if str_to_bool(os.environ.get("FSDP_OFFLOAD_PARAMS", "false")) else None
     mixed = None if config.bf16 or config.fp16 else "no"

@@ -9,12 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
+from ...compat.transformers import cache_name
 from ...prefix_sharing import passes as sharing
 from ...prefix_sharing.batch import Sequences
 from ...prefix_sharing.facts import keeps_keys, layer_types
 from ...prefix_sharing.forest import build_forest
-from ...prefix_sharing.recurrent.kinds import continues_from_states, recurrent_layers, state_bytes
+from ...prefix_sharing.recurrent.kinds import continues_from_states, recurrent_layers
+from ...prefix_sharing.recurrent.level_by_level import StateCache
 from .passes import FakeRun, Shape, compared_shape, loss_shape, measured
 from .settings import Settings
 
@@ -109,6 +112,14 @@ def pass_bytes(run: FakeRun, size: Pass) -> int:
     return measured[key]
 
 
+def state_bytes(layer: nn.Module, width: int) -> int:
+    """Bytes of the states that a recurrent layer of `width`, on the meta device, keeps of one row."""
+    dtype = next(p.dtype for p in layer.parameters() if p.is_floating_point())
+    cache = StateCache()
+    layer(torch.empty(1, 8, width, dtype=dtype, device="meta"), **{cache_name(type(layer)): cache})
+    return sum(state.nbytes for state in cache.after.values())
+
+
 def _run_step(run: FakeRun, layers: list[int], size: Pass) -> list[int]:
     """Run the trunk, its first pass and its last pass of a model of few layers; both passes have this size.
 
@@ -172,7 +183,7 @@ def passes_like(size: Pass, completion: int, ties_ends: bool = False) -> sharing
     prompt = size.trunk // size.prompts + 1  # a trunk ends before the last token of its prompt
     computed_prompts = (size.tokens - size.prompts - size.rows * (completion - 1)) // prompt
     # As many passes as make the trunks worth a forward.
-    count = 1 + -(-sharing.MIN_SAVED_TOKENS // (prompt - 1))
+    count = 1 + -(-sharing.MIN_SAVED_BY_TRUNK // (prompt - 1))
     of_trunks = np.arange(size.rows - computed_prompts) % size.prompts
     new_prompts = size.prompts + np.arange(count * computed_prompts).reshape(count, computed_prompts)
     prompt_of_pass = np.concatenate([np.tile(of_trunks, (count, 1)), new_prompts], axis=1)
@@ -195,5 +206,4 @@ def _sequences_of(prompt_B: np.ndarray, prompt: int, completion: int) -> Sequenc
     return Sequences(tokens_BL, offsets_B, offsets_B + width, scored_BL, width, code_BL=tokens_BL)
 
 
-# No two completions begin alike, so a row with a dense mask would save nothing.
 _RULES = sharing.PassRules(lambda sequences: build_forest(sequences.tokens_BL, sequences.needed_B))

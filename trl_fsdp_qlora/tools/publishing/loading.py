@@ -1,13 +1,11 @@
 """Load a base with an adapter on it, with the vocabulary and the tokenizer that the adapter was trained with."""
 
-import logging
 import warnings
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftModel
 from peft.utils import load_peft_weights
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
@@ -16,16 +14,13 @@ from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, has_file
 from ...compat.transformers import model_class
 from ...errors import UserError
 
-CONFIG = "adapter_config.json"
 TOKENIZER = "tokenizer_config.json"
-
-logger = logging.getLogger(__name__)
 
 
 def load_model(base: str, adapter: str | Path | None = None, **options: Any) -> PreTrainedModel | PeftModel:
     """Load `base` by its config's class, `.from_pretrained(base, **options)`, with `adapter` (folder or Hub id) on it.
 
-    The base gets as many tokens as the adapter was trained with.
+    The base gets the tokens of the adapter's own tokenizer that it lacks.
 
     Raises:
         UserError: a file is missing or cut off, the adapter belongs to another base, or its weights are not finite.
@@ -33,14 +28,14 @@ def load_model(base: str, adapter: str | Path | None = None, **options: Any) -> 
     name = f"the weights of {adapter}"
     try:
         if adapter is not None:
-            weights = _finite_weights(adapter)
+            _refuse_weights_that_are_not_finite(adapter)
         name = f"the weights of {base}"
         config = AutoConfig.from_pretrained(base, revision=options.get("revision"))
         model = model_class(config).from_pretrained(base, **options)
         if adapter is None:
             return model
         name = f"{adapter} on {base}"
-        fit_vocabulary(model, adapter, weights)
+        fit_vocabulary(model, adapter)
         return PeftModel.from_pretrained(model, adapter)
     except UserError:
         raise
@@ -50,33 +45,6 @@ def load_model(base: str, adapter: str | Path | None = None, **options: Any) -> 
         if "size mismatch" not in str(error):
             raise
         raise UserError(f"{adapter} is an adapter of another base than {base}: its layers have other sizes") from error
-
-
-def find_base(base: str, adapter: str | Path) -> str:
-    """The path of the base that the config of `adapter` names.
-
-    A relative path is relative to the working directory. If there is no such folder, it is relative to the adapter's
-    folder or to one of the folders above it, because a run writes the path as its user typed it. A name on the Hub is
-    returned as it is.
-    """
-    if not base or Path(base).is_absolute() or Path(base).exists():
-        return base
-    folder = Path(adapter).resolve()
-    for above in (folder, *folder.parents) if folder.is_dir() else ():
-        if (above / base / "config.json").is_file():
-            return str((above / base).resolve())
-    return base
-
-
-def other_base_warning(adapter: str | Path, base: str) -> str | None:
-    """A line if `adapter` was trained on a base of another name than `base`; `None` if not."""
-    trained_on = PeftConfig.from_pretrained(adapter).base_model_name_or_path
-    if not trained_on or Path(trained_on).name == Path(base).name:
-        return None
-    return (
-        f"{base} is not the base that {adapter} was trained on by its {CONFIG}, {trained_on}; if its weights differ, "
-        "the result is another model than the trained one"
-    )
 
 
 def check_loads(adapter: str | Path, base: str) -> None:
@@ -93,13 +61,11 @@ def check_loads(adapter: str | Path, base: str) -> None:
         raise UserError(f"{adapter} lacks weights for layers of {base}: {missing[0][:200]}")
 
 
-def _finite_weights(adapter: str | Path) -> dict[str, torch.Tensor]:
-    """The weights of an adapter; a [`UserError`] if one has NaN or infinity."""
+def _refuse_weights_that_are_not_finite(adapter: str | Path) -> None:
     weights = load_peft_weights(str(adapter), device="cpu")
     broken = next((key for key, weight in weights.items() if not weight.isfinite().all()), None)
     if broken is not None:
         raise UserError(f"{adapter} has weights that are not finite (NaN or infinite), in {broken}")
-    return weights
 
 
 def has_own(adapter: str | Path | None, file: str) -> bool:
@@ -114,41 +80,9 @@ def processor_source(adapter: str | Path | None, base: str, revision: str | None
     return base, revision
 
 
-def fit_vocabulary(model: PreTrainedModel, adapter: str | Path, weights: dict[str, torch.Tensor]) -> None:
-    """Resize the embeddings of `model` to the vocabulary that `adapter` was trained with, if that is another one.
-
-    The adapter's `weights` show how large it is. If it has none of the embeddings, its tokenizer may have tokens that
-    the model lacks, as in PEFT's `AutoPeftModel`.
-    """
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    current = embedding.weight.shape[0]
-    names = [name for name, module in model.named_modules() if module in (embedding, head)]
-    sizes = _vocabularies(weights, names)
-    if sizes:
-        rows = next(iter(sizes.values()))
-        if rows == current:
-            return
-        is_tied = head is None or head.weight is embedding.weight
-        model.resize_token_embeddings(rows, mean_resizing=False)  # the adapter has their values
-        if rows > current and not is_tied and len(sizes) < 2:
-            logger.warning(
-                "%s was trained with %d further tokens, and PEFT has saved their rows of %s alone",
-                adapter, rows - current, *sizes,
-            )  # fmt: skip
-    elif has_own(adapter, TOKENIZER):
-        needed = len(AutoTokenizer.from_pretrained(adapter))
-        if needed > current:
-            model.resize_token_embeddings(needed)
-
-
-def _vocabularies(weights: dict[str, torch.Tensor], names: list[str]) -> dict[str, int]:
-    """The number of tokens in an adapter's `weights` of the modules `names`, by module; only of those that it has."""
-    sizes = {}
-    for key, weight in weights.items():
-        for name in names:
-            _, found, rest = f".{key}".partition(f".{name}.")
-            if found and rest.startswith("lora_embedding_A"):
-                sizes[name] = weight.shape[1]
-            elif found and (rest.startswith("lora_B") or (rest.endswith("weight") and not rest.startswith("lora_"))):
-                sizes[name] = weight.shape[0]
-    return sizes
+def fit_vocabulary(model: PreTrainedModel, adapter: str | Path) -> None:
+    """Give `model` the tokens that the tokenizer of `adapter` has and it lacks, as PEFT's `AutoPeftModel` does."""
+    if has_own(adapter, TOKENIZER):
+        tokens = len(AutoTokenizer.from_pretrained(adapter))
+        if tokens > model.get_input_embeddings().weight.shape[0]:
+            model.resize_token_embeddings(tokens)

@@ -17,7 +17,7 @@ from ...utils.files import written_whole
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import plain
 from ...utils.redaction import portable
-from .loading import TOKENIZER, find_base, has_own, load_model, processor_source
+from .loading import TOKENIZER, has_own, load_model, processor_source
 
 _CARD = """---
 {{ card_data }}
@@ -81,7 +81,7 @@ def merge_adapter(
     output = Path(output)
     if output.exists():
         raise UserError(f"{output} exists; name a folder that does not")
-    base = base or find_base(PeftConfig.from_pretrained(adapter).base_model_name_or_path, adapter)
+    base = base or PeftConfig.from_pretrained(adapter).base_model_name_or_path
     if quantization_of(AutoConfig.from_pretrained(base, revision=revision)) is not None:
         raise UserError(f"{base} is quantized, which would round the adapter away; name the base it was made from")
     model = load_model(base, adapter, revision=revision, dtype=dtype)

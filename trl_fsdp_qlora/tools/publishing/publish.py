@@ -14,11 +14,8 @@ from huggingface_hub.utils import validate_repo_id
 
 from ...errors import UserError
 from ...trainers.run.card import code
-from ...utils.nonfatal import nonfatal
-from ..report.page import NAME as PAGE
-from ..report.page import write_report
 from ..run.one_line import OneLineParser
-from .loading import TOKENIZER, check_loads, find_base
+from .loading import TOKENIZER, check_loads
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -72,8 +69,7 @@ def stage(folder: Path, scratch: Path, repo: str, base: str | None = None) -> st
         )
     if base_on_card not in {base, trained_on, Path(trained_on).name}:
         raise UserError(f"{folder / CARD} has base_model: {base_on_card}, but the adapter was trained on {trained_on}")
-    local = find_base(trained_on, folder)
-    check_loads(folder, local if Path(local).exists() else base)
+    check_loads(folder, trained_on if Path(trained_on).exists() else base)
     config["base_model_name_or_path"] = base
     _rename_on_card(card, base_on_card, base, repo)
     if not (folder / TOKENIZER).is_file():  # the quick start finds none next to the adapter
@@ -125,15 +121,11 @@ def run_publish(arguments: list[str]) -> int:
     parser.add_argument("--repo", required=True, help="owner/name on the Hub; created if it does not exist")
     parser.add_argument("--base", help="Hub id of the base model, if the adapter was trained on a folder")
     parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
-    parser.add_argument("--completions", action="store_true", help="send prompts and completions, in the run's page")
     parser.add_argument("--check", action="store_true", help="only check the folder; nothing is sent")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         base = stage(options.adapter, scratch, options.repo, options.base)
-        if options.completions or (options.adapter / PAGE).is_file():
-            with nonfatal("the page of the run"):
-                write_report([options.adapter], scratch / PAGE, with_completions=options.completions)
         files = {path.name for path in scratch.iterdir()}
         data = ModelCard.load(scratch / CARD).data
         left_out = sorted({path.name for path in options.adapter.iterdir()} - files)

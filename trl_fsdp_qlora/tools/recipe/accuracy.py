@@ -2,49 +2,20 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import xxhash
 from datasets import Dataset
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.models import unwrap_model_for_generation
 
-from ...compat.transformers import model_name, quantization_of, tokenizer_of
-from ...trainers.run.checkpoints import describe_data, differences
 from ...utils.nonfatal import nonfatal
-from ...utils.plain import plain
-from ...utils.redaction import portable
 from ..evaluation.accuracy import Evaluation, evaluate
 from .arguments import ScriptArguments
-from .checks import agent_of, judge_of
-from .record import CODE, RunRecord
+from .checks import user_code
+from .record import RunRecord
 from .script import say
-
-
-def measured_on(trainer: Any, script: ScriptArguments, test: Dataset, has_agent: bool) -> dict[str, Any]:
-    """What an accuracy depends on apart from the trained weights: only figures for which it is equal make a pair."""
-    args = trainer.args
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    tokenizer = tokenizer_of(trainer.processing_class)
-    quantization = plain(quantization_of(model.config)) or {}
-    depends_on = {
-        "base": Path(model_name(model)).name,
-        "problems": describe_data(test, rows=len(test)),
-        "chat template": xxhash.xxh3_64(str(tokenizer.chat_template).encode()).hexdigest(),
-        "answer_format": script.answer_format,
-        "max_completion_length": completion_length(args, script),
-        "dtype": model.dtype,
-        "mixed precision": trainer.accelerator.mixed_precision,
-        "quantization": {name: value for name, value in quantization.items() if not name.startswith("_")},
-    }
-    for name in CODE:
-        depends_on[name] = portable(vars(script)[name])
-    for name in ("max_tool_calling_iterations", "chat_template_kwargs"):
-        depends_on[name] = vars(args).get(name) if has_agent else None
-    return plain(depends_on)
 
 
 def completion_length(args: TrainingArguments, script: ScriptArguments) -> int:
@@ -77,8 +48,7 @@ class AccuracyCallback(TrainerCallback):
     """Measures accuracy on the prompts `test` when training begins and every `accuracy_steps` optimizer steps.
 
     Every rank measures. When training begins the model is prepared, so a sharded one can generate. A resumed run keeps
-    its first measurement, unless it measures on something else now, see [`begin`]. Measurements between steps are
-    logged with their step's metrics, and are on the card.
+    its first measurement. Measurements between steps are logged with their step's metrics, and are on the card.
     """
 
     def __init__(self, trainer: Any, script: ScriptArguments, test: Dataset, record: RunRecord):
@@ -87,20 +57,7 @@ class AccuracyCallback(TrainerCallback):
         self.test = test
         self.record = record
         self.seconds_before = 0.0
-        settings = vars(trainer.args)  # some trainers have neither field
-        self.agent = agent_of(script, settings.get("chat_template_kwargs"), settings.get("tool_timeout"))
-        self.judge = judge_of(script)
-
-    def begin(self, step: int) -> None:
-        """Leave the accuracy before training out if what is measured from `step` on is something else."""
-        content = self.record.content
-        now = measured_on(self.trainer, self.script, self.test, self.agent is not None)
-        changed = differences(content.get("measured_on") or now, now)
-        if changed and content.pop("before", None):
-            content["accuracy_since"] = step
-            because = "; ".join(changed)
-            say(f"the accuracy before training is left out: it was measured on something else ({because})")
-        self.record.put(measured_on=now)
+        self.code = user_code(script, vars(trainer.args))
 
     def measure(self, description: str = "accuracy", samples: int = 0) -> Evaluation:
         """Measure the held-out accuracy of the current model, on every rank."""
@@ -120,10 +77,18 @@ class AccuracyCallback(TrainerCallback):
                 samples=samples,
                 description=description,
                 synced_gpus=synced_gpus,
-                agent=self.agent,
-                judge=self.judge,
-                max_tool_turns=None if self.agent is None else args.max_tool_calling_iterations,
+                agent=self.code.agent,
+                judge=self.code.judge,
+                max_tool_turns=None if self.code.agent is None else args.max_tool_calling_iterations,
             )
+
+    def finish(self) -> str:
+        """Measure after training, and put it into the record and on the card; a line with before and after."""
+        after = self.measure("accuracy after training", self.script.accuracy_samples)
+        self.record.put(after=after.as_dict())
+        self.fill_card(after, self.trainer.state.global_step, "after")
+        measured = [self.record.content[when] for when in ("before", "after") if when in self.record.content]
+        return "  ->  ".join(map(format_result, measured))
 
     @nonfatal("the model card")
     def fill_card(self, last: Evaluation, step: int, when: str | None = None) -> None:

@@ -17,6 +17,7 @@ from trl import TrlParser
 
 from ...trainers.run.config_fields import option, spelled
 from ...trainers.run.input_checks import mistakes
+from ..data.answers import ANSWER_FORMATS
 from ..run.one_line import NEGATIVE_NUMBER, pop_options
 from .keys import ConfigError, check_keys, check_options, read_yaml
 
@@ -56,7 +57,9 @@ class ScriptArguments:
         metadata={"help": "Names of trl_fsdp_qlora.tools.data.rewards.REWARDS, or your own: my_rewards.py:has_unit."},
     )
     answer_format: str = option(
-        "auto", "Place of a completion's final answer: auto, hash, tags, boxed, last_number or first_line."
+        "auto",
+        "Place of a completion's final answer: auto, hash, tags, boxed, last_number or first_line.",
+        choices=list(ANSWER_FORMATS),
     )
     environment: str | None = option(
         None,

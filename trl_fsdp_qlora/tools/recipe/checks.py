@@ -1,9 +1,11 @@
 """Checks of a recipe's arguments before a weight is loaded, and the code of the user's own that they name."""
 
 import importlib.util
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftConfig, get_peft_model
@@ -17,17 +19,16 @@ from transformers import (
     PretrainedConfig,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
-from trl import ModelConfig, get_peft_config
+from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from ...compat import trl as compat
 from ...compat import trl_rollouts
-from ...compat.transformers import model_class
+from ...compat.transformers import model_class, quantization_of
 from ...errors import mistyped_path
+from ...fsdp2_qlora.launch_checks import is_fsdp_launch
 from ...prefix_sharing.sharing import CHOICES
 from ...trainers.run.checkpoints import resolve_resume
 from ...trainers.run.input_checks import language_model_only, mistakes
-from ..data.answers import extract_answer
-from ..data.datasets import check_template
 from ..data.import_path import load_function
 from ..data.rewards import get_reward
 from ..evaluation.accuracy import Judge
@@ -48,21 +49,40 @@ _AT_LEAST = {
 }
 
 
-def agent_of(
-    script: ScriptArguments, template_options: dict | None = None, tool_timeout: float | None = None
-) -> Agent | None:
-    """The tools and the environment that `script` names; `None` if it names none.
+class UserCode(NamedTuple):
+    """What a recipe names of code: its rewards, and functions and classes of the user's own, imported.
+
+    Attributes:
+        rewards: by name; that of the environment itself is not among them.
+        judge: what decides whether a measured answer is right; `None` compares answers.
+        agent: the tools and the environment, if there are any.
+        tool_format: changes a tokenizer so that its chat template knows tools.
+    """
+
+    rewards: list[Callable]
+    judge: Judge | None
+    agent: Agent | None
+    tool_format: Callable[[Any], Any]
+
+
+def user_code(script: ScriptArguments, settings: dict[str, Any] | None = None) -> UserCode:
+    """Import what `script` names; `settings` may have `chat_template_kwargs`, for episodes.
 
     Raises:
-        UserError: an import path leads nowhere, the environment has no `reset`, or it has no `get_reward` although
-            `rewards` names it.
+        UserError: an import path leads nowhere, a reward is unknown, the environment has no `reset`, or it has no
+            `get_reward` although `rewards` names it.
     """
-    if not script.tools and script.environment is None:
-        if OWN_REWARD in script.rewards:
-            raise ConfigError(f"rewards: {OWN_REWARD} is an environment's get_reward, and no environment is set")
-        return None
-    environment = None if script.environment is None else load_function(script.environment)
     owns_reward = OWN_REWARD in script.rewards
+    rewards = [get_reward(name, script.answer_format) for name in script.rewards if name != OWN_REWARD]
+    paths = filter(None, (script.accuracy_function, script.tool_format, script.environment, *script.tools))
+    functions = {path: load_function(path) for path in paths}
+    judge = Judge(functions[script.accuracy_function]) if script.accuracy_function else None
+    tool_format = functions[script.tool_format] if script.tool_format else lambda tokenizer: tokenizer
+    if not script.tools and script.environment is None:
+        if owns_reward:
+            raise ConfigError(f"rewards: {OWN_REWARD} is an environment's get_reward, and no environment is set")
+        return UserCode(rewards, judge, None, tool_format)
+    environment = functions[script.environment] if script.environment else None
     if environment is not None and not hasattr(environment, "reset"):
         raise ConfigError(f"environment={script.environment!r} has no method reset(self, **row)")
     if owns_reward and not hasattr(environment, "get_reward"):
@@ -71,18 +91,9 @@ def agent_of(
         )
     if not script.chat:
         raise ConfigError("tools and environments are shown to the model by its chat template; leave chat: false out")
-    tools = [load_function(path) for path in script.tools]
-    return Agent(tools, environment, owns_reward, template_options or {}, tool_timeout)
-
-
-def judge_of(script: ScriptArguments) -> Judge | None:
-    """The function that `accuracy_function` names; `None` if it names none, and answers are compared."""
-    return None if script.accuracy_function is None else Judge(load_function(script.accuracy_function))
-
-
-def with_tool_format(tokenizer: Any, script: ScriptArguments) -> Any:
-    """`tokenizer` after the function that `tool_format` names has changed it."""
-    return tokenizer if script.tool_format is None else load_function(script.tool_format)(tokenizer)
+    template_options = (settings or {}).get("chat_template_kwargs") or {}
+    agent = Agent([functions[path] for path in script.tools], environment, owns_reward, template_options)
+    return UserCode(rewards, judge, agent, tool_format)
 
 
 def check_tool_template(tokenizer: Any, name: str) -> None:
@@ -96,23 +107,17 @@ def check_tool_template(tokenizer: Any, name: str) -> None:
         raise ConfigError(f"TRL does not know how {name!r} writes its calls; {hint}") from error
 
 
-def check_script(script: ScriptArguments) -> Agent | None:
-    """Refuse counts, rewards, an answer format or a template that cannot be used; a `UserError` names the field.
+def check_script(script: ScriptArguments, settings: dict[str, Any] | None = None) -> UserCode:
+    """Refuse counts and code that cannot be used; a `UserError` names the field.
 
     Returns:
-        The tools and the environment that `script` names, if any.
+        What `script` names of code, see [`user_code`].
     """
     for name, smallest in _AT_LEAST.items():
         value = vars(script).get(name)
         if value is not None and value < smallest:
             raise ConfigError(f"{name}={value} must be at least {smallest}")
-    extract_answer("", script.answer_format)
-    for name in script.rewards:
-        if name != OWN_REWARD:
-            get_reward(name, script.answer_format)
-    judge_of(script)
-    check_template(script.prompt_template)
-    return agent_of(script)
+    return user_code(script, settings)
 
 
 def check_training(config: Any, model: ModelConfig) -> None:
@@ -133,6 +138,22 @@ def check_training(config: Any, model: ModelConfig) -> None:
         check_installed("vllm", "use_vllm: true")
     if model.load_in_4bit or model.load_in_8bit:
         check_installed("bitsandbytes", "load_in_4bit: true" if model.load_in_4bit else "load_in_8bit: true")
+
+
+def check_launch_environment(config: Any, model: ModelConfig) -> None:
+    """Refuse a launch whose processes would not know of each other, or that would not write the trained model."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and config.world_size == 1:
+        raise ConfigError(
+            f"{os.environ['WORLD_SIZE']} processes on this machine's CPU do not know of each other: set use_cpu: true"
+        )
+    # An adapter is gathered with any type. Transformers' `save_model` writes other weights only as a full state dict.
+    default = "SHARDED_STATE_DICT" if os.environ.get("FSDP_VERSION") == "2" else "FULL_STATE_DICT"
+    kind = os.environ.get("FSDP_STATE_DICT_TYPE", default)
+    if is_fsdp_launch() and not model.use_peft and "FULL" not in kind:
+        raise ConfigError(
+            f"fsdp_state_dict_type: {kind} without an adapter: the trained model is not written at the run's end. In "
+            "the accelerate config set it to FULL_STATE_DICT"
+        )
 
 
 def check_installed(package: str, setting: str) -> None:
@@ -190,10 +211,7 @@ def check_teacher(name: str | None, loading: dict[str, Any] | None = None) -> No
         name: `teacher_model_name_or_path`.
         loading: `teacher_model_init_kwargs`.
     """
-    if name is None:
-        raise ConfigError("teacher_model_name_or_path is missing: a model with the student's tokenizer")
-    if is_missing_folder(name):
-        raise ConfigError(f"teacher_model_name_or_path={name!r}: there is no such folder{_how_it_is_made(name)}")
+    read_config(name, field="teacher_model_name_or_path")
     check_weights(name)
     quantization = (loading or {}).get("quantization_config") or {}
     if quantization.get("load_in_4bit") or quantization.get("load_in_8bit"):
@@ -262,6 +280,12 @@ def lora_config(model: ModelConfig) -> PeftConfig | None:
     return config
 
 
+def quantization_of_base(model: ModelConfig) -> Any:
+    """The quantization that a recipe asks for, or with which its base is stored; `None` if there is none."""
+    config = get_quantization_config(model)
+    return config or quantization_of(read_config(model.model_name_or_path, model.model_revision))
+
+
 def build_bare(name: str, config: PretrainedConfig, **options: Any) -> nn.Module:
     """Build the class that TRL loads for `config` on the meta device; `options` go to `from_config`.
 
@@ -316,13 +340,14 @@ def check_recipe(script: ScriptArguments, config: Any, model: ModelConfig) -> An
     Raises:
         UserError: the message has the field, the value and the line to write.
     """
-    agent = check_script(script)
+    code = check_script(script)
     check_training(config, model)
+    check_launch_environment(config, model)
     if config.resume_from_checkpoint:
         resolve_resume(config.output_dir, config.resume_from_checkpoint, read_contents=False)
     tokenizer = load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
-    if agent is not None:
-        tokenizer = with_tool_format(tokenizer, script)
+    if code.agent is not None:
+        tokenizer = code.tool_format(tokenizer)
         check_tool_template(tokenizer, model.model_name_or_path)
     check_model(model)
     return tokenizer

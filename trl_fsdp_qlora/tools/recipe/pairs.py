@@ -14,13 +14,11 @@ from trl.data_utils import maybe_extract_prompt
 from ...engines.decode.completions import generate, over_ranks
 from ...errors import mistyped_path
 from ...utils.files import written_whole
-from ...utils.plain import counted
 from ..data.answers import DatasetError, answers_match, extract_answer, parse_gold
-from ..data.datasets import is_conversation, read_rows
+from ..data.datasets import read_rows
 from ..evaluation.accuracy import encode, generation_configs
 from ..run.one_line import pop_options
 from .arguments import ConfigError, ScriptArguments, option
-from .script import say
 
 FIELDS = ("prompt", "chosen", "rejected")
 
@@ -39,11 +37,6 @@ class DPOScriptArguments(ScriptArguments):
     )
     pair_problems: int | None = option(None, "Make pairs of this many training problems; of all by default.")
     pair_samples: int = option(8, "Answers that the model gives to each of them, at temperature 1.")
-    pairs_per_problem: int = option(2, "Pairs of one problem, at most.")
-    pair_worked: bool = option(
-        True,
-        "Prefer the dataset's worked answer (SVAMP's equation, GSM8K's rationale) if no answer of the model is right.",
-    )
     max_completion_length: int = option(256, "Length limit of the model's answers, here and for `evaluate`.")
 
 
@@ -54,7 +47,6 @@ def sample_pairs(
     taught: Sequence[str | None],
     *,
     samples: int,
-    pairs_per_problem: int,
     max_new_tokens: int,
     answer_format: str,
     batch_size: int,
@@ -68,7 +60,6 @@ def sample_pairs(
         prompts: `prompt`, `answer` and `row`, see [`trl_fsdp_qlora.tools.data.datasets.to_prompts`].
         taught: a right worked answer to each problem, which is chosen if none of the samples is right; or `None`.
         samples: completions drawn for each problem, at temperature 1.
-        pairs_per_problem: largest number of pairs of one problem. An answer is in one pair only.
         max_new_tokens, answer_format, batch_size, seed, progress: as in
             [`trl_fsdp_qlora.tools.evaluation.accuracy.evaluate`].
     """
@@ -79,41 +70,38 @@ def sample_pairs(
         ids = encode([rows[i]["prompt"] for i in batch for _ in range(samples)], tokenizer)
         return generate(model, ids, config, (seed << 20) + batch.start, synced_gpus=False)
 
-    def pair(batch: range, completions: list[list[int]]) -> list[list[dict]]:
+    def pair(batch: range, completions: list[list[int]]) -> list[dict | None]:
         texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in completions]
-        results = []
-        for j, i in enumerate(batch):
-            of_problem = texts[j * samples : (j + 1) * samples]
-            results.append(
-                pairs_of_problem(rows[i], taught[i], of_problem, pairs_per_problem, answer_format, f"{seed} {i}")
-            )
-        return results
+        return [
+            pair_of_problem(rows[i], taught[i], texts[j * samples : (j + 1) * samples], answer_format, f"{seed} {i}")
+            for j, i in enumerate(batch)
+        ]
 
     size = max(1, batch_size // samples)
-    pairs_of_ranks = over_ranks(len(rows), size, draw, pair, description="preference pairs" if progress else None)
-    return [each for pairs in pairs_of_ranks for each in pairs]
+    pairs = over_ranks(len(rows), size, draw, pair, description="preference pairs" if progress else None)
+    return [each for each in pairs if each is not None]
 
 
-def pairs_of_problem(
-    row: dict, work: str | None, texts: list[str], max_pairs: int, answer_format: str, seed: str
-) -> list[dict]:
-    """Pairs of one problem, from the `texts` of its samples; `work` is its worked answer, if there is one."""
+def pair_of_problem(row: dict, work: str | None, texts: list[str], answer_format: str, seed: str) -> dict | None:
+    """A pair of one problem, from the `texts` of its samples; `work` is its worked answer, if there is one.
+
+    It is `None` if there is no right answer, or no wrong one.
+    """
     gold = parse_gold(row["answer"], row["row"])
     texts = [text for text in dict.fromkeys(texts) if text]
     right = [text for text in texts if answers_match(extract_answer(text, answer_format, gold), gold)]
     wrong = [text for text in texts if text not in right]
     if not right and work is not None:
         right = [work]
-    draw = random.Random(seed)
-    draw.shuffle(right)
-    draw.shuffle(wrong)
+    if not right or not wrong:
+        return None
+    choose = random.Random(seed).choice
     chat = not isinstance(row["prompt"], str)
 
     def answer(text: str) -> Any:
         return [{"role": "assistant", "content": text}] if chat else f" {text}"
 
-    chosen_and_rejected = list(zip(right, wrong, strict=False))[:max_pairs]
-    return [{"prompt": row["prompt"], "chosen": answer(a), "rejected": answer(b)} for a, b in chosen_and_rejected]
+    return {"prompt": row["prompt"], "chosen": answer(choose(right)), "rejected": answer(choose(wrong))}
 
 
 def write_pairs(path: str | Path, pairs: list[dict]) -> None:
@@ -142,7 +130,6 @@ def read_pairs(source: str | Path, split: str = "train") -> Dataset:
 
     Each pair then has a `prompt`, and the other columns of its source. Without a prompt it is what both answers begin
     with. A text as a prompt of two conversations that begin with it (as in `ultrafeedback_binarized`) is left out.
-    Pairs of two equal answers, from which nothing can be learned, are left out with a line.
 
     Args:
         source: a file, a folder or a name on the Hub, or a function by import path, as the field `dataset` of a
@@ -150,42 +137,22 @@ def read_pairs(source: str | Path, split: str = "train") -> Dataset:
         split: of a folder or the Hub.
 
     Raises:
-        DatasetError: it cannot be read, or a row is no pair.
+        DatasetError: it cannot be read, or holds no pairs.
     """
     rows = read_rows(str(source), split)
     dataset = rows if isinstance(rows, Dataset) else Dataset.from_list(list(rows))
-    if not len(dataset):
-        raise DatasetError(f"{source} holds no pairs")
-    pairs = dataset.map(_with_prompt, with_indices=True, fn_kwargs={"source": source}, keep_in_memory=True)
-    answers = zip(pairs["chosen"], pairs["rejected"], strict=True)
-    different = [index for index, (chosen, rejected) in enumerate(answers) if chosen != rejected]
-    if not different:
-        raise DatasetError(f"{source}: the two answers of every pair are equal, and nothing can be learned from them")
-    if len(different) < len(pairs):
-        say(f"left {counted(len(pairs) - len(different), 'pair')} of {source} out whose two answers are equal")
-    return pairs.select(different)
-
-
-def _with_prompt(row: dict, index: int, source: str | Path) -> dict:
-    """A pair of TRL's explicit format, from a row in any format."""
-    kinds = [_kind(row.get(name)) for name in FIELDS]
-    prompt, chosen, rejected = kinds
-    if chosen is None or chosen != rejected or (prompt is None and row.get("prompt") is not None):
+    if not len(dataset) or not {"chosen", "rejected"} <= set(dataset.column_names):
         raise DatasetError(
-            f"{source}, row {index}: a pair is `chosen` and `rejected`, two texts or two conversations, and may have "
-            "a `prompt`, which is one of them, too"
+            f"{source} holds no pairs: each row is `chosen` and `rejected`, two texts or two conversations, and may "
+            "have a `prompt`, which is one of them, too"
         )
+    return dataset.map(_with_prompt, keep_in_memory=True)
+
+
+def _with_prompt(row: dict) -> dict:
+    """A pair of TRL's explicit format, from a row in any format."""
     pair = {name: row[name] for name in FIELDS if row.get(name) is not None}
-    if prompt is list and chosen is str:
+    if isinstance(pair.get("prompt"), list) and isinstance(pair["chosen"], str):
         answers = {name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")}
         return pair | answers
-    if not (row["chosen"] and row["rejected"]) and prompt != chosen:
-        raise DatasetError(f"{source}, row {index}: chosen or rejected is empty, and there is no prompt")
     return maybe_extract_prompt(pair)
-
-
-def _kind(value: Any) -> type | None:
-    """`str` for a text, `list` for a conversation, `None` for anything else."""
-    if isinstance(value, str):
-        return str
-    return list if value and is_conversation(value) else None

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from datasets import Dataset
 
 from ...utils.plain import counted
-from ..data.answers import DatasetError, TextAnswer, can_be_graded, parse_gold
+from ..data.answers import DatasetError, can_be_graded
 from ..data.datasets import has_splits, hold_out, read_problems, to_prompts, without_overlap
 from ..data.rewards import COMPARING_REWARDS
 from .arguments import ScriptArguments
@@ -117,29 +117,20 @@ def _sample(args: ScriptArguments, problems: list[dict]) -> list[dict]:
 
 
 def _graded_sample(args: ScriptArguments, problems: Sequence[dict]) -> list[dict]:
-    """A sample of the problems on which accuracy can be measured; a line has what is left out, and the texts."""
+    """A sample of the problems on which accuracy can be measured; a line has what is left out."""
     gradable = _gradable(args, problems)
     if not gradable:
         return []
     if len(gradable) < len(problems):
         say(f"accuracy is measured on the {len(gradable):,} of {len(problems):,} problems whose answer can be graded")
-    sample = _sample(args, gradable)
-    if not _is_decided(args):
-        texts = [each for each in sample if "entry" not in each and _is_text(each)]
-        if texts:
-            first = f"row {texts[0]['row']}: {texts[0]['answer']!r}"
-            say(f"{len(texts):,} of {len(sample):,} right answers are compared as text, the first is of {first}")
-    return sample
-
-
-def _is_text(problem: dict) -> bool:
-    return isinstance(parse_gold(problem["answer"], problem["row"]), TextAnswer)
+    return _sample(args, gradable)
 
 
 def load_data(args: ScriptArguments) -> tuple[Dataset, Dataset | None]:
     """Load the training prompts and the prompts to measure on, see [`to_measure`], without overlap."""
     problems = load_problems(args)
-    return prompts_of(args, problems.train), to_measure(args, problems)
+    test = to_measure(args, problems)
+    return prompts_of(args, problems.train), test
 
 
 def to_measure(args: ScriptArguments, problems: Problems) -> Dataset | None:

@@ -4,10 +4,9 @@ The page is `report.html`; `metrics.json` has the rest, and files that begin wit
 """
 
 import contextlib
-import logging
 import os
 import shlex
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from ...trainers.run.card import hardware, software
 from ...utils import files as disk
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import plain
-from ...utils.redaction import command_line, portable, text_for_others, without_secrets
+from ...utils.redaction import command_line, portable, without_secrets
 from ..data.import_path import is_import_path
 from ..data.reasoning_gym import is_generated
 from ..report.keep import write_completions
@@ -29,7 +28,7 @@ from ..report.page import NAME as PAGE
 from ..report.page import write_report
 from .arguments import ScriptArguments
 from .checks import OWN_REWARD
-from .script import say
+from .script import WARNINGS, say
 
 # Fields that name data: a file, a folder, a name on the Hub, or a function of the user's.
 DATA = ("dataset", "eval_dataset")
@@ -37,17 +36,6 @@ DATA = ("dataset", "eval_dataset")
 CODE = ("environment", "tools", "tool_format", "accuracy_function")
 # The arguments of the run in a folder. Transformers uploads nothing that begins with an underscore.
 ARGUMENTS = "_arguments.json"
-
-
-def kept_paths(output_dir: str | Path) -> dict[str, str]:
-    """The paths of files and folders with data in the arguments of a run's folder, of those that still exist.
-
-    `metrics.json`, which may be published, has their names alone.
-    """
-    if not Path(output_dir, ARGUMENTS).is_file():
-        return {}
-    arguments = disk.read_json(Path(output_dir, ARGUMENTS))
-    return {name: arguments[name] for name in DATA if os.path.exists(str(arguments.get(name) or ""))}
 
 
 def code_in(settings: dict[str, Any]) -> dict[str, Any]:
@@ -112,49 +100,39 @@ def check_output_dir(script: ScriptArguments, config: Any, model: ModelConfig) -
             disk.write_json(path, arguments)
 
 
-# Fields that `evaluate` reads from the folder of a run, so that it measures the same model as the run.
-_MEASURED = (
-    "model_revision",
-    "dtype",
-    "load_in_4bit",
-    "bnb_4bit_quant_type",
-    "use_bnb_nested_quant",
-    "max_completion_length",
-    "bf16",
-    "seed",
-    "max_tool_calling_iterations",
-    "chat_template_kwargs",
-)
+# Fields of the data that a run measures on, which do not apply to other data.
+OF_THE_DATA = (
+    "dataset", "dataset_config", "dataset_split", "eval_dataset", "eval_split", "held_out", "validation",
+    "accuracy_on", "eval_problems", "question_column", "answer_column",
+)  # fmt: skip
+# What else an accuracy depends on, next to the trained weights.
+_OF_THE_MEASUREMENT = (
+    "model_name_or_path", "model_revision", "dtype", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant",
+    "bf16", "max_completion_length", "answer_format", "system_prompt", "prompt_template", "chat",
+    "max_tool_calling_iterations", "chat_template_kwargs", *CODE,
+)  # fmt: skip
 
 
-def measured_settings(script: ScriptArguments, config: Any, model: ModelConfig) -> dict[str, Any]:
-    """The fields of `recipes/evaluate.py` with which it measures like a run with these arguments.
-
-    They hold no path of one machine.
-    """
-    of_run = vars(config) | vars(model)
-    settings = {name: of_run.get(name) for name in _MEASURED}
-    settings.update(asdict(script))
-    for name in (*DATA, *CODE):
-        if settings.get(name):
-            settings[name] = portable(settings[name])
-    # The environment's own reward measures, too; other rewards may be in files that no longer exist then.
-    settings["rewards"] = [OWN_REWARD] if OWN_REWARD in script.rewards else None
-    left_out = ("skip_accuracy", "stage")
-    written = {name: value for name, value in settings.items() if value is not None and name not in left_out}
-    return without_secrets(written)
+def measured_on(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of a run's arguments on which an accuracy depends: figures make a pair only if these are equal."""
+    return {name: arguments[name] for name in (*OF_THE_DATA, *_OF_THE_MEASUREMENT) if name in arguments}
 
 
 def settings_in(folder: str | Path) -> dict[str, Any]:
-    """The fields that [`measured_settings`] wrote into a run's folder, with the paths of its data on this machine.
+    """The fields of `recipes/evaluate.py` with which the run in `folder` measured; none if it is no run's folder.
 
     No other field is read: a folder may come from anyone, and cannot choose the place of a result, for example.
     """
-    if not Path(folder, "metrics.json").is_file():
+    if not Path(folder, ARGUMENTS).is_file():
         return {}
-    settings = disk.read_json(Path(folder, "metrics.json")).get("settings", {})
-    names = (*_MEASURED, *(each.name for each in fields(ScriptArguments)))
-    return {name: settings[name] for name in names if name in settings} | kept_paths(folder)
+    arguments = disk.read_json(Path(folder, ARGUMENTS))
+    settings = measured_on(arguments)
+    settings.pop("model_name_or_path", None)  # an adapter names its base
+    further = ("seed", "accuracy_samples", "accuracy_batch_size")
+    settings |= {name: arguments[name] for name in further if name in arguments}
+    # The environment's own reward measures, too; other rewards may be in files that no longer exist.
+    settings["rewards"] = [OWN_REWARD] if OWN_REWARD in arguments.get("rewards", ()) else None
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def evaluate_line(output_dir: str, script: ScriptArguments, adapter: bool = True) -> str:
@@ -183,7 +161,7 @@ def next_commands(output_dir: str, script: ScriptArguments, is_adapter: bool) ->
 
 
 class RunRecord:
-    """`metrics.json` of a run: settings, accuracy before and after, seconds, and the curves; written as it goes.
+    """`metrics.json` of a run: facts, accuracy before and after, seconds, and the curves; written as it goes.
 
     A resumed run keeps the measurements of its first part.
     """
@@ -202,25 +180,32 @@ class RunRecord:
         trainer: Any,
         script: ScriptArguments,
         model: ModelConfig,
-        resume: str | None,
+        step: int,
         is_measured: bool,
         command: list[str],
     ) -> None:
-        """Write the settings of a run; a run that does not resume begins with an empty record."""
+        """Write what is known of a run before it trains from `step` on.
+
+        The accuracy from before training stays only if this part of the run measures on the same.
+        """
         args = trainer.args
+        now = portable(measured_on(_arguments(script, args, model)))
+        changed = checkpoints.differences(self.content.get("measured_on", now), now)
         self.content.pop("after", None)  # of weights that are about to change
-        if resume is None:
+        if step == 0:
             self.content = {}  # the record of a run that left no checkpoint
+        elif changed and self.content.pop("before", None):
+            say(f"the accuracy before training is left out: it was measured on something else ({'; '.join(changed)})")
         elif is_measured and "before" not in self.content:
             say(f"{self.path} does not hold the accuracy from before training, which a resumed run cannot measure")
-        about = {"dataset": script.dataset, "model": model_name(trainer.model), "seed": args.seed}
         self.put(
             hardware=hardware(),
             software=software(),
-            **portable(about),
+            **portable({"dataset": script.dataset, "model": model_name(trainer.model), "rewards": script.rewards}),
+            seed=args.seed,
             command=command_line(command),
             processes=args.world_size,
-            settings=measured_settings(script, args, model),
+            measured_on=now,
         )
 
     @nonfatal("metrics.json")
@@ -234,47 +219,19 @@ class RunRecord:
 _MOST_WARNINGS = 50
 
 
-class KeptWarnings(logging.Handler):
-    """A context in which the texts of warnings are kept, each once."""
-
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-        # transformers' logger hands nothing on to the root.
-        self._loggers = [logging.getLogger(), logging.getLogger("transformers")]
-
-    def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage().removeprefix("[RANK 0] ")  # of accelerate's loggers
-        text = text_for_others(" ".join(message.split()))[:1000]
-        if text not in self.texts and len(self.texts) < _MOST_WARNINGS:
-            self.texts.append(text)
-
-    def __enter__(self):
-        for logger in self._loggers:
-            logger.addHandler(self)
-        return self
-
-    def __exit__(self, *_):
-        for logger in self._loggers:
-            logger.removeHandler(self)
-
-
 class RunPage(TrainerCallback):
     """Keeps completions whenever metrics are logged, and writes the page of the run when something was measured.
 
     The page of a run that is pushed to the Hub has no prompts and completions, because the whole folder is published.
     """
 
-    def __init__(self, trainer: Any, record: RunRecord, warnings: KeptWarnings):
+    def __init__(self, trainer: Any, record: RunRecord):
         self.trainer = trainer
         self.record = record
-        self.warnings = warnings
         self.folder = Path(trainer.args.output_dir)
         if hasattr(trainer, "generation_batches"):
             trainer.generation_batches.keeps = True
-        card = getattr(trainer, "card_info", None)  # trainers of TRL's own have none
-        # Those of a resumed run's first part, and of the trainer's construction.
-        self._earlier = [*(record.content.get("warnings") or []), *([] if card is None else card.warnings)]
+        self._earlier = record.content.get("warnings", [])  # of a resumed run's first part
 
     def on_train_begin(self, args, state, control, **kwargs):
         if args.push_to_hub:  # a page with completions may be there, of an earlier part that was not pushed
@@ -298,7 +255,7 @@ class RunPage(TrainerCallback):
     @nonfatal("the page of the run")
     def write(self) -> Path | None:
         """Write the page of what the run has left so far; its path on the main rank, `None` on the others."""
-        texts = dict.fromkeys([*self._earlier, *self.warnings.texts])
+        texts = list(dict.fromkeys([*self._earlier, *WARNINGS.texts]))
         trainer = self.trainer
         about = {}
         if hasattr(trainer, "startup"):
@@ -307,7 +264,7 @@ class RunPage(TrainerCallback):
             about["reward_weights"] = dict(
                 zip(trainer.reward_func_names, trainer.reward_weights.tolist(), strict=True)
             )
-        self.record.put(history=trainer.state.log_history, warnings=list(texts), **about)
+        self.record.put(history=trainer.state.log_history, warnings=texts[:_MOST_WARNINGS], **about)
         if not PartialState().is_main_process:
             return None
         path = self.folder / PAGE

@@ -18,14 +18,14 @@ from ...trainers.run.stopping import stopping_after_step
 from ...utils.nonfatal import nonfatal
 from ...utils.ranks import on_main
 from ...utils.threads import fit_threads
-from ..data.rewards import checked, get_reward
+from ..data.rewards import checked
 from ..run.launch import launch_words
 from ..run.one_line import pop_options
 from ..run.terminal import use_terminal
-from .accuracy import AccuracyCallback, can_measure, completion_length, format_result
+from .accuracy import AccuracyCallback, can_measure, completion_length
 from .arguments import ConfigError, ScriptArguments
-from .checks import OWN_REWARD, agent_of, lora_config, with_tool_format
-from .record import KeptWarnings, RunPage, RunRecord, next_commands
+from .checks import lora_config, user_code
+from .record import RunPage, RunRecord, next_commands
 from .script import say
 
 
@@ -58,36 +58,31 @@ def build_trainer(
         ConfigError: the recipe has tools or an environment, and trainers of `cls` support none.
     """
     arguments = model_arguments(config, model, "images" in train.column_names)
-    agent = agent_of(script)
-    if agent is not None:
+    code = user_code(script)
+    if code.agent is not None:
         if "environment_factory" not in inspect.signature(cls.__init__).parameters:
             raise ConfigError(f"environment and tools: {cls.__name__} runs no episodes; train with GRPO")
-        arguments |= agent.arguments()
-        arguments["processing_class"] = with_tool_format(arguments["processing_class"], script)
-    rewards = [checked(get_reward(name, script.answer_format)) for name in script.rewards if name != OWN_REWARD]
-    with KeptWarnings() as warnings:
-        trainer = cls(model.model_name_or_path, rewards, config, train, **arguments, **further_arguments)
-    trainer.card_info.warnings = warnings.texts
+        arguments |= code.agent.arguments()
+        arguments["processing_class"] = code.tool_format(arguments["processing_class"])
+    rewards = [checked(reward) for reward in code.rewards]
+    trainer = cls(model.model_name_or_path, rewards, config, train, **arguments, **further_arguments)
     trainer.card_info.settings = (script, model)
     fit_threads(trainer.model)
     return trainer
 
 
-def is_finished(record: RunRecord, trainer: Any, resume: str | None) -> bool:
-    """Whether the run of `record` has no step left, and has measured and saved everything."""
-    step = None if resume is None else last_step(resume, trainer.args)
-    return step is not None and record.content.get("finished_step") == step
-
-
 def _finished_text(trainer: Any, script: ScriptArguments) -> str:
     args = trainer.args
-    is_adapter = is_peft_model(trainer.accelerator.unwrap_model(trainer.model))
     goal = "num_train_epochs" if args.max_steps <= 0 else "max_steps"
     return (
         f"the run in {args.output_dir} is finished ({goal}={vars(args)[goal]:g}): nothing is trained, and "
         f"what it left stays as it is\n  train on:   the same command with a larger --{goal}\n"
-        f"{next_commands(args.output_dir, script, is_adapter)}"
+        f"{next_commands(args.output_dir, script, _is_adapter(trainer))}"
     )
+
+
+def _is_adapter(trainer: Any) -> bool:
+    return is_peft_model(trainer.accelerator.unwrap_model(trainer.model))
 
 
 @nonfatal("the model card")
@@ -125,70 +120,68 @@ def run_recipe(
     Raises:
         UserError: at the very end, if no completion of the whole run got a reward.
     """
+    args = trainer.args
     is_ours = hasattr(trainer, "card_info")
-    with KeptWarnings() as warnings:
-        args = trainer.args
-        record = RunRecord(args.output_dir)
-        if is_ours:
-            resume = trainer.checkpointing.resume_from(resume)
-        else:
-            resume = on_main(lambda: resolve_resume(args.output_dir, resume))
-        if is_finished(record, trainer, resume):
+    record = RunRecord(args.output_dir)
+    if is_ours:
+        resume = trainer.checkpointing.resume_from(resume)
+    else:
+        resume = on_main(lambda: resolve_resume(args.output_dir, resume))
+    if resume is not None:
+        if record.content.get("finished_step", -1) == last_step(resume, args):
             say(_finished_text(trainer, script))
             return record.content
-        if resume is not None:
-            say(f"continuing from {resume}")
-        is_measured = not script.skip_accuracy and test is not None and can_measure(trainer)
-        command = launch_words()
-        record.begin(trainer, script, model or ModelConfig(), resume, is_measured, command)
-        if is_ours:
-            _begin_card(trainer, script, test, command)
-        accuracy = AccuracyCallback(trainer, script, test, record) if is_measured else None
-        if accuracy is not None:
-            accuracy.begin(0 if resume is None else step_of(resume))
-        page = RunPage(trainer, record, warnings)
-        for callback in filter(None, (accuracy, page)):
-            trainer.add_callback(callback)
-        use_terminal(trainer)
-        resume_command = shlex.join([*command, "--resume_from_checkpoint", "auto"])  # an option's last value counts
+        say(f"continuing from {resume}")
+    is_measured = not script.skip_accuracy and test is not None and can_measure(trainer)
+    command = launch_words()
+    record.begin(trainer, script, model or ModelConfig(), step_of(resume) if resume else 0, is_measured, command)
+    if is_ours:
+        _begin_card(trainer, script, test, command)
+    accuracy = AccuracyCallback(trainer, script, test, record) if is_measured else None
+    page = RunPage(trainer, record)
+    for callback in filter(None, (accuracy, page)):
+        trainer.add_callback(callback)
+    use_terminal(trainer)
 
-        started = time.perf_counter()
-        if is_ours:
-            trainer.resume_command = resume_command
+    started = time.perf_counter()
+    _train(trainer, resume, shlex.join([*command, "--resume_from_checkpoint", "auto"]))  # the last value counts
+    trainer.save_model(_internal_call=True)  # before a measurement or a picture can fail
+    seconds = time.perf_counter() - started - (0 if accuracy is None else accuracy.seconds_before)
+    record.put(train_seconds=seconds, history=trainer.state.log_history)
+
+    results = "" if accuracy is None else accuracy.finish()
+    if is_ours:
+        trainer.create_model_card(Path(args.output_dir).name)
+    record.put(finished_step=trainer.state.global_step)
+    page_path = page.write()
+    if args.push_to_hub:
+        trainer.push_to_hub(commit_message="Model save", revision=args.hub_revision)
+    card = ["card"] if is_ours else []
+    page_name = [] if page_path is None else [page_path.name]
+    files = ["adapter" if _is_adapter(trainer) else "model", *card, "metrics.json", *page_name]
+    say(f"{', '.join(files[:-1])} and {files[-1]} are in {args.output_dir}")
+    say(next_commands(args.output_dir, script, _is_adapter(trainer)))
+    if results:
+        say(results)
+    _refuse_a_run_without_rewards(trainer)
+    return record.content
+
+
+def _train(trainer: Any, resume: str | None, resume_command: str) -> None:
+    """Train from `resume` on; a stopped run prints `resume_command`."""
+    if hasattr(trainer, "resume_command"):
+        trainer.resume_command = resume_command
+        trainer.train(resume_from_checkpoint=resume)
+    else:
+        with stopping_after_step(trainer, resume_command):
             trainer.train(resume_from_checkpoint=resume)
-        else:
-            with stopping_after_step(trainer, resume_command):
-                trainer.train(resume_from_checkpoint=resume)
-        trainer.save_model(_internal_call=True)  # before a measurement or a picture can fail
-        seconds = time.perf_counter() - started - (0 if accuracy is None else accuracy.seconds_before)
-        record.put(train_seconds=seconds, history=trainer.state.log_history)
 
-        results = ""
-        if accuracy is not None:
-            after = accuracy.measure("accuracy after training", script.accuracy_samples)
-            record.put(after=after.as_dict())
-            measured = [record.content[when] for when in ("before", "after") if when in record.content]
-            results = "  ->  ".join(map(format_result, measured))
-            accuracy.fill_card(after, trainer.state.global_step, "after")
-        if is_ours:
-            trainer.create_model_card(Path(args.output_dir).name)
-        record.put(finished_step=trainer.state.global_step)
-        page_path = page.write()
-        if args.push_to_hub:
-            trainer.push_to_hub(commit_message="Model save", revision=args.hub_revision)
-        is_adapter = is_peft_model(trainer.accelerator.unwrap_model(trainer.model))
-        card = ["card"] if is_ours else []
-        page_name = [] if page_path is None else [page_path.name]
-        files = ["adapter" if is_adapter else "model", *card, "metrics.json", *page_name]
-        say(f"{', '.join(files[:-1])} and {files[-1]} are in {args.output_dir}")
-        say(next_commands(args.output_dir, script, is_adapter))
-        if results:
-            say(results)
-        scored = getattr(getattr(trainer, "generation_batches", None), "scored", None)
-        if scored is not None and scored.nothing_scored:
-            raise UserError(
-                f"nothing was learned: {', '.join(trainer.reward_func_names)} gave none of {scored.drawn:,} "
-                "completions a finite value (None, NaN or infinite for all); look at the function and at the columns "
-                "that it reads"
-            )
-        return record.content
+
+def _refuse_a_run_without_rewards(trainer: Any) -> None:
+    scored = getattr(getattr(trainer, "generation_batches", None), "scored", None)
+    if scored is not None and scored.nothing_scored:
+        raise UserError(
+            f"nothing was learned: {', '.join(trainer.reward_func_names)} gave none of {scored.drawn:,} "
+            "completions a finite value (None, NaN or infinite for all); look at the function and at the columns "
+            "that it reads"
+        )

@@ -11,33 +11,47 @@ import torch
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
+from ...utils.redaction import text_for_others
 from ..run import terminal
 from ..run.one_line import in_one_line
 
 
-class PrintedWarnings(logging.Handler):
-    """A context in which the main rank prints the warnings of all loggers, each text once, above a progress bar.
+class RunWarnings(logging.Handler):
+    """A context in which warnings of all loggers are kept for the page of the run, and printed above a progress bar.
 
-    Python prints the warnings of a logger without a handler by itself, but not while a handler of another kind, as
-    that which keeps a run's warnings for its page, is on the root logger. Other ranks print errors alone.
+    Each text is there once. Python prints the warnings of a logger without a handler by itself, but not while there is
+    a handler on the root logger. Ranks other than the main one print errors alone.
+
+    Attributes:
+        texts: of the warnings, as others may read them.
     """
 
     def __init__(self):
         super().__init__(logging.ERROR if int(os.environ.get("RANK", "0")) else logging.WARNING)
-        self._printed: set[str] = set()
+        self.texts: dict[str, None] = {}
+        # transformers' logger prints by itself and hands nothing on to the root.
+        self._loggers = [logging.getLogger(), logging.getLogger("transformers")]
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record).removeprefix("[RANK 0] ")  # of accelerate's loggers
-        if text not in self._printed:
-            self._printed.add(text)
-            tqdm.write(f"{record.levelname.lower()}: {text}", file=sys.stderr)
+        message = record.getMessage().removeprefix("[RANK 0] ")  # of accelerate's loggers
+        kept = text_for_others(" ".join(message.split()))[:1000]
+        if kept not in self.texts:
+            self.texts[kept] = None
+            if not record.name.startswith("transformers."):
+                text = self.format(record).removeprefix("[RANK 0] ")
+                tqdm.write(f"{record.levelname.lower()}: {text}", file=sys.stderr)
 
     def __enter__(self):
-        logging.getLogger().addHandler(self)
+        for logger in self._loggers:
+            logger.addHandler(self)
         return self
 
     def __exit__(self, *_):
-        logging.getLogger().removeHandler(self)
+        for logger in self._loggers:
+            logger.removeHandler(self)
+
+
+WARNINGS = RunWarnings()  # of the script that this process runs
 
 
 def run_main(main: Callable[..., None], *arguments: Any, **options: Any) -> None:
@@ -45,7 +59,7 @@ def run_main(main: Callable[..., None], *arguments: Any, **options: Any) -> None
     terminal.no_bars_in_files()
     # The libraries warn about each other, and a recipe's user can change nothing about it.
     warnings.simplefilter("ignore", FutureWarning)
-    with in_one_line(), PrintedWarnings():
+    with in_one_line(), WARNINGS:
         main(*arguments, **options)
         # If the interpreter's end destroys the process group, gloo's threads sometimes abort a process that is done.
         if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -156,17 +156,18 @@ def _accuracy(runs: list[Run]) -> Chart:
     for number, run in enumerate(runs):
         measured = {}
         for entry in run.history:
-            if 0 <= entry.get("accuracy", -1) <= 1 and 0 < entry.get("accuracy/n", 0) < 1e15:
+            if "accuracy/n" in entry:
                 measured[entry["step"]] = (round(entry["accuracy"] * entry["accuracy/n"]), int(entry["accuracy/n"]))
         for when, step in (("before", 0), ("after", run.last_step)):
             if when in run.accuracy:
-                measured[step] = (int(run.accuracy[when]["correct"]), int(run.accuracy[when]["n"]))
-        measured = {step: measured[step] for step in sorted(measured) if measured[step][1] > 0}
+                measured[step] = (run.accuracy[when]["correct"], run.accuracy[when]["n"])
         if measured:
-            values = _rounded(correct / n for correct, n in measured.values())
-            intervals = [wilson_interval(correct, n) for correct, n in measured.values()]
-            low, high = (_rounded(bounds) for bounds in zip(*intervals, strict=True))
-            chart.series.append(Series(number, "accuracy", list(measured), values, low, high))
+            steps = sorted(measured)
+            values = _rounded(measured[step][0] / measured[step][1] for step in steps)
+            low, high = (
+                _rounded(bounds) for bounds in zip(*(wilson_interval(*measured[step]) for step in steps), strict=True)
+            )
+            chart.series.append(Series(number, "accuracy", steps, values, low, high))
     return chart
 
 
@@ -189,11 +190,7 @@ def _phases(run: Run) -> list[Series]:
         if name not in _BETWEEN_STEPS and any(values):
             label = name.removeprefix("time/").removesuffix("_s").replace("_", " ")
             phases.append(Series(0, label, steps, values))
-    return sorted(phases, key=_sum, reverse=True)
-
-
-def _sum(series: Series) -> float:
-    return sum(series.values)
+    return sorted(phases, key=lambda series: sum(series.values), reverse=True)
 
 
 def _memory(runs: list[Run]) -> list[Series]:

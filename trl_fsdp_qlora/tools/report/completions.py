@@ -8,6 +8,7 @@ reading a folder from elsewhere runs no code.
 
 import base64
 import io
+import itertools
 import json
 import math
 import re
@@ -21,14 +22,12 @@ import pyarrow.parquet
 
 from ...utils.redaction import without_tokens
 from .folder import Run
+from .keep import jpeg
 
 FOLDERS = ("_completions", "completions")  # the first that has a file counts
 MOST_FILES = 200  # that are read; of more, these are spread evenly over the steps
-LARGEST_FILE = 2**30  # characters of a file's values in memory; a larger file is not read
-_AT_ONCE = 2**29  # bytes that a batch of rows may take while it is decoded
 LONGEST_TEXT = 20_000  # characters; the middle of a longer text is left out
 _OF_A_ROW = 40  # bytes of numbers and punctuation of a completion in the page
-_THUMBNAIL = 128  # pixels
 _OWN_COLUMNS = ("step", "prompt", "completion", "advantage", "tokens", "cut", "image", "images")
 
 Text = str | list[dict[str, Any]]  # or the messages of a conversation
@@ -72,28 +71,22 @@ def read_completions(folder: Path, run: Run, budget: int) -> Completions:
         return result
     chosen = _spread(paths, MOST_FILES)
     names: dict[str, None] = {}  # of the reward functions, in their order
-    unread = 0
     for number, path in enumerate(chosen):
         try:
             rows = _rows(path)
-            rewards = _reward_columns(rows, run)
-            groups = list(_groups(rows, path, rewards, run.reward_weights))
-        except (OSError, ValueError, KeyError, RecursionError, pyarrow.ArrowException, MemoryError) as error:
-            unread += 1
-            if unread <= 3:
-                reason = " ".join(str(error).split())[:200].replace(str(path), path.name)
-                result.notes.append(f"{path.name} cannot be read ({reason}): its completions are missing.")
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
+            reason = " ".join(str(error).split())[:200].replace(str(path), path.name)
+            result.notes.append(f"{path.name} cannot be read ({reason}): its completions are missing.")
             continue
+        rewards = _reward_columns(rows, run)
         names.update(dict.fromkeys(rewards))
         result.recorded += len(rows)
-        share = budget // (len(chosen) - number)
-        kept = _within(groups, share)
+        groups = list(_groups(rows, path, rewards, run.reward_weights))
+        kept = _within(groups, budget // (len(chosen) - number))
         budget -= sum(map(_bytes, kept))
         result.groups += kept
     result.groups.sort(key=lambda group: group.step)
     result.rewards = list(names)
-    if unread > 3:
-        result.notes.append(f"{unread} files with completions cannot be read; the first three are named above.")
     if len(paths) > len(chosen):
         result.notes.append(
             f"Of {len(paths):,} files with completions {len(chosen):,} were read, spread over the steps."
@@ -114,67 +107,36 @@ def _spread(items: list, count: int) -> list:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a parquet file.
-
-    A value that many rows have is stored once, so a small file can hold any number of bytes: it is decoded in batches.
-
-    Raises:
-        ValueError: it is too large, or has no column `completion`.
-    """
-    rows = []
-    size = 0
-    with pyarrow.parquet.ParquetFile(path) as file:
-        stored = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
-        columns = file.schema_arrow.names
-        if not {"completion", "completion_json"} & set(columns):
-            raise ValueError(f"it has no column 'completion', but {', '.join(columns)}")
-        for batch in file.iter_batches(batch_size=min(max(_AT_ONCE // max(stored, 1), 1), 1024)):
-            for row in batch.to_pylist():
-                size += len(repr(row))
-                if size > LARGEST_FILE:
-                    raise ValueError(f"its values have more than {LARGEST_FILE:,} characters")
-                for name in ("prompt", "completion"):
-                    if f"{name}_json" in row:
-                        row[name] = json.loads(row.pop(f"{name}_json") or "null")
-                rows.append(row)
+    """The rows of a parquet file; a `ValueError` if it has no column `completion`."""
+    rows = pyarrow.parquet.read_table(path).to_pylist()
+    for row in rows:
+        for name in ("prompt", "completion"):
+            if f"{name}_json" in row:
+                row[name] = json.loads(row.pop(f"{name}_json"))
+        if "completion" not in row:
+            raise ValueError(f"it has no column 'completion', but {', '.join(row)}")
     return rows
 
 
 def _reward_columns(rows: list[dict], run: Run) -> list[str]:
     """The columns with rewards: those whose means were logged, or else all numbers that are nothing else."""
-    if not rows:
-        return []
-    names = [name for name in rows[0] if name not in _OWN_COLUMNS]
+    names = [name for name in (rows[0] if rows else ()) if name not in _OWN_COLUMNS]
     logged = {key for entry in run.history for key in entry if key.startswith("rewards/")}
     rewards = [name for name in names if f"rewards/{name}/mean" in logged]
-    if rewards:
-        return rewards
-    return [name for name in names if _is_number_column(rows, name)]
-
-
-def _is_number_column(rows: list[dict], name: str) -> bool:
-    values = [row[name] for row in rows if row[name] is not None]
-    return bool(values) and all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+    return rewards or [name for name in names if any(_number(row[name]) is not None for row in rows)]
 
 
 def _groups(rows: list[dict], path: Path, rewards: list[str], weights: dict[str, float]) -> Iterator[Group]:
     """Neighbouring rows of one step with one prompt."""
-    digits = re.findall(r"\d+", path.stem)
-    step_of_file = int(digits[-1]) if digits else 0
-    previous = None
-    group = None
-    for row in rows:
-        step = _number(row.get("step"))
-        step = step_of_file if step is None else int(step)
-        key = (step, repr(row.get("prompt")))
-        if key != previous:
-            if group is not None:
-                yield group
-            previous = key
-            group = Group(step, _text(row.get("prompt")), [], _thumbnails(row))
-        group.rows.append(_row(row, rewards, weights))
-    if group is not None:
-        yield group
+    step_of_file = int(re.findall(r"\d+", path.stem)[-1])
+
+    def step_and_prompt(row: dict) -> tuple[int, str]:
+        return row.get("step", step_of_file), repr(row.get("prompt"))
+
+    for (step, _), neighbours in itertools.groupby(rows, step_and_prompt):
+        of_group = list(neighbours)
+        completions = [_row(row, rewards, weights) for row in of_group]
+        yield Group(step, _text(of_group[0].get("prompt")), completions, _thumbnails(of_group[0]))
 
 
 def _row(row: dict[str, Any], rewards: list[str], weights: dict[str, float]) -> dict[str, Any]:
@@ -185,14 +147,13 @@ def _row(row: dict[str, Any], rewards: list[str], weights: dict[str, float]) -> 
     for name, value in row.items():
         if name not in _OWN_COLUMNS and name not in rewards and value is not None:
             columns[name] = _clipped(value if isinstance(value, str) else json.dumps(value, default=str))
-    cut = row.get("cut")
     return {
         "text": _text(row["completion"]),
         "rewards": dict(zip(rewards, values, strict=True)),
         "total": total,
         "advantage": _number(row.get("advantage")),
         "tokens": _number(row.get("tokens")),
-        "cut": cut if isinstance(cut, bool) else None,
+        "cut": row.get("cut"),
         "others": columns,
     }
 
@@ -225,21 +186,13 @@ def _text(value: Any) -> Text:
 def _message(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
-        content = "".join(_part(part) for part in content)
-    shown = {"role": str(message.get("role")), "text": _clipped("" if content is None else str(content))}
-    calls = [_call(each) for each in message.get("tool_calls") or [] if isinstance(each, dict)]
-    if calls:
-        shown["calls"] = calls
+        content = "".join(f"[{part['type']}]" if part.get("text") is None else part["text"] for part in content)
+    shown = {"role": message["role"], "text": _clipped(content or "")}
+    if message.get("tool_calls"):
+        shown["calls"] = [_call(each) for each in message["tool_calls"]]
     if message.get("name"):
-        shown["name"] = _clipped(str(message["name"]))
+        shown["name"] = message["name"]
     return shown
-
-
-def _part(part: Any) -> str:
-    if not isinstance(part, dict):
-        return str(part)
-    text = part.get("text")
-    return f"[{part.get('type')}]" if text is None else str(text)
 
 
 def _call(call: dict[str, Any]) -> str:
@@ -255,13 +208,11 @@ def _call(call: dict[str, Any]) -> str:
 def _thumbnails(row: dict[str, Any]) -> list[str]:
     """Data URLs of the images in a row's column `images` or `image`, which are bytes; no path is followed."""
     images = row.get("images") or row.get("image") or []
-    urls = []
-    for image in images if isinstance(images, list) else [images]:
-        content = image.get("bytes") if isinstance(image, dict) else image
-        url = _thumbnail(content) if isinstance(content, bytes) else None
-        if url is not None:
-            urls.append(url)
-    return urls
+    contents = [
+        each.get("bytes") if isinstance(each, dict) else each
+        for each in (images if isinstance(images, list) else [images])
+    ]
+    return [url for content in contents if isinstance(content, bytes) and (url := _thumbnail(content))]
 
 
 def _thumbnail(content: bytes) -> str | None:
@@ -269,12 +220,10 @@ def _thumbnail(content: bytes) -> str | None:
         from PIL import Image
 
         with Image.open(io.BytesIO(content), formats=["PNG", "JPEG", "WEBP", "GIF", "BMP"]) as image:
-            image.thumbnail((_THUMBNAIL, _THUMBNAIL))
-            small = io.BytesIO()
-            image.convert("RGB").save(small, "JPEG", quality=80)
+            small = jpeg(image)
     except Exception:  # pillow is missing, or its decoders raise for damaged bytes
         return None
-    return f"data:image/jpeg;base64,{base64.b64encode(small.getvalue()).decode()}"
+    return f"data:image/jpeg;base64,{base64.b64encode(small).decode()}"
 
 
 def _bytes(group: Group) -> int:

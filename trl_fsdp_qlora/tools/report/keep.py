@@ -46,24 +46,20 @@ def write_completions(folder: Path, step: int, drawn: dict[str, Any]) -> None:
 
 def _as_json(value: Any) -> str:
     """A text or messages; images and other objects in messages become the names of their classes."""
-    return json.dumps(value, default=_class_name)
+    return json.dumps(value, default=lambda object_: f"<{type(object_).__name__}>")
 
 
-def _class_name(value: Any) -> str:
-    return f"<{type(value).__name__}>"
+def jpeg(image: Any) -> bytes:
+    """A small JPEG of an image of pillow."""
+    small = image.convert("RGB")
+    small.thumbnail((THUMBNAIL, THUMBNAIL))
+    content = io.BytesIO()
+    small.save(content, "JPEG", quality=85)
+    return content.getvalue()
 
 
 def _thumbnails(images: list) -> list[list[bytes] | None]:
     """JPEGs of the images of each row; an image that several rows share is made small once."""
-    bytes_by_id: dict[int, bytes] = {}
-    rows = []
-    for of_row in images:
-        for image in of_row or []:
-            if hasattr(image, "thumbnail") and id(image) not in bytes_by_id:
-                small = image.convert("RGB")
-                small.thumbnail((THUMBNAIL, THUMBNAIL))
-                content = io.BytesIO()
-                small.save(content, "JPEG", quality=85)
-                bytes_by_id[id(image)] = content.getvalue()
-        rows.append([bytes_by_id[id(image)] for image in of_row or [] if id(image) in bytes_by_id] or None)
-    return rows
+    by_id = {id(image): image for of_row in images for image in of_row or [] if hasattr(image, "thumbnail")}
+    small = {key: jpeg(image) for key, image in by_id.items()}
+    return [[small[id(image)] for image in of_row or [] if id(image) in small] or None for of_row in images]

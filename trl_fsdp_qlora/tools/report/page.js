@@ -182,7 +182,6 @@ function bokehPlot(chart, shared) {
 async function draw(figures) {
   const charts = figures.map((figure) => data.charts[Number(figure.dataset.chart)]);
   const targets = figures.map((figure, i) => frame(figure, charts[i]));
-  if (!window.Bokeh) return;
   const crosshair = new Bokeh.Span({ dimension: "height", line_dash: "dotted", line_color: "#888888" });
   const shared = { crosshair };
   const page = new Bokeh.Document();

@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ def write_report(
         "charts": [asdict(chart) for chart in [*charts, *other_charts]],
         "completions": [_columns(each) for each in by_run if each is not None],
     }
-    scripts = [*_bokeh(notes), (_HERE / "page.js").read_text(encoding="utf-8")]
+    scripts = [*_bokeh(), (_HERE / "page.js").read_text(encoding="utf-8")]
     environment = Environment(
         loader=PackageLoader(__package__, ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
@@ -97,13 +96,8 @@ def _tell_apart(runs: list[Run]) -> None:
             run.name = f"{run.name} ({number + 1})"
 
 
-def _bokeh(notes: list[str]) -> list[str]:
-    """The scripts of Bokeh, in their order, as they are in the installed package; without it none, and a note."""
-    if find_spec("bokeh") is None:
-        notes.append(
-            "The curves are tables, because bokeh is not installed: pip install 'trl-fsdp-qlora[tools]' draws them."
-        )
-        return []
+def _bokeh() -> list[str]:
+    """The scripts of Bokeh, in their order, as they are in the installed package."""
     import bokeh
 
     folder = Path(bokeh.__file__).parent / "server" / "static" / "js"

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,12 +15,10 @@ from typing import Any, NoReturn
 import psutil
 
 from ...errors import UserError
-from ...utils.plain import counted
 from ...utils.resources import accelerate_config
 from .one_line import USER_ERROR, OneLineParser, check_num_processes
 
-_LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "trl-fsdp-qlora")
-_MODULES = ("accelerate.commands.launch", "torch.distributed.run", "trl_fsdp_qlora")  # names for `python -m`
+_COMMAND = "TRL_FSDP_QLORA_COMMAND"  # the launcher's command line, for the processes that it starts
 
 
 def launch(words: Sequence[str]) -> int:
@@ -36,6 +35,7 @@ def launch(words: Sequence[str]) -> int:
         UserError: the config needs a package that is not installed.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
+    from accelerate.utils import patch_environment
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -49,7 +49,6 @@ def launch(words: Sequence[str]) -> int:
     parser.error = MethodType(OneLineParser.error, parser)  # argparse's own prints 200 lines
     options = parser.parse_args(list(words))
     check_num_processes(options.num_processes)
-    _warn_of_many(options.num_processes or 1, options.num_machines or 1)
     if options.config_file and not Path(options.config_file).exists():
         options.config_file = str(accelerate_config(options.config_file))
     options.signals_to_handle = "SIGHUP,SIGQUIT"  # torchrun's own handlers kill a rank after 30 seconds
@@ -58,7 +57,8 @@ def launch(words: Sequence[str]) -> int:
         if handler in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _pass_on)
     try:
-        launch_command(options)
+        with patch_environment(**{_COMMAND: shlex.join(["trl-fsdp-qlora", *sys.argv[1:]])}):
+            launch_command(options)
     except ImportError as error:  # accelerate's own: the config needs a package, as DeepSpeed
         raise UserError(str(error)) from error
     except CalledProcessError as ended:
@@ -71,18 +71,6 @@ def launch(words: Sequence[str]) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     return 0
-
-
-def _warn_of_many(processes: int, machines: int) -> None:
-    """Print a line if a machine has fewer cards, or without cards fewer cores, than it gets processes."""
-    import torch
-
-    cards = torch.cuda.device_count()
-    places = cards or os.cpu_count() or 1
-    if -(-processes // machines) > places:
-        unit = "card" if cards else "core"
-        line = f"warning: --num_processes {processes}: this machine has {counted(places, unit)}"
-        print(line, file=sys.stderr, flush=True)
 
 
 def _pass_on(number: int, _frame: Any) -> NoReturn:
@@ -111,23 +99,5 @@ def exit_status(exit_codes: dict[int, int]) -> int:
 
 
 def launch_words() -> list[str]:
-    """The words of the command that started this run, with the launcher's own (`--config_file`) among them.
-
-    A launcher does not pass its command line to its processes, so this reads those of the parent processes.
-    """
-    with contextlib.suppress(psutil.Error):  # another user's process, or a process that has just ended
-        for process in psutil.Process().parents():
-            words = _launcher_in(process.cmdline())
-            if words:
-                return words
-    return ["python", *sys.argv]
-
-
-def _launcher_in(words: list[str]) -> list[str]:
-    """The command line `words` as a user types it if it is a launcher's; else nothing."""
-    for index, word in enumerate(words[:3]):  # the interpreter and `-m` may come first
-        if Path(word).name in _LAUNCHERS:
-            return [Path(word).name, *words[index + 1 :]]
-        if word in _MODULES:
-            return ["python", "-m", *words[index:]]
-    return []
+    """The words of the command that started this run: this package's, or the script's own if another launcher ran."""
+    return shlex.split(os.environ[_COMMAND]) if _COMMAND in os.environ else ["python", *sys.argv]

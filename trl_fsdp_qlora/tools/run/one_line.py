@@ -98,27 +98,6 @@ def _print_stopped(text: str) -> None:
         print(f"{below}{text}", file=sys.stderr, flush=True)
 
 
-def _stop(*_signal) -> None:
-    _print_stopped("stopped")
-    os._exit(INTERRUPTED)
-
-
-def stop_at_once() -> None:
-    """Let Ctrl-C end this process at once, until [`stop_by_exception`].
-
-    It is for work on fake tensors, whose callbacks lose a `KeyboardInterrupt`, and which leaves no file half written.
-    If SIGINT is ignored (a job in the background), it stays ignored.
-    """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _stop)
-
-
-def stop_by_exception() -> None:
-    """Make Ctrl-C raise a `KeyboardInterrupt` again."""
-    if signal.getsignal(signal.SIGINT) is _stop:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 # Values that argparse accepts for an option although they begin with a minus; its own pattern knows no exponent.
 NEGATIVE_NUMBER = re.compile(r"-(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?$|-(?:inf|nan)$")
 

@@ -1,12 +1,11 @@
 """`AStarPOConfig`: `EfficientGRPOConfig` with one completion per prompt, and the fields of A*-PO."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from accelerate.logging import get_logger
 
 from ..grpo.config import EfficientGRPOConfig
-from ..run.config_fields import documented, note_derived, option
+from ..run.config_fields import documented, option
 from .estimators import ESTIMATORS
 from .objectives import OBJECTIVES
 
@@ -84,12 +83,8 @@ class AStarPOConfig(EfficientGRPOConfig):
     value_cache: str | None = option(
         None,
         "Folder that keeps the samples of V*. A second run with the same reference, sampling settings, and names and "
-        "weights of rewards reads it: name another folder if the code of a reward or the weights of the reference "
-        "change. None: `_values` in output_dir.",
-    )
-    filter_all_failed: bool = option(
-        False,
-        "Leave out of stage 2 the prompts whose reference samples all got the lowest reward of value_reward_range.",
+        "weights of rewards reads it: name another folder if the code of a reward changes. None: `_values` in "
+        "output_dir.",
     )
 
     def __post_init__(self):
@@ -106,8 +101,6 @@ class AStarPOConfig(EfficientGRPOConfig):
             logger.warning(
                 f"{', '.join(ignored)} will be ignored: A*-PO has no ratio, no groups, and takes every token"
             )
-        if self.value_cache is None:
-            self.value_cache = str(Path(self.output_dir) / "_values")
         low, high = self.value_reward_range or (0.0, 1.0)
         for name, wrong, reason in (
             ("beta", self.beta <= 0, "TRL keeps no reference policy without it; for a weak term use 1e-6"),
@@ -123,4 +116,3 @@ class AStarPOConfig(EfficientGRPOConfig):
         ):
             if wrong:
                 raise ValueError(f"{name}={vars(self)[name]!r} does not fit A*-PO: {reason}")
-        note_derived(self, self._left_at_default)

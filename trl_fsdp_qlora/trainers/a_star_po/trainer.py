@@ -6,22 +6,21 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from datasets import IterableDataset
+from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
-from transformers.trainer_utils import EvalLoopOutput
 from trl.data_utils import is_conversational
 
 from ...compat.transformers import model_name
 from ...compat.trl import GROUP_SPREAD, REFERENCE_LOGPS, parse_response, use_adapter
 from ...compat.trl_rollouts import has_response_format, rewards_of_rank
-from ...engines.decode.completions import generate, over_ranks
-from ...utils.stats import wilson_interval
+from ...engines.decode.completions import generate
 from ..grpo.trainer import EfficientGRPOTrainer
 from ..rollouts.dynamic_sampling import combine
 from ..run.arguments import config_or_default
 from ..run.input_checks import columns_of
 from ..step.scoring import Request
 from .config import AStarPOConfig
-from .estimators import ROUNDING, check_reward_range
+from .estimators import check_reward_range
 from .objectives import advantage_weighted_loss, normalised_advantage, regression_loss
 from .values import Item, ReferenceValues, Report
 
@@ -66,7 +65,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     def features(self) -> list[tuple[str, str]]:
         args = self.args
-        values = f"{args.value_estimator} of {args.value_samples} reference samples, from {args.value_cache}"
+        values = f"{args.value_estimator} of {args.value_samples} reference samples"
         features = [("on", f"A*-PO, {args.objective}: V* = {values}"), *super().features()]
         if self.engine_draws and self._starts_from_adapter:
             features.append(
@@ -77,14 +76,10 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     # --- stage 1 -----------------------------------------------------------------------------------------------------
 
     def train(self, *args, **kwargs):
-        self.values.open(self._context())
+        self.values.open(self._context)
         # A sharded model can generate only once `Trainer.train` has prepared it; an endless dataset has no stage 1.
-        if not isinstance(self.train_dataset, IterableDataset):
-            if not self._synced_gpus:
-                self.estimate_values()
-            if self.args.filter_all_failed:
-                rows = self._remove_unused_columns(self.train_dataset, "training")
-                self.train_dataset = self.values.without_all_failed(rows)
+        if not isinstance(self.train_dataset, IterableDataset) and not self._synced_gpus:
+            self.estimate_values()
         return super().train(*args, **kwargs)
 
     def estimate_values(self, dataset=None) -> Report:
@@ -98,18 +93,30 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         Raises:
             RuntimeError: the model is to be sharded over ranks and `train()` has not prepared it yet.
         """
-        if self._synced_gpus:
-            self.rollout.refuse_unprepared("stage 1", self.model, self.model_wrapped)
-        self.values.open(self._context())
+        is_wrapped = self.model_wrapped is not self.model
+        is_prepared = is_wrapped or any(isinstance(p, DTensor) for p in self.model.parameters())
+        if self._synced_gpus and not is_prepared:
+            raise RuntimeError(
+                "stage 1 needs a forward of a sharded model, and only train() prepares it: let train() run stage 1 in "
+                "its first step, or run stage 1 without FSDP or ZeRO-3 first (--stage estimate)"
+            )
+        self.values.open(self._context)
         dataset = self.train_dataset if dataset is None else dataset
         # Stage 2 removes these columns before it loads rows, and a value's key contains the whole row.
         return self.values.estimate(self._remove_unused_columns(dataset, "training"))
 
     def _context(self) -> dict:
-        """What the values in a file have in common. Weights and code are not compared: that is the user's to know."""
+        """What the values in a file have in common, on the main rank. The code of rewards is not compared."""
+        model = self.accelerator.unwrap_model(self.model)
+        # The reference's weights, of which a large model with FSDP2 has none on other ranks.
+        first_weights = {
+            name: parameter.detach().flatten()[:32].float().tolist() if self.accelerator.is_main_process else []
+            for name, parameter in model.named_parameters()
+            if ".lora_" not in name or ".ref." in name
+        }
         return {
-            "reference": [model_name(self.accelerator.unwrap_model(self.model)), self._starts_from_adapter],
-            "sampling": self._generation_config(sample=True).to_dict(),
+            "reference": [model_name(model), self._starts_from_adapter, first_weights],
+            "sampling": self._generation_config().to_dict(),
             "rewards": self.reward_func_names,
             "weights": self.reward_weights,
         }
@@ -149,32 +156,30 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         prompt_ids = [item.prompt_ids for item in repeated]
         rows = [item.row for item in repeated]
         with self._reference_policy() as (model, synced_gpus):
-            ids = generate(model, prompt_ids, self._generation_config(sample=True), seed, synced_gpus=synced_gpus)
+            ids = generate(model, prompt_ids, self._generation_config(), seed, synced_gpus=synced_gpus)
         rewards = combine(self._rewards_of(rows, prompt_ids, ids).double(), self.reward_weights.cpu())
         return [part.tolist() for part in rewards.split(counts)]
 
-    def _generation_config(self, sample: bool) -> GenerationConfig:
-        """Settings to sample the reference policy, or to decode the policy greedily."""
+    def _generation_config(self) -> GenerationConfig:
+        """Settings to sample the reference policy."""
         args = self.args
         settings = {
             "pad_token_id": self._tokenizer.pad_token_id,
             "eos_token_id": self.eos_token_ids,
             "max_new_tokens": args.max_completion_length,
             "repetition_penalty": args.repetition_penalty,
+            "temperature": args.temperature,
+            "top_p": args.top_p,
+            "top_k": args.top_k,
+            "min_p": args.min_p,
+            **(args.generation_kwargs or {}),
         }
-        if sample:
-            settings["temperature"] = args.temperature
-            settings["top_p"] = args.top_p
-            settings["top_k"] = args.top_k
-            settings["min_p"] = args.min_p
-            settings.update(args.generation_kwargs or {})
-        return GenerationConfig(**settings, do_sample=sample, disable_compile=True)
+        return GenerationConfig(**settings, do_sample=True, disable_compile=True)
 
     def _rewards_of(self, rows: list[dict], prompt_ids: list[list[int]], ids: list[list[int]]) -> torch.Tensor:
         """TRL's rewards of R completions of this rank alone: float32 `(R, K)` on the CPU, NaN instead of `None`.
 
-        In stage 1 and in evaluation the ranks have different numbers of prompts, so TRL's gathering of rewards would
-        fail.
+        In stage 1 the ranks have different numbers of prompts, so TRL's gathering of rewards would fail.
         """
         prompts = [row["prompt"] for row in rows]
         tokenizer = self.processing_class
@@ -190,14 +195,15 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     # --- stage 2 -----------------------------------------------------------------------------------------------------
 
     def _generate_and_score_completions(self, inputs):
-        is_endless = isinstance(self.train_dataset, IterableDataset)
-        if self.model.training and not self.values.estimated and not is_endless:
+        if not self.model.training:  # V* is not estimated of problems that are evaluated
+            return super()._generate_and_score_completions(inputs)
+        if not self.values.estimated and not isinstance(self.train_dataset, IterableDataset):
             self.estimate_values()
         batch = super()._generate_and_score_completions(inputs)
         prompts = zip(batch["prompt_ids"].cpu(), batch["prompt_mask"].bool().cpu(), strict=True)
         values_B = self.values.of(inputs, [ids[mask].tolist() for ids, mask in prompts])
         # Rewards, r − V* and advantages of all ranks, this rank's rows among them.
-        rewards = self.groups.rewards_N()
+        rewards = self._weighted_rewards()
         check_reward_range(rewards.cpu(), self.args.value_estimator, self.args.value_reward_range)
         first = self.accelerator.process_index * len(inputs)
         of_rank = slice(first, first + len(inputs))
@@ -205,7 +211,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         advantage = normalised_advantage(target) if self.args.objective == "advantage_weighted" else target
         batch["advantages"] = advantage[of_rank]
         # TRL logged the spread within groups, but a group of one completion has none.
-        self._metrics["train" if self.model.training else "eval"].pop(GROUP_SPREAD, None)
+        self._metrics["train"].pop(GROUP_SPREAD, None)
         rewards, target, advantage = torch.stack([rewards, target, advantage]).cpu()
         self._add_metrics({"v_star": (rewards - target).nanmean().item(), "advantage": target.nanmean().item()})
         logged = self._logs["advantages"]
@@ -241,55 +247,3 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         pair = self.accelerator.reduce(torch.stack([total.detach().float(), count.float()]), reduction="sum")
         means = self._metrics["train" if self.model.training else "eval"][name]
         self.telemetry.later(pair, lambda sums: means.append(sums[0] / max(sums[1], 1)))
-
-    # --- evaluation --------------------------------------------------------------------------------------------------
-
-    def evaluation_loop(
-        self, dataloader, description, *args, metric_key_prefix: str = "eval", **kwargs
-    ) -> EvalLoopOutput:
-        """Greedy accuracy on every problem exactly once, spread over the ranks, with n and a 95% Wilson interval.
-
-        A problem counts as solved if its reward reaches the top of `value_reward_range` (1 if the range is `None`).
-        The result is the same for any number of ranks, while `Trainer`'s own loop repeats problems until the ranks
-        have equal numbers.
-
-        Returns:
-            An output with the metrics `{prefix}_reward`, `_accuracy`, `_accuracy_low`, `_accuracy_high`, `_n`,
-            `_completion_length`.
-        """
-        if not self.engine_draws:
-            self.rollout.refuse_unprepared("evaluation", self.model, self.model_wrapped)
-        self.model.eval()  # in training mode, TRL's `log` adds the training metrics that it has collected
-        rows = list(dataloader.dataset)
-        config = self._generation_config(sample=False)
-
-        with self.generating() as (model, synced_gpus):
-
-            def generate_batch(batch: range) -> tuple[list[list[int]], list[list[int]]]:
-                prompt_ids = self._tokenize_prompts([rows[i]["prompt"] for i in batch])[0]
-                return prompt_ids, generate(model, prompt_ids, config, synced_gpus=synced_gpus)
-
-            def score_batch(batch: range, generated: tuple[list[list[int]], list[list[int]]]) -> list:
-                prompt_ids, completion_ids = generated
-                rewards_NK = self._rewards_of([rows[i] for i in batch], prompt_ids, completion_ids)
-                rewards_N = combine(rewards_NK, self.reward_weights.cpu())
-                return list(zip(rewards_N.tolist(), map(len, completion_ids), strict=True))
-
-            batch_size = self.args.per_device_eval_batch_size
-            results = over_ranks(len(rows), batch_size, generate_batch, score_batch, synced_gpus=synced_gpus)
-        # The results are in the problems' order, so sums do not depend on the number of ranks.
-        rewards, lengths = torch.tensor(results, dtype=torch.float64).unbind(1)
-        lowest, highest = self.args.value_reward_range or (0.0, 1.0)
-        solved = int((rewards >= highest - ROUNDING * (highest - lowest)).sum())
-        n = len(rows)
-        low, high = wilson_interval(solved, n)
-        metrics = {
-            "accuracy": solved / n,
-            "accuracy_low": low,
-            "accuracy_high": high,
-            "n": n,
-            "reward": rewards.nanmean().item(),
-            "completion_length": lengths.mean().item(),
-        }
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
-        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=n)

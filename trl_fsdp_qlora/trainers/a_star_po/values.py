@@ -4,10 +4,10 @@ Prompts are cut into chunks that depend on the prompts alone, and the samples of
 chunk alone. The ranks draw in turns, a chunk each, and gather after every turn. So the number of ranks and a restart
 decide which rank draws a sample, and never change the sample. All ranks have all values.
 
-The rewards are kept as JSON lines in the folder `value_cache`, in a file for each combination of the reference's name,
-the sampling settings, the names of the rewards and their weights. A line has the rewards of one row, under a digest of
-the prompt's tokens and of the row as reward functions get it, so two rows with one prompt and different answers have
-two values. If a row has several lines, the last one counts.
+The rewards are kept as JSON lines in the folder `value_cache`, in a file for each combination of the reference's name
+and first weights, the sampling settings, the names of the rewards and their weights. A line has the rewards of one
+row, under a digest of the prompt's tokens and of the row as reward functions get it, so two rows with one prompt and
+different answers have two values. If a row has several lines, the last one counts.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from ...utils.progress import progress
 from ...utils.ranks import on_main
 from ..run.phases import PhaseTimer
 from .config import AStarPOConfig
-from .estimators import ROUNDING, check_reward_range, optimal_value
+from .estimators import check_reward_range, optimal_value
 
 logger = get_logger(__name__)
 
@@ -82,10 +82,11 @@ class ReferenceValues:
     known: dict[str, float] = field(default_factory=dict)
     estimated: bool = False
 
-    def open(self, context: dict) -> None:
-        """Read the rewards that earlier runs of this `context` stored, once."""
+    def open(self, context: Callable[[], dict]) -> None:
+        """Read the rewards that earlier runs of this `context` stored; asked once, before weights are sharded."""
         if self.file is None:
-            self.file = Path(self.args.value_cache).expanduser().absolute() / f"{digest(context)[:16]}.jsonl"
+            folder = self.args.value_cache or Path(self.args.output_dir, "_values")
+            self.file = Path(folder).expanduser().absolute() / f"{digest(context())[:16]}.jsonl"
             self.rewards = on_main(self.read)
 
     def read(self) -> dict[str, list[float]]:
@@ -119,7 +120,7 @@ class ReferenceValues:
     def estimate(self, dataset: Dataset) -> Report:
         """Run stage 1 for every row of `dataset`; after an interruption it continues from the last stored samples."""
         started = time.perf_counter()
-        items = dict(self.items(as_loaded(dataset)))
+        items = dict(self.items(list(dataset)))
         report = self.fill(items)
         self.estimated = True
         mean = np.nanmean([self.known[key] for key in items])
@@ -130,97 +131,58 @@ class ReferenceValues:
         return report
 
     def fill(self, items: dict[str, Item]) -> Report:
-        """Draw and store the samples that `items` (the same on every rank) lack, and put their values into `known`.
+        """Draw and store the samples of `items` (the same on every rank) that have none, and note all their values.
 
         Raises:
             ValueError: rewards are outside the range that the estimator assumes, or no sample of any prompt got a
                 reward.
         """
+        args = self.args
         ranks = self.accelerator.num_processes
-        self._check_range([reward for key in items for reward in self.rewards.get(key, [])])
-        missing = set(self._missing(items))
+        missing = {key for key in items if len(self.rewards.get(key, ())) < args.value_samples}
+        self._check_range([reward for key in items.keys() - missing for reward in self.rewards[key]])
         # Chunks of prompts of similar length.
         order = sorted(items, key=lambda key: (len(items[key].prompt_ids), key))
-        size = self.args.value_batch_size
-        chunks = [order[first : first + size] for first in range(0, len(order), size)]
-        chunks = [chunk for chunk in chunks if missing.intersection(chunk)]
-        samples = 0
-        hidden = self.accelerator.process_index > 0 or self.args.disable_tqdm
+        starts = range(0, len(order), args.value_batch_size)
+        chunks = [[key for key in order[i : i + args.value_batch_size] if key in missing] for i in starts]
+        chunks = [chunk for chunk in chunks if chunk]
+        hidden = self.accelerator.process_index > 0 or args.disable_tqdm
         bar = progress("V*", len(items), "prompts", initial=len(items) - len(missing), hidden=hidden, leave=True)
         with self.clock.phase("value_sampling"), bar:
             for first in range(0, len(chunks), ranks):
-                turn = chunks[first : first + ranks]
-                samples += self._draw_turn(turn, items)
-                bar.update(sum(len(missing.intersection(chunk)) for chunk in turn))
+                drawn = self._draw_turn(chunks[first : first + ranks], items)
+                self._check_range([reward for rewards in drawn.values() for reward in rewards])
+                self.rewards.update(drawn)
+                if self.accelerator.is_main_process:
+                    self.store(list(drawn))
+                bar.update(len(drawn))
         for key in items:
-            used = self.rewards[key][: self.args.value_samples]
-            self.known[key] = optimal_value(used, self.args.value_estimator, self.args.beta1)
+            self.known[key] = optimal_value(self.rewards[key][: args.value_samples], args.value_estimator, args.beta1)
         unscored = sum(math.isnan(self.known[key]) for key in items)
         if unscored and all(map(math.isnan, self.known.values())):
             raise ValueError("no prompt got a reward (None or NaN every time): does the service of the reward run?")
         if unscored:
             logger.warning(f"{unscored} of {len(items)} prompts got no reward and do not enter the loss")
-        return Report(len(items), len(items) - len(missing), samples)
+        return Report(len(items), len(items) - len(missing), len(missing) * args.value_samples)
 
-    def _draw_turn(self, turn: list[list[str]], items: dict[str, Item]) -> int:
-        """Draw the next samples of each chunk of a turn, store them, and return their number. Collective.
+    def _draw_turn(self, turn: list[list[str]], items: dict[str, Item]) -> dict[str, list[float]]:
+        """Draw the samples of each chunk of a turn; return the rewards by key. Collective.
 
         Each rank draws one chunk. If there are fewer chunks than ranks, the last ranks draw none.
         """
         rank = self.accelerator.process_index
         drawn_here = {}
         if rank < len(turn):
-            drawn_here = self._draw_chunk(turn[rank], items)
+            chunk = turn[rank]
+            seed = int(digest([self.args.seed, chunk])[:14], 16)
+            rewards = self.draw([items[key] for key in chunk], [self.args.value_samples] * len(chunk), seed)
+            drawn_here = dict(zip(chunk, rewards, strict=True))
         elif self.synced_gpus:  # every rank has to take part in a forward of a sharded model
             self.draw([items[turn[0][0]]], [1], 0)
-        drawn = {key: rewards for part in gather_object([drawn_here]) for key, rewards in part.items()}
-        new = [reward for rewards in drawn.values() for reward in rewards]
-        self._check_range(new)
-        for key, rewards in drawn.items():
-            self.rewards[key] = [*self.rewards.get(key, []), *rewards]
-        if rank == 0:
-            self.store(list(drawn))
-        return len(new)
-
-    def _draw_chunk(self, chunk: list[str], items: dict[str, Item]) -> dict[str, list[float]]:
-        """Draw the next samples of the prompts of a chunk; return the rewards of the samples by key."""
-        # Of each prompt: its key, the number of its samples so far, and the number to reach. The seed depends on them.
-        job = [(key, len(self.rewards.get(key, [])), self.args.value_samples) for key in self._missing(chunk)]
-        seed = int(digest([self.args.seed, job])[:14], 16)
-        rewards = self.draw([items[key] for key, *_ in job], [target - before for _, before, target in job], seed)
-        return dict(zip([key for key, *_ in job], rewards, strict=True))
-
-    def _missing(self, keys) -> list[str]:
-        """Keys that need more samples."""
-        return [key for key in keys if len(self.rewards.get(key, [])) < self.args.value_samples]
+        return {key: rewards for part in gather_object([drawn_here]) for key, rewards in part.items()}
 
     def _check_range(self, rewards: list[float]) -> None:
         check_reward_range(torch.tensor(rewards), self.args.value_estimator, self.args.value_reward_range)
-
-    def without_all_failed(self, dataset: Dataset) -> Dataset:
-        """`dataset` without the prompts whose reference samples all got the lowest reward.
-
-        Raises:
-            ValueError: some are not sampled yet, or too few are left.
-        """
-        keys = [key for key, _ in self.items(as_loaded(dataset))]
-        if missing := self._missing(keys):
-            raise ValueError(
-                f"filter_all_failed needs V* of {counted(len(missing), 'prompt')}, which a sharded model cannot "
-                "sample before training: run stage 1 alone first (--stage estimate, not sharded) or set "
-                "filter_all_failed=False"
-            )
-        low, high = self.args.value_reward_range or (0.0, 1.0)
-        lowest = low + ROUNDING * (high - low)
-        used = [self.rewards[key][: self.args.value_samples] for key in keys]
-        solvable = [i for i, rewards in enumerate(used) if any(reward > lowest for reward in rewards)]
-        if len(solvable) * self.args.num_generations < self.args.generation_batch_size:
-            raise ValueError(
-                f"filter_all_failed leaves {len(solvable)} of {len(keys)} prompts, fewer than one generation batch "
-                f"({self.args.generation_batch_size}); set filter_all_failed=False or a smaller batch"
-            )
-        logger.info(f"filter_all_failed: {len(keys) - len(solvable)} of {len(keys)} prompts left out")
-        return dataset.select(solvable)
 
     def of(self, inputs: list[dict], prompt_ids: list[list[int]]) -> torch.Tensor:
         """V* of this rank's rows; values that are not known yet are estimated now. All ranks take part."""
@@ -231,14 +193,6 @@ class ReferenceValues:
             logger.info(f"stage 1 never had {counted(len(unseen), 'prompt')}: V* is estimated now")
             self.fill(unseen)
         return torch.tensor([self.known[key] for key, _ in items], dtype=torch.float32)
-
-
-def as_loaded(dataset: Dataset) -> list[dict]:
-    """All rows as a data loader gets them: in the dataset's format, through its transform."""
-    indices = list(range(len(dataset)))
-    if hasattr(dataset, "__getitems__"):
-        return dataset.__getitems__(indices)
-    return [dataset[i] for i in indices]
 
 
 def digest(value) -> str:

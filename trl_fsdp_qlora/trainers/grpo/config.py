@@ -65,12 +65,6 @@ class EfficientGRPOConfig(EfficientConfig, GRPOConfig):
         "With dynamic_sampling: further generations per generation batch, at most; groups that are still equal "
         "then stay in it.",
     )
-    scale_rewards: str = option(
-        "group",
-        "The divisor of the advantages, as in TRL ('group', 'batch' or 'none'), or 'mean': the mean reward of the "
-        "group (MaxRL), for rewards of 0 and more. Without effect, as in TRL, under "
-        "multi_objective_aggregation='normalize_then_sum'.",
-    )
     rollout_sync: str = option(**options.ROLLOUT_SYNC)
     vllm_adapter_dir: str | None = option(**options.VLLM_ADAPTER_DIR)
     vllm_share_base: str = option(**options.VLLM_SHARE_BASE)
@@ -78,19 +72,11 @@ class EfficientGRPOConfig(EfficientConfig, GRPOConfig):
         **options.VLLM_ENGINE_KWARGS
     )
     rollouts_ahead: int = option(**options.ROLLOUTS_AHEAD)
-    tool_timeout: float | None = option(
-        300.0,
-        "With tools and environments: seconds after which a call of a tool is an error, which the model reads like "
-        "any other error of a tool. None waits as long as the call takes, as TRL does.",
-    )
     fsdp_gather: str = option(**options.FSDP_GATHER)
     fsdp_keep_gathered: bool = option(**options.FSDP_KEEP_GATHERED)
     phase_metrics: str = option(**options.PHASE_METRICS)
 
     def __post_init__(self):
-        self.note_defaults()
-        if self.token_selection_rate is None:
-            self.token_selection_rate = 0.75 if self.token_selection == "prefix_cut" else 0.5
         if self.num_generations < 1:
             raise ValueError(f"num_generations={self.num_generations} must be at least 1; try 8")
         super().__post_init__()

@@ -28,7 +28,10 @@ logger = get_logger(__name__)
 def _options(args: Any) -> dict[str, Any]:
     """The options of [`select_tokens`] that a config sets, by the names of its parameters."""
     names = ("rate", "always_first", "max_tokens", "weighting")
-    return {name: getattr(args, f"token_selection_{name}") for name in names}
+    options = {name: getattr(args, f"token_selection_{name}") for name in names}
+    if options["rate"] is None:
+        options["rate"] = 0.75 if args.token_selection == "prefix_cut" else 0.5
+    return options
 
 
 def check_config(args: Any) -> None:
@@ -104,7 +107,7 @@ class TokenBudget:
             lines = [("off", f"{line}: {self.why_all_are_kept}")]
         if self.strategy != "all":
             saving = "" if packed else " (passes run padded: only the LM head leaves the others out)"
-            lines.append(("on", f"token selection: {self.strategy}, rate {self.args.token_selection_rate}{saving}"))
+            lines.append(("on", f"token selection: {self.strategy}, rate {_options(self.args)['rate']}{saving}"))
         return lines
 
     def choose(self, inputs: dict[str, Any], step: int, micro_step: int) -> Choice | None:

@@ -5,13 +5,13 @@ from dataclasses import replace
 from functools import wraps
 from unittest.mock import patch
 
+import torch
 from trl import GRPOTrainer
 
-from ...compat.trl import IMPORTANCE_RATIO, OLD_LOGPS, SAMPLED_LOGPS, SCALES_BY_MEAN, WEIGHS_AS_1_16
+from ...compat.trl import IMPORTANCE_RATIO, OLD_LOGPS, SAMPLED_LOGPS, WEIGHS_AS_1_16
 from ...compat.trl_rollouts import Generated, Turn, token_types_of_images
-from ..rollouts.dynamic_sampling import DynamicSampling, ScoredRows, to_rows
+from ..rollouts.dynamic_sampling import DynamicSampling, ScoredRows, combine, to_rows
 from ..rollouts.generation_batches import generate_every
-from ..rollouts.group_statistics import GroupStatistics
 from ..rollouts.on_policy import OnPolicyRun
 from ..run.arguments import completed
 from ..run.trainer_run import bound_to
@@ -19,7 +19,6 @@ from ..step.rows import padded_batch
 from ..step.scoring import Request
 from .arguments import check_call
 from .config import EfficientGRPOConfig
-from .mean_scaled import mean_scaled_advantages
 from .token_budget import TokenBudget, drop_missing
 
 
@@ -32,7 +31,7 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
 
     - `budget` chooses which tokens of a micro-batch are computed;
     - `dynamic_sampling` replaces groups whose rewards are all equal;
-    - `groups` measures the groups of a batch;
+    - `rewards_NK` are the rewards of the last generation batch, on all ranks;
     - tools and environments continue a turn where the last one stopped.
 
     An algorithm that builds on this trainer overrides methods of TRL's again, as `TSPMOTrainer` does.
@@ -50,8 +49,6 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         call = completed(bound_to(GRPOTrainer, positional, named), EfficientGRPOConfig, "GRPO")
         check_call(call)
         super().__init__(**call)
-        normalizes_each_reward = self.args.multi_objective_aggregation == "normalize_then_sum"
-        self.groups = GroupStatistics(self.reward_weights, normalizes_each_reward)
         self.dynamic_sampling = DynamicSampling(self.args, self.train_dataset, self.accelerator, self.reward_weights)
         if self.use_vllm:
             from ...engines.vllm.correction import WeightSyncCheck, draws_from_policy
@@ -79,30 +76,13 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
             # TRL's method asks for completions and rewards itself. It gets the ones that these rows already have.
             inputs = rows
             overrides["_generate"] = lambda prompts: rows.generated()
-        scales_by_mean = self.scale_rewards == "mean" and not SCALES_BY_MEAN
-        if scales_by_mean:
-            overrides["scale_rewards"] = "none"
         with patch.multiple(self, **overrides):
             batch = stock(inputs)
-        if scales_by_mean:
-            self._scale_by_mean(batch)
-        if self.model.training and self.num_generations > 1:  # A*-PO may have groups of one completion
-            self._add_metrics(self.groups.metrics(self.num_generations))
         if not self._needs_old_policy:
             batch.pop(OLD_LOGPS, None)
         if self.use_vllm and OLD_LOGPS in batch and SAMPLED_LOGPS in batch:
             self._compare_with_engine(batch, batch[OLD_LOGPS])
         return batch
-
-    def _scale_by_mean(self, batch: dict) -> None:
-        size = self.num_generations if self.model.training else self.num_generations_eval
-        advantages_N = mean_scaled_advantages(self.groups.rewards_N(), size)
-        first = self.accelerator.process_index * len(batch["advantages"])
-        batch["advantages"] = advantages_N[first : first + len(batch["advantages"])]
-        logged = self._logs["advantages"]  # its last entries are TRL's values for this batch
-        for _ in range(min(len(logged), len(advantages_N))):
-            logged.pop()
-        logged.extend(advantages_N.tolist())
 
     def _draw_rows(self, rows: list[dict]) -> ScoredRows:
         """Completions and rewards for these rows of this rank, `num_generations` neighbouring rows of each prompt."""
@@ -125,15 +105,7 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         return self.rollout.training_turn(super()._generate_single_turn, turn, self.model_wrapped, settings)
 
     def _tool_call_loop(self, prompts, prompt_ids, *args):
-        from ...engines.decode.tools import limited
-
-        def with_timeout(tools):
-            return {name: limited(function, self.args.tool_timeout) for name, function in tools.items()}
-
-        sync_tools = [with_timeout(tools) for tools in self._sync_tool_dicts]
-        async_tools = [with_timeout(tools) for tools in self._async_tool_dicts]
-        with patch.multiple(self, _sync_tool_dicts=sync_tools, _async_tool_dicts=async_tools):
-            result = super()._tool_call_loop(prompts, prompt_ids, *args)
+        result = super()._tool_call_loop(prompts, prompt_ids, *args)
         # In TRL a rank leaves the loop when its own episodes are over; other ranks may still generate.
         turn = super()._generate_single_turn
         self.rollout.join_turns(turn, prompt_ids[0], self.model_wrapped, self._generate_settings())
@@ -162,9 +134,14 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         if isinstance(inputs, ScoredRows):
-            return self.groups.add(inputs.rewards_NK, drawn=0)
-        rewards_NK = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        return self.groups.add(rewards_NK, drawn=len(rewards_NK) if self.model.training else 0)
+            self.rewards_NK = inputs.rewards_NK
+        else:
+            self.rewards_NK = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        return self.rewards_NK
+
+    def _weighted_rewards(self) -> torch.Tensor:
+        """The weighted sum of each completion's rewards, `(N,)`, of the last generation batch."""
+        return combine(self.rewards_NK, self.reward_weights)
 
     # --- the loss ----------------------------------------------------------------------------------------------------
 

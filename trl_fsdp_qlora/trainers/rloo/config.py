@@ -32,20 +32,6 @@ class EfficientRLOOConfig(EfficientConfig, RLOOConfig):
     vllm_engine_kwargs: dict | str | None = option(  # noqa: RUF009 (a string, as in TRL, is JSON)
         **options.VLLM_ENGINE_KWARGS
     )
-    rollouts_ahead: int = option(**options.ROLLOUTS_AHEAD)
-    vllm_importance_sampling_correction: bool = option(
-        True,
-        "With rollouts_ahead: multiply the advantage of a completion by its importance weight between the policy that "
-        "drew it and the one that trains, as TRL's GRPO multiplies its loss.",
-    )
-    vllm_importance_sampling_mode: str = option(
-        "sequence_mask",
-        "With rollouts_ahead, weights outside of the clip: 'sequence_mask' makes them 0, 'sequence_truncate' the "
-        "nearest end of the clip.",
-        choices=("sequence_mask", "sequence_truncate"),
-    )
-    vllm_importance_sampling_clip_min: float | None = option(None, "With rollouts_ahead: the least weight.")
-    vllm_importance_sampling_clip_max: float | None = option(3.0, "With rollouts_ahead: the largest weight.")
     fsdp_gather: str = option(**options.FSDP_GATHER)
     fsdp_keep_gathered: bool = option(**options.FSDP_KEEP_GATHERED)
     phase_metrics: str = option(**options.PHASE_METRICS)

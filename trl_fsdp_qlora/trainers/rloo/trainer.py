@@ -2,18 +2,14 @@
 
 from functools import wraps
 
-import torch
 from trl import RLOOTrainer
 
-from ...compat.trl import SAMPLING_METRICS
 from ...compat.trl_rollouts import Turn
 from ..rollouts.on_policy import OnPolicyRun
 from ..run.arguments import check_prompts, completed
 from ..run.trainer_run import bound_to
 from ..step.scoring import Request
 from .config import EfficientRLOOConfig
-
-WEIGHT_METRICS = SAMPLING_METRICS[2:]  # of importance weights: least, mean, largest
 
 
 class EfficientRLOOTrainer(OnPolicyRun, RLOOTrainer):
@@ -33,23 +29,6 @@ class EfficientRLOOTrainer(OnPolicyRun, RLOOTrainer):
         call = completed(bound_to(RLOOTrainer, positional, named), EfficientRLOOConfig, "RLOO")
         check_prompts(call)
         super().__init__(**call)
-        if self.args.rollouts_ahead:
-            self.vllm_generation.logprobs = 0  # RLOO asks for none; the drawn token's are enough for a weight
-
-    def _make_batch(self, stock, inputs):
-        batch = stock(inputs)
-        if self.ahead is not None and self.model.training and self.args.vllm_importance_sampling_correction:
-            from ...engines.vllm.correction import completion_weights
-
-            # RLOO's loss has its advantages as a factor, so a completion's weight is a factor of its advantage.
-            weights_B = completion_weights(
-                batch["old_logps"], self.ahead.logprobs, batch["completion_mask"], self.args
-            )
-            batch["advantages"] = batch["advantages"] * weights_B
-            weights_N = self.accelerator.gather(weights_B)
-            figures = [weights_N.amin(), weights_N.mean(), weights_N.amax()]
-            self._add_metrics(dict(zip(WEIGHT_METRICS, torch.stack(figures).tolist(), strict=True)))
-        return batch
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields):
         stock = super()._generate_single_turn

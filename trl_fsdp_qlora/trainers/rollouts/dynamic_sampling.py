@@ -6,7 +6,6 @@ dataset in a random order before any prompt comes a second time.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -93,21 +92,13 @@ def groups_with_variance(
     return (highest > lowest).any(1)
 
 
-@dataclass
-class _Groups:
-    """The groups of a generation batch, on all ranks.
+class _Group(NamedTuple):
+    """A prompt's completions, from all ranks: its dataset row, rewards `(G, K)`, and whether the rewards differ."""
 
-    Attributes:
-        prompts: dataset row of each group.
-        completions: completions of each group.
-        rewards: their rewards `(G, K)`.
-        varied: whether the rewards differ.
-    """
-
-    prompts: list[dict]
-    completions: list[list]
-    rewards: list[torch.Tensor]
-    varied: list[bool]
+    prompt: dict
+    completions: list
+    rewards_GK: torch.Tensor
+    is_varied: bool
 
 
 class DynamicSampling:
@@ -146,22 +137,23 @@ class DynamicSampling:
             self.taken += len(part)
         return indices
 
-    def _draw(self, prompts: list[dict], draw: Callable) -> tuple[list, torch.Tensor]:
-        """Draw a group for each of `prompts` on all ranks; return the completions and their rewards in order.
-
-        Collective.
-        """
+    def _draw(self, prompts: list[dict], draw: Callable) -> list[_Group]:
+        """Draw a group for each of `prompts` on all ranks. Collective."""
         size = self.args.num_generations
         rank = self.accelerator.process_index
         ranks = self.accelerator.num_processes
-        groups = list(range(len(prompts)))
-        while len(groups) * size % ranks:  # every rank draws the same number of rows
-            groups.append(groups[-1])
-        per_rank = len(groups) * size // ranks
-        scored = draw([prompts[groups[i // size]] for i in range(rank * per_rank, (rank + 1) * per_rank)])
+        padded = list(prompts)
+        while len(padded) * size % ranks:  # every rank draws the same number of rows
+            padded.append(padded[-1])
+        per_rank = len(padded) * size // ranks
+        scored = draw([padded[i // size] for i in range(rank * per_rank, (rank + 1) * per_rank)])
         drawn = gather_object(scored.drawn) if ranks > 1 else scored.drawn
-        needed = len(prompts) * size
-        return drawn[:needed], scored.rewards_NK[:needed]
+        rewards = scored.rewards_NK[: len(prompts) * size]
+        completions = [drawn[i : i + size] for i in range(0, len(rewards), size)]
+        return [
+            _Group(*group)
+            for group in zip(prompts, completions, rewards.split(size), self._varied(rewards).tolist(), strict=True)
+        ]
 
     def fill(
         self, inputs: list[dict], draw: Callable[[list[dict]], ScoredRows]
@@ -179,17 +171,26 @@ class DynamicSampling:
         rank = self.accelerator.process_index
         ranks = self.accelerator.num_processes
         prompts = (gather_object(list(inputs)) if ranks > 1 else list(inputs))[::size]
-        drawn, rewards_NK = self._draw(prompts, draw)
-        completions = [drawn[i : i + size] for i in range(0, len(drawn), size)]
-        groups = _Groups(prompts, completions, list(rewards_NK.split(size)), self._varied(rewards_NK).tolist())
+        columns = list(prompts[0])
+        groups = self._draw(prompts, draw)
         metrics = {"rounds": 0.0, "further_prompts": 0.0, "surplus_groups": 0.0}
         max_rounds = self.args.dynamic_sampling_max_rounds
-        while not all(groups.varied) and metrics["rounds"] < max_rounds:
-            further, surplus = self._replace(groups, draw)
+        while metrics["rounds"] < max_rounds:
+            slots = [slot for slot, group in enumerate(groups) if not group.is_varied]
+            if not slots:
+                break
+            count = len(slots)
+            while count * size % ranks:  # further prompts in the place of a padded draw
+                count += 1
+            further_rows = [self.dataset[index] for index in self.next_prompts(count)]
+            further = [{name: row[name] for name in columns} for row in further_rows]
+            varied = [group for group in self._draw(further, draw) if group.is_varied]
+            for slot, group in zip(slots, varied, strict=False):
+                groups[slot] = group
             metrics["rounds"] += 1
-            metrics["further_prompts"] += further
-            metrics["surplus_groups"] += surplus
-        metrics["frac_zero_variance"] = groups.varied.count(False) / len(groups.varied)
+            metrics["further_prompts"] += count
+            metrics["surplus_groups"] += max(0, len(varied) - len(slots))
+        metrics["frac_zero_variance"] = sum(not group.is_varied for group in groups) / len(groups)
         if metrics["frac_zero_variance"] and max_rounds:
             logger.warning_once(
                 f"dynamic_sampling: after {max_rounds} rounds some groups still have equal rewards and stay in the "
@@ -197,33 +198,7 @@ class DynamicSampling:
                 "dynamic_sampling_max_rounds to lower it; if it stays at 1, look at the rewards of a few completions"
             )
         rows_of_rank = range(rank * len(inputs), (rank + 1) * len(inputs))
-        rows = [groups.prompts[i // size] for i in rows_of_rank]
-        drawn_of_rank = [groups.completions[i // size][i % size] for i in rows_of_rank]
+        rows = [groups[i // size].prompt for i in rows_of_rank]
+        drawn_of_rank = [groups[i // size].completions[i % size] for i in rows_of_rank]
         prefixed = {f"dynamic_sampling/{name}": value for name, value in metrics.items()}
-        return ScoredRows(rows, drawn_of_rank, torch.cat(groups.rewards)), prefixed
-
-    def _replace(self, groups: _Groups, draw: Callable) -> tuple[int, int]:
-        """Draw one round of further prompts, and replace zero-variance groups by those whose rewards differ.
-
-        Collective.
-
-        Returns:
-            The number of further prompts, and of their groups that differ but found no group to replace.
-        """
-        size = self.args.num_generations
-        count = groups.varied.count(False)
-        while count * size % self.accelerator.num_processes:  # every rank draws the same number of rows
-            count += 1
-        columns = list(groups.prompts[0])
-        further_rows = [self.dataset[index] for index in self.next_prompts(count)]
-        further = [{name: row[name] for name in columns} for row in further_rows]
-        drawn, rewards_NK = self._draw(further, draw)
-        sources = self._varied(rewards_NK).nonzero()[:, 0].tolist()
-        slots = [slot for slot, is_varied in enumerate(groups.varied) if not is_varied]
-        for slot, source in zip(slots, sources, strict=False):
-            rows = slice(source * size, (source + 1) * size)
-            groups.prompts[slot] = further[source]
-            groups.completions[slot] = drawn[rows]
-            groups.rewards[slot] = rewards_NK[rows]
-            groups.varied[slot] = True
-        return count, max(0, len(sources) - len(slots))
+        return ScoredRows(rows, drawn_of_rank, torch.cat([group.rewards_GK for group in groups])), prefixed

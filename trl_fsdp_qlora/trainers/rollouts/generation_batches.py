@@ -8,10 +8,9 @@ from accelerate import Accelerator
 from transformers import Trainer
 
 from ...prefix_sharing.sharing import PromptSharing
-from ..run.phases import PhaseTimer, token_counts
+from ..run.phases import PhaseTimer
 from ..run.unscored import ScoredCompletions
 from ..step.groups import micro_batches
-from ..step.scoring import Scoring
 
 
 def generate_every(trainer: Trainer) -> int:
@@ -24,7 +23,6 @@ class GenerationBatches:
 
     Args:
         eos_token_ids: tokens that end a completion.
-        add_metrics: logs values by name.
         later: `TelemetryCallback.later`.
         reward_names: names of the reward functions.
 
@@ -39,21 +37,17 @@ class GenerationBatches:
         args: Any,
         accelerator: Accelerator,
         clock: PhaseTimer,
-        scoring: Scoring,
         eos_token_ids: list[int],
         reward_names: list[str],
-        add_metrics: Callable[[dict[str, float]], None],
         later: Callable[[torch.Tensor, Callable], None],
     ):
         self.args = args
         self.accelerator = accelerator
         self.clock = clock
-        self.scoring = scoring
         self.eos_token_ids = eos_token_ids
         self.keeps = False
         self.last: dict[str, Any] | None = None
         self.scored = ScoredCompletions(reward_names)
-        self._add_metrics = add_metrics
         self._later = later
 
     def split(self, batch: dict[str, Any], group_size: int, logs: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -64,9 +58,7 @@ class GenerationBatches:
         if self.keeps:
             lengths = self.accelerator.gather(lengths_and_ends(batch, self.eos_token_ids))
             self.last = drawn_rows(logs, lengths, "pixel_values" in batch)
-        counts = self.accelerator.reduce(token_counts(batch, group_size), reduction="sum")
-        self._add_metrics(self.clock.efficiency(counts))
-        self.scoring.look_for_images("pixel_values" in batch)
+        self.clock.tokens += self.accelerator.reduce(batch["completion_mask"].sum(), reduction="sum").item()
         return micro_batches(batch, group_size, self.accelerator.process_index, self.args.steps_per_generation)
 
     def count_scored(self, rewards_NK: torch.Tensor) -> None:

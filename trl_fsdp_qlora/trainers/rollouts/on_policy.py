@@ -44,7 +44,7 @@ class OnPolicyRun(TrainerRun):
 
         args = call["args"]
         check_rewards(call)
-        one_generation_ahead = experiment("rollouts_ahead") if args.rollouts_ahead else None
+        one_generation_ahead = experiment("rollouts_ahead") if vars(args).get("rollouts_ahead") else None  # of GRPO
         if one_generation_ahead is not None:
             one_generation_ahead.check_call(call)
         engine = self._engine_for(call) if args.use_vllm else nullcontext()
@@ -70,7 +70,6 @@ class OnPolicyRun(TrainerRun):
             self.reference_sharing,
             self.ref_model,
             self.args,
-            self.accelerator,
             self.clock,
             self.look_ahead,
             self._add_metrics,
@@ -81,10 +80,8 @@ class OnPolicyRun(TrainerRun):
             self.args,
             self.accelerator,
             self.clock,
-            self.scoring,
             self.eos_token_ids,
             self.reward_func_names,
-            self._add_metrics,
             self.telemetry.later,
         )
 
@@ -149,7 +146,6 @@ class OnPolicyRun(TrainerRun):
         return joined_images(self._buffered_inputs[self._step % self.args.steps_per_generation])
 
     def _generate_and_score_completions(self, inputs):
-        self.scoring.forget_images()
         with self.clock.phase("prepare"), self.weights_gathered():
             return self._make_batch(super()._generate_and_score_completions, inputs)
 

@@ -129,8 +129,8 @@ def with_base_loaded(call: dict[str, Any], needs_reference: bool) -> dict[str, A
         zero_stage(args.deepspeed_plugin),
     )
     launch_checks.check_reference(needs_reference and adapter_and_base(call)[0] is None)
-    is_sharded = launch_checks.is_fsdp2_launch() and launch_checks.accelerate_shards_on(args.device)
-    if isinstance(model, str) and is_sharded and getattr(quantization_config, "load_in_4bit", False):
+    is_four_bit = getattr(quantization_config, "load_in_4bit", False)
+    if isinstance(model, str) and launch_checks.is_fsdp2_launch() and is_four_bit:
         # The base is loaded once per node, in TRL's default dtype, so that a script computes the same numbers.
         options = {"dtype": "float32", **options}
         model = load_quantized_base(model, quantization_config, **options)

@@ -1,6 +1,5 @@
 """The model card of a trained model: what it is, how it was made, and a quick start that runs as printed."""
 
-import functools
 import html
 import os
 import platform
@@ -14,18 +13,17 @@ from typing import Any
 import torch
 import yaml
 from accelerate.utils import is_peft_model
-from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, constants
-from transformers import AutoConfig, ProcessorMixin
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers import ProcessorMixin
 
 from ... import __version__
 from ...compat.transformers import auto_class_of, model_name
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import plain
 from ...utils.redaction import command_line, is_secret_name, portable
-from .config_fields import DERIVED
 from .input_checks import columns_of
 
-# Settings of a run that have no influence on the result, or that follow from other fields.
+# Settings of a run that have no influence on the result, or that a config works out from other fields.
 _NOT_RECIPE = {
     "output_dir",
     "logging_dir",
@@ -37,6 +35,10 @@ _NOT_RECIPE = {
     "resume_from_checkpoint",
     "phase_metrics",
     "accelerator_config",
+    "activation_checkpointing",
+    "dataloader_pin_memory",
+    "generation_batch_size",
+    "pad_to_multiple_of",
 }
 _NOTHING = (None, "", [], {}, "none", ["none"])
 _TEMPLATE = Path(__file__).with_name("card.md")
@@ -53,28 +55,6 @@ def software() -> str:
     # A checkout on PYTHONPATH has no metadata.
     libraries = [f"{name} {version(name)}" for name in ("trl", "torch", "transformers", "peft", "accelerate")]
     return ", ".join([f"trl-fsdp-qlora {__version__}", *libraries])
-
-
-@functools.cache  # once per run: a card is written with every checkpoint
-def base_model_license(base_model: str) -> str | None:
-    """SPDX id from the card of a local folder or of the Hub; `None` if there is none, or it cannot be read."""
-    local = Path(base_model) / "README.md"
-    with nonfatal("looking up the licence of the base (set it by --license, `card_info.license`)"):
-        if local.is_file():
-            return ModelCard.load(local).data.license
-        if not local.parent.exists() and not constants.HF_HUB_OFFLINE:
-            info = HfApi().model_info(base_model, timeout=5)  # seconds: a dead network holds no card up
-            return info.card_data.license if info.card_data else None
-    return None
-
-
-@functools.cache
-def vocabulary_of(base: str) -> int | None:
-    """The vocabulary's size in the config of a model that was loaded; `None` if it came from no folder or cache."""
-    try:
-        return AutoConfig.from_pretrained(base, local_files_only=True).get_text_config().vocab_size
-    except (OSError, ValueError):
-        return None
 
 
 def fence(text: str) -> str:
@@ -99,31 +79,24 @@ def _longest_run(text: str) -> int:
 
 
 def changed_arguments(args: Any) -> dict[str, Any]:
-    """Fields of a config dataclass that differ from their defaults, plain, without paths and secrets.
-
-    A value that a config has worked out from other fields is no difference.
-    """
+    """Fields of a config dataclass that differ from their defaults, plain, without paths and secrets."""
     changed = {}
-    derived = vars(args).get(DERIVED, {})
     for item in fields(args):
         if not item.init or item.name in _NOT_RECIPE or is_secret_name(item.name):
             continue
         value = plain(vars(args).get(item.name))
         default = plain(item.default_factory() if item.default_factory is not MISSING else item.default)
         # A config turns "" and None into [] or {} when it is made.
-        same = value == default or (value in _NOTHING and default in _NOTHING)
-        if not same and not (item.name in derived and value == plain(derived[item.name])):
+        if value != default and not (value in _NOTHING and default in _NOTHING):
             changed[item.name] = portable(value)
+    if changed.get("steps_per_generation") == vars(args).get("gradient_accumulation_steps"):
+        changed.pop("steps_per_generation", None)
     return changed
 
 
 def _recipe(args: Any, settings: Sequence[Any], peft_config: Any) -> dict[str, Any]:
     """The settings that reproduce a run: with `settings` (of a recipe) a file that `--config` takes."""
     recipe = changed_arguments(args)
-    if DERIVED not in vars(args):  # TRL's own config, which sets both from the batch size
-        recipe.pop("generation_batch_size", None)
-        if vars(args).get("steps_per_generation") == args.gradient_accumulation_steps:
-            recipe.pop("steps_per_generation", None)
     for arguments in settings:
         recipe.update(changed_arguments(arguments))
     if settings:  # a recipe's model has its own fields for loading
@@ -161,9 +134,6 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
     adapter = is_peft_model(model)
     base = model_name(model)
     data = portable(info.dataset)
-    licence = info.license or base_model_license(base) or "other"
-    vocabulary = model.config.get_text_config().vocab_size
-    is_resized = adapter and vocabulary_of(base) not in (None, vocabulary)
     base_is_local = Path(base).is_absolute() or Path(base).exists()
     base = Path(base).name if base_is_local else base
     task = "text-generation"
@@ -185,7 +155,7 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
         base_model=base,
         datasets=[data] if on_hub else None,
         library_name="peft" if adapter else "transformers",
-        license=licence,
+        license=info.license,
         pipeline_tag=task,
         tags=[*trainer._tag_names, *(["lora", f"base_model:adapter:{base}"] if adapter else [])],
         model_name=name,
@@ -209,7 +179,6 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
         "recipe": yaml.safe_dump(recipe, sort_keys=True, allow_unicode=True),
         "name": name,
         "adapter": adapter,
-        "vocabulary": vocabulary if is_resized else None,
         "base": base,
         "base_is_local": base_is_local,
         "data": data,

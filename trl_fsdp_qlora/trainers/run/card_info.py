@@ -10,7 +10,7 @@ class CardInfo:
     """Facts that a trainer cannot know by itself and a recipe fills in."""
 
     dataset: str | None = None  # Hub id or file name of the training data
-    license: str | None = None  # SPDX id; if `None`, it is looked up in the base model's card
+    license: str | None = None  # SPDX id
     results: dict[str, str] = field(default_factory=dict)  # such as "97.0% (n=1000, ...)", by what was measured
     accuracy: dict[str, Any] | None = None  # greedy, for the Hub's metadata: `pass_at_1`, `n` and `interval`
     accuracy_on: str = "test"  # or "validation": the problems of `accuracy`
@@ -21,5 +21,4 @@ class CardInfo:
     command: Sequence[str] | None = None  # the launch line's words; the card leaves secrets and machine paths out
     quickstart_prompt: Any = None  # a prompt (text, or messages) for the quick start
     max_new_tokens: int = 64  # of the quick start
-    warnings: Sequence[str] = ()  # of the trainer's construction, for the page of the run
     method: str = "GRPO"  # the algorithm, as a reader knows it

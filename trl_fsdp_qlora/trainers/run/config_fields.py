@@ -9,8 +9,6 @@ import textwrap
 from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
-from ...utils.plain import plain
-
 Config = TypeVar("Config", bound=type)
 
 # Fields of this package's configs that hold a word, with `on` or `off` among the choices.
@@ -37,28 +35,6 @@ def option(default: Any, help: str, choices: Sequence[str] | None = None) -> Any
     if choices is not None:
         metadata["choices"] = list(choices)
     return dataclasses.field(default=default, metadata=metadata)
-
-
-# Attribute of a config: by field, the value that its checks have worked out for a field that the user left at default.
-DERIVED = "_derived"
-
-
-def left_at_default(config: Any) -> set[str]:
-    """Names of the fields of `config` that have their default values; call it before its checks change fields."""
-    return {item.name for item in dataclasses.fields(config) if _is_default(config, item)}
-
-
-def note_derived(config: Any, names: Collection[str]) -> None:
-    """Remember which of the fields `names`, once at their defaults, have other values after the checks."""
-    items = [item for item in dataclasses.fields(config) if item.name in names and not _is_default(config, item)]
-    setattr(config, DERIVED, {item.name: vars(config)[item.name] for item in items})
-
-
-def _is_default(config: Any, item: dataclasses.Field) -> bool:
-    try:
-        return plain(vars(config).get(item.name)) == plain(default_of(item))
-    except (TypeError, ValueError):  # a value that JSON cannot hold is no default
-        return False
 
 
 def own_fields(cls: type) -> list[dataclasses.Field]:

@@ -11,7 +11,7 @@ from ...prefix_sharing.attention.backends import BACKENDS
 from ...scoring.logprobs import HEAD_KERNELS
 from ...utils import redaction
 from ..experimental_fields import experiment
-from .config_fields import SWITCHES, left_at_default, note_derived, spelled
+from .config_fields import SWITCHES, spelled
 from .phases import MODES as CLOCKS
 
 # Arguments of `run.config_fields.option`, by the name of the field.
@@ -74,12 +74,11 @@ VLLM_ADAPTER_DIR = {
     "see it under the same path. By default a folder under output_dir.",
 }
 VLLM_SHARE_BASE = {
-    "default": "auto",
+    "default": "off",
     "help": "With vLLM in this process and only the adapter sent: whether engine and trainer hold one copy of a "
-    "frozen base. 'auto': on a GPU, if rollout_sync is 'adapter' and the base is in the dtype in which both compute. "
-    "A base in bitsandbytes' 4 bits is shared with 'on'. 'on' also makes rollout_sync 'auto' send the adapter alone, "
-    "and is an error if the base cannot be shared.",
-    "choices": ("auto", "on", "off"),
+    "frozen base, in bitsandbytes' 4 bits or in the dtype in which both compute. 'on' also makes rollout_sync 'auto' "
+    "send the adapter alone, and is an error if the base cannot be shared. Tried on CPUs alone.",
+    "choices": ("on", "off"),
 }
 VLLM_ENGINE_KWARGS = {
     "default": None,
@@ -109,23 +108,14 @@ class EfficientConfig:
 
     STOCK: ClassVar[type]  # the TRL config that the dataclass extends
 
-    def note_defaults(self) -> None:
-        """Record which fields are left at their defaults. Called first, before any field is derived."""
-        self._take_numpy()
-        self._left_at_default = left_at_default(self)
-
     def __post_init__(self):
-        if "_left_at_default" not in vars(self):
-            self.note_defaults()
+        self._take_numpy()
         for name in {item.name for item in fields(self)}.intersection(SWITCHES):
             setattr(self, name, spelled(vars(self)[name]))
         super().__post_init__()
 
     def check_choices(self) -> None:
-        """Raise `ValueError` if a field of this package has an unknown value, and record which fields were derived.
-
-        Called last.
-        """
+        """Raise `ValueError` if a field of this package has an unknown value. Called last."""
         tokens = vars(self).get("tokens_per_pass")  # DPO has no such field
         if tokens is not None and tokens < 0:
             raise ValueError(f"tokens_per_pass={tokens} is a number of tokens; use one from 0, or leave it out")
@@ -137,7 +127,6 @@ class EfficientConfig:
             known = item.metadata.get("choices")
             if known and item.name not in self.STOCK.__dataclass_fields__ and value not in known:
                 raise ValueError(f"{item.name}={value!r} is unknown; use one of {', '.join(map(repr, known))}")
-        note_derived(self, self._left_at_default)
 
     def _take_numpy(self) -> None:
         # With a numpy number as the learning rate, optimizer.pt could be written, but not read again.

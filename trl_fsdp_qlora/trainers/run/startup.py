@@ -12,9 +12,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from ...compat.older_gpus import lacks_bf16
-from ...compat.peft import is_peft
 from ...fsdp2_qlora.launch_checks import is_fsdp2_launch
-from ...prefix_sharing.row import PassRecord
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import counted
 from .input_checks import columns_of
@@ -124,19 +122,6 @@ def _precision(args: Any, model: torch.nn.Module) -> str:
     return text
 
 
-def adapted_parts(model: torch.nn.Module) -> list[tuple[str, str]]:
-    """A line of the start-up block for models that take images: whether LoRA adapts the vision tower, too."""
-    if not is_peft(model) or model.config.get_text_config() is model.config:
-        return []
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    decoder = {id(module) for module in model.get_base_model().get_decoder().modules()}
-    adapted = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    outside = sum(id(module) not in decoder for module in adapted)
-    extent = f"and on {outside} others" if outside else "not on the vision tower's"
-    return [("on", f"LoRA on the language model's linear layers, {extent}")]
-
-
 def first_prompt(
     data: Any, tokenize: Callable[[list], tuple] | None, decode: Callable[[list[int]], str]
 ) -> str | None:
@@ -157,55 +142,21 @@ def first_prompt(
     return f"the first training prompt, {counted(len(ids), 'token')}:\n{lines}"
 
 
-def packed_pass_line(figures: PassRecord) -> str:
-    """A line on a packed pass: its tokens, by level of its forest, the padded tokens, and its attention kernels."""
-    levels = [
-        f"{tokens:,} on level {i}" if i else f"{tokens:,} in the roots" for i, tokens in enumerate(figures.levels)
-    ]
-    computed = f"{figures.tokens:,} of {figures.padded_tokens:,} padded tokens computed"
-    kernels = [f"{kind} by {kernel}" for kind, kernel in figures.kernels.items()]
-    return "; ".join([f"first packed pass: {computed} ({', '.join(levels)})", *kernels])
-
-
 class StartupCallback(TrainerCallback):
-    """Prints the start of a run, once, on the main rank.
+    """Prints the start-up block, for which `features` returns lines, and the first prompt, once, on the main rank."""
 
-    Before the first step these are the start-up block, for which `features` returns lines, and the first prompt. After
-    the policy's first packed pass it is a line on the last `figures`.
-    """
-
-    def __init__(
-        self,
-        features: Callable[[], list[tuple[str, str]]],
-        tokenize: Callable[[list], tuple] | None,
-        figures: Callable[[], PassRecord],
-    ):
+    def __init__(self, features: Callable[[], list[tuple[str, str]]], tokenize: Callable[[list], tuple] | None):
         self._features = features
         self._tokenize = tokenize
-        self._figures = figures
-        self._awaits_pass = False
         self.block = ""  # the start-up block, once it was printed
 
     @nonfatal("the start-up block")
     def on_train_begin(self, args, state, control, model=None, processing_class=None, train_dataloader=None, **kwargs):
-        self._awaits_pass = state.is_world_process_zero
         if not state.is_world_process_zero:
             return
         self.block = startup_block(args, model, state.max_steps, self._features())
         prompt = first_prompt(train_dataloader.dataset, self._tokenize, processing_class.decode)
         _write("\n".join(filter(None, (self.block, prompt))))
-
-    @nonfatal("the line on the first packed pass")
-    def on_substep_end(self, args, state, control, **kwargs):
-        if not self._awaits_pass:
-            return
-        figures = self._figures()
-        if figures.tokens:
-            self._awaits_pass = False
-            _write(packed_pass_line(figures))
-
-    # A step without accumulation ends no substep before it.
-    on_pre_optimizer_step = on_substep_end
 
 
 def _write(text: str) -> None:

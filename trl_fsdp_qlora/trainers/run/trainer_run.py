@@ -21,10 +21,8 @@ from ...prefix_sharing.sharing import PromptSharing, causal_language_model, inst
 from ...utils.plain import counted
 from .card_info import CardInfo
 from .checkpoints import WholeCheckpoints, describe_rollouts, describe_training
-from .input_checks import columns_of
 from .phases import PhaseTimer, TelemetryCallback
-from .printed import print_briefly
-from .startup import StartupCallback, adapted_parts
+from .startup import StartupCallback
 from .stopping import stopping_after_step
 
 logger = get_logger(__name__)
@@ -67,22 +65,17 @@ class TrainerRun(ShardedQLoRAMixin):
         self.checkpointing = WholeCheckpoints(self.args, self.accelerator, self._describe_run)
         self.clock = PhaseTimer(self.accelerator.device, self.args.phase_metrics)
         self.telemetry = TelemetryCallback(self.clock, lambda: self._metrics["train"])
-        self.startup = StartupCallback(self.features, self._tokenize_for_display(), lambda: self.sharing.figures)
+        self.startup = StartupCallback(self.features, self._tokenize_for_display())
         self._share_prompts()
         self.add_callback(self.telemetry)
         self.add_callback(self.startup)
-        print_briefly(self)
 
     def _share_prompts(self) -> None:
         """Share prompts in the policy and in the reference model."""
-        # Attributes of DPO's trainer and of GRPO's.
-        may_have_images = any(getattr(self, name, None) for name in ("_is_vision_dataset", "tools", "environments"))
         options = {
             "attention": self.args.prefix_sharing,
             "lm_head_kernel": self.args.lm_head_kernel,
             "entropy_gradient": getattr(self, "_entropy_bonus_enabled", False),
-            "expects_images": may_have_images or bool({"image", "images"} & columns_of(self.train_dataset)),
-            "compares": False,
         }
         self.sharing = install_sharing(self.accelerator.unwrap_model(self.model), **options)
         if self.ref_model is not None:
@@ -201,5 +194,4 @@ class TrainerRun(ShardedQLoRAMixin):
             token_tiles.describe(self.model, self.args.mlp_tokens_per_tile),
             *([] if self.base_bytes is None else [("on", str(self.base_bytes))]),
             *([] if in_16_bit is None else [("as stock TRL", in_16_bit)]),
-            *adapted_parts(self.accelerator.unwrap_model(self.model)),
         ]

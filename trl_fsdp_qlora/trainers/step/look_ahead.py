@@ -15,10 +15,9 @@ from accelerate.logging import get_logger
 from torch import nn
 
 from ...compat.trl import FusedCausalLMOutput, joined_images
-from ...prefix_sharing.batch import IGNORED_LABEL
 from ...prefix_sharing.problems import CannotPack
 from ...prefix_sharing.sharing import PromptSharing
-from .rows import batch_of_pass, padded_batch
+from .rows import batch_of_loss
 from .step_scores import StepScores
 
 logger = get_logger(__name__)
@@ -183,13 +182,10 @@ class LookAhead:
             return None
         planned = [joined_images(inputs) for inputs in self._drawn()[first : first + count]]
         self._versions = [_tensor_versions(inputs) for inputs in planned]
-        batches = []
-        for ahead, inputs in enumerate(planned):
-            batch = batch_of_pass({**padded_batch(inputs), "compute_aux_loss": self.router_loss})
-            scored_BC = self._scored_tokens(inputs, ahead)
-            if scored_BC is not None:
-                batch.labels[:, -scored_BC.shape[1] :].masked_fill_(~scored_BC, IGNORED_LABEL)
-            batches.append(batch)
+        batches = [
+            batch_of_loss(inputs, self._scored_tokens(inputs, ahead), self.router_loss)
+            for ahead, inputs in enumerate(planned)
+        ]
         plan = sharing.plan_step(batches, limit, one_by_one=self.one_by_one)
         if plan is None:
             return None

@@ -23,16 +23,20 @@ def padded_batch(inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def batch_of_pass(arguments: dict[str, Any]) -> Batch:
-    """The batch of a pass, with every completion token labelled, from the arguments of TRL's method.
+def batch_of_loss(inputs: dict[str, Any], scored_BC: torch.Tensor | None, router_loss: bool) -> Batch:
+    """A micro-batch as the rows of its loss's pass.
 
-    [`trl_fsdp_qlora.prefix_sharing.batch.batch_of`] makes it from the arguments of the model.
+    Args:
+        inputs: those of the loss.
+        scored_BC: completion tokens whose values are wanted (bool); every unmasked token if `None`.
+        router_loss: whether the loss has a router loss.
     """
-    input_ids = arguments["input_ids"]
-    attention_mask = arguments["attention_mask"]
+    arguments = padded_batch(inputs)
+    input_ids, attention_mask, width = map(arguments.pop, ("input_ids", "attention_mask", "logits_to_keep"))
     labels = input_ids.masked_fill(attention_mask == 0, IGNORED_LABEL)
-    labels[:, : -arguments["logits_to_keep"]] = IGNORED_LABEL
-    vision = {name: arguments[name] for name in OF_IMAGES if arguments.get(name) is not None}
+    labels[:, :-width] = IGNORED_LABEL
+    if scored_BC is not None:
+        labels[:, -width:].masked_fill_(~scored_BC, IGNORED_LABEL)
+    vision = {name: value for name, value in arguments.items() if value is not None}
     num_images = vision.pop("num_images", None)
-    router_loss = bool(arguments.get("compute_aux_loss"))
     return Batch(input_ids, attention_mask, labels, vision, num_images, router_loss)

@@ -9,24 +9,23 @@ the model's place. Then the values are finished: weights on gradients, ties.
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from ...compat.peft import is_reference
 from ...compat.trl import FusedCausalLMOutput
-from ...prefix_sharing.batch import IGNORED_LABEL, Batch
+from ...prefix_sharing.batch import IGNORED_LABEL
 from ...prefix_sharing.image_keys import fingerprints
 from ...prefix_sharing.sharing import PromptSharing
 from ...prefix_sharing.wrapped_forward import Instructions
-from ...scoring.contexts import fill_masked_rows, share_values
+from ...scoring.contexts import share_values
 from ...scoring.token_selection import weight_gradient
 from ..run.phases import PhaseTimer
 from .look_ahead import LookAhead
-from .rows import batch_of_pass
+from .rows import OF_IMAGES
 
 LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -56,29 +55,22 @@ class Request:
 class PassModel:
     """What TRL's method calls in the model's place in one pass.
 
-    It answers a call from the plan of the optimizer step, if the call is the one that was planned; otherwise it calls
+    It answers a call from the plan of the optimizer step, if the call is the one that was planned. Otherwise it calls
     the root model, which runs calls with arguments that it does not know as in stock TRL, and logs the reason.
 
     Args:
         request: the model, and which tokens are wanted.
         sharing: the sharing of prompts in that model.
-        batch: the rows of the pass.
-        options: of [`Instructions`], which the root model's forward gets; none if it does not share prompts.
+        instructions: for that sharing.
         look_ahead: the scores of the optimizer step; `None` if the pass is no micro-batch's loss.
     """
 
     def __init__(
-        self,
-        request: Request,
-        sharing: PromptSharing,
-        batch: Batch,
-        options: dict[str, Any],
-        look_ahead: LookAhead | None,
+        self, request: Request, sharing: PromptSharing, instructions: Instructions, look_ahead: LookAhead | None
     ):
         self.request = request
         self.sharing = sharing
-        self.batch = batch
-        self.options = options
+        self.instructions = instructions
         self.look_ahead = look_ahead
         self._figures = sharing.figures  # of the pass before
 
@@ -91,8 +83,11 @@ class PassModel:
         planned = None
         if self.look_ahead is not None:
             planned = self.look_ahead.scores_of(self.sharing, request.model, request.inputs, arguments)
-        for_sharing = {"sharing": Instructions(**self.options)} if self.options else {}
-        return request.model(**arguments, **for_sharing) if planned is None else planned
+        if planned is not None:
+            return planned
+        if self.sharing.wrapped_forward.is_on:
+            arguments["sharing"] = self.instructions
+        return request.model(**arguments)
 
     @property
     def has_computed(self) -> bool:
@@ -126,7 +121,6 @@ class Scoring:
         reference: PromptSharing | None,
         reference_model: nn.Module | None,
         args: Any,
-        accelerator: Accelerator,
         clock: PhaseTimer,
         look_ahead: LookAhead,
         add_metrics: Callable[[dict[str, float]], None],
@@ -137,7 +131,6 @@ class Scoring:
         self.reference = reference
         self.reference_model = reference_model
         self.args = args
-        self.accelerator = accelerator
         self.clock = clock
         self.look_ahead = look_ahead
         self.selects_by_entropy = selects_by_entropy
@@ -158,21 +151,6 @@ class Scoring:
             yield
         finally:
             self._request = outer
-
-    def forget_images(self) -> None:
-        """Let the ranks ask each other again whether images have come, see [`look_for_images`]."""
-        for sharing in (self.policy, self.reference):
-            if sharing is not None:
-                sharing.forget_images()
-
-    def look_for_images(self, here: bool) -> None:
-        """Let the ranks agree whether a generation batch has images. Every rank has to call this method.
-
-        `here`: whether this rank's part of the batch has images.
-        """
-        for sharing in (self.policy, self.reference):
-            if sharing is not None:
-                sharing.look_for_images(here, self.accelerator.device)
 
     def score(self, stock: Callable[..., LogProbs], is_training: bool, model: nn.Module, *args, **kwargs) -> LogProbs:
         """Run a pass. `stock` is TRL's method, `model` and what follows are its arguments."""
@@ -197,51 +175,41 @@ class Scoring:
     def run(self, stock: Callable[..., LogProbs], request: Request, kind: str, arguments: dict[str, Any]) -> LogProbs:
         """Run a pass of this kind. `arguments` are those of `stock` but the model, which the request has."""
         model = self._model_for(request, kind, arguments)
-        if "tokens_per_pass" in model.options:
+        if model.instructions.tokens_per_pass is not None:
             arguments = {**arguments, "batch_size": None}  # cut by tokens and not by rows
-        return self._finished(stock(model, **arguments), model, kind, arguments["logits_to_keep"])
+        return self._finished(stock(model, **arguments), model, kind, arguments)
 
     def _model_for(self, request: Request, kind: str, arguments: dict[str, Any]) -> PassModel:
-        """What TRL's method calls in this pass, compared with stock if no pass of its kind was compared yet."""
+        """What TRL's method calls in this pass."""
         is_other_model = self.reference_model is not None and request.model is self.reference_model
         sharing = self.reference if is_other_model else self.policy
-        batch = batch_of_pass(arguments)
-        rows, width = batch.input_ids.shape
+        rows, width = arguments["input_ids"].shape
         batch_size = arguments.get("batch_size") or rows
-        tokens_per_pass = batch_size * width if batch_size < rows else None
-        # If a micro-batch is cut to fit into memory, the comparison passes have to be cut as well.
-        limit = tokens_per_pass or self.args.tokens_per_pass or None
-        sharing.compare_with_stock(request.model, batch, self.accelerator.autocast, limit)
-        options = {}
-        # TRL's router loss is the mean over TRL's own slices of the batch, so a batch with it is sliced by TRL.
-        if sharing.is_active and not (batch.router_loss and tokens_per_pass):
-            options["num_images"] = batch.num_images
-            if tokens_per_pass:
-                options["tokens_per_pass"] = tokens_per_pass
+        instructions = Instructions(num_images=arguments.get("num_images"))
+        if batch_size < rows:
+            # TRL's router loss is the mean over TRL's own slices of the batch, so a batch with it is sliced by TRL.
+            is_cut = sharing.is_active and not arguments.get("compute_aux_loss")
+            tokens_per_pass = batch_size * width
+            instructions = replace(instructions, tokens_per_pass=tokens_per_pass) if is_cut else Instructions()
         is_of_step = kind == "policy" and torch.is_grad_enabled() and request.inputs is not None
-        return PassModel(request, sharing, batch, options, self.look_ahead if is_of_step else None)
+        return PassModel(request, sharing, instructions, self.look_ahead if is_of_step else None)
 
-    def _finished(self, values: LogProbs, model: PassModel, kind: str, width: int) -> LogProbs:
-        """The values of a pass, `(B, width)`, on the batch's device, with equal entropies of equal tokens."""
-        batch = model.batch
+    def _finished(self, values: LogProbs, model: PassModel, kind: str, arguments: dict[str, Any]) -> LogProbs:
+        """The values `(B, C)` of a pass, on the batch's device, with equal entropies of equal tokens."""
         request = model.request
+        input_ids, attention_mask, width = map(arguments.get, ("input_ids", "attention_mask", "logits_to_keep"))
         # TRL leaves the values on the LM head's device. That is the last device of a model that is split over several
         # devices, or the host if FSDP2 offloads the head.
-        device = batch.input_ids.device
-        logps_BC, entropies_BC, aux_loss = (None if value is None else value.to(device) for value in values)
+        logps_BC, entropies_BC, aux_loss = (None if x is None else x.to(input_ids.device) for x in values)
         if model.is_packed:
             if model.has_computed:
                 name = "policy" if kind == "policy" else "no_grad"
                 self._add_metrics(model.sharing.figures.metrics(f"prefix_sharing/{name}"))
             # Equal tokens need equal entropies: the quantile may fall on a tie.
             if self.selects_by_entropy and entropies_BC is not None:
-                keys_B1 = None
-                if batch.has_images:
-                    model.sharing.packed_model.count_images(batch)
-                    keys_B1 = fingerprints({**batch.vision, "num_images": batch.num_images})
-                entropies_BC = share_values(entropies_BC, batch.input_ids, batch.attention_mask, width, keys_B1)
-            if request.scored_BC is None and entropies_BC is not None and width == 1:
-                entropies_BC = fill_masked_rows(entropies_BC, batch.attention_mask[:, -1:])
+                vision = {name: arguments[name] for name in OF_IMAGES if arguments.get(name) is not None}
+                keys_B1 = fingerprints(vision) if "pixel_values" in vision else None
+                entropies_BC = share_values(entropies_BC, input_ids, attention_mask, width, keys_B1)
         if request.weight_BC is not None:
             logps_BC = weight_gradient(logps_BC, request.weight_BC)
         return logps_BC, entropies_BC, aux_loss

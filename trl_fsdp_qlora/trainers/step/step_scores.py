@@ -15,8 +15,8 @@ the first. So the trainer can look ahead: it knows which tokens each micro-batch
 In both cases TRL's loss sees each micro-batch unchanged.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -36,27 +36,9 @@ from ...prefix_sharing.prefix_cache import (
 from ...prefix_sharing.problems import CannotPack
 from ...prefix_sharing.row import PassRecord
 from ...prefix_sharing.wrapped_forward import Instructions
+from ...utils.random_state import RandomState
 
 ContextFactory = Callable[..., AbstractContextManager]
-
-
-class RandomState:
-    """State of the generators that dropout draws from: a forward that runs again has to draw the same numbers."""
-
-    def __init__(self, device: torch.device):
-        self.devices = [] if device.type == "cpu" else [device]
-        self.type = device.type
-        self.on_host = torch.get_rng_state()
-        self.on_device = [torch.get_device_module(self.type).get_rng_state(device) for device in self.devices]
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Repeat the draws that followed the recorded state; after the block, draws continue as if it had not run."""
-        with torch.random.fork_rng(self.devices, device_type=self.type if self.devices else "cuda"):
-            torch.set_rng_state(self.on_host)
-            for device, state in zip(self.devices, self.on_device, strict=True):
-                torch.get_device_module(self.type).set_rng_state(state, device)
-            yield
 
 
 class _CutScores(NamedTuple):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...prefix_sharing.forest import rows_behind_subtree, sort_by_prefix
+from ...prefix_sharing.forest import sort_by_prefix
 
 
 class Transitions(NamedTuple):
@@ -62,7 +62,9 @@ def prefix_transitions(
     begins_node = np.ones((rows, width + 1), bool)
     begins_node[1:] = common[:, None] < np.arange(width + 1)
     first = np.maximum.accumulate(np.where(begins_node, np.arange(rows)[:, None], 0), axis=0)
-    behind = rows_behind_subtree(common, width + 1)
+    next_begin = np.where(begins_node, np.arange(rows)[:, None], rows)
+    next_begin = np.append(next_begin[1:], np.full((1, width + 1), rows), axis=0)
+    behind = np.minimum.accumulate(next_begin[::-1], axis=0)[::-1]
 
     def sum_in_node(values_G: np.ndarray) -> np.ndarray:
         sums = np.concatenate([[0], np.cumsum(values_G)])

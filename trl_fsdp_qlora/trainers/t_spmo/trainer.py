@@ -48,7 +48,7 @@ class TSPMOTrainer(EfficientGRPOTrainer):
         # A group may span ranks, so the completions of all ranks are gathered, in the order of the gathered rewards.
         all_ids = self.accelerator.gather(self.accelerator.pad_across_processes(ids, dim=1))
         all_masks = self.accelerator.gather(self.accelerator.pad_across_processes(mask, dim=1))
-        credit_BC, metrics = group_credit(all_ids, all_masks, self.groups.rewards_N(), self._group_size)
+        credit_BC, metrics = group_credit(all_ids, all_masks, self._weighted_rewards(), self._group_size)
         first = self.accelerator.process_index * len(ids)
         credit_BC = credit_BC[first : first + len(ids), : ids.shape[1]]
         batch["advantages"] = credit_BC * batch["tool_mask"] if "tool_mask" in batch else credit_BC

@@ -10,13 +10,20 @@ import sys
 import pytest
 import torch
 
+from tests.core.prefix_sharing.helpers import (
+    RECURRENT,
+    SUPPORTED,
+    awkward_batch,
+    build,
+    closed,
+    completion_labels,
+    prepared,
+)
+from tests.core.prefix_sharing.test_images import freeze_tower, with_images
 from tests.trainers.dpo import test_trainer as dpo_tests
 from tests.trainers.dpo.test_images import llava_trainer
 from tests.trainers.grpo.test_syncs import Waits, places
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
-
-from .helpers import RECURRENT, SUPPORTED, awkward_batch, build, completion_labels, prepared
-from .test_images import freeze_tower, with_images
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -65,7 +72,7 @@ def on_device(name, with_pictures: bool):
         key: x.to("cuda", torch.bfloat16 if x.is_floating_point() else x.dtype) for key, x in batch.vision.items()
     }
     tensors = (x.to("cuda") for x in (batch.input_ids, batch.attention_mask, batch.labels))
-    sharing = prepared(model, expects_images=with_pictures, compared=True)
+    sharing = prepared(model, compared=True)
     return model, sharing, Batch(*tensors, vision)
 
 
@@ -84,7 +91,7 @@ def stacks_of_a_pass(model, arguments) -> list:
 )
 def test_one_wait_of_its_own(name, with_pictures):
     model, sharing, batch = on_device(name, with_pictures)
-    with sharing.closed():
+    with closed(sharing):
         of_stock = places(stacks_of_a_pass(model, batch.arguments()))
     ours = places(stacks_of_a_pass(model, batch.arguments()))
     assert sharing.figures.tokens, sharing.describe()

@@ -1,0 +1,152 @@
+"""Log-probabilities, entropies and gradients of a packed pass equal those of the padded one: every family, each
+backend.
+"""
+
+import pytest
+import torch
+
+from trl_fsdp_qlora.prefix_sharing import PrefixSharingError
+from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
+
+from .helpers import (
+    COMPLETION,
+    RECURRENT,
+    SUPPORTED,
+    assert_equals_stock,
+    awkward_batch,
+    build,
+    completion_labels,
+    make_batch,
+    one_pass,
+    prepared,
+    small,
+)
+
+# One recurrent model of each kind: gated delta rule, short convolution, state space model.
+KINDS = ("qwen3_5", "lfm2", "falcon_h1")
+# What "auto" computes each layer by.
+LAYERS = {name: ["cascade"] * 2 for name in SUPPORTED} | {
+    "qwen3_sliding": ["cascade", "two_part"],
+    "gemma2": ["two_part"] * 2,
+    "gemma3": ["two_part", "cascade"],
+    "mistral_sliding": ["two_part"] * 2,
+    "gpt_oss": ["two_part"] * 2,
+    **{name: layers for name, (_, layers) in RECURRENT.items()},
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_log_probs_entropy_and_gradients_on_each_backend(name):
+    model = build(name)
+    kinds = LAYERS[name]
+    sharing = prepared(model, compared=True)
+    figures = assert_equals_stock(model, sharing).metrics("pass")
+    assert {kind: kinds.count(kind) / len(kinds) for kind in kinds} == {
+        key.removeprefix("pass/layers_"): value for key, value in figures.items() if "/layers_" in key
+    }
+    for backend in ("cascade", "two_part"):
+        prepared(model, backend, compared=True)
+        if backend == "cascade" and "two_part" in kinds:
+            with pytest.raises(CannotPack):
+                one_pass(model, sharing)
+        else:
+            assert_equals_stock(model, sharing)
+
+
+@pytest.mark.parametrize("name", ["mistral_sliding", "qwen3_5"])
+def test_what_does_not_ask_for_a_packed_row_is_untouched(name):
+    """Padded passes, and generation by a decoder with windows or states."""
+    model = build(name)
+    ours = build(name)
+    ids, mask = awkward_batch()
+    prepared(ours)
+    assert torch.equal(ours(ids, attention_mask=mask).logits, model(ids, attention_mask=mask).logits)
+    arguments = {"attention_mask": mask[:, :14], "max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(ours.generate(ids[:, :14], **arguments), model.generate(ids[:, :14], **arguments))
+
+
+@pytest.mark.parametrize("name", ["qwen3", *KINDS])
+def test_selected_tokens_and_rows_cut_inside_groups(name):
+    """As an old policy's pass is cut, which stays within the tokens that stock holds at once."""
+    batch = awkward_batch()
+    model = build(name)
+    draw = torch.Generator().manual_seed(2)
+    scored = (torch.rand(len(batch[0]), COMPLETION, generator=draw) < 0.4) & batch[1][:, -COMPLETION:].bool()
+    sharing = prepared(model, compared=True)
+    seen = []
+    budget = 2 * batch[0].shape[1]
+
+    def look(_module, _args, arguments):
+        seen.append(arguments["input_ids"].numel())
+
+    model.base_model.register_forward_pre_hook(look, with_kwargs=True)
+    assert_equals_stock(model, sharing, batch, scored_BC=scored, tokens_per_pass=budget)
+    assert len(seen) > 2 and max(seen[1:]) <= budget
+
+
+def test_recurrent_layers_branch_at_every_level():
+    """T-SPMO's completions begin alike: a state continues from their parting; it is not kept at every token."""
+    batch = make_batch([12] * 4, [9] * 4)
+    model = build("qwen3_5")
+    batch[0][:, -COMPLETION:-2] = batch[0][0, -COMPLETION:-2]
+    figures = assert_equals_stock(model, prepared(model), batch)
+    # What four rows have in common is their prompt and seven tokens; the last of the others is only ever a target.
+    assert (figures.tokens, figures.levels) == (12 + 7 + 4, [19, 4])
+    # Prompts of two groups that begin alike, and completions of one of them that do: three levels.
+    ids, mask = make_batch([14] * 6, [9] * 6)
+    ids[3:, 11:14] += 1
+    ids[:3, 14:22] = ids[0, 14:22]
+    ids[2, 20] += 1
+    figures = assert_equals_stock(model, prepared(model), (ids, mask))
+    assert len(figures.levels) >= 2 and set(figures.layer_calls) == {"recurrent", "cascade"}
+
+
+def test_one_token_completions():
+    """One token behind a state would be a decoding step: kernels that write into the state and have no backward."""
+    model = build("falcon_h1")
+    assert_equals_stock(model, batch=make_batch([12] * 4, [1] * 4))
+    # Behind the prompt each row computes one token and predicts another one.
+    assert_equals_stock(model, batch=make_batch([12] * 4, [2] * 4))
+
+
+def test_a_state_that_runs_on_is_caught(monkeypatch):
+    """The recurrent layers of a packed row without the row: the error that all of this is there to avoid."""
+    monkeypatch.setattr("trl_fsdp_qlora.prefix_sharing.recurrent.layers.install", lambda model: None)
+    model = build("qwen3_5")
+    with pytest.raises(PrefixSharingError, match="runs padded as in stock TRL"):
+        one_pass(model, prepared(model, "cascade"))
+
+
+# Lengths, groups and scored tokens all differ.
+BATCHES = [
+    ([14, 14, 9, 9, 9], [9, 4, 6, 6, 6]),
+    ([8, 8, 8, 8], [3, 2, 7, 9]),
+    ([12, 11, 11], [5, 9, 1]),
+    ([7, 7, 6, 6, 5], [9, 9, 8, 2, 4]),
+]
+
+
+@pytest.mark.slow
+def test_new_batches_are_not_compiled_anew():
+    """A packed row's layout and the scoring of its tokens stay out of the graphs."""
+    model = build(small("Llama", num_hidden_layers=1))  # a compiler takes seconds for each layer
+    graphs = []
+    counts = []
+    sharing = prepared(model, compared=True)
+    torch._dynamo.reset()
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend)
+    for lengths in BATCHES:
+        ids, mask = make_batch(*lengths)
+        inputs = {"input_ids": ids, "attention_mask": mask, "labels": completion_labels(ids, mask)}
+        ours = compiled(**inputs, fused_lm_head=True).log_probs
+        assert sharing.figures.layer_calls == ["cascade"]  # counted, also inside a compiled model
+        torch.testing.assert_close(ours, model(**inputs, fused_lm_head=True).log_probs, atol=1e-5, rtol=1e-5)
+        counts.append(len(graphs))
+    torch._dynamo.reset()
+    # The second batch shows which sizes change; from then on the graphs serve every batch.
+    assert counts[0] and counts[2:] == [counts[2]] * len(counts[2:]), counts
