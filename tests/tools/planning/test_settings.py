@@ -113,4 +113,4 @@ def test_a_plan_within_a_launch_of_fsdp2_reads_the_launch_itself(monkeypatch):
     for name, value in (("ACCELERATE_USE_FSDP", "true"), ("FSDP_VERSION", "2"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     assert from_config(config("cuda"), None).launch.kind == "fsdp2"
-    assert from_config(config("cpu"), None).launch.kind == "ddp"  # which accelerate makes of it there
+    assert from_config(config("cpu"), None).launch.kind == "fsdp2"
