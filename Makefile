@@ -1,6 +1,7 @@
 # `make quickstart` trains a small model on this machine (`make quickstart-images` one that sees). `make test` runs the tests, `make test-exhaustive` the rest of
 # their long tables, `make test-vllm` those that need vLLM, in an environment of its own, `make test-newest` the tests with the newest of all dependencies,
-# `make test-emulated` those that need a GPU on an emulated one, and `make test-core` those of the core, in WORKERS processes.
+# `make test-trl TRL=1.15.0` those of the trainers with another TRL, `make test-emulated` those that need a GPU on an emulated one, and `make test-core` those of
+# the core, in WORKERS processes.
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
@@ -9,6 +10,9 @@ EMULATED_VENV ?= .venv-emulated
 DOCS_VENV ?= .venv-docs
 SITE ?= site
 VLLM_TESTS ?= tests/trainers/vllm tests/trainers/decode tests/trainers/rollouts
+TRL ?= 1.15.0
+TRANSFORMERS ?=
+TRL_TESTS ?= tests/trainers
 WORKERS ?= 2
 SEED ?= 0
 BASE ?= runs/small-base
@@ -17,7 +21,7 @@ TASK ?= addition
 CONFIG ?= grpo/config_quickstart
 BIN := $(VENV)/bin
 
-.PHONY: quickstart quickstart-images test test-exhaustive test-core test-kernels test-newest test-vllm test-emulated gpu docs lint clean
+.PHONY: quickstart quickstart-images test test-exhaustive test-core test-kernels test-newest test-trl test-vllm test-emulated gpu docs lint clean
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/python recipes/small_base.py $(BASE) --task $(TASK) --seed $(SEED)
@@ -69,6 +73,15 @@ test-newest:
 	$(NEWEST_VENV)/bin/pip install --quiet --upgrade --upgrade-strategy eager -e '.[dev]'
 	$(NEWEST_VENV)/bin/pip list | grep -E '^(torch|trl|transformers|peft|accelerate|datasets|bitsandbytes|deepspeed) '
 	$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not exhaustive"
+
+# The quick tests of the trainers with another version of TRL, and of transformers if TRANSFORMERS names one, before those of .venv on the path. TRL 1.15 computes
+# log-probabilities by Triton's kernels alone, which run interpreted on a CPU.
+test-trl: OTHER = $(abspath $(VENV))/trl-$(TRL)$(TRANSFORMERS:%=-transformers-%)
+test-trl: export TRITON_INTERPRET = $(if $(filter 1.15.%,$(TRL)),1,0)
+test-trl: $(VENV)/.dev
+	test -d $(OTHER) || $(BIN)/pip install --quiet --no-deps --target $(OTHER) trl==$(TRL) $(TRANSFORMERS:%=transformers==%)
+	test $(TRITON_INTERPRET) = 0 || test -d $(OTHER)/triton || $(BIN)/pip install --quiet --no-deps --target $(OTHER) -c constraints.txt triton
+	PYTHONPATH=$(OTHER) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not exhaustive" $(TRL_TESTS)
 
 test-vllm: $(VLLM_VENV)/.done
 	$(VLLM_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --durations=25 $(VLLM_TESTS)

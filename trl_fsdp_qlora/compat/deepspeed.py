@@ -1,5 +1,7 @@
 """What DeepSpeed does to a model that this package meets."""
 
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,3 +15,13 @@ def zero_stage(plugin: Any) -> int | None:
 def is_zero3(parameter: torch.Tensor) -> bool:
     """Whether ZeRO-3 holds the parameter in shards and gathers it around each module's call."""
     return hasattr(parameter, "ds_id")
+
+
+def gathered_by_zero3(*parameters: torch.Tensor | None) -> AbstractContextManager:
+    """A block in which the parameters are whole, if ZeRO-3 holds them in shards and no module has gathered them."""
+    sharded = {id(parameter): parameter for parameter in parameters if parameter is not None and is_zero3(parameter)}
+    if not sharded:
+        return nullcontext()
+    zero = import_module("deepspeed.runtime.zero.partition_parameters")  # of an optional package
+    away = [parameter for parameter in sharded.values() if parameter.ds_status != zero.ZeroParamStatus.AVAILABLE]
+    return zero.GatheredParameters(away) if away else nullcontext()

@@ -10,9 +10,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
-from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as TRL_VOCABULARY_CHUNK
 
 __all__ = ["TRL_VOCABULARY_CHUNK", "FakeTensorMode", "PeakTracker"]
+
+TRL_VOCABULARY_CHUNK = 32768  # columns of logits that the head of TRL 1.15 and 1.16 makes at once
 
 
 class PeakTracker(TorchDispatchMode):

@@ -1,8 +1,7 @@
 """Names from undocumented modules of TRL, each imported when it is used first; importing this module imports no TRL.
 
-[`BORROWED`] lists all names of TRL's that this package imports from this module. A few more are in the files of this
-room that need them: `vllm.py`, `memory.py` and `older_gpus.py`. Public classes of TRL's (trainers, configs) are
-imported by the code that extends them.
+[`BORROWED`] lists the names that are imported; `trl_seams.py` has the methods and attributes of TRL's trainers. Public
+classes of TRL's are imported by the code that extends them, TRL's three trainers through this table.
 """
 
 import functools
@@ -11,51 +10,35 @@ import logging
 import sys
 from collections.abc import Callable, Iterable
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from packaging.version import Version
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ..errors import UserError
+
 logger = logging.getLogger(__name__)
 
-TESTED_TRL = "1.16"
-# A micro-batch's key for the log-probabilities of the old policy, which it may lack.
-OLD_LOGPS = "old_per_token_logps"
-REFERENCE_LOGPS = "ref_per_token_logps"
-SAMPLED_LOGPS = "sampling_per_token_logps"
-COMPARED = (OLD_LOGPS, REFERENCE_LOGPS, SAMPLED_LOGPS)
-IMPORTANCE_RATIO = "importance_sampling_ratio"  # of vLLM's samples, one per token or per completion
-# TRL's metrics of these ratios.
-SAMPLING_METRICS = (
-    "sampling/sampling_logp_difference/mean",
-    "sampling/sampling_logp_difference/max",
-    *(f"sampling/{IMPORTANCE_RATIO}/{figure}" for figure in ("min", "mean", "max")),
-)
-# Metrics that TRL averages over all tokens of the loss: those of scored tokens, and those of learning completions.
-SCORED_MEANS = ("entropy",)
-LEARNING_MEANS = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
-PHI_MEAN = "vespo/phi_seq_mean"  # over completions
-GROUP_SPREAD = "frac_reward_zero_std"
-
+TESTED_TRL = ("1.15", "1.16")
 # Names of TRL's: the module that has each, and what needs it. Without it everything else works.
 BORROWED = {
+    # the trainers that this package extends
+    "GRPOTrainer": ("trl", "EfficientGRPOTrainer"),
+    "RLOOTrainer": ("trl", "EfficientRLOOTrainer"),
+    "DPOTrainer": ("trl", "EfficientDPOTrainer"),
     # the core
     "FusedCausalLMOutput": ("trl.trainer.utils", "calls with fused_lm_head=True"),
     "add_fused_lm_head": ("trl.trainer.utils", "calls with fused_lm_head=True"),
-    "maybe_gather_lm_head_ctx": ("trl.trainer.utils", "calls with fused_lm_head=True"),
     "ChunkedLogProbFunction": ("trl.kernels.chunked_logprob", "scores by TRL's kernel"),
     "split_pixel_values_by_grid": ("trl.trainer.utils", "prompts with images"),
     "unsplit_pixel_values_by_grid": ("trl.trainer.utils", "prompts with images"),
     # trainers
-    "RepeatSampler": ("trl.trainer.utils", "micro-batches of whole groups"),
-    "split_tensor_dict": ("trl.trainer.utils", "micro-batches of whole groups"),
     "unwrap_model_for_generation": ("trl.models", "completions by transformers' generate"),
     "use_adapter": ("trl.trainer.utils", "reference policies of A*-PO"),
-    "ensure_master_addr_port": ("trl.trainer.utils", "vLLM engines in a trainer's process"),
     "ForwardRedirection": ("trl.models.utils", "losses in tiles"),
+    "VLLMClient": ("trl.generation.vllm_client", "vLLM's engines"),
+    "VLLMGeneration": ("trl.generation.vllm_generation", "vLLM's engines"),
     # episodes and images
     "prepare_multimodal_messages": ("trl.data_utils", "prompts with images"),
     "add_response_schema": ("trl.chat_template_utils", "episodes with tools"),
@@ -64,61 +47,59 @@ BORROWED = {
     "parse_response": ("trl.chat_template_utils", "episodes with tools"),
     "supports_tool_calling": ("trl.chat_template_utils", "episodes with tools"),
 }
+INSTALL = f"pip install 'trl~={TESTED_TRL[-1]}.0'"
 _this = sys.modules[__name__]  # functions below read borrowed names from it
 _SPELLED = {"ForwardRedirection": "_ForwardRedirection"}  # as TRL does
 
 
+class MissingName(UserError, ImportError):
+    """A name that the installed TRL does not have; the text says what needs it, and what to install."""
+
+
 def __getattr__(name: str) -> Any:
-    """A name of [`BORROWED`], or a fact about the installed TRL of [`_FACTS`].
+    """A name of [`BORROWED`].
 
     Raises:
-        ImportError: the installed TRL does not have the name, or there is no TRL.
+        MissingName: the installed TRL does not have the name, or there is no TRL.
     """
-    if name in _FACTS:
-        value = _FACTS[name]()
-    elif name in BORROWED:
-        value = _borrow(name, *BORROWED[name])
-    else:
+    if name not in BORROWED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
+    globals()[name] = _borrow(name, *BORROWED[name])
+    return globals()[name]
 
 
 def _borrow(name: str, module: str, needed_by: str) -> Any:
     borrowed = _SPELLED.get(name, name)
-    install = f"and {needed_by} need it: pip install 'trl~={TESTED_TRL}.0'"
+    needed = f"(needed by: {needed_by}); {INSTALL}"
     try:
         version = import_module("trl").__version__
     except ImportError as error:
-        raise ImportError(f"TRL is not installed, {install}") from error
-    _warn_of_another_version(version)
+        raise MissingName(f"TRL is not installed {needed}") from error
+    if not is_tested(version) and Version(version) < Version(TESTED_TRL[0]):
+        raise MissingName(f"TRL {version} is too old for trl_fsdp_qlora: {INSTALL}")
     try:
         return getattr(import_module(module), borrowed)
     except (ImportError, AttributeError) as error:
-        raise ImportError(f"TRL {version} has no {module}.{borrowed}, {install}") from error
+        raise MissingName(f"TRL {version} has no {module}.{borrowed} {needed}") from error
 
 
 @functools.cache
-def _warn_of_another_version(version: str) -> None:
-    if Version(version).release[:2] != Version(TESTED_TRL).release:
-        logger.warning(
-            "trl_fsdp_qlora is written for TRL %s and was never run with TRL %s: compare a few steps with stock TRL "
-            "(`trl-fsdp-qlora compare`), or install the version in constraints.txt",
-            TESTED_TRL,
-            version,
-        )
+def is_tested(version: str | None = None) -> bool:
+    """Whether this package's tests have run with this version of TRL, the installed one if it is `None`.
 
-
-def _weighs_as_1_16() -> bool:
-    """Whether TRL's importance weights of vLLM's samples have the formula in `vllm/correction.py`, that of TRL 1.16.
-
-    TRL 1.17 corrects them for `top_p`, `top_k` and `min_p` (trl#6789), so a newer TRL computes its own.
+    A line is logged once if not; then trainers compare their first step with TRL's own (`trainers/run/first_step.py`).
     """
-    return Version(import_module("trl").__version__).release[:2] <= (1, 16)
-
-
-# Facts about the installed TRL, found out when they are used first.
-_FACTS = {"WEIGHS_AS_1_16": _weighs_as_1_16}
+    version = version or import_module("trl").__version__
+    if ".".join(map(str, Version(version).release[:2])) in TESTED_TRL:
+        return True
+    if Version(version) >= Version(TESTED_TRL[0]):
+        logger.warning(
+            "trl_fsdp_qlora was never run with TRL %s: GRPO, RLOO and DPO trainers compare their first step with "
+            "TRL's own (tested: %s)",
+            version,
+            ", ".join(TESTED_TRL),
+        )
+    return False
 
 
 def is_padded_by_row(vision: dict[str, Any]) -> bool:
@@ -133,7 +114,9 @@ def is_padded_by_row(vision: dict[str, Any]) -> bool:
 
 def images_by_row(vision: dict[str, Any]) -> dict[str, Any]:
     """`split_pixel_values_by_grid`: pixels and grids as lists with an entry per row, or padded tensors as they are."""
-    return vision if is_padded_by_row(vision) else _this.split_pixel_values_by_grid(vision)
+    if "pixel_values" not in vision or is_padded_by_row(vision):
+        return vision
+    return _this.split_pixel_values_by_grid(vision)
 
 
 def rows_of_images(vision: dict[str, Any], rows: Iterable[int]) -> dict[str, Any]:
@@ -153,7 +136,7 @@ def joined_images(batch: dict[str, Any]) -> dict[str, Any]:
     if batch.get("num_images") is not None and not any(batch["num_images"]):
         of_images = ("pixel_", "image_", "num_images", "num_tiles", "spatial_")
         return {name: x for name, x in batch.items() if not name.startswith(of_images)}
-    return _this.unsplit_pixel_values_by_grid(batch)
+    return _this.unsplit_pixel_values_by_grid(batch) if "pixel_values" in batch else batch
 
 
 def counts_experts(text_config: PretrainedConfig) -> bool:
@@ -195,18 +178,3 @@ def fused_head(forward: Callable) -> FusedHead | None:
         settings["final_logit_softcapping"],
         settings["logit_scale"],
     )
-
-
-def logit_settings(model: PreTrainedModel) -> FusedHead:
-    """How TRL's fused head would transform the logits of `model`: TRL reads it from the config. Nothing is changed."""
-
-    class Shell:
-        """All that `add_fused_lm_head` looks at."""
-
-        config = model.config
-
-        def forward(self) -> None: ...
-
-    shell = Shell()
-    _this.add_fused_lm_head(shell)
-    return fused_head(shell.forward)

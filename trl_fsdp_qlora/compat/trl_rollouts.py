@@ -1,12 +1,78 @@
 """TRL's rollouts: what its trainers hand from turn to turn, and what they do with prompts, tools and rewards."""
 
-from types import SimpleNamespace
+import inspect
+import types
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from accelerate.logging import get_logger
+from packaging.version import Version
 
 from . import trl as trls
+
+logger = get_logger(__name__)
+
+# A micro-batch's key for the log-probabilities of the old policy, which it may lack.
+OLD_LOGPS = "old_per_token_logps"
+REFERENCE_LOGPS = "ref_per_token_logps"
+SAMPLED_LOGPS = "sampling_per_token_logps"
+COMPARED = (OLD_LOGPS, REFERENCE_LOGPS, SAMPLED_LOGPS)
+IMPORTANCE_RATIO = "importance_sampling_ratio"  # of vLLM's samples, one per token or per completion
+# TRL's metrics of these ratios.
+SAMPLING_METRICS = (
+    "sampling/sampling_logp_difference/mean",
+    "sampling/sampling_logp_difference/max",
+    *(f"sampling/{IMPORTANCE_RATIO}/{figure}" for figure in ("min", "mean", "max")),
+)
+# Metrics that TRL averages over all tokens of the loss: those of scored tokens, and those of learning completions.
+SCORED_MEANS = ("entropy",)
+LEARNING_MEANS = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
+PHI_MEAN = "vespo/phi_seq_mean"  # over completions
+GROUP_SPREAD = "frac_reward_zero_std"
+
+# What `_prepare_inputs` of TRL 1.15 and 1.16 calls, and what is called in its place. An image stays with its row.
+_OF_SHUFFLING = ("split_pixel_values_by_grid", "unsplit_pixel_values_by_grid")
+
+
+def shuffling_by(shuffle: Callable[[dict], dict], prepare_inputs: Callable) -> Callable:
+    """`_prepare_inputs` of TRL's trainers, which shuffles a generation batch by `shuffle`.
+
+    It is a copy of TRL's function that finds other functions under the names in its module; no other caller sees them.
+    If TRL shuffles by another name, `prepare_inputs` is returned as it is, and a line is logged.
+
+    Args:
+        prepare_inputs: the bound method.
+    """
+    function = inspect.unwrap(prepare_inputs)
+    function = getattr(function, "__func__", function)
+    if "shuffle_sequence_dict" not in function.__code__.co_names:
+        logger.warning_once(
+            "Rows are shuffled one by one, as in stock TRL, and not by group: this TRL has no shuffle_sequence_dict"
+        )
+        return prepare_inputs
+    names = {**function.__globals__, **dict.fromkeys(_OF_SHUFFLING, lambda batch: batch)}
+    names["shuffle_sequence_dict"] = shuffle
+    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    return copy.__get__(prepare_inputs.__self__)
+
+
+def weighs_as_1_16() -> bool:
+    """Whether TRL's importance weights of vLLM's samples have the formula in `vllm/correction.py`, that of TRL 1.16.
+
+    TRL 1.17 corrects them for `top_p`, `top_k` and `min_p` (trl#6789), so a newer TRL computes its own.
+    """
+    return Version(import_module("trl").__version__).release[:2] <= (1, 16)
+
+
+def unwrapped_for_generation(*args, gradient_checkpointing_kwargs: dict | None, **options) -> Any:
+    """`unwrap_model_for_generation`, which takes `gradient_checkpointing_kwargs` from TRL 1.16 on."""
+    unwrap = trls.unwrap_model_for_generation
+    if "gradient_checkpointing_kwargs" in inspect.signature(unwrap).parameters:
+        options["gradient_checkpointing_kwargs"] = gradient_checkpointing_kwargs
+    return unwrap(*args, **options)
 
 
 def rewards_of_rank(trainer: Any, rows: list, prompts: list, completions: list, ids: list) -> torch.Tensor:
@@ -61,7 +127,7 @@ def tool_suffix_ids(tokenizer: Any, chat_template: str | None, options: dict, me
 
     They are the tool results and the opening of the next turn.
     """
-    trainer = SimpleNamespace(
+    trainer = types.SimpleNamespace(
         _is_vlm=False,
         processing_class=tokenizer,
         _tokenizer=tokenizer,
@@ -82,12 +148,8 @@ def token_types_of_images(trainer: Any, prompt_ids: list[list[int]], fields: dic
     image = vars(trainer).get("_image_pad_token_id")
     if "pixel_values" not in fields or image is None:
         return {}
-    types = {image: 1}
-    video = vars(trainer).get("_video_pad_token_id")
-    if video is not None:
-        types[video] = 2
     name = "mm_token_type_ids" if "image_grid_thw" in fields else "token_type_ids"
-    return {name: [[types.get(token, 0) for token in ids] for ids in prompt_ids]}
+    return {name: [[int(token == image) for token in ids] for ids in prompt_ids]}
 
 
 class Turn(NamedTuple):
@@ -98,6 +160,16 @@ class Turn(NamedTuple):
     multimodal_fields: dict[str, Any]
     num_generations: int
     has_tool_images: bool = False
+
+
+def turn_of(stock: Callable, args: tuple, kwargs: dict[str, Any], num_generations: int) -> Turn | None:
+    """The arguments of a call of `stock`, TRL's `_generate_single_turn`; `None`, and a line, if one is not known."""
+    arguments = inspect.signature(stock).bind(*args, **kwargs).arguments
+    unknown = arguments.keys() - set(Turn._fields)
+    if unknown:
+        logger.warning_once(f"Completions are drawn as in stock TRL: _generate_single_turn gets {', '.join(unknown)}")
+        return None
+    return Turn(**{"num_generations": num_generations, **arguments})
 
 
 class Generated(NamedTuple):

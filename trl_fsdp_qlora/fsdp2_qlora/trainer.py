@@ -93,9 +93,9 @@ class ShardedQLoRAMixin(_Trainer):
         mode = "per_layer" if options.get("use_vllm") else options.get("fsdp_gather", "auto")
         return gathered_as(mode, self.model, self.accelerator.device)
 
-    def _generate_and_score_completions(self, inputs):  # of trainers that generate
+    def _generate_and_score_completions(self, *args, **kwargs):  # of trainers that generate
         with self.weights_gathered():
-            return super()._generate_and_score_completions(inputs)
+            return super()._generate_and_score_completions(*args, **kwargs)
 
     def evaluation_loop(self, *args, **kwargs):
         if self.accelerator.is_fsdp2 and not isinstance(self.model, FSDPModule):

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import is_triton_available
 
 from ..compat import trl as trls
+from ..compat.deepspeed import gathered_by_zero3
 from ..compat.trl import FusedHead
 
 VOCABULARY_TILE = 8192
@@ -148,7 +149,7 @@ def score_with_head(
     if head.cast_lm_head_to_fp32:
         hidden_NH = hidden_NH.float()
         autocast = torch.autocast(hidden_NH.device.type, enabled=False)
-    with autocast, trls.maybe_gather_lm_head_ctx(weight, bias):
+    with autocast, gathered_by_zero3(weight, bias):
         values = score_positions(
             hidden_NH,
             weight,

@@ -15,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import trl_fsdp_qlora
 from tests.tiny import lora, tiny_model, trainer
-from trl_fsdp_qlora.compat import fsdp, peft
+from trl_fsdp_qlora.compat import fsdp, peft, trl_rollouts
 from trl_fsdp_qlora.compat import trl as seams
 
 PASS = "_get_per_token_logps_and_entropies"
@@ -25,14 +25,12 @@ ELSEWHERE = {
     "torch": "_DropoutNd _cdata _flash_attention_backward _flash_attention_forward _linear_pointwise "
     "_post_accumulate_grad_hooks "
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward",
-    "Python": "_actions _asdict _current_frames _exit _replace",
+    "Python": "_actions _asdict _current_frames _exit _fields _replace",
     "bitsandbytes": "_convert_weight_packed_for_cpu_inverse _functions",
     "transformers, of a config that came from the Hub": "_commit_hash",
     "transformers, of Gemma's norms, and of layers that may be checkpointed": "_norm _gradient_checkpointing_func",
     "TRL, of a trainer with vLLM and of its engine": "_last_loaded_step _llm_weights_sleeping",
     "accelerate, where mixed precision keeps the forward that it wraps": "_original_forward",
-    "TRL, of the DPO trainer": "_is_vision_dataset",
-    "TRL, of a GRPO trainer with tools": "_async_tool_dicts _sync_tool_dicts",
     "TRL, of its SDPO and SDFT trainers": "_compute_teacher_student_logits _log_self_distillation_metric",
     "transformers, of training arguments": "_n_gpu",
     "vLLM, of its module of model loaders": "_LOAD_FORMAT_TO_MODEL_LOADER",
@@ -99,10 +97,10 @@ def test_metrics_and_compared_values_have_these_names(tmp_path, loss_type):
     changes = {"max_steps": 1, "beta": 0.1, "loss_type": loss_type, "num_iterations": 2, "peft_config": lora()}
     grpo = trainer(GRPOTrainer, GRPOConfig, tmp_path, **changes)
     grpo.train()
-    means = {*seams.SCORED_MEANS, *seams.LEARNING_MEANS, seams.GROUP_SPREAD}
+    means = {*trl_rollouts.SCORED_MEANS, *trl_rollouts.LEARNING_MEANS, trl_rollouts.GROUP_SPREAD}
     other = "cispo_clip_ratio" if loss_type == "grpo" else "clip_ratio/"
     assert {name for name in means if not name.startswith(other)} <= grpo.state.log_history[0].keys()
-    assert {*seams.COMPARED[:2]} <= grpo._buffered_inputs[0].keys()
+    assert {*trl_rollouts.COMPARED[:2]} <= grpo._buffered_inputs[0].keys()
 
 
 def test_trls_loss_only_passes_the_model_on():

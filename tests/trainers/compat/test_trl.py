@@ -30,8 +30,8 @@ VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def test_a_signature_that_differs_is_named_and_the_installed_ones_fit():
-    changed = {"split_tensor_dict": "tensor_dict chunks extra", "GRPOTrainer._gone": "self"}
-    named = ["expected (tensor_dict chunks extra), found (tensor_dict num_chunks)", "expected (self), found nothing"]
+    changed = {"split_pixel_values_by_grid": "batch extra", "GRPOTrainer._gone": "self"}
+    named = ["expected (batch extra), found (batch)", "expected (self), found nothing"]
     assert misfits(trl_seams, changed | {"use_adapter": "model adapter_name"}) == [
         f"{name}: {what}" for name, what in zip(changed, named, strict=True)
     ]
@@ -82,11 +82,34 @@ def test_a_name_that_is_gone_is_named_when_it_is_used(monkeypatch):
     monkeypatch.setitem(trl_seams.BORROWED, "further", ("trl.nowhere", "prompts with pictures"))
     for name in ("trl.trainer.utils.gone", "trl.nowhere.further"):
         with pytest.raises(
-            ImportError, match=f"TRL {trl.__version__} has no {name}, and prompts with pictures need it"
+            ImportError, match=f"TRL {trl.__version__} has no {name} \\(needed by: prompts with pictures"
         ):
             getattr(trl_seams, name.rpartition(".")[2])
     with pytest.raises(AttributeError):
         _ = trl_seams.never_there
+
+
+def test_a_trl_that_is_too_old_or_lacks_a_trainer_is_one_line(monkeypatch):
+    monkeypatch.setattr(trl, "__version__", "1.14.2")
+    with pytest.raises(
+        trl_seams.MissingName, match=r"^TRL 1\.14\.2 is too old for trl_fsdp_qlora: pip install 'trl~="
+    ):
+        trl_seams._borrow("GRPOTrainer", *trl_seams.BORROWED["GRPOTrainer"])
+    monkeypatch.setattr(trl, "__version__", "1.20.0.dev0")
+    expected = r"TRL 1.20.0.dev0 has no trl.KTOTrainerOfNext \(needed by: EfficientKTOTrainer\); pip install"
+    with pytest.raises(trl_seams.MissingName, match=expected):
+        trl_seams._borrow("KTOTrainerOfNext", "trl", "EfficientKTOTrainer")
+
+
+@pytest.mark.parametrize(
+    "version, tested",
+    [("1.15.0", True), ("1.16.3", True), ("1.16.0.dev0", True), ("1.20.0.dev0", False), ("1.17", False)],
+)
+def test_a_version_that_was_not_tested_is_one_line(version, tested, caplog):
+    trl_seams.is_tested.cache_clear()
+    assert trl_seams.is_tested(version) == tested
+    assert trl_seams.is_tested(version) == tested
+    assert len(caplog.records) == (0 if tested else 1)
 
 
 def test_all_borrowed_names_are_there():

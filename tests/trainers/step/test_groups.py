@@ -3,9 +3,9 @@ from itertools import pairwise
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from trl.trainer.utils import RepeatSampler
 
-from trl_fsdp_qlora.compat.trl import RepeatSampler
-from trl_fsdp_qlora.trainers.step.groups import EpochRepeatSampler, group_permutation, micro_batches
+from trl_fsdp_qlora.trainers.step.groups import group_permutation, micro_batches, with_epochs
 
 
 @given(rows=st.integers(1, 60), group=st.integers(2, 9), offset=st.integers(0, 100))
@@ -41,7 +41,7 @@ def test_shuffle_moves_all_fields_alike_and_leaves_scalars():
 def test_sampler_orders_equal_trls_and_a_later_epoch_can_be_entered_directly():
     running, ours = (RepeatSampler(range(10), 2, batch_size=3, repeat_count=2, seed=5) for _ in range(2))
     expected = [list(running) for _ in range(3)]
-    ours.__class__ = EpochRepeatSampler
+    with_epochs(ours)
     for epoch in (0, 1, 2, 1):
         ours.set_epoch(epoch)
         assert list(ours) == expected[epoch]

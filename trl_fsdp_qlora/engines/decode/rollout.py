@@ -12,8 +12,7 @@ from accelerate.logging import get_logger
 from torch import nn
 from transformers import GenerationConfig
 
-from ...compat.trl import unwrap_model_for_generation
-from ...compat.trl_rollouts import Turn
+from ...compat.trl_rollouts import Turn, unwrapped_for_generation
 from ...fsdp2_qlora.generation import FREE_SHARE, free_bytes, gathered_as, is_gathered
 from ...prefix_sharing.batch import PER_TOKEN
 from ...scoring.cpu_linear import beats_mkl
@@ -203,7 +202,7 @@ class Rollout:
         """
         with (
             gathered_as(self.args.fsdp_gather, wrapped, self.accelerator.device),
-            unwrap_model_for_generation(
+            unwrapped_for_generation(
                 wrapped,
                 self.accelerator,
                 gather_deepspeed3_params=self.args.ds3_gather_for_generation,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 
-from ...compat.trl import IMPORTANCE_RATIO, SAMPLED_LOGPS, SAMPLING_METRICS
+from ...compat.trl_rollouts import IMPORTANCE_RATIO, SAMPLED_LOGPS, SAMPLING_METRICS
 from .adapter_sync import RolloutError
 from .sync_choice import truncations
 

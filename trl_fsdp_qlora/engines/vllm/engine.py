@@ -18,11 +18,10 @@ from unittest.mock import patch
 
 import torch
 from accelerate.utils import broadcast_object_list
+from accelerate.utils.other import get_free_port
 from requests.adapters import HTTPAdapter, Retry
-from trl.generation.vllm_client import VLLMClient
-from trl.generation.vllm_generation import VLLMGeneration
 
-from ...compat.trl import ensure_master_addr_port
+from ...compat.trl import VLLMClient, VLLMGeneration
 from ...compat.vllm import skip_destroyed_groups
 from ...utils.ranks import on_main
 from ...utils.resources import cache_folder
@@ -216,7 +215,9 @@ class AdapterEngine(VLLMGeneration):
             "WORLD_SIZE": accelerator.num_processes,
         }
         os.environ.update({name: str(value) for name, value in variables.items()})
-        ensure_master_addr_port()
+        os.environ.setdefault("MASTER_ADDR", "localhost")
+        if os.environ.get("MASTER_PORT", "") in ("", "0", "auto"):
+            os.environ["MASTER_PORT"] = str(get_free_port())
         on_cpu = accelerator.device.type == "cpu"
         options = {
             "model": self.base,

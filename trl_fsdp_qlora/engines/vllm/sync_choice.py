@@ -10,13 +10,14 @@ import torch
 from peft import PeftModel
 
 from ...compat.deepspeed import zero_stage
-from ...compat.trl import WEIGHS_AS_1_16
+from ...compat.trl_rollouts import weighs_as_1_16
 from ...compat.vllm import trl_starts
 from ...fsdp2_qlora.launch_checks import is_fsdp_launch
 from ...utils.ranks import on_main
 from .adapter_sync import RolloutError, cannot_share, check_trained, served_rank
 from .drawn_dtype import engine_options, other_dtype
 
+WEIGHS_AS_1_16 = weighs_as_1_16()
 # If a completion is longer than this, a factor exp(Σ of the tokens' differences) leaves every clip.
 LONG_COMPLETION = 512
 # Full fine-tuning's learning rates teach an adapter almost nothing; LoRA wants ten to a hundred times as much.

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
+from transformers import PreTrainedModel
 
+from ...compat import trl as trls
 from ...compat.peft import looks_beyond_tokens
-from ...compat.trl import logit_settings
 from ...prefix_sharing.sharing import causal_language_model
 
 
@@ -46,7 +47,7 @@ def head_by_weight(model: nn.Module, temperature: float) -> Head:
         if x is not None and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))  # autocast would convert it for each tile
         weights.append(x)
-    settings = logit_settings(base)
+    settings = _settings(base)
     return Head(*weights, settings.logit_scale, settings.softcap, temperature)
 
 
@@ -61,3 +62,18 @@ def why_no_plain_head(model: nn.Module) -> str | None:
     if is_plain and looks_beyond_tokens(model) is None:
         return None
     return "the model is more than a backbone and a linear LM head in full or half precision"
+
+
+def _settings(model: PreTrainedModel) -> trls.FusedHead:
+    """How TRL's fused head would transform the logits of `model`: TRL reads it from the config. Nothing is changed."""
+
+    class Shell:
+        """All that `add_fused_lm_head` looks at."""
+
+        config = model.config
+
+        def forward(self) -> None: ...
+
+    shell = Shell()
+    trls.add_fused_lm_head(shell)
+    return trls.fused_head(shell.forward)

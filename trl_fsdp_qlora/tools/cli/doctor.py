@@ -127,6 +127,9 @@ def recipe_findings(launcher: dict[str, str], rest: list[str]) -> Iterator[Findi
         check_launch(quantization_of_base(model), 3 if launch.kind == "zero3" else None)
         text = f"{type(config).__name__}, {launch.processes} process{'es' * (launch.processes > 1)}"
         yield Finding("ok", "recipe", text)
+        if model.use_peft and model.lora_r >= 64 and hasattr(config, "num_generations"):
+            reason = f"lora_r: {model.lora_r}: in a published sweep GRPO lost nearly all accuracy at 64 and more"
+            yield Finding("warning", "adapter", f"{reason} (openreview.net/forum?id=XGZHI14m8P); 8 to 32 are usual")
     except UserError as error:
         yield Finding("error", "recipe", str(error))
 

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 from accelerate import PartialState
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
-from trl.data_utils import is_conversational, prepare_multimodal_messages
+from trl.data_utils import is_conversational
 
+from ...compat import trl as trls
 from ...compat.transformers import tokenizer_of
 from ...engines.decode.completions import generate, over_ranks
 from ...engines.decode.turns import KeptTurns
@@ -175,7 +176,7 @@ def majority(answers: list[str | None]) -> str | None:
 
 def encode_images(rows: list[dict], processor: ProcessorMixin) -> tuple[list[list[int]], dict[str, Any]]:
     """Token ids of prompts with pictures, and the model's other inputs for them."""
-    prompts = [prepare_multimodal_messages(row["prompt"], images=row["images"]) for row in rows]
+    prompts = [trls.prepare_multimodal_messages(row["prompt"], images=row["images"]) for row in rows]
     encoded = processor.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)
     vision = {name: encoded[name] for name in encoded if name not in ("input_ids", "attention_mask")}
     return encoded["input_ids"], {**vision, "num_images": [len(row["images"]) for row in rows]}

@@ -8,8 +8,8 @@ from datasets import Dataset
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
-from trl.models import unwrap_model_for_generation
 
+from ...compat import trl as trls
 from ...utils.nonfatal import nonfatal
 from ..evaluation.accuracy import Evaluation, evaluate
 from .arguments import ScriptArguments
@@ -35,7 +35,7 @@ def _generating(trainer: Any) -> Iterator[tuple[nn.Module, bool]]:
         with trainer.clock.phase("accuracy"), trainer.generating() as ready:
             yield ready
     else:
-        with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
+        with trls.unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
             yield model, False
 
 

@@ -8,11 +8,10 @@ from accelerate.utils import is_peft_model
 from datasets import IterableDataset
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
-from trl.data_utils import is_conversational
 
-from ...compat.transformers import model_name
-from ...compat.trl import GROUP_SPREAD, REFERENCE_LOGPS, parse_response, use_adapter
-from ...compat.trl_rollouts import has_response_format, rewards_of_rank
+from ...compat import trl as trls
+from ...compat.transformers import model_name, tokenizer_of
+from ...compat.trl_rollouts import GROUP_SPREAD, REFERENCE_LOGPS, has_response_format, rewards_of_rank
 from ...engines.decode.completions import generate
 from ..grpo.trainer import EfficientGRPOTrainer
 from ..rollouts.dynamic_sampling import combine
@@ -39,6 +38,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         ValueError: tools, environments, a rollout function or a processor with images, which stage 1 cannot sample.
     """
 
+    own_loss = True
     _tag_names = ["trl", "a-star-po", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)
     _weighs_in_loss = True  # the losses have no ratio, so a pass for weights would be wasted
     # If a generation batch serves several optimizer steps, TRL asks for these values for its importance ratio.
@@ -49,7 +49,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         args = config_or_default(AStarPOConfig, args, model, "A-star-PO")
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         images = {"image", "images"} & columns_of(self.train_dataset)
-        if self.tools or self.environment_factories is not None or self.rollout_func is not None or images:
+        if self.tools or self.has_environments or self.rollout_func is not None or images:
             raise ValueError(
                 "A*-PO estimates V* from single-turn text completions: tools, environment_factory, rollout_func and "
                 "image columns are not supported; use EfficientGRPOTrainer"
@@ -132,7 +132,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
                 yield model, synced_gpus
         else:
             adapter = "ref" if self._starts_from_adapter else None
-            with self.rollout.generating(self.model_wrapped) as (model, synced_gpus), use_adapter(model, adapter):
+            with self.rollout.generating(self.model_wrapped) as (model, synced_gpus), trls.use_adapter(model, adapter):
                 yield model, synced_gpus
 
     @property
@@ -164,7 +164,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         """Settings to sample the reference policy."""
         args = self.args
         settings = {
-            "pad_token_id": self._tokenizer.pad_token_id,
+            "pad_token_id": tokenizer_of(self.processing_class).pad_token_id,
             "eos_token_id": self.eos_token_ids,
             "max_new_tokens": args.max_completion_length,
             "repetition_penalty": args.repetition_penalty,
@@ -184,11 +184,11 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         prompts = [row["prompt"] for row in rows]
         tokenizer = self.processing_class
         completions = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        if is_conversational({"prompt": prompts[0]}):
+        if isinstance(prompts[0], list):  # of messages
             completions = [[{"role": "assistant", "content": text}] for text in completions]
             if has_response_format(tokenizer):
                 pairs = zip(prompt_ids, ids, strict=True)
-                completions = [[parse_response(tokenizer, answer, prefix=prompt)] for prompt, answer in pairs]
+                completions = [[trls.parse_response(tokenizer, answer, prefix=prompt)] for prompt, answer in pairs]
         # Values that a reward function logs during this call belong to no training step, so they are dropped.
         return rewards_of_rank(self, rows, prompts, completions, ids).float().cpu()
 
@@ -235,7 +235,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             self._record("implicit_reward", implicit_B.sum(), torch.ones_like(implicit_B).sum())
         self._record("kl", kl_BC.sum(), mask_BC.sum())
         self._record("entropy", (entropies_BC * mask_BC).sum().detach(), mask_BC.sum())
-        if self._entropy_bonus_enabled:  # without a bonus the entropies have no gradient
+        if self.has_entropy_bonus:  # without a bonus the entropies have no gradient
             loss = loss - self.entropy_coef * (entropies_BC * mask_BC).sum() / mask_BC.sum().clamp(min=1)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss

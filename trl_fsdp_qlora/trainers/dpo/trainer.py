@@ -2,8 +2,7 @@
 
 from functools import wraps
 
-from trl import DPOTrainer
-
+from ...compat.trl import DPOTrainer
 from ..run.arguments import completed, with_base_loaded
 from ..run.trainer_run import TrainerRun, bound_to
 from .config import EfficientDPOConfig
@@ -28,13 +27,13 @@ class EfficientDPOTrainer(TrainerRun, DPOTrainer):
 
     # --- the loss ----------------------------------------------------------------------------------------------------
 
-    def compute_ref_log_probs(self, model, inputs):
+    def compute_ref_log_probs(self, model, inputs, *args, **kwargs):
         if self.sharing is None:  # TRL's constructor may call this method
             self._share_prompts()
-        return super().compute_ref_log_probs(model, inputs)
+        return super().compute_ref_log_probs(model, inputs, *args, **kwargs)
 
-    def _compute_loss(self, model, inputs, return_outputs):
-        loss = super()._compute_loss(model, inputs, return_outputs)
+    def _compute_loss(self, model, inputs, *args, **kwargs):
+        loss = super()._compute_loss(model, inputs, *args, **kwargs)
         if self.sharing.is_active and self.sharing.figures.tokens:
             mode = "train" if self.model.training else "eval"
             for name, value in self.sharing.figures.metrics("prefix_sharing/policy").items():

@@ -19,10 +19,18 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.logging import get_logger
 
-from ...compat.trl import COMPARED, IMPORTANCE_RATIO, LEARNING_MEANS, PHI_MEAN, SCORED_MEANS
+from ...compat.trl_rollouts import COMPARED, IMPORTANCE_RATIO, LEARNING_MEANS, PHI_MEAN, SCORED_MEANS
 from ...scoring.token_selection import check_selection, select_tokens, step_generator
+from ..step.rows import OF_IMAGES
 
 logger = get_logger(__name__)
+
+# The losses and inputs of TRL 1.15 and 1.16. Others may have a term that a completion with zero advantage enters.
+KNOWN_LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+KNOWN_INPUTS = {
+    "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages", "num_items_in_batch",
+    IMPORTANCE_RATIO, *COMPARED, *OF_IMAGES,
+}  # fmt: skip
 
 
 def _options(args: Any) -> dict[str, Any]:
@@ -87,6 +95,7 @@ class TokenBudget:
         # A loss term that every completion enters, with any advantage, forbids skipping completions.
         reasons = {
             "switched off": not args.skip_zero_advantage,
+            f"loss_type={args.loss_type!r} is not known": args.loss_type not in KNOWN_LOSSES,
             f"beta={args.beta} keeps every completion in the KL term": args.beta != 0.0,
             "the entropy bonus needs every completion": entropy_bonus,
             "top_entropy_quantile needs every entropy": args.top_entropy_quantile < 1.0,
@@ -110,12 +119,22 @@ class TokenBudget:
             lines.append(("on", f"token selection: {self.strategy}, rate {_options(self.args)['rate']}{saving}"))
         return lines
 
+    def keep_all(self, reason: str) -> None:
+        """Compute every token of the loss from now on, as stock TRL does, and log why."""
+        if (self.strategy, self.why_all_are_kept) != ("all", reason):
+            logger.warning(f"Every token of every completion is computed, as in stock TRL: {reason}.")
+        self.strategy = "all"
+        self.why_all_are_kept = reason
+
     def choose(self, inputs: dict[str, Any], step: int, micro_step: int) -> Choice | None:
         """The tokens of a training micro-batch that are computed; `None` if all are.
 
         A draw depends on the seed, the rank, `step` and `micro_step`. `inputs` are those of
         `GRPOTrainer._compute_loss`.
         """
+        unknown = inputs.keys() - KNOWN_INPUTS
+        if unknown:
+            self.keep_all(f"its loss may read {', '.join(sorted(unknown))} at every token")
         if self.why_all_are_kept is not None and self.strategy == "all":
             return None
         mask_BC = inputs["completion_mask"].bool()

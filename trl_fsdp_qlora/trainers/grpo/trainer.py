@@ -6,10 +6,18 @@ from functools import wraps
 from unittest.mock import patch
 
 import torch
-from trl import GRPOTrainer
 
-from ...compat.trl import IMPORTANCE_RATIO, OLD_LOGPS, SAMPLED_LOGPS, WEIGHS_AS_1_16
-from ...compat.trl_rollouts import Generated, Turn, token_types_of_images
+from ...compat.trl import GRPOTrainer
+from ...compat.trl_rollouts import (
+    IMPORTANCE_RATIO,
+    OLD_LOGPS,
+    SAMPLED_LOGPS,
+    Generated,
+    token_types_of_images,
+    turn_of,
+    weighs_as_1_16,
+)
+from ...errors import UserError
 from ..rollouts.dynamic_sampling import DynamicSampling, ScoredRows, combine, to_rows
 from ..rollouts.generation_batches import generate_every
 from ..rollouts.on_policy import OnPolicyRun
@@ -20,6 +28,8 @@ from ..step.scoring import Request
 from .arguments import check_call
 from .config import EfficientGRPOConfig
 from .token_budget import TokenBudget, drop_missing
+
+WEIGHS_AS_1_16 = weighs_as_1_16()
 
 
 class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
@@ -58,7 +68,7 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         self.budget = TokenBudget(
             self.args,
             self.accelerator.process_index,
-            entropy_bonus=self._entropy_bonus_enabled,
+            entropy_bonus=self.has_entropy_bonus,
             router_loss=self.aux_loss_enabled,
         )
 
@@ -75,7 +85,7 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
             self._pending_extra_logs.update(rows.extras())
             # TRL's method asks for completions and rewards itself. It gets the ones that these rows already have.
             inputs = rows
-            overrides["_generate"] = lambda prompts: rows.generated()
+            overrides["_generate"] = lambda *_args, **_kwargs: rows.generated()
         with patch.multiple(self, **overrides):
             batch = stock(inputs)
         if not self._needs_old_policy:
@@ -87,25 +97,34 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
     def _draw_rows(self, rows: list[dict]) -> ScoredRows:
         """Completions and rewards for these rows of this rank, `num_generations` neighbouring rows of each prompt."""
         prompts = [row["prompt"] for row in rows]
-        generated = Generated(*self._generate(prompts))
+        drawn = self._generate(prompts)
+        if len(drawn) != len(Generated._fields):
+            raise UserError(
+                f"dynamic_sampling knows {len(Generated._fields)} results of TRL's _generate, and this TRL returns "
+                f"{len(drawn)}: set dynamic_sampling=False"
+            )
+        generated = Generated(*drawn)
         rewards_NK = self._calculate_rewards(rows, prompts, generated.completions, generated.completion_ids)
         drawn = to_rows(generated, self._pending_extra_logs)
         self._pending_extra_logs.clear()
         return ScoredRows(rows, drawn, rewards_NK)
 
-    def _generate(self, prompts):
+    def _generate(self, *args, **kwargs):
         with self.rollout.episodes(self.max_tool_calling_iterations) if self.tools else nullcontext():
-            return super()._generate(prompts)
+            return super()._generate(*args, **kwargs)
 
-    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
-        if has_tool_images:
-            multimodal_fields = multimodal_fields | token_types_of_images(self, prompt_ids, multimodal_fields)
-        turn = Turn(prompt_ids, images, multimodal_fields, num_generations, has_tool_images)
-        settings = self._generate_settings()
-        return self.rollout.training_turn(super()._generate_single_turn, turn, self.model_wrapped, settings)
+    def _generate_single_turn(self, *args, **kwargs):
+        stock = super()._generate_single_turn
+        turn = turn_of(stock, args, kwargs, self.num_generations)
+        if turn is None:
+            return stock(*args, **kwargs)
+        if turn.has_tool_images:
+            types = token_types_of_images(self, turn.prompt_ids, turn.multimodal_fields)
+            turn = turn._replace(multimodal_fields=turn.multimodal_fields | types)
+        return self.rollout.training_turn(stock, turn, self.model_wrapped, self._generate_settings())
 
-    def _tool_call_loop(self, prompts, prompt_ids, *args):
-        result = super()._tool_call_loop(prompts, prompt_ids, *args)
+    def _tool_call_loop(self, prompts, prompt_ids, *args, **kwargs):
+        result = super()._tool_call_loop(prompts, prompt_ids, *args, **kwargs)
         # In TRL a rank leaves the loop when its own episodes are over; other ranks may still generate.
         turn = super()._generate_single_turn
         self.rollout.join_turns(turn, prompt_ids[0], self.model_wrapped, self._generate_settings())
@@ -132,16 +151,21 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         config = self.accelerator.unwrap_model(self.model).generation_config
         return nullcontext((EngineModel(self.vllm_generation, config), False))
 
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+    def _calculate_rewards(self, inputs, *args, **kwargs):
         if isinstance(inputs, ScoredRows):
             self.rewards_NK = inputs.rewards_NK
         else:
-            self.rewards_NK = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            self.rewards_NK = super()._calculate_rewards(inputs, *args, **kwargs)
         return self.rewards_NK
 
     def _weighted_rewards(self) -> torch.Tensor:
         """The weighted sum of each completion's rewards, `(N,)`, of the last generation batch."""
         return combine(self.rewards_NK, self.reward_weights)
+
+    def run_as_stock(self, reason):
+        super().run_as_stock(reason)
+        self.budget.strategy = "all"
+        self.budget.why_all_are_kept = reason
 
     # --- the loss ----------------------------------------------------------------------------------------------------
 
@@ -150,14 +174,17 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         choice = self.budget.choose(inputs, self.state.global_step, micro_step)
         return None if choice is None else choice.scored_BC
 
-    def _compute_loss(self, model, inputs):
+    def _compute_loss(self, model, inputs, *args, **kwargs):
         micro_step = self._step % self.args.gradient_accumulation_steps
         choice = self.budget.choose(inputs, self.state.global_step, micro_step) if self.model.training else None
         request = Request(model, inputs)
         if choice is None:
-            return self._requested_loss(request, inputs)
+            return self._requested_loss(request, inputs, *args, **kwargs)
         request = replace(request, scored_BC=choice.scored_BC, weight_BC=choice.weight_BC)
-        loss = self._requested_loss(request, choice.inputs)
+        loss = self._requested_loss(request, choice.inputs, *args, **kwargs)
+        if not self.scoring.is_answered:
+            self.budget.keep_all("TRL's loss asks for its log-probabilities in a way that is not known")
+            return self._requested_loss(Request(model, inputs), inputs, *args, **kwargs)
         counts = self.accelerator.reduce(choice.counts, reduction="sum")  # every rank calls it, skipped rows or not
         self.telemetry.later(counts, self.budget.report(self._metrics["train"]))
         return loss
@@ -174,7 +201,7 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         serves_one_step = self.args.gradient_accumulation_steps % generate_every(self) == 0
         return self.use_vllm and serves_one_step and scores_enough and WEIGHS_AS_1_16
 
-    def _requested_loss(self, request: Request, inputs):
+    def _requested_loss(self, request: Request, inputs, *args, **kwargs):
         """TRL's loss, with the engine's importance weights if the loss's own pass computes them.
 
         That pass then runs first, and the loss gets its values.
@@ -183,7 +210,7 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
             inputs = dict(inputs)
             request = replace(request, values=self._score_completions(request, inputs, weigh=True))
         with self.scoring.requested(request):
-            return super()._compute_loss(request.model, inputs)
+            return super()._compute_loss(request.model, inputs, *args, **kwargs)
 
     def _score_completions(self, request: Request, inputs, weigh=False):
         """Log-probabilities, entropies and router loss of a micro-batch.

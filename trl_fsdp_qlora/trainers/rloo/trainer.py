@@ -2,9 +2,8 @@
 
 from functools import wraps
 
-from trl import RLOOTrainer
-
-from ...compat.trl_rollouts import Turn
+from ...compat.trl import RLOOTrainer
+from ...compat.trl_rollouts import turn_of
 from ..rollouts.on_policy import OnPolicyRun
 from ..run.arguments import check_prompts, completed
 from ..run.trainer_run import bound_to
@@ -30,15 +29,17 @@ class EfficientRLOOTrainer(OnPolicyRun, RLOOTrainer):
         check_prompts(call)
         super().__init__(**call)
 
-    def _generate_single_turn(self, prompt_ids, images, multimodal_fields):
+    def _generate_single_turn(self, *args, **kwargs):
         stock = super()._generate_single_turn
+        turn = turn_of(stock, args, kwargs, self.num_generations)
+        if turn is None:
+            return stock(*args, **kwargs)
 
         def single_turn(*, prompt_ids, images, multimodal_fields, **_of_grpo):
             return stock(prompt_ids, images, multimodal_fields), None  # TRL's RLOO needs no log-probabilities
 
-        turn = Turn(prompt_ids, images, multimodal_fields, self.num_generations)
         return self.rollout.training_turn(single_turn, turn, self.model_wrapped, self._generate_settings())[0]
 
-    def _compute_loss(self, model, inputs):
+    def _compute_loss(self, model, inputs, *args, **kwargs):
         with self.scoring.requested(Request(model, inputs)):
-            return super()._compute_loss(model, inputs)
+            return super()._compute_loss(model, inputs, *args, **kwargs)

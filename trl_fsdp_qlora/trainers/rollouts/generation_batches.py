@@ -10,7 +10,7 @@ from transformers import Trainer
 from ...prefix_sharing.sharing import PromptSharing
 from ..run.phases import PhaseTimer
 from ..run.unscored import ScoredCompletions
-from ..step.groups import micro_batches
+from ..step.groups import shuffled_groups
 
 
 def generate_every(trainer: Trainer) -> int:
@@ -50,8 +50,8 @@ class GenerationBatches:
         self.scored = ScoredCompletions(reward_names)
         self._later = later
 
-    def split(self, batch: dict[str, Any], group_size: int, logs: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The micro-batches of a generation batch, in which completions of one prompt stay together. Collective.
+    def shuffled(self, batch: dict[str, Any], group_size: int, logs: Mapping[str, Any]) -> dict[str, Any]:
+        """A generation batch in another order, in which completions of one prompt stay together. Collective.
 
         `logs` are TRL's, with this batch's completions at their end.
         """
@@ -59,7 +59,7 @@ class GenerationBatches:
             lengths = self.accelerator.gather(lengths_and_ends(batch, self.eos_token_ids))
             self.last = drawn_rows(logs, lengths, "pixel_values" in batch)
         self.clock.tokens += self.accelerator.reduce(batch["completion_mask"].sum(), reduction="sum").item()
-        return micro_batches(batch, group_size, self.accelerator.process_index, self.args.steps_per_generation)
+        return shuffled_groups(batch, group_size, self.accelerator.process_index)
 
     def count_scored(self, rewards_NK: torch.Tensor) -> None:
         """Count the completions of all ranks that got a finite value from each reward function."""

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 from accelerate.logging import get_logger
 
 from ...compat.trl import joined_images
+from ...compat.trl_rollouts import shuffling_by
 from ..experimental_fields import experiment
 from ..run.arguments import adapter_and_base, check_rewards, with_base_loaded
 from ..run.input_checks import too_long
 from ..run.trainer_run import TrainerRun
-from ..step.groups import EpochRepeatSampler
+from ..step.groups import with_epochs
 from ..step.look_ahead import LookAhead
 from ..step.scoring import Scoring
-from .generation_batches import GenerationBatches, generate_every, groups_feature
+from .generation_batches import GenerationBatches, groups_feature
 
 if TYPE_CHECKING:
     from ...engines.decode.rollout import GenerateSettings, Rollout
@@ -103,7 +104,7 @@ class OnPolicyRun(TrainerRun):
 
     def _tokenize_for_display(self):
         # With environments (of GRPO) no prompt is known before the first reset.
-        return self._tokenize_prompts if getattr(self, "environment_factories", None) is None else None
+        return None if self.has_environments else self._tokenize_prompts
 
     def _add_metrics(self, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
@@ -132,32 +133,29 @@ class OnPolicyRun(TrainerRun):
     # --- a generation batch: groups stay whole -----------------------------------------------------------------------
 
     def _get_train_sampler(self, dataset=None):
-        sampler = super()._get_train_sampler(dataset)
-        sampler.__class__ = EpochRepeatSampler
-        return sampler
+        return with_epochs(super()._get_train_sampler(dataset))
 
     def _prepare_inputs(self, generation_batch):
         # TRL's method with one change: whole groups are shuffled, so a prompt's completions stay in one micro-batch.
-        if not self.model.training:
-            return super()._prepare_inputs(generation_batch)
-        if self._step % generate_every(self) == 0 or self._buffered_inputs is None:
-            batch = self._generate_and_score_completions(generation_batch)
-            self._buffered_inputs = self.generation_batches.split(batch, self.num_generations, self._logs)
-        return joined_images(self._buffered_inputs[self._step % self.args.steps_per_generation])
+        def shuffle(batch):
+            return self.generation_batches.shuffled(batch, self.num_generations, self._logs)
 
-    def _generate_and_score_completions(self, inputs):
+        return joined_images(shuffling_by(shuffle, super()._prepare_inputs)(generation_batch))
+
+    def _generate_and_score_completions(self, inputs, *args, **kwargs):
+        stock = super()._generate_and_score_completions
         with self.clock.phase("prepare"), self.weights_gathered():
-            return self._make_batch(super()._generate_and_score_completions, inputs)
+            return self._make_batch(lambda inputs: stock(inputs, *args, **kwargs), inputs)
 
     def _make_batch(self, stock, inputs):
         """A generation batch by `stock`, TRL's `_generate_and_score_completions`."""
         return stock(inputs)
 
-    def _generate(self, prompts):
+    def _generate(self, *args, **kwargs):
         if self.rollout is None:
-            return super()._generate(prompts)
+            return super()._generate(*args, **kwargs)
         with self.sharing.original_attention(), self.clock.phase("generate"):
-            drawn = super()._generate(prompts)
+            drawn = super()._generate(*args, **kwargs)
         self._add_metrics(self.rollout.take_metrics())
         return drawn
 
@@ -176,9 +174,9 @@ class OnPolicyRun(TrainerRun):
         """
         return self.rollout.generating(self.model_wrapped if wrapped is None else wrapped)
 
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+    def _calculate_rewards(self, *args, **kwargs):
         with self.clock.phase("reward"):
-            rewards_NK = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            rewards_NK = super()._calculate_rewards(*args, **kwargs)
         if self.model.training:
             self.generation_batches.count_scored(rewards_NK)
         return rewards_NK
@@ -194,6 +192,13 @@ class OnPolicyRun(TrainerRun):
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         stock = super()._get_per_token_logps_and_entropies
+        if self.runs_as_stock:
+            return stock(model, *args, **kwargs)
+        if self._awaits_comparison:  # what the run begins with has to be right if it continues as stock
+            from ..run.first_step import forwards_as_stock
+
+            with forwards_as_stock(self):
+                return stock(model, *args, **kwargs)
         return self.scoring.score(stock, self.model.training, model, *args, **kwargs)
 
     # --- saving and loading ------------------------------------------------------------------------------------------

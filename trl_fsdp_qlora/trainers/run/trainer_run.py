@@ -13,10 +13,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...compat.older_gpus import casting_wide_sums
 from ...compat.transformers import take_checkpointing_options_apart
-from ...compat.trl import counts_experts
+from ...compat.trl import counts_experts, is_tested
 from ...fsdp2_qlora.loading import experts_in_4bit, experts_in_16_bit, keep_plain_kernel
 from ...fsdp2_qlora.trainer import ShardedQLoRAMixin
 from ...long_rows import tiles as token_tiles
+from ...prefix_sharing.problems import Status
 from ...prefix_sharing.sharing import PromptSharing, causal_language_model, install_sharing
 from ...utils.plain import counted
 from .card_info import CardInfo
@@ -50,10 +51,14 @@ class TrainerRun(ShardedQLoRAMixin):
 
     method_on_card: str
     resume_command = 'trainer.train(resume_from_checkpoint="auto")'
+    own_loss = False  # whether the loss is not TRL's
+    runs_as_stock = False
+    _awaits_comparison = False  # of the first step, on a TRL that was not tested
     sharing: PromptSharing | None = None
     reference_sharing: PromptSharing | None = None
 
     def __init__(self, **call):
+        self.has_environments = call.get("environment_factory") is not None  # of GRPO
         with experts_in_4bit():
             super().__init__(**call)
         keep_plain_kernel(self.model)
@@ -67,6 +72,10 @@ class TrainerRun(ShardedQLoRAMixin):
         self.telemetry = TelemetryCallback(self.clock, lambda: self._metrics["train"])
         self.startup = StartupCallback(self.features, self._tokenize_for_display())
         self._share_prompts()
+        if not is_tested():
+            from .first_step import is_to_be_compared
+
+            self._awaits_comparison = is_to_be_compared(self)
         self.add_callback(self.telemetry)
         self.add_callback(self.startup)
 
@@ -75,11 +84,17 @@ class TrainerRun(ShardedQLoRAMixin):
         options = {
             "attention": self.args.prefix_sharing,
             "lm_head_kernel": self.args.lm_head_kernel,
-            "entropy_gradient": getattr(self, "_entropy_bonus_enabled", False),
+            "entropy_gradient": self.has_entropy_bonus,
         }
         self.sharing = install_sharing(self.accelerator.unwrap_model(self.model), **options)
         if self.ref_model is not None:
             self.reference_sharing = install_sharing(self.accelerator.unwrap_model(self.ref_model), **options)
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether the loss has a term in the entropy, which only GRPO's may have."""
+        args = vars(self.args)
+        return bool(args.get("entropy_coef") or args.get("use_adaptive_entropy"))
 
     def _tokenize_for_display(self) -> Callable | None:
         """What tokenizes a prompt for the start-up block; `None` if no prompt is shown."""
@@ -114,6 +129,20 @@ class TrainerRun(ShardedQLoRAMixin):
         finished = f"the run in {self.args.output_dir} is finished ({steps}): nothing is trained"
         logger.warning(f"{finished}. Raise max_steps or num_train_epochs, or set another output_dir")
         return num_train_epochs, 0
+
+    def run_as_stock(self, reason: str) -> None:
+        """Compute everything as TRL does from now on."""
+        self.runs_as_stock = True
+        for sharing in filter(None, (self.sharing, self.reference_sharing)):
+            sharing.status = Status(reason=reason)
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        if self._awaits_comparison and self.model.training:
+            from .first_step import compare_first_step
+
+            self._awaits_comparison = False
+            compare_first_step(self, model, inputs)
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
     def training_step(self, model, *args, **kwargs):
         with self.clock.phase("forward_backward"), self._fast_products(), casting_wide_sums():

@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 
 import torch
+from torch.utils.data import Sampler
 
-from ...compat.trl import RepeatSampler, images_by_row, split_tensor_dict
+from ...compat import trl as trls
 from ...prefix_sharing.batch import PER_IMAGE
 from ...prefix_sharing.image_keys import fingerprints
 from ...scoring.transfer import to_device
+
+Batch = dict[str, torch.Tensor | Sequence | None]
 
 
 def group_permutation(batch_size: int, group_size: int, rank_offset: int = 0) -> torch.Tensor:
@@ -35,13 +38,25 @@ def group_permutation(batch_size: int, group_size: int, rank_offset: int = 0) ->
     return torch.cat([torch.arange(head), middle, torch.arange(tail, batch_size)])
 
 
-def micro_batches(batch: dict[str, torch.Tensor | Sequence | None], group_size: int, rank: int, count: int) -> list:
-    """`count` slices of this rank's part of a generation batch, with shuffled groups; otherwise sliced as in TRL.
+def micro_batches(batch: Batch, group_size: int, rank: int, count: int) -> list[Batch]:
+    """`count` slices of this rank's part of a generation batch, with shuffled groups; otherwise sliced as in TRL."""
+    by_row = shuffled_groups(batch, group_size, rank)
+    size = len(by_row["prompt_ids"]) // count
+
+    def part(value, first: int):
+        is_scalar = value is None or (isinstance(value, torch.Tensor) and value.ndim == 0)
+        return value if is_scalar else value[first : first + size]
+
+    return [{key: part(value, i * size) for key, value in by_row.items()} for i in range(count)]
+
+
+def shuffled_groups(batch: Batch, group_size: int, rank: int) -> Batch:
+    """This rank's part of a generation batch, with shuffled groups.
 
     Pixels are lists with an entry per row; `joined_images` joins them when a slice is used. TRL's batch holds the
     pixels once per completion, and this batch holds them once per prompt.
     """
-    by_row = dict(images_by_row(batch))
+    by_row = dict(trls.images_by_row(batch))
     rows = len(batch["prompt_ids"])
     if isinstance(by_row.get("pixel_values"), list):
         keys = fingerprints(batch)[:, 0].tolist()
@@ -55,7 +70,7 @@ def micro_batches(batch: dict[str, torch.Tensor | Sequence | None], group_size: 
             return None if value is None else [value[i] for i in order]
         return value if value.ndim == 0 else value[to_device(order, value.device)]
 
-    return split_tensor_dict({key: permute(value) for key, value in by_row.items()}, count)
+    return {key: permute(value) for key, value in by_row.items()}
 
 
 def _one_copy_per_key(pixels_of_rows: list[torch.Tensor], keys: list[int]) -> list[torch.Tensor]:
@@ -67,22 +82,29 @@ def _one_copy_per_key(pixels_of_rows: list[torch.Tensor], keys: list[int]) -> li
     return [copies[key] for key in keys]
 
 
-class EpochRepeatSampler(RepeatSampler):
+def with_epochs(sampler: Sampler) -> Sampler:
     """TRL's `RepeatSampler`, with the order of epoch n also in a run that is resumed in epoch n.
 
     TRL's sampler draws the permutations of all epochs from one generator, so a run that is resumed in a later epoch
-    begins with the first epoch's order. The order of an uninterrupted run is the same as TRL's.
+    begins with the first epoch's order. The order of an uninterrupted run is the same as TRL's. Any other sampler is
+    returned as it is.
     """
+    if not vars(sampler).keys() >= {"shuffle", "seed", "generator", "num_samples"}:
+        return sampler
 
-    epoch = 0
+    class EpochRepeatSampler(type(sampler)):
+        epoch = 0
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next order; the Trainer and accelerate call this method before each epoch."""
-        self.epoch = epoch
+        def set_epoch(self, epoch: int) -> None:
+            """Set the epoch of the next order; the Trainer and accelerate call this method before each epoch."""
+            self.epoch = epoch
 
-    def __iter__(self):
-        if self.shuffle and self.seed is not None:
-            self.generator.manual_seed(self.seed)
-            for _ in range(self.epoch):
-                torch.randperm(self.num_samples, generator=self.generator)
-        yield from super().__iter__()
+        def __iter__(self):
+            if self.shuffle and self.seed is not None:
+                self.generator.manual_seed(self.seed)
+                for _ in range(self.epoch):
+                    torch.randperm(self.num_samples, generator=self.generator)
+            yield from super().__iter__()
+
+    sampler.__class__ = EpochRepeatSampler
+    return sampler

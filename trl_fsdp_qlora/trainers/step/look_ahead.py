@@ -7,20 +7,26 @@ plans the scores of all micro-batches up to the optimizer step, and the pass of 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import nn
 
-from ...compat.trl import FusedCausalLMOutput, joined_images
+from ...compat.trl import joined_images
 from ...prefix_sharing.problems import CannotPack
 from ...prefix_sharing.sharing import PromptSharing
 from .rows import batch_of_loss
 from .step_scores import StepScores
 
+if TYPE_CHECKING:
+    from ...compat.trl import FusedCausalLMOutput
+
 logger = get_logger(__name__)
+
+# Arguments that a call of TRL's has if its inputs do; what else tells of images depends on the model.
+_ALWAYS = {"input_ids", "attention_mask", "labels", "pixel_values", "output_router_logits", "fused_lm_head"}
 
 
 class LookAhead:
@@ -105,7 +111,7 @@ class LookAhead:
 
     def scores_of(
         self, sharing: PromptSharing, model: nn.Module, inputs: dict[str, Any], arguments: dict[str, Any]
-    ) -> FusedCausalLMOutput | None:
+    ) -> "FusedCausalLMOutput | None":
         """The scores of the current micro-batch, if they are computed with those of others.
 
         `None` if the model has to be called: outside of a training step, without a plan, and if the call is not the
@@ -153,8 +159,8 @@ class LookAhead:
                 "one out"
             )
         planned = {**self.scores.batches[number].arguments(), "fused_lm_head": True}
-        for name, value in arguments.items():
-            if name not in planned or not self._is_alike(value, planned[name]):
+        for name in arguments.keys() | (_ALWAYS & planned.keys()):
+            if not self._is_alike(arguments.get(name), planned.get(name)):
                 return f"TRL's method calls the model with another {name} than its inputs have"
         self._has_looked_at_values = True
         return None

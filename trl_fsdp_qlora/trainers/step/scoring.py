@@ -10,13 +10,12 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ...compat.peft import is_reference
-from ...compat.trl import FusedCausalLMOutput
 from ...prefix_sharing.batch import IGNORED_LABEL
 from ...prefix_sharing.image_keys import fingerprints
 from ...prefix_sharing.sharing import PromptSharing
@@ -26,6 +25,9 @@ from ...scoring.token_selection import weight_gradient
 from ..run.phases import PhaseTimer
 from .look_ahead import LookAhead
 from .rows import OF_IMAGES
+
+if TYPE_CHECKING:
+    from ...compat.trl import FusedCausalLMOutput
 
 LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -74,7 +76,7 @@ class PassModel:
         self.look_ahead = look_ahead
         self._figures = sharing.figures  # of the pass before
 
-    def __call__(self, **arguments) -> FusedCausalLMOutput:
+    def __call__(self, **arguments) -> "FusedCausalLMOutput":
         request = self.request
         if request.scored_BC is not None:
             labels = arguments["labels"].clone()
@@ -137,6 +139,7 @@ class Scoring:
         self.needs_old_policy = needs_old_policy
         self._add_metrics = add_metrics
         self._request: Request | None = None  # of the loss that is being computed
+        self.is_answered = False  # whether a pass followed the last request
 
     @contextmanager
     def requested(self, request: Request) -> Iterator[None]:
@@ -147,6 +150,7 @@ class Scoring:
         """
         outer = self._request
         self._request = request
+        self.is_answered = False
         try:
             yield
         finally:
@@ -156,6 +160,7 @@ class Scoring:
         """Run a pass. `stock` is TRL's method, `model` and what follows are its arguments."""
         request = self._request
         if request is not None and request.model is model:
+            self.is_answered = True
             if request.values is not None:
                 return request.values
             kind = "policy" if is_training else "evaluation"
@@ -200,7 +205,8 @@ class Scoring:
         input_ids, attention_mask, width = map(arguments.get, ("input_ids", "attention_mask", "logits_to_keep"))
         # TRL leaves the values on the LM head's device. That is the last device of a model that is split over several
         # devices, or the host if FSDP2 offloads the head.
-        logps_BC, entropies_BC, aux_loss = (None if x is None else x.to(input_ids.device) for x in values)
+        device = input_ids.device
+        logps_BC, entropies_BC, *others = (x.to(device) if isinstance(x, torch.Tensor) else x for x in values)
         if model.is_packed:
             if model.has_computed:
                 name = "policy" if kind == "policy" else "no_grad"
@@ -212,4 +218,4 @@ class Scoring:
                 entropies_BC = share_values(entropies_BC, input_ids, attention_mask, width, keys_B1)
         if request.weight_BC is not None:
             logps_BC = weight_gradient(logps_BC, request.weight_BC)
-        return logps_BC, entropies_BC, aux_loss
+        return logps_BC, entropies_BC, *others

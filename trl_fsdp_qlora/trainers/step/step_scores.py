@@ -17,14 +17,14 @@ In both cases TRL's loss sees each micro-batch unchanged.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...compat.trl import FusedCausalLMOutput
+from ...compat import trl as trls
 from ...prefix_sharing.batch import Batch
 from ...prefix_sharing.passes import Plan, Run
 from ...prefix_sharing.prefix_cache import (
@@ -37,6 +37,9 @@ from ...prefix_sharing.problems import CannotPack
 from ...prefix_sharing.row import PassRecord
 from ...prefix_sharing.wrapped_forward import Instructions
 from ...utils.random_state import RandomState
+
+if TYPE_CHECKING:
+    from ...compat.trl import FusedCausalLMOutput
 
 ContextFactory = Callable[..., AbstractContextManager]
 
@@ -88,7 +91,7 @@ class StepScores:
         self._collected: list[tuple[torch.Tensor, GradAccumulator]] = []
         self._cut: _CutScores | None = None  # the current micro-batch, if it is cut
 
-    def score(self, number: int, model: nn.Module) -> FusedCausalLMOutput:
+    def score(self, number: int, model: nn.Module) -> "FusedCausalLMOutput":
         """The scores of a micro-batch. Callers ask in order; a second call for the same number returns the same."""
         if number != self._number:
             self._number = number
@@ -120,7 +123,7 @@ class StepScores:
 
     # --- several micro-batches in one pass ---------------------------------------------------------------------------
 
-    def _scores_of_pass(self, number: int, model: nn.Module) -> dict[int, FusedCausalLMOutput]:
+    def _scores_of_pass(self, number: int, model: nn.Module) -> "dict[int, FusedCausalLMOutput]":
         first = number * self.plan.batches_per_pass
         last = first + self.plan.batches_per_pass
         batches = self.batches[first:last]
@@ -132,7 +135,7 @@ class StepScores:
 
     # --- a micro-batch in several passes -----------------------------------------------------------------------------
 
-    def _score_cut(self, number: int, model: nn.Module) -> FusedCausalLMOutput:
+    def _score_cut(self, number: int, model: nn.Module) -> "FusedCausalLMOutput":
         draws = RandomState(self.batches[number].input_ids.device)
         with torch.no_grad():
             passes, batches = self._passes(number)
@@ -150,7 +153,7 @@ class StepScores:
             sums = torch.stack([output.aux_loss for output in outputs]).sum(0).requires_grad_()
             values["aux_loss"] = self.router_losses(sums)[0]
         self._cut = _CutScores(number, constants, sums, draws)
-        return FusedCausalLMOutput(**{**values, **constants})
+        return trls.FusedCausalLMOutput(**{**values, **constants})
 
     def _passes(self, number: int) -> tuple[range, list[Batch]]:
         """The passes of a micro-batch, and the rows that each pass scores."""
@@ -212,7 +215,7 @@ def _run_pass(
     batch: Batch,
     record: PassRecord,
     reduces: bool = False,
-) -> FusedCausalLMOutput:
+) -> "FusedCausalLMOutput":
     """Run a pass, and before it each trunk that no earlier pass has needed.
 
     Args:
@@ -233,14 +236,14 @@ def _run_pass(
     return output
 
 
-def _tensors(output: FusedCausalLMOutput) -> dict[str, torch.Tensor]:
+def _tensors(output: "FusedCausalLMOutput") -> dict[str, torch.Tensor]:
     """The values `(B, L - 1)` of an output."""
     return {name: value for name, value in vars(output).items() if isinstance(value, torch.Tensor) and value.ndim == 2}
 
 
 def _parts(
-    output: FusedCausalLMOutput, rows: list[int], router_losses: torch.Tensor | None
-) -> tuple[list[FusedCausalLMOutput], list[tuple[torch.Tensor, GradAccumulator]]]:
+    output: "FusedCausalLMOutput", rows: list[int], router_losses: torch.Tensor | None
+) -> "tuple[list[FusedCausalLMOutput], list[tuple[torch.Tensor, GradAccumulator]]]":
     """The output of a pass, split by micro-batch, and the accumulators of all micro-batches but the last.
 
     Args:
@@ -264,4 +267,4 @@ def _parts(
             owed.append((loss, accumulator))
         pieces[-1]["aux_loss"] = router_losses[-1]
     pieces[-1]["log_probs"] = attach_collected(pieces[-1]["log_probs"], owed)
-    return [FusedCausalLMOutput(**piece) for piece in pieces], owed
+    return [trls.FusedCausalLMOutput(**piece) for piece in pieces], owed

@@ -1,0 +1,65 @@
+"""On a TRL that was not tested the first micro-batch is computed by TRL's own trainer class, too."""
+
+import pytest
+import torch
+
+from tests.trainers.next_trl import steps
+from tests.trainers.next_trl.changes import Change
+from trl_fsdp_qlora.trainers.run import first_step, trainer_run
+from trl_fsdp_qlora.trainers.step.scoring import Scoring
+
+NOTHING = Change("nothing", lambda folder: None)
+SAMPLED = {"token_selection": "uniform", "token_selection_rate": 0.5}
+
+
+@pytest.fixture
+def untested(monkeypatch):
+    monkeypatch.setattr(trainer_run, "is_tested", lambda: False)
+
+
+@pytest.mark.parametrize("name", ["GRPO", "RLOO", "DPO"])
+def test_the_comparison_happens_once_and_changes_nothing(name, monkeypatch):
+    calls = []
+    stock = first_step._difference
+
+    def difference(*args):
+        calls.append(stock(*args))
+        return calls[-1]
+
+    monkeypatch.setattr(first_step, "_difference", difference)
+    expected = steps.run(name, True, NOTHING)
+    assert not calls
+    monkeypatch.setattr(trainer_run, "is_tested", lambda: False)
+    losses, update = steps.run(name, True, NOTHING)
+    assert calls == [None]
+    # RLOO's first reference and old passes run as in stock TRL, which rounds differently.
+    assert losses == pytest.approx(expected[0], abs=1e-7)
+    torch.testing.assert_close(update, expected[1], rtol=1e-4, atol=1e-7)
+
+
+def test_a_selection_of_tokens_is_no_difference(untested, caplog):
+    change = Change("nothing", lambda folder: None, settings=SAMPLED)
+    steps.run("GRPO", True, change)
+    assert "The run continues as stock TRL" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_a_difference_is_one_line_and_the_run_continues_as_stock(name, untested, monkeypatch, caplog):
+    expected = steps.run(name, False, NOTHING)
+    finished = Scoring._finished
+    monkeypatch.setattr(Scoring, "_finished", lambda *args: (1.5 * finished(*args)[0], *finished(*args)[1:]))
+    losses, update = steps.run(name, True, NOTHING)
+    (line,) = [record.getMessage() for record in caplog.records if "The run continues" in record.getMessage()]
+    assert "the gradients have the norm" in line or "the loss is" in line
+    assert "pip install 'trl~=1.16.0'" in line
+    assert losses == pytest.approx(expected[0], abs=1e-6)
+    torch.testing.assert_close(update, expected[1], rtol=1e-4, atol=1e-7)
+
+
+def test_what_cannot_be_compared_runs_as_stock(untested, monkeypatch, caplog):
+    def fails(*_args):
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(first_step, "_difference", fails)
+    steps.run("RLOO", True, NOTHING)
+    assert "they could not be compared (RuntimeError: no such thing)" in caplog.text
