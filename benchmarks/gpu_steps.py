@@ -237,7 +237,7 @@ def main() -> None:
     args = parser.parse_args()
     args.device, args.vocabulary = "cuda", 151936
     if args.tiny:
-        args.shape, args.vocabulary, args.prompt, args.completion, args.group, args.steps = "tiny", 512, 24, 8, 4, 2
+        args.shape, args.vocabulary, args.prompt, args.completion, args.group, args.steps = "tiny", 512, 24, 4, 4, 2
     {"equality": equality, "steps": steps}[args.part](args)
 
 

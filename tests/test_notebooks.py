@@ -15,6 +15,7 @@ MODELS = {
     "agent": lambda folder: save_tool_calling_model(folder, "price", {"item": "bread"}),
     "grpo_trl_lora_qlora": save_tiny_model,
     "quickstart": save_tiny_model,
+    "t4": save_tiny_model,
     "vision": save_tiny_vision_model,
 }
 # A line that the last cell prints.
@@ -22,6 +23,7 @@ LAST = {
     "agent": "tools/call_frequency",
     "grpo_trl_lora_qlora": "s a step",
     "quickstart": "right answer:",
+    "t4": "times as fast",
     "vision": "% of the padded tokens",
 }
 PICTURES = {"quickstart": 1, "vision": 2}

@@ -25,9 +25,18 @@ def emulated(test):
 
 def rehearse(folder, *words: str, **variables: str) -> list[str]:
     """The lines of the table that is to be pasted."""
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--tiny", "--output", str(folder), *words]
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "gpu.py"),
+        "--tiny",
+        "--minutes",
+        "60",
+        "--output",
+        str(folder),
+        *words,
+    ]
     environment = os.environ | {"NO_TRITON": "1"} | variables
-    run = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=1500, env=environment)
     assert run.returncode == 0, run.stderr
     lines = (folder / "summary.txt").read_text().splitlines()
     assert run.stdout.splitlines()[-len(lines) :] == lines

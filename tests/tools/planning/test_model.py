@@ -10,12 +10,14 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from tests.tools.planning.models import config, folder, in_4_bits, settings
 from trl_fsdp_qlora.tools.planning import model
 from trl_fsdp_qlora.tools.planning.hardware import Hardware
+from trl_fsdp_qlora.tools.planning.passes import FakeRun
 from trl_fsdp_qlora.tools.planning.plan import (
     ACTIVATIONS,
     CACHE,
     GATHERED,
     ROOM,
     TOKEN_STEP,
+    format_plan,
     gathered_bytes,
     make_plan,
 )
@@ -106,49 +108,6 @@ def test_4_bit_bytes_are_those_of_a_quantized_model(tmp_path, nested):
     assert whole[model.BASE] == nbytes([*others, *built.buffers()])
 
 
-def linear_shapes() -> list[tuple[int, int]]:
-    """(out, in) of the linear layers of the test's model, without its head."""
-    built = AutoModelForCausalLM.from_config(config())
-    head = built.get_output_embeddings()
-    return [tuple(m.weight.shape) for m in built.modules() if isinstance(m, torch.nn.Linear) and m is not head]
-
-
-def gptq_tensors(out: int, columns: int, bits: int, group: int) -> int:
-    """Bytes of what a GPTQ layer's file holds: qweight, qzeros, scales and g_idx, by their shapes and dtypes."""
-    groups = columns // group
-    return 4 * (columns * bits // 32) * out + 4 * groups * (out * bits // 32) + 2 * groups * out + 4 * columns
-
-
-STORED = {
-    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128}, lambda o, i: gptq_tensors(o, i, 4, 128)),
-    "gptq in 8 bits": ({"quant_method": "gptq", "bits": 8, "group_size": 32}, lambda o, i: gptq_tensors(o, i, 8, 32)),
-    "awq": (
-        {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True},
-        lambda o, i: gptq_tensors(o, i, 4, 64) - 4 * i,  # AWQ has no g_idx
-    ),
-    "fp8": (
-        {"quant_method": "fp8", "weight_block_size": [128, 128]},
-        lambda o, i: o * i + 4 * -(-o // 128) * -(-i // 128),
-    ),
-    "8 bits": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, lambda o, i: o * i + 4 * o),
-    "mxfp4": ({"quant_method": "mxfp4"}, lambda o, i: 4 * o * i),  # of experts alone, and there are none
-}
-
-
-@pytest.mark.parametrize("kind", STORED)
-def test_a_checkpoint_that_is_stored_quantized_takes_what_its_tensors_take(kind, tmp_path):
-    quantization, bytes_of = STORED[kind]
-    folder(tmp_path / "dense")
-    folder(tmp_path / "stored", quantization_config=quantization)
-    dense = planned(settings(tmp_path / "dense", dtype="float32"))
-    stored = planned(settings(tmp_path / "stored", dtype="float32"))
-    in_dense = sum(4 * out * columns for out, columns in linear_shapes())
-    weights = (model.BASE, model.BASE_4BIT, model.BASE_8BIT, model.STATE)
-    saved = sum(dense[name] - stored[name] for name in weights)
-    assert saved == in_dense - sum(bytes_of(*shape) for shape in linear_shapes())
-    assert (stored[model.TRAINED] > 0) == (dense[model.TRAINED] > 0)
-
-
 @pytest.mark.parametrize("nested", [True, False])
 def test_a_checkpoint_that_bitsandbytes_wrote_is_planned_like_load_in_4bit(tmp_path, nested):
     pytest.importorskip("bitsandbytes")
@@ -160,12 +119,28 @@ def test_a_checkpoint_that_bitsandbytes_wrote_is_planned_like_load_in_4bit(tmp_p
 
 
 def test_layers_that_a_checkpoint_leaves_dense_are_counted_dense(tmp_path):
-    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    part = {**quantization, "modules_to_not_convert": ["lm_head", "model.layers.0.mlp", "q_proj"]}
+    quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    part = {**quantization, "llm_int8_skip_modules": ["lm_head", "model.layers.0.mlp", "q_proj"]}
     folder(tmp_path / "whole", quantization_config=quantization)
     folder(tmp_path / "part", quantization_config=part)
-    whole, left = (planned(settings(tmp_path / name, dtype="float32"))[model.BASE_8BIT] for name in ("whole", "part"))
-    assert whole - left == 3 * 128 * 384 + 5 * 128 * 128  # of the first layer's MLP, and of every layer's q_proj
+    whole, left = (planned(settings(tmp_path / name, dtype="float32"))[model.BASE_4BIT] for name in ("whole", "part"))
+    assert 2 * (whole - left) == 3 * 128 * 384 + 5 * 128 * 128  # of the first layer's MLP, and of every layer's q_proj
+
+
+@pytest.mark.parametrize(
+    ("quantization", "changes", "named"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, {}, "gptq"),
+        (None, {"load_in_8bit": True}, "load_in_8bit"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, {}, None),
+        (None, {}, None),
+    ],
+)
+def test_a_plan_of_a_base_in_another_format_names_itself_too_high(tmp_path, quantization, changes, named):
+    run = settings(folder(tmp_path, **({"quantization_config": quantization} if quantization else {})), **changes)
+    plan = make_plan(run, CARD)
+    assert (f"assumed: {named} makes no weight smaller" in format_plan(plan)) == (named is not None)
+    assert "makes no weight smaller" not in format_plan(plan) or model.BASE_4BIT not in plan.phases["optimizer"]
 
 
 def test_what_is_spread_over_the_ranks(tmp_path):
@@ -189,9 +164,9 @@ def test_a_gathered_layer_is_received_beside_where_it_is_used(tmp_path):
     layer = nbytes(layers[0].parameters())
     whole = nbytes(built.parameters())
     root = whole - len(layers) * layer
-    assert gathered_bytes(run, config(), False) == (root + 4 * layer, whole)
-    assert gathered_bytes(run, config(), True) == (root + 3 * layer, whole)
-    assert gathered_bytes(settings(tmp_path), config(), True) == (0, 0)
+    assert gathered_bytes(FakeRun(run, config(), False)) == (root + 4 * layer, whole)
+    assert gathered_bytes(FakeRun(run, config(), True)) == (root + 3 * layer, whole)
+    assert gathered_bytes(FakeRun(settings(tmp_path), config(), True)) == (0, 0)
     for gather, there in (("once", whole), ("per_layer", root + 3 * layer)):
         values = run.values | {"fsdp_gather": gather, "beta": 0.1}
         phases = make_plan(replace(run, values=values), Hardware("a card", 2**40, 2)).phases

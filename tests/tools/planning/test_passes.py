@@ -22,6 +22,7 @@ from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
 from trl_fsdp_qlora.scoring import logprobs
 from trl_fsdp_qlora.tools.planning import fake_ops, passes, steps
 from trl_fsdp_qlora.tools.planning.generation import cache_bytes
+from trl_fsdp_qlora.tools.planning.passes import FakeRun
 from trl_fsdp_qlora.tools.planning.settings import Launch
 from trl_fsdp_qlora.tools.recipe.checks import lora_config
 from trl_fsdp_qlora.trainers.step.step_scores import StepScores
@@ -80,7 +81,7 @@ def measured(run, model, packed: bool, grad: bool = True) -> int:
 
 
 def planned(run, packed: bool, grad: bool = True) -> int:
-    return passes.measure(run, config(), passes.loss_shape(run, packed, False), False, grad)
+    return FakeRun(run, config(), False).measure(passes.loss_shape(run, packed, False), grad)
 
 
 @pytest.mark.parametrize(
@@ -159,11 +160,10 @@ def test_a_step_whose_passes_share_a_prompt_peaks_where_it_was_planned(tmp_path,
     """Micro-batches of a row, joined ones, and ones that are cut."""
     changes = {"prompt_tokens": 200, "gradient_accumulation_steps": 1, **fields}
     run = settings(folder(tmp_path), gradient_checkpointing=checkpointing, **changes)
-    step = steps.plan_step(run)
+    longest = steps.longest_pass(run)
     peak, grpo = measured_step(run, built(run))
-    assert (step.passes, step.trunks) == (len(grpo.rows_of_pass), int(grpo.trunks.sum()))
-    assert (step.batches_per_pass, step.passes_per_batch) == (grpo.batches_per_pass, grpo.passes_per_batch)
-    assert steps.measure_step(run, config(), step, False) == pytest.approx(peak, rel=NEAR)
+    assert longest.trunk and longest.is_cut == (grpo.passes_per_batch > 1)
+    assert steps.pass_bytes(FakeRun(run, config(), False), longest) == pytest.approx(peak, rel=NEAR)
 
 
 def test_bytes_are_those_of_storages_that_live():
@@ -212,8 +212,9 @@ def test_every_layer_adds_what_another_of_its_kind_added(of, tmp_path):
     of().save_pretrained(tmp_path)
     run = settings(tmp_path)
     shape = passes.loss_shape(run, True, False)
-    peak, kept = passes._run(run, of(), list(range(LAYERS)), shape, False, True)
-    assert passes.measure(run, of(), shape, False, True) == pytest.approx(peak, rel=0.01) and kept > 0
+    fake = FakeRun(run, of(), False)
+    peak, kept = fake._run(list(range(LAYERS)), shape, True)
+    assert fake.measure(shape, True) == pytest.approx(peak, rel=0.01) and kept > 0
 
 
 TRL_TILE = 320 * 8192 * 4
@@ -225,13 +226,13 @@ FROZEN = 320 * 128 * 4 + 2 * 320 * 512 * 4 + 320 * 128 * 4
     "kernel, launch, expected", [("auto", "single", TRL_TILE), ("auto", "fsdp2", FROZEN), ("frozen", "single", FROZEN)]
 )
 def test_a_plan_for_a_gpu_counts_the_kernel_that_scores_there(tmp_path, kernel, launch, expected):
-    run = settings(folder(tmp_path), Launch(launch), lm_head_kernel=kernel)
+    fake = FakeRun(settings(folder(tmp_path), Launch(launch), lm_head_kernel=kernel), config(), True)
     with FakeTensorMode():
         hidden = torch.empty(320, 128, requires_grad=True)
         weight = torch.empty(512, 128)
         with PeakTracker(hidden, weight) as tracker:
             before = tracker.now
-            passes.score(hidden, weight, True, True, run)
+            fake.score(hidden, weight, True)
             assert tracker.peak - before == pytest.approx(expected, rel=0.01)  # and a few numbers per token
 
 
@@ -248,7 +249,7 @@ def test_the_cache_is_the_one_that_generation_leaves(of, tmp_path):
     recurrent = [layer for layer in layers if hasattr(layer, "conv_states")]
     states = [x[0].nbytes for layer in recurrent for x in (layer.conv_states, layer.recurrent_states)]
     prompts = sum(keys) // len(ids) * run.prompt_tokens // ids.shape[1]
-    assert cache_bytes(run, of())[:2] == (sum(keys) + sum(states), prompts)
+    assert cache_bytes(FakeRun(run, of(), False))[:2] == (sum(keys) + sum(states), prompts)
 
 
 def test_a_token_step_makes_as_many_copies_of_its_logits_as_were_planned(tmp_path):
@@ -266,9 +267,9 @@ def test_a_token_step_makes_as_many_copies_of_its_logits_as_were_planned(tmp_pat
         steps.append(logits)
 
     taken = benchmark("synthetic").peak_bytes(step, "cpu")
-    assert cache_bytes(run, config(vocab_size=vocabulary))[2] == pytest.approx(taken, rel=NEAR)
+    assert cache_bytes(FakeRun(run, config(vocab_size=vocabulary), False))[2] == pytest.approx(taken, rel=NEAR)
     # Of a small vocabulary, a layer's cache that is copied as it grows is more; there are two heads to one of keys.
-    whole, _, step = cache_bytes(run, config(vocab_size=64))
+    whole, _, step = cache_bytes(FakeRun(run, config(vocab_size=64), False))
     assert step == 2 * whole // LAYERS
 
 

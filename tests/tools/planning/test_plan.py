@@ -16,6 +16,7 @@ from trl_fsdp_qlora.tools.planning import largest, passes
 from trl_fsdp_qlora.tools.planning import plan as module
 from trl_fsdp_qlora.tools.planning.generation import choices
 from trl_fsdp_qlora.tools.planning.hardware import CONTEXT, GIB, Hardware, read_hardware
+from trl_fsdp_qlora.tools.planning.passes import FakeRun
 from trl_fsdp_qlora.tools.planning.plan import changed, make_plan, plan_recipe
 from trl_fsdp_qlora.tools.planning.settings import Launch
 
@@ -28,7 +29,7 @@ def test_a_prefill_has_its_prompts_keys_and_values_beside_it(tmp_path):
     """Long prompts, short completions: generation needs most before its first token."""
     run = settings(folder(tmp_path), prompt_tokens=256, max_completion_length=1, compact_generation=False)
     plan = make_plan(run, hardware=CPU)
-    prefill = passes.measure(run, plan.config, passes.Shape(8, 256, 0, False), False)
+    prefill = FakeRun(run, plan.config, False).measure(passes.Shape(8, 256, 0, False))
     prompts = 8 * 256 * 5 * 2 * 2 * 32 * 4  # rows, tokens, layers, keys and values, heads, their size, bytes
     coming = sum(
         plan.phases["generate"].get(part, 0) for part in (module.ACTIVATIONS, module.CACHE, module.TOKEN_STEP)
@@ -78,7 +79,8 @@ def test_a_base_that_vllm_shares_counts_once(tmp_path):
     shared = {
         (sync, choice): make_plan(
             replace(dense, values=dense.values | {"rollout_sync": sync, "vllm_share_base": choice}), CARD, plan.config
-        ).engine.is_shared
+        ).engine.base
+        == 0
         for sync in ("auto", "adapter")
         for choice in ("on", "off")
     }
@@ -93,7 +95,7 @@ def test_experts_are_the_engines_own_and_the_rest_is_shared(tmp_path):
     experts = sum(parameter.numel() for name, parameter in base.named_parameters() if ".experts." in name)
     for in_4_bits in (False, True):
         plan = make_plan(settings(mixture, launch=Launch(), load_in_4bit=in_4_bits, **changes), hardware=CARD)
-        assert plan.engine.is_shared and plan.engine.base == 2 * experts
+        assert plan.engine.base == 2 * experts
 
 
 @pytest.mark.parametrize(
@@ -125,8 +127,9 @@ def test_the_first_step_counts_with_the_padded_rows_that_it_compares(tmp_path):
     rows = run.per_device_train_batch_size
     width = 260
     shape = passes.Shape(1, 256 * run.groups + 4 * rows, 4 * rows, True)
-    first_step = passes.measure(run, plan.config, shape, False, True)
-    compared = passes.measure(run, plan.config, passes.Shape(1, width, 259, False), False, True)
+    fake = FakeRun(run, plan.config, False)
+    first_step = fake.measure(shape, True)
+    compared = fake.measure(passes.Shape(1, width, 259, False), True)
     assert plan.phases["forward_backward"][module.ACTIVATIONS] == compared > first_step
 
 
@@ -160,10 +163,9 @@ def test_the_exit_status_says_whether_it_fits(tiny, monkeypatch, capsys):
     assert "largest that fits: num_generations: 4\nlargest that fits: max_completion_length: 16\n" in fits
     assert "largest that fits: model: SmolLM2-135M (of the dense models that plan knows)" in fits
     assert "it fits" in fits and "together" in fits and "forward_backward" in fits
-    assert "an optimizer step: 1 x 16 completions in 1 pass: 2,032 tokens, 5,120 in stock TRL\n" in fits
     assert command([*line, "--hardware", "24GB", "--json", "--solve"]) == 0
     as_json = json.loads(capsys.readouterr().out)
-    assert as_json["fits"] and as_json["peak"] == needed and as_json["step"]["passes"] == 1
+    assert as_json["fits"] and as_json["peak"] == needed
     assert as_json["largest"]["num_generations"] == 4
     assert command([*line, "--hardware", f"{(CONTEXT + 0.8 * (needed - CONTEXT)) / GIB:.4f}GB"]) == 1
     printed = capsys.readouterr().out
@@ -183,12 +185,6 @@ def test_the_exit_status_says_whether_it_fits(tiny, monkeypatch, capsys):
 def test_a_recipe_with_a_teacher_is_refused_in_one_line():
     with pytest.raises(UserError, match="is a recipe of distillation; this command takes those of grpo"):
         refuse_typos("plan", "tools.cli.plan", None, ["--config", "small-base/distillation/quickstart"])
-
-
-@pytest.mark.parametrize("in_8_bits", [True, False])
-def test_a_plan_of_an_8_bit_base_names_itself_too_high(tiny, in_8_bits):
-    plan = make_plan(settings(tiny, load_in_8bit=in_8_bits), hardware=CARD)
-    assert ("load_in_8bit" in module.format_plan(plan)) == in_8_bits
 
 
 def test_hardware_by_name_and_by_memory():

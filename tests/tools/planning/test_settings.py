@@ -30,8 +30,6 @@ def launch_of(tmp_path, text: str) -> Launch:
         ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}", "fsdp2", None),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: true}", "fsdp2", "all"),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: 'false'}", "fsdp2", None),
-        ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: NO_SHARD}", "ddp", None),
-        ("distributed_type: FSDP\nfsdp_config: {fsdp_reshard_after_forward: NO_SHARD}", "ddp", None),
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 1}", "zero1", None),
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {offload_optimizer_device: cpu}", "zero2", "optimizer"),
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: FOLDER/zero.json}", "zero3", "all"),
@@ -115,4 +113,4 @@ def test_a_plan_within_a_launch_of_fsdp2_reads_the_launch_itself(monkeypatch):
     for name, value in (("ACCELERATE_USE_FSDP", "true"), ("FSDP_VERSION", "2"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     assert from_config(config("cuda"), None).launch.kind == "fsdp2"
-    assert from_config(config("cpu"), None).launch.kind == "ddp"  # which accelerate makes of it there
+    assert from_config(config("cpu"), None).launch.kind == "fsdp2"

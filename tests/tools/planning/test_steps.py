@@ -13,7 +13,7 @@ from trl_fsdp_qlora.prefix_sharing.passes import Run
 from trl_fsdp_qlora.prefix_sharing.recurrent.kinds import recurrent_layers
 from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
 from trl_fsdp_qlora.tools.planning.settings import Launch
-from trl_fsdp_qlora.tools.planning.steps import Pass, passes_like, plan_step, state_bytes
+from trl_fsdp_qlora.tools.planning.steps import Pass, longest_pass, passes_like, state_bytes
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +56,15 @@ def test_a_step_is_planned_as_the_trainer_plans_batches_of_tokens(tmp_path, shar
     """Numbers in place of tokens have the passes that a model's own batches have."""
     run = settings(folder(tmp_path), Launch(kind, use_cpu=True), **fields)
     torch.manual_seed(0)
-    step = plan_step(run)
+    longest = longest_pass(run)
     plan = sharing.plan_step(batches_of(run), run.tokens_per_pass, one_by_one=kind == "zero2")
     if plan is None:
-        assert (step.trunks, step.batches_per_pass, step.passes_per_batch) == (0, 1, 1)
+        assert (longest.trunk, longest.is_cut) == (0, False)
         return
-    assert (step.batches_per_pass, step.passes_per_batch) == (plan.batches_per_pass, plan.passes_per_batch)
     run_of_plan = Run(plan)
-    forwards = [list(run_of_plan.of_pass(number)) for number in range(step.passes)]
-    assert step.trunks == sum(map(len, forwards)) - step.passes
-    assert step.values == (step.passes + step.trunks if step.passes_per_batch > 1 else 0)
-    assert step.computed == sum(forward.forest.tokens for of_pass in forwards for forward in of_pass)
-    held = [int(of_pass[-1].forest.lengths.sum()) for of_pass in forwards]
-    assert step.longest.tokens + step.longest.trunk == max(held)
+    forwards = [[*run_of_plan.of_pass(number)][-1] for number in range(len(plan.rows_of_pass))]
+    assert longest.tokens + longest.trunk == max(int(forward.forest.lengths.sum()) for forward in forwards)
+    assert longest.is_cut == (plan.passes_per_batch > 1)
 
 
 # Rows, trunks, prompts that a pass has for itself, tokens of a prompt: trunks of 9 tokens pay in nine passes.
@@ -88,17 +84,10 @@ def test_passes_like_the_longest_one_have_its_size(rows, shared, own, prompt):
 def test_a_step_without_a_look_ahead_computes_prompts_per_micro_batch(tmp_path):
     fields = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "num_generations": 8}
     run = settings(folder(tmp_path), prompt_tokens=100, max_completion_length=20, **fields)
-    shared = plan_step(run)
-    alone = plan_step(settings(tmp_path, prompt_tokens=100, max_completion_length=20, tokens_per_pass=0, **fields))
-    stock = plan_step(settings(tmp_path, prompt_tokens=100, max_completion_length=20, prefix_sharing="off", **fields))
+    alone = settings(tmp_path, prompt_tokens=100, max_completion_length=20, tokens_per_pass=0, **fields)
     # The trunk ends one token before its prompt does; each pass computes that one.
-    assert shared.computed == 99 + 8 * 20 and (shared.passes, shared.trunks) == (8, 1)
-    assert alone.computed == 8 * 119 and (alone.passes, alone.trunks) == (8, 0)
-    assert stock.computed == 8 * 120
-    assert plan_step(run, "ZeRO-3").computed == alone.computed and plan_step(run, "ZeRO-3").reason == "ZeRO-3"
-    # A generation of two micro-batches: what follows them is not known.
-    two = settings(tmp_path, prompt_tokens=100, max_completion_length=20, steps_per_generation=2, **fields)
-    assert plan_step(two).trunks == 4 * shared.trunks
+    assert longest_pass(run) == Pass(20, 1, trunk=99, prompts=1)
+    assert longest_pass(alone) == longest_pass(run, can_share=False) == Pass(119, 1)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "mamba2", "kimi_linear"])

@@ -65,7 +65,7 @@ def plan(words: Sequence[str]) -> int:
 
 
 def _as_dict(planned) -> dict:
-    """A plan for `json`: bytes, and the passes of an optimizer step."""
+    """A plan for `json`, with bytes as numbers."""
     launch = planned.settings.launch
     return {
         "model": planned.settings.model.model_name_or_path,
@@ -79,5 +79,4 @@ def _as_dict(planned) -> dict:
         "capacity": planned.capacity,
         "fits": planned.fits,
         "engine": planned.engine and asdict(planned.engine),
-        "step": {**planned.step._asdict(), "longest": planned.step.longest._asdict()},
     }

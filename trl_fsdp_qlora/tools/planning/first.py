@@ -10,7 +10,7 @@ from trl import ModelConfig
 
 from ...compat.deepspeed import zero_stage
 from ...utils.ranks import on_main
-from ..evaluation.accuracy import encode_images
+from ..evaluation.accuracy import encode, encode_images
 from ..evaluation.episodes import Agent, begin
 from ..recipe.arguments import ConfigError, ScriptArguments
 from ..recipe.checks import user_code
@@ -73,9 +73,4 @@ def longest_prompt(
         return max(map(len, encode_images(list(sample), processor)[0]))
     if agent is not None:
         return max(episode.prompt_length for episode in begin(agent, list(sample), tokenizer))
-    lengths = []
-    for prompt in sample["prompt"]:
-        if not isinstance(prompt, str):
-            prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-        lengths.append(len(tokenizer(prompt)["input_ids"]))
-    return max(lengths)
+    return max(map(len, encode(sample["prompt"][:], tokenizer)))

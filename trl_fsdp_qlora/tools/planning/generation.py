@@ -11,13 +11,14 @@ from ...engines.vllm.sync_choice import Place, choose_sync, why_own_base
 from ...prefix_sharing.facts import keeps_keys, layer_types, setting
 from ...prefix_sharing.recurrent.kinds import recurrent_layers
 from ..recipe.checks import lora_config
-from . import model, passes
+from . import model
 from .hardware import Hardware
+from .passes import FakeRun
 from .settings import Settings
 from .steps import state_bytes
 
 
-def cache_bytes(settings: Settings, config: PretrainedConfig) -> tuple[int, int, int]:
+def cache_bytes(run: FakeRun) -> tuple[int, int, int]:
     """Bytes that a rank needs to generate, with all its rows at full length.
 
     A token step copies the logits (as the model returns them, in float32 twice, in float64 while a token is drawn), or
@@ -28,9 +29,10 @@ def cache_bytes(settings: Settings, config: PretrainedConfig) -> tuple[int, int,
         The bytes of keys, values and recurrent states; of these, the prompts' keys and values in one row; and the
         bytes that a token step needs in addition.
     """
-    text = config.get_text_config()
+    settings = run.settings
+    text = run.config.get_text_config()
     rows = settings.rollout_rows
-    dtype = model.compute_dtype(settings, config)
+    dtype = model.compute_dtype(settings, run.config)
     heads = setting(text, "num_attention_heads") or 1  # a model with recurrent layers alone has none
     key_heads = setting(text, "num_key_value_heads") or heads
     width = setting(text, "head_dim") or text.hidden_size // heads
@@ -41,7 +43,7 @@ def cache_bytes(settings: Settings, config: PretrainedConfig) -> tuple[int, int,
     for kind in filter(keeps_keys, layer_types(text)):
         tokens = min(length, window) if kind == "sliding_attention" else length
         layers.append(token * rows * tokens)
-    recurrent = recurrent_layers(passes.whole(settings, config))
+    recurrent = recurrent_layers(run.whole)
     states = rows * sum(state_bytes(layer, text.hidden_size) for layer in recurrent)
     logits = (dtype.itemsize + 4 * 4) * rows * text.vocab_size
     step = max(logits, max(layers, default=0) * (heads // key_heads))
@@ -56,14 +58,12 @@ class Engine:
         share: bytes that it may take next to a base that it shares; with a base of its own, that one included.
         base: bytes of its own copy of the base, or of the part that is not shared.
         row: bytes of a row's cache at full length. vLLM does not start with a smaller cache.
-        is_shared: whether trainer and engine hold one base.
         keeps_base: whether its own copy stays when the engine sleeps.
     """
 
     share: int
     base: int
     row: int
-    is_shared: bool
     keeps_base: bool
 
     @property
@@ -76,22 +76,23 @@ class Engine:
         return self.rest >= self.row
 
 
-def plan_engine(settings: Settings, config: PretrainedConfig, hardware: Hardware) -> Engine | None:
+def plan_engine(run: FakeRun, hardware: Hardware) -> Engine | None:
     """The [`Engine`] of a run; `None` if it runs on another machine or not at all."""
+    settings = run.settings
     if settings.is_paired or not settings.use_vllm or settings.vllm_mode != "colocate" or not hardware.gpu:
         return None
-    sends_adapter, is_shared = choices(settings, config)
-    dtype = model.compute_dtype(settings, config)
+    sends_adapter, is_shared = choices(settings, run.config)
+    dtype = model.compute_dtype(settings, run.config)
     base = 0
-    for name, parameter in passes.whole(settings, config).named_parameters():
+    for name, parameter in run.whole.named_parameters():
         in_4_bits = not parameter.is_floating_point()
         same = is_shared and (in_4_bits or parameter.dtype == dtype) and ".experts." not in name
         if "lora_" not in name and not same:
             base += parameter.numel() * (2 if in_4_bits else 1) * dtype.itemsize
     share = int(hardware.memory * settings.vllm_gpu_memory_utilization)
-    row = cache_bytes(settings, config)[0] // settings.rollout_rows
+    row = cache_bytes(run)[0] // settings.rollout_rows
     # Without a reason to send the adapter alone, TRL's sleep drops the weights.
-    return Engine(share, base // settings.vllm_tensor_parallel_size, row, is_shared, keeps_base=sends_adapter)
+    return Engine(share, base // settings.vllm_tensor_parallel_size, row, keeps_base=sends_adapter)
 
 
 def choices(settings: Settings, config: PretrainedConfig) -> tuple[bool, bool]:
@@ -101,14 +102,13 @@ def choices(settings: Settings, config: PretrainedConfig) -> tuple[bool, bool]:
     """
     base = settings.model
     kwargs = settings.vllm_engine_kwargs  # on a command line the field is JSON
-    names = ("use_vllm", "rollout_sync", "vllm_share_base", "vllm_mode", "vllm_tensor_parallel_size")
-    args = SimpleNamespace(
-        **{name: settings.values[name] for name in names},
-        vllm_engine_kwargs=json.loads(kwargs) if isinstance(kwargs, str) else kwargs,
-        model_init_kwargs={"dtype": model.dtype_of(settings, config)},
-        fp16=settings.mixed == "float16",
-        bf16=settings.mixed == "bfloat16",
-    )
+    of_config = {
+        "vllm_engine_kwargs": json.loads(kwargs) if isinstance(kwargs, str) else kwargs,
+        "model_init_kwargs": {"dtype": model.dtype_of(settings, config)},
+        "fp16": settings.mixed == "float16",
+        "bf16": settings.mixed == "bfloat16",
+    }
+    args = SimpleNamespace(**settings.values | of_config)
     quantization = {"load_in_4bit": base.load_in_4bit} if base.load_in_4bit or base.load_in_8bit else None
     place = Place(settings.launch.kind in ("fsdp2", "zero3"), on_gpu=True)
     name = base.model_name_or_path

@@ -1,4 +1,4 @@
-"""The sizes of well-known models, so that a plan can be made of them without a download."""
+"""The sizes of well-known dense models, so that a plan can be made of them without a download."""
 
 from transformers import AutoConfig, PretrainedConfig
 
@@ -38,13 +38,6 @@ MODELS = {
     "Qwen3-8B": (_shape("qwen3", 4096, 12288, 36, 32, 8, 151936, tied=False, head_dim=128), 8.19),
     "phi-4": (_shape("phi3", 5120, 17920, 40, 40, 10, 100352, tied=False, pad_token_id=0), 14.66),
     "Qwen3-14B": (_shape("qwen3", 5120, 17408, 40, 40, 8, 151936, tied=False, head_dim=128), 14.77),
-    "Qwen3-30B-A3B": (
-        _shape(
-            "qwen3_moe", 2048, 6144, 48, 32, 4, 151936, tied=False,
-            head_dim=128, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
-        ),
-        30.5,
-    ),
     "Qwen3-32B": (_shape("qwen3", 5120, 25600, 64, 64, 8, 151936, tied=False, head_dim=128), 32.76),
     "Llama-3.1-70B": (_shape("llama", 8192, 28672, 80, 64, 8, 128256, tied=False), 70.6),
 }  # fmt: skip

@@ -51,8 +51,8 @@ def longest(plan: Plan) -> int:
 
 
 def largest_model(plan: Plan) -> str | None:
-    """The largest dense model of [`MODELS`] with which the run fits; `None` if none does."""
-    names = [name for name, (shape, _) in MODELS.items() if not shape["model_type"].endswith("_moe")]
+    """The largest model of [`MODELS`] with which the run fits; `None` if none does."""
+    names = list(MODELS)
     targets = ["all-linear"] if plan.settings.model.use_peft else None  # layers have other names in other models
     settings = replace(plan.settings, model=replace(plan.settings.model, lora_target_modules=targets))
 

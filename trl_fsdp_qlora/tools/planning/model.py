@@ -4,23 +4,24 @@ The model is the base, with 4-bit layers and experts, and the adapter.
 """
 
 import copy
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
 from torch import nn
 from transformers import PretrainedConfig
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ...compat.peft import let_lora_adapt_packed_experts
 from ...compat.transformers import is_experts
 from ..recipe.checks import build_bare, with_adapter
 from . import fake_ops
 from .settings import Settings
-from .stored import Stored, bitsandbytes_format, is_dense, stored_format
 
 BASE_4BIT = "base, 4-bit weights"
-BASE_8BIT = "base, 8-bit weights"
 STATE = "base, quantization state"
 BASE = "base, other weights"
 TRAINED = "trained weights"
@@ -28,7 +29,7 @@ GRADIENTS = "gradients"
 BUCKETS = "gradient buckets"
 OPTIMIZER = "optimizer"
 REFERENCE = "reference model"
-_PARTS = (BASE_4BIT, BASE_8BIT, STATE, BASE, TRAINED, GRADIENTS, BUCKETS, OPTIMIZER, REFERENCE)
+_PARTS = (BASE_4BIT, STATE, BASE, TRAINED, GRADIENTS, BUCKETS, OPTIMIZER, REFERENCE)
 # What a launch spreads over its ranks.
 _SHARDED = {"fsdp2": _PARTS, "zero3": _PARTS, "zero2": (GRADIENTS, OPTIMIZER), "zero1": (OPTIMIZER,)}
 # Numbers that an optimizer keeps per trained weight, by a part of its name; every other optimizer keeps two, as Adam.
@@ -48,21 +49,57 @@ def compute_dtype(settings: Settings, config: PretrainedConfig) -> torch.dtype:
     return getattr(torch, settings.mixed) if settings.mixed else dtype_of(settings, config)
 
 
-def _pack(shape: torch.Size, stored: Stored) -> tuple[nn.Parameter, int]:
-    """A weight as `stored` packs it, and the bytes of its quantization state. Four bits and fewer are `uint8`."""
-    size, state = stored.bytes_of(tuple(shape))
-    packed = torch.empty(size, 1, dtype=torch.uint8 if stored.bits <= 4 else torch.int8, device="meta")
+class FourBits(NamedTuple):
+    """How bitsandbytes stores a base: `nested` scales are bytes themselves, modules named in `dense` stay dense."""
+
+    nested: bool
+    dense: tuple[str, ...] = ("lm_head",)
+
+
+def four_bits(settings: Settings, config: PretrainedConfig) -> FourBits | None:
+    """The 4-bit format of the base, as `load_in_4bit` makes it or as the checkpoint has it; `None` if it is dense."""
+    fields = _stored(config)
+    if fields.get("load_in_4bit"):
+        dense = ("lm_head", *(fields.get("llm_int8_skip_modules") or ()))
+        return FourBits(bool(fields.get("bnb_4bit_use_double_quant")), dense)
+    return FourBits(settings.model.use_bnb_nested_quant) if settings.model.load_in_4bit and not fields else None
+
+
+def counted_dense(settings: Settings, config: PretrainedConfig) -> str | None:
+    """The name of a format of fewer bits than those that are counted for the base; `None` if it has none."""
+    fields = _stored(config)
+    if settings.model.load_in_8bit:
+        return "load_in_8bit"
+    is_counted = not fields or fields.get("dequantize") or four_bits(settings, config)
+    return None if is_counted else str(fields.get("quant_method"))
+
+
+def _stored(config: PretrainedConfig) -> dict[str, Any]:
+    """The quantization with which the checkpoint was saved; empty if it is dense."""
+    quantization = getattr(config, "quantization_config", None) or {}
+    return quantization if isinstance(quantization, dict) else quantization.to_dict()
+
+
+def _pack(shape: torch.Size, nested: bool) -> tuple[nn.Parameter, int]:
+    """A weight as bitsandbytes packs it, two numbers in a byte, and the bytes of its quantization state.
+
+    64 numbers share a scale, a float32. If scales are nested each is a byte, 256 of them share a float32, and all
+    have an offset.
+    """
+    blocks = -(-math.prod(shape) // 64)
+    state = blocks + 4 * -(-blocks // 256) + 4 if nested else 4 * blocks
+    packed = torch.empty(-(-math.prod(shape) // 2), 1, dtype=torch.uint8, device="meta")
     return nn.Parameter(packed, requires_grad=False), state
 
 
-def _quantize(model: nn.Module, dtype: torch.dtype, stored: Stored) -> None:
+def _quantize(model: nn.Module, dtype: torch.dtype, stored: FourBits) -> None:
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
-        if is_dense(name, stored.dense):
+        if not should_convert_module(name, list(stored.dense)):
             continue
-        if type(module) is nn.Linear and module is not head and not stored.only_experts:
+        if type(module) is nn.Linear and module is not head:
             module.__class__ = fake_ops.FourBitLinear
-            module.weight, module.state_bytes = _pack(module.weight.shape, stored)
+            module.weight, module.state_bytes = _pack(module.weight.shape, stored.nested)
             module.compute_dtype = dtype
         elif is_experts(module):
             let_lora_adapt_packed_experts()
@@ -71,7 +108,7 @@ def _quantize(model: nn.Module, dtype: torch.dtype, stored: Stored) -> None:
             module.lora = {}
             for name, dense in list(module.named_parameters(recurse=False)):
                 if dense.ndim == 3:
-                    packed, state = _pack(dense.shape, stored)
+                    packed, state = _pack(dense.shape, stored.nested)
                     setattr(module, name, packed)
                     of_expert = dense.shape[:0:-1] if module.is_transposed else dense.shape[1:]  # (out, in)
                     module.layouts[name] = SimpleNamespace(shape=of_expert)
@@ -109,14 +146,11 @@ def build(settings: Settings, config: PretrainedConfig, layers: Sequence[int] | 
             bare = build_bare(name, config, dtype=dtype, attn_implementation="eager")
         for module in filter(is_experts, bare.modules()):
             fake_ops.replace_experts(module)
-        stored = stored_format(config)
-        if stored is None and settings.model.load_in_4bit:
-            stored = bitsandbytes_format(settings.model.use_bnb_nested_quant)
+        stored = four_bits(settings, config)
         if stored is not None:
             _quantize(bare, dtype, stored)
         model = with_adapter(bare, settings.model)
-        by_bitsandbytes = settings.model.load_in_8bit if stored is None else stored.by_bitsandbytes
-        if model is not bare and by_bitsandbytes:
+        if model is not bare and (stored is not None or settings.model.load_in_8bit):
             # TRL casts the adapter of a quantized base to bfloat16; our sharding under FSDP2 keeps it in float32.
             adapter_dtype = torch.float32 if settings.launch.kind == "fsdp2" else torch.bfloat16
             for parameter in model.parameters():
@@ -142,7 +176,7 @@ def static_bytes(model: nn.Module, settings: Settings) -> dict[str, int]:
     sizes = dict.fromkeys(_PARTS, 0)
     parameters = list(model.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    quantized = any(parameter.dtype in (torch.uint8, torch.int8) for parameter in parameters)
+    quantized = any(parameter.dtype == torch.uint8 for parameter in parameters)
     # Under mixed precision accelerate keeps the trained weights of an FSDP2 model in float32. For a quantized model
     # this package does it.
     upcast = kind == "fsdp2" and settings.mixed is not None and not quantized
@@ -151,8 +185,6 @@ def static_bytes(model: nn.Module, settings: Settings) -> dict[str, int]:
             sizes[TRAINED] += parameter.numel() * 4 if upcast else parameter.nbytes
         elif parameter.dtype == torch.uint8:
             sizes[BASE_4BIT] += parameter.nbytes
-        elif parameter.dtype == torch.int8:
-            sizes[BASE_8BIT] += parameter.nbytes
         else:
             sizes[BASE] += parameter.nbytes
     sizes[STATE] = state_bytes(model)

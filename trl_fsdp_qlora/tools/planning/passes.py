@@ -82,128 +82,162 @@ _whole: dict[tuple, nn.Module] = {}
 measured: dict[tuple, int] = {}
 
 
-def modules_key(settings: Settings, config: PretrainedConfig) -> tuple:
-    """The settings on which a pass depends, apart from its shape: all that `build` and [`few_layers`] read."""
-    return (
-        repr(settings.model),
-        settings.mixed,
-        settings.gradient_checkpointing,
-        settings.offloads,
-        settings.values.get("disable_dropout"),
-        settings.every_n_layers,
-        settings.mlp_tokens_per_tile,
-        settings.lm_head_kernel,
-        settings.launch.kind,
-        config.to_json_string(use_diff=False),
-    )
+class FakeRun:
+    """The model and the passes of a run without data.
 
-
-def whole(settings: Settings, config: PretrainedConfig) -> nn.Module:
-    """The model with all its layers, without data; callers must not change it."""
-    key = modules_key(settings, config)
-    if key not in _whole:
-        _whole.clear()
-        _whole[key] = build(settings, config)
-    return _whole[key]
-
-
-def measure(settings: Settings, config: PretrainedConfig, shape: Shape, on_gpu: bool, grad: bool = False) -> int:
-    """Peak bytes that a pass of the whole model adds: forward and, with `grad`, backward.
-
-    `on_gpu` chooses between the kernels of a GPU and of a CPU.
+    Attributes:
+        on_gpu: chooses between the kernels of a GPU and of a CPU.
+        key: all settings that `build` and `few_layers` read: on these a pass depends, apart from its shape.
+        whole: the model with all its layers on the meta device; it must not be changed.
     """
-    key = *modules_key(settings, config), shape, on_gpu, grad
-    if key not in measured:
-        kinds = layers_by_kind(settings, config)
-        # One layer of each kind, and then another one of a kind: the difference is the bytes that its kind adds.
-        one_of_each = [layers[0] for layers in kinds]
-        has_one_layer = config.get_text_config().num_hidden_layers == 1
-        kept_by_others = 0
-        peaks = []
-        for layers in kinds:
-            chosen = one_of_each if has_one_layer else [*one_of_each, layers[-1]]
-            peak, kept = _run(settings, config, chosen, shape, on_gpu, grad)
-            if settings.offloads and on_gpu and _is_checkpointed(settings, layers[0]):
-                kept = 0  # what the second layer found is the first one's input, which the model itself holds
-            kept_by_others += (len(layers) - 1) * kept
-            peaks.append(peak - kept)
-        measured[key] = kept_by_others + max(peaks)
-    return measured[key]
 
+    def __init__(self, settings: Settings, config: PretrainedConfig, on_gpu: bool):
+        self.settings = settings
+        self.config = config
+        self.on_gpu = on_gpu
+        key = (
+            repr(settings.model),
+            settings.mixed,
+            settings.gradient_checkpointing,
+            settings.offloads,
+            settings.values.get("disable_dropout"),
+            settings.every_n_layers,
+            settings.mlp_tokens_per_tile,
+            settings.lm_head_kernel,
+            settings.launch.kind,
+            config.to_json_string(use_diff=False),
+        )
+        if key not in _whole:
+            _whole.clear()
+            _whole[key] = build(settings, config)
+        self.whole = _whole[key]
+        self.key = *key, on_gpu
 
-def _run(
-    settings: Settings, config: PretrainedConfig, layers: list[int], shape: Shape, on_gpu: bool, grad: bool
-) -> tuple[int, int]:
-    """Run a pass of few layers; return its peak and the last layer's bytes for the backward."""
-    with few_layers(settings, config, layers, on_gpu, grad) as (causal, tracker):
-        before = tracker.now
-        after_layers = []
-        stacks = (part for part in causal.get_decoder().modules() if isinstance(part, nn.ModuleList))
-        for layer in next(stack for stack in stacks if len(stack) == len(layers)):
-            layer.register_forward_hook(lambda *_: after_layers.append(tracker.now))
-        with torch.set_grad_enabled(grad), autocast(settings):
-            size = (1, 1, 1, 1) if shape.packed else (shape.rows, 1, shape.length, shape.length)
-            values = hidden_states(causal, shape.rows, shape.length, torch.ones(size, dtype=torch.bool))
-            kept = after_layers[-1] - after_layers[-2] if grad and len(layers) > 1 else 0
-            if shape.scored:
-                values = values.flatten(0, 1)[torch.zeros(shape.scored, dtype=torch.long)]
-                values = score(values, causal.get_output_embeddings().weight, shape.packed, on_gpu, settings)
-        if grad:
-            values.sum().backward()
-        return tracker.peak - before, kept
+    def measure(self, shape: Shape, grad: bool = False) -> int:
+        """Peak bytes that a pass of the whole model adds: forward and, with `grad`, backward."""
+        key = *self.key, shape, grad
+        if key not in measured:
+            kinds = self.layers_by_kind()
+            # One layer of each kind, and then another one of a kind: the difference is the bytes that its kind adds.
+            one_of_each = [layers[0] for layers in kinds]
+            has_one_layer = self.config.get_text_config().num_hidden_layers == 1
+            kept_by_others = 0
+            peaks = []
+            for layers in kinds:
+                chosen = one_of_each if has_one_layer else [*one_of_each, layers[-1]]
+                peak, kept = self._run(chosen, shape, grad)
+                if self.settings.offloads and self.on_gpu and self._is_checkpointed(layers[0]):
+                    kept = 0  # what the second layer found is the first one's input, which the model itself holds
+                kept_by_others += (len(layers) - 1) * kept
+                peaks.append(peak - kept)
+            measured[key] = kept_by_others + max(peaks)
+        return measured[key]
 
+    def _run(self, layers: list[int], shape: Shape, grad: bool) -> tuple[int, int]:
+        """Run a pass of few layers; return its peak and the last layer's bytes for the backward."""
+        with self.few_layers(layers, grad) as (causal, tracker):
+            before = tracker.now
+            after_layers = []
+            stacks = (part for part in causal.get_decoder().modules() if isinstance(part, nn.ModuleList))
+            for layer in next(stack for stack in stacks if len(stack) == len(layers)):
+                layer.register_forward_hook(lambda *_: after_layers.append(tracker.now))
+            with torch.set_grad_enabled(grad), self.autocast():
+                size = (1, 1, 1, 1) if shape.packed else (shape.rows, 1, shape.length, shape.length)
+                values = self.hidden_states(causal, shape.rows, shape.length, torch.ones(size, dtype=torch.bool))
+                kept = after_layers[-1] - after_layers[-2] if grad and len(layers) > 1 else 0
+                if shape.scored:
+                    values = values.flatten(0, 1)[torch.zeros(shape.scored, dtype=torch.long)]
+                    values = self.score(values, causal.get_output_embeddings().weight, shape.packed)
+            if grad:
+                values.sum().backward()
+            return tracker.peak - before, kept
 
-def layers_by_kind(settings: Settings, config: PretrainedConfig) -> list[list[int]]:
-    """Indices of layers of each kind (attention with or without a window, recurrent, both, or an MLP alone);
-    those that are checkpointed are of another kind than those that are not.
-    """
-    kinds: dict[tuple[str, bool], list[int]] = {}
-    for i, kind in enumerate(layer_types(config.get_text_config())):
-        kinds.setdefault((kind, _is_checkpointed(settings, i)), []).append(i)
-    return list(kinds.values())
+    def layers_by_kind(self) -> list[list[int]]:
+        """Indices of layers of each kind (attention with or without a window, recurrent, both, or an MLP alone);
+        those that are checkpointed are of another kind than those that are not.
+        """
+        kinds: dict[tuple[str, bool], list[int]] = {}
+        for i, kind in enumerate(layer_types(self.config.get_text_config())):
+            kinds.setdefault((kind, self._is_checkpointed(i)), []).append(i)
+        return list(kinds.values())
 
+    def _is_checkpointed(self, layer: int) -> bool:
+        return self.settings.gradient_checkpointing and layer % self.settings.every_n_layers == 0
 
-def _is_checkpointed(settings: Settings, layer: int) -> bool:
-    return settings.gradient_checkpointing and layer % settings.every_n_layers == 0
+    @contextmanager
+    def few_layers(self, layers: list[int], grad: bool) -> Iterator[tuple[nn.Module, Any]]:
+        """Inside this context tensors are fake and their bytes are counted.
 
+        Yields the causal model of these layers, with gradients if `grad`, and the tracker of bytes.
+        """
+        from ...compat.memory import FakeTensorMode, PeakTracker  # names that some versions of torch or TRL lack
 
-@contextmanager
-def few_layers(
-    settings: Settings, config: PretrainedConfig, layers: list[int], on_gpu: bool, grad: bool
-) -> Iterator[tuple[nn.Module, Any]]:
-    """Inside this context tensors are fake and their bytes are counted.
+        settings = self.settings
+        model = build(settings, self.config, layers).train()
+        causal = causal_model(model)
+        if settings.values.get("disable_dropout"):
+            disable_dropout_in_model(model)
+        if self.on_gpu:
+            fake_ops.run_as_on_a_gpu(model)
+        fake_ops.install_tiles(model, settings.mlp_tokens_per_tile)
+        if settings.gradient_checkpointing:
+            causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            in_order = (x for x in causal.get_decoder().modules() if isinstance(x, GradientCheckpointingLayer))
+            for module, layer in zip(in_order, layers, strict=False):
+                module.gradient_checkpointing = self._is_checkpointed(layer)
+            if model is not causal:
+                model.enable_input_require_grads()
+            if settings.offloads and self.on_gpu:  # on a CPU the activations are on the host already
+                for module in causal.modules():
+                    checkpoint = vars(module).get("_gradient_checkpointing_func")
+                    if checkpoint is not None:
+                        module._gradient_checkpointing_func = fake_ops.offloaded(checkpoint)
+        mode = FakeTensorMode()
+        _fake(model, mode)
+        with torch.random.fork_rng(devices=[]), mode:
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad and grad]
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients = [parameter.grad for parameter in trained]
+            with PeakTracker(*model.parameters(), *model.buffers(), *gradients) as tracker:
+                yield causal, tracker
 
-    Yields the causal model of these layers, with gradients if `grad`, and the tracker of bytes.
-    """
-    from ...compat.memory import FakeTensorMode, PeakTracker  # names that some versions of torch or TRL lack
+    def autocast(self) -> torch.autocast:
+        mixed = self.settings.mixed
+        return torch.autocast("cpu", getattr(torch, mixed or "bfloat16"), mixed is not None)
 
-    model = build(settings, config, layers).train()
-    causal = causal_model(model)
-    if settings.values.get("disable_dropout"):
-        disable_dropout_in_model(model)
-    if on_gpu:
-        fake_ops.run_as_on_a_gpu(model)
-    fake_ops.install_tiles(model, settings.mlp_tokens_per_tile)
-    if settings.gradient_checkpointing:
-        causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        in_order = (x for x in causal.get_decoder().modules() if isinstance(x, GradientCheckpointingLayer))
-        for module, layer in zip(in_order, layers, strict=False):
-            module.gradient_checkpointing = _is_checkpointed(settings, layer)
-        if model is not causal:
-            model.enable_input_require_grads()
-        if settings.offloads and on_gpu:  # on a CPU the activations are on the host already
-            for module in causal.modules():
-                checkpoint = vars(module).get("_gradient_checkpointing_func")
-                if checkpoint is not None:
-                    module._gradient_checkpointing_func = fake_ops.offloaded(checkpoint)
-    mode = FakeTensorMode()
-    _fake(model, mode)
-    with torch.random.fork_rng(devices=[]), mode:
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad and grad]
-        for parameter in trained:
-            parameter.grad = torch.zeros_like(parameter)
-        with PeakTracker(*model.parameters(), *model.buffers(), *(parameter.grad for parameter in trained)) as tracker:
-            yield causal, tracker
+    def hidden_states(self, causal: nn.Module, rows: int, length: int, mask: torch.Tensor) -> torch.Tensor:
+        """Last hidden states of rows of tokens, by a model on fake tensors."""
+        ids = torch.zeros(rows, length, dtype=torch.long)
+        # Mamba's layers would multiply by a mask, so a model of Mamba layers alone gets none.
+        attends = any(map(keeps_keys, layer_types(causal.config.get_text_config())))
+        inputs = {"attention_mask": mask if attends else None, "position_ids": torch.zeros_like(ids)}
+        return causal.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
+
+    def score(self, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, packed: bool) -> torch.Tensor:
+        """Log-probabilities `(N,)` by the kernel that scores on this device, or by a fake op that takes its bytes."""
+        kernel = choose_head_kernel(
+            self.settings.lm_head_kernel,
+            "cuda" if self.on_gpu else "cpu",
+            hidden_NH.dtype,
+            trained=weight_VH.requires_grad,
+            gathered=self.settings.launch.kind == "fsdp2",
+            triton=True,  # torch's CUDA build contains Triton
+        )
+        if packed and kernel != "trl":
+            keep_jacobian = torch.is_grad_enabled() and hidden_NH.requires_grad
+            return fake_ops.FrozenHead.apply(hidden_NH, weight_VH, keep_jacobian, self.on_gpu)
+        from ...compat.memory import TRL_VOCABULARY_CHUNK
+        from ...compat.trl import ChunkedLogProbFunction
+
+        chunk = VOCABULARY_TILE if packed else TRL_VOCABULARY_CHUNK
+        if self.on_gpu:
+            return fake_ops.TrainedHead.apply(hidden_NH, weight_VH, chunk)
+        targets = torch.zeros(len(hidden_NH), dtype=torch.long)
+        # TRL's buffer is as wide as its chunk, but the host allocates no pages for the part that is never written.
+        width = min(chunk, len(weight_VH))
+        outputs = ("log_probs", "entropy")
+        return ChunkedLogProbFunction.apply(hidden_NH, weight_VH, None, targets, 1.0, width, None, 1.0, outputs)[0]
 
 
 def _fake(model: nn.Module, mode: Any) -> None:
@@ -221,44 +255,3 @@ def _fake(model: nn.Module, mode: Any) -> None:
             for name, meta in module._buffers.items():
                 if meta is not None:
                     module._buffers[name] = torch.empty(meta.shape, dtype=meta.dtype)
-
-
-def autocast(settings: Settings) -> torch.autocast:
-    return torch.autocast("cpu", getattr(torch, settings.mixed or "bfloat16"), settings.mixed is not None)
-
-
-def hidden_states(causal: nn.Module, rows: int, length: int, mask: torch.Tensor) -> torch.Tensor:
-    """Last hidden states of rows of tokens, by a model on fake tensors."""
-    ids = torch.zeros(rows, length, dtype=torch.long)
-    # Mamba's layers would multiply by a mask, so a model of Mamba layers alone gets none.
-    attends = any(map(keeps_keys, layer_types(causal.config.get_text_config())))
-    inputs = {"attention_mask": mask if attends else None, "position_ids": torch.zeros_like(ids)}
-    return causal.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
-
-
-def score(
-    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, packed: bool, on_gpu: bool, settings: Settings
-) -> torch.Tensor:
-    """Log-probabilities `(N,)` by the kernel that scores on this device, or by a fake op that takes its bytes."""
-    kernel = choose_head_kernel(
-        settings.lm_head_kernel,
-        "cuda" if on_gpu else "cpu",
-        hidden_NH.dtype,
-        trained=weight_VH.requires_grad,
-        gathered=settings.launch.kind == "fsdp2",
-        triton=True,  # torch's CUDA build contains Triton
-    )
-    if packed and kernel != "trl":
-        keep_jacobian = torch.is_grad_enabled() and hidden_NH.requires_grad
-        return fake_ops.FrozenHead.apply(hidden_NH, weight_VH, keep_jacobian, on_gpu)
-    from ...compat.memory import TRL_VOCABULARY_CHUNK
-    from ...compat.trl import ChunkedLogProbFunction
-
-    chunk = VOCABULARY_TILE if packed else TRL_VOCABULARY_CHUNK
-    if on_gpu:
-        return fake_ops.TrainedHead.apply(hidden_NH, weight_VH, chunk)
-    targets = torch.zeros(len(hidden_NH), dtype=torch.long)
-    # TRL's buffer is as wide as its chunk, but the host allocates no pages for the part that is never written.
-    width = min(chunk, len(weight_VH))
-    outputs = ("log_probs", "entropy")
-    return ChunkedLogProbFunction.apply(hidden_NH, weight_VH, None, targets, 1.0, width, None, 1.0, outputs)[0]

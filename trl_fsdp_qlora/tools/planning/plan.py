@@ -12,14 +12,14 @@ import torch
 from transformers import PretrainedConfig
 
 from ...fsdp2_qlora.generation import FREE_SHARE
-from ...utils.plain import counted
 from ..recipe.arguments import ScriptArguments
 from ..recipe.checks import read_config
-from . import model, passes
+from . import model
 from .generation import Engine, cache_bytes, plan_engine
 from .hardware import CONTEXT, GIB, SLACK, Hardware, read_hardware
+from .passes import FakeRun, Shape, scored_shape
 from .settings import Settings, from_words, read_launch
-from .steps import Step, measure_step, plan_step, why_not_keep
+from .steps import loss_bytes
 
 ACTIVATIONS = "activations, head's tiles"
 CACHE = "cache of generation"
@@ -42,7 +42,6 @@ class Plan:
             measures by.
         capacity: bytes that a rank can use.
         parameters: numbers of parameters, `(of the base, trained)`.
-        step: the passes of an optimizer step.
         engine: a vLLM engine in the trainer's process.
     """
 
@@ -52,7 +51,6 @@ class Plan:
     phases: dict[str, dict[str, int]]
     capacity: int
     parameters: tuple[int, int]
-    step: Step
     engine: Engine | None = None
 
     def total(self, phase: str) -> int:
@@ -139,17 +137,21 @@ def make_plan(settings: Settings, hardware: Hardware | None = None, config: Pret
     logger.setLevel(logging.ERROR)  # the libraries' messages are for a user who trains the model
     try:
         with warnings.catch_warnings(action="ignore"):
-            engine = plan_engine(settings, config, hardware)
-            step = plan_step(settings, why_not_keep(settings, config))
-            phases = _phases(settings, config, hardware, engine, step)
-            weights = dict(passes.whole(settings, config).named_parameters())
+            run = FakeRun(settings, config, hardware.gpu)
+            engine = plan_engine(run, hardware)
+            phases = _phases(run, hardware, engine)
     finally:
         logger.setLevel(level)
-    trained = sum(p.numel() for p in weights.values() if p.requires_grad)
+    capacity = hardware.per_rank(settings.launch.ranks_per_machine)
+    return Plan(settings, config, hardware, phases, capacity, _parameters(run), engine)
+
+
+def _parameters(run: FakeRun) -> tuple[int, int]:
+    """Numbers of parameters of the base, and of trained ones."""
+    weights = dict(run.whole.named_parameters())
     # Two 4-bit weights are packed in a byte: count the weights that the byte unpacks to.
     base = sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for name, p in weights.items() if "lora_" not in name)
-    capacity = hardware.per_rank(settings.launch.ranks_per_machine)
-    return Plan(settings, config, hardware, phases, capacity, (base, trained), step, engine)
+    return base, sum(p.numel() for p in weights.values() if p.requires_grad)
 
 
 def changed(plan: Plan, **values: Any) -> Plan:
@@ -160,20 +162,19 @@ def changed(plan: Plan, **values: Any) -> Plan:
     return make_plan(replace(settings, values=settings.values | values), plan.hardware, plan.config)
 
 
-def _phases(
-    settings: Settings, config: PretrainedConfig, hardware: Hardware, engine: Engine | None, step: Step
-) -> dict[str, dict[str, int]]:
+def _phases(run: FakeRun, hardware: Hardware, engine: Engine | None) -> dict[str, dict[str, int]]:
     """Bytes by phase and component, see [`Plan`]."""
+    settings = run.settings
     launch = settings.launch
     gpu = hardware.gpu
-    static = model.static_bytes(passes.whole(settings, config), settings)
+    static = model.static_bytes(run.whole, settings)
     on_host = {None: (), "optimizer": (model.OPTIMIZER,), "all": static.keys() - {model.BUCKETS}}[launch.offload]
     held = {name: size for name, size in static.items() if name not in on_host}
     gradients = {name: held.pop(name) for name in (model.GRADIENTS, model.BUCKETS) if name in held}
     # On a CPU it is this process without the model: what planning leaves in the process is in the run as well.
     process = CONTEXT if gpu else psutil.Process().memory_info().rss
     free = hardware.per_rank(launch.ranks_per_machine) - sum(held.values()) - process
-    in_a_layer, whole = gathered_bytes(settings, config, gpu)
+    in_a_layer, whole = gathered_bytes(run)
     # Generation and scoring may gather the whole model, see `fsdp2_qlora.generation.choose`; with vLLM not.
     in_a_rollout = in_a_layer
     if launch.kind == "fsdp2" and not settings.is_paired and not settings.use_vllm:
@@ -190,11 +191,11 @@ def _phases(
     # By phase: what comes and goes; what is there during the whole phase in addition to the weights; gathered weights.
     table = {}
     if not settings.is_paired:
-        table["generate"] = (_generation(settings, config, gpu, free), awake, in_a_rollout)
+        table["generate"] = (_generation(run, free), awake, in_a_rollout)
     if settings.scores_again:
-        scored = passes.measure(settings, config, passes.scored_shape(settings, gpu), gpu)
+        scored = run.measure(scored_shape(settings, gpu))
         table["score"] = ({ACTIVATIONS: scored}, asleep, in_a_rollout)
-    loss = {ACTIVATIONS: _loss_bytes(settings, config, step, gpu)}
+    loss = {ACTIVATIONS: loss_bytes(run)}
     table["forward_backward"] = (loss, {**gradients, **asleep}, in_a_layer)
     table["optimizer"] = ({}, {**gradients, UPDATE: update, **asleep}, 0)
 
@@ -206,27 +207,17 @@ def _phases(
     return phases
 
 
-def _loss_bytes(settings: Settings, config: PretrainedConfig, step: Step, gpu: bool) -> int:
-    """Peak bytes of the passes with gradients, and of the padded forward that checks the first one."""
-    if settings.prefix_sharing == "off":
-        return passes.measure(settings, config, passes.loss_shape(settings, False, gpu), gpu, grad=True)
-    loss = measure_step(settings, config, step, gpu)
-    if settings.launch.kind.startswith("zero"):  # under DeepSpeed the check has no gradients
-        return loss
-    return max(loss, passes.measure(settings, config, passes.compared_shape(settings, config, gpu), gpu, grad=True))
-
-
-def _generation(settings: Settings, config: PretrainedConfig, gpu: bool, free: int) -> dict[str, int]:
+def _generation(run: FakeRun, free: int) -> dict[str, int]:
     """Bytes by component of generation, with all completions at full length; `free` are those next to the weights."""
+    settings = run.settings
     if settings.use_vllm:
         return {}
-    cache, prompt, step = cache_bytes(settings, config)
+    cache, prompt, step = cache_bytes(run)
     rows = settings.rollout_rows
     if settings.compact_generation:  # each distinct prompt is computed once
         rows = max(1, rows // settings.num_generations)
     # During the prefill the cache holds the prompts only. A token step has activations of one token per row only.
-    shape = passes.Shape(rows, settings.prompt_tokens, 0, False)
-    prefill = passes.measure(settings, config, shape, gpu) + rows * prompt
+    prefill = run.measure(Shape(rows, settings.prompt_tokens, 0, False)) + rows * prompt
     parts = {CACHE: cache, TOKEN_STEP: step, ACTIVATIONS: max(0, prefill - cache - step)}
     if settings.keeps_turns:
         # A row's cache is kept when its turn has ended; the last rows of a batch are then still in the cache.
@@ -234,7 +225,7 @@ def _generation(settings: Settings, config: PretrainedConfig, gpu: bool, free: i
     return parts
 
 
-def gathered_bytes(settings: Settings, config: PretrainedConfig, on_gpu: bool) -> tuple[int, int]:
+def gathered_bytes(run: FakeRun) -> tuple[int, int]:
     """Bytes of gathered weights that a rank of a sharded model holds next to its shards; zeros if none are sharded.
 
     Returns:
@@ -242,6 +233,7 @@ def gathered_bytes(settings: Settings, config: PretrainedConfig, on_gpu: bool) -
         being gathered), and the buffers that receive a layer (FSDP2 receives a unit in one buffer, gloo in two). The
         second is the whole model.
     """
+    settings = run.settings
     if settings.launch.kind not in ("fsdp2", "zero3") or settings.launch.processes == 1:
         return 0, 0
 
@@ -252,14 +244,13 @@ def gathered_bytes(settings: Settings, config: PretrainedConfig, on_gpu: bool) -
             total += parameter.numel() * 2 if cast else parameter.nbytes
         return total
 
-    skeleton = passes.whole(settings, config)
-    causal = model.causal_model(skeleton)
-    total = weights(skeleton)
+    causal = model.causal_model(run.whole)
+    total = weights(run.whole)
     names = set(getattr(causal, "_no_split_modules", None) or ())
     inside = [weights(module) for module in causal.modules() if type(module).__name__ in names]
     buffers = 0
     if settings.launch.kind == "fsdp2":
-        buffers = 1 if on_gpu else 2
+        buffers = 1 if run.on_gpu else 2
     return total - sum(inside) + (2 + buffers) * max(inside, default=0), total
 
 
@@ -297,8 +288,6 @@ def format_plan(plan: Plan) -> str:
         "",
         f"* {plan.limiting} needs most: {format_bytes(plan.peak)} of {format_bytes(plan.capacity)}, {fits}",
     ]
-    if not settings.is_paired:
-        lines.append(_format_step(settings, plan.step))
     if plan.engine:
         lines.append(_format_engine(plan.engine))
     if plan.warning:
@@ -308,8 +297,9 @@ def format_plan(plan: Plan) -> str:
         f"assumed: prompts of {settings.prompt_tokens} tokens (--prompt_tokens), {completions} "
         f"{settings.completion_tokens}"
     )
-    if settings.model.load_in_8bit:
-        lines.append("assumed: load_in_8bit makes no weight smaller; the plan of an 8-bit base is therefore too high")
+    stored = model.counted_dense(settings, plan.config)
+    if stored:
+        lines.append(f"assumed: {stored} makes no weight smaller; the plan of such a base is therefore too high")
     if hardware.gpu:
         lines.append("assumed, not measured: the CUDA context and the allocator's slack")
     else:
@@ -319,32 +309,11 @@ def format_plan(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _format_step(settings: Settings, step: Step) -> str:
-    """A line on the passes of an optimizer step."""
-    rows = settings.per_device_train_batch_size
-    batches = settings.gradient_accumulation_steps
-    parts = ["1 pass" if step.passes == 1 else f"{step.passes:,} passes"]
-    if step.trunks:
-        parts.append(f"{counted(step.trunks, 'forward')} of prompts")
-    if step.values:
-        parts.append(f"{counted(step.values, 'forward')} without gradients")
-    stock = batches * rows * (settings.prompt_tokens + settings.max_completion_length)
-    line = (
-        f"an optimizer step: {batches} x {rows} completions in {', '.join(parts)}: {step.computed:,} tokens, "
-        f"{stock:,} in stock TRL"
-    )
-    if step.reason and settings.prefix_sharing != "off":
-        line += f"; each micro-batch computes its own prompts ({step.reason})"
-    return line
-
-
 def _format_engine(engine: Engine) -> str:
     """A line on the share of a vLLM engine."""
-    base = "the base is the trainer's" if engine.is_shared else "the rest is its own base"
-    if engine.is_shared and engine.base:
-        base += f", but for {format_bytes(engine.base)}"
-    row = format_bytes(engine.row)
+    base = f"{format_bytes(engine.base)} of a base of its own" if engine.base else "the base is the trainer's"
     line = f"vLLM: {format_bytes(engine.rest)} of {format_bytes(engine.share)} for its cache and passes, {base}"
     if engine.starts:
-        return f"{line}; a row's cache at full length is {row}"
+        return line
+    row = format_bytes(engine.row)
     return f"{line}; it cannot start, because a row's cache is {row}: raise vllm_gpu_memory_utilization"

@@ -197,22 +197,13 @@ def read_launch(path: str | None, processes: int | None = None) -> Launch:
         if config.distributed_type == "DEEPSPEED":
             kind, offload = _read_zero(config.deepspeed_config, f"{path}: deepspeed_config_file")
         elif config.distributed_type == "FSDP":
-            kind, offload = _read_fsdp(config.fsdp_config, kind)
+            offloads = str_to_bool(str(config.fsdp_config.get("fsdp_offload_params", False)))  # it may be quoted
+            kind, offload = "fsdp2", "all" if offloads else None
     except UserError:
         raise
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise UserError(f"--accelerate_config {path} cannot be read: {error}") from None
     return Launch(kind, ranks, int(config.num_machines or 1), offload, use_cpu, config.mixed_precision)
-
-
-def _read_fsdp(content: dict[str, Any], unsharded: str) -> tuple[str, str | None]:
-    """Kind and offload of an `fsdp_config`. A value may be quoted, because accelerate passes it on as text."""
-    names = ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")  # the second is FSDP1's newer name of the first
-    strategies = {str(content.get(name)).upper() for name in names}
-    if str(content.get("fsdp_version", 1)) == "1" and strategies & {"NO_SHARD", "3"}:
-        return unsharded, None
-    offloads = str_to_bool(str(content.get("fsdp_offload_params", False)))
-    return "fsdp2", "all" if offloads else None
 
 
 def _read_zero(content: dict[str, Any], field_name: str) -> tuple[str, str | None]:
