@@ -136,7 +136,8 @@ def compared_rows(
     with images (or the first one) on, half from the end.
     """
     order, _ = sort_by_prefix(sequences.tokens_BL, sequences.lengths_B)
-    order = order[sequences.needed_B[order] > 0]
+    needed = order[sequences.needed_B[order] > 0]
+    order = needed if len(needed) else order  # a rank without any takes part in the forwards of the others
     tokens = packed_model.build_forest(sequences).tokens
     tokens = min(tokens, tokens_per_pass or tokens)
     has_images = [bool(batch.num_images and batch.num_images[row]) for row in order]
@@ -182,7 +183,8 @@ def shortened(batch: Batch, sequences: Sequences, window: int) -> Batch:
         for name, x in batch.vision.items()
     }
     cut = replace(batch, vision=vision, **tensors)
-    return cut.rows(np.flatnonzero(cut.is_wanted().any(1).cpu().numpy()))
+    wanted_B = cut.is_wanted().any(1).cpu().numpy()
+    return cut.rows(np.flatnonzero(wanted_B)) if wanted_B.any() else cut
 
 
 # --- the passes ------------------------------------------------------------------------------------------------------

@@ -347,8 +347,10 @@ class PromptSharing:
             if batch is not None:
                 with contextlib.suppress(CannotPack):
                     sequences = self._read(batch)
-            can_compare = sequences is not None and bool(sequences.needed_B.any())
-            if any(reduced_over_ranks([int(not can_compare)], device)):
+            cannot_read = sequences is None
+            is_needed = not cannot_read and bool(sequences.needed_B.any())
+            on_any_rank = reduced_over_ranks([int(cannot_read), int(is_needed)], device)
+            if on_any_rank[0] or not on_any_rank[1]:  # ranks without a token to score compare with the others
                 return
             if with_images and together:
                 self.packed_model.images.share(batch)

@@ -38,3 +38,13 @@ def share_values(
         same = torch.cat([same_prompt, contexts[: row + 1] == contexts[row]], dim=1).int().cumprod(1).bool()
         first_BC[row] = (same & computed_BC[: row + 1]).int().argmax(0)  # a computed token is equal to itself
     return torch.where(computed_BC, values_BC.gather(0, first_BC), values_BC)
+
+
+def fill_masked_rows(values_B1: torch.Tensor, completion_mask_B1: torch.Tensor) -> torch.Tensor:
+    """Give each row outside of the mask the mean of the rows in the mask.
+
+    If the values have one column, TRL reads them as one value per completion and divides their sum by the number of
+    all rows. A packed row computes nothing for a masked completion, so its zero would lower TRL's mean.
+    """
+    mask_B1 = completion_mask_B1.bool()
+    return torch.where(mask_B1, values_B1, (values_B1 * mask_B1).sum() / mask_B1.sum().clamp(min=1))

@@ -38,7 +38,7 @@ def test_a_value_of_the_command_line_replaces_that_of_a_file(tmp_path):
     assert (config.prefix_sharing, config.phase_metrics, config.save_strategy) == ("off", "on", "no")
     assert EfficientGRPOConfig(str(tmp_path), bf16=False, use_cpu=True, prefix_sharing=False).prefix_sharing == "off"
     check_training(config, model)
-    for written, word in {"true": "on", "false": "off", "on": "on", "no": "off", "auto": "auto"}.items():
+    for written, word in {"true": "on", "false": "off", "on": "on", "no": "off"}.items():
         assert parse(f"vllm_share_base: {written}\n")[1].vllm_share_base == word
         assert parse("", "--vllm_share_base", written)[1].vllm_share_base == word
     _, config, model = parse("prefix_sharing: on\n")

@@ -68,7 +68,8 @@ def served_rank(config: LoraConfig) -> int:
     """
     if type(config) is not LoraConfig:
         raise RolloutError(f"vLLM cannot serve this adapter by itself: a {type(config).__name__} is no LoraConfig")
-    for field in fields(config):
+    # The cause before what follows from it: PEFT writes the ranks of adapted parameters into `rank_pattern`.
+    for field in sorted(fields(config), key=lambda field: field.name != "target_parameters"):
         value = getattr(config, field.name)
         default = field.default if field.default_factory is MISSING else field.default_factory()
         if field.name in _READ | _CHANGES_NO_PRODUCT or value == default or not (value or default):

@@ -20,7 +20,7 @@ from ...prefix_sharing.batch import IGNORED_LABEL
 from ...prefix_sharing.image_keys import fingerprints
 from ...prefix_sharing.sharing import PromptSharing
 from ...prefix_sharing.wrapped_forward import Instructions
-from ...scoring.contexts import share_values
+from ...scoring.contexts import fill_masked_rows, share_values
 from ...scoring.token_selection import weight_gradient
 from ..run.phases import PhaseTimer
 from .look_ahead import LookAhead
@@ -216,6 +216,8 @@ class Scoring:
                 vision = {name: arguments[name] for name in OF_IMAGES if arguments.get(name) is not None}
                 keys_B1 = fingerprints(vision) if "pixel_values" in vision else None
                 entropies_BC = share_values(entropies_BC, input_ids, attention_mask, width, keys_B1)
+            if request.scored_BC is None and entropies_BC is not None and width == 1:
+                entropies_BC = fill_masked_rows(entropies_BC, attention_mask[:, -1:])
         if request.weight_BC is not None:
             logps_BC = weight_gradient(logps_BC, request.weight_BC)
         return logps_BC, entropies_BC, *others
