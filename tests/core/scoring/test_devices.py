@@ -15,6 +15,7 @@ from trl_fsdp_qlora.compat import older_gpus
 from trl_fsdp_qlora.engines.decode.decoding import RowUniforms, draw
 from trl_fsdp_qlora.scoring import token_selection, transfer
 from trl_fsdp_qlora.scoring.frozen_head import add_product
+from trl_fsdp_qlora.trainers.run.phases import token_counts
 
 
 class NoFloat64(TorchDispatchMode):
@@ -31,11 +32,14 @@ class NoFloat64(TorchDispatchMode):
 META = torch.device("meta")
 
 
-def test_draws():
+def test_draws_and_counters():
+    mask = torch.empty(4, 6, dtype=torch.long, device=META)
     with NoFloat64():
         numbers = RowUniforms(4, META, seed=0).next(torch.zeros(4, dtype=torch.long, device=META))
         for size in (7, 700):
             assert draw(torch.empty(4, size, device=META), numbers).shape == (4,)
+        counts = token_counts({"prompt_mask": mask, "completion_mask": mask, "advantages": mask[:, 0].float()}, 2)
+    assert counts.dtype is torch.int64  # exact, and known to every device
 
 
 @pytest.mark.parametrize("strategy", ["s_grpo", "prefix_cut"])

@@ -9,7 +9,7 @@ import torch
 from tests.tiny import lora, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.trainers.run import phases
-from trl_fsdp_qlora.trainers.run.phases import MIB, PhaseTimer, TelemetryCallback
+from trl_fsdp_qlora.trainers.run.phases import MIB, PhaseTimer, TelemetryCallback, token_counts
 
 
 def test_nested_phases_are_not_counted_twice_and_an_exception_closes_what_it_left_open():
@@ -48,6 +48,22 @@ def test_peak_bytes_of_a_phase():
         assert metrics[f"memory/{name}_peak_mib"] - metrics["memory/small_peak_mib"] == pytest.approx(256, abs=40)
 
 
+def test_efficiency_of_a_batch_by_hand():
+    # two groups of two: prompts of 3 and 1 tokens, completions of 2, 4, 1, 1
+    prompt_mask = torch.tensor([[1, 1, 1], [1, 1, 1], [0, 0, 1], [0, 0, 1]])
+    completion_mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 0, 0, 0]])
+    advantages = torch.tensor([1.0, -1.0, 0.0, 0.0])
+    batch = {"prompt_mask": prompt_mask, "completion_mask": completion_mask, "advantages": advantages}
+    counts = token_counts(batch, 2)
+    clock = PhaseTimer(torch.device("cpu"))
+    assert counts.tolist() == [28, 16, 12, 4, 2, 8]
+    metrics = clock.efficiency(counts)
+    assert clock.tokens == 8
+    assert metrics["efficiency/padding_fraction"] == pytest.approx(1 - 16 / 28)
+    assert metrics["efficiency/prompt_redundancy"] == pytest.approx(16 / 12)
+    assert metrics["efficiency/zero_advantage_fraction"] == 0.5
+
+
 def test_metrics_of_a_run_and_its_start_up_block(tmp_path, capsys):
     options = {"peft_config": lora(), "beta": 0.1, "num_iterations": 2, "max_steps": 2}
     grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, **options)
@@ -55,7 +71,7 @@ def test_metrics_of_a_run_and_its_start_up_block(tmp_path, capsys):
     first, second = grpo.state.log_history[:2]
     for phase in ("generate", "reward", "old_policy_pass", "reference_pass", "forward_backward", "optimizer"):
         assert first[f"time/{phase}_s"] > 0, phase
-    assert first["throughput/tokens_per_s"] > 0
+    assert first["efficiency/prompt_redundancy"] > 1 and first["throughput/tokens_per_s"] > 0
     assert second["time/generate_s"] == 0.0  # the second iteration reuses the completions
     out = capsys.readouterr().out
     assert "8 completions in the loss = 2 prompts × 4 completions, each used 2 times" in out

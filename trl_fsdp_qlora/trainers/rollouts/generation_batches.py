@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from transformers import Trainer
 
 from ...prefix_sharing.sharing import PromptSharing
-from ..run.phases import PhaseTimer
+from ..run.phases import PhaseTimer, token_counts
 from ..run.unscored import ScoredCompletions
 from ..step.groups import shuffled_groups
 
@@ -23,6 +23,7 @@ class GenerationBatches:
 
     Args:
         eos_token_ids: tokens that end a completion.
+        add_metrics: logs values by name.
         later: `TelemetryCallback.later`.
         reward_names: names of the reward functions.
 
@@ -39,6 +40,7 @@ class GenerationBatches:
         clock: PhaseTimer,
         eos_token_ids: list[int],
         reward_names: list[str],
+        add_metrics: Callable[[dict[str, float]], None],
         later: Callable[[torch.Tensor, Callable], None],
     ):
         self.args = args
@@ -48,6 +50,7 @@ class GenerationBatches:
         self.keeps = False
         self.last: dict[str, Any] | None = None
         self.scored = ScoredCompletions(reward_names)
+        self._add_metrics = add_metrics
         self._later = later
 
     def shuffled(self, batch: dict[str, Any], group_size: int, logs: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,7 +61,8 @@ class GenerationBatches:
         if self.keeps:
             lengths = self.accelerator.gather(lengths_and_ends(batch, self.eos_token_ids))
             self.last = drawn_rows(logs, lengths, "pixel_values" in batch)
-        self.clock.tokens += self.accelerator.reduce(batch["completion_mask"].sum(), reduction="sum").item()
+        counts = self.accelerator.reduce(token_counts(batch, group_size), reduction="sum")
+        self._add_metrics(self.clock.efficiency(counts))
         return shuffled_groups(batch, group_size, self.accelerator.process_index)
 
     def count_scored(self, rewards_NK: torch.Tensor) -> None:

@@ -83,6 +83,7 @@ class OnPolicyRun(TrainerRun):
             self.clock,
             self.eos_token_ids,
             self.reward_func_names,
+            self._add_metrics,
             self.telemetry.later,
         )
 

@@ -1,8 +1,9 @@
-"""Seconds and bytes of each phase of a step, as ordinary Trainer metrics; docs/telemetry.md lists them.
+"""Seconds, bytes and efficiency of each phase of a step, as ordinary Trainer metrics; docs/telemetry.md lists them.
 
 `time/<phase>_s` are seconds of a phase in one optimizer step. On CUDA they are the device's time between two events,
 which are read when metrics are logged, so no phase waits for the device. `memory/<phase>_peak_mib` is measured by the
-CUDA allocator or, without CUDA on Linux, as the process's resident set.
+CUDA allocator or, without CUDA on Linux, as the process's resident set. `efficiency/` compares a generation batch with
+the padded one that stock TRL runs.
 """
 
 import time
@@ -131,6 +132,16 @@ class PhaseTimer:
         finally:
             self.stop(name)
 
+    def efficiency(self, counts: torch.Tensor) -> dict[str, float]:
+        """The `efficiency/` metrics of a generation batch, from its [`token_counts`] summed over ranks."""
+        padded, valid, once, rows, zero, completion_tokens = counts.tolist()
+        self.tokens += completion_tokens
+        return {
+            "efficiency/padding_fraction": 1 - valid / max(padded, 1),
+            "efficiency/prompt_redundancy": valid / max(once, 1),
+            "efficiency/zero_advantage_fraction": zero / max(rows, 1),
+        }
+
     def drain_spans(self) -> list[Span]:
         """The spans of phases that were recorded since the last drain."""
         spans = self._spans
@@ -160,6 +171,30 @@ def seconds(start: Moment, end: Moment) -> float:
     if not is_past(end):
         end.synchronize()
     return start.elapsed_time(end) / 1000
+
+
+def token_counts(batch: dict, group_size: int) -> torch.Tensor:
+    """Token counts of a generation batch, as sums that can be added over ranks.
+
+    Args:
+        batch: `prompt_mask` (B, P), `completion_mask` (B, C), `advantages` (B,) or (B, C).
+        group_size: completions per prompt; rows of a group are adjacent.
+
+    Returns:
+        int64 `(6,)`: padded tokens, valid tokens, valid tokens with each group's prompt once, completions, those with
+        zero advantage, completion tokens.
+    """
+    prompt_B = batch["prompt_mask"].sum(1)
+    completion_tokens = batch["completion_mask"].sum()
+    rows = len(prompt_B)
+    padded = rows * (batch["prompt_mask"].size(1) + batch["completion_mask"].size(1))
+    zero = (batch["advantages"].view(rows, -1) == 0).all(1).sum()
+    valid = prompt_B.sum() + completion_tokens
+    once = prompt_B[::group_size].sum() + completion_tokens
+    # `new_full` fills a number in on the device. The host would wait for a copy to the device.
+    padded_on_device = prompt_B.new_full((), padded)
+    rows_on_device = prompt_B.new_full((), rows)
+    return torch.stack([padded_on_device, valid, once, rows_on_device, zero, completion_tokens])
 
 
 class _Step(NamedTuple):
