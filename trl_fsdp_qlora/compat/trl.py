@@ -20,7 +20,8 @@ from ..errors import UserError
 
 logger = logging.getLogger(__name__)
 
-TESTED_TRL = ("1.15", "1.16")
+OLDEST_TRL = "1.15"
+TESTED_TRL = ("1.16",)
 # Names of TRL's: the module that has each, and what needs it. Without it everything else works.
 BORROWED = {
     # the trainers that this package extends
@@ -75,7 +76,7 @@ def _borrow(name: str, module: str, needed_by: str) -> Any:
         version = import_module("trl").__version__
     except ImportError as error:
         raise MissingName(f"TRL is not installed {needed}") from error
-    if not is_tested(version) and Version(version) < Version(TESTED_TRL[0]):
+    if not is_tested(version) and Version(version) < Version(OLDEST_TRL):
         raise MissingName(f"TRL {version} is too old for trl_fsdp_qlora: {INSTALL}")
     try:
         return getattr(import_module(module), borrowed)
@@ -92,7 +93,7 @@ def is_tested(version: str | None = None) -> bool:
     version = version or import_module("trl").__version__
     if ".".join(map(str, Version(version).release[:2])) in TESTED_TRL:
         return True
-    if Version(version) >= Version(TESTED_TRL[0]):
+    if Version(version) >= Version(OLDEST_TRL):
         logger.warning(
             "trl_fsdp_qlora was never run with TRL %s: GRPO, RLOO and DPO trainers compare their first step with "
             "TRL's own (tested: %s)",

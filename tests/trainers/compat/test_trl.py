@@ -103,7 +103,7 @@ def test_a_trl_that_is_too_old_or_lacks_a_trainer_is_one_line(monkeypatch):
 
 @pytest.mark.parametrize(
     "version, tested",
-    [("1.15.0", True), ("1.16.3", True), ("1.16.0.dev0", True), ("1.20.0.dev0", False), ("1.17", False)],
+    [("1.15.0", False), ("1.16.3", True), ("1.16.0.dev0", True), ("1.20.0.dev0", False), ("1.17", False)],
 )
 def test_a_version_that_was_not_tested_is_one_line(version, tested, caplog):
     trl_seams.is_tested.cache_clear()
