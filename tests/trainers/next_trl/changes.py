@@ -60,14 +60,20 @@ def replace(file: str, *pairs: tuple[str, str]) -> Callable[[Path], None]:
     return edit
 
 
-def rename(old: str, new: str) -> Callable[[Path], None]:
-    """Give a name of TRL's another one, everywhere in TRL."""
+def rename(old: str, new: str, kind: str) -> Callable[[Path], None]:
+    """Give a name of TRL's another one, everywhere in TRL.
+
+    Other objects may have an attribute of that name, or TRL may have a function of another library's.
+    """
+    before = {"method": r"\b", "attribute": r"(?<=self\.)", "function": r"(?<![.\w])"}[kind]
+    imported = rf"(from (?!trl\b|\.)[\w.]+ import [^\n]*)\b{new}\b"
 
     def edit(folder: Path) -> None:
         for path in folder.rglob("*.py"):
             text = path.read_text(encoding="utf-8")
-            if re.search(rf"\b{old}\b", text):
-                rewrite(path, re.sub(rf"\b{old}\b", new, text))
+            renamed = re.sub(imported, rf"\1{old} as {new}", re.sub(rf"{before}{old}\b", new, text))
+            if renamed != text:
+                rewrite(path, renamed)
 
     return edit
 
@@ -190,7 +196,8 @@ def names_gone() -> Iterator[Change]:
         new = f"{name}_of_next"
         seam = methods_and_attributes.get(name)
         trainers = tuple(seam.of.split()) if seam else tuple(TRAINERS) if name in OF_EVERY_TRAINER else ("GRPO",)
-        yield Change(f"gone: {name}", rename(name, new), trainers, renames={name: new})
+        kind = "attribute" if name in trl_seams.ATTRIBUTES else "method" if seam else "function"
+        yield Change(f"gone: {name}", rename(name, new, kind), trainers, renames={name: new})
 
 
 OF_EVERY_TRAINER = ("FusedCausalLMOutput", "add_fused_lm_head", "ChunkedLogProbFunction", "use_adapter")
