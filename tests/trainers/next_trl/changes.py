@@ -5,6 +5,7 @@ own trainer works with it, and the package has to train the same or as stock.
 """
 
 import ast
+import importlib.metadata
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -160,14 +161,24 @@ def split_in_two(file: str, name: str) -> Callable[[Path], None]:
     return edit
 
 
+def own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    """The nodes of a function, without those of functions inside of it."""
+    nodes: list[ast.AST] = list(function.body)
+    while nodes:
+        node = nodes.pop()
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.Lambda):
+            nodes += ast.iter_child_nodes(node)
+
+
 def result_changed(file: str, name: str, formula: str) -> Callable[[Path], None]:
     """What a method returns, `x`, becomes `formula`."""
 
     def places(tree, text):
         found = []
-        for node in ast.walk(method(tree, name)):
+        for node in own_nodes(method(tree, name)):
             if isinstance(node, ast.Return) and node.value is not None:
-                before, after = f"(lambda x: {formula})(", ")"
+                before, after = f"(lambda x: {formula})((", "))"  # a tuple may have no parentheses
                 found += [(node.value.lineno, node.value.col_offset, before)]
                 found += [(node.value.end_lineno, node.value.end_col_offset, after)]
         return found
@@ -177,6 +188,12 @@ def result_changed(file: str, name: str, formula: str) -> Callable[[Path], None]
 
 def of_trainer(trainer: str) -> str:
     return f"trainer/{TRAINERS[trainer]}.py"
+
+
+def installed(trainer: str) -> str:
+    """The text of the installed TRL's trainer, which is not imported."""
+    folder = Path(importlib.metadata.distribution("trl").locate_file("trl"))
+    return (folder / of_trainer(trainer)).read_text(encoding="utf-8")
 
 
 def every_change() -> Iterator[Change]:
@@ -196,7 +213,8 @@ def names_gone() -> Iterator[Change]:
         new = f"{name}_of_next"
         seam = methods_and_attributes.get(name)
         trainers = tuple(seam.of.split()) if seam else tuple(TRAINERS) if name in OF_EVERY_TRAINER else ("GRPO",)
-        kind = "attribute" if name in trl_seams.ATTRIBUTES else "method" if seam else "function"
+        is_method = seam and any(f"def {name}(" in installed(trainer) for trainer in trainers)
+        kind = "method" if is_method else "attribute" if seam else "function"
         yield Change(f"gone: {name}", rename(name, new, kind), trainers, renames={name: new})
 
 
@@ -211,13 +229,20 @@ def arguments_and_results() -> Iterator[Change]:
     for name, seam in trl_seams.METHODS.items():
         for trainer in seam.of.split():
             file = of_trainer(trainer)
-            greedy = name == "_generate_single_turn"
             if name != "_get_tool_suffix_ids" and (trainer, name) != ("DPO", "compute_ref_log_probs"):
-                yield Change(f"argument: {trainer} {name}", argument_more(file, name), (trainer,), greedy=greedy)
+                yield Change(f"argument: {trainer} {name}", argument_more(file, name), (trainer,), **of_draws(name))
             if name in TUPLES:
                 yield Change(f"tuple: {trainer} {name}", tuple_longer(file, name), (trainer,))
     for name, file in FUNCTIONS.items():
         yield Change(f"option: {name}", argument_more(file, name, calls_pass_it=False))
+
+
+def of_draws(name: str) -> dict:
+    """What a change of this method needs: completions that are drawn, greedily.
+
+    They are equal in a group, so that their advantages cancel; a KL term has a gradient.
+    """
+    return {"greedy": True, "settings": {"beta": 0.1}} if name == "_generate_single_turn" else {}
 
 
 FUNCTIONS = {
@@ -238,9 +263,8 @@ def methods_between() -> Iterator[Change]:
         names = [name for name, seam in trl_seams.METHODS.items() if trainer in seam.of.split()]
         names += ["compute_loss"] + (["_prepare_inputs", "training_step", "log"] if trainer != "DPO" else [])
         for name in names:
-            greedy = name == "_generate_single_turn"
             yield Change(
-                f"between: {trainer} {name}", split_in_two(of_trainer(trainer), name), (trainer,), greedy=greedy
+                f"between: {trainer} {name}", split_in_two(of_trainer(trainer), name), (trainer,), **of_draws(name)
             )
 
 
@@ -459,7 +483,7 @@ def forwards() -> Iterator[Change]:
             replace(file, (CALL, "labels=labels, fused_lm_head=True, new_flag=True)")),
         )
         yield Change(f"forward: {trainer} a flag", ignored, (trainer,))
-        shifted = replace(file, (CALL, "labels=labels.masked_fill(labels == labels.max(), -100), fused_lm_head=True)"))
+        shifted = replace(file, (CALL, "labels=labels.masked_fill(labels % 5 == 0, -100), fused_lm_head=True)"))
         yield Change(f"forward: {trainer} labels masked", shifted, (trainer,))
         positions = replace(file, (CALL, "labels=labels, position_ids=None, fused_lm_head=True)"))
         yield Change(f"forward: {trainer} an argument of None", positions, (trainer,))

@@ -23,7 +23,7 @@ LEFT_OUT = ("scripts", "cli", "skills")  # bytecode of unchanged files stays, wh
 # The relative difference of two steps' updates, and the difference of losses next to one.
 CLOSE = 1e-3
 CLOSE_LOSS = 1e-4
-SECONDS = 120
+SMALL = 1e-6  # an update of less than this is rounding
 
 
 def copied(folder: Path) -> Path:
@@ -138,7 +138,7 @@ def outcome(name: str, change: Change) -> dict:
         text = "".join(traceback.format_exception(error))
         seam = change.name.rpartition(" ")[2]
         return result | {"class": "error" if seam in text else "unnamed error", "text": text[-700:]}
-    apart = ((own_update - update).norm() / update.norm().clamp(min=1e-12)).item()
+    apart = ((own_update - update).norm() / update.norm().clamp(min=SMALL)).item()
     loss_apart = max(abs(a - b) / (1 + abs(b)) for a, b in zip(own_losses, losses, strict=True))
     said = [line for line in lines.lines if "stock" in line and "was never run with TRL" not in line]
     is_equal = apart <= CLOSE and loss_apart <= CLOSE_LOSS

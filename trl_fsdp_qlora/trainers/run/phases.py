@@ -188,7 +188,8 @@ def token_counts(batch: dict, group_size: int) -> torch.Tensor:
     completion_tokens = batch["completion_mask"].sum()
     rows = len(prompt_B)
     padded = rows * (batch["prompt_mask"].size(1) + batch["completion_mask"].size(1))
-    zero = (batch["advantages"].view(rows, -1) == 0).all(1).sum()
+    advantages = batch.get("advantages")  # another TRL may name them otherwise
+    zero = completion_tokens * 0 if advantages is None else (advantages.view(rows, -1) == 0).all(1).sum()
     valid = prompt_B.sum() + completion_tokens
     once = prompt_B[::group_size].sum() + completion_tokens
     # `new_full` fills a number in on the device. The host would wait for a copy to the device.
