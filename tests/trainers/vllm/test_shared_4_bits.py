@@ -91,7 +91,7 @@ def test_what_is_not_a_linear_layer_of_vllms_is_dequantized(tmp_path):
     torch.testing.assert_close(sampled, policy_logps(policy, prompt, drawn), rtol=0, atol=1e-4)
 
 
-def test_a_vllm_that_loads_in_another_way_has_dequantized_weights(tmp_path, monkeypatch, caplog):
+def test_a_vllm_that_loads_in_another_way_is_an_error_that_names_the_option(tmp_path, monkeypatch):
     from trl_fsdp_qlora.experimental.one_base.shared_base import SharedBase
 
     place_packed = SharedBase.place_packed
@@ -104,11 +104,8 @@ def test_a_vllm_that_loads_in_another_way_has_dequantized_weights(tmp_path, monk
     monkeypatch.setattr(SharedBase, "place_packed", breaks_in_the_middle)
     checkpoint = tiny.make_checkpoint(tmp_path / "model", hidden=128, intermediate=256)
     policy = get_peft_model(tiny.load(checkpoint), LoraConfig(r=4, target_modules="all-linear")).eval()
-    llm, shared = engine_of(policy, tmp_path)
-    assert not shared.parameters and "KeyError" in caplog.text
-    prompt = list(range(5, 15))
-    drawn, sampled = drawn_logps(llm, prompt)
-    torch.testing.assert_close(sampled, policy_logps(policy, prompt, drawn), rtol=0, atol=1e-4)
+    with pytest.raises(RolloutError, match=r"vllm_share_base: true cannot be: .*KeyError.*leave vllm_share_base out"):
+        engine_of(policy, tmp_path)
 
 
 def test_ten_steps_are_those_of_a_dequantized_copy(quantized_base, tmp_path, monkeypatch):

@@ -359,7 +359,7 @@ class Held:
         from trl_fsdp_qlora.experimental.one_base.shared_base import SharedBase
 
         self.most = 0
-        layers, take_rows, take_whole = SharedBase.layers, SharedBase.take_rows, SharedBase.take_whole
+        layers, take_rows = SharedBase.layers, SharedBase.take_rows
 
         def watched_layers(shared):
             for layer in layers(shared):
@@ -375,7 +375,6 @@ class Held:
 
         monkeypatch.setattr(SharedBase, "layers", watched_layers)
         monkeypatch.setattr(SharedBase, "take_rows", look_first(take_rows))
-        monkeypatch.setattr(SharedBase, "take_whole", look_first(take_whole))
 
     def look(self):
         storages = {}
