@@ -1,14 +1,10 @@
 """DPO on pictures: a pair's picture is computed once, and loss and gradients are stock's."""
 
-import numpy as np
 import pytest
 from datasets import Dataset
-from PIL import Image
 from trl import DPOConfig, DPOTrainer
 
-from tests.core.prefix_sharing.helpers import build, llava_processor, tokenizer
-from tests.core.prefix_sharing.test_images import MORE
-from tests.trainers.sharing.test_images import ADAPTER
+from tests.trainers.sharing.test_images import ADAPTER, small_llava
 from trl_fsdp_qlora import EfficientDPOConfig, EfficientDPOTrainer
 from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
 
@@ -16,15 +12,9 @@ from .test_trainer import DEFAULTS, assert_same_loss
 
 
 def llava_trainer(cls, config, folder, without_picture=(), **changes):
-    tokens = tokenizer()
-    tokens.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    model = build(MORE["llava"])
-    model.config.image_token_id = tokens.convert_tokens_to_ids("<image>")
-    model.resize_token_embeddings(len(tokens))
-    rng = np.random.default_rng(0)
-    pictures = [Image.fromarray(rng.integers(0, 255, (16, 16, 3), dtype=np.uint8)) for _ in range(8)]
+    model, processor, prompts, pictures = small_llava()
     rows = {
-        "prompt": [[{"role": "user", "content": "A+B=" if i % 2 else "CD"}] for i in range(8)],
+        "prompt": prompts,
         "chosen": [[{"role": "assistant", "content": "EFGH"[: 1 + i % 4]}] for i in range(8)],
         "rejected": [[{"role": "assistant", "content": "JKLMN"[: 5 - i % 4]}] for i in range(8)],
     }
@@ -36,7 +26,7 @@ def llava_trainer(cls, config, folder, without_picture=(), **changes):
         model=model,
         args=config(output_dir=str(folder), **(DEFAULTS | {"max_length": None} | changes)),
         train_dataset=Dataset.from_dict(rows),
-        processing_class=llava_processor(tokens),
+        processing_class=processor,
         peft_config=ADAPTER,
     )
 

@@ -32,8 +32,8 @@ def test_padded_pixels_with_as_many_images_as_rows():
         assert torch.equal(part["pixel_values"], pixels[part["prompt_ids"][0]])
 
 
-def llava_trainer(cls, folder, **config):
-    """GRPO of a small LLaVA on pictures, its prompts of TRL's conversational kind, without a file anywhere."""
+def small_llava():
+    """A small LLaVA, its processor, and eight prompts of TRL's conversational kind with a picture for each."""
     tokens = tokenizer()
     tokens.add_special_tokens({"additional_special_tokens": ["<image>"]})
     model = build(MORE["llava"])
@@ -41,11 +41,15 @@ def llava_trainer(cls, folder, **config):
     model.resize_token_embeddings(len(tokens))
     rng = np.random.default_rng(0)
     pictures = [Image.fromarray(rng.integers(0, 255, (16, 16, 3), dtype=np.uint8)) for _ in range(8)]
-    rows = {
-        "prompt": [[{"role": "user", "content": "A+B=" if i % 2 else "CD"}] for i in range(8)],
-        "image": pictures,
-    }
-    return make_trainer(cls, model, folder, ADAPTER, llava_processor(tokens), Dataset.from_dict(rows), **config)
+    prompts = [[{"role": "user", "content": "A+B=" if i % 2 else "CD"}] for i in range(8)]
+    return model, llava_processor(tokens), prompts, pictures
+
+
+def llava_trainer(cls, folder, **config):
+    """GRPO of a small LLaVA on pictures, without a file anywhere."""
+    model, processor, prompts, pictures = small_llava()
+    dataset = Dataset.from_dict({"prompt": prompts, "image": pictures})
+    return make_trainer(cls, model, folder, ADAPTER, processor, dataset, **config)
 
 
 def test_training_on_pictures_equals_stock(tmp_path):

@@ -363,7 +363,7 @@ class _Loader(BaseModelLoader):
             parameter.weight_loader = watched(load)
         loaded = set()
         for layer in shared.layers():
-            loaded |= model.load_weights(layer.items())
+            loaded.update(model.load_weights(layer.items()))
             for parameter in packed_parts:
                 place_packed(parameter)
             for parameter in parts:

@@ -198,7 +198,8 @@ def read_launch(path: str | None, processes: int | None = None) -> Launch:
             kind, offload = _read_zero(config.deepspeed_config, f"{path}: deepspeed_config_file")
         elif config.distributed_type == "FSDP":
             offloads = str_to_bool(str(config.fsdp_config.get("fsdp_offload_params", False)))  # it may be quoted
-            kind, offload = "fsdp2", "all" if offloads else None
+            kind = "fsdp2"
+            offload = "all" if offloads else None
     except UserError:
         raise
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:

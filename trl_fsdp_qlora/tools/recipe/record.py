@@ -129,7 +129,7 @@ def settings_in(folder: str | Path) -> dict[str, Any]:
     settings = measured_on(arguments)
     settings.pop("model_name_or_path", None)  # an adapter names its base
     further = ("seed", "accuracy_samples", "accuracy_batch_size")
-    settings |= {name: arguments[name] for name in further if name in arguments}
+    settings.update((name, arguments[name]) for name in further if name in arguments)
     # The environment's own reward measures, too; other rewards may be in files that no longer exist.
     settings["rewards"] = [OWN_REWARD] if OWN_REWARD in arguments.get("rewards", ()) else None
     return {name: value for name, value in settings.items() if value is not None}

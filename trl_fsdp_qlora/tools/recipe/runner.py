@@ -62,7 +62,7 @@ def build_trainer(
     if code.agent is not None:
         if "environment_factory" not in inspect.signature(cls.__init__).parameters:
             raise ConfigError(f"environment and tools: {cls.__name__} runs no episodes; train with GRPO")
-        arguments |= code.agent.arguments()
+        arguments.update(code.agent.arguments())
         arguments["processing_class"] = code.tool_format(arguments["processing_class"])
     rewards = [checked(reward) for reward in code.rewards]
     trainer = cls(model.model_name_or_path, rewards, config, train, **arguments, **further_arguments)

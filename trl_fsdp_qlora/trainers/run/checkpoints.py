@@ -210,7 +210,8 @@ def describe_training(args: TrainingArguments, model: Any) -> dict[str, Any]:
     settings = {name: vars(args).get(name) for name in _TRAINING}
     if is_peft_model(model):
         adapter = model.peft_config[model.active_adapters[0]].to_dict()
-        settings |= {f"adapter.{name}": adapter.get(name) for name in ("r", "lora_alpha", "target_modules")}
+        for name in ("r", "lora_alpha", "target_modules"):
+            settings[f"adapter.{name}"] = adapter.get(name)
     return plain(settings)
 
 
