@@ -142,8 +142,8 @@ def test_positions_and_masks_of_ones_own_are_left_alone():
             "position_ids": positions,
             CACHE: DynamicCache(config=model.config),
         }
-        length = common_beginning.prefill_beginning(model, ids, kwargs | changed, greedy(), synced_gpus=False)[2]
-        assert length == (0 if changed else len(BEGINNING))
+        kept = common_beginning.prefill_beginning(model, ids, kwargs | changed, greedy(), synced_gpus=False)
+        assert (kept is None) if changed else (kept.ids == BEGINNING)
 
 
 @pytest.mark.processes
