@@ -258,19 +258,19 @@ class Decoding:
         self, model, ids_UP, lengths: list[int], batch: "_Batch", config: GenerationConfig, synced_gpus: bool
     ) -> list[Continuation]:
         """The parts in which the prompts are prefilled: behind what is kept of the last turn, or their beginning."""
-        prompts, width = ids_UP.shape
-        whole = Continuation([*range(prompts)], [None] * prompts, width)
+        count, width = ids_UP.shape
+        whole = Continuation([*range(count)], [None] * count, width)
+        prompts = [row[width - length :] for row, length in zip(ids_UP.tolist(), lengths, strict=True)]
         if self.turns is not None and self.turns.number > 0:
-            if self.has_images:
-                self.turns.clear()
-                return [whole]
-            histories = [row[width - length :] for row, length in zip(ids_UP.tolist(), lengths, strict=True)]
-            return self.turns.plan_prefill(histories)
-        beginning = prefill_beginning(model, ids_UP, batch.kwargs, config, synced_gpus)
+            if not self.has_images:
+                return self.turns.plan_prefill(prompts)
+            self.turns.clear()
+            return [whole]
+        beginning = prefill_beginning(model, prompts, ids_UP, batch.kwargs, config, synced_gpus)
         if beginning is None:
             return [whole]
         self.work.prefill_tokens += len(beginning.ids)
-        return [Continuation(whole.rows, [beginning] * prompts, width - len(beginning.ids))]
+        return [Continuation(whole.rows, [beginning] * count, width - len(beginning.ids))]
 
     @contextmanager
     def _tower_on_every_rank(self, model, device: torch.device, synced_gpus: bool) -> Iterator[None]:
