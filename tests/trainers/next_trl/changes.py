@@ -481,7 +481,9 @@ def forwards() -> Iterator[Change]:
         yield Change(f"forward: {trainer} a flag", ignored, (trainer,))
         shifted = replace(file, (CALL, "labels=labels.masked_fill(labels % 5 == 0, -100), fused_lm_head=True)"))
         yield Change(f"forward: {trainer} labels masked", shifted, (trainer,))
-        masked = "labels=labels.masked_fill((labels % 5 == 0) & (self.state.global_step > 0), -100), fused_lm_head=True)"
+        masked = (
+            "labels=labels.masked_fill((labels % 5 == 0) & (self.state.global_step > 0), -100), fused_lm_head=True)"
+        )
         later = replace(file, (CALL, masked))
         yield Change(f"forward: {trainer} labels masked from the second step on", later, (trainer,))
         positions = replace(file, (CALL, "labels=labels, position_ids=None, fused_lm_head=True)"))

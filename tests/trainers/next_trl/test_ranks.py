@@ -26,7 +26,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(model, tmp_path_factory):
-    """Stock's RLOO in one process, and ours in 4 bits, whose base stock cannot shard; neither compares its first step."""
+    """One process: stock's RLOO, and ours in 4 bits, which stock cannot shard; neither compares its first step."""
     folder = tmp_path_factory.mktemp("runs") / "one"
     return runs("dpo/ranks_worker.py", model, folder, "ddp=stock_rloo", "fsdp2=rloo:4bit", processes=1)[0]
 
