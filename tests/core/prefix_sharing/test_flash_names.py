@@ -4,7 +4,6 @@ The kernel itself is a dense one here: what is tested is that transformers finds
 """
 
 import pytest
-import torch
 import transformers.modeling_flash_attention_utils as flash
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.flash_attention import flash_attention_forward
