@@ -109,9 +109,8 @@ def recipe_findings(launcher: dict[str, str], rest: list[str]) -> Iterator[Findi
     """What the run's own command would refuse first, with the fields in `rest` and the options `launcher`."""
     from transformers.utils import logging
 
-    from ...fsdp2_qlora.launch_checks import check_launch
     from ..planning.settings import read_launch
-    from ..recipe.checks import check_recipe, quantization_of_base
+    from ..recipe.checks import check_recipe
 
     logging.set_verbosity_error()
     num_processes = launcher.get("--num_processes")
@@ -124,7 +123,6 @@ def recipe_findings(launcher: dict[str, str], rest: list[str]) -> Iterator[Findi
         launch = read_launch(name, processes or None)
         script, config, model = _parsed(rest, launch.processes)
         check_recipe(script, config, model)
-        check_launch(quantization_of_base(model), 3 if launch.kind == "zero3" else None)
         text = f"{type(config).__name__}, {launch.processes} process{'es' * (launch.processes > 1)}"
         yield Finding("ok", "recipe", text)
         if model.use_peft and model.lora_r >= 64 and hasattr(config, "num_generations"):

@@ -110,7 +110,7 @@ def choices(settings: Settings, config: PretrainedConfig) -> tuple[bool, bool]:
     }
     args = SimpleNamespace(**settings.values | of_config)
     quantization = {"load_in_4bit": base.load_in_4bit} if base.load_in_4bit or base.load_in_8bit else None
-    place = Place(settings.launch.kind in ("fsdp2", "zero3"), on_gpu=True)
+    place = Place(settings.launch.kind == "fsdp2", on_gpu=True)
     name = base.model_name_or_path
     try:
         sync = choose_sync(args, lora_config(base), quantization is not None, model=name, place=place)

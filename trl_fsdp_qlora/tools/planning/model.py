@@ -30,8 +30,6 @@ BUCKETS = "gradient buckets"
 OPTIMIZER = "optimizer"
 REFERENCE = "reference model"
 _PARTS = (BASE_4BIT, STATE, BASE, TRAINED, GRADIENTS, BUCKETS, OPTIMIZER, REFERENCE)
-# What a launch spreads over its ranks.
-_SHARDED = {"fsdp2": _PARTS, "zero3": _PARTS, "zero2": (GRADIENTS, OPTIMIZER), "zero1": (OPTIMIZER,)}
 # Numbers that an optimizer keeps per trained weight, by a part of its name; every other optimizer keeps two, as Adam.
 _NUMBERS = {"ademamix": 3, "lion": 1, "rmsprop": 1, "sgd": 0}
 # Bytes of such a number, by a part of the name; every other optimizer keeps numbers of the weight's own dtype.
@@ -190,16 +188,12 @@ def static_bytes(model: nn.Module, settings: Settings) -> dict[str, int]:
     sizes[STATE] = state_bytes(model)
     sizes[BASE] += sum(buffer.nbytes for buffer in model.buffers())
     sizes[GRADIENTS] = sizes[TRAINED]
-    if kind.startswith("zero"):
-        sizes[OPTIMIZER] = trained * 12  # float32 copy and two moments
-    else:
-        name = str(getattr(settings.optim, "value", settings.optim))
-        numbers = next((count for part, count in _NUMBERS.items() if part in name), 2)
-        number_bytes = next((width for part, width in _NUMBER_BYTES.items() if part in name), None)
-        sizes[OPTIMIZER] = numbers * (sizes[TRAINED] if number_bytes is None else trained * number_bytes)
+    name = str(getattr(settings.optim, "value", settings.optim))
+    numbers = next((count for part, count in _NUMBERS.items() if part in name), 2)
+    number_bytes = next((width for part, width in _NUMBER_BYTES.items() if part in name), None)
+    sizes[OPTIMIZER] = numbers * (sizes[TRAINED] if number_bytes is None else trained * number_bytes)
     if kind == "ddp" and ranks > 1:
         sizes[BUCKETS] = sizes[TRAINED]
     if settings.values.get("beta") and not isinstance(model, PeftModel):
         sizes[REFERENCE] = sizes[BASE] + sizes[TRAINED]
-    sharded = _SHARDED.get(kind, ())
-    return {name: -(-size // ranks) if name in sharded else size for name, size in sizes.items()}
+    return {name: -(-size // ranks) if kind == "fsdp2" else size for name, size in sizes.items()}

@@ -11,6 +11,7 @@ import psutil
 import torch
 from transformers import PretrainedConfig
 
+from ...errors import UserError
 from ...fsdp2_qlora.generation import FREE_SHARE
 from ..recipe.arguments import ScriptArguments
 from ..recipe.checks import read_config
@@ -128,8 +129,10 @@ def make_plan(settings: Settings, hardware: Hardware | None = None, config: Pret
     """Plan a run on `hardware`, by default this machine's. If `config` is not given, the model's config is read.
 
     Raises:
-        UserError: something cannot be read or built; the message is one line.
+        UserError: something cannot be read or built, or the launch is one of DeepSpeed; the message is one line.
     """
+    if settings.launch.kind == "deepspeed":
+        raise UserError("a launch with DeepSpeed is not planned; without it (--accelerate_config ddp) it needs more")
     config = config or read_config(settings.model.model_name_or_path, settings.model.model_revision)
     hardware = hardware or read_hardware(None, settings.launch.use_cpu)
     logger = logging.getLogger("transformers")
@@ -168,8 +171,7 @@ def _phases(run: FakeRun, hardware: Hardware, engine: Engine | None) -> dict[str
     launch = settings.launch
     gpu = hardware.gpu
     static = model.static_bytes(run.whole, settings)
-    on_host = {None: (), "optimizer": (model.OPTIMIZER,), "all": static.keys() - {model.BUCKETS}}[launch.offload]
-    held = {name: size for name, size in static.items() if name not in on_host}
+    held = {name: size for name, size in static.items() if not launch.offload or name == model.BUCKETS}
     gradients = {name: held.pop(name) for name in (model.GRADIENTS, model.BUCKETS) if name in held}
     # On a CPU it is this process without the model: what planning leaves in the process is in the run as well.
     process = CONTEXT if gpu else psutil.Process().memory_info().rss
@@ -234,7 +236,7 @@ def gathered_bytes(run: FakeRun) -> tuple[int, int]:
         second is the whole model.
     """
     settings = run.settings
-    if settings.launch.kind not in ("fsdp2", "zero3") or settings.launch.processes == 1:
+    if settings.launch.kind != "fsdp2" or settings.launch.processes == 1:
         return 0, 0
 
     def weights(module: torch.nn.Module) -> int:
@@ -248,9 +250,7 @@ def gathered_bytes(run: FakeRun) -> tuple[int, int]:
     total = weights(run.whole)
     names = set(getattr(causal, "_no_split_modules", None) or ())
     inside = [weights(module) for module in causal.modules() if type(module).__name__ in names]
-    buffers = 0
-    if settings.launch.kind == "fsdp2":
-        buffers = 1 if run.on_gpu else 2
+    buffers = 1 if run.on_gpu else 2
     return total - sum(inside) + (2 + buffers) * max(inside, default=0), total
 
 
@@ -304,8 +304,6 @@ def format_plan(plan: Plan) -> str:
         lines.append("assumed, not measured: the CUDA context and the allocator's slack")
     else:
         lines.append("not counted: memory that the C library's heap keeps in addition to tensors")
-    if launch.kind.startswith("zero"):
-        lines.append("not counted: DeepSpeed's own buffers")
     return "\n".join(lines)
 
 

@@ -19,11 +19,11 @@ from transformers import (
     PretrainedConfig,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
-from trl import ModelConfig, get_peft_config, get_quantization_config
+from trl import ModelConfig, get_peft_config
 
 from ...compat import trl as compat
 from ...compat import trl_rollouts
-from ...compat.transformers import model_class, quantization_of
+from ...compat.transformers import model_class
 from ...errors import mistyped_path
 from ...fsdp2_qlora.launch_checks import is_fsdp_launch
 from ...prefix_sharing.sharing import CHOICES
@@ -280,12 +280,6 @@ def lora_config(model: ModelConfig) -> PeftConfig | None:
     if isinstance(targets, str) and re.fullmatch(r"[\w.]+", targets):
         config.target_modules = {targets}
     return config
-
-
-def quantization_of_base(model: ModelConfig) -> Any:
-    """The quantization that a recipe asks for, or with which its base is stored; `None` if there is none."""
-    config = get_quantization_config(model)
-    return config or quantization_of(read_config(model.model_name_or_path, model.model_revision))
 
 
 def build_bare(name: str, config: PretrainedConfig, **options: Any) -> nn.Module:

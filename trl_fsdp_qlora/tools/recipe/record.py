@@ -201,6 +201,7 @@ class RunRecord:
         self.put(
             hardware=hardware(),
             software=software(),
+            method=getattr(trainer, "method_on_card", trainer._name),
             **portable({"dataset": script.dataset, "model": model_name(trainer.model), "rewards": script.rewards}),
             seed=args.seed,
             command=command_line(command),
