@@ -5,10 +5,9 @@ are and after `share_prompts`.
     # the second: a point in a process
     python benchmarks/every_forward.py --shape smollm2 --vocabulary 49152 --runs 2 --points SDPO --output FILE
 
-Both contestants are the same trainer class of TRL on the same batch in one process; for SDPO and SDFT the one
-that shares prompts is the class of `experimental/losses_in_tiles`, which holds no logits of a batch. Runs
-alternate, and medians of the process's CPU time are compared, so that other work on the machine counts little. The
-peak is the highest sum of live allocations during a loss and its backward, above the level at its start.
+Both contestants are the same trainer class of TRL on the same batch in one process. Runs alternate, and medians of the
+process's CPU time are compared, so that other work on the machine counts little. The peak is the highest sum of live
+allocations during a loss and its backward, above the level at its start.
 
 Trainers that hold logits make them as in stock TRL, so the larger the vocabulary next to the layers, the less they
 gain. The default shape has four small layers and a small vocabulary; "smollm2" has the sizes of SmolLM2-135M.
@@ -38,14 +37,6 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from trl.experimental import cpo, gkd, orpo, sdft, sdpo, tpo
-
-    from trl_fsdp_qlora.experimental.losses_in_tiles import TiledSDFTTrainer, TiledSDPOTrainer
-
-# In place of TRL's classes, where prompts are shared.
-WITHOUT_LOGITS = {
-    sdpo.SDPOTrainer: TiledSDPOTrainer,
-    sdft.SDFTTrainer: TiledSDFTTrainer,
-}
 
 
 class Tokens:
@@ -161,11 +152,8 @@ POINTS = {
 }
 
 
-def make_trainer(name: str, args, shares: bool = False):
-    """A trainer with a LoRA adapter, ready for `compute_loss`; a teacher is a copy with other weights.
-
-    If it `shares` prompts, it is one without logits if there is one.
-    """
+def make_trainer(name: str, args):
+    """A trainer with a LoRA adapter, ready for `compute_loss`; a teacher is a copy with other weights."""
     trainer_class, config_class, fields, rows, _ = POINTS[name]
     model = make_model(SimpleNamespace(device="cpu", vocabulary=args.vocabulary, shape=args.shape))
     options = {"model": model}
@@ -185,8 +173,7 @@ def make_trainer(name: str, args, shares: bool = False):
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     common = {"output_dir": tempfile.mkdtemp(), "use_cpu": True, "bf16": False, "report_to": []}
     torch.manual_seed(0)
-    built_class = WITHOUT_LOGITS.get(trainer_class, trainer_class) if shares else trainer_class
-    trainer = built_class(
+    trainer = trainer_class(
         args=config_class(**common, gradient_checkpointing=False, **fields),
         train_dataset=rows,
         processing_class=tokenizer,
@@ -230,8 +217,7 @@ def counted_tokens(trainer, batch: dict) -> tuple[int, int]:
 
 def measure(name: str, args) -> dict:
     batch = POINTS[name][-1](Tokens(args.vocabulary))
-    contestants = {"stock": make_trainer(name, args), "shared": None}
-    contestants["shared"] = share_prompts(make_trainer(name, args, shares=True))
+    contestants = {"stock": make_trainer(name, args), "shared": share_prompts(make_trainer(name, args))}
     loss_and_backward(contestants["stock"], batch)
     padded, computed = counted_tokens(contestants["shared"], batch)  # compares with stock, too
     gradients = gradient_difference(contestants["shared"], contestants["stock"])

@@ -35,9 +35,9 @@ from .adapter_sync import (
 )
 from .dequantized_base import (
     DONE,
-    config_of_dequantized,
     dequantized_base,
     has_packed_base,
+    write_config,
 )
 from .drawn_dtype import engine_options, other_dtype, trainer_dtype
 
@@ -350,10 +350,11 @@ def start_engine(
             raise cannot_share(reason)
     if packed and mode == "colocate":
         dtype = trainer_dtype(model, accelerator)
-        cache = cache_folder() / "dequantized"
         if own_base is None:
-            base = str(on_main(lambda: config_of_dequantized(model, processing_class, cache, dtype)))
+            rollout = Path(args.output_dir) / ".rollout" / "base"
+            base = str(on_main(lambda: write_config(rollout, model, processing_class, dtype)))
         else:
+            cache = cache_folder() / "dequantized"
             base = str(on_main(lambda: dequantized_base(model, processing_class, cache, dtype)))
     # The run's own folder: writing to /dev/shm took as long, and a killed run would leave an adapter in memory.
     folder = args.vllm_adapter_dir or Path(args.output_dir) / ".rollout"
