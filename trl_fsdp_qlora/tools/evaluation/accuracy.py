@@ -58,7 +58,6 @@ class Evaluation:
     interval: tuple[float, float]
     samples: int
     pass_at_k: float | None
-    answered: float
     seconds: float
     tokens_per_completion: float
     strict: int | None = None
@@ -121,7 +120,6 @@ class Scored(NamedTuple):
     """
 
     correct: bool
-    answered: bool
     strict: bool
     lenient: bool
     tokens: int
@@ -142,7 +140,6 @@ def score_problem(greedy: Completed, drawn: list[Completed], gold: Any, answer_f
     answer = extract_answer(greedy.text, answer_format, gold)
     return Scored(
         correct=is_right(greedy, answer),
-        answered=answer is not None,
         strict=is_right(greedy, required_answer(greedy.text, answer_format)),
         lenient=is_right(greedy, last_resort(greedy.text, gold)),
         tokens=greedy.tokens,
@@ -306,7 +303,6 @@ def evaluate(
         interval=wilson_interval(sums.correct, n),
         samples=samples,
         pass_at_k=sums.passed_at_k / n if samples else None,
-        answered=sums.answered / n,
         seconds=time.perf_counter() - started,
         tokens_per_completion=sums.tokens / n,
         strict=None if is_decided else sums.strict,

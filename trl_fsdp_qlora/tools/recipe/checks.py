@@ -141,19 +141,15 @@ def check_installed(package: str, setting: str) -> None:
 
 def check_adapter(name: str) -> PeftConfig:
     """The config of the PEFT adapter `name`, in a folder or on the Hub; raises [`ConfigError`] if it is no adapter."""
-    if is_missing_path(name):
-        raise ConfigError(f"adapter={name!r} cannot be loaded: there is no such folder{mistyped_path(name)}")
-    try:
-        return PeftConfig.from_pretrained(name)
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"adapter={name!r} cannot be loaded: {_first_line(error)}{mistyped_path(name)}") from error
+    return _loaded(PeftConfig, name, None, "adapter")
 
 
 def _loaded(auto_class: type, name: str | None, revision: str | None, field: str) -> Any:
     if not name:
         raise ConfigError(f"{field} is not set; name a folder or a model on the Hub")
     if is_missing_path(name):
-        hint = mistyped_path(name) or "; the head of a recipe has the command that makes its base"
+        made = "; the head of a recipe has the command that makes its base" if field == "model_name_or_path" else ""
+        hint = mistyped_path(name) or made
         raise ConfigError(f"{field}={name!r}: there is no such folder{hint}")
     try:
         return auto_class.from_pretrained(name, revision=revision)
