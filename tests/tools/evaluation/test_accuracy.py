@@ -97,7 +97,7 @@ def test_format_and_arithmetic_are_distinguished():
         result = evaluate(model, tokenizer, dataset, answer_format=answer_format, progress=False)
         assert (result.correct, result.strict, result.lenient, result.first_right) == (correct, strict, 3, 0)
         assert f"strict {25 * strict}.0%, lenient 75.0%" in str(result)
-    plain = Evaluation(10, 6, 0.6, (0.3, 0.8), 0, None, None, 1.0, 1.0, 3.0, strict=0, lenient=6)
+    plain = Evaluation(10, 6, 0.6, (0.3, 0.8), 0, None, 1.0, 3.0, strict=0, lenient=6)
     assert "strict" not in str(plain)  # if problems ask for no format
     assert "strict 0.0%, lenient 80.0%" in str(replace(plain, lenient=8))
 
