@@ -74,9 +74,9 @@ def test_a_run_that_is_killed_trains_on_each_prompt_once(tmp_path, where, kills)
         run(server, tmp_path / "whole", **settings)
         out = tmp_path / "killed"
         for kill in range(kills):
-            holds = moments(server, out) if out.is_dir() else moments(server, tmp_path / "killed")
+            holds = moments(server, out)[where]
 
-            def end(processes, holds=holds[where], later=1 + kill % 3):
+            def end(processes, holds=holds, later=1 + kill % 3):
                 wait_until(lambda: holds(later) or processes[0].poll() is not None, seconds=200)
                 with suppress(ProcessLookupError):
                     os.kill(processes[0].pid, signal.SIGKILL)

@@ -130,8 +130,8 @@ class Batch:
         return json.dumps({**kept, "generated": generated})
 
     @classmethod
-    def from_text(cls, text: str) -> "Batch":
-        kept = json.loads(text)
+    def kept(cls, kept: dict[str, Any]) -> "Batch":
+        """The batch of which [`text`] has `kept`."""
         batch = cls(kept["asked"], kept["step"])
         batch.tool_calls = tuple(kept["tool_calls"])
         batch.generated = Generated(**{"images": None, **kept["generated"]})
@@ -336,8 +336,9 @@ class RolloutsAhead:
     def restore(self, state: str | None) -> None:
         """Continue with the batch that [`state`] kept."""
         self.stop()
-        if state is not None:
-            self.batch = Batch.from_text(state)
+        kept = {} if state is None else json.loads(state)
+        if "generated" in kept:  # an earlier version kept the server's answer, which is drawn again
+            self.batch = Batch.kept(kept)
 
 
 def _fingerprint(value: Any) -> str:
