@@ -39,7 +39,7 @@ def seconds_of_steps(server, base, folder, ahead: int) -> dict[str, float]:
     settings = {
         "use_vllm": True, **on_server(server.url), "rollouts_ahead": ahead, "max_steps": 5, "num_generations": 2,
         "per_device_train_batch_size": 2, "max_completion_length": 80, "max_tool_calling_iterations": TURNS,
-        "generation_kwargs": {"stop_token_ids": list(range(3, 30))}, "model_init_kwargs": {"dtype": "float32"},
+        "generation_kwargs": {"stop_token_ids": list(range(3, 18))}, "model_init_kwargs": {"dtype": "float32"},
     }  # fmt: skip
     trainer = EfficientGRPOTrainer(
         base, reward, tiny.config(EfficientGRPOConfig, folder, **settings), tiny.prompts(), peft_config=tiny.lora(),
