@@ -89,7 +89,16 @@ class _Serving:
 def server_info(args: Any) -> dict[str, Any]:
     """The options that a trainer's vLLM server was started with; waits for `vllm_server_timeout`, as TRL does."""
     url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-    return VLLMClient(url, connection_timeout=args.vllm_server_timeout).get_server_info()
+    return _options_of(VLLMClient(url, connection_timeout=args.vllm_server_timeout))
+
+
+def _options_of(client: VLLMClient) -> dict[str, Any]:
+    """The options that a server was started with, for which TRL 1.15's client has no method."""
+    if hasattr(client, "get_server_info"):
+        return client.get_server_info()
+    response = client.session.get(f"{client.base_url}/server_info", params={"config_format": "json"})
+    response.raise_for_status()
+    return response.json()["vllm_config"]
 
 
 class AdapterServer(VLLMClient):
@@ -113,7 +122,7 @@ class AdapterServer(VLLMClient):
         base = next(model for model in models if not model.get("parent"))
         self.model = self.base = base["id"]
         self.folder = base.get("root") or base["id"]
-        lora = self.get_server_info()["lora_config"]
+        lora = _options_of(self)["lora_config"]
         if lora is None or lora["max_lora_rank"] < max_lora_rank:
             started = "without --enable-lora" if lora is None else f"with --max-lora-rank {lora['max_lora_rank']}"
             raise RolloutError(
