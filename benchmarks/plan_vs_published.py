@@ -10,14 +10,14 @@ are TRL's, so plans are of padded rows (`prefix_sharing: off`) without tiles. Pu
 """
 
 import argparse
-import json
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformers import AutoConfig
+
+from trl_fsdp_qlora import EfficientGRPOConfig
+from trl_fsdp_qlora.tools.planning.plan import plan_recipe
 
 GIB = 2**30
 QWEN3 = {"head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
@@ -148,14 +148,9 @@ def planned(model: str, prompt: int, settings: dict, folder: Path) -> float:
     config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
     config.save_pretrained(folder)
     words = {"model_name_or_path": folder, "prefix_sharing": "off", "mlp_tokens_per_tile": "off", **settings}
-    command = [sys.executable, "-m", "trl_fsdp_qlora", "plan", "--json", "--hardware", "200GB"]
-    command += ["--prompt_tokens", str(prompt), "--output_dir", "runs/none"]
-    command += [word for key, value in words.items() for word in (f"--{key}", str(value))]
-    run = subprocess.run(command, capture_output=True, text=True)
-    if run.returncode not in (0, 1):
-        raise SystemExit(run.stderr)
-    plan = json.loads(run.stdout[run.stdout.index("{") :])
-    return (plan["peak"] - plan["phases"][plan["limiting"]].get("process", 0)) / GIB
+    line = [word for key, value in words.items() for word in (f"--{key}", str(value))]
+    plan = plan_recipe(line, EfficientGRPOConfig, hardware="200GB", prompt_tokens=prompt)
+    return (plan.peak - plan.phases[plan.limiting].get("process", 0)) / GIB
 
 
 def row(point: Point) -> str:

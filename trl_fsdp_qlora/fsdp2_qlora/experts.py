@@ -24,8 +24,10 @@ from collections.abc import Callable
 from functools import cache, partial
 
 import torch
+import transformers
 from bitsandbytes.autograd._functions import matmul_4bit
 from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
+from packaging.version import Version
 from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
@@ -43,11 +45,12 @@ from .grouped_product import (
     grouped_mm_is_a_loop,
     multiply_groups,
     multiply_packed,
-    reads_packed,
 )
 from .packed_linear import ByteLayout, codebook, from_bytes, state_to_bytes
 
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
+# Transformers 5.22 and older cast a checkpoint's weights to bytes before they are quantized.
+QUANTIZES_WHILE_LOADING = Version(transformers.__version__).release >= (5, 23)
 # Grouped products need strides that are multiples of this many bytes.
 _STRIDE_BYTES = 16
 
@@ -151,28 +154,14 @@ class PackedExperts(nn.Module):
 
     def _in_groups(self, inputs_SH: torch.Tensor, expert_S: torch.Tensor) -> torch.Tensor:
         experts = torch.arange(self.num_experts, device=expert_S.device, dtype=expert_S.dtype)
-        packed = all(reads_packed(inputs_SH, self.num_experts, layout) for layout in self.layouts.values())
-        if len(expert_S) < self.num_experts and not packed:
-            # A step of decoding: dequantize each token's expert, not all experts.
-            chosen = expert_S.long()
-            ends = experts[: len(expert_S)].int() + 1
-        else:
-            chosen = None
-            ends = torch.searchsorted(expert_S, experts, right=True, out_int32=True)
-        return self._layer(partial(self._project_groups, expert_S=expert_S, chosen=chosen, ends=ends), inputs_SH)
+        ends = torch.searchsorted(expert_S, experts, right=True, out_int32=True)
+        return self._layer(partial(self._project_groups, expert_S=expert_S, ends=ends), inputs_SH)
 
-    def _project_groups(self, name: str, x_SI, expert_S, chosen, ends) -> torch.Tensor:
-        """`chosen` are the experts of the groups, or `None` if each expert has a group."""
-        rows_EB = self.get_parameter(name).data
-        if chosen is not None:
-            rows_EB = rows_EB[chosen]
-        out = _GroupedLinear4bit.apply(x_SI, rows_EB, self.layouts[name], ends)
+    def _project_groups(self, name: str, x_SI, expert_S, ends) -> torch.Tensor:
+        out = _GroupedLinear4bit.apply(x_SI, self.get_parameter(name).data, self.layouts[name], ends)
         if self.has_bias:
             out = out + self.get_parameter(f"{name}_bias").to(out.dtype)[expert_S.long()]
         for lhs_EOR, rhs_ERI, scaling in self.lora.get(name, ()):
-            if chosen is not None:
-                lhs_EOR = lhs_EOR[chosen]
-                rhs_ERI = rhs_ERI[chosen]
             device = x_SI.device.type  # autocast does not cover grouped products
             dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rhs_ERI.dtype
             # Zeros fill LoRA's rank up to a multiple of the stride.
@@ -363,7 +352,8 @@ class ExpertsQuantizer(Bnb4BitHfQuantizer):
     def _process_model_before_weight_loading(self, model, device_map, **kwargs):
         super()._process_model_before_weight_loading(model, device_map, **kwargs)
         let_lora_adapt_packed_experts()
-        if not self.pre_quantized:  # a quantized checkpoint holds its experts as numbers, to be packed when loaded
+        # A quantized checkpoint holds its experts as numbers, to be packed when loaded.
+        if not self.pre_quantized and QUANTIZES_WHILE_LOADING:
             self._convert_experts(model)
 
     def _process_model_after_weight_loading(self, model, **kwargs):

@@ -7,17 +7,9 @@ from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 from trl_fsdp_qlora.tools.cli import compare as module
-from trl_fsdp_qlora.tools.cli.compare import OURS, PHASES, STOCK, verdict
+from trl_fsdp_qlora.tools.cli.compare import COMPARED, OURS, PHASES, STOCK, verdict
+from trl_fsdp_qlora.tools.cli.scripts import method_of, with_recipe
 from trl_fsdp_qlora.trainers.step.scoring import Scoring
-
-REWARDS = """
-from trl_fsdp_qlora.tools.data.answers import completion_text
-def many(completions, **columns):
-    return [sum(map(ord, completion_text(completion))) / 100 for completion in completions]
-def never(completions, **columns):
-    return [0.0 for _ in completions]
-"""
-
 
 SHARED_FIELDS = {
     "model_name_or_path": "base",
@@ -37,7 +29,8 @@ SHARED_FIELDS = {
 GRPO_FIELDS = {
     **SHARED_FIELDS,
     "output_dir": "runs/mine",
-    "rewards": ["my_rewards.py:many"],
+    "rewards": ["exact_answer", "graded"],
+    "reward_weights": [1.0, 0.5],
     "per_device_train_batch_size": 8,
     "num_generations": 4,
     "max_completion_length": 6,
@@ -54,10 +47,9 @@ DPO_FIELDS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model, rewards, data, pairs, and recipes."""
+    """A model, data, pairs, and recipes."""
     folder = tmp_path_factory.mktemp("compare")
     save_tiny_model(folder / "base")
-    (folder / "my_rewards.py").write_text(REWARDS)
     # Two steps need more rows than these, so the data begins again.
     rows = [{"question": f"{i}+{3 * i}=", "answer": str(4 * i)} for i in range(10)]
     (folder / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -114,17 +106,9 @@ def test_both_are_equal(compare, folder):
     assert "step 2: losses" in stdout
     assert len(steps) == 2
     assert_equal_and_moving(steps, PHASES)
+    assert "reward_weights: [1.0, 0.5] is taken as None here" in stdout
     for step in steps:
-        assert not step.drawn
         assert step.advantage > 0.1
-
-
-def test_groups_of_equal_rewards_get_advantages_from_a_seed(compare):
-    status, stdout, steps = compare("--steps 1 --beta 0 --rewards my_rewards.py:never")
-    assert status == 0
-    assert "all rewards of every group are equal: advantages from a fixed seed" in stdout
-    assert steps[0].drawn
-    assert steps[0].norms[OURS] > 1e-3
 
 
 def test_a_wrong_gradient_is_different(compare, monkeypatch):
@@ -187,7 +171,7 @@ def test_dpo_follows_from_the_recipe_and_can_fail(compare, monkeypatch, folder):
 
 def test_a_shipped_recipe_names_its_trainer():
     def trainer_of(name: str) -> str:
-        return module.method_of_recipe(module.with_recipe(["--config", name]), None).command
+        return method_of(with_recipe(["--config", name]), tuple(COMPARED.values())).command
 
     model = "SmolLM2-135M-Instruct"
     assert trainer_of(f"{model}/dpo/svamp_pairs") == "dpo"
@@ -199,10 +183,11 @@ def test_a_shipped_recipe_names_its_trainer():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--trainer sft", "sft.* grpo, rloo, dpo"),
+        ("--trainer sft", "'sft'.*'grpo', 'rloo', 'dpo'"),
         ("--accelerate_config fsdp2_qlora", "--accelerate_config"),
-        ("--steps none", "--steps none"),
-        ("--value_samples 4", "a-star-po"),
+        ("--steps none", "--steps: .*'none'"),
+        ("--steps 0", "--steps 0"),
+        ("--value_samples 4", "--value_samples"),
         ("--rewards nothing", "'nothing'"),
     ],
 )

@@ -1,6 +1,5 @@
 """What a plan reads of a recipe, of a parsed config and of accelerate's files."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -13,35 +12,28 @@ from trl_fsdp_qlora.tools.planning.model import BASE, OPTIMIZER, TRAINED
 from trl_fsdp_qlora.tools.planning.plan import format_plan, make_plan, plan_recipe
 from trl_fsdp_qlora.tools.planning.settings import Launch, from_config, from_words, read_launch
 
-ZERO_3 = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "train_batch_size": "auto"}
-
 
 def launch_of(tmp_path, text: str) -> Launch:
-    (tmp_path / "zero.json").write_text(json.dumps(ZERO_3))
     path = tmp_path / "launch.yaml"
-    path.write_text(text.replace("FOLDER", str(tmp_path)))
+    path.write_text(text)
     return read_launch(str(path))
 
 
 @pytest.mark.parametrize(
     ("text", "kind", "offload"),
     [
-        ("distributed_type: MULTI_GPU", "ddp", None),
-        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}", "fsdp2", None),
-        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: true}", "fsdp2", "all"),
-        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: 'false'}", "fsdp2", None),
-        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 1}", "zero1", None),
-        ("distributed_type: DEEPSPEED\ndeepspeed_config: {offload_optimizer_device: cpu}", "zero2", "optimizer"),
-        ("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: FOLDER/zero.json}", "zero3", "all"),
+        ("distributed_type: MULTI_GPU", "ddp", False),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}", "fsdp2", False),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: true}", "fsdp2", True),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: 'false'}", "fsdp2", False),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 1}", "deepspeed", False),
     ],
 )
 def test_a_launch_is_read_as_accelerate_reads_it(tmp_path, text, kind, offload):
     assert launch_of(tmp_path, f"num_processes: 8\n{text}\n") == Launch(kind, 8, 1, offload)
 
 
-def test_a_file_that_is_not_there_and_one_that_accelerate_refuses_are_one_line(tmp_path):
-    with pytest.raises(UserError, match=r"deepspeed_config_file: nowhere.json: there is no such file"):
-        launch_of(tmp_path, "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: nowhere.json}\n")
+def test_a_file_that_accelerate_refuses_is_one_line(tmp_path):
     for text in ("num_processes: 2\n", "- 1\n", "distributed_type: NO\nmine: 1\n", "a: ["):
         with pytest.raises(UserError, match=r"launch.yaml cannot be read"):
             launch_of(tmp_path, text)
@@ -60,22 +52,21 @@ def test_machines_share_the_ranks_of_a_launch(tmp_path):
     )
 
 
-def test_a_recipes_own_deepspeed_file_is_read(tmp_path):
-    (tmp_path / "zero.json").write_text(json.dumps(ZERO_3))
+def test_a_run_with_deepspeed_is_refused_in_one_line(tmp_path):
     line = [*words(folder(tmp_path / "base")), "--deepspeed", str(tmp_path / "zero.json")]
-    launch = from_words(line, EfficientGRPOConfig, Launch("ddp", 2)).launch
-    assert (launch.kind, launch.processes, launch.offload) == ("zero3", 2, "all")
-    with pytest.raises(UserError, match=r"deepspeed: none.json: there is no such file"):
-        from_words([*line[:-1], "none.json"], EfficientGRPOConfig, Launch())
+    with pytest.raises(UserError, match="with DeepSpeed is not planned"):
+        make_plan(from_words(line, EfficientGRPOConfig, Launch("ddp", 2)))
+    with pytest.raises(UserError, match="with DeepSpeed is not planned"):
+        plan_recipe(line[:-2], EfficientGRPOConfig, "zero2")
 
 
 def test_what_is_offloaded_is_not_on_the_device(tmp_path):
     path = folder(tmp_path, num_hidden_layers=1)
     card = Hardware("a card", 24 * GIB)
-    for offload, gone in (("optimizer", {OPTIMIZER}), ("all", {OPTIMIZER, BASE, TRAINED})):
-        plan = make_plan(settings(path, Launch("zero3", 2, offload=offload)), card)
-        parts = plan.phases["forward_backward"]
-        assert not gone & parts.keys() and {OPTIMIZER, BASE, TRAINED} - gone <= parts.keys()
+    for offload in (False, True):
+        plan = make_plan(settings(path, Launch("fsdp2", 2, offload=offload)), card)
+        parts = plan.phases["forward_backward"].keys() & {OPTIMIZER, BASE, TRAINED}
+        assert parts == (set() if offload else {OPTIMIZER, BASE, TRAINED})
 
 
 def test_the_command_reads_a_recipe_as_its_script_does(tmp_path):

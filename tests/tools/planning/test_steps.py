@@ -50,14 +50,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["single", "zero2"])
 @pytest.mark.parametrize("fields", CASES, ids=str)
-def test_a_step_is_planned_as_the_trainer_plans_batches_of_tokens(tmp_path, sharing, fields, kind):
+def test_a_step_is_planned_as_the_trainer_plans_batches_of_tokens(tmp_path, sharing, fields):
     """Numbers in place of tokens have the passes that a model's own batches have."""
-    run = settings(folder(tmp_path), Launch(kind, use_cpu=True), **fields)
+    run = settings(folder(tmp_path), Launch(use_cpu=True), **fields)
     torch.manual_seed(0)
     longest = longest_pass(run)
-    plan = sharing.plan_step(batches_of(run), run.tokens_per_pass, one_by_one=kind == "zero2")
+    plan = sharing.plan_step(batches_of(run), run.tokens_per_pass)
     if plan is None:
         assert (longest.trunk, longest.is_cut) == (0, False)
         return

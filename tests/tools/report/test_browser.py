@@ -3,12 +3,13 @@
 import io
 import json
 
-import pyarrow
-import pyarrow.parquet
 import pytest
+import torch
 
 from tests.tools.report.browser import CHROMIUM, Browser
 from tests.tools.report.folders import group, logged, trl_run, write_completions, write_state
+from trl_fsdp_qlora.tools.report import page
+from trl_fsdp_qlora.tools.report.keep import write_completions as keep_completions
 from trl_fsdp_qlora.tools.report.page import write_report
 
 pytestmark = [
@@ -201,7 +202,8 @@ def test_hostile_completions_do_nothing(browser, tmp_path):
     assert browser.troubles == []
 
 
-def test_fifty_thousand_completions_open_in_three_seconds(tmp_path):
+def test_fifty_thousand_completions_open_in_three_seconds(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "MEGABYTES", 20)
     write_state(tmp_path, logged(1000))
     for step in range(10, 110, 10):
         rows = []
@@ -210,7 +212,7 @@ def test_fifty_thousand_completions_open_in_three_seconds(tmp_path):
             rows += group(f"What is {i} + {step}?", texts_, [1.0, *[0.0] * 7])
         write_completions(tmp_path, step, rows)
     with Browser() as fresh:  # whose page's process has computed nothing else
-        open_report(fresh, tmp_path, megabytes=20)
+        open_report(fresh, tmp_path)
         assert fresh.evaluate("data.completions[0].rows.text.length") == 50_000
         assert 0 < fresh.cpu_seconds() < 3  # of the processor, not of a clock: the machine may be busy
         type_into(fresh, "step", "")
@@ -241,25 +243,18 @@ def test_tool_calls_are_a_dialogue(browser, tmp_path):
 
 def test_pictures_are_thumbnails(browser, tmp_path):
     Image = pytest.importorskip("PIL.Image")
-    content = io.BytesIO()
-    Image.new("RGB", (640, 480), "red").save(content, "PNG")
-    image = {"bytes": content.getvalue(), "path": "/etc/hostname"}
-    broken = {"bytes": b"\x89PNG broken", "path": "/etc/hostname"}
-    prompt = [{"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "Colour?"}]}]
-    rows = [
-        {
-            "step": 10,
-            "prompt": prompt,
-            "completion": "red",
-            "correct": 1.0,
-            "images": [image, broken],
-            "advantage": 0.0,
-        }
-    ]
-    (tmp_path / "completions").mkdir()
-    pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist(rows), tmp_path / "completions" / "completions_00010.parquet"
-    )
+    image = Image.new("RGB", (640, 480), "red")
+    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Colour?"}]}]
+    drawn = {
+        "prompt": [prompt],
+        "completion": ["red"],
+        "advantage": [0.0],
+        "images": [[image]],
+        "lengths": torch.tensor([[1, 0]]),
+        "rewards": {"correct": [1.0]},
+        "extra": {},
+    }
+    keep_completions(tmp_path, 10, drawn)
     write_state(tmp_path, logged(100))
     open_report(browser, tmp_path)
     assert texts(browser, ".prompt .text") == ["[image]Colour?"]

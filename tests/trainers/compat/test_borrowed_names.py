@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from peft import PromptTuningConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3MoeConfig
@@ -31,7 +32,6 @@ ELSEWHERE = {
     "transformers, of Gemma's norms, and of layers that may be checkpointed": "_norm _gradient_checkpointing_func",
     "TRL, of a trainer with vLLM and of its engine": "_last_loaded_step _llm_weights_sleeping",
     "accelerate, where mixed precision keeps the forward that it wraps": "_original_forward",
-    "TRL, of its SDPO and SDFT trainers": "_compute_teacher_student_logits _log_self_distillation_metric",
     "transformers, of training arguments": "_n_gpu",
     "vLLM, of its module of model loaders": "_LOAD_FORMAT_TO_MODEL_LOADER",
     "this package, a mark on a model whose weights FSDP2 keeps gathered": "_is_gathered",
@@ -67,6 +67,8 @@ def test_what_is_borrowed_is_there(tmp_path):
     names_of_file = {path: names(ast.parse(path.read_text(encoding="utf-8"))) for path in files}
     known = set().union(*(defined for _, defined in names_of_file.values()))
     known.update(*(part.split() for part in ELSEWHERE.values()))
+    if transformers.__version__.startswith("5.17."):
+        known.add("_is_expert_parallel")  # read of the experts that have it, see compat/transformers.py
     gone = {
         f"{path.relative_to(PACKAGE)}: {name}"
         for path, (used, _) in names_of_file.items()

@@ -208,7 +208,7 @@ def every_change() -> Iterator[Change]:
 
 def names_gone() -> Iterator[Change]:
     methods_and_attributes = trl_seams.METHODS | trl_seams.ATTRIBUTES
-    private = [spelled(name) for name, (module, _) in seams.BORROWED.items() if module != "trl"]
+    private = [name for name, (module, _) in seams.BORROWED.items() if module != "trl"]
     for name in (*private, *methods_and_attributes, *REPLACED):
         new = f"{name}_of_next"
         seam = methods_and_attributes.get(name)
@@ -219,10 +219,6 @@ def names_gone() -> Iterator[Change]:
 
 
 OF_EVERY_TRAINER = ("FusedCausalLMOutput", "add_fused_lm_head", "ChunkedLogProbFunction", "use_adapter")
-
-
-def spelled(name: str) -> str:
-    return seams._SPELLED.get(name, name)
 
 
 def arguments_and_results() -> Iterator[Change]:
@@ -485,5 +481,17 @@ def forwards() -> Iterator[Change]:
         yield Change(f"forward: {trainer} a flag", ignored, (trainer,))
         shifted = replace(file, (CALL, "labels=labels.masked_fill(labels % 5 == 0, -100), fused_lm_head=True)"))
         yield Change(f"forward: {trainer} labels masked", shifted, (trainer,))
+        masked = (
+            "labels=labels.masked_fill((labels % 5 == 0) & (self.state.global_step > 0), -100), fused_lm_head=True)"
+        )
+        later = replace(file, (CALL, masked))
+        yield Change(f"forward: {trainer} labels masked from the second step on", later, (trainer,))
         positions = replace(file, (CALL, "labels=labels, position_ids=None, fused_lm_head=True)"))
         yield Change(f"forward: {trainer} an argument of None", positions, (trainer,))
+    # Which rows share a micro-batch is drawn, by group here and one by one in TRL: nothing is shuffled in this one.
+    largest = replace(
+        of_trainer("GRPO"),
+        (CALL, "labels=labels.masked_fill(labels == labels.max(), -100), fused_lm_head=True)"),
+        ("generation_batch = shuffle_sequence_dict(generation_batch)", "pass"),
+    )
+    yield Change("forward: GRPO labels masked by their micro-batch, without a shuffle", largest, ("GRPO",))

@@ -303,6 +303,8 @@ SEEING_OFTEN = [("kto", True), ("distillation", False), ("online_dpo", True)]
 
 @pytest.mark.parametrize(("kind", "adapter"), these_first(SEEING_CASES, *SEEING_OFTEN))
 def test_two_steps_of_a_model_that_sees(kind, adapter, tmp_path, counted):
+    if kind == "online_dpo" and trl.__version__.startswith("1.15."):
+        pytest.skip("TRL 1.15's online DPO loses the images of a prompt")
     tokens = tokenizer()
     tokens.add_special_tokens({"additional_special_tokens": ["<image>"]})
     base = build(MORE["llava"])
@@ -339,6 +341,3 @@ def test_two_ranks(wrapper, tmp_path):
             assert ours["shared"] and ours["dtensors"] == stock["dtensors"] == (wrapper == "fsdp2")
             assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-5, abs=1e-6)
             assert_equal_steps(ours["gradients"], stock["gradients"])
-        assert results["sdpo", True]["holds_logits"] is None
-        of_trained_head = "the head is trained and sharded" if wrapper == "fsdp2" else None
-        assert results["sdft", True]["holds_logits"] == of_trained_head

@@ -2,10 +2,10 @@
 
 Runs a recipe's own script up to the trainer that it builds. In its place compare builds two with the same arguments,
 stock TRL's and this package's, and takes a few steps with both, in one process, on the same prompts, completions,
-rewards (or preference pairs) and weights. NAME is grpo, rloo or dpo; without --trainer it is the shipped recipe's, or
-the first that has its fields.
-Prints losses and gradients of both, seconds of scoring and of loss and backward, on a GPU also their bytes, and how
-many of the padded tokens this package computes. Stock TRL's passes are padded, and may need much more memory.
+rewards (or preference pairs) and weights. Rewards are drawn from a fixed seed. NAME is grpo, rloo or dpo; without
+--trainer it is the shipped recipe's, or the first that has its fields.
+Prints losses and gradients of both, seconds of scoring and of loss and backward, and how many of the padded tokens
+this package computes. Stock TRL's passes are padded, and may need much more memory.
 Nothing is saved of the training, and the recipe's output_dir is left alone.
 The exit status is 0 if both are equal within rounding, 1 if they are not, and 2 for input that cannot be compared.
 """
@@ -20,8 +20,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
@@ -33,7 +33,6 @@ from transformers.utils import logging
 import trl_fsdp_qlora as this_package
 
 from ...compat.trl import joined_images
-from ...errors import UserError
 from ...prefix_sharing.dropout import draws
 from ...prefix_sharing.sharing import causal_language_model
 from ...trainers.methods import METHODS, Method
@@ -44,24 +43,14 @@ from ...utils.resources import resource_folder
 from ...utils.threads import fit_threads
 from ..recipe import script as script_frame
 from ..run import terminal
-from ..run.one_line import pop_options
-from .scripts import LAUNCHER, config_of, method_of, shipped_method, with_recipe
+from ..run.one_line import OneLineParser
+from .scripts import method_of, with_recipe
 
 STOCK, OURS = "stock TRL", "this package"
 PHASES = ("scoring", "loss and backward")
-
-
 COMPARED = {method.command: method for method in METHODS if method.stock}
-# Side effects of a run that a comparison does not need.
-_QUIET = {
-    "report_to": "none",
-    "save_strategy": "no",
-    "eval_strategy": "no",
-    "load_best_model_at_end": "false",
-    "push_to_hub": "false",
-    "log_completions": "false",
-    "disable_tqdm": "true",
-}
+# Side effects of building a trainer that a comparison does not need.
+_QUIET = ("--report_to=none", "--push_to_hub=false", "--disable_tqdm=true", "--skip_accuracy=true")
 # Settings that would make the two trainers differ by design: (field, value, why).
 _LEVELLED = (
     ("token_selection", "all", "a subset of tokens is another objective, which stock TRL does not have"),
@@ -69,6 +58,7 @@ _LEVELLED = (
     ("rollouts_ahead", 0, "stock TRL waits for its completions"),
     ("use_vllm", False, "completions come from transformers, and what is compared is the loss"),
     ("precompute_ref_log_probs", False, "both compute the reference in their steps, so that it is compared, too"),
+    ("reward_weights", None, "rewards are drawn from a fixed seed"),
 )
 # In float32 the two add the same numbers in another order. Losses are sums of advantages that cancel to about zero on
 # new completions, so their difference is divided by the mean |advantage|; that of the gradients is divided by their
@@ -84,25 +74,21 @@ def compare(words: list[str]) -> int:
     warnings.simplefilter("ignore")  # the libraries warn about each other
     terminal.no_bars_in_files()
     logging.set_verbosity_error()
-    launcher, words = pop_options(words, LAUNCHER)
-    if launcher:
-        raise UserError(f"compare runs in one process: leave {', '.join(launcher)} out")
-    options, rest = pop_options(words, ("--steps", "--trainer"))
-    steps = options.get("--steps", "3")
-    if not steps.isdigit() or not int(steps):
-        raise UserError(f"--steps {steps} is not a number of steps; try 3")
+    parser = OneLineParser("trl-fsdp-qlora compare")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--trainer", choices=COMPARED)
+    options, rest = parser.parse_known_args(words)
+    if options.steps < 1:
+        parser.error(f"--steps {options.steps} is not a number of steps; try 3")
     rest = with_recipe(rest)
-    method = method_of_recipe(rest, options.get("--trainer"))
+    method = COMPARED[options.trainer] if options.trainer else method_of(rest, tuple(COMPARED.values()))
     with tempfile.TemporaryDirectory() as folder:
-        trainers = _trainers(method, [*rest, "--skip_accuracy=true", f"--output_dir={folder}/run"])
-        done = []
-        for number, step in enumerate(_steps(trainers, int(steps))):
-            print(step.line(number) if number else "warmed up on one step, which does not count", flush=True)
-            if number:
-                done.append(step)
+        trainers = _trainers(method, [*rest, *_QUIET, f"--output_dir={folder}/run"])
+        _, *done = _steps(trainers, options.steps)
     for phase in PHASES:
         if (OURS, phase) in done[0].seconds:
-            print(_phase_line(phase, done))
+            stock, ours = (statistics.median(step.seconds[who, phase] for step in done) for who in (STOCK, OURS))
+            print(f"{phase}: {stock:.4f} s and {ours:.4f} s ({stock / ours:.2f}×)")
     fractions = [step.tokens_fraction for step in done if step.tokens_fraction is not None]
     if fractions:
         print(f"tokens computed by this package's passes: {statistics.mean(fractions):.1%} of the padded ones")
@@ -112,18 +98,6 @@ def compare(words: list[str]) -> int:
     return 0 if equal else 1
 
 
-def method_of_recipe(words: list[str], trainer: str | None) -> Method:
-    """The method of the recipe in `words`; that of `trainer` if the user named one."""
-    path = pop_options(words, ("--config",))[0].get("--config")
-    if path is None:
-        raise UserError("compare needs a recipe: --config FILE.yaml")
-    shipped = shipped_method(path, tuple(COMPARED.values())) if trainer is None else None
-    name = trainer or (shipped or method_of(words)).command
-    if name not in COMPARED:
-        raise UserError(f"a recipe of {name} cannot be compared: compare takes those of {', '.join(COMPARED)}")
-    return COMPARED[name]
-
-
 @dataclass
 class Step:
     """A step of both trainers: by trainer, and by trainer and phase."""
@@ -131,11 +105,9 @@ class Step:
     losses: dict[str, float] = field(default_factory=dict)
     norms: dict[str, float] = field(default_factory=dict)  # of the gradients, and of their difference
     seconds: dict[tuple[str, str], float] = field(default_factory=dict)
-    bytes: dict[tuple[str, str], int] = field(default_factory=dict)  # on a GPU: what a phase needed most
     advantage: float = 0.0  # mean |advantage|
     advantages_apart: float = 0.0  # largest difference of one completion's advantage
     tokens_fraction: float | None = None  # tokens of our passes over padded tokens
-    drawn: bool = False  # advantages are from a fixed seed, because the rewards of every group were all equal
 
     @property
     def apart(self) -> tuple[float, float]:
@@ -146,10 +118,9 @@ class Step:
 
     def line(self, number: int) -> str:
         loss, gradient = self.apart
-        drawn = "; all rewards of every group are equal: advantages from a fixed seed" if self.drawn else ""
         return (
             f"step {number}: losses {self.losses[STOCK]:.6e} and {self.losses[OURS]:.6e} ({loss:.1e} apart), "
-            f"gradient norms {self.norms[STOCK]:.6e} and {self.norms[OURS]:.6e} (difference {gradient:.1e}){drawn}"
+            f"gradient norms {self.norms[STOCK]:.6e} and {self.norms[OURS]:.6e} (difference {gradient:.1e})"
         )
 
 
@@ -170,16 +141,6 @@ def verdict(steps: list[Step], precision: str) -> tuple[bool, str]:
     )
 
 
-def _phase_line(phase: str, steps: list[Step]) -> str:
-    """Seconds of a phase, and on a GPU the bytes that it needed most, stock TRL's first."""
-    stock, ours = (statistics.median(step.seconds[who, phase] for step in steps) for who in (STOCK, OURS))
-    line = f"{phase}: {stock:.4f} s and {ours:.4f} s ({stock / ours:.2f}×)"
-    if steps[0].bytes:
-        stock, ours = (max(step.bytes[who, phase] for step in steps) / 2**20 for who in (STOCK, OURS))
-        line += f", {stock:,.0f} MiB and {ours:,.0f} MiB next to the weights"
-    return line
-
-
 def _precision(ours: Any) -> str:
     """The name in [`LIMITS`] of the precision in which a trainer's model computes."""
     has_half_weights = any(p.dtype in (torch.bfloat16, torch.float16) for p in ours.model.parameters())
@@ -196,10 +157,13 @@ class _Built(BaseException):
     """Ends a recipe's script when it builds its trainer; no `except Exception` on the way stops it."""
 
 
+def drawn_rewards(completions: list, **_columns: Any) -> list[float]:
+    """The same rewards in every call, so that no group is without a difference to learn from."""
+    return torch.randn(len(completions), generator=torch.Generator().manual_seed(0)).tolist()
+
+
 def _arguments(method: Method, words: list[str]) -> dict[str, Any]:
     """The arguments, by name, with which the script of `method` builds its trainer for the recipe in `words`."""
-    known = {item.name for item in fields(config_of(method))}
-    quiet = [f"--{name}={value}" for name, value in _QUIET.items() if name in known]
     signature = inspect.signature(getattr(trl, f"{method.stock}Trainer"))
     script = str(resource_folder("recipes") / f"{method.room}.py")
 
@@ -207,7 +171,7 @@ def _arguments(method: Method, words: list[str]) -> dict[str, Any]:
         raise _Built(signature.bind(*args, **kwargs).arguments)
 
     with (
-        patch.object(sys, "argv", [script, *words, *quiet]),
+        patch.object(sys, "argv", [script, *words]),
         patch.object(script_frame, "run_main", lambda main, *args, **kwargs: main(*args, **kwargs)),
         patch.object(getattr(this_package, method.trainer), "__init__", stop),
     ):
@@ -215,6 +179,8 @@ def _arguments(method: Method, words: list[str]) -> dict[str, Any]:
             runpy.run_path(script, run_name="__main__")
         except _Built as built:
             arguments = built.args[0]
+    if "reward_funcs" in arguments:
+        arguments["reward_funcs"] = drawn_rewards
     config = arguments["args"]
     for field_name, value, why in _LEVELLED:
         value_in_recipe = vars(config).get(field_name, value)
@@ -262,18 +228,6 @@ def _trainers(method: Method, words: list[str]) -> dict[str, Any]:
     return trainers
 
 
-def _once(function: Callable) -> Callable:
-    """Call `function` once; every further call returns a copy of the first result."""
-    results = []
-
-    def call(*args, **kwargs):
-        if not results:
-            results.append(function(*args, **kwargs))
-        return copy.deepcopy(results[0])
-
-    return call
-
-
 def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
     """A step that warms up, then `steps` more. Both trainers begin each step with the same weights; ours updates."""
     ours = trainers[OURS]
@@ -307,6 +261,7 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
         if figures.tokens:  # of the last pass
             step.tokens_fraction = figures.tokens / figures.padded_tokens
         step.norms = _gradient_norms(trainers)
+        print(step.line(i) if i else "warmed up on one step, which does not count", flush=True)
         if i:
             ours.optimizer.step()
             ours.lr_scheduler.step()
@@ -314,17 +269,26 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
 
 
 def _completions(trainers: dict[str, Any], rows: list, step: Step, order: list[str]) -> dict[str, list]:
-    """Each trainer's micro-batches of the same completions and rewards for the prompts of `rows`."""
+    """Each trainer's micro-batches of the same completions for the prompts of `rows`."""
     ours = trainers[OURS]
+    generate = ours._generate
+    generated = []
     scored = {}
-    parts = {}
-    drawn = {name: _once(getattr(ours, name)) for name in ("_generate", "_calculate_rewards")}
-    with patch.multiple(ours, **drawn):
+
+    def generate_once(*args: Any, **kwargs: Any) -> Any:
+        if not generated:
+            generated.append(generate(*args, **kwargs))
+        return copy.deepcopy(generated[0])
+
+    with patch.object(ours, "_generate", generate_once):
         ours._generate_and_score_completions(copy.deepcopy(rows))
     for who in order:
-        with patch.multiple(trainers[who], **drawn), _measured(trainers[who], step, who, "scoring"):
+        with patch.object(trainers[who], "_generate", generate_once), _measured(trainers[who], step, who, "scoring"):
             scored[who] = trainers[who]._generate_and_score_completions(copy.deepcopy(rows))
-    _compare_advantages(scored, step)
+    advantages = {who: batch["advantages"] for who, batch in scored.items()}
+    step.advantages_apart = (advantages[OURS] - advantages[STOCK]).abs().max().item()
+    step.advantage = advantages[STOCK].abs().mean().item()
+    parts = {}
     for who in order:
         torch.manual_seed(ours.args.seed)
         slices = micro_batches(scored[who], ours.num_generations, 0, ours.args.steps_per_generation)
@@ -332,31 +296,16 @@ def _completions(trainers: dict[str, Any], rows: list, step: Step, order: list[s
     return parts
 
 
-def _compare_advantages(scored: dict[str, dict], step: Step) -> None:
-    """Write the difference of both advantages into `step`; if all are zero, both get others, from a fixed seed."""
-    advantages = {who: batch["advantages"] for who, batch in scored.items()}
-    step.advantages_apart = (advantages[OURS] - advantages[STOCK]).abs().max().item()
-    if not any(values.any() for values in advantages.values()):  # otherwise both policy gradients would be zero
-        step.drawn = True
-        fixed = torch.randn(advantages[STOCK].shape, generator=torch.Generator().manual_seed(0))
-        for who, values in advantages.items():
-            scored[who]["advantages"] = fixed.to(values)
-    step.advantage = scored[STOCK]["advantages"].abs().mean().item()
-
-
 @contextlib.contextmanager
 def _measured(trainer: Any, step: Step, who: str, phase: str) -> Iterator[None]:
-    """Add the seconds of `trainer` inside the block to `step`, and on a GPU the bytes that it needed most."""
+    """Add the seconds of `trainer` inside the block to `step`."""
     on_gpu = trainer.accelerator.device.type == "cuda"
     if on_gpu:
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
     start = time.perf_counter()
     yield
     if on_gpu:
         torch.cuda.synchronize()
-        step.bytes[who, phase] = torch.cuda.max_memory_allocated() - before
     step.seconds[who, phase] = time.perf_counter() - start
 
 

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import UserError
-from ...trainers.methods import METHODS
 from ...utils.plain import counted
 from ..run.one_line import pop_options
-from .scripts import LAUNCHER, config_of, default_config, method_of, script_of, with_recipe
+from .scripts import LAUNCHER, PLANNED, config_of, default_config, method_of, script_of, with_recipe
 
 _OPTIONAL = ("bitsandbytes", "deepspeed", "vllm", "math-verify")
 _LEVELS = ("error", "warning", "ok")
@@ -109,9 +108,8 @@ def recipe_findings(launcher: dict[str, str], rest: list[str]) -> Iterator[Findi
     """What the run's own command would refuse first, with the fields in `rest` and the options `launcher`."""
     from transformers.utils import logging
 
-    from ...fsdp2_qlora.launch_checks import check_launch
     from ..planning.settings import read_launch
-    from ..recipe.checks import check_recipe, quantization_of_base
+    from ..recipe.checks import check_recipe
 
     logging.set_verbosity_error()
     num_processes = launcher.get("--num_processes")
@@ -124,7 +122,6 @@ def recipe_findings(launcher: dict[str, str], rest: list[str]) -> Iterator[Findi
         launch = read_launch(name, processes or None)
         script, config, model = _parsed(rest, launch.processes)
         check_recipe(script, config, model)
-        check_launch(quantization_of_base(model), 3 if launch.kind == "zero3" else None)
         text = f"{type(config).__name__}, {launch.processes} process{'es' * (launch.processes > 1)}"
         yield Finding("ok", "recipe", text)
         if model.use_peft and model.lora_r >= 64 and hasattr(config, "num_generations"):
@@ -145,7 +142,7 @@ def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any]:
     from ..recipe.keys import read_yaml
 
     path = pop_options(rest, ("--config",))[0].get("--config")
-    method = method_of(rest, [method for method in METHODS if not method.is_paired])
+    method = method_of(rest, PLANNED)
     words = list(rest)
     if processes > 1:
         # Here this process is the only one, so whole groups are counted over more accumulation in place of ranks.

@@ -1,12 +1,10 @@
 """`trl-fsdp-qlora plan`: whether a recipe fits, before anything is loaded."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from ...errors import UserError
 from ..run.one_line import OneLineParser, check_num_processes
-from .scripts import config_of, method_of, script_of, with_recipe
+from .scripts import PLANNED, config_of, method_of, with_recipe
 
 
 def _parser() -> OneLineParser:
@@ -21,7 +19,6 @@ def _parser() -> OneLineParser:
     parser.add_argument("--num_processes", type=int, help="ranks, instead of the accelerate config's or --hardware's")
     parser.add_argument("--hardware", help="h100, '24GB x2', cpu; what is there by default")
     parser.add_argument("--solve", action="store_true", help="also the largest group, length and model that fit")
-    parser.add_argument("--json", action="store_true", help="the plan as JSON, bytes as numbers")
     parser.add_argument("--prompt_tokens", type=int, default=256, help="tokens of the longest prompt")
     return parser
 
@@ -36,47 +33,23 @@ def plan(words: Sequence[str]) -> int:
     from ..planning import largest
     from ..planning.plan import format_plan, plan_recipe
 
-    method = method_of(rest)
     planned = plan_recipe(
         rest,
-        config_of(method),
+        config_of(method_of(rest, PLANNED)),
         options.accelerate_config,
         options.hardware,
         options.num_processes,
-        script_of(method),
         options.prompt_tokens,
     )
     most = {}
     if options.solve:
-        unit = "per_device_train_batch_size" if planned.settings.is_paired else "num_generations"
-        most[unit] = largest.largest_group(planned)
-        most[planned.settings.length_field] = largest.longest(planned)
+        most["num_generations"] = largest.largest_group(planned)
+        most["max_completion_length"] = largest.longest(planned)
         most["model"] = largest.largest_model(planned)
-    if options.json:
-        print(json.dumps(_as_dict(planned) | {"largest": most}, indent=2))
-    else:
-        print(format_plan(planned))
-        if not planned.fits and planned.enough_cards:
-            print("docs/out_of_memory.md has the lines that need less, and --solve finds what fits")
-        for name, value in most.items():
-            of_known = " (of the dense models that plan knows)" if name == "model" else ""
-            print(f"largest that fits: {name}: {value or 'none'}{of_known}")
+    print(format_plan(planned))
+    if not planned.fits and planned.enough_cards:
+        print("docs/out_of_memory.md has the lines that need less, and --solve finds what fits")
+    for name, value in most.items():
+        of_known = " (of the dense models that plan knows)" if name == "model" else ""
+        print(f"largest that fits: {name}: {value or 'none'}{of_known}")
     return 0 if planned.fits else 1
-
-
-def _as_dict(planned) -> dict:
-    """A plan for `json`, with bytes as numbers."""
-    launch = planned.settings.launch
-    return {
-        "model": planned.settings.model.model_name_or_path,
-        "hardware": planned.hardware.name,
-        "launch": launch.kind,
-        "ranks": launch.processes,
-        "parameters": {"base": planned.parameters[0], "trained": planned.parameters[1]},
-        "phases": planned.phases,
-        "limiting": planned.limiting,
-        "peak": planned.peak,
-        "capacity": planned.capacity,
-        "fits": planned.fits,
-        "engine": planned.engine and asdict(planned.engine),
-    }

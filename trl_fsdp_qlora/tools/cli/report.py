@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ...errors import UserError, mistyped_path
 from ..report.completions import FOLDERS
-from ..report.page import MEGABYTES, NAME, write_report
+from ..report.page import NAME, write_report
 from ..run.one_line import OneLineParser
 
 _OF_A_RUN = ("trainer_state.json", "metrics.json", "adapter_config.json", "checkpoint-*", *FOLDERS)
@@ -16,22 +16,17 @@ def report(words: list[str]) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder that a run of ours or of TRL wrote")
     parser.add_argument("--output", type=Path, help=f"file to write; {NAME} in the first folder by default")
     parser.add_argument("--no_completions", action="store_true", help="leave prompts and completions out")
-    parser.add_argument(
-        "--megabytes", type=float, default=MEGABYTES, help="room for completions, %(default)g by default"
-    )
     options = parser.parse_args(words)
     for folder in options.runs:
         if not folder.is_dir():
             raise UserError(f"{folder} is no folder of a run{mistyped_path(folder)}")
         if not any(any(folder.glob(name)) for name in _OF_A_RUN):
             raise UserError(f"{folder} has nothing of a run: none of {', '.join(_OF_A_RUN)}")
-    if not options.megabytes > 0:
-        raise UserError(f"--megabytes {options.megabytes:g} leaves no room; --no_completions leaves completions out")
     target = options.output or options.runs[0] / NAME
     if target.is_dir():
         target = target / NAME
     try:
-        notes = write_report(options.runs, target, not options.no_completions, options.megabytes)
+        notes = write_report(options.runs, target, not options.no_completions)
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error.strerror}; --output names another file") from error
     for note in notes:

@@ -8,7 +8,6 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from trl import ModelConfig
 
-from ...compat.deepspeed import zero_stage
 from ...utils.ranks import on_main
 from ..evaluation.accuracy import encode, encode_images
 from ..evaluation.episodes import Agent, begin
@@ -37,9 +36,8 @@ def plan_first(
     """
     plan = None
     refusal = None
-    if zero_stage(config.deepspeed_plugin) == 3:
-        # Under ZeRO-3 transformers initialises every model that it builds, which is collective.
-        say("memory is not planned under ZeRO-3")
+    if config.deepspeed_plugin is not None:
+        say("memory is not planned under DeepSpeed")
     elif PartialState().is_main_process:
         try:
             count = _PROMPTS_WITH_IMAGES if "images" in train.column_names else _PROMPTS

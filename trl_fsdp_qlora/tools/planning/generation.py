@@ -79,7 +79,7 @@ class Engine:
 def plan_engine(run: FakeRun, hardware: Hardware) -> Engine | None:
     """The [`Engine`] of a run; `None` if it runs on another machine or not at all."""
     settings = run.settings
-    if settings.is_paired or not settings.use_vllm or settings.vllm_mode != "colocate" or not hardware.gpu:
+    if not settings.use_vllm or settings.vllm_mode != "colocate" or not hardware.gpu:
         return None
     sends_adapter, is_shared = choices(settings, run.config)
     dtype = model.compute_dtype(settings, run.config)
@@ -110,7 +110,7 @@ def choices(settings: Settings, config: PretrainedConfig) -> tuple[bool, bool]:
     }
     args = SimpleNamespace(**settings.values | of_config)
     quantization = {"load_in_4bit": base.load_in_4bit} if base.load_in_4bit or base.load_in_8bit else None
-    place = Place(settings.launch.kind in ("fsdp2", "zero3"), on_gpu=True)
+    place = Place(settings.launch.kind == "fsdp2", on_gpu=True)
     name = base.model_name_or_path
     try:
         sync = choose_sync(args, lora_config(base), quantization is not None, model=name, place=place)

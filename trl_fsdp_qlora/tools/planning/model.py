@@ -30,8 +30,6 @@ BUCKETS = "gradient buckets"
 OPTIMIZER = "optimizer"
 REFERENCE = "reference model"
 _PARTS = (BASE_4BIT, STATE, BASE, TRAINED, GRADIENTS, BUCKETS, OPTIMIZER, REFERENCE)
-# What a launch spreads over its ranks.
-_SHARDED = {"fsdp2": _PARTS, "zero3": _PARTS, "zero2": (GRADIENTS, OPTIMIZER), "zero1": (OPTIMIZER,)}
 # Numbers that an optimizer keeps per trained weight, by a part of its name; every other optimizer keeps two, as Adam.
 _NUMBERS = {"ademamix": 3, "lion": 1, "rmsprop": 1, "sgd": 0}
 # Bytes of such a number, by a part of the name; every other optimizer keeps numbers of the weight's own dtype.
@@ -63,15 +61,6 @@ def four_bits(settings: Settings, config: PretrainedConfig) -> FourBits | None:
         dense = ("lm_head", *(fields.get("llm_int8_skip_modules") or ()))
         return FourBits(bool(fields.get("bnb_4bit_use_double_quant")), dense)
     return FourBits(settings.model.use_bnb_nested_quant) if settings.model.load_in_4bit and not fields else None
-
-
-def counted_dense(settings: Settings, config: PretrainedConfig) -> str | None:
-    """The name of a format of fewer bits than those that are counted for the base; `None` if it has none."""
-    fields = _stored(config)
-    if settings.model.load_in_8bit:
-        return "load_in_8bit"
-    is_counted = not fields or fields.get("dequantize") or four_bits(settings, config)
-    return None if is_counted else str(fields.get("quant_method"))
 
 
 def _stored(config: PretrainedConfig) -> dict[str, Any]:
@@ -190,16 +179,12 @@ def static_bytes(model: nn.Module, settings: Settings) -> dict[str, int]:
     sizes[STATE] = state_bytes(model)
     sizes[BASE] += sum(buffer.nbytes for buffer in model.buffers())
     sizes[GRADIENTS] = sizes[TRAINED]
-    if kind.startswith("zero"):
-        sizes[OPTIMIZER] = trained * 12  # float32 copy and two moments
-    else:
-        name = str(getattr(settings.optim, "value", settings.optim))
-        numbers = next((count for part, count in _NUMBERS.items() if part in name), 2)
-        number_bytes = next((width for part, width in _NUMBER_BYTES.items() if part in name), None)
-        sizes[OPTIMIZER] = numbers * (sizes[TRAINED] if number_bytes is None else trained * number_bytes)
+    name = str(getattr(settings.optim, "value", settings.optim))
+    numbers = next((count for part, count in _NUMBERS.items() if part in name), 2)
+    number_bytes = next((width for part, width in _NUMBER_BYTES.items() if part in name), None)
+    sizes[OPTIMIZER] = numbers * (sizes[TRAINED] if number_bytes is None else trained * number_bytes)
     if kind == "ddp" and ranks > 1:
         sizes[BUCKETS] = sizes[TRAINED]
     if settings.values.get("beta") and not isinstance(model, PeftModel):
         sizes[REFERENCE] = sizes[BASE] + sizes[TRAINED]
-    sharded = _SHARDED.get(kind, ())
-    return {name: -(-size // ranks) if name in sharded else size for name, size in sizes.items()}
+    return {name: -(-size // ranks) if kind == "fsdp2" else size for name, size in sizes.items()}

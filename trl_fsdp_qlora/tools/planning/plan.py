@@ -11,8 +11,8 @@ import psutil
 import torch
 from transformers import PretrainedConfig
 
+from ...errors import UserError
 from ...fsdp2_qlora.generation import FREE_SHARE
-from ..recipe.arguments import ScriptArguments
 from ..recipe.checks import read_config
 from . import model
 from .generation import Engine, cache_bytes, plan_engine
@@ -86,14 +86,13 @@ class Plan:
     def warning(self) -> str | None:
         """A line if prompt and completion are longer than the model has positions; `None` if they are not."""
         prompt = self.settings.prompt_tokens
-        completion = self.settings.completion_tokens
+        completion = self.settings.max_completion_length
         if prompt + completion <= self.positions:
             return None
-        completions = "answers of" if self.settings.is_paired else "max_completion_length:"
         room = f"at most {self.positions - prompt}" if prompt < self.positions else "the prompts alone fill them"
         return (
-            f"{completions} {completion} and prompts of {prompt} tokens are more than the {self.positions} positions "
-            f"of the model; {room}"
+            f"max_completion_length: {completion} and prompts of {prompt} tokens are more than the {self.positions} "
+            f"positions of the model; {room}"
         )
 
 
@@ -103,13 +102,12 @@ def plan_recipe(
     accelerate_config: str | None = None,
     hardware: str | None = None,
     processes: int | None = None,
-    script: type = ScriptArguments,
     prompt_tokens: int = 256,
 ) -> Plan:
     """Plan a recipe's command line. The run has as many ranks as cards, unless `processes` is given.
 
     Args:
-        words, config, script: see [`from_words`].
+        words, config: see [`from_words`].
         accelerate_config: see [`read_launch`].
         hardware: see [`read_hardware`].
 
@@ -120,7 +118,7 @@ def plan_recipe(
     launch = read_launch(accelerate_config, processes)
     if devices and devices.cards and not processes:
         launch = read_launch(accelerate_config, devices.cards * launch.machines)
-    settings = from_words(words, config, launch, script, prompt_tokens)
+    settings = from_words(words, config, launch, prompt_tokens)
     return make_plan(settings, devices or read_hardware(None, settings.launch.use_cpu))
 
 
@@ -128,8 +126,10 @@ def make_plan(settings: Settings, hardware: Hardware | None = None, config: Pret
     """Plan a run on `hardware`, by default this machine's. If `config` is not given, the model's config is read.
 
     Raises:
-        UserError: something cannot be read or built; the message is one line.
+        UserError: something cannot be read or built, or the launch is one of DeepSpeed; the message is one line.
     """
+    if settings.launch.kind == "deepspeed":
+        raise UserError("a launch with DeepSpeed is not planned; without it (--accelerate_config ddp) it needs more")
     config = config or read_config(settings.model.model_name_or_path, settings.model.model_revision)
     hardware = hardware or read_hardware(None, settings.launch.use_cpu)
     logger = logging.getLogger("transformers")
@@ -168,8 +168,7 @@ def _phases(run: FakeRun, hardware: Hardware, engine: Engine | None) -> dict[str
     launch = settings.launch
     gpu = hardware.gpu
     static = model.static_bytes(run.whole, settings)
-    on_host = {None: (), "optimizer": (model.OPTIMIZER,), "all": static.keys() - {model.BUCKETS}}[launch.offload]
-    held = {name: size for name, size in static.items() if name not in on_host}
+    held = {name: size for name, size in static.items() if not launch.offload or name == model.BUCKETS}
     gradients = {name: held.pop(name) for name in (model.GRADIENTS, model.BUCKETS) if name in held}
     # On a CPU it is this process without the model: what planning leaves in the process is in the run as well.
     process = CONTEXT if gpu else psutil.Process().memory_info().rss
@@ -177,7 +176,7 @@ def _phases(run: FakeRun, hardware: Hardware, engine: Engine | None) -> dict[str
     in_a_layer, whole = gathered_bytes(run)
     # Generation and scoring may gather the whole model, see `fsdp2_qlora.generation.choose`; with vLLM not.
     in_a_rollout = in_a_layer
-    if launch.kind == "fsdp2" and not settings.is_paired and not settings.use_vllm:
+    if launch.kind == "fsdp2" and not settings.use_vllm:
         gather = settings.fsdp_gather
         if gather == "once" or (gather != "per_layer" and whole <= FREE_SHARE * free):
             in_a_rollout = whole
@@ -189,9 +188,7 @@ def _phases(run: FakeRun, hardware: Hardware, engine: Engine | None) -> dict[str
     update = 0 if "fused" in str(getattr(settings.optim, "value", settings.optim)) else static[model.GRADIENTS]
 
     # By phase: what comes and goes; what is there during the whole phase in addition to the weights; gathered weights.
-    table = {}
-    if not settings.is_paired:
-        table["generate"] = (_generation(run, free), awake, in_a_rollout)
+    table = {"generate": (_generation(run, free), awake, in_a_rollout)}
     if settings.scores_again:
         scored = run.measure(scored_shape(settings, gpu))
         table["score"] = ({ACTIVATIONS: scored}, asleep, in_a_rollout)
@@ -234,7 +231,7 @@ def gathered_bytes(run: FakeRun) -> tuple[int, int]:
         second is the whole model.
     """
     settings = run.settings
-    if settings.launch.kind not in ("fsdp2", "zero3") or settings.launch.processes == 1:
+    if settings.launch.kind != "fsdp2" or settings.launch.processes == 1:
         return 0, 0
 
     def weights(module: torch.nn.Module) -> int:
@@ -248,9 +245,7 @@ def gathered_bytes(run: FakeRun) -> tuple[int, int]:
     total = weights(run.whole)
     names = set(getattr(causal, "_no_split_modules", None) or ())
     inside = [weights(module) for module in causal.modules() if type(module).__name__ in names]
-    buffers = 0
-    if settings.launch.kind == "fsdp2":
-        buffers = 1 if run.on_gpu else 2
+    buffers = 1 if run.on_gpu else 2
     return total - sum(inside) + (2 + buffers) * max(inside, default=0), total
 
 
@@ -292,20 +287,14 @@ def format_plan(plan: Plan) -> str:
         lines.append(_format_engine(plan.engine))
     if plan.warning:
         lines.append(f"warning: {plan.warning}")
-    completions = "answers of" if settings.is_paired else "completions of"
     lines.append(
-        f"assumed: prompts of {settings.prompt_tokens} tokens (--prompt_tokens), {completions} "
-        f"{settings.completion_tokens}"
+        f"assumed: prompts of {settings.prompt_tokens} tokens (--prompt_tokens), completions of "
+        f"{settings.max_completion_length}"
     )
-    stored = model.counted_dense(settings, plan.config)
-    if stored:
-        lines.append(f"assumed: {stored} makes no weight smaller; the plan of such a base is therefore too high")
     if hardware.gpu:
         lines.append("assumed, not measured: the CUDA context and the allocator's slack")
     else:
         lines.append("not counted: memory that the C library's heap keeps in addition to tensors")
-    if launch.kind.startswith("zero"):
-        lines.append("not counted: DeepSpeed's own buffers")
     return "\n".join(lines)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.utils import DeepSpeedPlugin, str_to_bool
+from accelerate.utils import str_to_bool
 from trl import ModelConfig
 
 from ...errors import UserError
@@ -26,10 +26,10 @@ class Launch:
     """The processes of a run, and the way in which they share the model.
 
     Attributes:
-        kind: single, ddp, fsdp2 (of FSDP1 the same bytes are planned), or zero0 to zero3.
+        kind: single, ddp, fsdp2 (of FSDP1 the same bytes are planned), or deepspeed, which is not planned.
         processes: ranks, one per card, on all machines together.
         machines: number of machines; each has as many ranks.
-        offload: what is held in host memory: "optimizer", or "all" (weights, gradients and optimizer).
+        offload: whether weights, gradients and optimizer are held in host memory.
         use_cpu: the ranks compute on the host.
         mixed_precision: bf16, fp16 or no; `None` if the accelerate config does not set it.
     """
@@ -37,7 +37,7 @@ class Launch:
     kind: str = "single"
     processes: int = 1
     machines: int = 1
-    offload: str | None = None
+    offload: bool = False
     use_cpu: bool = False
     mixed_precision: str | None = None
 
@@ -62,19 +62,9 @@ class Settings:
         raise AttributeError(name)
 
     @property
-    def is_paired(self) -> bool:
-        """Rows are preference pairs, and nothing is generated."""
-        return "num_generations" not in self.values
-
-    @property
-    def rows(self) -> int:
-        """Rows of a micro-batch."""
-        return self.per_device_train_batch_size * (2 if self.is_paired else 1)
-
-    @property
     def groups(self) -> int:
         """Groups, whole or in part, in a micro-batch."""
-        return max(1, -(-self.rows // (2 if self.is_paired else self.num_generations)))
+        return max(1, -(-self.per_device_train_batch_size // self.num_generations))
 
     @property
     def rollout_batches(self) -> int:
@@ -93,18 +83,6 @@ class Settings:
         """Episodes have several turns, and rows keep their caches between turns."""
         has_turns = bool(self.values.get("tools") or self.values.get("environment"))
         return has_turns and not self.use_vllm and self.compact_generation
-
-    @property
-    def length_field(self) -> str:
-        """The field that limits the length of rows."""
-        return "max_length" if self.is_paired else "max_completion_length"
-
-    @property
-    def completion_tokens(self) -> int:
-        """Tokens of the longest completion, or of the longest answer of a pair."""
-        if not self.is_paired or self.max_length is None:
-            return self.max_completion_length
-        return max(1, min(self.max_completion_length, self.max_length - self.prompt_tokens))
 
     @property
     def mixed(self) -> str | None:
@@ -136,30 +114,21 @@ class Settings:
     @property
     def scores_again(self) -> bool:
         """Whether a pass without gradients comes before the loss, for the old log-probabilities or the reference."""
-        if self.is_paired:
-            return bool(self.precompute_ref_log_probs)
         reuses_rollouts = self.num_iterations > 1 or self.rollout_batches > self.gradient_accumulation_steps
         return bool(self.values.get("beta")) or reuses_rollouts
 
 
-def from_words(
-    words: Sequence[str], config: type, launch: Launch, script: type = ScriptArguments, prompt_tokens: int = 256
-) -> Settings:
-    """The settings of a recipe's command line.
-
-    Args:
-        config: the config class of the recipe's method.
-        script: the class of the recipe's script arguments.
+def from_words(words: Sequence[str], config: type, launch: Launch, prompt_tokens: int = 256) -> Settings:
+    """The settings of a recipe's command line; `config` is the config class of the recipe's method.
 
     Raises:
         UserError: the file of `--config` cannot be read; an unknown key; a value of the wrong kind.
     """
-    values = vars(recipe_fields((script, config, ModelConfig), words, {"dataset": None}))
+    values = vars(recipe_fields((ScriptArguments, config, ModelConfig), words, {"dataset": None}))
     if launch == Launch() and values["use_cpu"]:
         launch = Launch(use_cpu=True)
     if values.get("deepspeed"):
-        kind, offload = _read_zero({"deepspeed_config_file": values["deepspeed"]}, "deepspeed")
-        launch = replace(launch, kind=kind, offload=offload)
+        launch = replace(launch, kind="deepspeed")
     model = ModelConfig(**{item.name: values[item.name] for item in fields(ModelConfig)})
     return Settings(model, values, launch, prompt_tokens)
 
@@ -167,12 +136,12 @@ def from_words(
 def from_config(config: Any, model: ModelConfig, prompt_tokens: int = 256) -> Settings:
     """The settings of a run that is about to start, from its parsed arguments."""
     kind = "single" if config.world_size == 1 else "ddp"
-    offload = None
+    offload = False
     if config.deepspeed_plugin is not None:
-        kind, offload = _of_plugin(config.deepspeed_plugin)
+        kind = "deepspeed"
     elif is_fsdp2_launch():
         kind = "fsdp2"
-        offload = "all" if str_to_bool(os.environ.get("FSDP_OFFLOAD_PARAMS", "false")) else None
+        offload = bool(str_to_bool(os.environ.get("FSDP_OFFLOAD_PARAMS", "false")))
     mixed = None if config.bf16 or config.fp16 else "no"
     launch = Launch(kind, config.world_size, 1, offload, config.device.type == "cpu", mixed)
     return Settings(model, dict(vars(config)), launch, prompt_tokens)
@@ -193,33 +162,9 @@ def read_launch(path: str | None, processes: int | None = None) -> Launch:
         config = load_config_from_file(file)
         ranks = processes or max(1, int(getattr(config, "num_processes", 1)))
         use_cpu = bool(str_to_bool(str(config.use_cpu)))
-        kind, offload = "single" if ranks == 1 else "ddp", None
-        if config.distributed_type == "DEEPSPEED":
-            kind, offload = _read_zero(config.deepspeed_config, f"{path}: deepspeed_config_file")
-        elif config.distributed_type == "FSDP":
-            offloads = str_to_bool(str(config.fsdp_config.get("fsdp_offload_params", False)))  # it may be quoted
-            kind = "fsdp2"
-            offload = "all" if offloads else None
-    except UserError:
-        raise
+        kinds = {"DEEPSPEED": "deepspeed", "FSDP": "fsdp2"}
+        kind = kinds.get(config.distributed_type, "single" if ranks == 1 else "ddp")
+        offload = bool(str_to_bool(str(config.fsdp_config.get("fsdp_offload_params", False))))  # it may be quoted
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise UserError(f"--accelerate_config {path} cannot be read: {error}") from None
     return Launch(kind, ranks, int(config.num_machines or 1), offload, use_cpu, config.mixed_precision)
-
-
-def _read_zero(content: dict[str, Any], field_name: str) -> tuple[str, str | None]:
-    """Kind and offload of a `deepspeed_config`, which may be a file of DeepSpeed's; `field_name` names that file."""
-    file = content.get("deepspeed_config_file")
-    if isinstance(file, str) and not Path(file).is_file():
-        raise UserError(f"{field_name}: {file}: there is no such file")
-    known = ("zero_stage", "offload_optimizer_device", "offload_param_device")
-    return _of_plugin(DeepSpeedPlugin(file or "none", **{name: content.get(name) for name in known}))
-
-
-def _of_plugin(plugin: DeepSpeedPlugin) -> tuple[str, str | None]:
-    offload = None
-    if plugin.zero_stage == 3 and plugin.offload_param_device in ("cpu", "nvme"):
-        offload = "all"
-    elif plugin.zero_stage and plugin.offload_optimizer_device in ("cpu", "nvme"):
-        offload = "optimizer"
-    return f"zero{plugin.zero_stage}", offload

@@ -102,8 +102,8 @@ def check_output_dir(script: ScriptArguments, config: Any, model: ModelConfig) -
 
 # Fields of the data that a run measures on, which do not apply to other data.
 OF_THE_DATA = (
-    "dataset", "dataset_config", "dataset_split", "eval_dataset", "eval_split", "held_out", "validation",
-    "accuracy_on", "eval_problems", "question_column", "answer_column",
+    "dataset", "dataset_config", "dataset_split", "eval_dataset", "eval_split", "held_out", "eval_problems",
+    "question_column", "answer_column",
 )  # fmt: skip
 # What else an accuracy depends on, next to the trained weights.
 _OF_THE_MEASUREMENT = (
@@ -201,6 +201,7 @@ class RunRecord:
         self.put(
             hardware=hardware(),
             software=software(),
+            method=getattr(trainer, "method_on_card", trainer._name),
             **portable({"dataset": script.dataset, "model": model_name(trainer.model), "rewards": script.rewards}),
             seed=args.seed,
             command=command_line(command),
@@ -229,8 +230,7 @@ class RunPage(TrainerCallback):
         self.trainer = trainer
         self.record = record
         self.folder = Path(trainer.args.output_dir)
-        if hasattr(trainer, "generation_batches"):
-            trainer.generation_batches.keeps = True
+        trainer.keeps_drawn_rows = True  # of a trainer that draws completions
         self._earlier = record.content.get("warnings", [])  # of a resumed run's first part
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -247,9 +247,9 @@ class RunPage(TrainerCallback):
 
     @nonfatal("keeping completions")
     def _keep_completions(self, step: int) -> None:
-        batches = getattr(self.trainer, "generation_batches", None)
-        if batches is not None and batches.last is not None:
-            drawn, batches.last = batches.last, None
+        drawn = getattr(self.trainer, "drawn_rows", None)
+        if drawn is not None:
+            self.trainer.drawn_rows = None
             write_completions(self.folder, step, drawn)
 
     @nonfatal("the page of the run")

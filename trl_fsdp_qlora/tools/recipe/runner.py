@@ -18,7 +18,6 @@ from ...trainers.run.stopping import stopping_after_step
 from ...utils.nonfatal import nonfatal
 from ...utils.ranks import on_main
 from ...utils.threads import fit_threads
-from ..data.rewards import checked
 from ..run.launch import launch_words
 from ..run.one_line import pop_options
 from ..run.terminal import use_terminal
@@ -64,8 +63,7 @@ def build_trainer(
             raise ConfigError(f"environment and tools: {cls.__name__} runs no episodes; train with GRPO")
         arguments.update(code.agent.arguments())
         arguments["processing_class"] = code.tool_format(arguments["processing_class"])
-    rewards = [checked(reward) for reward in code.rewards]
-    trainer = cls(model.model_name_or_path, rewards, config, train, **arguments, **further_arguments)
+    trainer = cls(model.model_name_or_path, code.rewards, config, train, **arguments, **further_arguments)
     trainer.card_info.settings = (script, model)
     fit_threads(trainer.model)
     return trainer
@@ -178,7 +176,7 @@ def _train(trainer: Any, resume: str | None, resume_command: str) -> None:
 
 
 def _refuse_a_run_without_rewards(trainer: Any) -> None:
-    scored = getattr(getattr(trainer, "generation_batches", None), "scored", None)
+    scored = getattr(trainer, "scored_completions", None)
     if scored is not None and scored.nothing_scored:
         raise UserError(
             f"nothing was learned: {', '.join(trainer.reward_func_names)} gave none of {scored.drawn:,} "

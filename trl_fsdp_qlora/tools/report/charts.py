@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ...utils.stats import wilson_interval
-from .folder import Run
+from .folder import Run, spread
 
 # Readable on white and on near-black: contrast 3 or more with both.
 COLORS = ("#3b7dd8", "#d9730d", "#1a9870", "#c2488f", "#8b6cd9", "#a5852a", "#5f8296", "#c94f3d")
@@ -41,24 +41,9 @@ class Chart:
 # (title, text below it, {metric: name of the series}, whether values are shares)
 _CHARTS = (
     ("Reward", "mean of the sampled completions", {"reward": "reward", "eval_reward": "evaluation"}, False),
-    (
-        "Completion length",
-        "tokens: mean, from shortest to longest",
-        {"completions/mean_length": "length"},
-        False,
-    ),
-    (
-        "Cut completions",
-        "share that reached the limit without an end",
-        {"completions/clipped_ratio": "cut"},
-        True,
-    ),
-    (
-        "Equal groups",
-        "share without a difference to learn from",
-        {"frac_reward_zero_std": "equal groups"},
-        True,
-    ),
+    ("Completion length", "tokens: mean, from shortest to longest", {"completions/mean_length": "length"}, False),
+    ("Cut completions", "share that reached the limit without an end", {"completions/clipped_ratio": "cut"}, True),
+    ("Equal groups", "share without a difference to learn from", {"frac_reward_zero_std": "equal groups"}, True),
     ("Entropy", "of the scored tokens, mean, in nats", {"entropy": "entropy"}, False),
     ("KL", "distance from the reference model", {"kl": "KL"}, False),
     ("Gradient norm", "before clipping", {"grad_norm": "gradient norm"}, False),
@@ -115,13 +100,7 @@ def _color(chart: Chart, runs: int) -> None:
 def _points(run: Run, metric: str) -> dict[float, float]:
     """Values by step; of several entries of one step the last."""
     points = {entry["step"]: entry[metric] for entry in run.history if metric in entry}
-    return {step: points[step] for step in _thinned(sorted(points))}
-
-
-def _thinned(steps: list[float]) -> list[float]:
-    if len(steps) <= MOST_POINTS:
-        return steps
-    return [steps[round(i * (len(steps) - 1) / (MOST_POINTS - 1))] for i in range(MOST_POINTS)]
+    return {step: points[step] for step in spread(sorted(points), MOST_POINTS)}
 
 
 def _rounded(values: Iterable[float]) -> list[float]:
@@ -183,7 +162,7 @@ def _phases(run: Run) -> list[Series]:
     """The phases of a step, the longest first; measurements between steps are no part of a step."""
     names = [f"time/{name}_s" for name in _names([run], "time/", "_s")]
     by_step = {entry["step"]: entry for entry in run.history if any(name in entry for name in names)}
-    steps = _thinned(sorted(by_step))
+    steps = spread(sorted(by_step), MOST_POINTS)
     phases = []
     for name in names:
         values = _rounded(by_step[step].get(name, 0.0) for step in steps)
@@ -202,7 +181,7 @@ def _memory(runs: list[Run]) -> list[Series]:
             peaks = [value for name, value in entry.items() if re.fullmatch(r"memory/.*_peak_mib", name)]
             if peaks:
                 highest[entry["step"]] = max(peaks)
-        steps = _thinned(sorted(highest))
+        steps = spread(sorted(highest), MOST_POINTS)
         if steps:
             series.append(Series(number, "highest use", steps, _rounded(highest[step] for step in steps)))
     return series

@@ -7,7 +7,6 @@ reading a folder from elsewhere runs no code.
 """
 
 import base64
-import io
 import itertools
 import json
 import math
@@ -21,14 +20,15 @@ import pyarrow
 import pyarrow.parquet
 
 from ...utils.redaction import without_tokens
-from .folder import Run
-from .keep import jpeg
+from .folder import Run, spread
 
 FOLDERS = ("_completions", "completions")  # the first that has a file counts
 MOST_FILES = 200  # that are read; of more, these are spread evenly over the steps
 LONGEST_TEXT = 20_000  # characters; the middle of a longer text is left out
 _OF_A_ROW = 40  # bytes of numbers and punctuation of a completion in the page
-_OWN_COLUMNS = ("step", "prompt", "completion", "advantage", "tokens", "cut", "image", "images")
+_OWN_COLUMNS = (
+    "step", "prompt", "completion", "prompt_json", "completion_json", "advantage", "tokens", "cut", "image", "images",
+)  # fmt: skip
 
 Text = str | list[dict[str, Any]]  # or the messages of a conversation
 
@@ -60,7 +60,7 @@ class Completions:
 def read_completions(folder: Path, run: Run, budget: int) -> Completions:
     """Completions of the run in `folder`, in about `budget` bytes of a page.
 
-    If they are too many, whole groups are left out: each step keeps the groups of its best and its worst completion.
+    If they are too many, whole groups are left out, the same share of each file.
     """
     result = Completions()
     paths = next((paths for name in FOLDERS if (paths := sorted((folder / name).glob("*.parquet")))), [])
@@ -69,9 +69,9 @@ def read_completions(folder: Path, run: Run, budget: int) -> Completions:
             "There are no completions: TRL writes them with log_completions=True, in TRL 1.16 for GRPO alone."
         )
         return result
-    chosen = _spread(paths, MOST_FILES)
+    chosen = spread(paths, MOST_FILES)
     names: dict[str, None] = {}  # of the reward functions, in their order
-    for number, path in enumerate(chosen):
+    for path in chosen:
         try:
             rows = _rows(path)
         except (OSError, ValueError, pyarrow.ArrowException) as error:
@@ -82,9 +82,8 @@ def read_completions(folder: Path, run: Run, budget: int) -> Completions:
         names.update(dict.fromkeys(rewards))
         result.recorded += len(rows)
         groups = list(_groups(rows, path, rewards, run.reward_weights))
-        kept = _within(groups, budget // (len(chosen) - number))
-        budget -= sum(map(_bytes, kept))
-        result.groups += kept
+        needed = sum(map(_bytes, groups))
+        result.groups += spread(groups, max(1, len(groups) * budget // max(1, len(chosen) * needed)))
     result.groups.sort(key=lambda group: group.step)
     result.rewards = list(names)
     if len(paths) > len(chosen):
@@ -93,17 +92,9 @@ def read_completions(folder: Path, run: Run, budget: int) -> Completions:
         )
     if result.shown < result.recorded:
         result.notes.append(
-            f"The page holds {result.shown:,} of {result.recorded:,} completions that were read, in whole groups; "
-            "each step has its best and its worst. `--megabytes` gives them more room."
+            f"The page holds {result.shown:,} of {result.recorded:,} completions that were read, in whole groups."
         )
     return result
-
-
-def _spread(items: list, count: int) -> list:
-    """At most `count` of the items, the first and the last among them, at equal distances."""
-    if len(items) <= count:
-        return items
-    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -112,7 +103,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     for row in rows:
         for name in ("prompt", "completion"):
             if f"{name}_json" in row:
-                row[name] = json.loads(row.pop(f"{name}_json"))
+                row[name] = json.loads(row[f"{name}_json"])
         if "completion" not in row:
             raise ValueError(f"it has no column 'completion', but {', '.join(row)}")
     return rows
@@ -206,24 +197,9 @@ def _call(call: dict[str, Any]) -> str:
 
 
 def _thumbnails(row: dict[str, Any]) -> list[str]:
-    """Data URLs of the images in a row's column `images` or `image`, which are bytes; no path is followed."""
-    images = row.get("images") or row.get("image") or []
-    contents = [
-        each.get("bytes") if isinstance(each, dict) else each
-        for each in (images if isinstance(images, list) else [images])
-    ]
-    return [url for content in contents if isinstance(content, bytes) and (url := _thumbnail(content))]
-
-
-def _thumbnail(content: bytes) -> str | None:
-    try:
-        from PIL import Image
-
-        with Image.open(io.BytesIO(content), formats=["PNG", "JPEG", "WEBP", "GIF", "BMP"]) as image:
-            small = jpeg(image)
-    except Exception:  # pillow is missing, or its decoders raise for damaged bytes
-        return None
-    return f"data:image/jpeg;base64,{base64.b64encode(small).decode()}"
+    """Data URLs of the small images that a recipe has kept; those of other folders are left out."""
+    images = row.get("images") if "prompt_json" in row else None
+    return [f"data:image/jpeg;base64,{base64.b64encode(content).decode()}" for content in images or []]
 
 
 def _bytes(group: Group) -> int:
@@ -231,22 +207,3 @@ def _bytes(group: Group) -> int:
     texts = [group.prompt, *(row["text"] for row in group.rows), *(row["others"] for row in group.rows)]
     text_bytes = sum(len(each.encode(errors="replace")) if isinstance(each, str) else len(str(each)) for each in texts)
     return text_bytes + sum(map(len, group.images)) + _OF_A_ROW * len(group.rows)
-
-
-def _within(groups: list[Group], budget: int) -> list[Group]:
-    """As many of the groups of a file as fit into `budget`, at least those of the best and the worst completion."""
-
-    def total(row: dict) -> float:
-        return row["total"] or 0.0
-
-    best = max(range(len(groups)), key=lambda i: max(map(total, groups[i].rows)), default=0)
-    worst = min(range(len(groups)), key=lambda i: min(map(total, groups[i].rows)), default=0)
-    # Every seventh group, then those after them, and so on: what fits is spread over the batch.
-    spread = [i for first in range(7) for i in range(first, len(groups), 7)]
-    kept = set()
-    for i in dict.fromkeys([best, worst, *spread] if groups else []):
-        size = _bytes(groups[i])
-        if i in (best, worst) or size <= budget:
-            kept.add(i)
-            budget -= size
-    return [groups[i] for i in sorted(kept)]

@@ -1,26 +1,20 @@
 """What the folder of a run holds, apart from its completions: curves, facts, accuracy, warnings.
 
-Only JSON and the YAML head of a card are read, so a folder from elsewhere runs no code. A file that is missing or
-cannot be read becomes a note.
+Only JSON is read, so a folder from elsewhere runs no code. A file that is missing or cannot be read becomes a note.
 """
 
 import json
 import math
-import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import yaml
-
-from ...trainers.methods import METHODS
 from ...utils.plain import counted
 from ...utils.redaction import text_for_others
-from ...utils.stats import format_accuracy, wilson_interval
+from ...utils.stats import wilson_interval
 
-# By tag of a card.
-_TITLES = {method.command: method.title for method in METHODS} | {"sft": "SFT", "distillation": "Distillation"}
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -76,9 +70,19 @@ def read_run(folder: Path) -> Run:
     run.accuracy = {when: record[when] for when in ("before", "after") if when in record}
     run.startup = text_for_others(record.get("startup") or "")
     run.reward_weights = record.get("reward_weights", {})
-    facts = {**_of_files(folder, run.notes), **_of_record(record), **_of_state(state, run)}
+    facts = _facts(record, _json_file(folder / "adapter_config.json", run.notes))
+    if logged:
+        of_all = f" of {state['max_steps']:,}" if state.get("max_steps", 0) > 0 else ""
+        facts["steps"] = f"{run.last_step:,}{of_all}"
     run.facts = {label: text_for_others(str(value)) for label, value in facts.items() if value not in (None, "")}
     return run
+
+
+def spread(items: list[Item], count: int) -> list[Item]:
+    """At most `count` of the items at equal distances, the first and, if it is not alone, the last among them."""
+    if len(items) <= count:
+        return items
+    return [items[round(i * (len(items) - 1) / max(1, count - 1))] for i in range(count)]
 
 
 def _last_step(history: list[dict]) -> float:
@@ -100,14 +104,9 @@ def _json_file(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _newest_state(folder: Path, notes: list[str]) -> dict[str, Any]:
-    """The trainer's state with the most steps: of the folder itself, or of its newest checkpoint with a whole one."""
-    state = _json_file(folder / "trainer_state.json", notes)
-    steps = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.glob("checkpoint-*")}
-    for path in sorted((path for path in steps if steps[path]), key=lambda path: int(steps[path][1]), reverse=True):
-        of_checkpoint = _json_file(path / "trainer_state.json", notes)
-        if of_checkpoint:
-            return max(state, of_checkpoint, key=lambda each: _last_step(each.get("log_history", [])))
-    return state
+    """The trainer's state with the most steps, of the folder itself or of a checkpoint."""
+    paths = [folder / "trainer_state.json", *folder.glob("checkpoint-*/trainer_state.json")]
+    return max((_json_file(path, notes) for path in paths), key=lambda state: _last_step(state.get("log_history", [])))
 
 
 def _finite(logged: list[dict], warnings: list[str]) -> list[dict[str, float]]:
@@ -122,55 +121,18 @@ def _finite(logged: list[dict], warnings: list[str]) -> list[dict[str, float]]:
     return history
 
 
-def _of_files(folder: Path, notes: list[str]) -> dict[str, Any]:
-    """Facts from the card's head and from PEFT's and transformers' configs."""
-    head = _card_head(folder / "README.md", notes)
-    tags = [tag for tag in head.get("tags") or [] if tag in _TITLES]
-    facts: dict[str, Any] = {
-        "method": _TITLES[tags[-1]] if tags else None,
-        "model": head.get("base_model"),
-        "data": ", ".join(head.get("datasets") or []),
+def _facts(record: dict[str, Any], adapter: dict[str, Any]) -> dict[str, Any]:
+    """Facts from the `metrics.json` of a recipe, and from PEFT's config."""
+    facts = {
+        "method": record.get("method"),
+        "model": record.get("model") or adapter.get("base_model_name_or_path"),
+        "data": record.get("dataset"),
+        "rewards": ", ".join(record.get("rewards", [])),
+        **{label: record.get(label) for label in ("command", "hardware", "software", "seed", "processes")},
     }
-    adapter = _json_file(folder / "adapter_config.json", notes)
-    if adapter:
-        facts["model"] = facts["model"] or adapter.get("base_model_name_or_path")
-        rank = f", r={adapter['r']}, alpha={adapter.get('lora_alpha')}" if "r" in adapter else ""
-        facts["adapter"] = f"{adapter.get('peft_type', 'adapter')}{rank}"
-    facts["class"] = ", ".join(_json_file(folder / "config.json", notes).get("architectures") or [])
-    return facts
-
-
-def _card_head(path: Path, notes: list[str]) -> dict[str, Any]:
-    """The YAML between the first two lines of three hyphens of a model card."""
-    if not path.exists():
-        return {}
-    try:
-        head = re.match(r"---\n(.*?)\n---", path.read_text(encoding="utf-8"), re.DOTALL)
-        return (yaml.safe_load(head[1]) if head else None) or {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        notes.append(f"{path.name} cannot be read: {text_for_others(' '.join(str(error).split()))}")
-        return {}
-
-
-def _of_record(record: dict[str, Any]) -> dict[str, Any]:
-    """Facts from the `metrics.json` of a recipe."""
-    facts = {"model": record.get("model"), "data": record.get("dataset"), "command": record.get("command")}
-    facts["rewards"] = ", ".join(record.get("rewards", []))
-    for label in ("hardware", "software", "seed", "processes"):
-        facts[label] = record.get(label)
-    for when in ("before", "after"):
-        if when in record:
-            facts[f"accuracy {when}"] = format_accuracy(record[when]["correct"], record[when]["n"])
     if "train_seconds" in record:
         facts["training"] = f"{record['train_seconds']:,.0f} s"
-    return {label: value for label, value in facts.items() if value not in (None, "")}
-
-
-def _of_state(state: dict[str, Any], run: Run) -> dict[str, Any]:
-    """Facts from the trainer's state."""
-    of = f" of {state['max_steps']:,}" if state.get("max_steps", 0) > 0 else ""
-    tokens = state.get("num_input_tokens_seen")
-    return {
-        "steps": f"{run.last_step:,}{of}" if run.history else None,
-        "input tokens": f"{tokens:,}" if tokens else None,
-    }
+    if adapter:
+        rank = f", r={adapter['r']}, alpha={adapter.get('lora_alpha')}" if "r" in adapter else ""
+        facts["adapter"] = f"{adapter.get('peft_type', 'adapter')}{rank}"
+    return facts

@@ -17,20 +17,17 @@ from .completions import Completions, read_completions
 from .folder import Run, read_run
 
 NAME = "report.html"
-MEGABYTES = 4.0  # of completions
+MEGABYTES = 4.0  # room for the completions of all runs together
 _HERE = Path(__file__).parent
 
 
-def write_report(
-    folders: list[Path], target: Path, with_completions: bool = True, megabytes: float = MEGABYTES
-) -> list[str]:
+def write_report(folders: list[Path], target: Path, with_completions: bool = True) -> list[str]:
     """Write the page of the runs in `folders` to the file `target`.
 
     Args:
         folders: of runs, ours or of TRL; the first is the one that the others are compared with.
         target: the file, which appears whole or not at all.
         with_completions: `False` leaves prompts and completions out.
-        megabytes: room for the completions of all runs together.
 
     Returns:
         What is missing, one line each.
@@ -39,7 +36,7 @@ def write_report(
     _tell_apart(runs)
     by_run: list[Completions | None] = [None] * len(runs)
     if with_completions:
-        budget = int(megabytes * 1e6 / len(runs))
+        budget = int(MEGABYTES * 1e6 / len(runs))
         by_run = [read_completions(folder, run, budget) for folder, run in zip(folders, runs, strict=True)]
     notes = []
     for run, completions in zip(runs, by_run, strict=True):
