@@ -155,11 +155,9 @@ def _parameters(run: FakeRun) -> tuple[int, int]:
 
 
 def changed(plan: Plan, **values: Any) -> Plan:
-    """Plan the same run with other values of its fields; `load_in_4bit` works too."""
-    settings = plan.settings
-    if "load_in_4bit" in values:
-        settings = replace(settings, model=replace(settings.model, load_in_4bit=values.pop("load_in_4bit")))
-    return make_plan(replace(settings, values=settings.values | values), plan.hardware, plan.config)
+    """Plan the same run with other values of its trainer's fields."""
+    settings = replace(plan.settings, values=plan.settings.values | values)
+    return make_plan(settings, plan.hardware, plan.config)
 
 
 def _phases(run: FakeRun, hardware: Hardware, engine: Engine | None) -> dict[str, dict[str, int]]:
