@@ -3,19 +3,14 @@
     python benchmarks/end_to_end.py --setting svamp --model DIR --data SVAMP.json
     python benchmarks/end_to_end.py --setting gsm8k --model DIR --data gsm8k/train.jsonl --gradient_checkpointing
         --rows 8
-    python benchmarks/end_to_end.py --setting small_base --model DIR
-    python benchmarks/end_to_end.py --setting svamp --early --generation_only ...
-    python benchmarks/end_to_end.py --setting gsm8k --rows 8 --tokens 64 --generation_only ...
-    python benchmarks/end_to_end.py --setting svamp --continuous_batching --generation_only ...
+    python benchmarks/end_to_end.py --setting svamp --generation_only ...
 
 Both trainers live in one process, on the same weights, with the same seed, prompts and LoRA, and take turns of one
 optimizer step (A B B A ...), so that a drifting machine hits both alike; the ratio of every pair of turns is kept.
 Each generates its own completions, and is timed doing so. Then both take the loss of the same ones, those of the first
 one. It prints the losses and the norms of the gradients of both: a first step on new completions has a loss of
 about zero, the mean advantage. The reward differs for every completion, so none is skipped. The rest of the difference
-between the two ways of generating is chance: the lengths that were drawn. `--early` makes completions end after about
-half of the budget (an exponentially growing bonus for the end-of-sequence token, in both). `--continuous_batching`
-lets stock TRL generate with transformers' continuous batching, and this package as it does by default.
+between the two ways of generating is chance: the lengths that were drawn.
 
 Writes `<out>/end_to_end_<setting>.json` and a stacked bar of the phases after every pair of turns, so that what
 was measured is there when the machine gives out. Both trainers' weights are in the memory of either's turn; what a
@@ -54,10 +49,7 @@ from trl_fsdp_qlora.utils.files import write_json
 SETTINGS = {
     "svamp": {"rows": 16, "group": 8, "tokens": 96, "shots": 0},
     "gsm8k": {"rows": 16, "group": 8, "tokens": 128, "shots": 8},
-    "small_base": {"rows": 128, "group": 8, "tokens": 6, "shots": 0},
 }
-# Room for 16 completions and their prompts; by default the engine's cache takes half of the machine's memory.
-BATCHING_CACHE = {"num_blocks": 32, "max_batch_tokens": 2048}
 # Seconds on the wall; with --cpu_seconds those of this process's own work, for a shared machine and one thread.
 CLOCK = time.perf_counter
 PHASES = ("generation", "scoring", "forward_backward", "optimizer")
@@ -71,7 +63,7 @@ def distinct_reward(completions, **_columns) -> list[float]:
 
 def problems_of(options, setting: dict):
     """Prompts of the setting, with its worked examples in front."""
-    problems = read_problems("addition" if options.setting == "small_base" else str(options.data))
+    problems = read_problems(str(options.data))
     solved = problems[: setting["shots"]]
     asked = problems[setting["shots"] :]
     examples = "".join(
@@ -92,29 +84,21 @@ def with_solutions(options, problems: list[dict]) -> list[dict]:
 
 def build(cls, config_cls, options, model, folder: Path):
     setting = SETTINGS[options.setting]
-    tokens = options.tokens or setting["tokens"]
-    batching = {}
-    if options.continuous_batching and cls is GRPOTrainer:
-        batching["use_transformers_continuous_batching"] = True
-        batching["transformers_continuous_batching_config"] = BATCHING_CACHE
-    early = {"exponential_decay_length_penalty": (tokens // 4, options.early_factor)} if options.early else None
     args = config_cls(
         output_dir=str(folder),
         per_device_train_batch_size=options.rows or setting["rows"],
         num_generations=setting["group"],
-        max_completion_length=tokens,
+        max_completion_length=setting["tokens"],
         max_steps=10**6,
         num_train_epochs=1000,
         learning_rate=1e-6,
         gradient_checkpointing=options.gradient_checkpointing,
-        generation_kwargs=early,
         bf16=False,
         use_cpu=True,
         save_strategy="no",
         logging_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        **batching,
     )
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     problems = problems_of(options, setting)
@@ -281,14 +265,13 @@ def pair_line(pair: list[dict]) -> str:
 def result_of(options, turns: dict[str, list[dict]]) -> dict:
     """Returns the result of the turns so far."""
     setting = SETTINGS[options.setting]
-    changes = {"rows": options.rows or setting["rows"], "tokens": options.tokens or setting["tokens"]}
 
     def ratios(key: str) -> dict[str, float]:
         values = [a[key] / b[key] for a, b in zip(turns["stock TRL"], turns["this package"], strict=True) if b[key]]
         return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
     return {
-        "setting": f"{options.setting}: {setting | changes}, early {options.early}",
+        "setting": f"{options.setting}: {setting | {'rows': options.rows or setting['rows']}}",
         "gradient_checkpointing": options.gradient_checkpointing,
         "generation_only": options.generation_only,
         "products": "torch's" if options.torch_products or not cpu_linear.beats_mkl() else "oneDNN's",
@@ -308,10 +291,9 @@ def write(options, result: dict) -> None:
     if not options.out:
         return
     options.out.mkdir(parents=True, exist_ok=True)
-    name = f"end_to_end_{options.setting}" + ("_early" if options.early else "")
-    name += "_continuous_batching" if options.continuous_batching else ""
+    name = f"end_to_end_{options.setting}"
     name += "_torch_products" if options.torch_products else ""
-    name += f"_generation_{options.tokens or SETTINGS[options.setting]['tokens']}" if options.generation_only else ""
+    name += "_generation" if options.generation_only else ""
     write_json(options.out / f"{name}.json", result)
     if not options.generation_only:
         draw_bars(result, options.out / f"{name}.png")
@@ -321,7 +303,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setting", choices=SETTINGS, required=True)
     parser.add_argument("--model", required=True, help="folder of the model, with its tokenizer")
-    parser.add_argument("--data", type=Path, help="the setting's problems; the small base has its own")
+    parser.add_argument("--data", type=Path, required=True, help="the setting's problems")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--warm_up", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
@@ -329,11 +311,7 @@ def main() -> None:
         "--cpu_seconds", action="store_true", help="of the process, with one thread: on a busy machine"
     )
     parser.add_argument("--rows", type=int, help="completions per step, in place of the setting's")
-    parser.add_argument("--tokens", type=int, help="of a completion, in place of the setting's")
-    parser.add_argument("--early", action="store_true")
-    parser.add_argument("--early_factor", type=float, default=1.03)
     parser.add_argument("--generation_only", action="store_true")
-    parser.add_argument("--continuous_batching", action="store_true", help="in stock TRL")
     parser.add_argument("--torch_products", action="store_true", help="here too, on AMD processors as well")
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--folder", type=Path, default=Path("end_to_end_run"), help="for the trainers' files")

@@ -1,14 +1,13 @@
 """CPU seconds and peak memory of a loss with its backward: TRL's trainers that call no fused head themselves, as they
 are and after `share_prompts`.
 
-    python benchmarks/every_forward.py   # the first table of docs/share_prompts.md; one thread, some minutes
-    # the second: a point in a process
-    python benchmarks/every_forward.py --shape smollm2 --vocabulary 49152 --runs 2 --points SDPO --output FILE
+    python benchmarks/every_forward.py   # the second table of docs/share_prompts.md; one thread, some minutes
+    # the first: a point in a process
+    python benchmarks/every_forward.py --shape smollm2 --vocabulary 49152 --runs 2 --points Reward --output FILE
 
-Both contestants are the same trainer class of TRL on the same batch in one process; for SDPO and SDFT the one
-that shares prompts is the class of `experimental/losses_in_tiles`, which holds no logits of a batch. Runs
-alternate, and medians of the process's CPU time are compared, so that other work on the machine counts little. The
-peak is the highest sum of live allocations during a loss and its backward, above the level at its start.
+Both contestants are the same trainer class of TRL on the same batch in one process. Runs alternate, and medians of the
+process's CPU time are compared, so that other work on the machine counts little. The peak is the highest sum of live
+allocations during a loss and its backward, above the level at its start.
 
 Trainers that hold logits make them as in stock TRL, so the larger the vocabulary next to the layers, the less they
 gain. The default shape has four small layers and a small vocabulary; "smollm2" has the sizes of SmolLM2-135M.
@@ -20,7 +19,6 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -37,15 +35,7 @@ from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 warnings.filterwarnings("ignore", category=FutureWarning)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from trl.experimental import cpo, gkd, orpo, sdft, sdpo, tpo
-
-    from trl_fsdp_qlora.experimental.losses_in_tiles import TiledSDFTTrainer, TiledSDPOTrainer
-
-# In place of TRL's classes, where prompts are shared.
-WITHOUT_LOGITS = {
-    sdpo.SDPOTrainer: TiledSDPOTrainer,
-    sdft.SDFTTrainer: TiledSDFTTrainer,
-}
+    from trl.experimental import gkd, tpo
 
 
 class Tokens:
@@ -76,43 +66,11 @@ class Tokens:
         }
 
 
-def of_reward(tokens: Tokens) -> dict:
-    return tokens.pairs()
-
-
-def of_pairs(tokens: Tokens) -> dict:
-    """As CPO and ORPO take pairs."""
-    batch = {}
-    both = tokens.pairs()
-    for name, part in (("chosen", slice(0, 2)), ("rejected", slice(2, 4))):
-        ids = both["input_ids"][part]
-        labels = ids.clone()
-        labels[:, :512] = -100
-        batch |= {
-            f"{name}_input_ids": ids,
-            f"{name}_attention_mask": torch.ones_like(ids),
-            f"{name}_labels": labels,
-        }
-    return batch
-
-
 def of_triples(tokens: Tokens) -> dict:
     batch = tokens.pairs(branches=3)
     mask = batch["attention_mask"].clone()
     mask[:, :512] = 0
     return batch | {"completion_mask": mask}
-
-
-def with_teacher(demonstrations: int) -> Callable[[Tokens], dict]:
-    """A group whose teacher reads 128 tokens more: one demonstration for all, or one of several for each."""
-
-    def make(tokens: Tokens) -> dict:
-        batch = tokens.group()
-        shown = tokens.rows(demonstrations, 128).repeat(8 // demonstrations, 1)
-        ids = torch.cat([batch["prompt_ids"], shown, batch["completion_ids"]], dim=1)
-        return batch | {"teacher_input_ids": ids, "teacher_attention_mask": torch.ones_like(ids)}
-
-    return make
 
 
 def of_dialogues(tokens: Tokens) -> dict:
@@ -125,21 +83,12 @@ def of_dialogues(tokens: Tokens) -> dict:
 
 
 PREFERENCES = Dataset.from_dict({"prompt": ["a"], "chosen": ["a"], "rejected": ["a"], "reference": ["a"]})
-PROMPTS = Dataset.from_dict({"prompt": ["a"] * 8, "privileged_context": ["a"] * 8})
+PROMPTS = Dataset.from_dict({"prompt": ["a"] * 8})
 DIALOGUES = Dataset.from_dict(
     {"messages": [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]]}
 )
-IN_GROUPS = {"num_generations": 8, "per_device_train_batch_size": 8, "teacher_model_kind": "base"}
 # name: trainer, its config, the config's fields, its dataset, its batch
 POINTS = {
-    "SDPO 512/128, 8 rows": (sdpo.SDPOTrainer, sdpo.SDPOConfig, IN_GROUPS, PROMPTS, with_teacher(2)),
-    "SDFT 512/128, 8 rows": (
-        sdft.SDFTTrainer,
-        sdft.SDFTConfig,
-        IN_GROUPS | {"distillation_mode": "full_logits"},
-        PROMPTS,
-        with_teacher(1),
-    ),
     "Distillation 512/128, 8 rows": (
         trl.DistillationTrainer,
         trl.DistillationConfig,
@@ -154,18 +103,13 @@ POINTS = {
         DIALOGUES,
         of_dialogues,
     ),
-    "Reward 512/256, 2 pairs": (trl.RewardTrainer, trl.RewardConfig, {}, PREFERENCES, of_reward),
-    "CPO 512/256, 2 pairs": (cpo.CPOTrainer, cpo.CPOConfig, {}, PREFERENCES, of_pairs),
-    "ORPO 512/256, 2 pairs": (orpo.ORPOTrainer, orpo.ORPOConfig, {}, PREFERENCES, of_pairs),
+    "Reward 512/256, 2 pairs": (trl.RewardTrainer, trl.RewardConfig, {}, PREFERENCES, Tokens.pairs),
     "TPO 512/256, 2 triples": (tpo.TPOTrainer, tpo.TPOConfig, {}, PREFERENCES, of_triples),
 }
 
 
-def make_trainer(name: str, args, shares: bool = False):
-    """A trainer with a LoRA adapter, ready for `compute_loss`; a teacher is a copy with other weights.
-
-    If it `shares` prompts, it is one without logits if there is one.
-    """
+def make_trainer(name: str, args):
+    """A trainer with a LoRA adapter, ready for `compute_loss`; a teacher is a copy with other weights."""
     trainer_class, config_class, fields, rows, _ = POINTS[name]
     model = make_model(SimpleNamespace(device="cpu", vocabulary=args.vocabulary, shape=args.shape))
     options = {"model": model}
@@ -179,14 +123,11 @@ def make_trainer(name: str, args, shares: bool = False):
         options["teacher_model"] = copy.deepcopy(model)
         for parameter in options["teacher_model"].parameters():
             parameter.data.mul_(1.1)
-    if trainer_class is sdpo.SDPOTrainer:
-        options["reward_funcs"] = lambda completions, **columns: [0.0] * len(completions)
     tokenizer = small_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     common = {"output_dir": tempfile.mkdtemp(), "use_cpu": True, "bf16": False, "report_to": []}
     torch.manual_seed(0)
-    built_class = WITHOUT_LOGITS.get(trainer_class, trainer_class) if shares else trainer_class
-    trainer = built_class(
+    trainer = trainer_class(
         args=config_class(**common, gradient_checkpointing=False, **fields),
         train_dataset=rows,
         processing_class=tokenizer,
@@ -230,8 +171,7 @@ def counted_tokens(trainer, batch: dict) -> tuple[int, int]:
 
 def measure(name: str, args) -> dict:
     batch = POINTS[name][-1](Tokens(args.vocabulary))
-    contestants = {"stock": make_trainer(name, args), "shared": None}
-    contestants["shared"] = share_prompts(make_trainer(name, args, shares=True))
+    contestants = {"stock": make_trainer(name, args), "shared": share_prompts(make_trainer(name, args))}
     loss_and_backward(contestants["stock"], batch)
     padded, computed = counted_tokens(contestants["shared"], batch)  # compares with stock, too
     gradients = gradient_difference(contestants["shared"], contestants["stock"])

@@ -42,6 +42,8 @@ RECIPE = (
 
 def parts(model: str | None, data: str | None, output: Path, tiny: bool = False) -> dict[str, tuple[float, str]]:
     """Returns the seconds that each part may take, and its arguments of Python; those worth most first."""
+    # The shares are a card's; a rehearsal runs on a processor, and next to other work.
+    patience = 10 if tiny else 1
     tests = "-m pytest -v -p no:cacheprovider -m"
     steps = "benchmarks/gpu_steps.py steps --tiny" if tiny else "benchmarks/gpu_steps.py steps"
     head = "--tokens 64 --hidden 64 --vocabularies 512 --rounds 1" if tiny else "--rounds 20 --tokens 1024 8192"
@@ -53,8 +55,8 @@ def parts(model: str | None, data: str | None, output: Path, tiny: bool = False)
         "qlora": (120, f"{steps} --shape 1.7B --four_bit"),
         "launches": (
             120,
-            "benchmarks/launches.py --next_to benchmarks/results/launches.json --only Qwen3-4B --seconds 60 "
-            f"{'--layers 1 ' * tiny}--output {output}/launches.json",
+            "benchmarks/launches.py --next_to benchmarks/results/launches.json --only Qwen3-4B "
+            f"--seconds {60 * patience} {'--layers 1 ' * tiny}--output {output}/launches.json",
         ),
         "tests": (
             120,
@@ -66,7 +68,7 @@ def parts(model: str | None, data: str | None, output: Path, tiny: bool = False)
         commands["grpo"] = (120, run)
     if not tiny:
         commands["slow_tests"] = (600, f"{tests} 'gpu and slow'")
-    return commands
+    return {name: (patience * share, command) for name, (share, command) in commands.items()}
 
 
 def setting() -> list[str]:
@@ -154,8 +156,7 @@ def main() -> None:
     deadline = time.monotonic() + 60 * args.minutes
     table = [*setting(), "| part | predicted | measured |", "|---|---|---|"]
     for name, (share, command) in chosen.items():
-        # The shares are a card's; a rehearsal runs on a processor, and next to other work.
-        seconds = min(10 * share if args.tiny else share, deadline - time.monotonic())
+        seconds = min(share, deadline - time.monotonic())
         rows = (
             run_part(name, command, output / f"{name}.log", seconds)
             if seconds > 5

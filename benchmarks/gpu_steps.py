@@ -230,14 +230,14 @@ def main() -> None:
     parser.add_argument("--shape", default="0.6B", choices=["0.6B", "1.7B"], help="of Qwen3")
     parser.add_argument("--four_bit", action="store_true", help="the base in nf4")
     parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--completion", type=int, default=256)
+    parser.add_argument("--completion", type=int, default=128)
     parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--tiny", action="store_true", help="a rehearsal in small sizes")
     args = parser.parse_args()
     args.device, args.vocabulary = "cuda", 151936
     if args.tiny:
-        args.shape, args.vocabulary, args.prompt, args.completion, args.group, args.steps = "tiny", 512, 24, 4, 4, 2
+        args.shape, args.vocabulary, args.prompt, args.completion, args.group, args.steps = "tiny", 512, 8, 3, 2, 2
     {"equality": equality, "steps": steps}[args.part](args)
 
 

@@ -31,7 +31,7 @@ RESULTS = Path(__file__).parent / "results"
 # Qwen3's hidden size, MLP, layers, heads, key-value heads and head size; "tiny" is for rehearsals on CUDA.
 SHAPES = {
     "cpu": (256, 768, 4, 4, 2, 64),
-    "tiny": (64, 128, 2, 4, 2, 16),
+    "tiny": (64, 128, 1, 4, 2, 16),
     "0.6B": (1024, 3072, 28, 16, 8, 128),
     "1.7B": (2048, 6144, 28, 16, 8, 128),
     "smollm2": (576, 1536, 30, 9, 3, 64),  # SmolLM2-135M, whose vocabulary is 49,152

@@ -37,7 +37,6 @@ BORROWED = {
     # trainers
     "unwrap_model_for_generation": ("trl.models", "completions by transformers' generate"),
     "use_adapter": ("trl.trainer.utils", "reference policies of A*-PO"),
-    "ForwardRedirection": ("trl.models.utils", "losses in tiles"),
     "VLLMClient": ("trl.generation.vllm_client", "vLLM's engines"),
     "VLLMGeneration": ("trl.generation.vllm_generation", "vLLM's engines"),
     # episodes and images
@@ -50,7 +49,6 @@ BORROWED = {
 }
 INSTALL = f"pip install 'trl~={TESTED_TRL[-1]}.0'"
 _this = sys.modules[__name__]  # functions below read borrowed names from it
-_SPELLED = {"ForwardRedirection": "_ForwardRedirection"}  # as TRL does
 
 
 class MissingName(UserError, ImportError):
@@ -70,7 +68,6 @@ def __getattr__(name: str) -> Any:
 
 
 def _borrow(name: str, module: str, needed_by: str) -> Any:
-    borrowed = _SPELLED.get(name, name)
     needed = f"(needed by: {needed_by}); {INSTALL}"
     try:
         version = import_module("trl").__version__
@@ -79,9 +76,9 @@ def _borrow(name: str, module: str, needed_by: str) -> Any:
     if not is_tested(version) and Version(version) < Version(OLDEST_TRL):
         raise MissingName(f"TRL {version} is too old for trl_fsdp_qlora: {INSTALL}")
     try:
-        return getattr(import_module(module), borrowed)
+        return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise MissingName(f"TRL {version} has no {module}.{borrowed} {needed}") from error
+        raise MissingName(f"TRL {version} has no {module}.{name} {needed}") from error
 
 
 @functools.cache

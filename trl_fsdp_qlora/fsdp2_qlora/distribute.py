@@ -10,7 +10,6 @@ adapter's gradients cross the network. Plain FSDP2 is one replica of all ranks.
 """
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,10 +19,6 @@ from torch.distributed.tensor import DTensor
 from ..compat.fsdp import filled_shard, plain_name
 from .experts import packed_experts
 from .packed_linear import PackedLinear4bit, convert_layer, pack_model, quantized_layers
-
-
-class ReplicasDiffer(RuntimeError):
-    """Replicas of one base hold different weights."""
 
 
 class BaseNotSharded(RuntimeError):
@@ -137,37 +132,6 @@ def fill_shards(model: nn.Module, source: dict[str, torch.Tensor], device: torch
         sharded = filled_shard(parameter.data, local.cpu() if offload else local)
         new_by_old[id(parameter)] = nn.Parameter(sharded, requires_grad=False)
     _replace(model, new_by_old)
-
-
-def check_replicas(model: nn.Module, per_replica: int) -> None:
-    """Compare the frozen weights of the replicas. Collective.
-
-    Each replica was read by another rank, and two nodes may have different files under the same path. Training would
-    then sum gradients of different models.
-
-    Raises:
-        ReplicasDiffer: on all ranks, with the first weight that differs.
-    """
-    if per_replica == dist.get_world_size():
-        return
-    sums = {}
-    for name, parameter in _frozen(model).items():
-        # The sum of the bytes, with the even ones counted twice, so that swapped neighbours are found as well.
-        data = _local(parameter).detach().contiguous().view(-1).view(torch.uint8)
-        sums[name] = (data.sum(dtype=torch.int64) + data[::2].sum(dtype=torch.int64)).item()
-    sums_of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(sums_of_ranks, sums)
-    differing = set()
-    for rank, of_rank in enumerate(sums_of_ranks):
-        of_first_replica = sums_of_ranks[rank % per_replica]
-        differing.update(name for name in sums if of_rank[name] != of_first_replica[name])
-    if differing:
-        first = next(name for name in sums if name in differing)
-        raise ReplicasDiffer(
-            f"{len(differing)} of {len(sums)} frozen weights differ between the replicas (first {first}): the "
-            "nodes loaded different files under one name. Let them share a folder, or set the recipe's "
-            "`model_revision` to one commit"
-        )
 
 
 @dataclass(frozen=True)

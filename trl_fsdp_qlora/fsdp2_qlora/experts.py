@@ -43,7 +43,6 @@ from .grouped_product import (
     grouped_mm_is_a_loop,
     multiply_groups,
     multiply_packed,
-    reads_packed,
 )
 from .packed_linear import ByteLayout, codebook, from_bytes, state_to_bytes
 
@@ -151,28 +150,14 @@ class PackedExperts(nn.Module):
 
     def _in_groups(self, inputs_SH: torch.Tensor, expert_S: torch.Tensor) -> torch.Tensor:
         experts = torch.arange(self.num_experts, device=expert_S.device, dtype=expert_S.dtype)
-        packed = all(reads_packed(inputs_SH, self.num_experts, layout) for layout in self.layouts.values())
-        if len(expert_S) < self.num_experts and not packed:
-            # A step of decoding: dequantize each token's expert, not all experts.
-            chosen = expert_S.long()
-            ends = experts[: len(expert_S)].int() + 1
-        else:
-            chosen = None
-            ends = torch.searchsorted(expert_S, experts, right=True, out_int32=True)
-        return self._layer(partial(self._project_groups, expert_S=expert_S, chosen=chosen, ends=ends), inputs_SH)
+        ends = torch.searchsorted(expert_S, experts, right=True, out_int32=True)
+        return self._layer(partial(self._project_groups, expert_S=expert_S, ends=ends), inputs_SH)
 
-    def _project_groups(self, name: str, x_SI, expert_S, chosen, ends) -> torch.Tensor:
-        """`chosen` are the experts of the groups, or `None` if each expert has a group."""
-        rows_EB = self.get_parameter(name).data
-        if chosen is not None:
-            rows_EB = rows_EB[chosen]
-        out = _GroupedLinear4bit.apply(x_SI, rows_EB, self.layouts[name], ends)
+    def _project_groups(self, name: str, x_SI, expert_S, ends) -> torch.Tensor:
+        out = _GroupedLinear4bit.apply(x_SI, self.get_parameter(name).data, self.layouts[name], ends)
         if self.has_bias:
             out = out + self.get_parameter(f"{name}_bias").to(out.dtype)[expert_S.long()]
         for lhs_EOR, rhs_ERI, scaling in self.lora.get(name, ()):
-            if chosen is not None:
-                lhs_EOR = lhs_EOR[chosen]
-                rhs_ERI = rhs_ERI[chosen]
             device = x_SI.device.type  # autocast does not cover grouped products
             dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rhs_ERI.dtype
             # Zeros fill LoRA's rank up to a multiple of the stride.

@@ -125,19 +125,11 @@ def _grouped_gradients(grad_SO, x_SI, ends) -> torch.Tensor:
     return nn.functional.grouped_mm(grad_SO.t(), x_SI, offs=ends)
 
 
-def reads_packed(x: torch.Tensor, groups: int, layout: ByteLayout) -> bool:
-    """Whether [`multiply_packed`] is for rows like these: few, so that it unpacks weights once or twice.
-
-    Blocks of weights have to be parts of a matrix's rows.
-    """
-    few = len(x) <= groups * _PACKED_TILE["ROWS"]
-    return few and layout.shape[1] % layout.blocksize == 0 and runs(_packed_product_kernel, x)
-
-
 def multiply_packed(x_SK, rows_EB, layout: ByteLayout, ends: torch.Tensor) -> torch.Tensor | None:
     """`x @ weight.T` of every group of rows, `(S, out)`, from the packed weights themselves.
 
-    It is `None` if the rows are not for it ([`reads_packed`]), or if Triton cannot compute it.
+    It is for few rows, so that weights are unpacked once or twice, and blocks of weights have to be parts of a row.
+    Otherwise, and if Triton cannot compute it, the result is `None`.
 
     Args:
         x_SK: rows in order of their groups, contiguous.
@@ -146,9 +138,10 @@ def multiply_packed(x_SK, rows_EB, layout: ByteLayout, ends: torch.Tensor) -> to
     """
     rows = len(x_SK)
     groups = len(rows_EB)
-    if not reads_packed(x_SK, groups, layout):
-        return None
     columns, depth = layout.shape
+    is_for_these = rows <= groups * _PACKED_TILE["ROWS"] and depth % layout.blocksize == 0
+    if not is_for_these or not runs(_packed_product_kernel, x_SK):
+        return None
     out_SN = x_SK.new_empty(rows, columns)
     tiles = rows // _PACKED_TILE["ROWS"] + min(groups, rows)
     programs = tiles * -(-columns // _PACKED_TILE["COLUMNS"])

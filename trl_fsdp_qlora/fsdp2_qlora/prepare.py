@@ -43,7 +43,6 @@ def shard_quantized_base(accelerator: Accelerator, adapter_dtype: torch.dtype = 
 
     Raises:
         BaseNotSharded: from `prepare`, if a rank holds more than its share.
-        ReplicasDiffer: from `prepare`, if nodes loaded different weights.
     """
     if getattr(accelerator.prepare, "shards_quantized_base", False):
         return
@@ -148,7 +147,6 @@ def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, k
         result = stock_prepare(*args, **kwargs)
     if any(on_meta):
         distribute.fill_shards(model, source, device, isinstance(plugin.cpu_offload, CPUOffloadPolicy))
-    distribute.check_replicas(model, per_replica)
     model.base_bytes = distribute.measure_base(model, per_replica)
     logger.info(str(model.base_bytes), main_process_only=False)
     return result

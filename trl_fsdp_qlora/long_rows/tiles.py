@@ -25,7 +25,6 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from ..compat.deepspeed import is_zero3
@@ -182,23 +181,12 @@ def remove(model: nn.Module) -> None:
 
 def describe(model: nn.Module, tokens_per_tile: int | str) -> tuple[str, str]:
     """A line of the start-up block on `model`, for which [`install`] was called with this value."""
-    field = f"mlp_tokens_per_tile: {tokens_per_tile}"
+    line = f"long rows in tiles of tokens (mlp_tokens_per_tile: {tokens_per_tile})"
     if tokens_per_tile == "off":
-        return "off", f"long rows in tiles ({field})"
-    tiled = [module for module in model.modules() if vars(module).get("forward") == types.MethodType(_forward, module)]
-    kinds = {module.token_tiles.kind for module in tiled}
-    with_mlp = {id(module.token_tiles.layer) for module in tiled if module.token_tiles.kind != "norm"}
-    layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
-    without = dict.fromkeys(type(layer).__name__ for layer in layers if id(layer) not in with_mlp)
-    reason = looks_beyond_tokens(model)
-    if reason is None and without:
-        reason = f"{next(iter(without))} has no MLP that is known"
-    if not tiled:
-        return "as stock TRL", f"long rows are not computed in tiles: {reason}"
-    sizes = AUTO_TOKENS if tokens_per_tile == "auto" else dict.fromkeys(AUTO_TOKENS, tokens_per_tile)
-    sizes_of_kinds = ", ".join(f"{kind} {sizes[kind]:,}" for kind in sorted(kinds))
-    exception = f"; {reason}" if reason else ""
-    return "on", f"long rows in tiles of tokens: {sizes_of_kinds} ({field}){exception}"
+        return "off", line
+    if any("token_tiles" in vars(module) for module in model.modules()):
+        return "on", line
+    return "as stock TRL", f"{line}: {looks_beyond_tokens(model) or 'no MLP, norm or expert of the model is known'}"
 
 
 # --- a call ----------------------------------------------------------------------------------------------------------

@@ -6,9 +6,7 @@ states, which are numbers of the same size; and the gradients of a random sum of
 In float32 the two ways agree to a few units in the last place, and fixed limits decide. In half precision (or TF32)
 single tokens differ by hundredths of a nat, and the model decides by how much. So beyond the fixed limits stock is
 compared with itself: the padded rows are computed again with embeddings that are moved by as much as one rounding,
-which moves every later rounding. [`OVER_ROUNDING`] times that difference is allowed. A fault of a few percent in every
-token (an attention scaled by 1.03) is hidden by rounding in single tokens, and not in the length of the gradient, in
-which rounding averages out.
+which moves every later rounding. [`OVER_ROUNDING`] times that difference is allowed.
 
 The packed forward holds no more tokens than the step's own, and padded rows are computed one by one. Ranks that
 compare together decide by the same sums, so they decide alike.
@@ -28,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from .batch import Batch, Sequences
-from .dropout import attention_reason, without_dropout
+from .dropout import without_dropout
 from .forest import sort_by_prefix
 from .packed_model import PackedModel
 from .passes import Forward
@@ -45,11 +43,11 @@ ROWS_HALF = 8
 MOST_TOKENS = 2048
 BEHIND_WINDOW = 512
 # Differences that are never called a fault: the mean over all tokens and over first tokens (which are predicted across
-# the border of two segments), in nats; the norm of the gradient's difference over that of the gradient; the relative
-# length of the gradient along stock's. Padded and packed float32 passes were never further apart than 6e-5
-# (SmolLM2-135M), while a completion cut off its prompt, a lost window or a leaking state changes them by 0.1 to 2.
+# the border of two segments), in nats; the norm of the gradient's difference over that of the gradient. Padded and
+# packed float32 passes were never further apart than 6e-5 (SmolLM2-135M), while a completion cut off its prompt, a
+# lost window or a leaking state changes them by 0.1 to 2.
 LIMITS_FP32 = {"mean": 1e-3, "first": 1e-3, "gradient": 1e-3}
-LIMITS_HALF = {"mean": 0.05, "first": 0.03, "gradient": 0.25, "length": 0.01}
+LIMITS_HALF = {"mean": 0.05, "first": 0.03, "gradient": 0.25}
 # In half precision this multiple of stock's own rounding is allowed (dev/LOG.md).
 OVER_ROUNDING = 4.0
 # One token counts for no more than this many nats: rounding can change a very unlikely one by any amount.
@@ -81,9 +79,6 @@ def verify(
         What differs, alike on all ranks that compare together.
     """
     base = packed_model.base
-    reason = attention_reason(base)  # dropout may have been set since the model was read
-    if reason is not None:
-        return [reason]
     device = batch.input_ids.device
     unit = rounding_unit(base, device)
     rows = compared_rows(packed_model, batch, sequences, ROWS_HALF if unit else ROWS_FP32, tokens_per_pass)
@@ -231,30 +226,29 @@ def _compare(packed_model: PackedModel, stock: Callable[..., ModelOutput], sampl
 
     failure = None
     packed_RC = torch.zeros_like(weight_RC)
-    squares = dict.fromkeys(("packed", "off", "padded"), 0.0)
+    size = 0.0
     try:
         packed_RC = packed(1.0)
-        squares["packed"] = _squared_norm(parameters)
+        size = _squared_norm(parameters)
     except Exception as error:
         if is_out_of_memory(error):
             raise
         failure = reason_of(error)
     padded_RC = padded(-1.0)
-    squares["off"] = _squared_norm(parameters)
-    if unit and parameters and failure is None:
-        packed(-1.0)  # the negative padded gradient remains
-        squares["padded"] = _squared_norm(parameters)
-    sums = added({"failed": failure is not None, **statistics(packed_RC, padded_RC, wanted_RC), **squares})
+    gradient = {"gradient": _squared_norm(parameters), "size": size}
+    sums = added({"failed": failure is not None, **statistics(packed_RC, padded_RC, wanted_RC), **gradient})
     if sums["failed"]:
         return [failure or "another rank's packed pass failed"]
-    faults = differences(sums, None, exact=not unit, of=of)
+    faults = differences(sums, None, LIMITS_HALF if unit else LIMITS_FP32, of)
     if not faults or not unit:
         return faults
     # This can only raise the limits, so it is not measured before.
+    packed(-1.0)  # the negative padded gradient remains
     with _moved_by_rounding(base.get_input_embeddings(), unit):
         moved_RC = padded(1.0)
-    moved = added({**statistics(moved_RC, padded_RC, wanted_RC), "change": _squared_norm(parameters)})
-    return differences(sums, moved, exact=False, of=of)
+    gradient = {"gradient": _squared_norm(parameters), "size": size}
+    moved = added({**statistics(moved_RC, padded_RC, wanted_RC), **gradient})
+    return differences(sums, moved, LIMITS_HALF, of)
 
 
 def _packed_output(packed_model: PackedModel, rows: Batch) -> ModelOutput:
@@ -278,61 +272,50 @@ def statistics(values_RC: torch.Tensor, padded_RC: torch.Tensor, wanted_RC: torc
     """Returns sums over this rank's tokens of how far values are from those of the padded pass."""
     off_RC = (values_RC - padded_RC).float().abs().nan_to_num(MOST_PER_TOKEN).clamp(max=MOST_PER_TOKEN)
     missing_RC = ((values_RC == 0) & (padded_RC < MISSING_BELOW)) | (~values_RC.isfinite() & padded_RC.isfinite())
+    off_RC = off_RC.masked_fill(missing_RC, torch.inf)  # one of many, too
     # A completion begins in any column, and a row may have several of them.
     first_RC = wanted_RC.clone()
     first_RC[:, 1:] &= ~wanted_RC[:, :-1]
-    sums = {"missing": (wanted_RC & missing_RC).sum()}
+    sums = {}
     for name, included_RC in (("mean", wanted_RC), ("first", first_RC)):
-        sums[f"{name}_tokens"] = included_RC.sum()
-        sums[name] = off_RC[included_RC].sum()
-    return {name: float(value) for name, value in sums.items()}
+        sums[name] = float(off_RC[included_RC].sum())
+        sums[f"{name}_tokens"] = float(included_RC.sum())
+    return sums
 
 
-def differences(sums: dict[str, float], moved: dict[str, float] | None, exact: bool, of: str) -> list[str]:
+def differences(
+    sums: dict[str, float], moved: dict[str, float] | None, limits: dict[str, float], of: str
+) -> list[str]:
     """Returns what is beyond the limits, which rounding raises.
 
     Args:
-        sums: the [`statistics`] of the packed pass, and squares of norms, which add up over ranks: of the packed
-            gradient, of its difference from the padded one (`"off"`), and of the padded one.
-        moved: the [`statistics`] of a padded pass moved by rounding, and the square of the norm of the gradient's
-            `"change"`; `None` if it was not measured.
-        exact: whether the limits of float32 apply.
+        sums: the [`statistics`] of the packed pass, and squares of norms, which add up over ranks: of the difference
+            of its gradient from the padded one, and of the gradient itself (`"size"`).
+        moved: the same of a padded pass moved by rounding; `None` if it was not measured.
+        limits: [`LIMITS_FP32`] or [`LIMITS_HALF`].
         of: what the values are.
     """
-    limits = LIMITS_FP32 if exact else LIMITS_HALF
-    if sums["missing"]:
-        return [f"{sums['missing']:.0f} values are missing or not finite: a difference in {of}"]
-    faults = []
-    noise = 0.0
-    for name, title in (("mean", "mean"), ("first", "first tokens' mean")):
-        tokens = max(sums[f"{name}_tokens"], 1)
-        if moved is not None:
-            noise = max(noise, moved[name] / tokens)  # at least that of all tokens: of few it is small by chance
-        limit = max(limits[name], OVER_ROUNDING * noise)
-        if sums[name] / tokens > limit:
-            off = sums[name] / tokens
-            faults.append(f"{title} difference in {of} from the padded pass is {off:.2g} (limit {limit:.2g})")
-    size, off = sums["packed"] ** 0.5, sums["off"] ** 0.5
-    change = 0.0 if moved is None else moved["change"]
-    limit = max(limits["gradient"] * size, OVER_ROUNDING * change**0.5)
-    if not off <= limit:  # NaN is a fault, too
-        faults.append(
-            f"gradients differ from the padded pass by {off:.2g} of a norm of {size:.2g} (limit {limit:.2g})"
-        )
-    padded = sums["padded"]
-    if padded and not exact:
-        # Rounding changes both gradients p and d at random, which makes <p, d> / |d|² smaller than 1 by half of the
-        # square of d's relative change. |p - d|² / 2 |d|² compensates for this, and the sum is (1 + |p|² / |d|²) / 2.
-        # `relative / 2` allows for the case that only one of the two is rounded. Of a change in all directions
-        # 1 / sqrt(tokens) remains in a length.
-        length = (sums["packed"] / padded - 1) / 2
-        relative = change / padded
-        by_rounding = (relative / max(sums["mean_tokens"], 1)) ** 0.5
-        limit = max(limits["length"], OVER_ROUNDING * by_rounding) + relative / 2
-        if not abs(length) <= limit:
-            times = f"the gradient is {1 + length:.3f} times as long as the padded pass's along it"
-            faults.append(f"{times} (limit 1 ± {limit:.2g})")
-    return faults
+    titles = {
+        "mean": f"mean difference in {of}",
+        "first": f"first tokens' mean difference in {of}",
+        "gradient": "gradients differ: relative difference",
+    }
+    off = _relative(sums)
+    noise = dict.fromkeys(off, 0.0) if moved is None else _relative(moved)
+    noise["first"] = max(noise["first"], noise["mean"])  # of few tokens it is small by chance
+    limit = {name: max(limits[name], OVER_ROUNDING * noise[name]) for name in off}
+    return [
+        f"{title} from the padded pass is {off[name]:.2g} (limit {limit[name]:.2g})"
+        for name, title in titles.items()
+        if not off[name] <= limit[name]  # NaN is a fault, too
+    ]
+
+
+def _relative(sums: dict[str, float]) -> dict[str, float]:
+    """Returns means per token, and the norm of a gradient's difference over the norm of the gradient."""
+    size = max(sums["size"], torch.finfo(torch.float32).tiny)
+    means = {name: sums[name] / max(sums[f"{name}_tokens"], 1) for name in ("mean", "first")}
+    return {**means, "gradient": (sums["gradient"] / size) ** 0.5}
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from .attention.backends import LAYER_TYPES as ATTENTION
 from .attention.implementation import implementation_of
 from .dropout import ATTENTION_NAMES, attention_reason
 from .recurrent.kinds import LAYER_TYPES as RECURRENT
-from .recurrent.kinds import kind_of, recurrent_layers
+from .recurrent.kinds import continues_from_states, recurrent_layers
 from .recurrent.level_by_level import SHORTEST
 from .relative_positions import sees_distances, stock_positions
 
@@ -168,7 +168,7 @@ def _layers_reason(model: PreTrainedModel, text: PreTrainedConfig) -> str | None
     if has_unknown_states(model):
         return f"{name} has recurrent layers of a kind that is not known"
     for layer_class in dict.fromkeys(map(type, recurrent_layers(model))):  # in order, so that ranks give one reason
-        if kind_of(layer_class).compute is None:
+        if not continues_from_states(layer_class):
             return f"{layer_class.__name__} cannot continue from a state"
     return None
 

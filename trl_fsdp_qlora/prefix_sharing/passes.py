@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from .batch import Sequences
-from .forest import Forest, sort_by_prefix
+from .forest import Forest
 from .prefix_cache import CacheView, GradAccumulator, PrefixCache, Trunk, backward_collected
 from .row import PassRecord
 from .shared_prefixes import SharedPrefix, build_pass_forest, shared_prefixes
@@ -157,14 +157,6 @@ class Plan:
     def count(self) -> int:
         """Number of calls of the model, trunks included."""
         return len(self.rows_of_pass) + int(self.trunks.sum())
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens that this rank computes in all passes and trunks."""
-        tokens = sum(self._length(node) for node in self.kept)
-        for number in range(len(self.rows_of_pass)):
-            tokens += self.forest_of_pass(number)[0].tokens
-        return tokens
 
     def fits(self, limit: int) -> bool:
         """Whether no pass, together with the trunks that are alive then, has more tokens with a graph than `limit`."""
@@ -346,18 +338,19 @@ def plan_call(
 
     Args:
         sequences: the rows of the call; `None` if they cannot be packed.
-        tokens_per_pass: the limit; a row that is longer runs alone.
+        tokens_per_pass: the limit. Passes have equally many neighbouring rows, as many as fit.
         rules: what passes of the model have to keep to.
         shares: whether a beginning that several passes share is computed once. The call must not record gradients.
     """
     plan = None
     if sequences is not None:
-        rows_of_pass = cut_rows(
-            sequences, tokens_per_pass, lambda rows: rules.build_forest(sequences.rows(rows)).tokens
-        )
         # Each rank has trunks of its own: the ranks agree on the number of forwards only.
         alone = replace(rules, reduce=of_this_rank)
-        plan = Plan.of(sequences, rows_of_pass, alone, shares=shares and len(rows_of_pass) > 1)
+        rows = len(sequences.lengths_B)
+        for rows_per_pass in _rows_per_pass(1, rows):  # the last one is 1: a row that is too long runs alone
+            plan = _passes_of(sequences, rows_per_pass, rows, alone, shares)
+            if plan.fits(tokens_per_pass):
+                break
     count = 0 if plan is None else plan.count
     most, cannot = rules.reduce([count, int(plan is None)], "MAX")
     return None if cannot else Run(plan).filled_up(at_least=most)
@@ -407,7 +400,9 @@ def plan_step(
     return _passes_of(sequences, rows_per_pass, rows, rules)
 
 
-def _passes_of(sequences: Sequences, rows_per_pass: int, rows_per_batch: int, rules: PassRules) -> Plan:
+def _passes_of(
+    sequences: Sequences, rows_per_pass: int, rows_per_batch: int, rules: PassRules, shares: bool = True
+) -> Plan:
     """Returns the plan that computes `sequences`, `rows_per_pass` rows in a pass."""
     first_rows = range(0, len(sequences.lengths_B), rows_per_pass)
     rows_of_pass = [np.arange(first, first + rows_per_pass) for first in first_rows]
@@ -415,6 +410,7 @@ def _passes_of(sequences: Sequences, rows_per_pass: int, rows_per_batch: int, ru
         sequences,
         rows_of_pass,
         rules,
+        shares and len(rows_of_pass) > 1,
         batches_per_pass=max(1, rows_per_pass // rows_per_batch),
         passes_per_batch=max(1, rows_per_batch // rows_per_pass),
     )
@@ -428,40 +424,3 @@ def _rows_per_pass(batches: int, rows: int) -> list[int]:
     several = [count * rows for count in range(batches, 0, -1) if batches % count == 0]
     parts = [rows // count for count in range(2, rows + 1) if rows % count == 0]
     return several + parts
-
-
-def cut_rows(sequences: Sequences, tokens_per_pass: int, tokens_of: Callable[[np.ndarray], int]) -> list[np.ndarray]:
-    """Cut rows, at borders between rows that share few tokens, into sets whose packed tokens stay within a limit.
-
-    A row that is longer than the limit has a set of its own. Rows without a label are in the first set.
-
-    Args:
-        sequences: the rows.
-        tokens_per_pass: the limit.
-        tokens_of: returns the number of tokens of the packed row of some rows.
-    """
-    needed_B = sequences.needed_B
-    labelled = np.flatnonzero(needed_B)
-    if not len(labelled):
-        return [np.arange(len(needed_B))]
-    order, common = sort_by_prefix(sequences.tokens_BL[labelled], needed_B[labelled])
-    rows = labelled[order]
-    common = np.concatenate([[0], common])
-    added = needed_B[rows] - common  # tokens of a row that the row before it does not share
-    cuts = []
-    first = 0
-    while first < len(rows):
-        # As many rows as fit if every equal beginning is computed once, ...
-        used = needed_B[rows[first]] + np.cumsum(added[first + 1 :])
-        last = first + 1 + int(np.searchsorted(used, tokens_per_pass, side="right"))
-        # ... without the rows that do not fit in fact, because not every level is used.
-        while last > first + 1 and tokens_of(rows[first:last]) > tokens_per_pass:
-            last -= 1
-        if last < len(rows):
-            # Of the borders in the second half of a set, the latest one at which rows share the fewest tokens.
-            half = first + 1 + (last - first) // 2
-            last = max(range(half, last + 1), key=lambda border: (-common[border], border))
-        cuts.append(rows[first:last])
-        first = last
-    cuts[0] = np.concatenate([np.flatnonzero(needed_B == 0), cuts[0]])
-    return cuts

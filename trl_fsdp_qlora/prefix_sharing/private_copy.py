@@ -5,6 +5,7 @@ on a copy with modules, parameters and settings of its own. DDP counts what arri
 optimizer may step in a hook of theirs: both see nothing of the comparison.
 """
 
+import contextlib
 import functools
 import operator
 import types
@@ -43,7 +44,7 @@ def private_copy(model: nn.Module) -> nn.Module:
             fields[name] = copied.copy() if copied is value and is_container else copied
         fields["_compiled_call_impl"] = None
         for name in fields.keys() & _FORWARDS:
-            if fields[name] is vars(module)[name] and not _is_plain_function(fields[name]):
+            if fields[name] is vars(module)[name] and not isinstance(fields[name], types.FunctionType):
                 raise CannotPack(f"{type(module).__name__} has a forward that cannot be copied for a comparison")
     return copies[id(model)]
 
@@ -83,26 +84,13 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
 
 
 def _copied_function(function: types.FunctionType, copies: dict[int, Any]) -> types.FunctionType:
-    """Returns a function that refers to copies of modules; the function itself if it refers to none."""
-    copies[id(function)] = function  # it may refer to itself
-    filled = [cell for cell in function.__closure__ if _contents(cell) is not None]
-    copied = {id(cell): types.CellType(_copied(cell.cell_contents, copies)) for cell in filled}
-    if all(copied[id(cell)].cell_contents is cell.cell_contents for cell in filled):
-        return function
-    cells = tuple(copied.get(id(cell), cell) for cell in function.__closure__)
+    """Returns a function that refers to copies of the modules to which `function` refers."""
+    cells = tuple(types.CellType() for _ in function.__closure__)
     copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
     copy.__kwdefaults__ = function.__kwdefaults__
-    copies[id(function)] = copy
+    vars(copy).update(vars(function))
+    copies[id(function)] = copy  # it may refer to itself
+    for cell, original in zip(cells, function.__closure__, strict=True):
+        with contextlib.suppress(ValueError):  # it is empty
+            cell.cell_contents = _copied(original.cell_contents, copies)
     return copy
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
-
-
-def _is_plain_function(function: Any) -> bool:
-    """Whether a function refers to nothing but its arguments and the names of its module."""
-    return isinstance(function, types.FunctionType) and not function.__closure__

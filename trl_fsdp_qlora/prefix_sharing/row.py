@@ -10,7 +10,6 @@ then get the columns of one of them.
 Suffixes of shapes: B rows of a batch, L tokens or columns of a row, T tokens of the packed row, S segments, N results.
 """
 
-import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,10 +34,8 @@ class PassRecord:
 
     Attributes:
         tokens, padded_tokens: number of tokens computed, and number of tokens of the padded batches.
-        levels: tokens of each level of the forests.
         seconds: time until the calls returned (on CUDA: until they were queued).
         layer_calls: backend name of each layer that ran, in order, recomputation included.
-        kernels: the kernel that computed the layers of each kind, by the kind's name.
         problems: if this is a list, a layer that cannot be computed adds the reason to it and returns zeros, so that
             this rank reaches every collective of the forward. If it is `None`, such a layer raises.
     """
@@ -46,10 +43,8 @@ class PassRecord:
     def __init__(self, problems: list[str] | None = None):
         self.tokens = 0
         self.padded_tokens = 0
-        self.levels: list[int] = []
         self.seconds = 0.0
         self.layer_calls: list[str] = []
-        self.kernels: dict[str, str] = {}
         self.problems = problems
 
     @torch.compiler.disable
@@ -58,10 +53,6 @@ class PassRecord:
         self.tokens += packed_row.tokens
         if not packed_row.view.scores_nothing:
             self.padded_tokens += packed_row.shape[0] * packed_row.shape[1]
-        forest = packed_row.forest
-        computed = slice(0, forest.computed)
-        levels = np.bincount(forest.levels[computed], forest.lengths[computed]).astype(int).tolist()
-        self.levels = [a + b for a, b in itertools.zip_longest(self.levels, levels, fillvalue=0)]
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """Returns metrics by name: the fraction of tokens computed, seconds, and each backend's share of layers."""

@@ -1,9 +1,8 @@
-"""What may be written of a value: no token, no password, no login; for others, no path that only its owner has."""
+"""What may be written of a value: no token, no password, no login; for others, no path of this machine."""
 
-import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,12 @@ _SECRET = re.compile(
 _TOKEN = re.compile(
     r"(?<=://)[^\s/@]+(?=@)|\b(?:hf_\w{16,}|sk-[\w-]{16,}|gh[oprsu]_\w{16,}|github_pat_\w{16,}|wandb_v\d_[\w-]{16,})"
 )
-
 _PATH = re.compile(r"(?<![\w./:~-])(?:~|/)[^\s'\"<>|()\[\],;:]*/([^\s/'\"<>|()\[\],;:]+)")  # absolute, within a text
 
 
 def is_secret_name(name: str) -> bool:
     """Whether a field or flag called `name` holds a secret."""
     return _SECRET.search(name.lower()) is not None
-
-
-def without_secrets(value: Any) -> Any:
-    """A copy of `value` as it may be written: `None` for what has a secret name, and `***` for tokens in texts."""
-    if isinstance(value, dict):
-        return {k: None if is_secret_name(str(k)) else without_secrets(item) for k, item in value.items()}
-    if type(value) in (list, tuple, set):
-        return type(value)(map(without_secrets, value))
-    return without_tokens(value) if isinstance(value, str) else value
 
 
 def without_tokens(text: str) -> str:
@@ -43,17 +32,18 @@ def text_for_others(text: str) -> str:
     return _PATH.sub(r"\1", without_tokens(text))
 
 
-def portable(value: Any) -> Any:
-    """`value` as it may be published: without secrets, and paths relative to the working directory or their end."""
-    value = without_secrets(value)
+def without_secrets(value: Any, text_of: Callable[[str], str] = without_tokens) -> Any:
+    """A copy of `value` as it may be written: `None` for what has a secret name, and `text_of` each text."""
     if isinstance(value, dict):
-        return {k: portable(item) for k, item in value.items()}
+        return {k: None if is_secret_name(str(k)) else without_secrets(x, text_of) for k, x in value.items()}
     if type(value) in (list, tuple, set):
-        return type(value)(map(portable, value))
-    if not isinstance(value, str) or not (os.path.isabs(value) or value.startswith("~")):
-        return value
-    inside = Path(value).is_relative_to(Path.cwd()) and Path(value) != Path.cwd()
-    return str(Path(value).relative_to(Path.cwd())) if inside else Path(value).name
+        return type(value)(without_secrets(x, text_of) for x in value)
+    return text_of(value) if isinstance(value, str) else value
+
+
+def portable(value: Any) -> Any:
+    """`value` as it may be published: without secrets, and the last part of a path of this machine."""
+    return without_secrets(value, lambda text: without_tokens(Path(text).name if text[:1] in ("/", "~") else text))
 
 
 def command_line(words: Sequence[str]) -> str:

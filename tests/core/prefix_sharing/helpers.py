@@ -5,6 +5,7 @@ from itertools import product
 from typing import NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 import transformers as tf
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -290,6 +291,22 @@ def counting_padded_forwards(base):
     # Not a hook: that would be a change of the model, which is then compared again.
     with mock.patch.object(backbone, "__call__", counting):
         yield calls
+
+
+@contextmanager
+def counting_levels():
+    """A list that gets the tokens of each level of every row that is computed."""
+    levels = []
+    add = PassRecord.add
+
+    def counting(self, packed_row):
+        forest = packed_row.forest
+        computed = slice(0, forest.computed)
+        levels.append(np.bincount(forest.levels[computed], forest.lengths[computed]).astype(int).tolist())
+        add(self, packed_row)
+
+    with mock.patch.object(PassRecord, "add", counting):
+        yield levels
 
 
 def assert_equals_stock(model, sharing=None, batch=None, scored_BC=None, **arguments) -> PassRecord:

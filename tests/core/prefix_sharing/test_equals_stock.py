@@ -16,6 +16,7 @@ from .helpers import (
     awkward_batch,
     build,
     completion_labels,
+    counting_levels,
     make_batch,
     one_pass,
     prepared,
@@ -89,16 +90,18 @@ def test_recurrent_layers_branch_at_every_level():
     batch = make_batch([12] * 4, [9] * 4)
     model = build("qwen3_5")
     batch[0][:, -COMPLETION:-2] = batch[0][0, -COMPLETION:-2]
-    figures = assert_equals_stock(model, prepared(model), batch)
+    with counting_levels() as levels:
+        figures = assert_equals_stock(model, prepared(model), batch)
     # What four rows have in common is their prompt and seven tokens; the last of the others is only ever a target.
-    assert (figures.tokens, figures.levels) == (12 + 7 + 4, [19, 4])
+    assert (figures.tokens, levels[-1]) == (12 + 7 + 4, [19, 4])
     # Prompts of two groups that begin alike, and completions of one of them that do: three levels.
     ids, mask = make_batch([14] * 6, [9] * 6)
     ids[3:, 11:14] += 1
     ids[:3, 14:22] = ids[0, 14:22]
     ids[2, 20] += 1
-    figures = assert_equals_stock(model, prepared(model), (ids, mask))
-    assert len(figures.levels) >= 2 and set(figures.layer_calls) == {"recurrent", "cascade"}
+    with counting_levels() as levels:
+        figures = assert_equals_stock(model, prepared(model), (ids, mask))
+    assert len(levels[-1]) >= 2 and set(figures.layer_calls) == {"recurrent", "cascade"}
 
 
 def test_one_token_completions():

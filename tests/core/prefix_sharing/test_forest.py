@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from trl_fsdp_qlora.prefix_sharing.attention.cascade import _whole_ancestors
 from trl_fsdp_qlora.prefix_sharing.forest import build_forest
-from trl_fsdp_qlora.prefix_sharing.passes import cut_rows
 from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
 
 from .helpers import (
@@ -259,34 +258,6 @@ def test_segments_that_others_continue_have_the_shortest_length_of_a_state(short
     with every_level_made():
         forest = pack(*rows[:3], min_length=shortest).forest
     assert (forest.lengths[~forest.is_leaf] >= shortest).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=50, deadline=None)
-@given(rows=batches(), budget=st.integers(1, 60))
-def test_cutting_covers_every_row_once_and_keeps_the_budget(kind, rows, budget):
-    cuts = cut_rows(
-        read_batch(*rows[:3]), budget, lambda few: packed_as(kind, Rows(*(x[few] for x in rows[:3]), [])).tokens
-    )
-    assert sorted(np.concatenate(cuts).tolist()) == list(range(len(rows.ids)))
-    needed = rows.needed()
-    for cut in cuts:
-        labelled = [row for row in cut if needed[row]]
-        if not labelled:
-            assert len(cuts) == 1  # of a batch without a label
-            continue
-        few = Rows(rows.ids[cut], rows.mask[cut], rows.labels[cut], [rows.offsets[row] for row in cut])
-        assert packed_as(kind, few).tokens <= budget or len(labelled) == 1
-
-
-def test_a_batch_is_cut_between_rows_that_share_least():
-    """Two groups of four, and room for five rows: each group stays whole."""
-    ids, mask = make_batch([8] * 4 + [7] * 4, [4] * 8, 8, 4)
-    labels = completion_labels(ids, mask, 4)
-    cuts = cut_rows(
-        read_batch(ids, mask, labels), 8 + 5 * 3, lambda few: pack(ids[few], mask[few], labels[few]).tokens
-    )
-    assert sorted(sorted(cut.tolist()) for cut in cuts) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import transformers
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.prefix_sharing.attention import backends, two_part
 from trl_fsdp_qlora.prefix_sharing.recurrent import kinds
-from trl_fsdp_qlora.prefix_sharing.recurrent.kinds import KINDS, kind_of
+from trl_fsdp_qlora.prefix_sharing.recurrent.kinds import registered_name
 
 from .helpers import awkward_batch, build, stock_log_probs, with_stock_head
 
@@ -49,25 +49,25 @@ def layers_with_states() -> dict[str, type]:
 @pytest.mark.exhaustive
 def test_every_layer_of_transformers_that_keeps_a_state_is_registered_or_known_to_be_missing():
     layers = layers_with_states()
-    registered = {layer for kind in KINDS for layer in kind.LAYERS}
+    registered = {*kinds.CONTINUE_FROM_STATES, *kinds.BEGIN_AT_ZERO}
     assert registered <= set(layers)
     assert set(layers) - registered <= NOT_COMPARED
     for name, cls in layers.items():
-        assert (kind_of(cls) is not None) == (name in registered)
+        assert (registered_name(cls) is not None) == (name in registered)
 
 
 def test_a_layer_that_is_not_in_the_table_lets_its_model_run_as_stock(monkeypatch, caplog):
     expected, _ = stock_log_probs(with_stock_head(build("qwen3_5")), *awkward_batch())
-    by_class = {name: kind for name, kind in kinds._BY_CLASS.items() if not name.startswith("qwen3_5")}
-    monkeypatch.setattr(kinds, "_BY_CLASS", by_class)
-    kind_of.cache_clear()
+    others = [name for name in kinds.CONTINUE_FROM_STATES if not name.startswith("qwen3_5")]
+    monkeypatch.setattr(kinds, "CONTINUE_FROM_STATES", others)
+    registered_name.cache_clear()
     try:
         ids, mask = awkward_batch()
         with caplog.at_level(logging.WARNING):
             model = share_prompts(with_stock_head(build("qwen3_5")))
         values, _ = stock_log_probs(model, ids, mask)
     finally:
-        kind_of.cache_clear()
+        registered_name.cache_clear()
     assert torch.equal(values, expected)
     lines = [record.getMessage() for record in caplog.records if "runs padded" in record.getMessage()]
     assert len(lines) == 1 and "has recurrent layers of a kind that is not known" in lines[0]
@@ -78,7 +78,6 @@ class BackendWithKeyword:
 
     LAYER_TYPES = two_part.LAYER_TYPES
     KEYWORDS = frozenset({"chunk"})
-    kernel = staticmethod(lambda call: "by chunks")
 
     def __init__(self):
         self.seen = []

@@ -43,7 +43,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import psutil
-import pytest
 import torch
 import transformers.trainer
 import yaml
@@ -71,7 +70,6 @@ from trl_fsdp_qlora.compat.fsdp import reshard_settings
 from trl_fsdp_qlora.engines.vllm import engine as engines
 from trl_fsdp_qlora.fsdp2_qlora import generation
 from trl_fsdp_qlora.fsdp2_qlora.adapters import gather_adapter
-from trl_fsdp_qlora.fsdp2_qlora.distribute import ReplicasDiffer
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit, keep_plain_kernel, load_quantized_base
 from trl_fsdp_qlora.fsdp2_qlora.prepare import shard_quantized_base
 from trl_fsdp_qlora.fsdp2_qlora.trainer import ShardedQLoRAMixin
@@ -502,12 +500,6 @@ def synced_gpus(path, out, reason, quantized=0):
     if RANK == 0:  # which writes
         size = sum(whole_engine.whole_bytes(p) for p in parameters if p.requires_grad)
         assert trainer.vllm_generation.last_sync["bytes"] == size > 0
-
-
-def differ(path, out, other):
-    """Ranks 2 and 3, so the second replica, read other weights under the same arguments."""
-    with pytest.raises(ReplicasDiffer, match=r"(?s)1 of .*up_proj"):
-        sft(path if RANK < 2 else other, out, max_steps=1)
 
 
 def gather_context(path, out):

@@ -21,13 +21,12 @@ def test_a_config_is_written_without_tokens_and_logins():
     assert without_secrets(fields) == fields | {"hub_token": None, "url": "http://***@judge:8000/v1"}
 
 
-def test_a_command_and_its_paths_are_as_seen_from_here_without_secrets(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_command_has_the_names_of_its_files_and_no_secrets(tmp_path):
     assert portable(["/home/bob/a", {"b": "~/base"}, 3]) == ["a", {"b": "base"}, 3]
     assert portable("owner/name") == "owner/name" and portable("https://bob:pw@host/x") == "https://***@host/x"
     words = ["accelerate", "launch", "--api-key=key", "--hub_token", "tok", "a script.py", "--hub_token", "tok"]
     words += ["--output_dir", str(tmp_path / "runs" / "o"), "--dataset=/home/bob/d.json", "--flag", "it's"]
-    kept = ["accelerate", "launch", "a script.py", "--output_dir", "runs/o", "--dataset=d.json", "--flag", "it's"]
+    kept = ["accelerate", "launch", "a script.py", "--output_dir", "o", "--dataset=d.json", "--flag", "it's"]
     assert shlex.split(command_line(words)) == kept
 
 

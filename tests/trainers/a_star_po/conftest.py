@@ -43,9 +43,9 @@ def make_trainer(tmp_path, model_dir):
         trainer.drawn = []
         draw = trainer.values.draw
 
-        def recorded(items, counts, seed):
-            trainer.drawn += [(item.row["prompt"], count) for item, count in zip(items, counts, strict=True)]
-            return draw(items, counts, seed)
+        def recorded(rows, seed):
+            trainer.drawn += [(row["prompt"], trainer.args.value_samples) for row in rows]
+            return draw(rows, seed)
 
         trainer.values.draw = recorded
         return trainer

@@ -10,6 +10,7 @@ from trl.experimental.a2po import A2POConfig, A2POTrainer
 
 from tests.tiny import character_tokenizer
 from trl_fsdp_qlora.trainers.a_star_po import trainer as trainer_module
+from trl_fsdp_qlora.trainers.a_star_po.values import keyed
 
 from .tiny import has_digit, problems
 
@@ -67,7 +68,7 @@ def test_values_loss_and_gradients(tmp_path, make_trainer, model_dir, monkeypatc
     theirs = A2POTrainer(base, has_digit, config, problems(ROWS), processing_class=character_tokenizer())
     theirs.ref_model.generate = replay(drawn)
     theirs._estimate_optimal_values()
-    values = {item.row["prompt"]: ours.values.known[key] for key, item in ours.values.items(problems(ROWS).to_list())}
+    values = {row["prompt"]: ours.values.known[key] for key, row in keyed(problems(ROWS).to_list())}
     assert values.keys() == theirs._optimal_values.keys()
     assert len(set(values.values())) > 2
     for prompt, value in values.items():

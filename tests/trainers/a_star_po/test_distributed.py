@@ -83,9 +83,9 @@ def rank(model, cache, out, batch, kind):
     counts = []
     draw = trainer.values.draw
 
-    def counted(items, counts_of_items, seed):
-        counts.extend(counts_of_items)
-        return draw(items, counts_of_items, seed)
+    def counted(rows, seed):
+        counts.extend([args.value_samples] * len(rows))
+        return draw(rows, seed)
 
     trainer.values.draw = counted
     try:

@@ -31,7 +31,6 @@ ELSEWHERE = {
     "transformers, of Gemma's norms, and of layers that may be checkpointed": "_norm _gradient_checkpointing_func",
     "TRL, of a trainer with vLLM and of its engine": "_last_loaded_step _llm_weights_sleeping",
     "accelerate, where mixed precision keeps the forward that it wraps": "_original_forward",
-    "TRL, of its SDPO and SDFT trainers": "_compute_teacher_student_logits _log_self_distillation_metric",
     "transformers, of training arguments": "_n_gpu",
     "vLLM, of its module of model loaders": "_LOAD_FORMAT_TO_MODEL_LOADER",
     "this package, a mark on a model whose weights FSDP2 keeps gathered": "_is_gathered",

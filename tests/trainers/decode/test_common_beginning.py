@@ -5,13 +5,12 @@ given.
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
 from tests.core.prefix_sharing.helpers import RECURRENT
 from tests.core.prefix_sharing.helpers import build as build_family
 from tests.distributed.launch import launch
 from tests.trainers.decode.test_decoding import MODELS, build, greedy, sampled
-from trl_fsdp_qlora.compat.transformers import CACHE
 from trl_fsdp_qlora.engines.decode import common_beginning
 from trl_fsdp_qlora.engines.decode.completions import complete
 
@@ -126,24 +125,6 @@ def test_nothing_changes_without_a_beginning_that_pays(prompts):
     assert completions == expected
     assert shapes[0] == (distinct, width) and work.prefill_tokens == distinct * width
     assert all(tokens == 1 for _, tokens in shapes[1:])
-
-
-def test_positions_and_masks_of_ones_own_are_left_alone():
-    """Padding inside a prompt, and positions that do not count its tokens."""
-    model = build()
-    ids = torch.tensor([BEGINNING + rest[:1] for rest in RESTS])
-    mask = torch.ones_like(ids)
-    positions = torch.arange(ids.shape[1]).repeat(len(ids), 1)
-    holes = mask.clone()
-    holes[1, 7] = 0
-    for changed in ({}, {"attention_mask": holes}, {"position_ids": positions + 1}, {"token_type_ids": mask}):
-        kwargs = {
-            "attention_mask": mask,
-            "position_ids": positions,
-            CACHE: DynamicCache(config=model.config),
-        }
-        length = common_beginning.prefill_beginning(model, ids, kwargs | changed, greedy(), synced_gpus=False)[2]
-        assert length == (0 if changed else len(BEGINNING))
 
 
 @pytest.mark.processes

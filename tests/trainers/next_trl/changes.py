@@ -208,7 +208,7 @@ def every_change() -> Iterator[Change]:
 
 def names_gone() -> Iterator[Change]:
     methods_and_attributes = trl_seams.METHODS | trl_seams.ATTRIBUTES
-    private = [spelled(name) for name, (module, _) in seams.BORROWED.items() if module != "trl"]
+    private = [name for name, (module, _) in seams.BORROWED.items() if module != "trl"]
     for name in (*private, *methods_and_attributes, *REPLACED):
         new = f"{name}_of_next"
         seam = methods_and_attributes.get(name)
@@ -219,10 +219,6 @@ def names_gone() -> Iterator[Change]:
 
 
 OF_EVERY_TRAINER = ("FusedCausalLMOutput", "add_fused_lm_head", "ChunkedLogProbFunction", "use_adapter")
-
-
-def spelled(name: str) -> str:
-    return seams._SPELLED.get(name, name)
 
 
 def arguments_and_results() -> Iterator[Change]:

@@ -62,7 +62,7 @@ def test_what_was_switched_off_and_what_runs_as_stock(tmp_path):
     block = headings(trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, **off))
     assert [line.partition(":")[0] for line in block["off"]] == [
         "prefix sharing", "completions with zero advantage skipped", "rollouts",
-        "long rows in tiles (mlp_tokens_per_tile",
+        "long rows in tiles of tokens (mlp_tokens_per_tile",
     ]  # fmt: skip
     assert block["on"] == ["whole groups in every micro-batch"]
     stock = {"beta": 0.1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}

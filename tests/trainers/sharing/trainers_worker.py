@@ -9,19 +9,13 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.fsdp_on_gloo import force_fsdp
 from tests.distributed.rank import forget_launch, run_rank
 from tests.trainers.sharing.test_every_trainer import make_trainer, the_sharings, trained
-from trl_fsdp_qlora.experimental.losses_in_tiles import TiledSDFTTrainer, TiledSDPOTrainer
-
-# With shared prompts these kinds also hold no logits.
-CLASSES = {"sdpo": TiledSDPOTrainer, "sdft": TiledSDFTTrainer}
 
 
 def train(kind: str, folder: str, out: Path, shares: bool) -> dict:
     changes = {"per_device_train_batch_size": 4}
     if kind in ("sdpo", "sdft"):
         changes["teacher_model_kind"] = "base"  # stock TRL cannot load its default, a second adapter, into FSDP2
-    trainer = make_trainer(
-        kind, folder, adapter=kind != "sdft", out=out, cls=CLASSES.get(kind) if shares else None, **changes
-    )
+    trainer = make_trainer(kind, folder, adapter=kind != "sdft", out=out, **changes)
     gradients = trained(trainer, shares)
     figures = [sharing.figures for sharing in the_sharings(trainer)] if shares else []
     results = {
@@ -30,7 +24,6 @@ def train(kind: str, folder: str, out: Path, shares: bool) -> dict:
         "shared": all(0 < one.tokens < one.padded_tokens for one in figures),
         "dtensors": all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters()),
     }
-    results["holds_logits"] = vars(trainer).get("_whole_logits_reason")
     forget_launch()
     return results
 

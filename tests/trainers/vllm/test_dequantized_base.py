@@ -1,8 +1,6 @@
 """The dense copy of a 4-bit base: the same function of its inputs, an ordinary checkpoint, made once."""
 
-import errno
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +12,7 @@ from tests.distributed.fsdp2_qlora import tiny
 from tests.distributed.launch import run_script
 from trl_fsdp_qlora.engines.vllm import dequantized_base as module
 from trl_fsdp_qlora.engines.vllm.adapter_sync import RolloutError
-from trl_fsdp_qlora.engines.vllm.dequantized_base import (
-    config_of_dequantized,
-    dequantized_base,
-    has_packed_base,
-)
+from trl_fsdp_qlora.engines.vllm.dequantized_base import dequantized_base, has_packed_base
 from trl_fsdp_qlora.fsdp2_qlora.loading import keep_plain_kernel
 
 
@@ -81,21 +75,3 @@ def test_a_copy_that_another_run_finished_first_is_used(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "save_file", save_after_the_other_run)
     assert write(model, cache) == cache / of_other_run.name
     assert list(cache.iterdir()) == [cache / of_other_run.name]  # no scratch left
-
-
-def test_a_config_that_another_run_wrote_first_is_used_and_no_other_error_is_passed_over(tmp_path, monkeypatch):
-    model = tiny.load(tiny.make_checkpoint(tmp_path / "model"))
-
-    def config() -> Path:
-        return config_of_dequantized(model, tiny.make_tokenizer(), tmp_path / "cache", torch.float32)
-
-    first = config()
-    assert config() == first and (first / "config.json").is_file()
-    assert list((tmp_path / "cache").iterdir()) == [first]  # no scratch left
-
-    def no_space(path, target):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "rename", no_space)
-    with pytest.raises(OSError, match="No space left"):
-        config()

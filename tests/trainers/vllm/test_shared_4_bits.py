@@ -31,10 +31,10 @@ def start(folder, **options):
 
 def engine_of(policy, folder):
     """An engine that shares the base of `policy`, and what it shares."""
-    from trl_fsdp_qlora.engines.vllm.dequantized_base import config_of_dequantized
+    from trl_fsdp_qlora.engines.vllm.dequantized_base import write_config
     from trl_fsdp_qlora.experimental.one_base.shared_base import sharing
 
-    config = config_of_dequantized(policy, tiny.make_tokenizer(), folder, torch.float32)
+    config = write_config(folder, policy, tiny.make_tokenizer(), torch.float32)
     with sharing(policy) as (shared, options):
         return start(config, **options), shared
 

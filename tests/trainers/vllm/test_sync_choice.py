@@ -200,7 +200,6 @@ def test_warnings(tmp_path, monkeypatch):
         ({"top_p": 0.9}, r"under top_p=0\.9 .*too small .*\(trl#6789\)"),
         ({"generation_kwargs": {"min_p": 0.1}}, r"under min_p=0\.1"),
         ({"vllm_mode": "server", "vllm_engine_kwargs": {"quantization": "fp8"}}, "vllm_engine_kwargs"),
-        ({"learning_rate": 1e-6}, "learning_rate"),
         (
             {"rollouts_ahead": 1, "vllm_importance_sampling_correction": False},
             "nothing corrects for it.* vllm_importance_sampling_correction: true",

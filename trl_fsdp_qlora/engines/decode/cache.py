@@ -75,13 +75,3 @@ def take_rows(cache: DynamicCache, rows_A: torch.Tensor, max_length: int | None 
             cache.layers[i] = PreallocatedLayer(layer.keys, layer.values, rows_A, max_length)
         else:
             layer.batch_select_indices(rows_A.to(layer.keys.device))
-
-
-def without_padding(states: torch.Tensor, length: int, beginning: int) -> torch.Tensor:
-    """The `length` real columns of a row's keys or values `(H_kv, columns, D)`.
-
-    Padding is before the row, or behind the first `beginning` columns if the prompts' common beginning was
-    prefilled on its own. A sliding layer may have fewer columns than `length`.
-    """
-    rest = states[:, -(length - beginning) :]
-    return torch.cat([states[:, :beginning], rest], 1) if beginning else rest

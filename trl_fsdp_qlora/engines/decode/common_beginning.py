@@ -1,19 +1,17 @@
 """Prefill of a beginning that all prompts of a batch share, such as a system prompt, tool schemas or worked examples.
 
-The beginning is prefilled once, as a batch of one. Its keys and values are expanded to all prompts, and only the rest
-of each prompt is prefilled after them. Padding before a prompt moves between the beginning and the rest. Rows
-keep their width, and real tokens keep their positions. So the decoding loop continues from the arguments returned here
-as it does from `generate`'s own.
+The beginning is prefilled once, as a batch of one. Each prompt then continues from it, as a later turn of an episode
+continues from the turn before ([`turns`]).
 """
 
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import GenerationConfig, PreTrainedModel
 
 from ...compat.generation import prefill, prepares_inputs_itself, unfinished
 from ...compat.transformers import CACHE
 from ...prefix_sharing.facts import layer_types, position_limit, unsupported_reason
 from ...prefix_sharing.relative_positions import sees_distances
+from .turns import KeptRow, layer_states
 
 # A beginning is prefilled on its own only if that saves this many tokens, because it costs one more forward.
 _MIN_SAVED_TOKENS = 256
@@ -23,39 +21,33 @@ _ARGUMENTS = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_k
 
 
 def prefill_beginning(
-    model: PreTrainedModel, ids_UP: torch.Tensor, kwargs: dict, config: GenerationConfig, synced_gpus: bool
-) -> tuple[torch.Tensor, dict, int]:
-    """Prefill the common beginning of `ids_UP`, U prompts padded on the left, if that is exact and saves enough.
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    ids_UP: torch.Tensor,
+    kwargs: dict,
+    config: GenerationConfig,
+    synced_gpus: bool,
+) -> KeptRow | None:
+    """Prefill the beginning that all prompts share; `None` unless that is exact and saves enough.
 
     Args:
-        kwargs: `generate`'s arguments of the prefill. Their cache holds the beginning of all U prompts afterwards.
+        prompts: tokens of U prompts.
+        ids_UP: the same, padded on the left.
+        kwargs: `generate`'s arguments of the prefill; their cache is used up.
         synced_gpus: a forward is collective; the beginning is then prefilled on its own on all ranks or on none.
-
-    Returns:
-        Ids and arguments for the prefill of the rests, and the number of tokens of the beginning. If no beginning was
-        prefilled, ids and arguments are unchanged and the number is 0.
     """
     if not _is_exact_for(model):
-        return ids_UP, kwargs, 0
-    length = _length(ids_UP, kwargs)
+        return None
+    length = _length(prompts, kwargs)
     # The other ranks run as many forwards as this one, and one of them may have no beginning to prefill.
     if unfinished(model, length > 0, synced_gpus, ids_UP.device):
-        return ids_UP, kwargs, 0
-    mask_UP = _mask(ids_UP, kwargs)
-    columns_P = torch.arange(ids_UP.shape[1], device=ids_UP.device)
-    padding_U1 = (mask_UP == 0).sum(1, keepdim=True)
-    # Each row's columns in their new order: the beginning, the padding, the rest.
-    padding_or_rest_UP = torch.where(columns_P < length + padding_U1, columns_P - length, columns_P)
-    order_UP = torch.where(columns_P < length, columns_P + padding_U1, padding_or_rest_UP)
-    ids_UP = ids_UP.gather(1, order_UP)
-    reordered = {}
-    for name in ("attention_mask", "position_ids"):
-        if kwargs.get(name) is not None:
-            reordered[name] = kwargs[name].gather(1, order_UP)
-    of_beginning = {name: values_UP[:1, :length] for name, values_UP in reordered.items()}
-    prefill(model, ids_UP[:1, :length], config, {**kwargs, **of_beginning})
-    _expand(kwargs[CACHE], len(ids_UP))
-    return ids_UP, {**kwargs, **reordered}, length
+        return None
+    padding = ids_UP.shape[1] - len(prompts[0])
+    columns = slice(padding, padding + length)
+    names = [name for name in ("attention_mask", "position_ids") if kwargs.get(name) is not None]
+    prefill(model, ids_UP[:1, columns], config, {**kwargs, **{name: kwargs[name][:1, columns] for name in names}})
+    layers = [{name: state[0] for name, state in layer_states(layer).items()} for layer in kwargs[CACHE].layers]
+    return KeptRow(prompts[0][:length], layers)
 
 
 def _is_exact_for(model: PreTrainedModel) -> bool:
@@ -74,42 +66,16 @@ def _is_exact_for(model: PreTrainedModel) -> bool:
     )
 
 
-def _length(ids_UP: torch.Tensor, kwargs: dict) -> int:
+def _length(prompts: list[list[int]], kwargs: dict) -> int:
     """Number of tokens that all prompts begin with; 0 if sharing saves too little or the arguments are not plain.
 
     The shortest prompt keeps at least one token: the logits of this token choose the completion's first token.
     """
-    if {name for name, value in kwargs.items() if value is not None} - _ARGUMENTS:
+    are_known = {name for name, value in kwargs.items() if value is not None} <= _ARGUMENTS
+    if not are_known or kwargs.get("position_ids") is None:
         return 0
-    cache = kwargs.get(CACHE)
-    mask_UP = _mask(ids_UP, kwargs)
-    position_ids = kwargs.get("position_ids")
-    if position_ids is None or not mask_UP.shape == position_ids.shape == ids_UP.shape:
-        return 0
-    layers = cache.layers if isinstance(cache, DynamicCache) else []
-    if {type(layer) for layer in layers} != {DynamicLayer} or cache.get_seq_length():
-        return 0
-    columns_P = torch.arange(ids_UP.shape[1], device=ids_UP.device)
-    padding_U1 = (mask_UP == 0).sum(1, keepdim=True)
-    is_left_padded = ((columns_P >= padding_U1) == mask_UP).all()
-    is_counted_up = ((position_ids == columns_P - padding_U1) | (mask_UP == 0)).all()
-    left_aligned_UP = ids_UP.gather(1, (columns_P + padding_U1).clamp_max(len(columns_P) - 1))
-    common = (left_aligned_UP == left_aligned_UP[0]).all(0).cumprod(0).sum()
-    longest = len(columns_P) - 1 - padding_U1.max()
-    # One number instead of three conditions, so that the host waits for the device once.
-    length = int(torch.minimum(common, longest) * is_left_padded * is_counted_up)
-    return length if length * (len(ids_UP) - 1) >= _MIN_SAVED_TOKENS else 0
-
-
-def _mask(ids_UP: torch.Tensor, kwargs: dict) -> torch.Tensor:
-    """Mask of the tokens that are no padding; `generate` passes no mask if there is no padding."""
-    mask_UP = kwargs.get("attention_mask")
-    return torch.ones_like(ids_UP) if mask_UP is None else mask_UP
-
-
-def _expand(cache: DynamicCache, rows: int) -> None:
-    """Expand `cache` from one row to `rows` equal rows; nothing is copied until keys and values are appended."""
-    for layer in cache.layers:
-        if layer.get_seq_length():
-            layer.keys = layer.keys.expand(rows, -1, -1, -1)
-            layer.values = layer.values.expand(rows, -1, -1, -1)
+    # All others are between these two in order, so they share the beginning of these two.
+    both = list(zip(min(prompts), max(prompts), strict=False))
+    common = next((i for i, (one, other) in enumerate(both) if one != other), len(both))
+    length = min(common, min(map(len, prompts)) - 1)
+    return length if length * (len(prompts) - 1) >= _MIN_SAVED_TOKENS else 0

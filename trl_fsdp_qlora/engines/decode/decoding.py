@@ -43,7 +43,7 @@ from ...prefix_sharing.facts import has_unknown_states, position_limit
 from ...prefix_sharing.packed_model import images_of
 from ...scoring.cpu_linear import fast_linears
 from ...scoring.transfer import widest_float
-from .cache import take_rows, unrepeatable, without_padding
+from .cache import take_rows, unrepeatable
 from .common_beginning import prefill_beginning
 from .turns import (
     Continuation,
@@ -170,12 +170,10 @@ class Decoding:
         batch = _Batch(input_ids, prompt_R, generation_config, logits_processor, stopping_criteria, model_kwargs)
         # Some rotary tables depend on the longest row. It may have ended, so no row may be dropped then.
         batch.drops = batch.drops and batch.longest <= position_limit(model)
-        continues = self.turns is not None and self.turns.number > 0
         keeps = self.turns is not None and not self.turns.is_last and not self.has_images
-        prefill_rows = self._prefill_turn if continues else self._prefill
         with fast_linears(model, decoding=True):
             with self._tower_on_every_rank(model, input_ids.device, synced_gpus):
-                outputs = prefill_rows(model, input_ids, prompt_R, batch, generation_config, synced_gpus)
+                outputs = self._prefill(model, input_ids, prompt_R, batch, generation_config, synced_gpus)
             with tuned_for_decoding(model):
                 while unfinished(model, batch.left == 0, synced_gpus, input_ids.device):
                     if outputs is None:
@@ -222,40 +220,11 @@ class Decoding:
         self, model, ids_UP, prompt_R: torch.Tensor, batch: "_Batch", config: GenerationConfig, synced_gpus: bool
     ):
         """Outputs as of a prefill of every row, from one of each prompt; the cache in `batch` serves every row."""
-        ids_UP, kwargs_U, beginning = prefill_beginning(model, ids_UP, batch.kwargs, config, synced_gpus)
-        batch.beginning = beginning
-        if self._pixels:
-            kwargs_U = {name: x for name, x in kwargs_U.items() if name not in _OF_IMAGES} | self._pixels
-        outputs = prefill(model, ids_UP, config, kwargs_U)
-        take_rows(outputs[batch.cache_name], prompt_R, batch.longest)
-        self.work.prefill_tokens += ids_UP.numel() - beginning * (len(ids_UP) - 1)
-        return self._of_rows(model, outputs, kwargs_U, prompt_R, batch)
-
-    def _of_rows(self, model, outputs, kwargs_U: dict, prompt_R: torch.Tensor, batch: "_Batch"):
-        """Outputs of a prefill of distinct prompts with arguments `kwargs_U`, repeated for the rows of each prompt."""
-        outputs.logits = outputs.logits[:, -1:][prompt_R]
-        self.work.prefill_tokens_stock += batch.ids_AL.numel()
-        kwargs = {name: _rows(name, value, prompt_R) for name, value in kwargs_U.items() if name not in _OF_IMAGES}
-        batch.kwargs = kwargs
-        # The last positions are enough for the next step, unless a model drops its cache and needs all of them again.
-        if kwargs.get("position_ids") is not None and not prepares_inputs_itself(model):
-            kwargs["position_ids"] = kwargs["position_ids"][..., -1:]
-        return outputs
-
-    def _prefill_turn(
-        self, model, ids_UP, prompt_R: torch.Tensor, batch: "_Batch", config: GenerationConfig, synced_gpus: bool
-    ):
-        """Prefill prompts that continue from the caches kept of the last turn; otherwise as `_prefill`."""
         kwargs_U = batch.kwargs
         device = ids_UP.device
         width = ids_UP.shape[1]
         lengths = (width - _padding(ids_UP, kwargs_U)).tolist()
-        histories = [row[width - length :] for row, length in zip(ids_UP.tolist(), lengths, strict=True)]
-        if self.has_images:
-            self.turns.clear()
-            parts = [Continuation([*range(len(ids_UP))], [None] * len(ids_UP), width)]
-        else:
-            parts = self.turns.plan_prefill(histories)
+        parts = self._parts(model, ids_UP, lengths, batch, config, synced_gpus)
         outputs = None
         caches = []
         logits = []
@@ -276,7 +245,32 @@ class Decoding:
             outputs[batch.cache_name] = joined_cache(model.config, caches, order_U, width)
             outputs.logits = torch.cat(logits)[order_U]
         take_rows(outputs[batch.cache_name], prompt_R, batch.longest)
-        return self._of_rows(model, outputs, kwargs_U, prompt_R, batch)
+        outputs.logits = outputs.logits[:, -1:][prompt_R]
+        self.work.prefill_tokens_stock += batch.ids_AL.numel()
+        kwargs = {name: _rows(name, value, prompt_R) for name, value in kwargs_U.items() if name not in _OF_IMAGES}
+        batch.kwargs = kwargs
+        # The last positions are enough for the next step, unless a model drops its cache and needs all of them again.
+        if kwargs.get("position_ids") is not None and not prepares_inputs_itself(model):
+            kwargs["position_ids"] = kwargs["position_ids"][..., -1:]
+        return outputs
+
+    def _parts(
+        self, model, ids_UP, lengths: list[int], batch: "_Batch", config: GenerationConfig, synced_gpus: bool
+    ) -> list[Continuation]:
+        """The parts in which the prompts are prefilled: behind what is kept of the last turn, or their beginning."""
+        count, width = ids_UP.shape
+        whole = Continuation([*range(count)], [None] * count, width)
+        prompts = [row[width - length :] for row, length in zip(ids_UP.tolist(), lengths, strict=True)]
+        if self.turns is not None and self.turns.number > 0:
+            if not self.has_images:
+                return self.turns.plan_prefill(prompts)
+            self.turns.clear()
+            return [whole]
+        beginning = prefill_beginning(model, prompts, ids_UP, batch.kwargs, config, synced_gpus)
+        if beginning is None:
+            return [whole]
+        self.work.prefill_tokens += len(beginning.ids)
+        return [Continuation(whole.rows, [beginning] * count, width - len(beginning.ids))]
 
     @contextmanager
     def _tower_on_every_rank(self, model, device: torch.device, synced_gpus: bool) -> Iterator[None]:
@@ -306,7 +300,7 @@ class Decoding:
         rows = torch.tensor(part.rows, device=ids_UP.device)
         kwargs = {name: _rows(name, value, rows) for name, value in batch.kwargs.items() if name not in _OF_IMAGES}
         if part.new > 1:  # a single token is text, and may be unused
-            kwargs.update(self._pixels)
+            kwargs |= self._pixels or {name: x for name, x in batch.kwargs.items() if name in _OF_IMAGES}
         kwargs[batch.cache_name] = filled_cache(model.config, part.kept, used, width - part.new)
         part.kept.clear()  # frees the kept rows' memory before the forward
         for name in ("attention_mask", "position_ids", *PER_TOKEN):
@@ -337,14 +331,12 @@ class _Batch:
         left: number of rows that have not ended.
         drops: whether rows that have ended leave the batch.
         longest: maximum length of a row, prompt included.
-        beginning: number of columns before the padding, which a beginning that was prefilled on its own takes.
     """
 
     def __init__(self, ids_UP, prompt_R, config: GenerationConfig, logits_processor, stopping_criteria, kwargs: dict):
         self.ids_AL = ids_UP[prompt_R]
         self.kwargs = kwargs
         self.cache_name = next((name for name in CACHE_NAMES if name in kwargs), CACHE)
-        self.beginning = 0
         self.logits_processor = logits_processor
         self.stopping_criteria = stopping_criteria
         self._select_in_processors(prompt_R)
@@ -412,7 +404,8 @@ class _Batch:
         for layer in self.kwargs[self.cache_name].layers:
             states = {name: state[row] for name, state in layer_states(layer).items()}
             for name in states.keys() & {"keys", "values"}:
-                states[name] = without_padding(states[name], length, self.beginning)
+                # Padding is before the row. A sliding layer may have fewer columns than `length`.
+                states[name] = states[name][:, -length:]
             layers.append({name: state.clone() for name, state in states.items()})
         return layers
 

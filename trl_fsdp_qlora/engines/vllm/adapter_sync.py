@@ -42,8 +42,6 @@ _WHY = {
     "init_lora_weights": "moves part of the base into the adapter, and vLLM serves the whole base next to it; use "
     "init_lora_weights=True",
 }
-_DOWN = ".lora_A.weight"
-_UP = ".lora_B.weight"
 _SCRATCH = ".adapters-"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's `max_lora_rank` can be
 

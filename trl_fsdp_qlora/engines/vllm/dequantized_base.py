@@ -5,11 +5,9 @@ policy. So the packed weights are dequantized once, with bitsandbytes' own funct
 those.
 """
 
-import errno
 import hashlib
 import json
 import re
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
@@ -78,27 +76,6 @@ def _dense(base: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Ten
             tensor = in_4_bits[name]()
         tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
         yield name.replace(".base_layer.", "."), tensor.contiguous().cpu()
-
-
-def config_of_dequantized(model: PreTrainedModel, tokenizer, cache: str | Path, dtype: torch.dtype) -> Path:
-    """Write what a dequantized copy has next to its weights into `cache`, once per content; returns the folder."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    cache = Path(cache)
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        written = Path(scratch) / "config"
-        written.mkdir()
-        _write_without_weights(written, base, tokenizer, dtype)
-        files = sorted(path for path in written.rglob("*") if path.is_file())
-        content = b"".join(path.read_bytes() for path in files)
-        folder = cache / f"config-{hashlib.blake2b(content, digest_size=16).hexdigest()}"
-        try:
-            written.rename(folder)
-        except OSError as error:
-            # Another run that started at the same time has written the same.
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-    return folder
 
 
 def _fingerprint(base: nn.Module, dtype: torch.dtype) -> str:
@@ -178,15 +155,18 @@ def _write(folder: Path, base: PreTrainedModel, tokenizer, content: str, dtype: 
         size += sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    _write_without_weights(folder, base, tokenizer, dtype)
+    write_config(folder, base, tokenizer, dtype)
     (folder / DONE).write_text(json.dumps({"content": content, "dtype": str(dtype)}) + "\n", encoding="utf-8")
 
 
-def _write_without_weights(folder: Path, base: PreTrainedModel, tokenizer, dtype: torch.dtype) -> None:
-    """Write what a checkpoint of the dense weights has next to the weights: its config and the tokenizer's files."""
+def write_config(folder: Path, model: PreTrainedModel, tokenizer, dtype: torch.dtype) -> Path:
+    """Write what a checkpoint of a 4-bit model's dense weights has next to them: config and tokenizer's files."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    folder.mkdir(parents=True, exist_ok=True)
     config = base.config.to_dict()
     config.pop("quantization_config", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf-8")
     tokenizer.save_pretrained(folder)
     base.generation_config.save_pretrained(folder)
+    return folder

@@ -20,8 +20,6 @@ from .drawn_dtype import engine_options, other_dtype
 WEIGHS_AS_1_16 = weighs_as_1_16()
 # If a completion is longer than this, a factor exp(Σ of the tokens' differences) leaves every clip.
 LONG_COMPLETION = 512
-# Full fine-tuning's learning rates teach an adapter almost nothing; LoRA wants ten to a hundred times as much.
-LOW_ADAPTER_RATE = 5e-6
 _ASKED_FOR = "asked for"
 
 
@@ -184,13 +182,6 @@ def truncations(args: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if not keeps_all[name]}
 
 
-def low_adapter_rate(rate: float) -> str | None:
-    """Why an adapter learns little at a learning rate; `None` if the rate is high enough."""
-    if rate >= LOW_ADAPTER_RATE:
-        return None
-    return f"learning_rate={rate:g} is one for full fine-tuning; adapters usually need 1e-5 to 1e-4"
-
-
 def warnings_for(args: Any, sync: Sync) -> list[str]:
     """Warnings about a run with vLLM, each with the line to change; the trainer logs them before the first step."""
     if sync.mode == "off":
@@ -221,7 +212,4 @@ def warnings_for(args: Any, sync: Sync) -> list[str]:
         warnings.append(
             "vllm_engine_kwargs is for an engine in this process; give a server its options when you start it"
         )
-    low_rate = low_adapter_rate(args.learning_rate)
-    if sync.mode == "adapter" and low_rate is not None:
-        warnings.append(low_rate)
     return warnings

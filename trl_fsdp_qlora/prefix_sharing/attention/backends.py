@@ -5,8 +5,7 @@ A backend is a file of this room with
 - `LAYER_TYPES`: transformers' names of the types of layers that it knows;
 - `KEYWORDS`: keywords of attention that it knows in addition to the fields of [`call.AttentionCall`];
 - `refuses(call)`: the reason why it cannot compute a call exactly, or `None`;
-- `attend(call)`: the output `(1, T, H, D_v)`;
-- `kernel(call)`: a name for what computes it.
+- `attend(call)`: the output `(1, T, H, D_v)`.
 """
 
 from types import ModuleType
@@ -22,12 +21,8 @@ BACKENDS = {"cascade": cascade, "two_part": two_part}
 LAYER_TYPES = frozenset().union(*(backend.LAYER_TYPES for backend in BACKENDS.values()))
 
 
-def compute(call: AttentionCall) -> tuple[str, torch.Tensor, str]:
-    """Compute a layer on a packed row.
-
-    Returns:
-        The backend's name, the output `(1, T, H, D_v)`, and the name of the kernel, with the reasons why backends that
-        come before this one could not compute the layer.
+def compute(call: AttentionCall) -> tuple[str, torch.Tensor]:
+    """Returns the name of the backend that computes a layer on a packed row, and the output `(1, T, H, D_v)`.
 
     Raises:
         CannotPack: no backend can.
@@ -38,8 +33,7 @@ def compute(call: AttentionCall) -> tuple[str, torch.Tensor, str]:
         backend = BACKENDS[name]
         reason = _unknown(backend, call) or backend.refuses(call)
         if reason is None:
-            kernel = backend.kernel(call)
-            return name, backend.attend(call), f"{kernel} ({'; '.join(refusals)})" if refusals else kernel
+            return name, backend.attend(call)
         refusals.append(f"{name}: {reason}")
     raise CannotPack("; ".join(refusals))
 

@@ -24,7 +24,6 @@ further ones.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -74,22 +73,6 @@ def refuses(call: AttentionCall) -> str | None:
     if call.query.device.type not in ("cpu", "cuda"):
         return f"no flash kernel for {call.query.device.type}"
     return None
-
-
-def kernel(call: AttentionCall) -> str:
-    """Returns a name for what computes `call`."""
-    if call.query.device.type != "cuda":
-        return "torch's flash attention for CPUs"
-    # Not every supported version of torch has a choice of kernels.
-    chosen = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
-    if chosen is not None:
-        return f"torch's flash attention, {chosen}"
-    has_fa3 = find_spec("flash_attn_interface") is not None
-    if has_fa3 and torch.cuda.get_device_capability(call.query.device)[0] == 9:
-        # The choice holds for the whole process, so it is left to the user.
-        line = 'torch.nn.attention.activate_flash_attention_impl("FA3")'
-        return f"torch's flash attention 2 (3 is installed, and faster on this GPU: {line})"
-    return "torch's flash attention 2"
 
 
 def attend(call: AttentionCall) -> torch.Tensor:

@@ -29,11 +29,6 @@ def refuses(call: AttentionCall) -> str | None:
     return None
 
 
-def kernel(call: AttentionCall) -> str:
-    """Returns a name for what computes `call`."""
-    return call.base if is_flash(call.base) else f"{call.base} under a mask"
-
-
 def attend(call: AttentionCall) -> torch.Tensor:
     """Attention output `(1, T, H, D_v)` of an [`call.AttentionCall`]."""
     parts = []

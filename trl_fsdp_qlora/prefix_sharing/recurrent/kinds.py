@@ -1,47 +1,66 @@
-"""The table of the kinds of recurrent layers, and which kind a layer is.
+"""The recurrent layers that are known: classes of transformers that keep their states in its cache, as `folder.Class`.
 
-A kind is a file of this room with
-
-- `LAYERS`: its classes in transformers, as `folder.Class`. `tests/core/prefix_sharing` has compared each with stock;
-- `LAYER_TYPES`: transformers' names of such layers in a config, under which models look up their masks;
-- `compute(module, tokens, packed_row)`: the layer's output `(1, T, ...)` on a packed row. `tokens` has the arguments
-  with one entry per token, `(1, T, ...)`; `module.own_forward` is the layer's own forward. `None` if a layer cannot
-  continue from states for several tokens: then models with it run as in stock TRL.
-
-`level_by_level.py` computes layers that keep their states in transformers' cache and continue from them.
+`level_by_level.py` computes a packed row by the layer's own forward, which continues from states for several tokens.
+`tests/core/prefix_sharing` has compared each class with stock. A layer that is not here lets its model run as in
+stock TRL.
 """
 
 import functools
-from types import ModuleType
 
 from torch import nn
 
-from . import delta_attention, gated_delta_net, mamba1, mamba2, short_convolution
-
-KINDS = (delta_attention, gated_delta_net, mamba1, mamba2, short_convolution)
-
-_BY_CLASS = {layer: kind for kind in KINDS for layer in kind.LAYERS}
-LAYER_TYPES = frozenset().union(*(kind.LAYER_TYPES for kind in KINDS))
+# In each of the following the last inputs of a short convolution are a state, too.
+CONTINUE_FROM_STATES = (
+    # Gated DeltaNet (https://arxiv.org/abs/2412.06464): each head has a state of (key size x value size).
+    "lara_mini.LaraMiniGatedDeltaNet",
+    "olmo_hybrid.OlmoHybridGatedDeltaNet",
+    "qwen3_5.Qwen3_5GatedDeltaNet",
+    "qwen3_5_moe.Qwen3_5MoeGatedDeltaNet",
+    "qwen3_next.Qwen3NextGatedDeltaNet",
+    # Kimi Delta Attention (https://arxiv.org/abs/2510.26692): a delta rule whose gate differs between channels.
+    "bailing_hybrid.BailingHybridDeltaAttention",
+    "kimi_linear.KimiLinearDeltaAttention",
+    # Mamba-2 (https://arxiv.org/abs/2405.21060): each head has a state of (head size x state size).
+    "bamba.BambaMixer",
+    "falcon_h1.FalconH1Mixer",
+    "granitemoehybrid.GraniteMoeHybridMambaLayer",
+    "mamba2.Mamba2Mixer",
+    "nemotron_h.NemotronHMamba2Mixer",
+    "zamba2.Zamba2MambaMixer",
+    # Short convolutions (https://arxiv.org/abs/2511.23404), which have no recurrent state.
+    "lfm2.Lfm2ShortConv",
+    "lfm2_moe.Lfm2MoeShortConv",
+    "lfm3.Lfm3ShortConv",
+)
+# Mamba-1 (https://arxiv.org/abs/2312.00752), whose scan of several tokens begins at zero in transformers, with any
+# cache. A segment cannot continue its parent's state, so models with such layers run as in stock TRL.
+BEGIN_AT_ZERO = (
+    "falcon_mamba.FalconMambaMixer",
+    "jamba.JambaMambaMixer",
+    "mamba.MambaMixer",
+    "zamba.ZambaMambaMixer",
+)
+# Transformers' names of such layers in a config, under which models look up their masks.
+LAYER_TYPES = frozenset({"linear_attention", "conv"})
 
 
 @functools.cache
-def kind_of(layer_class: type) -> ModuleType | None:
-    """Returns the kind of a class of recurrent layers; `None` if it is not registered."""
+def registered_name(layer_class: type) -> str | None:
+    """Returns the name of a class of recurrent layers in the tables; `None` if it has none."""
     for cls in layer_class.__mro__:  # FSDP2 puts a class of its own in front
         parts = cls.__module__.split(".")
         if parts[:2] == ["transformers", "models"]:
-            kind = _BY_CLASS.get(f"{parts[2]}.{cls.__name__}")
-            if kind is not None:
-                return kind
+            name = f"{parts[2]}.{cls.__name__}"
+            if name in CONTINUE_FROM_STATES or name in BEGIN_AT_ZERO:
+                return name
     return None
 
 
 def continues_from_states(layer_class: type) -> bool:
     """Whether a class of recurrent layers is known to continue from states for several tokens."""
-    kind = kind_of(layer_class)
-    return kind is not None and kind.compute is not None
+    return registered_name(layer_class) in CONTINUE_FROM_STATES
 
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules of `model` that keep a state in transformers' cache, of a registered kind."""
-    return [module for module in model.modules() if kind_of(module.__class__) is not None]
+    """Returns the modules of `model` that keep a state in transformers' cache, of a registered class."""
+    return [module for module in model.modules() if registered_name(module.__class__) is not None]

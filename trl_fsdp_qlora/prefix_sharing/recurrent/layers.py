@@ -1,4 +1,4 @@
-"""Lets recurrent layers compute packed rows, each as its kind does, and gives them their own forward back."""
+"""Lets recurrent layers compute packed rows level by level, and gives them their own forward back."""
 
 import inspect
 import types
@@ -10,7 +10,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from ...compat.deepspeed import is_zero3
 from ..row import PackedRow
 from ..row_mask import RowMask, carries_row
-from .kinds import kind_of, recurrent_layers
+from .kinds import recurrent_layers
+from .level_by_level import compute
 
 
 def install(model: nn.Module) -> None:
@@ -73,7 +74,7 @@ def _packed_forward(module: nn.Module, args: tuple, kwargs: dict, mask: RowMask)
     # The mask and all other arguments about the whole row are left out.
     tokens = {name: x for name, x in named.items() if name in parameters and _has_one_entry_per_token(x, packed_row)}
     try:
-        out = kind_of(module.__class__).compute(module, tokens, packed_row)
+        out = compute(module, tokens, packed_row)
     except RuntimeError as error:
         packed_row.record_problem(error, f"{type(module).__name__}: ")
         out = 0 * tokens["hidden_states"]

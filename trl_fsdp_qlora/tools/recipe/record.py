@@ -224,8 +224,7 @@ class RunPage(TrainerCallback):
         self.trainer = trainer
         self.record = record
         self.folder = Path(trainer.args.output_dir)
-        if hasattr(trainer, "generation_batches"):
-            trainer.generation_batches.keeps = True
+        trainer.keeps_drawn_rows = True  # of a trainer that draws completions
         self._earlier = record.content.get("warnings", [])  # of a resumed run's first part
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -242,9 +241,9 @@ class RunPage(TrainerCallback):
 
     @nonfatal("keeping completions")
     def _keep_completions(self, step: int) -> None:
-        batches = getattr(self.trainer, "generation_batches", None)
-        if batches is not None and batches.last is not None:
-            drawn, batches.last = batches.last, None
+        drawn = getattr(self.trainer, "drawn_rows", None)
+        if drawn is not None:
+            self.trainer.drawn_rows = None
             write_completions(self.folder, step, drawn)
 
     @nonfatal("the page of the run")

@@ -176,7 +176,7 @@ def _train(trainer: Any, resume: str | None, resume_command: str) -> None:
 
 
 def _refuse_a_run_without_rewards(trainer: Any) -> None:
-    scored = getattr(getattr(trainer, "generation_batches", None), "scored", None)
+    scored = getattr(trainer, "scored_completions", None)
     if scored is not None and scored.nothing_scored:
         raise UserError(
             f"nothing was learned: {', '.join(trainer.reward_func_names)} gave none of {scored.drawn:,} "

@@ -13,6 +13,7 @@ from ...compat import trl as trls
 from ...compat.transformers import model_name, tokenizer_of
 from ...compat.trl_rollouts import GROUP_SPREAD, REFERENCE_LOGPS, has_response_format, rewards_of_rank
 from ...engines.decode.completions import generate
+from ...utils.plain import counted
 from ..grpo.trainer import EfficientGRPOTrainer
 from ..rollouts.dynamic_sampling import combine
 from ..run.arguments import config_or_default
@@ -21,7 +22,7 @@ from ..step.scoring import Request
 from .config import AStarPOConfig
 from .estimators import check_reward_range
 from .objectives import advantage_weighted_loss, normalised_advantage, regression_loss
-from .values import Item, ReferenceValues, Report
+from .values import ReferenceValues, Report, keyed
 
 logger = get_logger(__name__)
 
@@ -55,12 +56,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
                 "image columns are not supported; use EfficientGRPOTrainer"
             )
         self.values = ReferenceValues(
-            self.args,
-            self.accelerator,
-            self.clock,
-            lambda prompts: self._tokenize_prompts(prompts)[0],
-            self._draw,
-            synced_gpus=self._synced_gpus,
+            self.args, self.accelerator, self.clock, self._draw, synced_gpus=self._synced_gpus
         )
 
     def features(self) -> list[tuple[str, str]]:
@@ -103,7 +99,12 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         self.values.open(self._context)
         dataset = self.train_dataset if dataset is None else dataset
         # Stage 2 removes these columns before it loads rows, and a value's key contains the whole row.
-        return self.values.estimate(self._remove_unused_columns(dataset, "training"))
+        report = self.values.fill(dict(keyed(list(self._remove_unused_columns(dataset, "training")))))
+        logger.info(
+            f"V* of {counted(report.prompts, 'prompt')}: {report.already_known} from {self.values.file}, "
+            f"{counted(report.samples, 'sample')} drawn"
+        )
+        return report
 
     def _context(self) -> dict:
         """What the values in a file have in common, on the main rank. The code of rewards is not compared."""
@@ -117,6 +118,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         return {
             "reference": [model_name(model), self._starts_from_adapter, first_weights],
             "sampling": self._generation_config().to_dict(),
+            "template": [tokenizer_of(self.processing_class).chat_template, self.args.chat_template_kwargs],
             "rewards": self.reward_func_names,
             "weights": self.reward_weights,
         }
@@ -151,14 +153,14 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         """Whether stage 1 runs a sharded model, so that every rank has to draw whenever one rank draws."""
         return self.rollout.is_sharded and not self._engine_is_reference
 
-    def _draw(self, items: list[Item], counts: list[int], seed: int) -> list[list[float]]:
-        repeated = [item for item, count in zip(items, counts, strict=True) for _ in range(count)]
-        prompt_ids = [item.prompt_ids for item in repeated]
-        rows = [item.row for item in repeated]
+    def _draw(self, rows: list[dict], seed: int) -> list[list[float]]:
+        samples = self.args.value_samples
+        rows = [row for row in rows for _ in range(samples)]
+        prompt_ids = self._tokenize_prompts([row["prompt"] for row in rows])[0]
         with self._reference_policy() as (model, synced_gpus):
             ids = generate(model, prompt_ids, self._generation_config(), seed, synced_gpus=synced_gpus)
         rewards = combine(self._rewards_of(rows, prompt_ids, ids).double(), self.reward_weights.cpu())
-        return [part.tolist() for part in rewards.split(counts)]
+        return rewards.view(-1, samples).tolist()
 
     def _generation_config(self) -> GenerationConfig:
         """Settings to sample the reference policy."""
@@ -197,11 +199,10 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         if not self.model.training:  # V* is not estimated of problems that are evaluated
             return super()._generate_and_score_completions(inputs)
-        if not self.values.estimated and not isinstance(self.train_dataset, IterableDataset):
+        if not self.values.known and not isinstance(self.train_dataset, IterableDataset):
             self.estimate_values()
         batch = super()._generate_and_score_completions(inputs)
-        prompts = zip(batch["prompt_ids"].cpu(), batch["prompt_mask"].bool().cpu(), strict=True)
-        values_B = self.values.of(inputs, [ids[mask].tolist() for ids, mask in prompts])
+        values_B = self.values.of(inputs)
         # Rewards, r − V* and advantages of all ranks, this rank's rows among them.
         rewards = self._weighted_rewards()
         check_reward_range(rewards.cpu(), self.args.value_estimator, self.args.value_reward_range)

@@ -5,15 +5,14 @@ chunk alone. The ranks draw in turns, a chunk each, and gather after every turn.
 decide which rank draws a sample, and never change the sample. All ranks have all values.
 
 The rewards are kept as JSON lines in the folder `value_cache`, in a file for each combination of the reference's name
-and first weights, the sampling settings, the names of the rewards and their weights. A line has the rewards of one
-row, under a digest of the prompt's tokens and of the row as reward functions get it, so two rows with one prompt and
-different answers have two values. If a row has several lines, the last one counts.
+and first weights, its chat template, the sampling settings, the names of the rewards and their weights. A line has the
+rewards of one row, under a digest of the row as reward functions get it, so two rows with one prompt and different
+answers have two values. If a row has several lines, the last one counts.
 """
 
 import hashlib
 import json
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
-from datasets import Dataset
 from datasets.fingerprint import Hasher
 
 from ...utils.nonfatal import nonfatal
@@ -38,13 +36,6 @@ from .estimators import check_reward_range, optimal_value
 logger = get_logger(__name__)
 
 
-class Item(NamedTuple):
-    """One prompt to estimate: its token ids and its row as the reward functions get it."""
-
-    prompt_ids: list[int]
-    row: dict
-
-
 class Report(NamedTuple):
     """Summary of stage 1's work, over all ranks together."""
 
@@ -55,32 +46,28 @@ class Report(NamedTuple):
 
 @dataclass
 class ReferenceValues:
-    """V* of prompts from the reference policy; every rank calls every method.
+    """V* of the prompts of dataset rows from the reference policy; every rank calls every method.
 
     Args:
         args, accelerator, clock: of the trainer.
-        tokenize: prompts -> token ids.
-        draw: (items, samples of each, seed) -> for each item the weighted rewards of samples of the reference policy;
-            NaN if no function returned a reward.
+        draw: (rows, seed) -> for each row the weighted rewards of `value_samples` samples of the reference policy; NaN
+            if no function returned a reward.
         synced_gpus: parameters are sharded over ranks, so that every rank draws whenever one does.
 
     Attributes:
         file: the file of the rewards, once [`open`] has been called.
-        rewards: the rewards of all samples so far, by key.
-        known: V* by key, of the prompts asked for so far.
-        estimated: stage 1 has run.
+        rewards: the rewards of all samples so far, by the key of their row.
+        known: V* by key, of the rows asked for so far.
     """
 
     args: AStarPOConfig
     accelerator: Accelerator
     clock: PhaseTimer
-    tokenize: Callable[[list], list[list[int]]]
-    draw: Callable[[list[Item], list[int], int], list[list[float]]]
+    draw: Callable[[list[dict], int], list[list[float]]]
     synced_gpus: bool
     file: Path | None = None
     rewards: dict[str, list[float]] = field(default_factory=dict)
     known: dict[str, float] = field(default_factory=dict)
-    estimated: bool = False
 
     def open(self, context: Callable[[], dict]) -> None:
         """Read the rewards that earlier runs of this `context` stored; asked once, before weights are sharded."""
@@ -109,29 +96,8 @@ class ReferenceValues:
             # A line begins a new line, because the last one in the file may be cut off.
             file.write("".join(f"\n{json.dumps(entry)}" for entry in scored if entry[1]))
 
-    def items(self, rows: list[dict], prompt_ids: list[list[int]] | None = None) -> list[tuple[str, Item]]:
-        """Key and stage-1 item of each row: the prompt that the model gets, and the row that reward functions get."""
-        rows = [{k: v for k, v in row.items() if k not in ("completion", "completion_ids")} for row in rows]
-        if prompt_ids is None:
-            prompt_ids = self.tokenize([row["prompt"] for row in rows])
-        items = [Item(list(map(int, ids)), row) for ids, row in zip(prompt_ids, rows, strict=True)]
-        return [(digest(item), item) for item in items]
-
-    def estimate(self, dataset: Dataset) -> Report:
-        """Run stage 1 for every row of `dataset`; after an interruption it continues from the last stored samples."""
-        started = time.perf_counter()
-        items = dict(self.items(list(dataset)))
-        report = self.fill(items)
-        self.estimated = True
-        mean = np.nanmean([self.known[key] for key in items])
-        logger.info(
-            f"V* of {counted(report.prompts, 'prompt')} in {time.perf_counter() - started:.1f} s: "
-            f"{report.already_known} from {self.file}, {counted(report.samples, 'sample')} drawn; mean {mean:.3f}"
-        )
-        return report
-
-    def fill(self, items: dict[str, Item]) -> Report:
-        """Draw and store the samples of `items` (the same on every rank) that have none, and note all their values.
+    def fill(self, rows: dict[str, dict]) -> Report:
+        """Draw and store the samples of `rows` (the same on every rank) that have none, and note all their values.
 
         Raises:
             ValueError: rewards are outside the range that the estimator assumes, or no sample of any prompt got a
@@ -139,60 +105,59 @@ class ReferenceValues:
         """
         args = self.args
         ranks = self.accelerator.num_processes
-        missing = {key for key in items if len(self.rewards.get(key, ())) < args.value_samples}
-        self._check_range([reward for key in items.keys() - missing for reward in self.rewards[key]])
+        missing = {key for key in rows if len(self.rewards.get(key, ())) < args.value_samples}
         # Chunks of prompts of similar length.
-        order = sorted(items, key=lambda key: (len(items[key].prompt_ids), key))
+        order = sorted(rows, key=lambda key: (len(str(rows[key]["prompt"])), key))
         starts = range(0, len(order), args.value_batch_size)
         chunks = [[key for key in order[i : i + args.value_batch_size] if key in missing] for i in starts]
         chunks = [chunk for chunk in chunks if chunk]
         hidden = self.accelerator.process_index > 0 or args.disable_tqdm
-        bar = progress("V*", len(items), "prompts", initial=len(items) - len(missing), hidden=hidden, leave=True)
+        bar = progress("V*", len(rows), "prompts", initial=len(rows) - len(missing), hidden=hidden, leave=True)
         with self.clock.phase("value_sampling"), bar:
             for first in range(0, len(chunks), ranks):
-                drawn = self._draw_turn(chunks[first : first + ranks], items)
-                self._check_range([reward for rewards in drawn.values() for reward in rewards])
+                drawn = self._draw_turn(chunks[first : first + ranks], rows)
+                rewards = torch.tensor([reward for of_row in drawn.values() for reward in of_row])
+                check_reward_range(rewards, args.value_estimator, args.value_reward_range)
                 self.rewards.update(drawn)
                 if self.accelerator.is_main_process:
                     self.store(list(drawn))
                 bar.update(len(drawn))
-        for key in items:
+        for key in rows:
             self.known[key] = optimal_value(self.rewards[key][: args.value_samples], args.value_estimator, args.beta1)
-        unscored = sum(math.isnan(self.known[key]) for key in items)
+        values = np.array([self.known[key] for key in rows])
+        unscored = int(np.isnan(values).sum())
         if unscored and all(map(math.isnan, self.known.values())):
             raise ValueError("no prompt got a reward (None or NaN every time): does the service of the reward run?")
         if unscored:
-            logger.warning(f"{unscored} of {len(items)} prompts got no reward and do not enter the loss")
-        return Report(len(items), len(items) - len(missing), len(missing) * args.value_samples)
+            logger.warning(f"{unscored} of {len(rows)} prompts got no reward and do not enter the loss")
+        return Report(len(rows), len(rows) - len(missing), len(missing) * args.value_samples)
 
-    def _draw_turn(self, turn: list[list[str]], items: dict[str, Item]) -> dict[str, list[float]]:
-        """Draw the samples of each chunk of a turn; return the rewards by key. Collective.
-
-        Each rank draws one chunk. If there are fewer chunks than ranks, the last ranks draw none.
-        """
+    def _draw_turn(self, turn: list[list[str]], rows: dict[str, dict]) -> dict[str, list[float]]:
+        """Draw the samples of each chunk of a turn, one on each rank; return the rewards by key. Collective."""
         rank = self.accelerator.process_index
-        drawn_here = {}
-        if rank < len(turn):
-            chunk = turn[rank]
-            seed = int(digest([self.args.seed, chunk])[:14], 16)
-            rewards = self.draw([items[key] for key in chunk], [self.args.value_samples] * len(chunk), seed)
-            drawn_here = dict(zip(chunk, rewards, strict=True))
-        elif self.synced_gpus:  # every rank has to take part in a forward of a sharded model
-            self.draw([items[turn[0][0]]], [1], 0)
-        return {key: rewards for part in gather_object([drawn_here]) for key, rewards in part.items()}
+        drawn = {}
+        # If there are fewer chunks than ranks, the others draw the first one with a sharded model, and else none.
+        if rank < len(turn) or self.synced_gpus:
+            chunk = turn[rank if rank < len(turn) else 0]
+            rewards = self.draw([rows[key] for key in chunk], int(digest([self.args.seed, chunk])[:14], 16))
+            drawn = dict(zip(chunk, rewards, strict=True))
+        return {key: rewards for part in gather_object([drawn]) for key, rewards in part.items()}
 
-    def _check_range(self, rewards: list[float]) -> None:
-        check_reward_range(torch.tensor(rewards), self.args.value_estimator, self.args.value_reward_range)
-
-    def of(self, inputs: list[dict], prompt_ids: list[list[int]]) -> torch.Tensor:
+    def of(self, rows: list[dict]) -> torch.Tensor:
         """V* of this rank's rows; values that are not known yet are estimated now. All ranks take part."""
-        items = self.items(inputs, prompt_ids)
-        unseen = [(key, item) for key, item in items if key not in self.known]
+        by_key = keyed(rows)
+        unseen = [(key, row) for key, row in by_key if key not in self.known]
         unseen = dict(pair for pairs in gather_object([unseen]) for pair in pairs)
         if unseen:
             logger.info(f"stage 1 never had {counted(len(unseen), 'prompt')}: V* is estimated now")
             self.fill(unseen)
-        return torch.tensor([self.known[key] for key, _ in items], dtype=torch.float32)
+        return torch.tensor([self.known[key] for key, _ in by_key], dtype=torch.float32)
+
+
+def keyed(rows: list[dict]) -> list[tuple[str, dict]]:
+    """Returns each row as reward functions get it, with its key."""
+    rows = [{k: x for k, x in row.items() if k not in ("completion", "completion_ids")} for row in rows]
+    return [(digest(row), row) for row in rows]
 
 
 def digest(value) -> str:

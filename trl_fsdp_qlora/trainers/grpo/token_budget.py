@@ -103,20 +103,16 @@ class TokenBudget:
         }
         self.why_all_are_kept = next((reason for reason, holds in reasons.items() if holds), None)
 
-    def features(self, packed: bool = True) -> list[tuple[str, str]]:
-        """Headings and lines of the start-up block; `packed`: whether the policy's passes run on packed rows."""
+    def features(self) -> list[tuple[str, str]]:
+        """Headings and lines of the start-up block."""
         line = "completions with zero advantage skipped"
-        if self.why_all_are_kept is None and packed:
-            lines = [("on", line)]
-        elif self.why_all_are_kept is None:
-            lines = [("as stock TRL", f"{line}: passes run padded, and only the LM head leaves them out")]
-        elif self.args.skip_zero_advantage:
-            lines = [("as stock TRL", f"{line}: {self.why_all_are_kept}")]
-        else:
-            lines = [("off", f"{line}: {self.why_all_are_kept}")]
+        heading = "on"
+        if self.why_all_are_kept is not None:
+            line = f"{line}: {self.why_all_are_kept}"
+            heading = "as stock TRL" if self.args.skip_zero_advantage else "off"
+        lines = [(heading, line)]
         if self.strategy != "all":
-            saving = "" if packed else " (passes run padded: only the LM head leaves the others out)"
-            lines.append(("on", f"token selection: {self.strategy}, rate {_options(self.args)['rate']}{saving}"))
+            lines.append(("on", f"token selection: {self.strategy}, rate {_options(self.args)['rate']}"))
         return lines
 
     def keep_all(self, reason: str) -> None:

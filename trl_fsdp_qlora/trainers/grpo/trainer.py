@@ -274,4 +274,4 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         return super().log(logs, *args, **kwargs)
 
     def _features_of_method(self):
-        return [*self.budget.features(self.sharing.is_active), *super()._features_of_method()]
+        return [*self.budget.features(), *super()._features_of_method()]

@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate.logging import get_logger
 
 from ...compat.trl import joined_images
@@ -11,11 +12,13 @@ from ...compat.trl_rollouts import shuffling_by
 from ..experimental_fields import experiment
 from ..run.arguments import adapter_and_base, check_rewards, with_base_loaded
 from ..run.input_checks import too_long
+from ..run.phases import token_counts
 from ..run.trainer_run import TrainerRun
-from ..step.groups import with_epochs
+from ..run.unscored import ScoredCompletions
+from ..step.groups import shuffled_groups, with_epochs
 from ..step.look_ahead import LookAhead
 from ..step.scoring import Scoring
-from .generation_batches import GenerationBatches, groups_feature
+from .generation_batches import drawn_rows, groups_feature, lengths_and_ends
 
 if TYPE_CHECKING:
     from ...engines.decode.rollout import GenerateSettings, Rollout
@@ -31,7 +34,10 @@ class OnPolicyRun(TrainerRun):
     Attributes:
         sync: what is sent to vLLM after an optimizer step; only with vLLM.
         scoring: computes shared tokens once and skips padding; `look_ahead` does so over an optimizer step.
-        rollout: draws the completions; `generation_batches` splits them into micro-batches of whole groups.
+        rollout: draws the completions.
+        scored_completions: how many completions each reward function gave a finite value.
+        keeps_drawn_rows: whether the completions of all ranks in the last generation batch are kept in `drawn_rows`,
+            for a page of the run; the same on every rank.
         ahead: lets a vLLM server draw one generation batch ahead; `None` without `rollouts_ahead`.
     """
 
@@ -77,15 +83,9 @@ class OnPolicyRun(TrainerRun):
             selects_by_entropy=getattr(self, "top_entropy_quantile", 1.0) < 1.0,
             needs_old_policy=self._needs_old_policy,
         )
-        self.generation_batches = GenerationBatches(
-            self.args,
-            self.accelerator,
-            self.clock,
-            self.eos_token_ids,
-            self.reward_func_names,
-            self._add_metrics,
-            self.telemetry.later,
-        )
+        self.scored_completions = ScoredCompletions(self.reward_func_names)
+        self.keeps_drawn_rows = False
+        self.drawn_rows: dict[str, Any] | None = None
 
     def _engine_for(self, call: dict[str, Any]) -> AbstractContextManager:
         """A context in which TRL's constructor starts the vLLM engine that the arguments need.
@@ -139,7 +139,12 @@ class OnPolicyRun(TrainerRun):
     def _prepare_inputs(self, generation_batch):
         # TRL's method with one change: whole groups are shuffled, so a prompt's completions stay in one micro-batch.
         def shuffle(batch):
-            return self.generation_batches.shuffled(batch, self.num_generations, self._logs)
+            if self.keeps_drawn_rows:
+                lengths = self.accelerator.gather(lengths_and_ends(batch, self.eos_token_ids))
+                self.drawn_rows = drawn_rows(self._logs, lengths, "pixel_values" in batch)
+            counts = self.accelerator.reduce(token_counts(batch, self.num_generations), reduction="sum")
+            self._add_metrics(self.clock.efficiency(counts))
+            return shuffled_groups(batch, self.num_generations, self.accelerator.process_index)
 
         return joined_images(shuffling_by(shuffle, super()._prepare_inputs)(generation_batch))
 
@@ -179,7 +184,9 @@ class OnPolicyRun(TrainerRun):
         with self.clock.phase("reward"):
             rewards_NK = super()._calculate_rewards(*args, **kwargs)
         if self.model.training:
-            self.generation_batches.count_scored(rewards_NK)
+            is_scored_NK = rewards_NK.isfinite()
+            is_drawn_N1 = is_scored_NK.new_ones(len(is_scored_NK), 1)
+            self.telemetry.later(torch.cat([is_drawn_N1, is_scored_NK], 1).sum(0), self.scored_completions.add)
         return rewards_NK
 
     # --- the passes behind TRL's own signature -----------------------------------------------------------------------

@@ -37,7 +37,7 @@ class TSPMOTrainer(EfficientGRPOTrainer):
 
     def features(self) -> list[tuple[str, str]]:
         # GRPO's lines on skipping and selection do not apply here.
-        not_applicable = self.budget.features(self.sharing.is_active)
+        not_applicable = self.budget.features()
         features = [feature for feature in super().features() if feature not in not_applicable]
         features.append(("on", f"T-SPMO: branching tokens only, objective {self.args.t_spmo_objective}"))
         return features
