@@ -6,7 +6,6 @@ weights.
 """
 
 import logging
-import time
 import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -90,7 +89,16 @@ class _Serving:
 def server_info(args: Any) -> dict[str, Any]:
     """The options that a trainer's vLLM server was started with; waits for `vllm_server_timeout`, as TRL does."""
     url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-    return VLLMClient(url, connection_timeout=args.vllm_server_timeout).get_server_info()
+    return _options_of(VLLMClient(url, connection_timeout=args.vllm_server_timeout))
+
+
+def _options_of(client: VLLMClient) -> dict[str, Any]:
+    """The options that a server was started with, for which TRL 1.15's client has no method."""
+    if hasattr(client, "get_server_info"):
+        return client.get_server_info()
+    response = client.session.get(f"{client.base_url}/server_info", params={"config_format": "json"})
+    response.raise_for_status()
+    return response.json()["vllm_config"]
 
 
 class AdapterServer(VLLMClient):
@@ -114,7 +122,7 @@ class AdapterServer(VLLMClient):
         base = next(model for model in models if not model.get("parent"))
         self.model = self.base = base["id"]
         self.folder = base.get("root") or base["id"]
-        lora = self.get_server_info()["lora_config"]
+        lora = _options_of(self)["lora_config"]
         if lora is None or lora["max_lora_rank"] < max_lora_rank:
             started = "without --enable-lora" if lora is None else f"with --max-lora-rank {lora['max_lora_rank']}"
             raise RolloutError(
@@ -176,7 +184,6 @@ class AdapterEngine(VLLMGeneration):
         self.own_base = own_base
         self.one_base = one_base
         self.shared_base = None
-        self.last_sync = {"seconds": 0.0, "bytes": 0}
         super().__init__(**options)
 
     def _init_vllm(self) -> None:
@@ -216,7 +223,6 @@ class AdapterEngine(VLLMGeneration):
 
     def sync_weights(self) -> None:
         """Publish the adapter as it is now, and make the engine answer with it. Every rank has to call it."""
-        started = time.perf_counter()
         if self.shared_base is not None:
             self.shared_base.check()
         with self._dist.gather_params([p for p in self.model.parameters() if p.requires_grad]):
@@ -233,7 +239,6 @@ class AdapterEngine(VLLMGeneration):
         if self.accelerator.is_main_process:
             # The engine may read a folder again as long as its name can be asked for, so the newest stays.
             self.versions.forget_before(version)
-        self.last_sync = {"seconds": time.perf_counter() - started, "bytes": self.versions.bytes}
 
     def _load(self, version: int, folder: str) -> None:
         name = Path(folder).name

@@ -72,6 +72,7 @@ class EfficientGRPOConfig(EfficientConfig, GRPOConfig):
         **options.VLLM_ENGINE_KWARGS
     )
     rollouts_ahead: int = option(**options.ROLLOUTS_AHEAD)
+    rollouts_ahead_save_timeout: float = option(**options.ROLLOUTS_AHEAD_SAVE_TIMEOUT)
     tool_timeout: float | None = option(
         300.0,
         "With tools and environments: seconds after which a call of a tool is an error, which the model reads like "

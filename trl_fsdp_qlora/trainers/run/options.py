@@ -87,9 +87,14 @@ VLLM_ENGINE_KWARGS = {
 }
 ROLLOUTS_AHEAD = {
     "default": 0,
-    "help": "With a vLLM server: 1 lets it draw the next generation batch while this one is rewarded and trained on. "
-    "The same prompts in the same order; their completions come from the policy of one generation ago, which "
-    "importance weights correct. 0 waits for each batch.",
+    "help": "With a vLLM server: 1 draws the next generation batch, tools and environments included, while this one "
+    "is rewarded and trained on. The same prompts in the same order; their completions come from the policy of one "
+    "generation ago, which importance weights correct. 0 waits for each batch.",
+}
+ROLLOUTS_AHEAD_SAVE_TIMEOUT = {
+    "default": 600.0,
+    "help": "With rollouts_ahead: seconds that a checkpoint waits for the generation batch in flight. After that the "
+    "checkpoint lacks it, and a run that resumes from there draws for the same prompts again.",
 }
 PHASE_METRICS = {
     "default": "on",
