@@ -74,13 +74,17 @@ test-newest:
 	$(NEWEST_VENV)/bin/pip list | grep -E '^(torch|trl|transformers|peft|accelerate|datasets|bitsandbytes|deepspeed) '
 	$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not exhaustive"
 
-# The quick tests of the trainers with another version of TRL, and of transformers if TRANSFORMERS names one, before those of .venv on the path. TRL 1.15 computes
-# log-probabilities by Triton's kernels alone, which run interpreted on a CPU.
+# The quick tests of the trainers with another version of TRL, and of transformers (with the huggingface_hub that it needs) if TRANSFORMERS names one, before those
+# of .venv on the path. TRL 1.15 has its kernels in Triton alone, interpreted for minutes a test on a CPU: it gets the files of .venv's TRL, which have them in torch too.
 test-trl: OTHER = $(abspath $(VENV))/trl-$(TRL)$(TRANSFORMERS:%=-transformers-%)
-test-trl: export TRITON_INTERPRET = $(if $(filter 1.15.%,$(TRL)),1,0)
 test-trl: $(VENV)/.dev
-	test -d $(OTHER) || $(BIN)/pip install --quiet --no-deps --target $(OTHER) trl==$(TRL) $(TRANSFORMERS:%=transformers==%)
-	test $(TRITON_INTERPRET) = 0 || test -d $(OTHER)/triton || $(BIN)/pip install --quiet --no-deps --target $(OTHER) -c constraints.txt triton
+	test -d $(OTHER)/trl || $(BIN)/pip install --quiet --no-deps --target $(OTHER) trl==$(TRL)
+	grep -vE '^(trl|transformers|huggingface_hub)==' constraints.txt > $(OTHER)/constraints.txt
+	test -z "$(TRANSFORMERS)" || test -d $(OTHER)/transformers || $(BIN)/pip install --quiet --target $(OTHER) -c $(OTHER)/constraints.txt transformers==$(TRANSFORMERS)
+ifneq (,$(filter 1.15.%,$(TRL)))
+	cp $$($(BIN)/python -c 'import importlib.util as u; print(*u.find_spec("trl").submodule_search_locations)')/kernels/chunked_*.py $(OTHER)/trl/kernels
+	sed -i 's/^from .logprob_entropy import .*/selective_log_softmax_and_entropy = None/' $(OTHER)/trl/kernels/__init__.py
+endif
 	PYTHONPATH=$(OTHER) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not exhaustive" $(TRL_TESTS)
 
 test-vllm: $(VLLM_VENV)/.done

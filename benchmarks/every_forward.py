@@ -1,9 +1,9 @@
 """CPU seconds and peak memory of a loss with its backward: TRL's trainers that call no fused head themselves, as they
 are and after `share_prompts`.
 
-    python benchmarks/every_forward.py   # the first table of docs/share_prompts.md; one thread, some minutes
-    # the second: a point in a process
-    python benchmarks/every_forward.py --shape smollm2 --vocabulary 49152 --runs 2 --points SDPO --output FILE
+    python benchmarks/every_forward.py   # the second table of docs/share_prompts.md; one thread, some minutes
+    # the first: a point in a process
+    python benchmarks/every_forward.py --shape smollm2 --vocabulary 49152 --runs 2 --points Reward --output FILE
 
 Both contestants are the same trainer class of TRL on the same batch in one process. Runs alternate, and medians of the
 process's CPU time are compared, so that other work on the machine counts little. The peak is the highest sum of live
@@ -19,7 +19,6 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -36,7 +35,7 @@ from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 warnings.filterwarnings("ignore", category=FutureWarning)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from trl.experimental import cpo, gkd, orpo, sdft, sdpo, tpo
+    from trl.experimental import gkd, tpo
 
 
 class Tokens:
@@ -67,43 +66,11 @@ class Tokens:
         }
 
 
-def of_reward(tokens: Tokens) -> dict:
-    return tokens.pairs()
-
-
-def of_pairs(tokens: Tokens) -> dict:
-    """As CPO and ORPO take pairs."""
-    batch = {}
-    both = tokens.pairs()
-    for name, part in (("chosen", slice(0, 2)), ("rejected", slice(2, 4))):
-        ids = both["input_ids"][part]
-        labels = ids.clone()
-        labels[:, :512] = -100
-        batch |= {
-            f"{name}_input_ids": ids,
-            f"{name}_attention_mask": torch.ones_like(ids),
-            f"{name}_labels": labels,
-        }
-    return batch
-
-
 def of_triples(tokens: Tokens) -> dict:
     batch = tokens.pairs(branches=3)
     mask = batch["attention_mask"].clone()
     mask[:, :512] = 0
     return batch | {"completion_mask": mask}
-
-
-def with_teacher(demonstrations: int) -> Callable[[Tokens], dict]:
-    """A group whose teacher reads 128 tokens more: one demonstration for all, or one of several for each."""
-
-    def make(tokens: Tokens) -> dict:
-        batch = tokens.group()
-        shown = tokens.rows(demonstrations, 128).repeat(8 // demonstrations, 1)
-        ids = torch.cat([batch["prompt_ids"], shown, batch["completion_ids"]], dim=1)
-        return batch | {"teacher_input_ids": ids, "teacher_attention_mask": torch.ones_like(ids)}
-
-    return make
 
 
 def of_dialogues(tokens: Tokens) -> dict:
@@ -116,21 +83,12 @@ def of_dialogues(tokens: Tokens) -> dict:
 
 
 PREFERENCES = Dataset.from_dict({"prompt": ["a"], "chosen": ["a"], "rejected": ["a"], "reference": ["a"]})
-PROMPTS = Dataset.from_dict({"prompt": ["a"] * 8, "privileged_context": ["a"] * 8})
+PROMPTS = Dataset.from_dict({"prompt": ["a"] * 8})
 DIALOGUES = Dataset.from_dict(
     {"messages": [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]]}
 )
-IN_GROUPS = {"num_generations": 8, "per_device_train_batch_size": 8, "teacher_model_kind": "base"}
 # name: trainer, its config, the config's fields, its dataset, its batch
 POINTS = {
-    "SDPO 512/128, 8 rows": (sdpo.SDPOTrainer, sdpo.SDPOConfig, IN_GROUPS, PROMPTS, with_teacher(2)),
-    "SDFT 512/128, 8 rows": (
-        sdft.SDFTTrainer,
-        sdft.SDFTConfig,
-        IN_GROUPS | {"distillation_mode": "full_logits"},
-        PROMPTS,
-        with_teacher(1),
-    ),
     "Distillation 512/128, 8 rows": (
         trl.DistillationTrainer,
         trl.DistillationConfig,
@@ -145,9 +103,7 @@ POINTS = {
         DIALOGUES,
         of_dialogues,
     ),
-    "Reward 512/256, 2 pairs": (trl.RewardTrainer, trl.RewardConfig, {}, PREFERENCES, of_reward),
-    "CPO 512/256, 2 pairs": (cpo.CPOTrainer, cpo.CPOConfig, {}, PREFERENCES, of_pairs),
-    "ORPO 512/256, 2 pairs": (orpo.ORPOTrainer, orpo.ORPOConfig, {}, PREFERENCES, of_pairs),
+    "Reward 512/256, 2 pairs": (trl.RewardTrainer, trl.RewardConfig, {}, PREFERENCES, Tokens.pairs),
     "TPO 512/256, 2 triples": (tpo.TPOTrainer, tpo.TPOConfig, {}, PREFERENCES, of_triples),
 }
 
@@ -167,8 +123,6 @@ def make_trainer(name: str, args):
         options["teacher_model"] = copy.deepcopy(model)
         for parameter in options["teacher_model"].parameters():
             parameter.data.mul_(1.1)
-    if trainer_class is sdpo.SDPOTrainer:
-        options["reward_funcs"] = lambda completions, **columns: [0.0] * len(completions)
     tokenizer = small_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     common = {"output_dir": tempfile.mkdtemp(), "use_cpu": True, "bf16": False, "report_to": []}

@@ -15,7 +15,7 @@ with importing():
 
     from trl_fsdp_qlora import share_prompts
     from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments, parse_recipe
-    from trl_fsdp_qlora.tools.recipe.checks import check_recipe, check_teacher
+    from trl_fsdp_qlora.tools.recipe.checks import check_recipe, read_config
     from trl_fsdp_qlora.tools.recipe.problems import load_data
     from trl_fsdp_qlora.tools.recipe.record import check_output_dir
     from trl_fsdp_qlora.tools.recipe.runner import model_arguments, run_recipe
@@ -26,7 +26,7 @@ with importing():
 def main() -> None:
     script, config, model = parse_recipe((ScriptArguments, DistillationConfig, ModelConfig))
     check_recipe(script, config, model)
-    check_teacher(config.teacher_model_name_or_path, config.teacher_model_init_kwargs)
+    read_config(config.teacher_model_name_or_path, field="teacher_model_name_or_path")
     check_output_dir(script, config, model)
     prompts, test = load_data(script)
     trainer = DistillationTrainer(

@@ -1,4 +1,4 @@
-"""Accuracy on problems with exact answers: greedy pass@1, sampled pass@k, majority@k; on every rank.
+"""Accuracy on problems with exact answers: greedy pass@1 and sampled pass@k, on every rank.
 
     trl-fsdp-qlora evaluate --adapter runs/quickstart --accuracy_samples 4
 
@@ -133,7 +133,7 @@ def main() -> None:
     script, args = parse_recipe((ScriptArguments, EvaluateArguments), defaults=defaults)
     check_code(folder, code, vars(script) | vars(args))
     state = PartialState(cpu=args.use_cpu)
-    of_user = checks.check_script(script, vars(args))
+    of_user = checks.user_code(script, vars(args))
     if args.load_in_4bit:
         checks.check_installed("bitsandbytes", "load_in_4bit: true")
     if args.adapter:

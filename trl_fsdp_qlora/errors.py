@@ -9,13 +9,7 @@ from pathlib import Path
 
 
 class UserError(ValueError):
-    """An error that the user can fix: the text has the value, the reason and what to change.
-
-    Attributes:
-        keeps_lines: the text is printed line by line, not as one line: it names several things.
-    """
-
-    keeps_lines = False
+    """An error that the user can fix: the text has the value, the reason and what to change."""
 
 
 class PrefixSharingError(UserError):

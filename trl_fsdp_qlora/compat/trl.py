@@ -21,7 +21,7 @@ from ..errors import UserError
 logger = logging.getLogger(__name__)
 
 OLDEST_TRL = "1.15"
-TESTED_TRL = ("1.16",)
+TESTED_TRL = ("1.15", "1.16")
 # Names of TRL's: the module that has each, and what needs it. Without it everything else works.
 BORROWED = {
     # the trainers that this package extends

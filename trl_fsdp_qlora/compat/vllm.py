@@ -3,7 +3,7 @@
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -36,14 +36,22 @@ def trl_starts(
 
 
 def _start_trls_own(stock: Callable[..., Any], engine_kwargs: Callable[[Any, Any], dict[str, Any]], **options) -> Any:
+    with llm_with(engine_kwargs(options["model"], options["accelerator"])):
+        return stock(**options)
+
+
+def llm_with(further: dict[str, Any], wrap: Callable[[Any], Any] = lambda llm: llm) -> AbstractContextManager:
+    """A context in which TRL's engine makes `vllm.LLM` with `further` arguments, which take precedence.
+
+    `wrap` returns what the engine uses in its place.
+    """
     from trl.generation import vllm_generation
 
     start = getattr(vllm_generation, "LLM", None)  # exists only if vLLM is installed
     if start is None:
-        return stock(**options)
-    further = engine_kwargs(options["model"], options["accelerator"])
-    with patch.multiple(vllm_generation, LLM=lambda **trls: start(**(trls | further))):
-        return stock(**options)
+        return nullcontext()
+
+    return patch.multiple(vllm_generation, LLM=lambda **trls: wrap(start(**(trls | further))))
 
 
 def skip_destroyed_groups(llm: Any) -> None:

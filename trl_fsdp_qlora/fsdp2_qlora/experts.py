@@ -24,8 +24,10 @@ from collections.abc import Callable
 from functools import cache, partial
 
 import torch
+import transformers
 from bitsandbytes.autograd._functions import matmul_4bit
 from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
+from packaging.version import Version
 from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
@@ -47,6 +49,8 @@ from .grouped_product import (
 from .packed_linear import ByteLayout, codebook, from_bytes, state_to_bytes
 
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
+# Transformers 5.22 and older cast a checkpoint's weights to bytes before they are quantized.
+QUANTIZES_WHILE_LOADING = Version(transformers.__version__).release >= (5, 23)
 # Grouped products need strides that are multiples of this many bytes.
 _STRIDE_BYTES = 16
 
@@ -348,7 +352,8 @@ class ExpertsQuantizer(Bnb4BitHfQuantizer):
     def _process_model_before_weight_loading(self, model, device_map, **kwargs):
         super()._process_model_before_weight_loading(model, device_map, **kwargs)
         let_lora_adapt_packed_experts()
-        if not self.pre_quantized:  # a quantized checkpoint holds its experts as numbers, to be packed when loaded
+        # A quantized checkpoint holds its experts as numbers, to be packed when loaded.
+        if not self.pre_quantized and QUANTIZES_WHILE_LOADING:
             self._convert_experts(model)
 
     def _process_model_after_weight_loading(self, model, **kwargs):

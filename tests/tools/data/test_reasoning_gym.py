@@ -1,7 +1,6 @@
 """Problems, verifiers and refusals of reasoning-gym's generators, against reasoning-gym itself."""
 
 import importlib.util
-import json
 
 import pytest
 import reasoning_gym as gym
@@ -38,7 +37,6 @@ def test_problems_and_rewards_are_the_generators_own(name):
     for problem in problems:
         entry = theirs[problem["row"]]
         assert (problem["question"], problem["columns"]["answer"]) == (entry["question"], str(entry["answer"]))
-        assert json.loads(problem["difficulty"]) == json.loads(json.dumps(entry["metadata"].get("difficulty")))
     entries = [problem["entry"] for problem in problems]
     reward = get_reward("reasoning_gym", "first_line")
     for answer in ("7", "mother", "1/2", problems[0]["answer"]):
@@ -70,7 +68,7 @@ def test_bad_input_is_one_line(monkeypatch):
         read_problems("reasoning_gym:chain_sum", "validation")
     wrong = {
         "chain_sums": "did you mean 'chain_sum'?",
-        "chain_sum(maxterms=2)": "'maxterms'; it has ",
+        "chain_sum(maxterms=2)": "'maxterms'",
         "chain_sum(min_terms=3, max_terms=2)": "max_terms must be >= min_terms",
         "chain_sum(max_terms=4)": "pip install 'trl-fsdp-qlora[reasoning-gym]'",  # the last, where it is not there
     }

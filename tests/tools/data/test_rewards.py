@@ -1,8 +1,6 @@
 import sys
 
-import numpy as np
 import pytest
-import torch
 
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.tools.data import rewards
@@ -109,36 +107,3 @@ def test_a_reward_of_ones_own_is_imported_once_and_what_is_not_there_is_named(fo
             load_function(text)
         assert message in str(refused.value) and "\n" not in str(refused.value)
         assert "did you mean 'NOTF'" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (["yes", "no"], "the reward length returned 'yes' for a completion; return a list with one number"),
-        (0.5, "the reward length returned 0.5, which is no list"),
-        (None, "the reward length returned None, which is no list"),
-        ([[1.0], [0.0]], r"the reward length returned \[1.0\] for a completion"),
-        ([{"score": 1.0}, 0.0], "the reward length returned {'score': 1.0} for a completion"),
-        ("ab", "the reward length returned 'a' for a completion"),
-        ([1.0], "the reward length returned 1 values; return a list with one number .* of the 2 completions"),
-    ],
-)
-def test_values_that_are_no_rewards_name_the_function(values, message):
-    def length(completions, **columns):
-        return values
-
-    with pytest.raises(UserError, match=message):
-        rewards.checked(length)(prompts=["p"] * 2, completions=["a", "b"], answer=["1"] * 2)
-
-
-@pytest.mark.parametrize(
-    "values", [[1, None], (True, 0.5), np.ones(2), torch.ones(2), [np.float32(1), torch.tensor(2.0)], iter([1.0, 2.0])]
-)
-def test_values_that_trl_takes_are_passed_on(values):
-    def length(prompts, completions, answer, **columns):
-        assert answer == ["1"] * 2
-        return values
-
-    checked = rewards.checked(length)
-    assert checked.__name__ == "length"  # TRL names its metrics by it
-    assert len(checked(prompts=["p"] * 2, completions=["a", "b"], answer=["1"] * 2)) == 2

@@ -7,7 +7,7 @@ from datasets import Dataset
 from tests.tiny import Answering, prompts, tiny_model
 from trl_fsdp_qlora.tools.data.answers import UnparsableGoldAnswer
 from trl_fsdp_qlora.tools.evaluation import accuracy as evaluation
-from trl_fsdp_qlora.tools.evaluation.accuracy import Evaluation, Judge, evaluate, majority
+from trl_fsdp_qlora.tools.evaluation.accuracy import Evaluation, Judge, evaluate
 from trl_fsdp_qlora.tools.small_base.text import character_tokenizer
 from trl_fsdp_qlora.utils.stats import format_accuracy, wilson_interval
 
@@ -23,15 +23,9 @@ def test_accuracy_of_a_known_model():
     even = sum(int(answer) % 2 == 0 for answer in dataset["answer"])
     model = Answering(even_ones_right)
     result = evaluate(model, model.tokenizer, dataset, samples=4, batch_size=12, progress=False)
-    assert (result.n, result.correct, result.answered) == (25, even, 1.0)
+    assert (result.n, result.correct) == (25, even)
     assert result.pass_at_k == 1.0  # two of four samples are right
-    assert result.majority_at_k == 1.0  # a tie of two and two goes to the first sample, which is right
     assert result.interval[0] < even / 25 < result.interval[1]
-
-
-def test_the_majority_is_of_equal_numbers_and_there_may_be_none():
-    assert majority(["5.0", "7", "5", None]) == "5.0"
-    assert majority([None, None]) is None
 
 
 def test_a_bad_gold_answer_is_found_before_anything_is_generated():
@@ -67,20 +61,19 @@ def test_a_function_of_ones_own_decides_in_place_of_answers(caplog):
         )
         assert (result.n, result.correct, result.strict, result.lenient) == (4, right, None, None)
         assert result.first_right == (0 if right else None)
-        assert (result.pass_at_k, result.majority_at_k) == (right / 4, right / 4)
+        assert result.pass_at_k == right / 4
         assert "strict" not in str(result)
     assert "accuracy_function fails failed (KeyError: 'oh'); the run continues" in caplog.text
     assert "1 values for 4 completions" in caplog.text
 
 
-def test_letters_and_texts_are_voted_on_by_their_words():
-    assert majority(["Paris", "London", "paris.", None]) == "Paris"
+def test_letters_and_texts_are_compared_by_their_words():
     dataset = Dataset.from_dict({"prompt": ["1+1="] * 2, "answer": ["B", "Paris"]})
     tokenizer = character_tokenizer()
     texts = ["So B", "It is\nParis", *["A", "(B)", "B) 1"], *["paris", "London", "Paris!"]]
     tokenizer.decode = lambda tokens, skip_special_tokens: texts.pop(0)
     result = evaluate(Answering(lambda *_: "7"), tokenizer, dataset, samples=3, batch_size=6, progress=False)
-    assert (result.correct, result.strict, result.lenient, result.majority_at_k) == (2, 0, 2, 1.0)
+    assert (result.correct, result.strict, result.lenient, result.pass_at_k) == (2, 0, 2, 1.0)
 
 
 def test_the_result_does_not_depend_on_training_mode_and_leaves_the_generator_alone():
@@ -104,7 +97,7 @@ def test_format_and_arithmetic_are_distinguished():
         result = evaluate(model, tokenizer, dataset, answer_format=answer_format, progress=False)
         assert (result.correct, result.strict, result.lenient, result.first_right) == (correct, strict, 3, 0)
         assert f"strict {25 * strict}.0%, lenient 75.0%" in str(result)
-    plain = Evaluation(10, 6, 0.6, (0.3, 0.8), 0, None, None, 1.0, 1.0, 3.0, strict=0, lenient=6)
+    plain = Evaluation(10, 6, 0.6, (0.3, 0.8), 0, None, 1.0, 3.0, strict=0, lenient=6)
     assert "strict" not in str(plain)  # if problems ask for no format
     assert "strict 0.0%, lenient 80.0%" in str(replace(plain, lenient=8))
 

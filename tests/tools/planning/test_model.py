@@ -17,7 +17,6 @@ from trl_fsdp_qlora.tools.planning.plan import (
     GATHERED,
     ROOM,
     TOKEN_STEP,
-    format_plan,
     gathered_bytes,
     make_plan,
 )
@@ -125,22 +124,6 @@ def test_layers_that_a_checkpoint_leaves_dense_are_counted_dense(tmp_path):
     folder(tmp_path / "part", quantization_config=part)
     whole, left = (planned(settings(tmp_path / name, dtype="float32"))[model.BASE_4BIT] for name in ("whole", "part"))
     assert 2 * (whole - left) == 3 * 128 * 384 + 5 * 128 * 128  # of the first layer's MLP, and of every layer's q_proj
-
-
-@pytest.mark.parametrize(
-    ("quantization", "changes", "named"),
-    [
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, {}, "gptq"),
-        (None, {"load_in_8bit": True}, "load_in_8bit"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, {}, None),
-        (None, {}, None),
-    ],
-)
-def test_a_plan_of_a_base_in_another_format_names_itself_too_high(tmp_path, quantization, changes, named):
-    run = settings(folder(tmp_path, **({"quantization_config": quantization} if quantization else {})), **changes)
-    plan = make_plan(run, CARD)
-    assert (f"assumed: {named} makes no weight smaller" in format_plan(plan)) == (named is not None)
-    assert "makes no weight smaller" not in format_plan(plan) or model.BASE_4BIT not in plan.phases["optimizer"]
 
 
 def test_what_is_spread_over_the_ranks(tmp_path):

@@ -356,7 +356,7 @@ def test_what_is_published_is_what_was_saved_and_names_what_readers_have(trained
     assert set(sent) == SENT
     assert re.search(r"left out: .*checkpoint-2, .*training_args.bin\n", printed)
     assert "downloaded and compared" in printed
-    assert f"adapter of {BASE}, licence mit, data someone/sums" in printed
+    assert f"an adapter of {BASE}: README.md, adapter_config.json" in printed
     assert str(root) not in b"".join(sent.values()).decode(errors="replace")
     published = ModelCard(sent["README.md"].decode())
     assert published.data.base_model == BASE

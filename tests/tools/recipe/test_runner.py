@@ -116,7 +116,7 @@ def test_what_a_figure_does_not_depend_on_leaves_the_pair(measured_run):
 def test_the_cards_example_is_a_problem_that_was_measured_as_right(tmp_path):
     grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "out", save_tiny_model(tmp_path / "base"))
     callback = AccuracyCallback(grpo, ScriptArguments("addition"), answered(), RunRecord(tmp_path / "out"))
-    measured = Evaluation(8, 2, 0.25, (0.1, 0.6), 0, None, None, 1.0, 1.0, 3.0, first_right=5)
+    measured = Evaluation(8, 2, 0.25, (0.1, 0.6), 0, None, 1.0, 3.0, first_right=5)
     callback.fill_card(measured, 1)
     assert grpo.card_info.quickstart_prompt == answered()[5]["prompt"]
     callback.fill_card(replace(measured, correct=0, first_right=None), 2)

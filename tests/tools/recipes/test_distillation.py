@@ -1,6 +1,5 @@
 """The recipe of TRL's Distillation: it trains, shares prompts, and leaves a folder that is measured."""
 
-import importlib.util
 import json
 
 import pytest
@@ -59,14 +58,3 @@ def test_distillation_needs_a_teacher(folder, called, capsys):
     with pytest.raises(SystemExit):
         called("distillation", f"{WORDS} --teacher_model_name_or_path runs/theteacher")
     assert "error: teacher_model_name_or_path='runs/theteacher': there is no such folder" in capsys.readouterr().err
-
-
-def test_a_4bit_teacher_needs_bitsandbytes(folder, called, capsys, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else find(name)
-    )
-    loading = '{"quantization_config":{"load_in_4bit":true}}'
-    with pytest.raises(SystemExit):
-        called("distillation", f"{WORDS} --teacher_model_name_or_path teacher --teacher_model_init_kwargs {loading}")
-    assert "needs bitsandbytes, which is not installed: pip install bitsandbytes" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import pytest
 
 from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.tools.data.answers import answers_match, extract_answer, parse_gold
-from trl_fsdp_qlora.tools.data.datasets import DatasetError, read_problems
+from trl_fsdp_qlora.tools.data.datasets import read_problems
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.tools.recipe.problems import load_data, load_held_out, load_problems
 
@@ -52,19 +52,15 @@ def script(tmp_path) -> ScriptArguments:
     rows = [{"Body": f"{a}+{b}", "Question": "=", "Equation": f"( {a}.0 + {b}.0 )", "Answer": a + b} for a, b in pairs]
     rows[0]["Equation"] = "( 1.0 + 1.0 )"
     (tmp_path / "sums.json").write_text(json.dumps(rows))
-    parts = {"held_out": 30, "validation": 10, "accuracy_on": "validation"}
-    return ScriptArguments(str(tmp_path / "sums.json"), answer_format="hash", prompt_template="{question}+", **parts)
+    path = str(tmp_path / "sums.json")
+    return ScriptArguments(path, answer_format="hash", prompt_template="{question}+", held_out=30)
 
 
-def test_validation_comes_out_of_training_and_nothing_is_in_two_places(script):
+def test_held_out_problems_are_the_measured_ones_and_nothing_is_in_two_places(script):
     parts = [{problem["question"] for problem in part} for part in load_problems(script)]
-    assert [len(part) for part in parts] == [60, 10, 30] and len(set.union(*parts)) == 100
+    assert [len(part) for part in parts] == [70, 30] and len(set.union(*parts)) == 100
     _, measured = load_data(script)
     assert load_held_out(script).to_list() == measured.to_list()
-    for validation, named in ((0, "accuracy_on='validation'"), (70, "validation=70, but the data has 70 ")):
-        script.validation = validation
-        with pytest.raises(DatasetError, match=named):
-            load_data(script)
 
 
 def test_it_trains_and_a_stopped_run_continues(script, tmp_path, monkeypatch, called, capsys):

@@ -62,11 +62,10 @@ GRPO = [
     ("--learning_rate -1e-4", "learning_rate=-0.0001 can only be a mistake: "),
     ("--learning_rate -inf", "learning_rate=-inf can only be a mistake: "),
     ("--lora_dropout 1.0", "lora_dropout=1.0 can only be a mistake: "),
-    ("--eval_problems 0", "eval_problems=0 must be at least 1"),
     ("--model_name_or_path ./bse", "model_name_or_path='./bse': there is no such folder; did you mean 'base'?"),
     (
         "--model_name_or_path runs/small-base",
-        "model_name_or_path='runs/small-base': there is no such folder; `trl-fsdp-",
+        "model_name_or_path='runs/small-base': there is no such folder; the head of a recipe",
     ),
     ("--model_name_or_path base/small", "model_name_or_path='base/small': there is no such folder"),
     ("--model_name_or_path runs/sft", "model_name_or_path='runs/sft': there is no such folder; the head of a recipe"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from peft import PromptTuningConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3MoeConfig
@@ -66,6 +67,8 @@ def test_what_is_borrowed_is_there(tmp_path):
     names_of_file = {path: names(ast.parse(path.read_text(encoding="utf-8"))) for path in files}
     known = set().union(*(defined for _, defined in names_of_file.values()))
     known.update(*(part.split() for part in ELSEWHERE.values()))
+    if transformers.__version__.startswith("5.17."):
+        known.add("_is_expert_parallel")  # read of the experts that have it, see compat/transformers.py
     gone = {
         f"{path.relative_to(PACKAGE)}: {name}"
         for path, (used, _) in names_of_file.items()

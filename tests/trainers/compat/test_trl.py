@@ -40,6 +40,8 @@ def test_a_signature_that_differs_is_named_and_the_installed_ones_fit():
 
 @pytest.mark.parametrize("name", PASSED)
 def test_trl_takes_what_the_engines_pass_by_name(name):
+    if name == "VLLMClient.get_server_info" and trl.__version__.startswith("1.15."):
+        pytest.skip("TRL 1.15's client cannot ask for a server's options: engines/vllm/engine.py does")
     function = inspect.unwrap(attrgetter(name)(vllm_generation))
     inspect.signature(function).bind(**dict.fromkeys(PASSED[name].split()))
 
@@ -103,13 +105,20 @@ def test_a_trl_that_is_too_old_or_lacks_a_trainer_is_one_line(monkeypatch):
 
 @pytest.mark.parametrize(
     "version, tested",
-    [("1.15.0", False), ("1.16.3", True), ("1.16.0.dev0", True), ("1.20.0.dev0", False), ("1.17", False)],
+    [
+        ("1.14.2", False),
+        ("1.15.0", True),
+        ("1.16.3", True),
+        ("1.16.0.dev0", True),
+        ("1.20.0.dev0", False),
+        ("1.17", False),
+    ],
 )
 def test_a_version_that_was_not_tested_is_one_line(version, tested, caplog):
     trl_seams.is_tested.cache_clear()
     assert trl_seams.is_tested(version) == tested
     assert trl_seams.is_tested(version) == tested
-    assert len(caplog.records) == (0 if tested else 1)
+    assert len(caplog.records) == (0 if tested or version == "1.14.2" else 1)
 
 
 def test_all_borrowed_names_are_there():

@@ -196,6 +196,8 @@ def test_at_most_one_wait_more_than_stock(waits, feature):
 
 
 def assert_one_more_at_most(want: Count, got: Count):
+    for name, count in (("stock", want), ("ours", got)):  # the table of docs/gpu.md
+        print(f"waits of {name}: micro-batches {list(map(len, count.micro))}, the rest of a step {len(count.rest)}")
     assert len(got.micro) == len(want.micro) >= MICRO_BATCHES
     assert any(got.micro)  # a micro-batch whose scores came with another's may have none
     for theirs, mine in zip(want.micro, got.micro, strict=True):

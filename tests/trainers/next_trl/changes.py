@@ -481,5 +481,17 @@ def forwards() -> Iterator[Change]:
         yield Change(f"forward: {trainer} a flag", ignored, (trainer,))
         shifted = replace(file, (CALL, "labels=labels.masked_fill(labels % 5 == 0, -100), fused_lm_head=True)"))
         yield Change(f"forward: {trainer} labels masked", shifted, (trainer,))
+        masked = (
+            "labels=labels.masked_fill((labels % 5 == 0) & (self.state.global_step > 0), -100), fused_lm_head=True)"
+        )
+        later = replace(file, (CALL, masked))
+        yield Change(f"forward: {trainer} labels masked from the second step on", later, (trainer,))
         positions = replace(file, (CALL, "labels=labels, position_ids=None, fused_lm_head=True)"))
         yield Change(f"forward: {trainer} an argument of None", positions, (trainer,))
+    # Which rows share a micro-batch is drawn, by group here and one by one in TRL: nothing is shuffled in this one.
+    largest = replace(
+        of_trainer("GRPO"),
+        (CALL, "labels=labels.masked_fill(labels == labels.max(), -100), fused_lm_head=True)"),
+        ("generation_batch = shuffle_sequence_dict(generation_batch)", "pass"),
+    )
+    yield Change("forward: GRPO labels masked by their micro-batch, without a shuffle", largest, ("GRPO",))

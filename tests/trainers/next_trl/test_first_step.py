@@ -63,3 +63,12 @@ def test_what_cannot_be_compared_runs_as_stock(untested, monkeypatch, caplog):
     monkeypatch.setattr(first_step, "_difference", fails)
     steps.run("RLOO", True, NOTHING)
     assert "they could not be compared (RuntimeError: no such thing)" in caplog.text
+
+
+@pytest.mark.parametrize("under", ["DeepSpeed", "FSDP1"])
+def test_what_cannot_compare_has_a_line(under, tmp_path, caplog):
+    trainer = steps.make("RLOO", True, str(tmp_path), NOTHING)
+    name = {"DeepSpeed": "is_deepspeed_enabled", "FSDP1": "is_fsdp_enabled"}[under]
+    setattr(trainer, name, True)
+    assert not first_step.is_to_be_compared(trainer)
+    assert f"Under {under} the first step is not compared with TRL's own" in caplog.text

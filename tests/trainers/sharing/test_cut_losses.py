@@ -21,7 +21,7 @@ from tests.trainers.sharing.test_images import ADAPTER
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.trl import split_pixel_values_by_grid
 from trl_fsdp_qlora.engines.vllm.correction import WeightSyncCheck
-from trl_fsdp_qlora.fsdp2_qlora.experts import packed_experts
+from trl_fsdp_qlora.fsdp2_qlora.experts import QUANTIZES_WHILE_LOADING, packed_experts
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
 from trl_fsdp_qlora.prefix_sharing import passes
 
@@ -161,6 +161,7 @@ def test_any_number_of_passes(tmp_path, monkeypatch, name, loss_type, kind):
 
 
 @pytest.mark.parametrize("name", these_first(["qwen3_moe", "gpt_oss"], "gpt_oss"))
+@pytest.mark.skipif(not QUANTIZES_WHILE_LOADING, reason="experts stay in 16 bit before transformers 5.23")
 def test_experts_packed_into_4_bits(tmp_path, monkeypatch, name):
     trainer = trainer_of(name, tmp_path, "nf4 experts")
     assert packed_experts(trainer.model)

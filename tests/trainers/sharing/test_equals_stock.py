@@ -142,6 +142,8 @@ def test_bf16_autocast_rounds_no_more_than_stock(name, tmp_path):
 @pytest.mark.parametrize("experts", [None, 0, 4])
 def test_router_loss_counts_tokens_as_stock_does(experts, tmp_path):
     """Of Qwen3-MoE, and of Granite: TRL 1.16 looks for `num_experts` alone; with that field it is the reference."""
+    if experts and tf.__version__.startswith("5.17."):
+        pytest.skip("transformers 5.17 gives stock TRL no router logits of Granite's")
     trainers = []
     for cls in BOTH:
         model = build("qwen3_moe" if experts is None else "granitemoehybrid")

@@ -303,6 +303,8 @@ SEEING_OFTEN = [("kto", True), ("distillation", False), ("online_dpo", True)]
 
 @pytest.mark.parametrize(("kind", "adapter"), these_first(SEEING_CASES, *SEEING_OFTEN))
 def test_two_steps_of_a_model_that_sees(kind, adapter, tmp_path, counted):
+    if kind == "online_dpo" and trl.__version__.startswith("1.15."):
+        pytest.skip("TRL 1.15's online DPO loses the images of a prompt")
     tokens = tokenizer()
     tokens.add_special_tokens({"additional_special_tokens": ["<image>"]})
     base = build(MORE["llava"])

@@ -94,6 +94,7 @@ def test_one_wait_of_its_own(name, with_pictures):
     with closed(sharing):
         of_stock = places(stacks_of_a_pass(model, batch.arguments()))
     ours = places(stacks_of_a_pass(model, batch.arguments()))
+    print(f"waits of a pass: stock {of_stock.total()}, ours {ours.total()}")  # the table of docs/gpu.md
     assert sharing.figures.tokens, sharing.describe()
     our_waits = {line: count for line, count in ours.items() if "trl_fsdp_qlora/" in line}
     assert sum(our_waits.values()) <= 1, our_waits

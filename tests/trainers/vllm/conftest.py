@@ -70,10 +70,10 @@ ENGINES: dict = {}
 
 @pytest.fixture
 def shared_engine(monkeypatch):
-    """`vllm.LLM` hands out one engine for each checkpoint: starting one takes ten seconds."""
-    import vllm
+    """`vllm.LLM` as TRL knows it hands out one engine for each checkpoint: starting one takes ten seconds."""
+    from trl.generation import vllm_generation
 
-    start = vllm.LLM
+    start = vllm_generation.LLM
 
     def reuse(model, **options):
         key = (model, options["dtype"])
@@ -85,4 +85,4 @@ def shared_engine(monkeypatch):
         llm.reset_prefix_cache()
         return llm
 
-    monkeypatch.setattr(vllm, "LLM", reuse)
+    monkeypatch.setattr(vllm_generation, "LLM", reuse)

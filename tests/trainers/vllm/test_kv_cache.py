@@ -42,10 +42,10 @@ class Recorded:
 
 def test_the_cache_goes_and_the_weights_stay(tmp_path, monkeypatch):
     """Steps as the trainer makes them: a sync, a rollout; then a rollout without a sync."""
-    import vllm
+    from trl.generation import vllm_generation
     from vllm.platforms import current_platform
 
-    monkeypatch.setattr(vllm, "LLM", Recorded)
+    monkeypatch.setattr(vllm_generation, "LLM", Recorded)
     monkeypatch.setattr(type(current_platform), "is_sleep_mode_available", lambda platform: True)
     policy = get_peft_model(tiny.tiny_model(), LoraConfig(r=4, target_modules="all-linear"))
     adapter = {

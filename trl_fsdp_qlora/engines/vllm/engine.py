@@ -6,7 +6,6 @@ weights.
 """
 
 import logging
-import os
 import time
 import uuid
 from collections.abc import Callable
@@ -16,13 +15,11 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from accelerate.utils import broadcast_object_list
-from accelerate.utils.other import get_free_port
 from requests.adapters import HTTPAdapter, Retry
 
 from ...compat.trl import VLLMClient, VLLMGeneration
-from ...compat.vllm import skip_destroyed_groups
+from ...compat.vllm import llm_with, skip_destroyed_groups
 from ...utils.ranks import on_main
 from ...utils.resources import cache_folder
 from .adapter_sync import (
@@ -33,12 +30,7 @@ from .adapter_sync import (
     check_trained,
     served_rank,
 )
-from .dequantized_base import (
-    DONE,
-    dequantized_base,
-    has_packed_base,
-    write_config,
-)
+from .dequantized_base import DONE, dequantized_base, has_packed_base, write_config
 from .drawn_dtype import engine_options, other_dtype, trainer_dtype
 
 logger = logging.getLogger(__name__)
@@ -53,6 +45,7 @@ class _Serving:
     """
 
     def __init__(self, llm):
+        skip_destroyed_groups(llm)
         self._llm = llm
         self._frees_the_cache_alone = hasattr(llm, "release_kv_cache_memory")
         self._weights_in_host_memory = False
@@ -97,7 +90,16 @@ class _Serving:
 def server_info(args: Any) -> dict[str, Any]:
     """The options that a trainer's vLLM server was started with; waits for `vllm_server_timeout`, as TRL does."""
     url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-    return VLLMClient(url, connection_timeout=args.vllm_server_timeout).get_server_info()
+    return _options_of(VLLMClient(url, connection_timeout=args.vllm_server_timeout))
+
+
+def _options_of(client: VLLMClient) -> dict[str, Any]:
+    """The options that a server was started with, for which TRL 1.15's client has no method."""
+    if hasattr(client, "get_server_info"):
+        return client.get_server_info()
+    response = client.session.get(f"{client.base_url}/server_info", params={"config_format": "json"})
+    response.raise_for_status()
+    return response.json()["vllm_config"]
 
 
 class AdapterServer(VLLMClient):
@@ -121,7 +123,7 @@ class AdapterServer(VLLMClient):
         base = next(model for model in models if not model.get("parent"))
         self.model = self.base = base["id"]
         self.folder = base.get("root") or base["id"]
-        lora = self.get_server_info()["lora_config"]
+        lora = _options_of(self)["lora_config"]
         if lora is None or lora["max_lora_rank"] < max_lora_rank:
             started = "without --enable-lora" if lora is None else f"with --max-lora-rank {lora['max_lora_rank']}"
             raise RolloutError(
@@ -192,48 +194,21 @@ class AdapterEngine(VLLMGeneration):
             url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
             self.vllm_client = AdapterServer(url, self.server_timeout, self.max_lora_rank)
             self.base = self.vllm_client.folder
+            self.accelerator.wait_for_everyone()
         else:
             self._start_colocated()
-        self.accelerator.wait_for_everyone()
 
     def _start_colocated(self) -> None:
-        from vllm import LLM
         from vllm.platforms import current_platform
 
-        accelerator = self.accelerator
         if self.enable_sleep_mode and not current_platform.is_sleep_mode_available():
             logger.warning("vllm_enable_sleep_mode has no effect: vLLM sleeps on GPUs alone")
             self.enable_sleep_mode = False
-        size = self.tensor_parallel_size
-        if size > 1:
-            starts = range(0, accelerator.num_processes, size)
-            groups = [list(range(start, start + size)) for start in starts]
-            self.tp_group, _ = torch.distributed.new_subgroups_by_enumeration(groups)
-        variables = {
-            "RANK": accelerator.process_index,
-            "LOCAL_RANK": accelerator.local_process_index,
-            "WORLD_SIZE": accelerator.num_processes,
-        }
-        os.environ.update({name: str(value) for name, value in variables.items()})
-        os.environ.setdefault("MASTER_ADDR", "localhost")
-        if os.environ.get("MASTER_PORT", "") in ("", "0", "auto"):
-            os.environ["MASTER_PORT"] = str(get_free_port())
-        on_cpu = accelerator.device.type == "cpu"
+        on_cpu = self.accelerator.device.type == "cpu"
         options = {
             "model": self.base,
+            "quantization": None,  # of a 4-bit base the engine loads a dense copy
             "enforce_eager": on_cpu,
-            "tensor_parallel_size": size,
-            "gpu_memory_utilization": self.gpu_memory_utilization,
-            "max_model_len": self.max_model_length,
-            "max_num_seqs": self.max_num_seqs,
-            "enable_sleep_mode": self.enable_sleep_mode,
-            "model_impl": self.model_impl,
-            "distributed_executor_backend": "external_launcher",
-            # Equal in a tensor-parallel group, so that its ranks sample the same.
-            "seed": accelerator.process_index // size,
-            "max_num_batched_tokens": 4096,
-            "logprobs_mode": "processed_logprobs",
-            "trust_remote_code": self.trust_remote_code,
             "enable_lora": True,
             "max_lora_rank": self.max_lora_rank,
             "max_loras": 1,
@@ -245,12 +220,8 @@ class AdapterEngine(VLLMGeneration):
         sharing = nullcontext((None, {}))
         if self.own_base is None:
             sharing = self.one_base().sharing(self.model)
-        with sharing as (self.shared_base, share):
-            llm = LLM(**{**options, **self.engine_kwargs, **share})
-        skip_destroyed_groups(llm)
-        self.llm = _Serving(llm)
-        if self.enable_sleep_mode:
-            self.llm.sleep()
+        with sharing as (self.shared_base, share), llm_with({**options, **self.engine_kwargs, **share}, _Serving):
+            super()._init_vllm()
 
     def sync_weights(self) -> None:
         """Publish the adapter as it is now, and make the engine answer with it. Every rank has to call it."""

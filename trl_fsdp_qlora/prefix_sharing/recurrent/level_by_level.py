@@ -11,6 +11,8 @@ would need a mask that differs from layer to layer.
 Suffixes of shapes: S segments.
 """
 
+from collections import defaultdict
+
 import numpy as np
 import torch
 from torch import nn
@@ -69,6 +71,22 @@ class StateCache:
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
+
+    # Transformers 5.20 and older read `cache.layers[i].recurrent_states[0]` instead of calling the getters.
+
+    record_past = False
+
+    @property
+    def layers(self) -> dict[int, "StateCache"]:
+        return defaultdict(lambda: self)
+
+    @property
+    def conv_states(self) -> dict[int, torch.Tensor]:
+        return {index: state for (kind, index), state in self.before.items() if kind == "conv"}
+
+    @property
+    def recurrent_states(self) -> dict[int, torch.Tensor]:
+        return {index: state for (kind, index), state in self.before.items() if kind == "recurrent"}
 
 
 def compute(module: nn.Module, tokens: dict, packed_row: PackedRow) -> torch.Tensor:

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import UserError
-from ...trainers.methods import METHODS
 from ...utils.plain import counted
 from ..run.one_line import pop_options
-from .scripts import LAUNCHER, config_of, default_config, method_of, script_of, with_recipe
+from .scripts import LAUNCHER, PLANNED, config_of, default_config, method_of, script_of, with_recipe
 
 _OPTIONAL = ("bitsandbytes", "deepspeed", "vllm", "math-verify")
 _LEVELS = ("error", "warning", "ok")
@@ -143,7 +142,7 @@ def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any]:
     from ..recipe.keys import read_yaml
 
     path = pop_options(rest, ("--config",))[0].get("--config")
-    method = method_of(rest, [method for method in METHODS if not method.is_paired])
+    method = method_of(rest, PLANNED)
     words = list(rest)
     if processes > 1:
         # Here this process is the only one, so whole groups are counted over more accumulation in place of ranks.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ...errors import UserError
 from ..run.one_line import OneLineParser, check_num_processes
-from .scripts import config_of, method_of, script_of, with_recipe
+from .scripts import PLANNED, config_of, method_of, with_recipe
 
 
 def _parser() -> OneLineParser:
@@ -33,21 +33,18 @@ def plan(words: Sequence[str]) -> int:
     from ..planning import largest
     from ..planning.plan import format_plan, plan_recipe
 
-    method = method_of(rest)
     planned = plan_recipe(
         rest,
-        config_of(method),
+        config_of(method_of(rest, PLANNED)),
         options.accelerate_config,
         options.hardware,
         options.num_processes,
-        script_of(method),
         options.prompt_tokens,
     )
     most = {}
     if options.solve:
-        unit = "per_device_train_batch_size" if planned.settings.is_paired else "num_generations"
-        most[unit] = largest.largest_group(planned)
-        most[planned.settings.length_field] = largest.longest(planned)
+        most["num_generations"] = largest.largest_group(planned)
+        most["max_completion_length"] = largest.longest(planned)
         most["model"] = largest.largest_model(planned)
     print(format_plan(planned))
     if not planned.fits and planned.enough_cards:

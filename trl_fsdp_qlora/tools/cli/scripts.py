@@ -22,6 +22,8 @@ LAUNCHER = (
     "--parallelism_config_dp_replicate_size", "--parallelism_config_dp_shard_size", "--rdzv_backend", "--rdzv_conf",
 )  # fmt: skip
 
+PLANNED = tuple(method for method in METHODS if not method.is_paired)  # which `plan` and `doctor` know
+
 
 def called(name: str, words: list[str]) -> int:
     """Run the script `name` in this process."""
@@ -79,7 +81,7 @@ def refuse_typos(command: str, module: str, script: str | None, words: Sequence[
     takes_recipe = command not in ("launch", "doctor", "recipes", "config")
     config = pop_options(with_recipe(words), ("--config",))[0].get("--config") if takes_recipe else None
     if command == "plan":
-        shipped_method(config)
+        shipped_method(config, PLANNED)
     refuse_unknown(command, sources, words, config)
 
 
@@ -96,7 +98,7 @@ def script_of(method: Method) -> type:
     return DPOScriptArguments if method.is_paired else ScriptArguments
 
 
-def shipped_method(path: str | None, methods: Sequence[Method] = METHODS) -> Method | None:
+def shipped_method(path: str | None, methods: Sequence[Method]) -> Method | None:
     """The method of this package's recipe at `path`, or `None` if no recipe is there.
 
     Raises:

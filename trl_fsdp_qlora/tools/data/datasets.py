@@ -9,7 +9,6 @@ import io
 import json
 import logging
 import random
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ COLUMNS = (
 )
 # Columns of a question without an answer: TRL's own name comes first.
 QUESTIONS = (("prompt",), ("Body", "Question"), ("question",), ("problem",))
-SHOWN = 8  # columns of a source that an error names
 # Suffix of a file -> the builder that `datasets` reads it with, and its options.
 _READERS = {
     ".jsonl": ("json", {}),
@@ -95,7 +93,7 @@ def read_rows(source: str, split: str = "train", config: str | None = None) -> I
     except StopIteration:  # of the JSON reader
         raise DatasetError(f"{source} is empty: it has no rows") from None
     except (OSError, ValueError, KeyError, DatasetsError) as error:
-        reason = _broken_line(path) or str(error.__cause__ or error).strip().split("\n")[0]
+        reason = str(error.__cause__ or error).strip().split("\n")[0]
         raise DatasetError(
             f"dataset {source!r} (split {split!r}) cannot be loaded: {reason}{mistyped_path(source)}"
         ) from error
@@ -104,29 +102,12 @@ def read_rows(source: str, split: str = "train", config: str | None = None) -> I
 def is_missing_path(source: str) -> bool:
     """Whether `source` can only be meant as a file or folder of this machine, and there is none.
 
-    It ends like a file that is read here, begins like a path, or its first folder is here. A data set on the Hub is
-    called `name` or `owner/name`.
+    It ends like a file that is read here, begins like a path, or its first folder is here. A model or a data set on
+    the Hub is called `name` or `owner/name`.
     """
     path = Path(source)
-    is_path = path.suffix in _READERS or source.startswith((".", "/", "~")) or len(path.parts) > 2
+    is_path = path.suffix in _READERS or source.startswith((".", "/", "~", "runs/")) or len(path.parts) > 2
     return not path.exists() and (is_path or (len(path.parts) == 2 and Path(path.parts[0]).is_dir()))
-
-
-def _broken_line(path: Path) -> str | None:
-    """The first line of a text file that is not UTF-8 or, in a `.jsonl` file, no JSON; with its number and reason."""
-    if not path.is_file() or path.suffix == ".parquet":
-        return None
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                text = line.decode("utf-8")
-                if path.suffix == ".jsonl" and text.strip():
-                    json.loads(text)
-            except UnicodeDecodeError:
-                return f"line {number} is not UTF-8: {_shortened(repr(line))}; save the file in this encoding"
-            except ValueError as error:
-                return f"line {number} is no JSON ({error}): {_shortened(text.strip())}"
-    return None
 
 
 def read_images(row: dict, source: str, row_name: str) -> list[dict]:
@@ -201,7 +182,7 @@ def read_problems(
     try:
         rows = [dict(row) for row in rows]
     except UnicodeDecodeError as error:
-        raise DatasetError(f"dataset {source!r} cannot be read: {_broken_line(Path(source)) or error}") from error
+        raise DatasetError(f"dataset {source!r} cannot be read: {error}; save it as UTF-8") from error
     if not rows:
         raise DatasetError(f"dataset {source!r} (split {split!r}) has no rows")
 
@@ -231,17 +212,11 @@ def _known_columns(
         if {*question_names, *filter(None, [gold_name])} <= columns:
             return question_names, gold_name
     expected = " | ".join(", ".join(filter(None, (*names, gold))) for names, gold in candidates)
+    shown = _shortened(", ".join(sorted(columns)))
     raise DatasetError(
-        f"{source!r} has columns {_few_of(columns)}; looked for {expected}: name yours with question_column and "
+        f"{source!r} has columns {shown}; looked for {expected}: name yours with question_column and "
         f"answer_column{'' if not graded else '; with a reward of your own no answer is needed'}"
     )
-
-
-def _few_of(columns: set[str]) -> str:
-    """The first of a source's columns, in words that fit into a line."""
-    shown = [_shortened(name) for name in sorted(columns)[:SHOWN]]
-    omitted = f" and {len(columns) - SHOWN:,} more" if len(columns) > SHOWN else ""
-    return f"{', '.join(shown) or 'none'}{omitted}"
 
 
 def _shortened(value: Any) -> str:
@@ -339,43 +314,22 @@ def without_overlap(train: list[dict], held_out: Iterable[dict]) -> tuple[list[d
     return kept, len(train) - len(kept)
 
 
-def check_template(template: str) -> None:
-    """Refuse a `template` without `{question}`, or with another `{name}`, which nothing fills in.
-
-    Raises:
-        DatasetError: the template has one of these faults.
-    """
-    if "{question}" not in template:
-        raise DatasetError(f"prompt_template={template!r} has no {{question}} in it")
-    other = unknown_name(template, ("question",))
-    if other:
-        raise DatasetError(f"prompt_template={template!r}: nothing fills in {other}, only {{question}} is known")
-
-
-def unknown_name(template: str, known: Sequence[str]) -> str | None:
-    """The first `{name}` of a template that is none of `known`.
-
-    `\\boxed{answer}` is allowed: braces after a word are LaTeX, and stay as they are.
-    """
-    other = re.search(rf"(?<![\w{{]){{(?!({'|'.join(known)})}})[A-Za-z_]\w*}}", template)
-    return other and other[0]
-
-
 def to_prompts(
     problems: Sequence[dict], system_prompt: str | None = None, template: str = "{question}", chat: bool = True
 ) -> Dataset:
     """Turn problems of [`read_problems`] into TRL's format: `prompt`, `row`, and `answer` if there is one.
 
     `prompt` is conversational, or plain text with `chat=False`; a question that is a conversation stays one. Problems
-    of reasoning-gym keep their `difficulty` and `entry`, and problems that were read with `whole_rows` the other
-    columns of their source, which reward functions get. `system_prompt` is put before the user's turn, or before the
+    of reasoning-gym keep their `entry`, and problems that were read with `whole_rows` the other columns of their
+    source, which reward functions get. `system_prompt` is put before the user's turn, or before the
     text; a conversation keeps a system prompt of its own. `template` turns a question, or the last text of a
     conversation, into the user's turn.
 
     Raises:
-        DatasetError: `template` has no `{question}`, or an unknown `{name}`; `problems` is empty.
+        DatasetError: `template` has no `{question}`, or `problems` is empty.
     """
-    check_template(template)
+    if "{question}" not in template:
+        raise DatasetError(f"prompt_template={template!r} has no {{question}} in it")
     if not problems:
         raise DatasetError("no problems to make prompts of")
     rows = []
@@ -385,7 +339,7 @@ def to_prompts(
         if "images" in problem:
             rows[-1]["images"] = problem["images"]
         answer = {} if problem.get("answer") is None else {"answer": problem["answer"]}
-        of_generator = {name: problem[name] for name in ("difficulty", "entry") if name in problem}
+        of_generator = {"entry": problem["entry"]} if "entry" in problem else {}
         further_columns.append({**problem.get("columns", {}), **answer, **of_generator})
     dataset = _with_columns(Dataset.from_list(rows), further_columns)
     return dataset.cast_column("images", List(Image())) if "images" in dataset.column_names else dataset

@@ -10,7 +10,6 @@ again.
 """
 
 import ast
-import dataclasses
 import functools
 import importlib.util
 import json
@@ -39,19 +38,16 @@ def _generator(source: str, split: str) -> Any:
     """The generator of the problems of `split`."""
     if split not in _FIRST_SEED:
         raise DatasetError(f"{source!r} has no split {split!r}; it has {', '.join(_FIRST_SEED)}")
+    name, settings = _read(source)
     if importlib.util.find_spec("reasoning_gym") is None:
         raise DatasetError(f"{source!r} needs reasoning-gym, which is not installed: {INSTALL}")
     from reasoning_gym.factory import DATASETS, create_dataset
 
-    name, settings = _read(source)
-    if name not in DATASETS:
-        near = did_you_mean(name, DATASETS) or f"; there are {', '.join(sorted(DATASETS))}"
-        raise DatasetError(f"{source!r}: reasoning-gym has no generator {name!r}{near}")
     try:
         return create_dataset(name, **{**settings, "seed": settings.get("seed", 0) + _FIRST_SEED[split]})
-    except Exception as error:  # the generator's own checks, mostly assertions
-        known = ", ".join(field.name for field in dataclasses.fields(DATASETS[name][1]))
-        raise DatasetError(f"{source!r}: {name} refuses its settings: {error}; it has {known}") from error
+    except Exception as error:  # no such generator, or the generator's own checks, mostly assertions
+        hint = "" if name in DATASETS else did_you_mean(name, DATASETS)
+        raise DatasetError(f"{source!r}: {error}{hint}") from error
 
 
 def _read(source: str) -> tuple[str, dict[str, Any]]:
@@ -69,56 +65,41 @@ def _read(source: str) -> tuple[str, dict[str, Any]]:
         ) from None
 
 
-@functools.lru_cache(maxsize=4096)  # the completions of a group ask for the same problem one after the other
-def _entry(source: str, split: str, index: int) -> dict[str, Any]:
-    """reasoning-gym's entry of a problem."""
-    return _generator(source, split)[index]
+def _key(question: str) -> str:
+    return " ".join(question.lower().split())
 
 
 @functools.lru_cache(maxsize=8)
-def _splits(source: str) -> dict[str, list[dict[str, Any]]]:
-    """The problems of both splits; a training problem whose question is in the test split is left out."""
-    train_problems = _read(source)[1].get("size", _TRAIN_PROBLEMS)
-    splits = {}
-    questions = set()
-    for split, count in (("test", TEST_PROBLEMS), ("train", train_problems)):
-        problems = []
-        for index in range(3 * count):
-            if len(problems) == count:
-                break
-            entry = _entry(source, split, index)
-            question = " ".join(entry["question"].lower().split())
-            if question in questions:
-                continue
-            questions.add(question)
-            problems.append(
-                {
-                    "row": index,
-                    "question": entry["question"],
-                    "answer": str(entry["answer"]),
-                    "difficulty": json.dumps(entry["metadata"].get("difficulty"), default=str),
-                    "entry": json.dumps([source, split, index]),
-                }
-            )
-        splits[split] = problems
-    return splits
-
-
 def read_problems(source: str, split: str) -> list[dict[str, Any]]:
-    """The different problems of a split, with the generator's `difficulty`, and `entry` for the verifier.
+    """The different problems of a split, with `entry` for the verifier; questions of the test split are in no other.
 
     Raises:
         DatasetError: there is no such generator, setting or split; a setting is refused; or reasoning-gym is not
             installed.
     """
-    _generator(source, split)
-    return [dict(problem) for problem in _splits(source)[split]]
+    generator = _generator(source, split)
+    count = TEST_PROBLEMS
+    questions = set()
+    if split == "train":
+        count = _read(source)[1].get("size", _TRAIN_PROBLEMS)
+        questions = {_key(problem["question"]) for problem in read_problems(source, "test")}
+    problems: list[dict[str, Any]] = []
+    for index in range(3 * count):
+        if len(problems) == count:
+            break
+        entry = generator[index]
+        if _key(entry["question"]) not in questions:
+            questions.add(_key(entry["question"]))
+            row = {"row": index, "question": entry["question"], "answer": str(entry["answer"])}
+            problems.append({**row, "entry": json.dumps([source, split, index])})
+    return problems
 
 
 def verify(entry: str, answer: str | None) -> float:
     """The score of reasoning-gym's verifier for an answer to the problem `entry`, between 0 and 1."""
     source, split, index = json.loads(entry)
-    return float(_generator(source, split).score_answer(answer, _entry(source, split, index))) if answer else 0.0
+    generator = _generator(source, split)
+    return float(generator.score_answer(answer, generator[index])) if answer else 0.0
 
 
 def accepts(entry: str) -> Callable[[str | None], bool]:

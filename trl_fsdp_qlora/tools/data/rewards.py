@@ -5,13 +5,9 @@ per completion. It returns `None` if the row has no answer because the row belon
 gold answer that no answer can be compared with is an error that names its row, never a reward.
 """
 
-import functools
-import inspect
 from collections.abc import Callable, Sequence
-from numbers import Real
 
 from ...errors import UserError, did_you_mean
-from ...utils.plain import name_of
 from . import reasoning_gym
 from .answers import (
     NUMBER,
@@ -94,31 +90,3 @@ def get_reward(name: str, answer_format: str = "auto") -> Callable[..., list[flo
         known = f"{', '.join(REWARDS)}{did_you_mean(name, REWARDS)}"
         raise UserError(f"unknown reward {name!r}; known: {known}; one of your own is my_rewards.py:function")
     return REWARDS[name](answer_format) if name in _WITH_FORMAT else REWARDS[name]
-
-
-def checked(reward: Callable) -> Callable:
-    """`reward`, except that values which are no rewards are a [`UserError`] with the function's name.
-
-    An asynchronous function is returned as it is.
-    """
-    if inspect.iscoroutinefunction(reward):
-        return reward
-
-    @functools.wraps(reward)
-    def reward_of_numbers(*args, completions: Sequence[Completion], **columns) -> list[float | None]:
-        values = reward(*args, completions=completions, **columns)
-        remedy = f"return a list with one number (or None) for each of the {len(completions)} completions"
-        name = name_of(reward)
-        try:
-            values = list(values)
-        except TypeError:
-            raise UserError(f"the reward {name} returned {values!r}, which is no list; {remedy}") from None
-        for value in values:
-            is_number = isinstance(value, Real) or getattr(value, "ndim", None) == 0  # a tensor or an array of one
-            if value is not None and not is_number:
-                raise UserError(f"the reward {name} returned {value!r} for a completion; {remedy}")
-        if len(values) != len(completions):
-            raise UserError(f"the reward {name} returned {len(values)} values; {remedy}")
-        return values
-
-    return reward_of_numbers

@@ -1,4 +1,4 @@
-"""Accuracy of a model on problems with a right answer: greedy pass@1, sampled pass@k, majority@k; on every rank.
+"""Accuracy of a model on problems with a right answer: greedy pass@1 and sampled pass@k, on every rank.
 
 An answer is compared with the right one, or a user's own function decides.
 """
@@ -27,12 +27,10 @@ from ...utils.stats import format_accuracy, wilson_interval
 from ..data import reasoning_gym
 from ..data.answers import (
     answers_match,
-    comparable_text,
     completion_text,
     extract_answer,
     last_resort,
     parse_gold,
-    parse_number,
     required_answer,
 )
 from .episodes import Agent, run_episodes
@@ -49,7 +47,7 @@ class Evaluation:
 
     Two more counts of right greedy completions separate format from arithmetic. `strict` accepts an answer only in the
     places that [`required_answer`] reads, `lenient` what [`last_resort`] finds anywhere. They are `None` if a function
-    or an environment decides, and in records of older versions.
+    or an environment decides.
 
     `first_right` is the row of the first problem whose greedy completion is right, `None` if none is: an example.
     """
@@ -60,8 +58,6 @@ class Evaluation:
     interval: tuple[float, float]
     samples: int
     pass_at_k: float | None
-    majority_at_k: float | None
-    answered: float
     seconds: float
     tokens_per_completion: float
     strict: int | None = None
@@ -72,14 +68,19 @@ class Evaluation:
         return asdict(self)
 
     def __str__(self) -> str:
-        text = f"greedy pass@1 {format_accuracy(self.correct, self.n)}"
-        # If no answer is in a marked place, the problems ask for none, and the first figure is enough.
-        if self.strict is not None and (self.strict or self.lenient != self.correct):
-            text += f", strict {100 * self.strict / self.n:.1f}%, lenient {100 * self.lenient / self.n:.1f}%"
-        if self.samples:
-            text += f", pass@{self.samples} {100 * self.pass_at_k:.1f}%, majority@{self.samples} "
-            text += f"{100 * self.majority_at_k:.1f}%"
-        return text
+        return format_result(self.as_dict())
+
+
+def format_result(result: dict[str, Any]) -> str:
+    """One line for an [`Evaluation`] as a dict, as records have it."""
+    n, correct, strict, lenient = (result[name] for name in ("n", "correct", "strict", "lenient"))
+    text = f"greedy pass@1 {format_accuracy(correct, n)}"
+    # If no answer is in a marked place, the problems ask for none, and the first figure is enough.
+    if strict is not None and (strict or lenient != correct):
+        text += f", strict {100 * strict / n:.1f}%, lenient {100 * lenient / n:.1f}%"
+    if result["samples"]:
+        text += f", pass@{result['samples']} {100 * result['pass_at_k']:.1f}%"
+    return text
 
 
 @dataclass
@@ -115,63 +116,35 @@ class Completed(NamedTuple):
 class Scored(NamedTuple):
     """Counts of one problem, which [`evaluate`] sums.
 
-    `passed_at_k` and `majority` are of the sampled completions, all others of the greedy one.
+    `passed_at_k` is of the sampled completions, all others of the greedy one.
     """
 
     correct: bool
-    answered: bool
     strict: bool
     lenient: bool
     tokens: int
     passed_at_k: float
-    majority: bool
 
 
-def score_problem(
-    greedy: Completed, drawn: list[Completed], gold: Any, answer_format: str, is_decided: bool
-) -> Scored:
+def score_problem(greedy: Completed, drawn: list[Completed], gold: Any, answer_format: str) -> Scored:
     """Compare a problem's completions with its answer, or take the verdicts.
 
     Args:
         greedy, drawn: the greedy completion and the sampled ones, which may be none.
         gold: the right answer, or a function that accepts answers, see [`answers_match`].
-        is_decided: whether a function or environments decide. Their verdicts have no answers to vote on.
     """
 
     def is_right(completion: Completed, answer: str | None) -> bool:
         return answers_match(answer, gold=gold) if completion.is_right is None else completion.is_right
 
     answer = extract_answer(greedy.text, answer_format, gold)
-    passed_at_k = 0.0
-    wins_majority = False
-    if drawn:
-        answers = [extract_answer(completion.text, answer_format, gold) for completion in drawn]
-        passed = sum(map(is_right, drawn, answers))
-        passed_at_k = float(passed > 0)
-        wins_majority = 2 * passed > len(drawn) if is_decided else answers_match(majority(answers), gold=gold)
     return Scored(
         correct=is_right(greedy, answer),
-        answered=answer is not None,
         strict=is_right(greedy, required_answer(greedy.text, answer_format)),
         lenient=is_right(greedy, last_resort(greedy.text, gold)),
         tokens=greedy.tokens,
-        passed_at_k=passed_at_k,
-        majority=wins_majority,
+        passed_at_k=float(any(is_right(each, extract_answer(each.text, answer_format, gold)) for each in drawn)),
     )
-
-
-def majority(answers: list[str | None]) -> str | None:
-    """The most frequent answer, by value if it is a number, else by its words. Ties go to the earliest.
-
-    It is `None` if there is no answer.
-    """
-    texts = [answer for answer in answers if answer is not None]
-    if not texts:
-        return None
-    numbers = [parse_number(text) for text in texts]
-    values = [comparable_text(text) if number is None else number for text, number in zip(texts, numbers, strict=True)]
-    most_frequent = max(values, key=values.count)  # `max` takes the earliest of equals
-    return texts[values.index(most_frequent)]
 
 
 def encode_images(rows: list[dict], processor: ProcessorMixin) -> tuple[list[list[int]], dict[str, Any]]:
@@ -229,7 +202,7 @@ def evaluate(
             no answer is needed.
         max_new_tokens: length limit of a completion, in tokens.
         batch_size: completions per batch, per rank; sampled completions of a problem are batched together.
-        samples: k of pass@k and majority@k; 0 measures greedy decoding only.
+        samples: k of pass@k; 0 measures greedy decoding only.
         temperature, top_p, seed: for the samples. Penalties of the model's own generation config are left out.
         answer_format: see [`trl_fsdp_qlora.tools.data.answers.extract_answer`].
         progress, description: show a bar on the main rank.
@@ -316,7 +289,7 @@ def evaluate(
         scored = []
         for j, i in enumerate(batch):
             of_problem = drawn[j * samples : (j + 1) * samples]
-            scored.append(score_problem(best[j], of_problem, golds[i], answer_format, is_decided))
+            scored.append(score_problem(best[j], of_problem, golds[i], answer_format))
         return scored
 
     n = len(rows)
@@ -330,8 +303,6 @@ def evaluate(
         interval=wilson_interval(sums.correct, n),
         samples=samples,
         pass_at_k=sums.passed_at_k / n if samples else None,
-        majority_at_k=sums.majority / n if samples else None,
-        answered=sums.answered / n,
         seconds=time.perf_counter() - started,
         tokens_per_completion=sums.tokens / n,
         strict=None if is_decided else sums.strict,

@@ -13,20 +13,16 @@ _MOST_COMPLETIONS = 2**13
 
 
 def largest_group(plan: Plan) -> int:
-    """The most completions of a prompt that fit, with as many prompts per step; for pairs, the most pairs at once.
+    """The most completions of a prompt that fit, with as many prompts per step.
 
     The number of micro-batches grows with the group, and not their size. It is 0 if not even the smallest group fits.
     """
     settings = plan.settings
     accumulated = settings.gradient_accumulation_steps
-    if settings.is_paired:
-        return most_that_fits(
-            lambda pairs: changed(plan, per_device_train_batch_size=pairs), _MOST_COMPLETIONS // accumulated
-        )
     group = settings.num_generations
     # The number of prompts per step stays the same.
     step = group // math.gcd(group, accumulated)
-    most = group * _MOST_COMPLETIONS // (accumulated * settings.rows * step)
+    most = group * _MOST_COMPLETIONS // (accumulated * settings.per_device_train_batch_size * step)
     return step * most_that_fits(lambda groups: with_group(plan, groups * step), most, group // step)
 
 
@@ -41,13 +37,10 @@ def with_group(plan: Plan, group: int) -> Plan:
 
 
 def longest(plan: Plan) -> int:
-    """The most tokens of the length field that fit, in multiples of 16, within the model's positions."""
-    settings = plan.settings
-    name = settings.length_field
-    prompt = 0 if settings.is_paired else settings.prompt_tokens  # `max_length` of pairs contains it
-    most = int(min(_MOST_TOKENS, max(0, plan.positions - prompt)))
-    now = getattr(settings, name) or 0
-    return 16 * most_that_fits(lambda count: changed(plan, **{name: 16 * count}), most // 16, now // 16)
+    """The most tokens of a completion that fit, in multiples of 16, within the model's positions."""
+    most = int(min(_MOST_TOKENS, max(0, plan.positions - plan.settings.prompt_tokens)))
+    now = plan.settings.max_completion_length
+    return 16 * most_that_fits(lambda count: changed(plan, max_completion_length=16 * count), most // 16, now // 16)
 
 
 def largest_model(plan: Plan) -> str | None:

@@ -63,15 +63,6 @@ def four_bits(settings: Settings, config: PretrainedConfig) -> FourBits | None:
     return FourBits(settings.model.use_bnb_nested_quant) if settings.model.load_in_4bit and not fields else None
 
 
-def counted_dense(settings: Settings, config: PretrainedConfig) -> str | None:
-    """The name of a format of fewer bits than those that are counted for the base; `None` if it has none."""
-    fields = _stored(config)
-    if settings.model.load_in_8bit:
-        return "load_in_8bit"
-    is_counted = not fields or fields.get("dequantize") or four_bits(settings, config)
-    return None if is_counted else str(fields.get("quant_method"))
-
-
 def _stored(config: PretrainedConfig) -> dict[str, Any]:
     """The quantization with which the checkpoint was saved; empty if it is dense."""
     quantization = getattr(config, "quantization_config", None) or {}

@@ -38,9 +38,9 @@ def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
 
     A packed row has P + G·(C - 1) tokens per group, padded rows have B·(P + C).
     """
-    rows = settings.rows
+    rows = settings.per_device_train_batch_size
     prompt = settings.prompt_tokens
-    length = settings.completion_tokens
+    length = settings.max_completion_length
     if packed:  # a completion's last token is only ever a target
         return Shape(1, settings.groups * prompt + rows * (length - 1), rows * length, True)
     # On a CPU TRL's kernel projects every position.
@@ -53,7 +53,7 @@ def compared_shape(settings: Settings, config: PretrainedConfig, on_gpu: bool) -
     It has one row, and uses TRL's kernels and masks. Long rows are cut (`check.shortened`).
     """
     prompt = settings.prompt_tokens
-    completion = settings.completion_tokens
+    completion = settings.max_completion_length
     most = compared_tokens(prompt + completion, longest_window(config.get_text_config()))
     completion = min(completion, most - min(prompt, most // 2))
     width = min(prompt + completion, most)
@@ -65,8 +65,8 @@ def scored_shape(settings: Settings, on_gpu: bool) -> Shape:
 
     On packed rows it has as many completions as fit into the tokens of a padded micro-batch.
     """
-    if settings.prefix_sharing == "off" or settings.is_paired:
-        return loss_shape(settings, settings.prefix_sharing != "off", on_gpu)
+    if settings.prefix_sharing == "off":
+        return loss_shape(settings, False, on_gpu)
     prompt = settings.prompt_tokens
     length = settings.max_completion_length
     group = settings.num_generations

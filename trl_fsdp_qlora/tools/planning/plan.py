@@ -13,7 +13,6 @@ from transformers import PretrainedConfig
 
 from ...errors import UserError
 from ...fsdp2_qlora.generation import FREE_SHARE
-from ..recipe.arguments import ScriptArguments
 from ..recipe.checks import read_config
 from . import model
 from .generation import Engine, cache_bytes, plan_engine
@@ -87,14 +86,13 @@ class Plan:
     def warning(self) -> str | None:
         """A line if prompt and completion are longer than the model has positions; `None` if they are not."""
         prompt = self.settings.prompt_tokens
-        completion = self.settings.completion_tokens
+        completion = self.settings.max_completion_length
         if prompt + completion <= self.positions:
             return None
-        completions = "answers of" if self.settings.is_paired else "max_completion_length:"
         room = f"at most {self.positions - prompt}" if prompt < self.positions else "the prompts alone fill them"
         return (
-            f"{completions} {completion} and prompts of {prompt} tokens are more than the {self.positions} positions "
-            f"of the model; {room}"
+            f"max_completion_length: {completion} and prompts of {prompt} tokens are more than the {self.positions} "
+            f"positions of the model; {room}"
         )
 
 
@@ -104,13 +102,12 @@ def plan_recipe(
     accelerate_config: str | None = None,
     hardware: str | None = None,
     processes: int | None = None,
-    script: type = ScriptArguments,
     prompt_tokens: int = 256,
 ) -> Plan:
     """Plan a recipe's command line. The run has as many ranks as cards, unless `processes` is given.
 
     Args:
-        words, config, script: see [`from_words`].
+        words, config: see [`from_words`].
         accelerate_config: see [`read_launch`].
         hardware: see [`read_hardware`].
 
@@ -121,7 +118,7 @@ def plan_recipe(
     launch = read_launch(accelerate_config, processes)
     if devices and devices.cards and not processes:
         launch = read_launch(accelerate_config, devices.cards * launch.machines)
-    settings = from_words(words, config, launch, script, prompt_tokens)
+    settings = from_words(words, config, launch, prompt_tokens)
     return make_plan(settings, devices or read_hardware(None, settings.launch.use_cpu))
 
 
@@ -179,7 +176,7 @@ def _phases(run: FakeRun, hardware: Hardware, engine: Engine | None) -> dict[str
     in_a_layer, whole = gathered_bytes(run)
     # Generation and scoring may gather the whole model, see `fsdp2_qlora.generation.choose`; with vLLM not.
     in_a_rollout = in_a_layer
-    if launch.kind == "fsdp2" and not settings.is_paired and not settings.use_vllm:
+    if launch.kind == "fsdp2" and not settings.use_vllm:
         gather = settings.fsdp_gather
         if gather == "once" or (gather != "per_layer" and whole <= FREE_SHARE * free):
             in_a_rollout = whole
@@ -191,9 +188,7 @@ def _phases(run: FakeRun, hardware: Hardware, engine: Engine | None) -> dict[str
     update = 0 if "fused" in str(getattr(settings.optim, "value", settings.optim)) else static[model.GRADIENTS]
 
     # By phase: what comes and goes; what is there during the whole phase in addition to the weights; gathered weights.
-    table = {}
-    if not settings.is_paired:
-        table["generate"] = (_generation(run, free), awake, in_a_rollout)
+    table = {"generate": (_generation(run, free), awake, in_a_rollout)}
     if settings.scores_again:
         scored = run.measure(scored_shape(settings, gpu))
         table["score"] = ({ACTIVATIONS: scored}, asleep, in_a_rollout)
@@ -292,14 +287,10 @@ def format_plan(plan: Plan) -> str:
         lines.append(_format_engine(plan.engine))
     if plan.warning:
         lines.append(f"warning: {plan.warning}")
-    completions = "answers of" if settings.is_paired else "completions of"
     lines.append(
-        f"assumed: prompts of {settings.prompt_tokens} tokens (--prompt_tokens), {completions} "
-        f"{settings.completion_tokens}"
+        f"assumed: prompts of {settings.prompt_tokens} tokens (--prompt_tokens), completions of "
+        f"{settings.max_completion_length}"
     )
-    stored = model.counted_dense(settings, plan.config)
-    if stored:
-        lines.append(f"assumed: {stored} makes no weight smaller; the plan of such a base is therefore too high")
     if hardware.gpu:
         lines.append("assumed, not measured: the CUDA context and the allocator's slack")
     else:

@@ -62,19 +62,9 @@ class Settings:
         raise AttributeError(name)
 
     @property
-    def is_paired(self) -> bool:
-        """Rows are preference pairs, and nothing is generated."""
-        return "num_generations" not in self.values
-
-    @property
-    def rows(self) -> int:
-        """Rows of a micro-batch."""
-        return self.per_device_train_batch_size * (2 if self.is_paired else 1)
-
-    @property
     def groups(self) -> int:
         """Groups, whole or in part, in a micro-batch."""
-        return max(1, -(-self.rows // (2 if self.is_paired else self.num_generations)))
+        return max(1, -(-self.per_device_train_batch_size // self.num_generations))
 
     @property
     def rollout_batches(self) -> int:
@@ -93,18 +83,6 @@ class Settings:
         """Episodes have several turns, and rows keep their caches between turns."""
         has_turns = bool(self.values.get("tools") or self.values.get("environment"))
         return has_turns and not self.use_vllm and self.compact_generation
-
-    @property
-    def length_field(self) -> str:
-        """The field that limits the length of rows."""
-        return "max_length" if self.is_paired else "max_completion_length"
-
-    @property
-    def completion_tokens(self) -> int:
-        """Tokens of the longest completion, or of the longest answer of a pair."""
-        if not self.is_paired or self.max_length is None:
-            return self.max_completion_length
-        return max(1, min(self.max_completion_length, self.max_length - self.prompt_tokens))
 
     @property
     def mixed(self) -> str | None:
@@ -136,25 +114,17 @@ class Settings:
     @property
     def scores_again(self) -> bool:
         """Whether a pass without gradients comes before the loss, for the old log-probabilities or the reference."""
-        if self.is_paired:
-            return bool(self.precompute_ref_log_probs)
         reuses_rollouts = self.num_iterations > 1 or self.rollout_batches > self.gradient_accumulation_steps
         return bool(self.values.get("beta")) or reuses_rollouts
 
 
-def from_words(
-    words: Sequence[str], config: type, launch: Launch, script: type = ScriptArguments, prompt_tokens: int = 256
-) -> Settings:
-    """The settings of a recipe's command line.
-
-    Args:
-        config: the config class of the recipe's method.
-        script: the class of the recipe's script arguments.
+def from_words(words: Sequence[str], config: type, launch: Launch, prompt_tokens: int = 256) -> Settings:
+    """The settings of a recipe's command line; `config` is the config class of the recipe's method.
 
     Raises:
         UserError: the file of `--config` cannot be read; an unknown key; a value of the wrong kind.
     """
-    values = vars(recipe_fields((script, config, ModelConfig), words, {"dataset": None}))
+    values = vars(recipe_fields((ScriptArguments, config, ModelConfig), words, {"dataset": None}))
     if launch == Launch() and values["use_cpu"]:
         launch = Launch(use_cpu=True)
     if values.get("deepspeed"):

@@ -62,12 +62,12 @@ def can_share(run: FakeRun) -> bool:
 
 def longest_pass(settings: Settings, can_share: bool = True) -> Pass:
     """The pass with gradients of an optimizer step that holds most, trunks included."""
-    rows = settings.rows
+    rows = settings.per_device_train_batch_size
     limit = settings.values.get("tokens_per_pass")
     # A step may need completions that are not generated yet.
-    ahead = 1 if settings.is_paired else min(settings.gradient_accumulation_steps, settings.rollout_batches)
+    ahead = min(settings.gradient_accumulation_steps, settings.rollout_batches)
     plan = None
-    if can_share and not settings.is_paired and limit != 0 and (ahead > 1 or limit is not None):
+    if can_share and limit != 0 and (ahead > 1 or limit is not None):
         prompt_B = np.arange(rows * ahead) // settings.num_generations
         sequences = _sequences_of(prompt_B, settings.prompt_tokens, settings.max_completion_length)
         plan = sharing.plan_step(sequences, ahead, _RULES, limit)
@@ -87,7 +87,7 @@ def longest_pass(settings: Settings, can_share: bool = True) -> Pass:
 def pass_bytes(run: FakeRun, size: Pass) -> int:
     """Peak bytes of a pass with gradients on a packed row. If it reads trunks, other passes read them, too."""
     if not size.trunk:
-        return run.measure(Shape(1, size.tokens, size.rows * run.settings.completion_tokens, True), grad=True)
+        return run.measure(Shape(1, size.tokens, size.rows * run.settings.max_completion_length, True), grad=True)
     key = *run.key, size
     if key not in measured:
         kinds = run.layers_by_kind()

@@ -127,15 +127,9 @@ def run_publish(arguments: list[str]) -> int:
         scratch = Path(name)
         base = stage(options.adapter, scratch, options.repo, options.base)
         files = {path.name for path in scratch.iterdir()}
-        data = ModelCard.load(scratch / CARD).data
         left_out = sorted({path.name for path in options.adapter.iterdir()} - files)
-        print(f"to be published as {options.repo}: {', '.join(sorted(files))}")
-        print(f"left out: {', '.join(left_out) or 'nothing'}")
-        licence = data.license
-        sets = ", ".join(data.datasets or ["not stated"])
-        print(f"a reader of the card sees: adapter of {base}, licence {licence}, data {sets}", flush=True)
-        for result in data.eval_results or []:
-            print(f"  {result.metric_name} on {result.dataset_name}: {result.metric_value}", flush=True)
+        print(f"to be published as {options.repo}, an adapter of {base}: {', '.join(sorted(files))}")
+        print(f"left out: {', '.join(left_out) or 'nothing'}", flush=True)
         if not options.check:
             print(send(scratch, options.repo, options.private))
     return 0

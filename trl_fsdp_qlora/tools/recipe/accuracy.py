@@ -11,7 +11,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ...compat import trl as trls
 from ...utils.nonfatal import nonfatal
-from ..evaluation.accuracy import Evaluation, evaluate
+from ..evaluation.accuracy import Evaluation, evaluate, format_result
 from .arguments import ScriptArguments
 from .checks import user_code
 from .record import RunRecord
@@ -37,11 +37,6 @@ def _generating(trainer: Any) -> Iterator[tuple[nn.Module, bool]]:
     else:
         with trls.unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
             yield model, False
-
-
-def format_result(result: dict[str, Any]) -> str:
-    """One line for an [`Evaluation`] that is stored as a dict."""
-    return str(Evaluation(**{**result, "interval": tuple(result["interval"])}))
 
 
 class AccuracyCallback(TrainerCallback):
@@ -99,12 +94,10 @@ class AccuracyCallback(TrainerCallback):
         card = getattr(self.trainer, "card_info", None)
         if card is None:
             return
-        kind = "held-out" if self.script.accuracy_on == "test" else "validation"
         measured = {"before": self.record.content.get("before"), when or f"after {step} steps": last.as_dict()}
         results = {name: format_result(each) for name, each in measured.items() if each}
-        card.results = {f"{kind} accuracy, {name}": result for name, result in results.items()}
+        card.results = {f"held-out accuracy, {name}": result for name, result in results.items()}
         card.accuracy = last.as_dict()
-        card.accuracy_on = self.script.accuracy_on
         card.accuracy_step = step
         if last.first_right is not None:
             card.quickstart_prompt = self.test[last.first_right]["prompt"]

@@ -7,7 +7,6 @@ import sys
 from argparse import SUPPRESS, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +43,6 @@ class ScriptArguments:
     eval_dataset: str | None = option(None, "Source of the held-out problems; by default `dataset`.")
     eval_split: str = option("test", "Split of the held-out problems.")
     held_out: int = option(0, "Take this many problems out of `dataset_split` instead of reading `eval_split`.")
-    validation: int = option(0, "Take this many of the training problems out, to choose settings by.")
-    accuracy_on: str = option(
-        "test", "Measure on the held-out problems, or on those of `validation`.", choices=["test", "validation"]
-    )
     eval_problems: int | None = option(None, "Measure on a fixed sample of at most this many held-out problems.")
     system_prompt: str | None = option(None, "Put before every question.")
     prompt_template: str = option("{question}", "How a question becomes a prompt; must hold {question}.")
@@ -76,7 +71,7 @@ class ScriptArguments:
         "a model whose own does not.",
     )
     accuracy_steps: int = option(0, "Measure accuracy every so many optimizer steps; 0 for before and after only.")
-    accuracy_samples: int = option(0, "k of pass@k and majority@k after training; 0 for greedy decoding only.")
+    accuracy_samples: int = option(0, "k of pass@k after training; 0 for greedy decoding only.")
     accuracy_batch_size: int = option(64, "Completions per batch of the accuracy measurement, per rank.")
     accuracy_function: str | None = option(
         None,
@@ -132,10 +127,6 @@ def parse_recipe(types: Sequence[type], argv: Words = None, defaults: Defaults =
     if lines:
         raise ConfigError(lines[0])
     values = vars(namespace)
-    if values.get("deepspeed") and find_spec("deepspeed") is None:  # transformers names another package to install
-        raise ConfigError(
-            f"deepspeed={values['deepspeed']!r} needs deepspeed, which is not installed: pip install deepspeed"
-        )
     try:
         return tuple(kind(**{each.name: values[each.name] for each in fields(kind) if each.init}) for kind in types)
     except (ValueError, ImportError) as error:  # raised by the types' own checks

@@ -28,7 +28,8 @@ from ...errors import mistyped_path
 from ...fsdp2_qlora.launch_checks import is_fsdp_launch
 from ...prefix_sharing.sharing import CHOICES
 from ...trainers.run.checkpoints import resolve_resume
-from ...trainers.run.input_checks import language_model_only, mistakes
+from ...trainers.run.input_checks import check_processes, language_model_only, mistakes
+from ..data.datasets import is_missing_path
 from ..data.import_path import load_function
 from ..data.rewards import get_reward
 from ..evaluation.accuracy import Judge
@@ -37,16 +38,6 @@ from ..publishing.loading import TOKENIZER, has_own
 from .arguments import ConfigError, ScriptArguments
 
 OWN_REWARD = "environment"  # the name in `rewards` of the environment's own `get_reward`
-# Smallest values of this package's own counts; the libraries check the others themselves.
-_AT_LEAST = {
-    "held_out": 0,
-    "validation": 0,
-    "eval_problems": 1,
-    "accuracy_steps": 0,
-    "accuracy_samples": 0,
-    "accuracy_batch_size": 1,
-    "sft_problems": 1,
-}
 
 
 class UserCode(NamedTuple):
@@ -109,19 +100,6 @@ def check_tool_template(tokenizer: Any, name: str) -> None:
         raise ConfigError(f"TRL does not know how {name!r} writes its calls; {hint}") from error
 
 
-def check_script(script: ScriptArguments, settings: dict[str, Any] | None = None) -> UserCode:
-    """Refuse counts and code that cannot be used; a `UserError` names the field.
-
-    Returns:
-        What `script` names of code, see [`user_code`].
-    """
-    for name, smallest in _AT_LEAST.items():
-        value = vars(script).get(name)
-        if value is not None and value < smallest:
-            raise ConfigError(f"{name}={value} must be at least {smallest}")
-    return user_code(script, settings)
-
-
 def check_training(config: Any, model: ModelConfig) -> None:
     """Refuse values that can only be a mistake, or that would end in an error after the model is loaded.
 
@@ -144,10 +122,7 @@ def check_training(config: Any, model: ModelConfig) -> None:
 
 def check_launch_environment(config: Any, model: ModelConfig) -> None:
     """Refuse a launch whose processes would not know of each other, or that would not write the trained model."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and config.world_size == 1:
-        raise ConfigError(
-            f"{os.environ['WORLD_SIZE']} processes on this machine's CPU do not know of each other: set use_cpu: true"
-        )
+    check_processes(config.world_size)
     # An adapter is gathered with any type. Transformers' `save_model` writes other weights only as a full state dict.
     default = "SHARDED_STATE_DICT" if os.environ.get("FSDP_VERSION") == "2" else "FULL_STATE_DICT"
     kind = os.environ.get("FSDP_STATE_DICT_TYPE", default)
@@ -166,19 +141,16 @@ def check_installed(package: str, setting: str) -> None:
 
 def check_adapter(name: str) -> PeftConfig:
     """The config of the PEFT adapter `name`, in a folder or on the Hub; raises [`ConfigError`] if it is no adapter."""
-    if is_missing_folder(name):
-        raise ConfigError(f"adapter={name!r} cannot be loaded: there is no such folder{mistyped_path(name)}")
-    try:
-        return PeftConfig.from_pretrained(name)
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"adapter={name!r} cannot be loaded: {_first_line(error)}{mistyped_path(name)}") from error
+    return _loaded(PeftConfig, name, None, "adapter")
 
 
 def _loaded(auto_class: type, name: str | None, revision: str | None, field: str) -> Any:
     if not name:
         raise ConfigError(f"{field} is not set; name a folder or a model on the Hub")
-    if is_missing_folder(name):
-        raise ConfigError(f"{field}={name!r}: there is no such folder{_how_it_is_made(name)}")
+    if is_missing_path(name):
+        made = "; the head of a recipe has the command that makes its base" if field == "model_name_or_path" else ""
+        hint = mistyped_path(name) or made
+        raise ConfigError(f"{field}={name!r}: there is no such folder{hint}")
     try:
         return auto_class.from_pretrained(name, revision=revision)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
@@ -193,41 +165,6 @@ def check_weights(name: str) -> None:
                 pass
         except SafetensorError as error:
             raise ConfigError(f"the weights of {name} cannot be loaded: {path.name}: {error}") from error
-
-
-def is_missing_folder(name: str) -> bool:
-    """Whether `name` can only be meant as a folder of this machine, and there is none.
-
-    A model on the Hub is called `name` or `owner/name`. If a folder called `owner` is here, one in it is meant.
-    """
-    path = Path(name)
-    is_hub_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) and not name.startswith("runs/")
-    is_inside = len(path.parts) > 1 and Path(path.parts[0]).is_dir()
-    return (not is_hub_id or is_inside) and not path.exists()
-
-
-def check_teacher(name: str | None, loading: dict[str, Any] | None = None) -> None:
-    """Raises [`ConfigError`] if a teacher is not named, or its folder or what its weights need is not there.
-
-    Args:
-        name: `teacher_model_name_or_path`.
-        loading: `teacher_model_init_kwargs`.
-    """
-    read_config(name, field="teacher_model_name_or_path")
-    check_weights(name)
-    quantization = (loading or {}).get("quantization_config") or {}
-    if quantization.get("load_in_4bit") or quantization.get("load_in_8bit"):
-        check_installed("bitsandbytes", "the quantization_config in teacher_model_init_kwargs")
-
-
-def _how_it_is_made(name: str) -> str:
-    """A hint for a folder that is not there: the nearest name, or the command that makes the quickstart's base."""
-    near = mistyped_path(name)
-    if near:
-        return near
-    if Path(name).name.startswith("small-"):  # the folders of the recipes of the small base
-        return f"; `trl-fsdp-qlora small-base {name}` makes the quickstart's, and the head of a recipe has its command"
-    return "; the head of a recipe has the command that makes its base"
 
 
 def read_config(name: str | None, revision: str | None = None, field: str = "model_name_or_path") -> PretrainedConfig:
@@ -336,7 +273,7 @@ def check_recipe(script: ScriptArguments, config: Any, model: ModelConfig) -> An
     Raises:
         UserError: the message has the field, the value and the line to write.
     """
-    code = check_script(script)
+    code = user_code(script)
     check_training(config, model)
     check_launch_environment(config, model)
     if config.resume_from_checkpoint:

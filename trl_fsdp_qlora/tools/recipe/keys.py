@@ -30,12 +30,6 @@ class ConfigError(UserError):
     """A recipe file or command line that cannot be used; the message has the key, the reason and the line to write."""
 
 
-class UnknownKeys(ConfigError):
-    """Several keys that no field has; the message has a line for each."""
-
-    keeps_lines = True
-
-
 def refuse_unknown(command: str, sources: Sequence[Path], words: Sequence[str], config: str | None) -> None:
     """Refuse options in `words`, and keys of the YAML file `config`, that no command like `command` takes.
 
@@ -73,15 +67,12 @@ def check_keys(config: Collection[str], known: Collection[str], path: str | Path
 
 
 def _refuse(unknown: Sequence[Any], known: Collection[str], lead: str = "") -> None:
-    if not unknown:
-        return
-    lines = []
+    faults = []
     for key in unknown:
         near = did_you_mean(str(key), {*known} - {"help", "--help"}, _NEAR)
-        lines.append(f"unknown key {key!r}{near or '; docs/coming_from.md has what keys of TRL are called here'}")
-    if len(lines) == 1:
-        raise ConfigError(f"{lead}{lines[0]}")
-    raise UnknownKeys("\n  ".join([f"{lead}{len(lines)} keys that no field has", *lines]))
+        faults.append(f"unknown key {key!r}{near or '; docs/coming_from.md has what keys of TRL are called here'}")
+    if faults:
+        raise ConfigError(f"{lead}{', '.join(faults)}")
 
 
 class _Loader(yaml.SafeLoader):

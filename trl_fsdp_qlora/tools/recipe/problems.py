@@ -26,12 +26,10 @@ _NO_ANSWER = (
 class Problems(NamedTuple):
     """The problems that a recipe's arguments name, read by [`trl_fsdp_qlora.tools.data.datasets.read_problems`].
 
-    No question is in two of the sets. `validation` is empty if no problems are taken out for it, and `test` is `None`
-    if none are held out.
+    No question is in both of the sets. `test` is `None` if no problems are held out.
     """
 
     train: list[dict]
-    validation: list[dict]
     test: list[dict] | None
 
 
@@ -69,7 +67,6 @@ def load_problems(args: ScriptArguments) -> Problems:
     train = _read(args, args.dataset, args.dataset_split, graded)
     is_measured = not args.skip_accuracy and bool(_gradable(args, train[:_LOOKED_AT]))
     test = None
-    validation = []
     test_source = args.eval_dataset or args.dataset
     same_split = args.eval_split == args.dataset_split or not has_splits(args.dataset)
     if args.held_out:
@@ -94,11 +91,7 @@ def load_problems(args: ScriptArguments) -> Problems:
             raise DatasetError(
                 f"all {counted(dropped, 'problem')} of {args.dataset!r} are among the held-out ones; set held_out"
             )
-    if args.validation:
-        train, validation = hold_out(train, args.validation, field="validation")
-    elif args.accuracy_on == "validation":
-        raise DatasetError("accuracy_on='validation' has no problems to measure on; set validation: 100, for example")
-    return Problems(train, validation, test)
+    return Problems(train, test)
 
 
 def _sample(args: ScriptArguments, problems: list[dict]) -> list[dict]:
@@ -134,12 +127,11 @@ def load_data(args: ScriptArguments) -> tuple[Dataset, Dataset | None]:
 
 
 def to_measure(args: ScriptArguments, problems: Problems) -> Dataset | None:
-    """The prompts of `problems` to measure on, which `accuracy_on` and `eval_problems` choose; a line has the counts.
+    """The prompts of `problems` to measure on, of which `eval_problems` may be a sample; a line has the counts.
 
     It is `None` if nothing is held out, or if no answer of what is held out can be graded; a line has the reason.
     """
-    is_on_test = args.accuracy_on == "test"
-    held_out = problems.test if is_on_test else problems.validation
+    held_out = problems.test
     sample = _graded_sample(args, held_out or [])
     count = counted(len(problems.train), "training problem")
     if not sample:
@@ -147,9 +139,7 @@ def to_measure(args: ScriptArguments, problems: Problems) -> Dataset | None:
             say(f"accuracy is not measured: {_NO_ANSWER}")
         say(f"data: {count} from {args.dataset}; {f'{len(held_out):,}' if held_out else 'none'} held out")
         return None
-    aside = f"; {len(problems.validation)} kept for validation" if problems.validation and is_on_test else ""
-    kind = "held-out" if is_on_test else "validation"
-    say(f"data: {count} and {counted(len(sample), f'{kind} problem')} from {args.dataset}{aside}")
+    say(f"data: {count} and {counted(len(sample), 'held-out problem')} from {args.dataset}")
     return prompts_of(args, sample)
 
 
@@ -158,11 +148,6 @@ def load_held_out(args: ScriptArguments) -> Dataset:
 
     They come from all of a file without splits, unless `held_out` takes a part of it.
     """
-    if args.accuracy_on == "validation":
-        measured = load_data(args)[1]
-        if measured is None:
-            raise DatasetError(f"{args.dataset!r}: {_NO_ANSWER}")
-        return measured
     if args.held_out:
         _, test = hold_out(_read(args, args.dataset, args.dataset_split, graded=False), args.held_out)
     else:

@@ -102,8 +102,8 @@ def check_output_dir(script: ScriptArguments, config: Any, model: ModelConfig) -
 
 # Fields of the data that a run measures on, which do not apply to other data.
 OF_THE_DATA = (
-    "dataset", "dataset_config", "dataset_split", "eval_dataset", "eval_split", "held_out", "validation",
-    "accuracy_on", "eval_problems", "question_column", "answer_column",
+    "dataset", "dataset_config", "dataset_split", "eval_dataset", "eval_split", "held_out", "eval_problems",
+    "question_column", "answer_column",
 )  # fmt: skip
 # What else an accuracy depends on, next to the trained weights.
 _OF_THE_MEASUREMENT = (

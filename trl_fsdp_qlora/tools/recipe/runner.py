@@ -18,7 +18,6 @@ from ...trainers.run.stopping import stopping_after_step
 from ...utils.nonfatal import nonfatal
 from ...utils.ranks import on_main
 from ...utils.threads import fit_threads
-from ..data.rewards import checked
 from ..run.launch import launch_words
 from ..run.one_line import pop_options
 from ..run.terminal import use_terminal
@@ -64,8 +63,7 @@ def build_trainer(
             raise ConfigError(f"environment and tools: {cls.__name__} runs no episodes; train with GRPO")
         arguments.update(code.agent.arguments())
         arguments["processing_class"] = code.tool_format(arguments["processing_class"])
-    rewards = [checked(reward) for reward in code.rewards]
-    trainer = cls(model.model_name_or_path, rewards, config, train, **arguments, **further_arguments)
+    trainer = cls(model.model_name_or_path, code.rewards, config, train, **arguments, **further_arguments)
     trainer.card_info.settings = (script, model)
     fit_threads(trainer.model)
     return trainer

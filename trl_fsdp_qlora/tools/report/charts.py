@@ -41,24 +41,9 @@ class Chart:
 # (title, text below it, {metric: name of the series}, whether values are shares)
 _CHARTS = (
     ("Reward", "mean of the sampled completions", {"reward": "reward", "eval_reward": "evaluation"}, False),
-    (
-        "Completion length",
-        "tokens: mean, from shortest to longest",
-        {"completions/mean_length": "length"},
-        False,
-    ),
-    (
-        "Cut completions",
-        "share that reached the limit without an end",
-        {"completions/clipped_ratio": "cut"},
-        True,
-    ),
-    (
-        "Equal groups",
-        "share without a difference to learn from",
-        {"frac_reward_zero_std": "equal groups"},
-        True,
-    ),
+    ("Completion length", "tokens: mean, from shortest to longest", {"completions/mean_length": "length"}, False),
+    ("Cut completions", "share that reached the limit without an end", {"completions/clipped_ratio": "cut"}, True),
+    ("Equal groups", "share without a difference to learn from", {"frac_reward_zero_std": "equal groups"}, True),
     ("Entropy", "of the scored tokens, mean, in nats", {"entropy": "entropy"}, False),
     ("KL", "distance from the reference model", {"kl": "KL"}, False),
     ("Gradient norm", "before clipping", {"grad_norm": "gradient norm"}, False),

@@ -69,7 +69,7 @@ def importing() -> Iterator[None]:
 def _line_of(error: UserError | ModuleNotFoundError) -> str | None:
     """The line that is printed of an error; `None` if a module is missing that belongs to none of the extras."""
     if isinstance(error, UserError):
-        return str(error) if error.keeps_lines else " ".join(str(error).split())
+        return " ".join(str(error).split())
     module = (error.name or "").partition(".")[0]
     if module not in _EXTRAS:
         return None

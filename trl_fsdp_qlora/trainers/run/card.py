@@ -111,13 +111,13 @@ def _recipe(args: Any, settings: Sequence[Any], peft_config: Any) -> dict[str, A
     return recipe
 
 
-def _eval_result(accuracy: dict[str, Any], task: str, data: str, problems: str) -> EvalResult:
-    """The accuracy for the Hub's metadata; `problems` are held-out or validation problems of `data`."""
+def _eval_result(accuracy: dict[str, Any], task: str, data: str) -> EvalResult:
+    """The accuracy on held-out problems of `data`, for the Hub's metadata."""
     low, high = (100 * bound for bound in accuracy["interval"])
     return EvalResult(
         task_type=task,
         dataset_type=data,
-        dataset_name=f"{Path(data).name}, {problems}",
+        dataset_name=f"{Path(data).name}, held-out problems",
         metric_type="accuracy",
         metric_name=f"greedy pass@1 (n={accuracy['n']}, 95% interval {low:.1f}-{high:.1f})",
         metric_value=round(100 * accuracy["pass_at_1"], 1),
@@ -145,11 +145,10 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
         pictures = type(trainer.processing_class).__name__
         content = [{"type": "image", "path": "picture.png"}, {"type": "text", "text": prompt[-1]["content"]}]
         prompt = [*prompt[:-1], prompt[-1] | {"content": content}]
-    problems = "held-out problems" if info.accuracy_on == "test" else "validation problems"
     accuracy = info.accuracy if info.accuracy_step in (None, state.global_step) else None
     evaluation = None
     if accuracy is not None and data is not None:
-        evaluation = _eval_result(accuracy, task, data, problems)
+        evaluation = _eval_result(accuracy, task, data)
     on_hub = data is not None and data.count("/") == 1 and not Path(data).suffix and not Path(info.dataset).exists()
     card_data = ModelCardData(
         base_model=base,
@@ -185,7 +184,6 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
         "prompt": prompt,
         "pictures": pictures,
         "accuracy": accuracy,
-        "problems": problems,
         "args": args,
         "state": state,
         "info": info,

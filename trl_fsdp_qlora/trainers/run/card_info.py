@@ -13,7 +13,6 @@ class CardInfo:
     license: str | None = None  # SPDX id
     results: dict[str, str] = field(default_factory=dict)  # such as "97.0% (n=1000, ...)", by what was measured
     accuracy: dict[str, Any] | None = None  # greedy, for the Hub's metadata: `pass_at_1`, `n` and `interval`
-    accuracy_on: str = "test"  # or "validation": the problems of `accuracy`
     accuracy_step: int | None = None  # optimizer step that `accuracy` is of; a card of other weights does not claim it
     data_license: str | None = None  # SPDX id of the training data
     recipe_file: str | None = None  # the YAML that was run

@@ -6,7 +6,7 @@ TRL only; packed passes are compared with padded ones on every TRL (`prefix_shar
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -14,11 +14,10 @@ import torch
 import trl
 from accelerate.logging import get_logger
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ...compat import trl_seams
+from ...compat import fsdp, trl_seams
 from ...compat.trl import INSTALL
 from ...prefix_sharing.check import LIMITS_FP32, LIMITS_HALF, rounding_unit
 from ...prefix_sharing.dropout import without_dropout
@@ -44,12 +43,17 @@ def stock_of(trainer: Any) -> type | None:
 def is_to_be_compared(trainer: Any) -> bool:
     """Whether the first step of a trainer is to be compared; a line is logged for each name that its TRL lacks.
 
-    DeepSpeed steps in a backward, so under it nothing is compared.
+    DeepSpeed steps in a backward, and FSDP1 keeps gradients in flat parameters, so under them nothing is compared.
     """
     stock = stock_of(trainer)
-    if stock is None or trainer.is_deepspeed_enabled:
+    if stock is None:
         return False
     trl_seams.check(trainer, stock)
+    is_fsdp1 = trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2
+    if trainer.is_deepspeed_enabled or is_fsdp1:
+        under = "FSDP1" if is_fsdp1 else "DeepSpeed"
+        logger.warning(f"Under {under} the first step is not compared with TRL's own; tested is: {INSTALL}")
+        return False
     return True
 
 
@@ -66,6 +70,7 @@ def compare_first_step(trainer: Any, model: nn.Module, inputs: dict[str, Any]) -
         if is_out_of_memory(error):
             raise
         reason = f"they could not be compared ({reason_of(error)})"
+        fsdp.forget_forward(model)
     if any(reduced_over_ranks([int(reason is not None)], trainer.accelerator.device)):
         reason = reason or "another rank found a difference"
         trainer.run_as_stock(f"the first step by TRL {trl.__version__} and by this package: {reason}")
@@ -125,15 +130,18 @@ def _difference(trainer: Any, stock: type, model: nn.Module, inputs: dict[str, A
 @contextmanager
 def _separate_gradients(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     """In the block the gradients of the yielded parameters start from nothing; afterwards they are as before."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):  # only a sharded module has the parameters that the optimizer knows
-            module.reshard()
+    for unit, _ in fsdp.units(model):
+        unit.reshard()  # only a sharded unit has the parameters that the optimizer knows
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     before = [parameter.grad for parameter in parameters]
     try:
         for parameter in parameters:
             parameter.grad = None
-        with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
+        with ExitStack() as stack:
+            if isinstance(model, DistributedDataParallel):
+                stack.enter_context(model.no_sync())
+            for group in fsdp.param_groups(model):  # accelerate's no_sync would keep these gradients for the next ones
+                stack.enter_context(patch.multiple(group, reduce_grads=True, all_reduce_grads=True))
             yield parameters
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import nn
 
-from ...compat.trl import joined_images
+from ...compat.trl import is_tested, joined_images
 from ...prefix_sharing.problems import CannotPack
 from ...prefix_sharing.sharing import PromptSharing
 from .rows import batch_of_loss
@@ -162,14 +162,14 @@ class LookAhead:
         for name in arguments.keys() | (_ALWAYS & planned.keys()):
             if not self._is_alike(arguments.get(name), planned.get(name)):
                 return f"TRL's method calls the model with another {name} than its inputs have"
-        self._has_looked_at_values = True
+        self._has_looked_at_values = is_tested()
         return None
 
     def _is_alike(self, value: Any, planned: Any) -> bool:
         """Whether an argument of the model is as planned.
 
-        Tensors are compared by their shapes, and once also by their values: a TRL that makes other arguments does so
-        in every call, and a device would wait for every comparison.
+        Tensors are compared by their shapes, and once also by their values, because a device would wait for every
+        comparison. On a TRL that was not tested the values of every call are compared.
         """
         if not isinstance(value, torch.Tensor) or not isinstance(planned, torch.Tensor):
             return value is planned or (type(value) is type(planned) and value == planned)
