@@ -37,26 +37,30 @@ GROUP_SPREAD = "frac_reward_zero_std"
 _OF_SHUFFLING = ("split_pixel_values_by_grid", "unsplit_pixel_values_by_grid")
 
 
+def with_names(method: Callable, **names: Any) -> Callable:
+    """A copy of a bound method that finds `names` in the place of those in its module; no other caller sees them."""
+    function = inspect.unwrap(method)
+    function = getattr(function, "__func__", function)
+    names = {**function.__globals__, **names}
+    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    return copy.__get__(method.__self__)
+
+
 def shuffling_by(shuffle: Callable[[dict], dict], prepare_inputs: Callable) -> Callable:
     """`_prepare_inputs` of TRL's trainers, which shuffles a generation batch by `shuffle`.
 
-    It is a copy of TRL's function that finds other functions under the names in its module; no other caller sees them.
     If TRL shuffles by another name, `prepare_inputs` is returned as it is, and a line is logged.
 
     Args:
         prepare_inputs: the bound method.
     """
-    function = inspect.unwrap(prepare_inputs)
-    function = getattr(function, "__func__", function)
-    if "shuffle_sequence_dict" not in function.__code__.co_names:
+    if "shuffle_sequence_dict" not in inspect.unwrap(prepare_inputs).__code__.co_names:
         logger.warning_once(
             "Rows are shuffled one by one, as in stock TRL, and not by group: this TRL has no shuffle_sequence_dict"
         )
         return prepare_inputs
-    names = {**function.__globals__, **dict.fromkeys(_OF_SHUFFLING, lambda batch: batch)}
-    names["shuffle_sequence_dict"] = shuffle
-    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    return copy.__get__(prepare_inputs.__self__)
+    whole = dict.fromkeys(_OF_SHUFFLING, lambda batch: batch)
+    return with_names(prepare_inputs, shuffle_sequence_dict=shuffle, **whole)
 
 
 def weighs_as_1_16() -> bool:
@@ -85,21 +89,6 @@ def rewards_of_rank(trainer: Any, rows: list, prompts: list, completions: list, 
     unlogged = patch.multiple(trainer, _log_completion_extra=lambda *_: None, _log_metric=lambda *_: None)
     with patch.multiple(grpo_trainer, gather=lambda rewards: rewards), unlogged:
         return grpo_trainer.GRPOTrainer._calculate_rewards(trainer, rows, prompts, completions, ids)
-
-
-def prompts_of(rows: list[dict[str, Any]]) -> list:
-    """The prompts of rows, with their images, as `_generate_and_score_completions` gives them to `_generate`."""
-    prompts = [row["prompt"] for row in rows]
-    if "images" in rows[0]:
-        images = [row.get("images") for row in rows]
-    elif "image" in rows[0]:
-        images = [None if row.get("image") is None else [row["image"]] for row in rows]
-    else:
-        return prompts
-    if all(of_row == [] for of_row in images):
-        return prompts
-    prepare = trls.prepare_multimodal_messages
-    return [prepare(*pair) for pair in zip(prompts, images, strict=True)]
 
 
 def has_response_format(tokenizer: Any) -> bool:

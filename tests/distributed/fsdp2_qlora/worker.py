@@ -155,7 +155,7 @@ class Record(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         with torch.no_grad():
-            self.logits = model(input_ids=torch.arange(3, 35).view(2, 16)).logits.float()
+            self.logits = model(input_ids=torch.arange(3, 35, device=args.device).view(2, 16)).logits.float()
         self.traffic = count_traffic(model) if isinstance(model, FSDPModule) else None
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
@@ -499,7 +499,7 @@ def synced_gpus(path, out, reason, quantized=0):
     assert len(off) == 3 and max(off) < 1e-5  # float32, sums in another order
     if RANK == 0:  # which writes
         size = sum(whole_engine.whole_bytes(p) for p in parameters if p.requires_grad)
-        assert trainer.vllm_generation.last_sync["bytes"] == size > 0
+        assert trainer.vllm_generation.versions.bytes == size > 0
 
 
 def gather_context(path, out):

@@ -32,6 +32,12 @@ def trained_prompts(trainer) -> list:
     return batches
 
 
+def asked_prompts(server, per_generation: int = 2) -> list[list[list[int]]]:
+    """The prompts of each generation batch that a server drew, whichever rank asked for them."""
+    prompts = [prompt for draw in server.draws for prompt in draw.prompts]
+    return [sorted(prompts[i : i + per_generation]) for i in range(0, len(prompts), per_generation)]
+
+
 def adapter_by_step(trainer) -> dict[int, dict[str, torch.Tensor]]:
     """By the number of optimizer steps done: the adapter's weights."""
     kept = {}

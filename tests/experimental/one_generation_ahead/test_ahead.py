@@ -1,27 +1,21 @@
 """One generation ahead, compared with runs without it: prompts and their order, versions, importance weights."""
 
-from types import SimpleNamespace
-
+import numpy as np
 import pytest
-import requests
 import torch
-from accelerate import Accelerator
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from peft import get_peft_model
 from PIL import Image
 from transformers import TrainerCallback
 from trl import GRPOTrainer
-from trl.generation import vllm_generation
 
 from tests import tiny
 from tests.tiny import these_first
 from tests.trainers.vllm.runs import figures
 from tests.trainers.vllm.sampling_server import SamplingServer
-from trl_fsdp_qlora import AStarPOConfig, EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora import AStarPOConfig
 from trl_fsdp_qlora.engines.vllm.adapter_sync import RolloutError
 from trl_fsdp_qlora.experimental.one_generation_ahead import ahead as ahead_module
-from trl_fsdp_qlora.experimental.one_generation_ahead.ahead import RolloutsAhead
-from trl_fsdp_qlora.trainers.run.phases import PhaseTimer
 
 from .helpers import adapter_by_step, assert_drawn_by, log_probabilities, make, trained_prompts, wait_until
 
@@ -168,19 +162,10 @@ def test_an_impossible_setting_is_refused_with_the_line_to_change(server, tmp_pa
         ({"rollouts_ahead": 2}, r"rollouts_ahead=2: .* use 1"),
         ({"use_vllm": False}, r"use_vllm=False: .* vllm_mode: server"),
         ({"vllm_mode": "colocate"}, r"vllm_mode='colocate': .* vllm_mode: server"),
-        ({"dynamic_sampling": True}, "dynamic_sampling: false"),
-        ({"dataset": IterableDataset.from_generator(lambda: iter(tiny.prompts()))}, "streaming dataset"),
     )
     for changes, named in refused:
         with pytest.raises(ValueError, match=named):
             make(server, tmp_path, **{"rollouts_ahead": 1, **changes})
-    args = tiny.config(EfficientGRPOConfig, tmp_path, rollouts_ahead=1, **server.settings())
-    for name in ("tools", "environment_factory", "rollout_func"):
-        with pytest.raises(ValueError, match=f"rollouts_ahead=1 with {name}: .* rollouts_ahead: 0"):
-            EfficientGRPOTrainer(
-                tiny.tiny_model(), tiny.digit_share, args, tiny.prompts(), peft_config=tiny.lora(),
-                processing_class=tiny.character_tokenizer(), **{name: [len] if name == "tools" else len},
-            )  # fmt: skip
     with pytest.raises(ValueError, match="rollouts_ahead=1 does not fit A\\*-PO"):
         tiny.config(AStarPOConfig, tmp_path, rollouts_ahead=1, num_generations=1, **server.settings())
 
@@ -212,8 +197,8 @@ def test_a_server_that_fails_and_a_reward_that_raises(server, tmp_path):
     assert trainer.ahead.batch is None
 
 
-def test_rows_that_a_random_transform_changes_are_drawn_again(server, tmp_path):
-    """What was drawn ahead is never taken for other prompts than those trained on."""
+def test_rows_that_a_random_transform_changes_are_those_drawn_for(server, tmp_path):
+    """What was drawn ahead is never taken for other prompts than those trained on: a row is read once."""
     calls = []
 
     def changed(batch):
@@ -229,61 +214,27 @@ def test_rows_that_a_random_transform_changes_are_drawn_again(server, tmp_path):
     tokenizer = tiny.character_tokenizer()
     asked = [draw.prompts for draw in server.draws]
     assert all([tokenizer(prompt)["input_ids"] for prompt in batch[::4]] in asked for batch in trained)
-    assert figures(trainer, "sampling/staleness") == [0, 0, 0]
+    assert figures(trainer, "sampling/staleness") == [0, 1, 1]
 
 
-class ClientWithImages:
-    """TRL's client, without a server: records its requests, and returns a completion for each prompt."""
+def test_a_batch_is_for_its_rows_with_their_images_and_for_its_settings(server, tmp_path):
+    trainer = make(server, tmp_path, rollouts_ahead=1)
 
-    def __init__(self):
-        self.base_url = "http://nowhere"
-        self.session = requests.Session()
-        self.rendered = []
-        self.asked = []
+    def row(color):
+        return {"prompt": "1+1=", "image": Image.new("RGB", (2, 2), color), "vector": np.arange(3), "answer": 2}
 
-    def image_features(self, images):
-        self.rendered.append(images)
-        return [{"mm_placeholders": {"image": [{}] * len(of_prompt)}} for of_prompt in images]
-
-    def generate(self, prompts, features, n, **_):
-        self.asked.append((prompts, features))
-        ids = [[10 + prompt[0], i] for prompt in prompts for i in range(n)]
-        return {"prompt_ids": prompts, "completion_ids": ids, "logprobs": [[[-1.0]] * 2] * len(ids)}
-
-
-def test_images_are_sent_once_and_others_than_those_asked_for_are_drawn_again():
-    client = ClientWithImages()
-    engine = object.__new__(vllm_generation.VLLMGeneration)
-    settings = dict.fromkeys(("top_p", "top_k", "min_p", "structured_outputs_regex", "generation_kwargs"))
-    settings |= {"temperature": 1.0, "repetition_penalty": 1.0, "max_completion_length": 4, "logprobs": 0}
-    vars(engine).update(settings, mode="server", vllm_client=client, accelerator=Accelerator(cpu=True))
-    engine.processing_class = SimpleNamespace(image_token_id=9)
-    pictures = [Image.new("RGB", (2, 2), color) for color in ("red", "green", "blue", "white")]
-    # A prompt's completions are rows of their own, as in TRL.
-    batches = [([[i, 9, 1]] * 2, [[pictures[i]]] * 2) for i in range(3)]
-    following = iter([batches[1], batches[2], None])
-    metrics = []
-    clock = PhaseTimer(torch.device("cpu"), "off")
-    ahead = RolloutsAhead(engine, clock, lambda: len(metrics), lambda: True, lambda: next(following), metrics.append)
-    for prompts, images in batches[:2]:
-        _, ids, _, _ = engine.generate(prompts, images, 2)
-        assert ids == [[10 + prompts[0][0], i] for i in range(2)]
-    assert client.rendered == [[[picture]] for picture in pictures[:3]]  # not once more when a batch is taken
-    assert [features[0]["mm_placeholders"]["image"] for _, features in client.asked] == [
-        [{"offset": 1, "length": 1}]
-    ] * len(client.asked)
-    engine.generate(batches[2][0], [[pictures[3]]] * 2, 2)  # the same tokens, another picture
-    assert client.rendered[3:] == [[[pictures[3]]]] and len(client.asked) == 4
-    assert [values["sampling/staleness"] for values in metrics] == [0, 1, 0]
-    assert ahead.batch is None
+    asked = trainer.ahead._digest([row("red")])
+    assert trainer.ahead._digest([row("red")]) == asked != trainer.ahead._digest([row("blue")])
+    trainer.vllm_generation.temperature = 0.5
+    assert trainer.ahead._digest([row("red")]) != asked
 
 
 def test_a_slow_server_is_waited_for_and_the_log_names_who_waits(tmp_path, monkeypatch):
     lines = []
     monkeypatch.setattr(ahead_module, "PATIENCE", 0.05)
-    monkeypatch.setattr(ahead_module.logger, "warning", lines.append)
+    monkeypatch.setattr(ahead_module.logger, "warning", lambda line, **_: lines.append(line))
     with SamplingServer(seconds=0.3) as slow:
         trainer = make(slow, tmp_path, rollouts_ahead=1, max_steps=2)
         trainer.train()
-    assert lines and "rank 0 has waited 0 s for the vLLM server" in lines[0]
-    assert "the other ranks wait for rank 0" in lines[0] and trainer.state.global_step == 2
+    assert lines and "rank 0 has waited 0 s for its part of a generation batch" in lines[0]
+    assert "the vLLM server" in lines[0] and trainer.state.global_step == 2

@@ -15,7 +15,7 @@ from tests.trainers.vllm.runs import figures
 from tests.trainers.vllm.sampling_server import SamplingServer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 
-from .helpers import HALVES, SAVES, Stop, adapter_by_step, assert_drawn_by, make, wait_until, weights_of
+from .helpers import HALVES, SAVES, Stop, adapter_by_step, asked_prompts, assert_drawn_by, make, wait_until, weights_of
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path):
@@ -47,8 +47,7 @@ def test_checkpoints_change_nothing_and_hold_what_is_in_flight(tmp_path):
     torch.testing.assert_close(*weights, rtol=0, atol=0)
     kept = torch.load(tmp_path / "steps/checkpoint-2/rollouts_0_of_1.pt", weights_only=True)
     in_flight = json.loads(kept["ahead"])
-    assert in_flight["step"] == 1 and len(in_flight["answer"]["completion_ids"]) == 8
-    assert json.loads(in_flight["asked"])[0]["n"] == 4
+    assert in_flight["step"] == 1 and len(in_flight["generated"]["completion_ids"]) == 8
 
 
 def test_a_checkpoint_without_the_option_is_continued_with_it_and_the_other_way_round(tmp_path):
@@ -120,7 +119,7 @@ def test_two_ranks_train_on_the_same_prompts_in_the_same_order(tmp_path):
     for ahead in (0, 1):
         with SamplingServer() as server:
             runs[ahead] = on_ranks(server, tmp_path / str(ahead), rollouts_ahead=ahead, **sizes)
-            asked[ahead] = [draw.prompts for draw in server.draws]
+            asked[ahead] = asked_prompts(server)
     assert asked[1] == asked[0] and len(asked[0]) == 5
     for without, with_it in zip(runs[0], runs[1], strict=True):
         assert with_it["trained"] == without["trained"]

@@ -39,7 +39,7 @@ def main(way: str, model: str, out: str, url: str = "") -> None:
     result["drawn"] = [len(batch) for batch in drawn]
     for name in ("sampling/sampling_logp_difference/mean", "time/weight_sync_s", "loss"):
         result[name] = figures(trainer, name)
-    result["bytes"] = trainer.vllm_generation.last_sync["bytes"]
+    result["bytes"] = trainer.vllm_generation.versions.bytes
     result["adapter_bytes"] = sum(whole_bytes(p) for p in trainer.model.parameters() if p.requires_grad)
     result["sharded"] = all(map(is_sharded, trainer.model.parameters()))
     (Path(out) / f"rank{trainer.accelerator.process_index}.json").write_text(json.dumps(result))

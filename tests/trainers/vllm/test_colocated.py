@@ -35,9 +35,8 @@ def test_a_run_moves_the_adapter_alone(start, method):
     assert trainer.sync.mode == "adapter"
     trainer.train()
     adapter = sum(p.numel() * p.element_size() for p in trainer.model.parameters() if p.requires_grad)
-    assert trainer.vllm_generation.last_sync["bytes"] == adapter
-    # The trainer's figure is taken around the engine's own.
-    assert 0 < trainer.vllm_generation.last_sync["seconds"] <= figures(trainer, "time/weight_sync_s")[-1]
+    assert trainer.vllm_generation.versions.bytes == adapter
+    assert figures(trainer, "time/weight_sync_s")[-1] > 0
     assert max(figures(trainer, DIFFERENCE)) < 1e-5
     weights = figures(trainer, "sampling/importance_sampling_ratio/mean")
     assert len(weights) == (4 if method == "grpo" else 0) and all(abs(weight - 1) < 1e-4 for weight in weights)
@@ -196,7 +195,7 @@ QUESTIONS = [f"A shop sells {i} apples a day. How many in {i + 2} days?" for i i
 def test_greedy_is_pefts_token_for_token(shared_engine, model, request, tmp_path):
     """Up to ties; and the log-probabilities of sampled tokens are the policy's."""
     tokenizer, policy, engine = served(request.getfixturevalue(model), tmp_path, 0.05 if model == "base" else 0.02)
-    assert engine.last_sync["bytes"] == sum(p.numel() * 4 for p in policy.parameters() if p.requires_grad)
+    assert engine.versions.bytes == sum(p.numel() * 4 for p in policy.parameters() if p.requires_grad)
     texts = [f"{i}+{7 * i}=" for i in range(1, 17)] if model == "base" else QUESTIONS
     prompts = [tokenizer(text)["input_ids"] for text in texts]
     ends = policy.generation_config.eos_token_id or []  # what vLLM stops at, too

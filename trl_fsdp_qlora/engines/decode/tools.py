@@ -6,6 +6,7 @@ import inspect
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -20,8 +21,8 @@ _READ = "the model reads that as an error of the tool. tool_timeout=None sets no
 def limited(tool: Callable, seconds: float | None) -> Callable:
     """`tool` with a time limit: a call raises `TimeoutError` after `seconds`, and TRL handles it as any tool error.
 
-    A signal stops a function, in the main thread only. A function that waits in a library without returning to Python
-    is not stopped.
+    In the main thread a signal stops a function, unless it waits in a library without returning to Python. In another
+    thread the function runs in a thread of its own, which nobody waits for after the limit.
     """
     if not seconds:
         return tool
@@ -43,6 +44,8 @@ def limited(tool: Callable, seconds: float | None) -> Callable:
 
     @functools.wraps(tool)
     def limited_function(*args, **kwargs):
+        if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+            return _in_thread(functools.partial(tool, *args, **kwargs), seconds, line)
         with _alarm(seconds, line):
             return tool(*args, **kwargs)
 
@@ -64,12 +67,24 @@ def limited_tools(trainer: Any, attributes: tuple[str, ...], seconds: float | No
     return patch.multiple(trainer, **replaced) if replaced else nullcontext()
 
 
+def _in_thread(call: Callable, seconds: float, line: str) -> Any:
+    outcome: Future = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="tool", daemon=True).start()
+    if not wait([outcome], seconds).done:
+        logger.warning_once(f"tools: {line}; {_READ}")
+        raise TimeoutError(line)
+    return outcome.result()
+
+
 @contextmanager
 def _alarm(seconds: float, line: str) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        return
-
     def ring(*_):
         logger.warning_once(f"tools: {line}; {_READ}")
         raise TimeoutError(line)

@@ -6,7 +6,6 @@ weights.
 """
 
 import logging
-import time
 import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -185,7 +184,6 @@ class AdapterEngine(VLLMGeneration):
         self.own_base = own_base
         self.one_base = one_base
         self.shared_base = None
-        self.last_sync = {"seconds": 0.0, "bytes": 0}
         super().__init__(**options)
 
     def _init_vllm(self) -> None:
@@ -225,7 +223,6 @@ class AdapterEngine(VLLMGeneration):
 
     def sync_weights(self) -> None:
         """Publish the adapter as it is now, and make the engine answer with it. Every rank has to call it."""
-        started = time.perf_counter()
         if self.shared_base is not None:
             self.shared_base.check()
         with self._dist.gather_params([p for p in self.model.parameters() if p.requires_grad]):
@@ -242,7 +239,6 @@ class AdapterEngine(VLLMGeneration):
         if self.accelerator.is_main_process:
             # The engine may read a folder again as long as its name can be asked for, so the newest stays.
             self.versions.forget_before(version)
-        self.last_sync = {"seconds": time.perf_counter() - started, "bytes": self.versions.bytes}
 
     def _load(self, version: int, folder: str) -> None:
         name = Path(folder).name

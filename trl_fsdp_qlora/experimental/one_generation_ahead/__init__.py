@@ -1,6 +1,5 @@
-"""vLLM draws the next generation batch while this one is trained on: the field `rollouts_ahead`."""
+"""The next generation batch is drawn while this one is trained on: the field `rollouts_ahead`."""
 
-from .ahead import check_call, check_config
-from .upcoming import drawing_ahead
+from .ahead import RolloutsAhead, check_config
 
-__all__ = ["check_call", "check_config", "drawing_ahead"]
+__all__ = ["RolloutsAhead", "check_config"]

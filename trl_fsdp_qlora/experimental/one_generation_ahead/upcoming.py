@@ -1,107 +1,41 @@
-"""Drawing one generation batch ahead, for trainers of GRPO's kind: which prompts come next.
+"""`UpcomingRows`: the rows of a generation batch before the trainer asks the data loader for them."""
 
-[`UpcomingRows`] looks the rows of a later generation batch up through a copy of the data loader's sampler. If the
-loader gives other rows in the end (a random transform), the batch is drawn again for them.
-"""
-
-import copy
-import math
+from collections import deque
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
-
-import torch
-from torch.utils.data import DataLoader, Sampler
-from transformers import Trainer
-
-from ...compat.trl_rollouts import prompts_of
-from ...trainers.rollouts.generation_batches import generate_every
-from .ahead import RolloutsAhead
-
-
-def drawing_ahead(trainer: Trainer) -> RolloutsAhead:
-    """Returns what lets a trainer's vLLM server draw one generation batch ahead."""
-    return RolloutsAhead(
-        trainer.vllm_generation,
-        trainer.clock,
-        step=lambda: trainer.state.global_step,
-        is_training=lambda: trainer.model.training,
-        upcoming=partial(_upcoming_prompts, trainer, UpcomingRows(trainer.args.gradient_accumulation_steps)),
-        add_metrics=trainer._add_metrics,
-    )
-
-
-def _upcoming_prompts(trainer: Trainer, rows: "UpcomingRows") -> tuple[list[list[int]], list | None] | None:
-    """This rank's prompts of the generation batch after the one that a trainer begins with now.
-
-    Returns:
-        Token ids and images; `None` if the run ends before the batch.
-    """
-    every = generate_every(trainer)
-    # `_step` counts micro-batches over all runs of this trainer, so the place is counted from this optimizer step.
-    drawn_at = trainer._step - trainer._step % every + every
-    micro_batches = drawn_at - trainer.first_micro_batch
-    loader = trainer.callback_handler.train_dataloader
-    upcoming = rows.rows(loader, trainer.state.global_step, micro_batches, trainer.state.max_steps)
-    return None if upcoming is None else trainer._tokenize_prompts(prompts_of(upcoming))[:2]
 
 
 class UpcomingRows:
-    """This rank's rows of generation batches that the data loader has not given yet.
+    """The micro-batches of a data loader in their order; those to come can be looked at, and are kept until then.
 
-    The loader's own iterator is left alone, and no random number is drawn from the global generator, so a run sees the
-    same rows in the same order.
+    So rows that were drawn for are the rows that are trained on, whatever the loader reads them from.
 
     Args:
-        accumulation: micro-batches of an optimizer step.
+        micro_batches: iterator of the data loader, over one epoch.
     """
 
-    def __init__(self, accumulation: int):
-        self.accumulation = accumulation
-        self._epoch = -1
-        self._place = 0  # of the batch that comes next from `_batches`, in its epoch
-        self._batches: Iterator[list[int]] = iter(())
+    def __init__(self, micro_batches: Iterator):
+        self.micro_batches = micro_batches
+        self._given: list = []  # since the optimizer step began
+        self._kept: deque = deque()
 
-    def steps_per_epoch(self, loader: Any) -> int:
-        return math.ceil(len(loader) / self.accumulation)
+    def begin_step(self) -> None:
+        """Count the places of [`peek`] from the micro-batch that is given next."""
+        self._given.clear()
 
-    def rows(self, loader: Any, step: int, further: int, max_steps: int) -> list[dict[str, Any]] | None:
-        """This rank's rows of a generation batch that is drawn later; `None` if the run ends before it.
+    def __iter__(self) -> "UpcomingRows":
+        return self
 
-        Args:
-            loader: the prepared data loader of a dataset with indices.
-            step: optimizer steps that the run has behind it.
-            further: micro-batches from the beginning of this step to the first one of the generation batch.
-            max_steps: optimizer steps of the run.
-        """
-        steps_per_epoch = self.steps_per_epoch(loader)
-        epoch, step_in_epoch = divmod(step, steps_per_epoch)
-        place = step_in_epoch * self.accumulation + further
-        epoch += place // len(loader)
-        place %= len(loader)
-        if epoch * steps_per_epoch + place // self.accumulation >= max_steps:
-            return None
-        if epoch != self._epoch or place < self._place:
-            self._epoch = epoch
-            self._place = 0
-            self._batches = iter(_of_epoch(loader.batch_sampler, epoch))
-        for _ in range(self._place, place):
-            next(self._batches)
-        indices = next(self._batches)
-        self._place = place + 1
-        once = DataLoader(
-            loader.dataset, batch_sampler=[indices], collate_fn=loader.collate_fn, generator=torch.Generator()
-        )
-        return next(iter(once))
+    def __next__(self) -> Any:
+        micro_batch = self._kept.popleft() if self._kept else next(self.micro_batches)
+        self._given.append(micro_batch)
+        return micro_batch
 
-
-def _of_epoch(batch_sampler: Any, epoch: int) -> Any:
-    """A copy of a batch sampler, or of accelerate's share of one, that gives the batches of `epoch`."""
-    copied = copy.copy(batch_sampler)
-    if hasattr(copied, "batch_sampler"):
-        copied.batch_sampler = _of_epoch(copied.batch_sampler, epoch)
-        return copied
-    sampler: Sampler = copy.copy(copied.sampler)
-    sampler.set_epoch(epoch)
-    copied.sampler = sampler
-    return copied
+    def peek(self, place: int) -> Any | None:
+        """The micro-batch at `place`, from 0 in this optimizer step; `None` if the epoch ends before."""
+        while place >= len(self._given) + len(self._kept):
+            try:
+                self._kept.append(next(self.micro_batches))
+            except StopIteration:
+                return None
+        return self._given[place] if place < len(self._given) else self._kept[place - len(self._given)]

@@ -61,9 +61,14 @@ class EfficientGRPOConfig(OnPolicyConfig, GRPOConfig):
     )
     rollouts_ahead: int = option(
         0,
-        "With a vLLM server: 1 lets it draw the next generation batch while this one is rewarded and trained on. "
-        "The same prompts in the same order; their completions come from the policy of one generation ago, which "
-        "importance weights correct. 0 waits for each batch.",
+        "With a vLLM server: 1 draws the next generation batch, tools and environments included, while this one is "
+        "rewarded and trained on. The same prompts in the same order; their completions come from the policy of one "
+        "generation ago, which importance weights correct. 0 waits for each batch.",
+    )
+    rollouts_ahead_save_timeout: float = option(
+        600.0,
+        "With rollouts_ahead: seconds that a checkpoint waits for the generation batch in flight. After that the "
+        "checkpoint lacks it, and a run that resumes from there draws for the same prompts again.",
     )
     tool_timeout: float | None = option(
         300.0,

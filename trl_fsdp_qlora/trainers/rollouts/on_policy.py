@@ -38,7 +38,7 @@ class OnPolicyRun(TrainerRun):
         scored_completions: how many completions each reward function gave a finite value.
         keeps_drawn_rows: whether the completions of all ranks in the last generation batch are kept in `drawn_rows`,
             for a page of the run; the same on every rank.
-        ahead: lets a vLLM server draw one generation batch ahead; `None` without `rollouts_ahead`.
+        ahead: draws one generation batch ahead; `None` without `rollouts_ahead`.
     """
 
     # Whether the loss reads the log-probabilities of the old policy.
@@ -53,7 +53,7 @@ class OnPolicyRun(TrainerRun):
         check_rewards(call)
         one_generation_ahead = experiment("rollouts_ahead") if vars(args).get("rollouts_ahead") else None  # of GRPO
         if one_generation_ahead is not None:
-            one_generation_ahead.check_call(call)
+            one_generation_ahead.check_config(args)  # once more, since fields can be set later
         engine = self._engine_for(call) if args.use_vllm else nullcontext()
         call = with_base_loaded(call, needs_reference=args.beta != 0.0)
         with engine:
@@ -61,7 +61,7 @@ class OnPolicyRun(TrainerRun):
         self.rollout = Rollout(self.args, self.accelerator, self._dist)
         if self.use_vllm:
             self.vllm_generation.sync_weights = self.clock.phase("weight_sync")(self.vllm_generation.sync_weights)
-        self.ahead = None if one_generation_ahead is None else one_generation_ahead.drawing_ahead(self)
+        self.ahead = None if one_generation_ahead is None else one_generation_ahead.RolloutsAhead(self)
         if line := too_long(self.args.max_completion_length, self.model.config):
             logger.warning(line)
         self.look_ahead = LookAhead(
@@ -118,11 +118,13 @@ class OnPolicyRun(TrainerRun):
         with nullcontext() if self.ahead is None else self.ahead.run():
             return super().train(*args, **kwargs)
 
-    def get_batch_samples(self, *args, **kwargs):
+    def get_batch_samples(self, epoch_iterator, *args, **kwargs):
         # Called once before each optimizer step; the previous step may have ended early.
         self.look_ahead.end_update()
         self.first_micro_batch = self._step
-        return super().get_batch_samples(*args, **kwargs)
+        if self.ahead is not None:
+            epoch_iterator = self.ahead.reading(epoch_iterator)
+        return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def training_step(self, model, *args, **kwargs):
         with self.look_ahead.micro_batch(self._step, self.current_gradient_accumulation_steps):
@@ -150,7 +152,9 @@ class OnPolicyRun(TrainerRun):
 
     def _generate_and_score_completions(self, inputs, *args, **kwargs):
         stock = super()._generate_and_score_completions
-        with self.clock.phase("prepare"), self.weights_gathered():
+        draws_ahead = self.ahead is not None and self.model.training
+        drawn = self.ahead.handing_in(inputs) if draws_ahead else nullcontext()
+        with self.clock.phase("prepare"), self.weights_gathered(), drawn:
             return self._make_batch(lambda inputs: stock(inputs, *args, **kwargs), inputs)
 
     def _make_batch(self, stock, inputs):
@@ -256,7 +260,7 @@ class OnPolicyRun(TrainerRun):
         sends_adapter = self.sync.mode == "adapter"
         lines = [("on" if sends_adapter else "as stock TRL", self.sync.describe())]
         if self.ahead is not None:
-            lines.append(("on", "vLLM draws the next generation batch while this one is trained on"))
+            lines.append(("on", "the next generation batch is drawn while this one is trained on"))
         if self.args.vllm_mode != "colocate":
             return lines
         lines.append(("on", describe_dtype(self.args, self.model, self.accelerator)))

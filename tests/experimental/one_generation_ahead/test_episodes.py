@@ -1,0 +1,221 @@
+"""Episodes ahead: with tools, environments or a `rollout_func` a run is that in turns if the policy does not move."""
+
+import threading
+import time
+
+import pytest
+import torch
+from datasets import IterableDataset
+
+from tests import tiny
+from tests.trainers.decode.helpers import calling_tokenizer
+from tests.trainers.vllm.runs import figures
+from tests.trainers.vllm.sampling_server import SamplingServer
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.engines.decode import tools as tools_module
+
+from .helpers import trained_prompts
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*environment_factory", "ignore:.*rollout_func")
+SAME = (
+    "loss", "grad_norm", "reward", "num_tokens", "completions/mean_length", "completions/clipped_ratio",
+    "tools/call_frequency", "tools/failure_frequency", "dynamic_sampling/further_prompts",
+)  # fmt: skip
+
+
+def add(a: int, b: int) -> str:
+    """Add two numbers.
+
+    Args:
+        a: one.
+        b: the other.
+    """
+    return str(a + b)
+
+
+class Counter:
+    """Counts the calls of an episode, and pays for them."""
+
+    def reset(self, prompt, **_columns) -> str:
+        self.count = 0
+        return f"{len(prompt[-1]['content'])}"
+
+    def add(self, a: int, b: int) -> str:
+        """Add two numbers.
+
+        Args:
+            a: one.
+            b: the other.
+        """
+        self.count += 1
+        return str(a + b)
+
+    def get_reward(self) -> float:
+        return float(self.count)
+
+
+def by_hand(prompts, trainer):
+    """A `rollout_func`: two turns, the second behind a token that no policy drew."""
+    ids = [trainer.processing_class.apply_chat_template(prompt, return_dict=False) for prompt in prompts]
+    generate = trainer.vllm_generation.generate
+    _, first, first_logps, _ = generate(ids, None, trainer.num_generations)
+    asked = [[*prompt, *turn, 5] for prompt, turn in zip(ids, first, strict=True)]
+    _, second, second_logps, _ = generate(asked, None, 1)
+    turns = list(zip(first, first_logps, second, second_logps, strict=True))
+    return {
+        "prompt_ids": ids,
+        "completion_ids": [[*a, 5, *b] for a, _, b, _ in turns],
+        "logprobs": [[*(p[0] for p in of_a), 0.0, *(p[0] for p in of_b)] for _, of_a, _, of_b in turns],
+        "env_mask": [[*[1] * len(a), 0, *[1] * len(b)] for a, _, b, _ in turns],
+        "turns": [2] * len(turns),
+    }
+
+
+def make_episodes(server, folder, tokenizer=None, reward=tiny.digit_share, dataset=None, named=None, **changes):
+    """A trainer of conversational prompts; `named` has the tools, the environment or the `rollout_func`."""
+    torch.manual_seed(0)
+    settings = {"max_completion_length": 16, "max_tool_calling_iterations": 3, "learning_rate": 0.0, "max_steps": 3}
+    args = tiny.config(EfficientGRPOConfig, folder, **{**settings, **server.settings(), **changes})
+    model = tiny.tiny_model()
+    model.config.max_position_embeddings = 512
+    return EfficientGRPOTrainer(
+        model, reward, args, dataset or tiny.prompts(), peft_config=tiny.lora(),
+        processing_class=tokenizer or calling_tokenizer(), **(named or {}),
+    )  # fmt: skip
+
+
+WAYS = {
+    "tools": {"tools": [add]},
+    "environments": {"environment_factory": Counter},
+    "rollout_func": {"rollout_func": by_hand},
+}
+
+
+def runs_of(folder, named=None, **changes) -> dict[int, dict]:
+    """Without the option and with it: what was trained on, the figures of each step, and what the server drew."""
+    runs = {}
+    for ahead in (0, 1):
+        with SamplingServer(keeps_keys=True) as server:
+            settings = {"rollouts_ahead": ahead, **changes}
+            trainer = make_episodes(server, folder / str(ahead), named=named, **settings)
+            trained = trained_prompts(trainer)
+            trainer.train()
+            runs[ahead] = {
+                "trained": trained,
+                "asked": [draw.prompts for draw in server.draws],
+                "figures": {name: figures(trainer, name) for name in SAME},
+                "staleness": figures(trainer, "sampling/staleness"),
+            }
+    return runs
+
+
+def assert_same(runs: dict[int, dict]) -> None:
+    assert runs[1]["trained"] == runs[0]["trained"]
+    for name, values in runs[0]["figures"].items():
+        torch.testing.assert_close(torch.tensor(runs[1]["figures"][name]), torch.tensor(values), rtol=0, atol=1e-5)
+    assert any(runs[0]["figures"]["grad_norm"])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_is_that_in_turns(tmp_path, way):
+    runs = runs_of(tmp_path, WAYS[way], max_completion_length=24)
+    assert_same(runs)
+    assert runs[1]["asked"] == runs[0]["asked"] and len(runs[0]["asked"]) > 3  # turns
+    assert runs[1]["staleness"] == [0, 1, 1]
+    if way != "rollout_func":
+        assert min(runs[0]["figures"]["tools/call_frequency"]) > 0
+
+
+def test_streaming_data_are_drawn_ahead(tmp_path):
+    """The first batch of an epoch is not known before the epoch begins."""
+    rows = tiny.prompts(5).to_list()
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+    runs = runs_of(tmp_path, dataset=stream, max_steps=5, max_completion_length=6)
+    assert_same(runs)
+    assert runs[1]["asked"] == runs[0]["asked"] and runs[1]["staleness"] == [0, 1, 0, 1, 0]
+
+
+def test_dynamic_sampling_ahead_draws_the_same_further_prompts(tmp_path):
+    runs = runs_of(tmp_path, dynamic_sampling=True, reward=tiny.even_start, max_completion_length=6)
+    assert_same(runs)
+    assert sorted(runs[1]["asked"]) == sorted(runs[0]["asked"])
+    assert sum(runs[0]["figures"]["dynamic_sampling/further_prompts"]) > 0 and runs[1]["staleness"] == [0, 1, 1]
+
+
+def named_add(call):
+    """A tool that takes two numbers."""
+
+    def adds(a: int, b: int) -> str:
+        return call(a, b)
+
+    adds.__name__ = add.__name__
+    adds.__doc__ = add.__doc__
+    return adds
+
+
+def test_a_tool_that_hangs_ends_by_its_limit(tmp_path, monkeypatch):
+    """In a thread no signal stops it."""
+    lines = []
+    monkeypatch.setattr(tools_module.logger, "warning_once", lines.append)
+    released = threading.Event()
+    hangs = named_add(lambda a, b: released.wait(60))
+    with SamplingServer(keeps_keys=True) as server:
+        changes = {"rollouts_ahead": 1, "max_steps": 2, "tool_timeout": 0.02}
+        trainer = make_episodes(server, tmp_path, named={"tools": [hangs]}, **changes)
+        trainer.train()
+    released.set()
+    assert figures(trainer, "tools/failure_frequency") == [1, 1]
+    assert "add took longer than tool_timeout=0.02 seconds" in lines[0]
+
+
+def test_tools_run_beside_the_training(tmp_path):
+    slow = named_add(lambda a, b: time.sleep(0.05) or str(a + b))
+    threads = set()
+
+    def reward(completions, **_):
+        threads.add(threading.current_thread().name)
+        time.sleep(3.0)
+        return tiny.digit_share(completions)
+
+    with SamplingServer(keeps_keys=True) as server:
+        changes = {"rollouts_ahead": 1, "reward": reward, "max_completion_length": 12}
+        trainer = make_episodes(server, tmp_path, named={"tools": [slow]}, **changes)
+        trainer.train()
+    assert threads == {"MainThread"}
+    # The third batch was drawn while the second was rewarded; the second after the first step's comparison.
+    assert figures(trainer, "time/server_draw_s")[-1] > 0.2
+    assert figures(trainer, "time/wait_for_server_s")[-1] < 0.1
+
+
+class Unready(Counter):
+    def reset(self, **_columns) -> str:
+        raise ConnectionError("no board to play on")
+
+
+def test_an_environment_that_fails_ends_the_run_with_its_own_error(server, tmp_path):
+    named = {"environment_factory": Unready}
+    with pytest.raises(ConnectionError, match="no board to play on"):
+        make_episodes(server, tmp_path, named=named, rollouts_ahead=1).train()
+
+
+def test_each_batch_has_environments_of_its_own(tmp_path):
+    """The batch that is rewarded does not see what the next one plays; no more are made than two batches need."""
+    made = []
+    seen = []
+
+    class Counted(Counter):
+        def __init__(self):
+            made.append(self)
+
+    def reward(completions, environments, **_):
+        counts = [environment.count for environment in environments]
+        time.sleep(0.3)  # the next episodes begin
+        assert counts == [environment.count for environment in environments]
+        seen.append(counts)
+        return [0.0] * len(completions)
+
+    with SamplingServer(keeps_keys=True) as server:
+        changes = {"rollouts_ahead": 1, "reward": reward, "max_steps": 4, "max_completion_length": 8}
+        make_episodes(server, tmp_path, named={"environment_factory": Counted}, **changes).train()
+    assert len(seen) == 4 and all(any(counts) for counts in seen)
+    assert len(made) == 1 + 2 * 8  # TRL makes one to look at its tools

@@ -1,0 +1,89 @@
+"""500 fuzzed episodes on two ranks against those in turns, and a run with tools that is killed twenty times."""
+
+import json
+import os
+import signal
+from contextlib import suppress
+
+import pytest
+
+from tests.distributed.launch import launch
+from tests.trainers.vllm.sampling_server import SamplingServer
+
+from .helpers import wait_until
+
+pytestmark = pytest.mark.exhaustive
+WORKER = "tests/experimental/one_generation_ahead/episodes_rank.py"
+
+
+def run(server, out, processes=1, meanwhile=None, **changes) -> None:
+    out.mkdir(exist_ok=True)
+    limits = {"timeout": 500, "grace": 20, "check": meanwhile is None, "meanwhile": meanwhile}
+    launch(WORKER, server.url, str(out), json.dumps(changes), processes=processes, **limits)
+
+
+def trained(out, ranks: int = 1) -> dict[int, list]:
+    """By step: prompts, completions and counts of calls, of all ranks; the last time that a step was done."""
+    batches: dict[int, list] = {}
+    for rank in range(ranks):
+        rows = [json.loads(line) for line in (out / f"trained_{rank}.jsonl").read_text().splitlines()]
+        for step, parts in dict(rows).items():
+            before = batches.get(step, [[], [], []])
+            batches[step] = [kept + part for kept, part in zip(before, parts, strict=True)]
+    return batches
+
+
+@pytest.mark.parametrize("environments", [False, True])
+@pytest.mark.parametrize("fuzz", range(4))
+def test_fuzzed_episodes_on_two_ranks_are_those_in_turns(tmp_path, fuzz, environments):
+    """64 episodes each. In turns one process draws, because ranks with fewer turns end a step of TRL's."""
+    settings = {"fuzz": fuzz, "environments": environments, "max_steps": 4, "max_completion_length": 24}
+    runs = {}
+    for ahead, processes in ((0, 1), (1, 2)):
+        out = tmp_path / str(ahead)
+        with SamplingServer(keeps_keys=True) as server:
+            per_device = {"per_device_train_batch_size": 16 // processes}
+            run(server, out, processes, rollouts_ahead=ahead, **per_device, **settings)
+        runs[ahead] = trained(out, processes), json.loads((out / "done_0.json").read_text())
+    assert runs[1][0] == runs[0][0] and sorted(runs[0][0]) == [0, 1, 2, 3]
+    assert sum(len(parts[1]) for parts in runs[0][0].values()) == 64
+    for name, values in runs[0][1].items():
+        assert runs[1][1][name] == pytest.approx(values, abs=1e-5), name
+    assert min(runs[0][1]["tools/call_frequency"]) > 0
+
+
+def moments(server, out) -> dict[str, list]:
+    """What to wait for before a kill: conditions, by where it happens."""
+    drawn = len(server.draws)
+    tools = out / "tools"
+    calls = len(tools.read_text()) if tools.is_file() else 0
+    return {
+        "draw": lambda later: len(server.draws) > drawn + 2 * later and server.draws[-1].status == "running",
+        "tool": lambda later: tools.is_file() and len(tools.read_text()) > calls + 6 * 10 * later,
+        "save": lambda later: (out / "_staging").is_dir(),
+    }
+
+
+@pytest.mark.parametrize(("where", "kills"), [("draw", 7), ("tool", 7), ("save", 6)])
+def test_a_run_that_is_killed_trains_on_each_prompt_once(tmp_path, where, kills):
+    settings = {
+        "fuzz": 0, "rollouts_ahead": 1, "max_steps": 12, "max_completion_length": 16, "learning_rate": 1e-2,
+        "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2,
+    }  # fmt: skip
+    with SamplingServer(keeps_keys=True, seconds=0.05) as server:
+        run(server, tmp_path / "whole", **settings)
+        out = tmp_path / "killed"
+        for kill in range(kills):
+            holds = moments(server, out)[where]
+
+            def end(processes, holds=holds, later=1 + kill % 3):
+                wait_until(lambda: holds(later) or processes[0].poll() is not None, seconds=200)
+                with suppress(ProcessLookupError):
+                    os.kill(processes[0].pid, signal.SIGKILL)
+
+            run(server, out, meanwhile=end, **settings)
+            assert not (out / "done_0.json").exists()
+        run(server, out, **settings)
+    whole, killed = trained(tmp_path / "whole"), trained(out)
+    assert sorted(killed) == list(range(12))
+    assert {step: parts[0] for step, parts in killed.items()} == {step: parts[0] for step, parts in whole.items()}
