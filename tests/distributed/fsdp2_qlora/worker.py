@@ -155,7 +155,7 @@ class Record(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         with torch.no_grad():
-            self.logits = model(input_ids=torch.arange(3, 35).view(2, 16)).logits.float()
+            self.logits = model(input_ids=torch.arange(3, 35, device=args.device).view(2, 16)).logits.float()
         self.traffic = count_traffic(model) if isinstance(model, FSDPModule) else None
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):

@@ -14,6 +14,11 @@ if "libemulated" in os.environ.get("LD_PRELOAD", ""):
     import emulate
 
     emulate.EmulatedGPU.numbers = os.environ.get("EMULATE_NUMBERS", True)
+    if emulate.EmulatedGPU.numbers == "int" and importlib.util.find_spec("triton"):
+        # Without numbers there is nothing to interpret, and a real vocabulary takes minutes.
+        from triton.runtime.interpreter import InterpretedFunction
+
+        InterpretedFunction.run = lambda *args, **kwargs: None
     emulate.EmulatedGPU().__enter__()
 
     class WithoutTriton(importlib.abc.MetaPathFinder):
