@@ -67,7 +67,7 @@ def moments(server, out) -> dict[str, list]:
 @pytest.mark.parametrize(("where", "kills"), [("draw", 7), ("tool", 7), ("save", 6)])
 def test_a_run_that_is_killed_trains_on_each_prompt_once(tmp_path, where, kills):
     settings = {
-        "fuzz": 0, "rollouts_ahead": 1, "max_steps": 12, "max_completion_length": 16, "learning_rate": 1e-2,
+        "fuzz": 0, "rollouts_ahead": 1, "max_steps": 40, "max_completion_length": 16, "learning_rate": 1e-2,
         "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2,
     }  # fmt: skip
     with SamplingServer(keeps_keys=True, seconds=0.05) as server:
@@ -85,5 +85,5 @@ def test_a_run_that_is_killed_trains_on_each_prompt_once(tmp_path, where, kills)
             assert not (out / "done_0.json").exists()
         run(server, out, **settings)
     whole, killed = trained(tmp_path / "whole"), trained(out)
-    assert sorted(killed) == list(range(12))
+    assert sorted(killed) == list(range(40))
     assert {step: parts[0] for step, parts in killed.items()} == {step: parts[0] for step, parts in whole.items()}

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from trl import DPOConfig
 
-from ..run import options
-from ..run.config_fields import documented, option
+from ..run.config_fields import documented
 from ..run.options import EfficientConfig
 
 
@@ -19,13 +18,3 @@ class EfficientDPOConfig(EfficientConfig, DPOConfig):
     """
 
     STOCK = DPOConfig
-
-    prefix_sharing: str = option(**options.PREFIX_SHARING)
-    lm_head_kernel: str = option(**options.LM_HEAD_KERNEL)
-    mlp_tokens_per_tile: str = option(**options.MLP_TOKENS_PER_TILE)
-    fsdp_keep_gathered: bool = option(**options.FSDP_KEEP_GATHERED)
-    phase_metrics: str = option(**options.PHASE_METRICS)
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.check_choices()

@@ -4,15 +4,14 @@ from dataclasses import dataclass
 
 from trl import GRPOConfig
 
-from ..run import options
 from ..run.config_fields import documented, option
-from ..run.options import EfficientConfig
+from ..run.options import OnPolicyConfig
 from .token_budget import check_config
 
 
 @documented
 @dataclass(repr=False)
-class EfficientGRPOConfig(EfficientConfig, GRPOConfig):
+class EfficientGRPOConfig(OnPolicyConfig, GRPOConfig):
     """Every field of [`trl.GRPOConfig`], unchanged in meaning, and the ones below.
 
     Each field has one help text, next to the field: `--help`, this docstring and docs/config.md use it.
@@ -24,10 +23,6 @@ class EfficientGRPOConfig(EfficientConfig, GRPOConfig):
     STOCK = GRPOConfig
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # noqa: RUF012 (a list, as in TRL)
 
-    prefix_sharing: str = option(**options.PREFIX_SHARING)
-    tokens_per_pass: int | None = option(**options.TOKENS_PER_PASS)
-    lm_head_kernel: str = option(**options.LM_HEAD_KERNEL)
-    mlp_tokens_per_tile: str = option(**options.MLP_TOKENS_PER_TILE)
     skip_zero_advantage: bool = option(
         True,
         "Leave completions with zero advantage out of the forward and backward if no other term of the "
@@ -54,7 +49,6 @@ class EfficientGRPOConfig(EfficientConfig, GRPOConfig):
         "With token_selection: 'self_normalized' (S-GRPO's own), 'horvitz_thompson' (unbiased), or 'auto', "
         "which is the former for 's_grpo' and the latter for the others.",
     )
-    compact_generation: bool = option(**options.COMPACT_GENERATION)
     dynamic_sampling: bool = option(
         False,
         "Draw further prompts in place of groups whose rewards are all equal (DAPO). Changes which prompts are "
@@ -65,26 +59,25 @@ class EfficientGRPOConfig(EfficientConfig, GRPOConfig):
         "With dynamic_sampling: further generations per generation batch, at most; groups that are still equal "
         "then stay in it.",
     )
-    rollout_sync: str = option(**options.ROLLOUT_SYNC)
-    vllm_adapter_dir: str | None = option(**options.VLLM_ADAPTER_DIR)
-    vllm_share_base: str = option(**options.VLLM_SHARE_BASE)
-    vllm_engine_kwargs: dict | str | None = option(  # noqa: RUF009 (a string, as in TRL, is JSON)
-        **options.VLLM_ENGINE_KWARGS
+    rollouts_ahead: int = option(
+        0,
+        "With a vLLM server: 1 draws the next generation batch, tools and environments included, while this one is "
+        "rewarded and trained on. The same prompts in the same order; their completions come from the policy of one "
+        "generation ago, which importance weights correct. 0 waits for each batch.",
     )
-    rollouts_ahead: int = option(**options.ROLLOUTS_AHEAD)
-    rollouts_ahead_save_timeout: float = option(**options.ROLLOUTS_AHEAD_SAVE_TIMEOUT)
+    rollouts_ahead_save_timeout: float = option(
+        600.0,
+        "With rollouts_ahead: seconds that a checkpoint waits for the generation batch in flight. After that the "
+        "checkpoint lacks it, and a run that resumes from there draws for the same prompts again.",
+    )
     tool_timeout: float | None = option(
         300.0,
         "With tools and environments: seconds after which a call of a tool is an error, which the model reads like "
         "any other error of a tool. None waits as long as the call takes, as TRL does.",
     )
-    fsdp_gather: str = option(**options.FSDP_GATHER)
-    fsdp_keep_gathered: bool = option(**options.FSDP_KEEP_GATHERED)
-    phase_metrics: str = option(**options.PHASE_METRICS)
 
     def __post_init__(self):
         if self.num_generations < 1:
             raise ValueError(f"num_generations={self.num_generations} must be at least 1; try 8")
         super().__post_init__()
         check_config(self)
-        self.check_choices()

@@ -38,14 +38,21 @@ def option(default: Any, help: str, choices: Sequence[str] | None = None) -> Any
 
 
 def own_fields(cls: type) -> list[dataclasses.Field]:
-    """Fields that the dataclass `cls` defines itself, in its order; inherited ones that it defines again included."""
+    """Fields that the dataclass `cls` defines, in its order; those of TRL's that it defines again included."""
     items = {item.name: item for item in dataclasses.fields(cls)}
-    return [items[name] for name in inspect.get_annotations(cls) if name in items]
+    return [items[name] for name in _annotations(cls) if name in items]
+
+
+def _annotations(cls: type) -> dict[str, Any]:
+    """The types of the fields that `cls` defines, and of a class that extends TRL's those of our mixins, too."""
+    stock = vars(cls).get("STOCK")
+    classes = (cls,) if stock is None else cls.__mro__[: cls.__mro__.index(stock)]
+    return {name: kind for base in reversed(classes) for name, kind in inspect.get_annotations(base).items()}
 
 
 def type_name(cls: type, item: dataclasses.Field) -> str:
     """`str`, `int | None`, `list[float] | None`, as written in `cls`; transformers' parser rewrites a field's type."""
-    kind = inspect.get_annotations(cls)[item.name]
+    kind = _annotations(cls)[item.name]
     return kind.__name__ if type(kind) is type else str(kind)
 
 

@@ -1,7 +1,7 @@
-"""Fields that several configs of this package share, and how a config is copied and stored."""
+"""The fields that configs of several trainers have, and how a config is copied and stored."""
 
 import copy
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,116 +11,62 @@ from ...prefix_sharing.attention.backends import BACKENDS
 from ...scoring.logprobs import HEAD_KERNELS
 from ...utils import redaction
 from ..experimental_fields import experiment
-from .config_fields import SWITCHES, spelled
+from .config_fields import SWITCHES, option, spelled
 from .phases import MODES as CLOCKS
 
-# Arguments of `run.config_fields.option`, by the name of the field.
-PREFIX_SHARING = {
-    "default": "auto",
-    "help": "How the forward and backward passes treat what rows of a batch begin with alike: the prompt of a "
-    "group's completions or of a preference pair. 'auto' computes it once, without padding, if that is exact, "
-    "and otherwise runs as stock TRL and logs why; "
-    f"{' and '.join(map(repr, BACKENDS))} insist on one attention backend; 'off' is stock TRL.",
-}
-TOKENS_PER_PASS = {
-    "default": None,
-    "help": "With prefix_sharing, how many tokens (of prompts and completions, each prompt counted once) a pass with "
-    "gradients holds at most. Several micro-batches of an optimizer step run at once: the largest divisor of their "
-    "number that fits. Not set: as many tokens as a padded micro-batch of stock TRL has; 0: each micro-batch is "
-    "computed by itself, prompts included.",
-}
-LM_HEAD_KERNEL = {
-    "default": "auto",
-    "help": "With prefix_sharing, what scores tokens under a frozen LM head: 'trl' (TRL's chunked kernel), 'frozen' "
-    "(two matrix products instead of three), or 'auto': 'frozen' on CPUs and under FSDP2, 'trl' on a GPU. Values "
-    "agree up to rounding.",
-    "choices": HEAD_KERNELS,
-}
-COMPACT_GENERATION = {
-    "default": True,
-    "help": "When transformers generates: prefill each prompt once, let finished rows leave the batch, and sample "
-    "with one random number per row: the same distribution, but not the completions that stock TRL draws from the "
-    "same seed. If that is not exact, it runs as stock and logs the reason.",
-}
-MLP_TOKENS_PER_TILE = {
-    "default": "auto",
-    "help": "Long rows: MLPs, experts and norms compute so many tokens at a time, and again in the backward, instead "
-    "of keeping several times the width of an MLP for every token. Same gradients, up to the order of sums. 'auto': "
-    "4,096 tokens (experts 8,192), if a row has more than twice as many and the layer's activations are checkpointed; "
-    "a number: if a row has more, with and without checkpointing; 'off': never.",
-}
-FSDP_GATHER = {
-    "default": "auto",
-    "help": "Under FSDP2, how weights come together while completions are generated and scored. 'once': the whole "
-    "model is gathered for the phase (a 4-bit base as it is packed); 'per_layer': in every forward pass, so for "
-    "every token; 'auto': once, if it fits into half of the free memory of every rank.",
-    "choices": ("auto", "once", "per_layer"),
-}
-FSDP_KEEP_GATHERED = {
-    "default": False,
-    "help": "Under FSDP2 with a 4-bit base, gather it once for all micro-batches of an optimizer step. Every rank "
-    "then holds the whole 4-bit base while it trains.",
-}
-ROLLOUT_SYNC = {
-    "default": "auto",
-    "help": "With vLLM, what is sent to the engine after an optimizer step: 'adapter' (the LoRA adapter alone), "
-    "'merge' (every weight, the adapter merged, as in TRL), or 'auto': the adapter if the base is quantized, sharded, "
-    "not on a GPU, or held by a server that takes adapters.",
-    "choices": ("auto", "adapter", "merge"),
-}
-VLLM_ADAPTER_DIR = {
-    "default": None,
-    "help": "With vLLM and rollout_sync 'adapter': the folder through which adapters reach the engine, which has to "
-    "see it under the same path. By default a folder under output_dir.",
-}
-VLLM_SHARE_BASE = {
-    "default": "off",
-    "help": "With vLLM in this process and only the adapter sent: whether engine and trainer hold one copy of a "
-    "frozen base, in bitsandbytes' 4 bits or in the dtype in which both compute. 'on' also makes rollout_sync 'auto' "
-    "send the adapter alone, and is an error if the base cannot be shared. Tried on CPUs alone.",
-    "choices": ("on", "off"),
-}
-VLLM_ENGINE_KWARGS = {
-    "default": None,
-    "help": "With vLLM in this process: further arguments of `vllm.LLM`, such as {'quantization': 'fp8'}, which take "
-    "precedence.",
-}
-ROLLOUTS_AHEAD = {
-    "default": 0,
-    "help": "With a vLLM server: 1 draws the next generation batch, tools and environments included, while this one "
-    "is rewarded and trained on. The same prompts in the same order; their completions come from the policy of one "
-    "generation ago, which importance weights correct. 0 waits for each batch.",
-}
-ROLLOUTS_AHEAD_SAVE_TIMEOUT = {
-    "default": 600.0,
-    "help": "With rollouts_ahead: seconds that a checkpoint waits for the generation batch in flight. After that the "
-    "checkpoint lacks it, and a run that resumes from there draws for the same prompts again.",
-}
-PHASE_METRICS = {
-    "default": "on",
-    "help": "Seconds and peak memory of each phase of a step, as metrics: 'on'; 'peaks', which on CUDA also resets "
-    "the allocator's peak after each phase, so that every phase of every step has its own "
-    "(`torch.cuda.max_memory_allocated` then goes back to the last phase only); 'off'.",
-    "choices": CLOCKS,
-}
 
-
+@dataclass(repr=False)
 class EfficientConfig:
-    """Mixin for a config that extends one of TRL's, placed before TRL's class in the bases.
+    """Mixin for a config that extends one of TRL's, placed before TRL's class in the bases; fields of all trainers.
 
     The dataclass sets `STOCK` and is made with `repr=False`.
     """
 
     STOCK: ClassVar[type]  # the TRL config that the dataclass extends
 
+    prefix_sharing: str = option(
+        "auto",
+        "How the forward and backward passes treat what rows of a batch begin with alike: the prompt of a "
+        "group's completions or of a preference pair. 'auto' computes it once, without padding, if that is exact, "
+        "and otherwise runs as stock TRL and logs why; "
+        f"{' and '.join(map(repr, BACKENDS))} insist on one attention backend; 'off' is stock TRL.",
+    )
+    lm_head_kernel: str = option(
+        "auto",
+        "With prefix_sharing, what scores tokens under a frozen LM head: 'trl' (TRL's chunked kernel), 'frozen' "
+        "(two matrix products instead of three), or 'auto': 'frozen' on CPUs and under FSDP2, 'trl' on a GPU. "
+        "Values agree up to rounding.",
+        choices=HEAD_KERNELS,
+    )
+    mlp_tokens_per_tile: str = option(
+        "auto",
+        "Long rows: MLPs, experts and norms compute so many tokens at a time, and again in the backward, instead "
+        "of keeping several times the width of an MLP for every token. Same gradients, up to the order of sums. "
+        "'auto': 4,096 tokens (experts 8,192), if a row has more than twice as many and the layer's activations "
+        "are checkpointed; a number: if a row has more, with and without checkpointing; 'off': never.",
+    )
+    fsdp_keep_gathered: bool = option(
+        False,
+        "Under FSDP2 with a 4-bit base, gather it once for all micro-batches of an optimizer step. Every rank "
+        "then holds the whole 4-bit base while it trains.",
+    )
+    phase_metrics: str = option(
+        "on",
+        "Seconds and peak memory of each phase of a step, as metrics: 'on'; 'peaks', which on CUDA also resets "
+        "the allocator's peak after each phase, so that every phase of every step has its own "
+        "(`torch.cuda.max_memory_allocated` then goes back to the last phase only); 'off'.",
+        choices=CLOCKS,
+    )
+
     def __post_init__(self):
         self._take_numpy()
         for name in {item.name for item in fields(self)}.intersection(SWITCHES):
             setattr(self, name, spelled(vars(self)[name]))
         super().__post_init__()
+        self._check_choices()
 
-    def check_choices(self) -> None:
-        """Raise `ValueError` if a field of this package has an unknown value. Called last."""
+    def _check_choices(self) -> None:
+        """Raise `ValueError` if a field of this package has an unknown value."""
         tokens = vars(self).get("tokens_per_pass")  # DPO has no such field
         if tokens is not None and tokens < 0:
             raise ValueError(f"tokens_per_pass={tokens} is a number of tokens; use one from 0, or leave it out")
@@ -175,3 +121,53 @@ class EfficientConfig:
         return f"{type(self).__name__}(\n{lines})"
 
     __repr__ = __str__
+
+
+@dataclass(repr=False)
+class OnPolicyConfig(EfficientConfig):
+    """[`EfficientConfig`] with the fields of trainers that draw completions."""
+
+    tokens_per_pass: int | None = option(
+        None,
+        "With prefix_sharing, how many tokens (of prompts and completions, each prompt counted once) a pass with "
+        "gradients holds at most. Several micro-batches of an optimizer step run at once: the largest divisor of "
+        "their number that fits. Not set: as many tokens as a padded micro-batch of stock TRL has; 0: each "
+        "micro-batch is computed by itself, prompts included.",
+    )
+    compact_generation: bool = option(
+        True,
+        "When transformers generates: prefill each prompt once, let finished rows leave the batch, and sample "
+        "with one random number per row: the same distribution, but not the completions that stock TRL draws from"
+        " the same seed. If that is not exact, it runs as stock and logs the reason.",
+    )
+    rollout_sync: str = option(
+        "auto",
+        "With vLLM, what is sent to the engine after an optimizer step: 'adapter' (the LoRA adapter alone), "
+        "'merge' (every weight, the adapter merged, as in TRL), or 'auto': the adapter if the base is quantized, "
+        "sharded, not on a GPU, or held by a server that takes adapters.",
+        choices=("auto", "adapter", "merge"),
+    )
+    vllm_adapter_dir: str | None = option(
+        None,
+        "With vLLM and rollout_sync 'adapter': the folder through which adapters reach the engine, which has to "
+        "see it under the same path. By default a folder under output_dir.",
+    )
+    vllm_share_base: str = option(
+        "off",
+        "With vLLM in this process and only the adapter sent: whether engine and trainer hold one copy of a "
+        "frozen base, in bitsandbytes' 4 bits or in the dtype in which both compute. 'on' also makes rollout_sync"
+        " 'auto' send the adapter alone, and is an error if the base cannot be shared. Tried on CPUs alone.",
+        choices=("on", "off"),
+    )
+    vllm_engine_kwargs: dict | str | None = option(  # noqa: RUF009 (a string, as in TRL, is JSON)
+        None,
+        "With vLLM in this process: further arguments of `vllm.LLM`, such as {'quantization': 'fp8'}, which take "
+        "precedence.",
+    )
+    fsdp_gather: str = option(
+        "auto",
+        "Under FSDP2, how weights come together while completions are generated and scored. 'once': the whole "
+        "model is gathered for the phase (a 4-bit base as it is packed); 'per_layer': in every forward pass, so "
+        "for every token; 'auto': once, if it fits into half of the free memory of every rank.",
+        choices=("auto", "once", "per_layer"),
+    )

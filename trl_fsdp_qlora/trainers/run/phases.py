@@ -28,6 +28,7 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 MIB = 2**20
 MODES = ("on", "peaks", "off")
 MAX_DEFERRED = 1000  # deferred metrics are read at the latest after this many, for runs that log seldom or never
+MAX_DEFERRED_STEPS = 100  # the same for steps, each of which holds two events per phase
 
 
 class PeakMemory:
@@ -159,17 +160,11 @@ class PhaseTimer:
         return peaks if self.memory.available else {}
 
 
-def is_past(moment: Moment) -> bool:
-    """Whether the device has reached `moment`; the host does not wait."""
-    return isinstance(moment, float) or moment.query()
-
-
 def seconds(start: Moment, end: Moment) -> float:
     """Seconds between two moments of a clock; waits until the later one is there."""
     if isinstance(start, float):
         return end - start
-    if not is_past(end):
-        end.synchronize()
+    end.synchronize()
     return start.elapsed_time(end) / 1000
 
 
@@ -239,12 +234,12 @@ class TelemetryCallback(TrainerCallback):
                 finish(list(islice(numbers, len(sums_N))))
 
     @nonfatal("a deferred metric")
-    def flush(self, wait: bool = True) -> None:
-        """Put outstanding numbers among the metrics; without `wait`, only those of steps that the device has done."""
-        if wait:
-            self._read_held()
-        while self._steps and (wait or is_past(self._steps[0].end)):
-            step = self._steps.pop(0)
+    def flush(self) -> None:
+        """Put outstanding numbers among the metrics."""
+        self._read_held()
+        steps = self._steps
+        self._steps = []
+        for step in steps:
             # A phase that this step did not have took 0 seconds of it. The mean over a window is then per step, and
             # phases add up.
             figures = dict.fromkeys(self._phases, 0.0)
@@ -273,4 +268,5 @@ class TelemetryCallback(TrainerCallback):
             self.metrics()[name].append(value)
         if self._step_started is not None:
             self._steps.append(_Step(self.clock.drain_spans(), self._step_started, self.clock.now(), tokens))
-            self.flush(wait=False)
+            if len(self._steps) >= MAX_DEFERRED_STEPS:
+                self.flush()
