@@ -10,7 +10,7 @@ from accelerate.logging import get_logger
 from ...compat.trl import joined_images
 from ...compat.trl_rollouts import shuffling_by
 from ..experimental_fields import experiment
-from ..run.arguments import adapter_and_base, with_base_loaded
+from ..run.arguments import adapter_and_base, check_rewards, with_base_loaded
 from ..run.input_checks import too_long
 from ..run.phases import token_counts
 from ..run.trainer_run import TrainerRun
@@ -50,6 +50,7 @@ class OnPolicyRun(TrainerRun):
         from ...engines.decode.rollout import Rollout
 
         args = call["args"]
+        check_rewards(call)
         one_generation_ahead = experiment("rollouts_ahead") if vars(args).get("rollouts_ahead") else None  # of GRPO
         if one_generation_ahead is not None:
             one_generation_ahead.check_config(args)  # once more, since fields can be set later

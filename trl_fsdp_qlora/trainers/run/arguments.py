@@ -92,6 +92,23 @@ def check_prompts(call: dict[str, Any], needs_prompt: bool = True) -> None:
         checks.check_dataset(dataset, args.generation_batch_size // args.num_generations, needs_prompt)
 
 
+def check_rewards(call: dict[str, Any]) -> None:
+    """Refuse the name of a reward model that cannot be loaded, before the policy is.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    rewards = call.get("reward_funcs")
+    for name in rewards if isinstance(rewards, list) else [rewards]:
+        if isinstance(name, str):
+            try:
+                PreTrainedConfig.get_config_dict(name)
+            except OSError:
+                raise UserError(
+                    f"reward_funcs has {name!r}, and there is no such reward model: give the function itself"
+                ) from None
+
+
 def with_base_loaded(call: dict[str, Any], needs_reference: bool) -> dict[str, Any]:
     """A trainer's arguments, with the base loaded if it is named, in 4 bits and sharded by FSDP2.
 
