@@ -59,6 +59,11 @@ def fixed_turn(with_logprobs: bool):
     return turn
 
 
+def longer(row: dict) -> dict:
+    """A prompt with a beginning that a step's micro-batches are worth sharing: otherwise nothing looks ahead."""
+    return {"prompt": [{"role": "user", "content": "1+2=3 " * 10 + row["prompt"][-1]["content"]}]}
+
+
 def make(name: str, ours: bool, folder: str, change: Change):
     import trl
     from datasets import Dataset
@@ -72,7 +77,10 @@ def make(name: str, ours: bool, folder: str, change: Change):
     if name != "DPO":
         if change.greedy:
             settings["top_k"] = 1
-        trainer = tiny.trainer(cls, config, folder, peft_config=tiny.lora(), reward=rewards, **settings)
+        if ours:
+            settings["tokens_per_pass"] = 1000
+        shared = {"peft_config": tiny.lora(), "reward": rewards, "dataset": tiny.prompts().map(longer)}
+        trainer = tiny.trainer(cls, config, folder, **shared, **settings)
         if not change.greedy:
             turn = change.renames.get("_generate_single_turn", "_generate_single_turn")
             setattr(trainer, turn, fixed_turn(with_logprobs=name == "GRPO"))
