@@ -44,7 +44,7 @@ COMMANDS = {
     "small-base": _Command("tools.cli.scripts", "called", "build the quickstart's small model", "small_base"),
     "plan": _Command("tools.cli.plan", "plan", "bytes of each phase of a run, and whether it fits"),
     "compare": _Command("tools.cli.compare", "compare", "a few steps next to stock TRL's, on the same completions"),
-    "report": _Command("tools.cli.report", "report", "a page with the curves and the completions of runs"),
+    "report": _Command("tools.cli.report", "report", "a page with the curves and the completions of a run"),
     "doctor": _Command("tools.cli.doctor", "doctor", "list what would fail or go wrong, before it does"),
     "recipes": _Command("tools.cli.recipes", "recipes", "list the recipes; print one"),
     "launch": _Command("tools.run.launch", "launch", "accelerate launch for a script of your own"),

@@ -11,7 +11,7 @@ from trl_fsdp_qlora.__main__ import COMMANDS
 from trl_fsdp_qlora.tools.cli import plan
 from trl_fsdp_qlora.tools.cli.scripts import refuse_typos
 from trl_fsdp_qlora.tools.recipe.arguments import recipe_fields
-from trl_fsdp_qlora.tools.recipe.keys import ConfigError, read_yaml
+from trl_fsdp_qlora.tools.recipe.keys import ConfigError
 
 # Typos of every kind of command; the line has to name what was meant.
 TYPOS = {
@@ -99,10 +99,3 @@ def test_keys_that_no_field_has_are_named_at_once_and_a_guess_is_near_or_there_i
         refuse_typos("grpo", "tools.cli.scripts", "grpo", ["--config", str(path)])
     first = f"{path}: unknown key 'dataset_name'; docs/coming_from.md has what keys of TRL are called here"
     assert str(caught.value) == f"{first}, unknown key 'lerning_rate'; did you mean 'learning_rate'?"
-
-
-def test_a_key_that_is_there_twice_is_refused(tmp_path):
-    path = tmp_path / "twice.yaml"
-    path.write_text("seed: 1\nmodel_init_kwargs: {seed: 2}\nseed: 3\n")
-    with pytest.raises(ConfigError, match=r"twice.yaml: no YAML: 'seed' is there twice(.|\n)*line 3"):
-        read_yaml(path)

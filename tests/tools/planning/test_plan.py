@@ -36,23 +36,6 @@ def test_a_prefill_has_its_prompts_keys_and_values_beside_it(tmp_path):
     assert coming == prefill + prompts
 
 
-def test_turns_keep_as_much_as_generation_holds_and_at_most_half_of_what_is_free(tmp_path):
-    run = settings(folder(tmp_path))
-    plan = make_plan(run, hardware=CARD)
-    of_turns = replace(run, values=run.values | {"environment": "game.py:Game"})
-    kept = make_plan(of_turns, hardware=CARD, config=plan.config)
-    cache = plan.phases["generate"][module.CACHE]
-    assert kept.phases["generate"][module.TURNS] == kept.phases["generate"][module.CACHE] == cache > 0
-    assert cache <= kept.total("generate") - plan.total("generate") <= 1.06 * cache
-    coming = (module.ACTIVATIONS, module.CACHE, module.TOKEN_STEP, module.ROOM, module.GATHERED)
-    weights = sum(size for part, size in plan.phases["generate"].items() if part not in coming)
-    small = make_plan(of_turns, hardware=replace(CARD, memory=weights + cache), config=plan.config)
-    assert 0 < small.phases["generate"][module.TURNS] <= cache // 2
-    for changes in ({"compact_generation": False}, {"use_vllm": True, "vllm_mode": "server"}):
-        other = replace(of_turns, values=of_turns.values | changes)
-        assert module.TURNS not in make_plan(other, hardware=CARD, config=plan.config).phases["generate"]
-
-
 def test_a_base_that_vllm_shares_counts_once(tmp_path):
     """The engine's own copy is what a model in the dtype of its products takes; its share has to hold it and a row."""
     changes = {"load_in_4bit": True, "use_vllm": True, "vllm_mode": "colocate", "bf16": True, "dtype": "bfloat16"}

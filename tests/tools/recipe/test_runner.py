@@ -22,7 +22,7 @@ from trl_fsdp_qlora.tools.evaluation.accuracy import Evaluation
 from trl_fsdp_qlora.tools.recipe import checks, runner
 from trl_fsdp_qlora.tools.recipe.accuracy import AccuracyCallback
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
-from trl_fsdp_qlora.tools.recipe.record import RunRecord, check_output_dir, evaluate_line, settings_in
+from trl_fsdp_qlora.tools.recipe.record import RunRecord, check_output_dir, next_commands, settings_in
 from trl_fsdp_qlora.trainers.run import unscored
 from trl_fsdp_qlora.utils import nonfatal
 
@@ -244,6 +244,6 @@ def test_evaluate_reads_how_a_run_measured_and_names_no_secret_path(tmp_path, mo
     assert settings["dataset"] == str(data)  # from any folder
     assert (settings["held_out"], settings["max_completion_length"]) == (3, 7)
     assert {"model_name_or_path", "rewards", "output_dir", "output"}.isdisjoint(settings)
-    line = evaluate_line("out", script)
+    line = next_commands("out", script, is_adapter=True).splitlines()[0].removeprefix("  measure it: ")
     assert line == "trl-fsdp-qlora evaluate --adapter out --eval_dataset my_data.py:load"
     assert settings_in(tmp_path) == {}

@@ -21,10 +21,10 @@ def data_of(page: Path) -> dict:
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
 
 
-def page_of(*folders: Path, **options) -> tuple[dict, list[str], str]:
+def page_of(folder: Path, **options) -> tuple[dict, list[str], str]:
     """(its data, the notes, its text) of a report."""
-    target = folders[0] / "report.html"
-    notes = write_report(list(folders), target, **options)
+    target = folder / "report.html"
+    notes = write_report(folder, target, **options)
     return data_of(target), notes, target.read_text(encoding="utf-8")
 
 
@@ -41,7 +41,7 @@ def test_a_folder_of_trl_has_its_curves_and_every_completion(tmp_path, capsys):
     expected = [entry["reward"] for entry in logged(100) if "reward" in entry]
     assert reward["steps"] == list(range(10, 101, 10))
     assert all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(reward["values"], expected, strict=True))
-    completions = data["completions"][0]
+    completions = data["completions"]
     written = pd.concat(map(pd.read_parquet, sorted((folder / "completions").iterdir())))
     assert completions["rewards"] == ["correct"]
     assert completions["rows"]["text"] == list(written["completion"])
@@ -68,16 +68,6 @@ def test_embedded_data_never_ends_its_element(content):
     assert json.loads(text) == {"key": content}
 
 
-def test_runs_of_different_lengths_are_in_one_picture(tmp_path):
-    folders = [trl_run(tmp_path / "a"), trl_run(tmp_path / "b", 50)]
-    data, notes, _ = page_of(*folders)
-    series = charts(data)["Reward"]["series"]
-    assert [each["steps"][-1] for each in series] == [100, 50]
-    assert len({each["color"] for each in series}) == 2
-    assert notes == []
-    assert [len(each["groups"]) for each in data["completions"]] == [40, 20]
-
-
 # --- bad input: a page with what there is, and a line for what is missing --------------------------------------------
 
 
@@ -99,7 +89,7 @@ def test_a_file_that_is_no_whole_parquet(tmp_path, content):
     folder = trl_run(tmp_path / "run")
     (folder / "completions" / "completions_00050.parquet").write_bytes(content)
     data, notes, _ = page_of(folder)
-    assert len(data["completions"][0]["groups"]) == 36
+    assert len(data["completions"]["groups"]) == 36
     assert len(notes) == 1 and notes[0].startswith("completions_00050.parquet cannot be read")
 
 
@@ -108,7 +98,7 @@ def test_a_half_written_parquet(tmp_path):
     path = folder / "completions" / "completions_00100.parquet"
     path.write_bytes(path.read_bytes()[:-20])
     data, notes, _ = page_of(folder)
-    assert len(data["completions"][0]["groups"]) == 36
+    assert len(data["completions"]["groups"]) == 36
     assert len(notes) == 1 and str(tmp_path) not in notes[0]
 
 
@@ -123,13 +113,13 @@ def test_the_columns_of_another_version(tmp_path, rows, expected):
     write_state(tmp_path, logged(100))
     write_completions(tmp_path, 7, rows)
     data, _, _ = page_of(tmp_path)
-    assert data["completions"][0]["groups"] == expected
+    assert data["completions"]["groups"] == expected
 
 
 def test_no_path_of_an_image_is_followed(tmp_path):
     write_completions(tmp_path, 1, [{"completion": "a", "images": "/etc/passwd"}])
     data, _, text = page_of(tmp_path)
-    assert data["completions"][0]["groups"] == [[1, 0, 0, 1, []]]
+    assert data["completions"]["groups"] == [[1, 0, 0, 1, []]]
     assert "root:" not in text
 
 
@@ -137,7 +127,7 @@ def test_parquet_without_a_column_of_completions(tmp_path):
     write_state(tmp_path, logged(100))
     write_completions(tmp_path, 7, [{"query": "a", "response": "b"}])
     data, notes, _ = page_of(tmp_path)
-    assert data["completions"][0]["groups"] == []
+    assert data["completions"]["groups"] == []
     assert "no column 'completion'" in notes[0] and "response" in notes[0]
 
 
@@ -199,13 +189,13 @@ def test_no_secret_and_no_absolute_path(tmp_path):
     assert token not in own_text and "name:word@" not in own_text
     assert "/home/someone" not in own_text and str(tmp_path) not in own_text
     assert "sums.jsonl" in own_text and "first.txt" in own_text
-    assert data["completions"][0]["rows"]["text"][-2:] == ["***!", "x"]
+    assert data["completions"]["rows"]["text"][-2:] == ["***!", "x"]
 
 
 def test_without_completions_no_prompt_is_in_the_page(tmp_path):
     folder = trl_run(tmp_path / "run")
     data, _, text = page_of(folder, with_completions=False)
-    assert data["completions"] == []
+    assert data["completions"] is None
     assert "the answer is" not in text and "What is" not in text.replace("What is not here", "")
     assert "Reward" in charts(data)
 
@@ -219,7 +209,7 @@ def test_it_samples_whole_groups_and_notes_it(tmp_path, monkeypatch):
             rows += group(f"prompt {i}", [f"{i} " + "x" * 1000, f"{i} " + "y" * 1000], [0.5, 0.5])
         write_completions(tmp_path, step, rows)
     data, notes, text = page_of(tmp_path)
-    completions = data["completions"][0]
+    completions = data["completions"]
     assert 20 <= len(completions["rows"]["text"]) < 60
     assert all(count == 2 for _, _, _, count, _ in completions["groups"])
     assert {step for step, *_ in completions["groups"]} == {10, 20}
@@ -231,7 +221,7 @@ def test_long_lines_lose_their_middle(tmp_path):
     write_state(tmp_path, logged(100))
     write_completions(tmp_path, 10, group("p", ["a" * 100_000 + "end", "b"], [0.0, 1.0]))
     data, _, _ = page_of(tmp_path)
-    text = data["completions"][0]["rows"]["text"][0]
+    text = data["completions"]["rows"]["text"][0]
     assert len(text) < 21_000 and text.endswith("end") and "80,003 characters left out" in text
 
 
@@ -274,7 +264,7 @@ def test_rewards_are_summed_with_their_weights(tmp_path):
     (tmp_path / "metrics.json").write_text(json.dumps({"reward_weights": {"correct": 2.0, "form": 0.5}}))
     write_completions(tmp_path, 10, group("p", ["a", "b", "c"], [1.0, 0.0, 1.0], form=[1.0, 1.0, None]))
     data, _, _ = page_of(tmp_path)
-    completions = data["completions"][0]
+    completions = data["completions"]
     assert completions["rewards"] == ["correct", "form"]
     assert completions["rows"]["total"] == [2.5, 0.5, 2.0]
     assert completions["rows"]["rewards"] == [[1.0, 0.0, 1.0], [1.0, 1.0, None]]

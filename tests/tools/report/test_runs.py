@@ -33,10 +33,10 @@ def test_a_run_of_stock_trl(base, tmp_path):
     logged = [entry["reward"] for entry in stock.state.log_history if "reward" in entry]
     assert charts(data)["Reward"]["series"][0]["values"] == pytest.approx(logged, rel=1e-5)
     written = pd.concat(map(pd.read_parquet, sorted((tmp_path / "completions").iterdir())))
-    rows = data["completions"][0]["rows"]
+    rows = data["completions"]["rows"]
     assert rows["advantage"] == pytest.approx(list(written["advantage"]), rel=1e-5)
-    assert data["completions"][0]["rewards"] == stock.reward_func_names
-    assert sum(count for _, _, _, count, _ in data["completions"][0]["groups"]) == len(written)
+    assert data["completions"]["rewards"] == stock.reward_func_names
+    assert sum(count for _, _, _, count, _ in data["completions"]["groups"]) == len(written)
 
 
 def recipe_run(base, folder, kind=EfficientGRPOTrainer, config=EfficientGRPOConfig, **options):
@@ -55,7 +55,7 @@ def test_a_recipe_leaves_its_page_with_every_completion(base, tmp_path, kind, co
     each = recipe_run(base, tmp_path, kind, config)
     assert " and report.html are in " in capsys.readouterr().out
     data = data_of(tmp_path / "report.html")
-    completions = data["completions"][0]
+    completions = data["completions"]
     rows = completions["rows"]
     drawn = sum(count for _, _, _, count, _ in completions["groups"])
     assert drawn == 2 * each.args.generation_batch_size
@@ -87,7 +87,7 @@ def test_what_is_published_has_no_completions(base, tmp_path, monkeypatch):
     each.add_callback(Watch())
     monkeypatch.setattr(each, "push_to_hub", lambda **_: None)
     runner.run_recipe(each, ScriptArguments("addition", skip_accuracy=True), None, None)
-    assert data_of(tmp_path / "report.html")["completions"] == before_the_first_push[0]["completions"] == []
+    assert data_of(tmp_path / "report.html")["completions"] is before_the_first_push[0]["completions"] is None
     assert (tmp_path / "_completions").is_dir()  # transformers uploads nothing that begins with an underscore
 
 
@@ -166,7 +166,7 @@ def test_conversations_whose_tools_take_other_types_are_kept(tmp_path):
     }
     write_completions(tmp_path, 10, drawn)
     data, _, _ = page_of(tmp_path)
-    completions = data["completions"][0]
+    completions = data["completions"]
     assert [text[0]["calls"] for text in completions["rows"]["text"]] == [["f(x=1)"], ['f(x=["a", {"b": 2}])']]
     assert completions["prompts"] == [[{"role": "user", "text": "[image]?"}]]
     assert completions["groups"][0][:4] == [10, 0, 0, 2]

@@ -72,8 +72,6 @@ def make(name: str, ours: bool, folder: str, change: Change):
     if name != "DPO":
         if change.greedy:
             settings["top_k"] = 1
-        if ours:  # otherwise rows this short are scored a micro-batch at a time, and nothing looks ahead
-            settings["tokens_per_pass"] = 1000
         trainer = tiny.trainer(cls, config, folder, peft_config=tiny.lora(), reward=rewards, **settings)
         if not change.greedy:
             turn = change.renames.get("_generate_single_turn", "_generate_single_turn")

@@ -1,4 +1,4 @@
-"""`trl-fsdp-qlora report RUN [RUN ...]`: writes a page with the curves and the completions of runs."""
+"""`trl-fsdp-qlora report RUN`: writes a page with the curves and the completions of a run."""
 
 from pathlib import Path
 
@@ -12,21 +12,21 @@ _OF_A_RUN = ("trainer_state.json", "metrics.json", "adapter_config.json", "check
 
 def report(words: list[str]) -> int:
     """Write the page and print its path and what it lacks; returns the exit status."""
-    parser = OneLineParser("trl-fsdp-qlora report", description="A page with the curves and the completions of runs.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder that a run of ours or of TRL wrote")
-    parser.add_argument("--output", type=Path, help=f"file to write; {NAME} in the first folder by default")
+    parser = OneLineParser("trl-fsdp-qlora report", description="A page with the curves and the completions of a run.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder that a run of ours or of TRL wrote")
+    parser.add_argument("--output", type=Path, help=f"file to write; {NAME} in the folder by default")
     parser.add_argument("--no_completions", action="store_true", help="leave prompts and completions out")
     options = parser.parse_args(words)
-    for folder in options.runs:
-        if not folder.is_dir():
-            raise UserError(f"{folder} is no folder of a run{mistyped_path(folder)}")
-        if not any(any(folder.glob(name)) for name in _OF_A_RUN):
-            raise UserError(f"{folder} has nothing of a run: none of {', '.join(_OF_A_RUN)}")
-    target = options.output or options.runs[0] / NAME
+    folder = options.run
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder of a run{mistyped_path(folder)}")
+    if not any(any(folder.glob(name)) for name in _OF_A_RUN):
+        raise UserError(f"{folder} has nothing of a run: none of {', '.join(_OF_A_RUN)}")
+    target = options.output or folder / NAME
     if target.is_dir():
         target = target / NAME
     try:
-        notes = write_report(options.runs, target, not options.no_completions)
+        notes = write_report(folder, target, not options.no_completions)
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error.strerror}; --output names another file") from error
     for note in notes:

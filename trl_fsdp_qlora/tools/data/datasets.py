@@ -79,8 +79,6 @@ def read_rows(source: str, split: str = "train", config: str | None = None) -> I
         raise DatasetError(f"dataset {source!r}: there is no such file or folder{mistyped_path(source)}")
     if path.is_file() and path.suffix not in _READERS:
         raise DatasetError(f"{source} is not a file of a known kind: {', '.join(_READERS)}")
-    if path.is_file() and path.stat().st_size < 100 and not path.read_bytes().strip():
-        raise DatasetError(f"{source} is empty: write a row into it, or name another file")
     try:
         if path.is_file():
             kind, options = _READERS[path.suffix]

@@ -1,6 +1,5 @@
 """A recipe's plan before the model is loaded."""
 
-from dataclasses import replace
 from typing import Any
 
 from accelerate import PartialState
@@ -43,9 +42,7 @@ def plan_first(
             count = _PROMPTS_WITH_IMAGES if "images" in train.column_names else _PROMPTS
             sample = train.select(range(min(count, len(train))))
             agent = user_code(script, vars(config)).agent
-            settings = from_config(config, model, longest_prompt(tokenizer, sample, model, agent))
-            of_episodes = {"tools": script.tools, "environment": script.environment}
-            plan = make_plan(replace(settings, values=settings.values | of_episodes))
+            plan = make_plan(from_config(config, model, longest_prompt(tokenizer, sample, model, agent)))
         except Exception as error:
             say(f"memory was not planned: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
     if plan is not None and not plan.fits:

@@ -23,7 +23,6 @@ from .steps import loss_bytes
 
 ACTIVATIONS = "activations, head's tiles"
 CACHE = "cache of generation"
-TURNS = "caches kept between turns"
 TOKEN_STEP = "token step's copies"
 UPDATE = "optimizer's update"
 GATHERED = "gathered weights"
@@ -155,11 +154,9 @@ def _parameters(run: FakeRun) -> tuple[int, int]:
 
 
 def changed(plan: Plan, **values: Any) -> Plan:
-    """Plan the same run with other values of its fields; `load_in_4bit` works too."""
-    settings = plan.settings
-    if "load_in_4bit" in values:
-        settings = replace(settings, model=replace(settings.model, load_in_4bit=values.pop("load_in_4bit")))
-    return make_plan(replace(settings, values=settings.values | values), plan.hardware, plan.config)
+    """Plan the same run with other values of its trainer's fields."""
+    settings = replace(plan.settings, values=plan.settings.values | values)
+    return make_plan(settings, plan.hardware, plan.config)
 
 
 def _phases(run: FakeRun, hardware: Hardware, engine: Engine | None) -> dict[str, dict[str, int]]:
@@ -188,7 +185,7 @@ def _phases(run: FakeRun, hardware: Hardware, engine: Engine | None) -> dict[str
     update = 0 if "fused" in str(getattr(settings.optim, "value", settings.optim)) else static[model.GRADIENTS]
 
     # By phase: what comes and goes; what is there during the whole phase in addition to the weights; gathered weights.
-    table = {"generate": (_generation(run, free), awake, in_a_rollout)}
+    table = {"generate": (_generation(run), awake, in_a_rollout)}
     if settings.scores_again:
         scored = run.measure(scored_shape(settings, gpu))
         table["score"] = ({ACTIVATIONS: scored}, asleep, in_a_rollout)
@@ -204,8 +201,11 @@ def _phases(run: FakeRun, hardware: Hardware, engine: Engine | None) -> dict[str
     return phases
 
 
-def _generation(run: FakeRun, free: int) -> dict[str, int]:
-    """Bytes by component of generation, with all completions at full length; `free` are those next to the weights."""
+def _generation(run: FakeRun) -> dict[str, int]:
+    """Bytes by component of generation, with all completions at full length.
+
+    Caches that episodes keep between turns are not among them: they take what is free, and no more than half of it.
+    """
     settings = run.settings
     if settings.use_vllm:
         return {}
@@ -215,11 +215,7 @@ def _generation(run: FakeRun, free: int) -> dict[str, int]:
         rows = max(1, rows // settings.num_generations)
     # During the prefill the cache holds the prompts only. A token step has activations of one token per row only.
     prefill = run.measure(Shape(rows, settings.prompt_tokens, 0, False)) + rows * prompt
-    parts = {CACHE: cache, TOKEN_STEP: step, ACTIVATIONS: max(0, prefill - cache - step)}
-    if settings.keeps_turns:
-        # A row's cache is kept when its turn has ended; the last rows of a batch are then still in the cache.
-        parts[TURNS] = min(cache, max(0, int(FREE_SHARE * free)))
-    return parts
+    return {CACHE: cache, TOKEN_STEP: step, ACTIVATIONS: max(0, prefill - cache - step)}
 
 
 def gathered_bytes(run: FakeRun) -> tuple[int, int]:

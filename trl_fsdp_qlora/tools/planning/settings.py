@@ -79,12 +79,6 @@ class Settings:
         return self.per_device_train_batch_size * self.rollout_batches
 
     @property
-    def keeps_turns(self) -> bool:
-        """Episodes have several turns, and rows keep their caches between turns."""
-        has_turns = bool(self.values.get("tools") or self.values.get("environment"))
-        return has_turns and not self.use_vllm and self.compact_generation
-
-    @property
     def mixed(self) -> str | None:
         """Dtype of the mixed precision, or `None`."""
         launched = self.launch.mixed_precision

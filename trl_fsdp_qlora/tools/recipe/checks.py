@@ -74,12 +74,9 @@ def user_code(script: ScriptArguments, settings: dict[str, Any] | None = None) -
             raise ConfigError(f"rewards: {OWN_REWARD} is an environment's get_reward, and no environment is set")
         return UserCode(rewards, judge, None, tool_format)
     environment = functions[script.environment] if script.environment else None
-    if environment is not None and not hasattr(environment, "reset"):
-        raise ConfigError(f"environment={script.environment!r} has no method reset(self, **row)")
-    if owns_reward and not hasattr(environment, "get_reward"):
-        raise ConfigError(
-            f"rewards: {OWN_REWARD} needs a method get_reward(self) of environment={script.environment!r}"
-        )
+    for method in ("reset", "get_reward") if owns_reward else ("reset",):
+        if environment is not None and not hasattr(environment, method):
+            raise ConfigError(f"environment={script.environment!r} has no method {method}")
     if not script.chat:
         raise ConfigError("tools and environments are shown to the model by its chat template; leave chat: false out")
     settings = settings or {}

@@ -18,8 +18,7 @@ _NEAR = 0.75  # similarity of a name that is worth a guess
 # Where the fields of all recipes are written. A field of another command is refused later, by the command's parser.
 _FILES = (
     "transformers/training_args.py", "trl/trainer/*_config.py", "trl/experimental/*/*_config.py",
-    "trl_fsdp_qlora/trainers/*/config.py", "trl_fsdp_qlora/trainers/run/options.py",
-    "trl_fsdp_qlora/tools/recipe/*.py",
+    "trl_fsdp_qlora/trainers/*/config.py", "trl_fsdp_qlora/tools/recipe/*.py",
 )  # fmt: skip
 # Commands without fields, and those whose options are other things: accelerate's, a list of findings.
 _WITHOUT_FIELDS = ("merge", "small-base", "publish", "report")
@@ -75,26 +74,14 @@ def _refuse(unknown: Sequence[Any], known: Collection[str], lead: str = "") -> N
         raise ConfigError(f"{lead}{', '.join(faults)}")
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that is in a mapping twice, of which YAML would take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen = set()
-        for key, _ in node.value:
-            if str(key.value) in seen:
-                raise yaml.MarkedYAMLError(problem=f"{key.value!r} is there twice", problem_mark=key.start_mark)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-
 def read_yaml(path: str | Path, option: str = "--config") -> dict[str, Any]:
     """The mapping in a YAML file, which `option` names on the command line.
 
     Raises:
-        ConfigError: there is no such file, it is no YAML (with the line), it has a key twice, or it is no mapping.
+        ConfigError: there is no such file, it is no YAML (with the line), or it is no mapping.
     """
     try:
-        config = yaml.load(Path(path).read_text(encoding="utf-8-sig"), _Loader)
+        config = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{option} {path}: {error.strerror}{mistyped_path(path)}") from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:

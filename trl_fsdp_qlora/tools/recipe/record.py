@@ -135,19 +135,13 @@ def settings_in(folder: str | Path) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def evaluate_line(output_dir: str, script: ScriptArguments, adapter: bool = True) -> str:
-    """The command that measures a finished run again, as a line for a shell.
-
-    It names the code that the run measures with, which `evaluate` takes from no folder.
-    """
-    option = "--adapter" if adapter else "--model_name_or_path"
-    code = code_in({name: vars(script)[name] for name in (*DATA, *CODE)})
-    return shlex.join(["trl-fsdp-qlora", "evaluate", option, str(output_dir), *as_words(code)])
-
-
 def next_commands(output_dir: str, script: ScriptArguments, is_adapter: bool) -> str:
     """Lines with what to type when a run is finished."""
-    lines = [f"  measure it: {evaluate_line(output_dir, script, is_adapter)}"]
+    option = "--adapter" if is_adapter else "--model_name_or_path"
+    # The code that the run measures with, which `evaluate` takes from no folder.
+    code = code_in({name: vars(script)[name] for name in (*DATA, *CODE)})
+    evaluate = shlex.join(["trl-fsdp-qlora", "evaluate", option, output_dir, *as_words(code)])
+    lines = [f"  measure it: {evaluate}"]
     served = output_dir
     if is_adapter:
         served = f"{output_dir.rstrip('/')}-merged"
@@ -268,5 +262,5 @@ class RunPage(TrainerCallback):
         if not PartialState().is_main_process:
             return None
         path = self.folder / PAGE
-        write_report([self.folder], path, with_completions=not trainer.args.push_to_hub)
+        write_report(self.folder, path, with_completions=not trainer.args.push_to_hub)
         return path

@@ -1,5 +1,6 @@
-"""Which curves a page shows, as plain data: a chart has series, and a series belongs to a run."""
+"""Which curves a page shows, as plain data: a chart has series."""
 
+import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,14 +17,12 @@ MOST_POINTS = 1000  # of a series; of more, these are spread evenly over the ste
 class Series:
     """A curve, with a band around it or without: lists with one entry a logged step."""
 
-    run: int  # number of the run
     name: str
     steps: list[float]
     values: list[float]
     low: list[float] | None = None
     high: list[float] | None = None
     color: str = ""
-    dash: str = "solid"
 
 
 @dataclass
@@ -55,46 +54,38 @@ _BETWEEN_STEPS = ("time/accuracy_s", "time/evaluate_s")
 _UNINTERESTING = ("step", "epoch", "num_tokens", "total_flos", "accuracy", "accuracy/n", "step_time")
 
 
-def charts_of(runs: list[Run]) -> tuple[list[Chart], list[Chart]]:
+def charts_of(run: Run) -> tuple[list[Chart], list[Chart]]:
     """(the charts that everybody reads, one for each further metric), without empty ones."""
     shown: set[str] = {"completions/min_length", "completions/max_length"}
-    first = [_accuracy(runs)]
+    first = [_accuracy(run)]
     for title, about, metrics, percent in _CHARTS:
         chart = Chart(title, about, percent=percent)
         for metric, name in metrics.items():
-            chart.series += _series(runs, metric, name)
+            chart.series += _series(run, metric, name)
             shown.add(metric)
-        if title == "Completion length" and len(runs) == 1 and chart.series:  # bands of several runs would overlap
-            _add_band(chart.series[0], runs[0], "completions/min_length", "completions/max_length")
+        if title == "Completion length" and chart.series:
+            _add_band(chart.series[0], run, "completions/min_length", "completions/max_length")
         first.append(chart)
-    functions = _names(runs, "rewards/", "/mean")
+    metrics = dict.fromkeys(name for entry in run.history for name in entry)
+    functions = _names(metrics, "rewards/", "/mean")
     if len(functions) > 1:
         chart = Chart("Rewards by function", "means of the sampled completions")
         for name in functions:
-            chart.series += _series(runs, f"rewards/{name}/mean", name)
+            chart.series += _series(run, f"rewards/{name}/mean", name)
         first.insert(2, chart)
     shown.update(f"rewards/{name}/mean" for name in functions)
-    first += [_seconds(runs), Chart("Memory", "highest use in any phase, MiB", _memory(runs))]
-    shown |= {name for run in runs for entry in run.history for name in entry if name.startswith(("time/", "memory/"))}
-    metrics = dict.fromkeys(name for run in runs for entry in run.history for name in entry)
+    first += [_seconds(run, metrics), Chart("Memory", "highest use in any phase, MiB", _memory(run))]
+    shown |= {name for name in metrics if name.startswith(("time/", "memory/"))}
     further = [
-        Chart(name, "", _series(runs, name, name))
+        Chart(name, "", _series(run, name, name))
         for name in sorted(metrics)
         if name not in shown and name not in _UNINTERESTING and not name.startswith("train_")
     ]
     charts = [chart for chart in first if chart.series], [chart for chart in further if chart.series]
     for chart in [*charts[0], *charts[1]]:
-        _color(chart, len(runs))
+        for series, color in zip(chart.series, itertools.cycle(COLORS), strict=False):
+            series.color = color
     return charts
-
-
-def _color(chart: Chart, runs: int) -> None:
-    """A run has one colour in all charts; if there is one run, each of its series has its own."""
-    names = list(dict.fromkeys(series.name for series in chart.series))
-    for series in chart.series:
-        order = names.index(series.name)
-        series.color = COLORS[(series.run if runs > 1 else order) % len(COLORS)]
-        series.dash = "dashed" if runs > 1 and order % 2 else "solid"
 
 
 def _points(run: Run, metric: str) -> dict[float, float]:
@@ -107,13 +98,9 @@ def _rounded(values: Iterable[float]) -> list[float]:
     return [float(f"{value:.6g}") for value in values]
 
 
-def _series(runs: list[Run], metric: str, name: str) -> list[Series]:
-    series = []
-    for number, run in enumerate(runs):
-        points = _points(run, metric)
-        if points:
-            series.append(Series(number, name, list(points), _rounded(points.values())))
-    return series
+def _series(run: Run, metric: str, name: str) -> list[Series]:
+    points = _points(run, metric)
+    return [Series(name, list(points), _rounded(points.values()))] if points else []
 
 
 def _add_band(series: Series, run: Run, low: str, high: str) -> None:
@@ -124,43 +111,41 @@ def _add_band(series: Series, run: Run, low: str, high: str) -> None:
         series.high = _rounded(highs[step] for step in series.steps)
 
 
-def _names(runs: list[Run], beginning: str, end: str) -> list[str]:
-    metrics = dict.fromkeys(name for run in runs for entry in run.history for name in entry)
+def _names(metrics: Iterable[str], beginning: str, end: str) -> list[str]:
     return [name[len(beginning) : -len(end)] for name in metrics if name.startswith(beginning) and name.endswith(end)]
 
 
-def _accuracy(runs: list[Run]) -> Chart:
+def _accuracy(run: Run) -> Chart:
     """Held-out accuracy with 95% intervals, and the measurements before and after training."""
     chart = Chart("Held-out accuracy", "greedy; the band is Wilson's 95% interval", percent=True, smooth=False)
-    for number, run in enumerate(runs):
-        measured = {}
-        for entry in run.history:
-            if "accuracy/n" in entry:
-                measured[entry["step"]] = (round(entry["accuracy"] * entry["accuracy/n"]), int(entry["accuracy/n"]))
-        for when, step in (("before", 0), ("after", run.last_step)):
-            if when in run.accuracy:
-                measured[step] = (run.accuracy[when]["correct"], run.accuracy[when]["n"])
-        if measured:
-            steps = sorted(measured)
-            values = _rounded(measured[step][0] / measured[step][1] for step in steps)
-            low, high = (
-                _rounded(bounds) for bounds in zip(*(wilson_interval(*measured[step]) for step in steps), strict=True)
-            )
-            chart.series.append(Series(number, "accuracy", steps, values, low, high))
+    measured = {}
+    for entry in run.history:
+        if "accuracy/n" in entry:
+            measured[entry["step"]] = (round(entry["accuracy"] * entry["accuracy/n"]), int(entry["accuracy/n"]))
+    for when, step in (("before", 0), ("after", run.last_step)):
+        if when in run.accuracy:
+            measured[step] = (run.accuracy[when]["correct"], run.accuracy[when]["n"])
+    if measured:
+        steps = sorted(measured)
+        values = _rounded(measured[step][0] / measured[step][1] for step in steps)
+        low, high = (
+            _rounded(bounds) for bounds in zip(*(wilson_interval(*measured[step]) for step in steps), strict=True)
+        )
+        chart.series.append(Series("accuracy", steps, values, low, high))
     return chart
 
 
-def _seconds(runs: list[Run]) -> Chart:
-    """Seconds of an optimizer step: by phase if there is one run that measured phases, otherwise in whole."""
-    phases = _phases(runs[0]) if len(runs) == 1 else []
+def _seconds(run: Run, metrics: Iterable[str]) -> Chart:
+    """Seconds of an optimizer step: by phase if the run measured phases, otherwise in whole."""
+    phases = _phases(run, metrics)
     if phases:
         return Chart("Seconds of a step", "by phase, stacked", phases, kind="stack")
-    return Chart("Seconds of a step", "optimizer step", _series(runs, "step_time", "seconds"))
+    return Chart("Seconds of a step", "optimizer step", _series(run, "step_time", "seconds"))
 
 
-def _phases(run: Run) -> list[Series]:
+def _phases(run: Run, metrics: Iterable[str]) -> list[Series]:
     """The phases of a step, the longest first; measurements between steps are no part of a step."""
-    names = [f"time/{name}_s" for name in _names([run], "time/", "_s")]
+    names = [f"time/{name}_s" for name in _names(metrics, "time/", "_s")]
     by_step = {entry["step"]: entry for entry in run.history if any(name in entry for name in names)}
     steps = spread(sorted(by_step), MOST_POINTS)
     phases = []
@@ -168,20 +153,16 @@ def _phases(run: Run) -> list[Series]:
         values = _rounded(by_step[step].get(name, 0.0) for step in steps)
         if name not in _BETWEEN_STEPS and any(values):
             label = name.removeprefix("time/").removesuffix("_s").replace("_", " ")
-            phases.append(Series(0, label, steps, values))
+            phases.append(Series(label, steps, values))
     return sorted(phases, key=lambda series: sum(series.values), reverse=True)
 
 
-def _memory(runs: list[Run]) -> list[Series]:
+def _memory(run: Run) -> list[Series]:
     """The most memory in use in any phase."""
-    series = []
-    for number, run in enumerate(runs):
-        highest = {}
-        for entry in run.history:
-            peaks = [value for name, value in entry.items() if re.fullmatch(r"memory/.*_peak_mib", name)]
-            if peaks:
-                highest[entry["step"]] = max(peaks)
-        steps = spread(sorted(highest), MOST_POINTS)
-        if steps:
-            series.append(Series(number, "highest use", steps, _rounded(highest[step] for step in steps)))
-    return series
+    highest = {}
+    for entry in run.history:
+        peaks = [value for name, value in entry.items() if re.fullmatch(r"memory/.*_peak_mib", name)]
+        if peaks:
+            highest[entry["step"]] = max(peaks)
+    steps = spread(sorted(highest), MOST_POINTS)
+    return [Series("highest use", steps, _rounded(highest[step] for step in steps))] if steps else []

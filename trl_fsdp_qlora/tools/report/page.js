@@ -34,18 +34,8 @@ const darkness = matchMedia("(prefers-color-scheme: dark)");
 setTheme(darkness.matches);
 darkness.addEventListener("change", () => setTheme(darkness.matches));
 byId("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "light"));
-for (const swatch of document.querySelectorAll("[data-run]")) {
-  swatch.style.background = data.runs[Number(swatch.dataset.run)].color;
-}
 
 // --- curves -----------------------------------------------------------------------------------------------------------
-
-const several = data.runs.length > 1;
-function label(series, chart) {
-  if (!several) return series.name;
-  const run = data.runs[series.run].name;
-  return new Set(chart.series.map((each) => each.name)).size > 1 ? `${run}, ${series.name}` : run;
-}
 
 function smooth(values, weight) {
   let mean = 0;
@@ -78,7 +68,7 @@ function columns(chart, index, chosen) {
     shown: smoothedOf(series, weight),
     low,
     high,
-    name: series.values.map(() => label(series, chart)),
+    name: series.values.map(() => series.name),
   };
 }
 
@@ -99,9 +89,9 @@ function frame(figure, chart) {
   const legend = element("div", { class: "legend", "aria-hidden": "true" });
   if (chart.series.length > 1) {
     for (const series of chart.series) {
-      const line = element("i", { class: series.dash });
+      const line = element("i");
       line.style.borderColor = series.color;
-      legend.append(element("span", {}, line, label(series, chart)));
+      legend.append(element("span", {}, line, series.name));
     }
   }
   const table = element("div", { class: "table", tabindex: "0" });
@@ -114,7 +104,7 @@ function frame(figure, chart) {
   }
   figure.append(caption, element("p", { class: "about" }, chart.about || "\u00a0"), plot, legend, details);
   const words = chart.series
-    .map((s) => `${label(s, chart)}: ${number(s.values[0], chart.percent)} at step ${s.steps[0]}, ` +
+    .map((s) => `${s.name}: ${number(s.values[0], chart.percent)} at step ${s.steps[0]}, ` +
       `${number(s.values.at(-1), chart.percent)} at step ${s.steps.at(-1)}`)
     .join("; ");
   plot.setAttribute("aria-label", `${chart.title}. ${words}`);
@@ -126,7 +116,7 @@ function fillTable(table, chart) {
   const steps = [...new Set(chart.series.flatMap((series) => series.steps))].sort((a, b) => a - b);
   const head = element("tr", {}, element("th", { scope: "col" }, "step"));
   const values = chart.series.map((series) => new Map(series.steps.map((step, i) => [step, series.values[i]])));
-  for (const series of chart.series) head.append(element("th", { scope: "col" }, label(series, chart)));
+  for (const series of chart.series) head.append(element("th", { scope: "col" }, series.name));
   const body = element("tbody");
   for (const step of steps) {
     const row = element("tr", {}, element("th", { scope: "row" }, number(step)));
@@ -165,7 +155,7 @@ function bokehPlot(chart, shared) {
       plot.varea(x, { field: "low" }, { field: "high" }, { source, fill_color: color, fill_alpha: isStack ? 0.8 : 0.15 });
     }
     const y = { field: isStack ? "high" : "shown" };
-    const line = plot.line(x, y, { source, color, line_width: isStack ? 0.5 : 2, line_dash: series.dash });
+    const line = plot.line(x, y, { source, color, line_width: isStack ? 0.5 : 2 });
     if (!isStack) {
       plot.line(x, { field: "raw" }, { source, color, line_width: 1, line_alpha: 0.3 });
       plot.scatter(x, { field: "raw" }, { source, color, size: 4, fill_alpha: 0.6, line_alpha: 0 });
@@ -208,10 +198,10 @@ byId("reset")?.addEventListener("click", () => {
 
 const GROUPS_AT_ONCE = 8;
 const CONTROLS = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]/g;
-const state = { run: 0, step: "", prompt: null, shown: GROUPS_AT_ONCE };
+const state = { step: "", prompt: null, shown: GROUPS_AT_ONCE };
 const filters = byId("filters");
 
-// What a group's rows look like to the filters: made once for each run.
+// What a group's rows look like to the filters.
 function indexed(completions) {
   const { rows } = completions;
   completions.lower = [];
@@ -231,7 +221,7 @@ function indexed(completions) {
   return completions;
 }
 
-const current = () => data.completions[state.run];
+const current = () => data.completions;
 const total = (row) => current().rows.total?.[row] ?? null;
 const range = (first, count) => Array.from({ length: count }, (_, i) => first + i);
 const ORDERS = {
@@ -423,19 +413,6 @@ function setStep(step) {
   update();
 }
 
-function setRun(run) {
-  state.run = run;
-  state.prompt = null;
-  const of = current();
-  if (!of.steps) indexed(of);
-  byId("step").replaceChildren(
-    element("option", { value: "" }, "all"),
-    ...of.steps.map((step) => element("option", { value: step }, number(step))),
-  );
-  byId("of-cut").hidden = !of.rows.cut;
-  setStep(of.steps.at(-1) ?? "");
-}
-
 // A click on a curve shows the completions of the nearest step that has any.
 function showStepNear(step) {
   if (!filters || !Number.isFinite(step)) return;
@@ -445,13 +422,15 @@ function showStepNear(step) {
 }
 
 if (filters) {
-  const filled = data.completions.map((each, i) => i).filter((i) => data.completions[i].groups.length);
-  byId("of-run").hidden = filled.length < 2;
-  byId("run").append(...filled.map((i) => element("option", { value: i }, data.runs[i].name)));
-  byId("run").addEventListener("change", () => setRun(Number(byId("run").value)));
+  const { steps, rows } = indexed(current());
+  byId("step").append(
+    element("option", { value: "" }, "all"),
+    ...steps.map((step) => element("option", { value: step }, number(step))),
+  );
+  byId("of-cut").hidden = !rows.cut;
   byId("step").addEventListener("change", () => setStep(byId("step").value === "" ? "" : Number(byId("step").value)));
-  byId("earlier").addEventListener("click", () => setStep(current().steps[current().steps.indexOf(state.step) - 1]));
-  byId("later").addEventListener("click", () => setStep(current().steps[current().steps.indexOf(state.step) + 1]));
+  byId("earlier").addEventListener("click", () => setStep(steps[steps.indexOf(state.step) - 1]));
+  byId("later").addEventListener("click", () => setStep(steps[steps.indexOf(state.step) + 1]));
   let waiting = 0;
   for (const id of ["order", "low", "high", "text", "cut"]) {
     byId(id).addEventListener("input", () => {
@@ -463,12 +442,11 @@ if (filters) {
   byId("clear").addEventListener("click", () => {
     state.prompt = null;
     filters.reset();
-    byId("run").value = state.run;
-    setStep(current().steps.at(-1));
+    setStep(steps.at(-1));
   });
   byId("more").addEventListener("click", () => {
     state.shown += GROUPS_AT_ONCE;
     showMore();
   });
-  setRun(filled[0]);
+  setStep(steps.at(-1));
 }

@@ -12,55 +12,46 @@ from markupsafe import Markup
 
 from ...utils.files import written_whole
 from ...utils.plain import counted
-from .charts import COLORS, charts_of
+from .charts import charts_of
 from .completions import Completions, read_completions
-from .folder import Run, read_run
+from .folder import read_run
 
 NAME = "report.html"
-MEGABYTES = 4.0  # room for the completions of all runs together
+MEGABYTES = 4.0  # room for completions
 _HERE = Path(__file__).parent
 
 
-def write_report(folders: list[Path], target: Path, with_completions: bool = True) -> list[str]:
-    """Write the page of the runs in `folders` to the file `target`.
+def write_report(folder: Path, target: Path, with_completions: bool = True) -> list[str]:
+    """Write the page of the run in `folder` to the file `target`.
 
     Args:
-        folders: of runs, ours or of TRL; the first is the one that the others are compared with.
+        folder: of a run, ours or of TRL.
         target: the file, which appears whole or not at all.
         with_completions: `False` leaves prompts and completions out.
 
     Returns:
         What is missing, one line each.
     """
-    runs = [read_run(folder) for folder in folders]
-    _tell_apart(runs)
-    by_run: list[Completions | None] = [None] * len(runs)
-    if with_completions:
-        budget = int(MEGABYTES * 1e6 / len(runs))
-        by_run = [read_completions(folder, run, budget) for folder, run in zip(folders, runs, strict=True)]
-    notes = []
-    for run, completions in zip(runs, by_run, strict=True):
-        notes_of_run = [*run.notes, *(completions.notes if completions is not None else [])]
-        notes += [f"{run.name}: {note}" if len(runs) > 1 else note for note in notes_of_run]
-    charts, other_charts = charts_of(runs)
+    run = read_run(folder)
+    completions = read_completions(folder, run, int(MEGABYTES * 1e6)) if with_completions else None
+    notes = run.notes if completions is None else [*run.notes, *completions.notes]
+    charts, other_charts = charts_of(run)
     data: dict[str, Any] = {
-        "runs": [{"name": run.name, "color": COLORS[i % len(COLORS)]} for i, run in enumerate(runs)],
         "charts": [asdict(chart) for chart in [*charts, *other_charts]],
-        "completions": [_columns(each) for each in by_run if each is not None],
+        "completions": None if completions is None else _columns(completions),
     }
     scripts = [*_bokeh(), (_HERE / "page.js").read_text(encoding="utf-8")]
     environment = Environment(
         loader=PackageLoader(__package__, ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     text = environment.get_template("page.html").render(
-        runs=runs,
+        run=run,
         counted=counted,
         charts=charts,
         further=other_charts,
         notes=notes,
         smoothing=0.8 if any(len(series.steps) > 60 for chart in charts for series in chart.series) else 0,
-        labels=list(dict.fromkeys(label for run in runs for label in run.facts)),
-        has_completions=any(each is not None and each.groups for each in by_run),
+        has_completions=completions is not None and bool(completions.groups),
         leaves_completions_out=not with_completions,
         style=Markup((_HERE / "page.css").read_text(encoding="utf-8")),
         scripts=[Markup(script) for script in scripts],
@@ -83,14 +74,6 @@ def embedded(data: Any) -> str:
 
 def _digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def _tell_apart(runs: list[Run]) -> None:
-    """Number the names of runs whose folders have the same name."""
-    names = [run.name for run in runs]
-    for number, run in enumerate(runs):
-        if names.count(run.name) > 1:
-            run.name = f"{run.name} ({number + 1})"
 
 
 def _bokeh() -> list[str]:

@@ -105,7 +105,7 @@ class OnPolicyRun(TrainerRun):
 
     def _tokenize_for_display(self):
         # With environments (of GRPO) no prompt is known before the first reset.
-        return None if self.has_environments else self._tokenize_prompts
+        return None if self.has_environments else getattr(self, "_tokenize_prompts", None)
 
     def _add_metrics(self, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
