@@ -45,18 +45,8 @@ def make_pairs(script: DPOScriptArguments, config: EfficientDPOConfig, model: Mo
     taught = [worked(problem["columns"]) for problem in problems]
     dtype = "auto" if model.dtype in (None, "auto") else getattr(torch, model.dtype)
     answering = load_model(model.model_name_or_path, None, revision=model.model_revision, dtype=dtype)
-    pairs = sample_pairs(
-        answering.to(config.device),
-        tokenizer,
-        prompts_of(script, problems),
-        taught,
-        samples=script.pair_samples,
-        max_new_tokens=script.max_completion_length,
-        answer_format=script.answer_format,
-        batch_size=script.accuracy_batch_size,
-        seed=config.seed,
-        progress=not config.disable_tqdm,
-    )
+    prompts = prompts_of(script, problems)
+    pairs = sample_pairs(answering.to(config.device), tokenizer, prompts, taught, script, config)
     if not pairs:
         raise ConfigError(f"none of {len(problems)} problems has both a right and a wrong answer; raise pair_samples")
     on_main(lambda: write_pairs(script.pairs, pairs))

@@ -21,6 +21,7 @@ result is that of one pass over all rows, up to the order of sums.
 Suffixes of shapes: B rows of a call or a step, L tokens of a row.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -338,7 +339,7 @@ def plan_call(
 
     Args:
         sequences: the rows of the call; `None` if they cannot be packed.
-        tokens_per_pass: the limit. Passes have equally many neighbouring rows, as many as fit.
+        tokens_per_pass: the limit. The passes have equally many neighbouring rows, or one more, as many as fit.
         rules: what passes of the model have to keep to.
         shares: whether a beginning that several passes share is computed once. The call must not record gradients.
     """
@@ -346,11 +347,12 @@ def plan_call(
     if sequences is not None:
         # Each rank has trunks of its own: the ranks agree on the number of forwards only.
         alone = replace(rules, reduce=of_this_rank)
-        rows = len(sequences.lengths_B)
-        for rows_per_pass in _rows_per_pass(1, rows):  # the last one is 1: a row that is too long runs alone
-            plan = _passes_of(sequences, rows_per_pass, rows, alone, shares)
-            if plan.fits(tokens_per_pass):
-                break
+        rows = np.arange(len(sequences.lengths_B))
+        plan = Plan.of(sequences, [rows], alone, shares=False)
+        passes = min(math.ceil(plan.forest_of_pass(0)[0].tokens / tokens_per_pass), len(rows))
+        while not plan.fits(tokens_per_pass) and passes <= len(rows):  # a row that is too long runs alone
+            plan = Plan.of(sequences, np.array_split(rows, passes), alone, shares)
+            passes += 1
     count = 0 if plan is None else plan.count
     most, cannot = rules.reduce([count, int(plan is None)], "MAX")
     return None if cannot else Run(plan).filled_up(at_least=most)
@@ -400,9 +402,7 @@ def plan_step(
     return _passes_of(sequences, rows_per_pass, rows, rules)
 
 
-def _passes_of(
-    sequences: Sequences, rows_per_pass: int, rows_per_batch: int, rules: PassRules, shares: bool = True
-) -> Plan:
+def _passes_of(sequences: Sequences, rows_per_pass: int, rows_per_batch: int, rules: PassRules) -> Plan:
     """Returns the plan that computes `sequences`, `rows_per_pass` rows in a pass."""
     first_rows = range(0, len(sequences.lengths_B), rows_per_pass)
     rows_of_pass = [np.arange(first, first + rows_per_pass) for first in first_rows]
@@ -410,7 +410,7 @@ def _passes_of(
         sequences,
         rows_of_pass,
         rules,
-        shares and len(rows_of_pass) > 1,
+        len(rows_of_pass) > 1,
         batches_per_pass=max(1, rows_per_pass // rows_per_batch),
         passes_per_batch=max(1, rows_per_batch // rows_per_pass),
     )

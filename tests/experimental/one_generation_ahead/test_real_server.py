@@ -38,7 +38,7 @@ def seconds_of_steps(server, base, folder, ahead: int) -> dict[str, float]:
     slow = named_add(lambda a, b: time.sleep(TOOL_SECONDS) or str(a + b))
     settings = {
         "use_vllm": True, **on_server(server.url), "rollouts_ahead": ahead, "max_steps": 4, "num_generations": 2,
-        "per_device_train_batch_size": 2, "max_completion_length": 80, "max_tool_calling_iterations": TURNS,
+        "per_device_train_batch_size": 2, "max_completion_length": 60, "max_tool_calling_iterations": TURNS,
         "generation_kwargs": {"stop_token_ids": list(range(3, 18))}, "model_init_kwargs": {"dtype": "float32"},
     }  # fmt: skip
     trainer = EfficientGRPOTrainer(

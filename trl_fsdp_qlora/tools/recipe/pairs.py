@@ -9,6 +9,7 @@ from typing import Any
 
 from datasets import Dataset
 from torch import nn
+from transformers import TrainingArguments
 from trl.data_utils import maybe_extract_prompt
 
 from ...engines.decode.completions import generate, over_ranks
@@ -45,13 +46,8 @@ def sample_pairs(
     tokenizer: Any,
     prompts: Dataset,
     taught: Sequence[str | None],
-    *,
-    samples: int,
-    max_new_tokens: int,
-    answer_format: str,
-    batch_size: int,
-    seed: int = 0,
-    progress: bool = True,
+    script: DPOScriptArguments,
+    config: TrainingArguments,
 ) -> list[dict[str, Any]]:
     """Sample pairs of `prompt`, `chosen` and `rejected`, in TRL's form. The ranks share the work; all get all pairs.
 
@@ -59,26 +55,27 @@ def sample_pairs(
         model: an unwrapped causal language model, whole on every rank.
         prompts: `prompt`, `answer` and `row`, see [`trl_fsdp_qlora.tools.data.datasets.to_prompts`].
         taught: a right worked answer to each problem, which is chosen if none of the samples is right; or `None`.
-        samples: completions drawn for each problem, at temperature 1.
-        max_new_tokens, answer_format, batch_size, seed, progress: as in
-            [`trl_fsdp_qlora.tools.evaluation.accuracy.evaluate`].
     """
     rows = prompts.to_list()
-    _, config = generation_configs(model, tokenizer, max_new_tokens, temperature=1.0, top_p=1.0)
+    samples = script.pair_samples
+    seed = config.seed
+    _, sampling = generation_configs(model, tokenizer, script.max_completion_length, temperature=1.0, top_p=1.0)
 
     def draw(batch: range) -> list[list[int]]:
         ids = encode([rows[i]["prompt"] for i in batch for _ in range(samples)], tokenizer)
-        return generate(model, ids, config, (seed << 20) + batch.start, synced_gpus=False)
+        return generate(model, ids, sampling, (seed << 20) + batch.start, synced_gpus=False)
 
     def pair(batch: range, completions: list[list[int]]) -> list[dict | None]:
         texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in completions]
+        of_problem = [texts[first : first + samples] for first in range(0, len(texts), samples)]
         return [
-            pair_of_problem(rows[i], taught[i], texts[j * samples : (j + 1) * samples], answer_format, f"{seed} {i}")
-            for j, i in enumerate(batch)
+            pair_of_problem(rows[i], taught[i], drawn, script.answer_format, f"{seed} {i}")
+            for i, drawn in zip(batch, of_problem, strict=True)
         ]
 
-    size = max(1, batch_size // samples)
-    pairs = over_ranks(len(rows), size, draw, pair, description="preference pairs" if progress else None)
+    size = max(1, script.accuracy_batch_size // samples)
+    description = None if config.disable_tqdm else "preference pairs"
+    pairs = over_ranks(len(rows), size, draw, pair, description=description)
     return [each for each in pairs if each is not None]
 
 
