@@ -51,6 +51,17 @@ def test_what_is_high_or_has_grown_tenfold_is_named(warned):
     assert [line.split(" by ")[1].split(" nats")[0] for line in warned] == ["0.15", "0.012"]
 
 
+def test_ahead_a_policy_that_moves_far_in_a_generation_is_named_once(warned):
+    check = WeightSyncCheck(True, draws_ahead=True)
+    for moved in (0.0, *[0.04] * 30):
+        check(1000, moved * 1000)
+    assert not warned
+    for _ in range(30):
+        check(1000, 70.0)
+    (line,) = warned
+    assert "0.05 nats" in line and "learned less than in turns" in line
+
+
 @pytest.mark.parametrize(
     ("from_policy", "changes"),
     [

@@ -6,6 +6,7 @@ one.
 """
 
 import math
+from collections import deque
 from typing import Any
 
 import torch
@@ -66,6 +67,10 @@ HIGH = 0.1  # a warning
 # A difference that has grown tenfold since the first sync is a warning too (a stale adapter), unless it is small.
 GROWN = 10.0
 SMALL = 0.01
+# One generation ahead the difference is what was learnt since the draw. Most runs of ours in which its mean over so
+# many generations was higher than this learned less than in turns (docs/learning.md).
+MOVEMENT = 0.05
+GENERATIONS = 20
 # Fewer tokens than these are not judged: one unlikely token may be off by a nat.
 ENOUGH_TOKENS = 100
 # Settings of `SamplingParams` that do not change the distribution of a token (how many are drawn, when they end, what
@@ -137,7 +142,7 @@ class WeightSyncCheck:
         is_enabled: whether the engine draws from the policy itself, see [`draws_from_policy`]; if not, it checks
             nothing.
         draws_ahead: whether batches after the first come from an older policy, which differs by what was learnt since.
-            Then only the first is checked.
+            Then only the first is compared, and a policy that moves far is warned of.
     """
 
     def __init__(self, is_enabled: bool, draws_ahead: bool = False):
@@ -145,6 +150,7 @@ class WeightSyncCheck:
         self.draws_ahead = draws_ahead
         self.warned = False
         self.first: float | None = None  # mean after the first sync, once there are enough tokens
+        self._moved: deque[float] = deque(maxlen=GENERATIONS)
         self._tokens = 0.0
         self._total = 0.0
 
@@ -170,6 +176,15 @@ class WeightSyncCheck:
                     "model_name_or_path with what it serves"
                 )
         if self.draws_ahead:
+            self._moved.append(total / tokens)
+            if len(self._moved) == GENERATIONS and sum(self._moved) / GENERATIONS > MOVEMENT and not self.warned:
+                self.warned = True
+                logger.warning(
+                    f"rollouts_ahead=1: over {GENERATIONS} generations the policy moved by more than {MOVEMENT} nats "
+                    "per token between the draw of a batch and its training (sampling/sampling_logp_difference/mean). "
+                    "Most runs with as much learned less than in turns (docs/learning.md): lower learning_rate, or "
+                    "set rollouts_ahead: 0"
+                )
             return
         if total / tokens > min(HIGH, max(GROWN * self.first, SMALL)) and not self.warned:
             self.warned = True
