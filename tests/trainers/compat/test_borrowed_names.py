@@ -31,6 +31,7 @@ ELSEWHERE = {
     "transformers, of a config that came from the Hub": "_commit_hash",
     "transformers, of Gemma's norms, and of layers that may be checkpointed": "_norm _gradient_checkpointing_func",
     "TRL, of a trainer with vLLM and of its engine": "_last_loaded_step _llm_weights_sleeping",
+    "TRL, of a trainer with environments": "_environment_pool",
     "accelerate, where mixed precision keeps the forward that it wraps": "_original_forward",
     "transformers, of training arguments": "_n_gpu",
     "vLLM, of its module of model loaders": "_LOAD_FORMAT_TO_MODEL_LOADER",

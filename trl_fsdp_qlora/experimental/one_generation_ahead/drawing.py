@@ -21,7 +21,8 @@ class _Instead:
     """Another object, with other values under some names."""
 
     def __init__(self, original: Any, **values: Any):
-        vars(self).update(values, _original=original)
+        self._original = original
+        vars(self).update(values)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
