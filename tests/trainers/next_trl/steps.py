@@ -23,7 +23,7 @@ LEFT_OUT = ("scripts", "cli", "skills")  # bytecode of unchanged files stays, wh
 # The relative difference of two steps' updates, and the difference of losses next to one.
 CLOSE = 1e-3
 CLOSE_LOSS = 1e-4
-SMALL = 1e-5  # an update of less than this is rounding (1.6e-9 of RLOO with equal completions, whose advantages cancel)
+SMALL = 1e-5  # less is rounding: 1.6e-9 of RLOO with equal completions, whose advantages cancel
 
 
 def copied(folder: Path) -> Path:
