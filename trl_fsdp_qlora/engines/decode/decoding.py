@@ -300,7 +300,8 @@ class Decoding:
         rows = torch.tensor(part.rows, device=ids_UP.device)
         kwargs = {name: _rows(name, value, rows) for name, value in batch.kwargs.items() if name not in _OF_IMAGES}
         if part.new > 1:  # a single token is text, and may be unused
-            kwargs |= self._pixels or {name: x for name, x in batch.kwargs.items() if name in _OF_IMAGES}
+            given = {name: value for name, value in batch.kwargs.items() if name in _OF_IMAGES}
+            kwargs.update(self._pixels or given)
         kwargs[batch.cache_name] = filled_cache(model.config, part.kept, used, width - part.new)
         part.kept.clear()  # frees the kept rows' memory before the forward
         for name in ("attention_mask", "position_ids", *PER_TOKEN):

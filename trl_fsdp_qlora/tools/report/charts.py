@@ -75,7 +75,7 @@ def charts_of(run: Run) -> tuple[list[Chart], list[Chart]]:
         first.insert(2, chart)
     shown.update(f"rewards/{name}/mean" for name in functions)
     first += [_seconds(run, metrics), Chart("Memory", "highest use in any phase, MiB", _memory(run))]
-    shown |= {name for name in metrics if name.startswith(("time/", "memory/"))}
+    shown.update(name for name in metrics if name.startswith(("time/", "memory/")))
     further = [
         Chart(name, "", _series(run, name, name))
         for name in sorted(metrics)
