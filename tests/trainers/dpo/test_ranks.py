@@ -17,9 +17,10 @@ SCENARIOS = {"dpo": "dpo=dpo", "rloo": "rloo=rloo", "dpo4": "dpo4=dpo:4bit", "rl
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
-def runs(model, folder, *scenarios, processes=2, environment=None):
+def runs(model, folder, *scenarios, processes=2, environment=None, worker=WORKER) -> list[dict]:
+    """What each rank of a worker found in its scenarios."""
     folder.mkdir()
-    launch(WORKER, model, folder, *scenarios, processes=processes, environment=environment, timeout=500)
+    launch(worker, model, folder, *scenarios, processes=processes, environment=environment, timeout=500)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(processes)]
 
 

@@ -1,22 +1,16 @@
 """The first step's comparison on two gloo ranks, by DDP and by FSDP2 with a 4-bit base, in micro-batches."""
 
 import pytest
-import torch
 
 pytest.importorskip("bitsandbytes")
 
 from tests.distributed.fsdp2_qlora import tiny
 from tests.distributed.fsdp2_qlora.runs import difference
 from tests.distributed.fsdp_on_gloo import fsdp_environment
-from tests.distributed.launch import launch
+from tests.trainers.dpo.test_ranks import runs
 
+WORKER = "tests/trainers/next_trl/ranks_worker.py"
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
-
-
-def runs(worker, model, folder, *scenarios, processes=2, environment=None) -> list[dict]:
-    folder.mkdir()
-    launch(f"tests/trainers/{worker}", model, folder, *scenarios, processes=processes, environment=environment)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(processes)]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +22,7 @@ def model(tmp_path_factory):
 def alone(model, tmp_path_factory):
     """One process: stock's RLOO, and ours in 4 bits, which stock cannot shard; neither compares its first step."""
     folder = tmp_path_factory.mktemp("runs") / "one"
-    return runs("dpo/ranks_worker.py", model, folder, "ddp=stock_rloo", "fsdp2=rloo:4bit", processes=1)[0]
+    return runs(model, folder, "ddp=stock_rloo", "fsdp2=rloo:4bit", processes=1)[0]
 
 
 @pytest.mark.parametrize("wrapper, bits", [("ddp", ""), ("fsdp2", ":4bit")])
@@ -36,7 +30,7 @@ def test_ranks_compare_their_first_step_together(alone, model, tmp_path, wrapper
     """If one rank finds a difference, both continue as stock; whatever they find, they train what one process does."""
     environment = fsdp_environment() if wrapper == "fsdp2" else None
     scenarios = (f"right=-1{bits}", f"wrong=1{bits}")
-    ranks = runs("next_trl/ranks_worker.py", model, tmp_path / wrapper, *scenarios, environment=environment)
+    ranks = runs(model, tmp_path / wrapper, *scenarios, environment=environment, worker=WORKER)
     for rank in ranks:
         assert rank["right"]["reasons"] == [None] and rank["right"]["shared"] and not rank["right"]["said"]
         assert len(rank["wrong"]["reasons"]) == 1 and not rank["wrong"]["shared"]
