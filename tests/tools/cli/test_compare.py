@@ -189,9 +189,16 @@ def test_what_cannot_be_compared(words, message, compare):
         compare(words)
 
 
-@pytest.mark.parametrize("wrong", ["--accelerate_config", "--value_samples", "--rewards"])
-def test_the_script_refuses_what_it_refuses_when_it_trains(wrong, compare, capsys):
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ("--accelerate_config fsdp2_qlora", "--accelerate_config"),
+        ("--value_samples 4", "--value_samples"),
+        ("--rewards nothing", "'nothing'"),
+    ],
+)
+def test_the_script_refuses_what_it_refuses_when_it_trains(words, refused, compare, capsys):
     with pytest.raises(SystemExit) as end:
-        compare(f"{wrong} 4")
+        compare(words)
     assert end.value.code == 2
-    assert wrong.strip("-s") in capsys.readouterr().err
+    assert refused in capsys.readouterr().err
