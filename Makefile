@@ -1,4 +1,4 @@
-# `make quickstart` trains a small model on this machine (`make quickstart-images` one that sees). `make test` runs the tests, `make test-exhaustive` the rest of
+# `make quickstart` trains a small model on this machine. `make test` runs the tests, `make test-exhaustive` the rest of
 # their long tables, `make test-vllm` those that need vLLM, in an environment of its own, `make test-newest` the tests with the newest of all dependencies,
 # `make test-trl TRL=1.15.0` those of the trainers with another TRL, `make test-emulated` those that need a GPU on an emulated one, and `make test-core` those of
 # the core, in WORKERS processes.
@@ -17,23 +17,15 @@ WORKERS ?= 2
 SEED ?= 0
 BASE ?= runs/small-base
 RUN ?= runs/quickstart
-TASK ?= addition
-CONFIG ?= grpo/config_quickstart
 BIN := $(VENV)/bin
 
-.PHONY: quickstart quickstart-images test test-exhaustive test-core test-kernels test-newest test-trl test-vllm test-emulated gpu docs lint clean
+.PHONY: quickstart test test-exhaustive test-core test-kernels test-newest test-trl test-vllm test-emulated gpu docs lint clean
 
 quickstart: $(VENV)/.quickstart
-	$(BIN)/python recipes/small_base.py $(BASE) --task $(TASK) --seed $(SEED)
+	$(BIN)/python recipes/small_base.py $(BASE) --seed $(SEED)
 	$(BIN)/trl-fsdp-qlora launch --config_file accelerate_configs/cpu.yaml recipes/grpo.py \
-		--config recipes/small-base/$(CONFIG).yaml --model_name_or_path $(BASE) \
+		--config recipes/small-base/grpo/config_quickstart.yaml --model_name_or_path $(BASE) \
 		--seed $(SEED) --output_dir $(RUN) --resume_from_checkpoint auto
-
-quickstart-images: BASE = runs/small-vision-base
-quickstart-images: RUN = runs/quickstart-images
-quickstart-images: TASK = shapes
-quickstart-images: CONFIG = grpo_vision/config_shapes
-quickstart-images: quickstart
 
 # Files in the order of tests/conftest.py: the longest first.
 test: $(VENV)/.dev

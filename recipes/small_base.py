@@ -1,8 +1,7 @@
-"""Build the small base model: trl-fsdp-qlora small-base DIR [--task addition|shapes] [--seed N]
+"""Build the small base model: trl-fsdp-qlora small-base DIR [--seed N]
 
-A 0.6M-parameter Qwen3-architecture model with a character tokenizer, taught two-digit addition (the quickstart's) by
-`trl.SFTTrainer` with most of the carries dropped; or a 0.5M-parameter LLaVA, taught to count coloured shapes with most
-of the answers one too small. About a minute on two cores for addition. An existing folder is kept.
+A 0.6M-parameter Qwen3-architecture model with a character tokenizer, taught two-digit addition by `trl.SFTTrainer`
+with most of the carries dropped. About a minute on two cores. An existing folder is kept.
 """
 
 from trl_fsdp_qlora.tools.run.one_line import importing
@@ -14,35 +13,28 @@ with importing():
 
     from trl_fsdp_qlora.tools.recipe.script import run_main
     from trl_fsdp_qlora.tools.run.one_line import OneLineParser
-    from trl_fsdp_qlora.tools.small_base.text import TAUGHT, build_small_base
-
-# The words of `trl-fsdp-qlora grpo` that train the base of each task.
-TRAIN = {
-    "addition": "--config small-base/grpo/quickstart",
-    "shapes": "--config small-base/grpo_vision/shapes",
-}
+    from trl_fsdp_qlora.tools.small_base import build_small_base
 
 
 def main() -> None:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output_dir", type=Path)
-    parser.add_argument("--task", default="addition", choices=TAUGHT)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if not 0 <= args.seed < 2**32:
         parser.error(f"--seed {args.seed} is outside 0 to 2**32 - 1")
     folder = args.output_dir
     model = shlex.quote(str(folder))
-    train = f"train it: trl-fsdp-qlora grpo {TRAIN[args.task]} --model_name_or_path {model}"
+    train = f"train it: trl-fsdp-qlora grpo --config small-base/grpo/quickstart --model_name_or_path {model}"
     if folder.exists():
         print(f"{folder} is there already; remove it to build it again\n{train}")
         return
-    print(f"building the small base model for {args.task} in {folder} (a minute or a few)", flush=True)
+    print(f"building the small base model in {folder} (about a minute)", flush=True)
     try:
-        build_small_base(folder, args.seed, args.task)
+        build_small_base(folder, args.seed)
     except OSError as error:
         parser.error(f"{folder} cannot be made: {error.strerror}: {error.filename}")
-    print(f"the small base model for {args.task} is in {folder}\n{train}")
+    print(f"the small base model is in {folder}\n{train}")
 
 
 if __name__ == "__main__":

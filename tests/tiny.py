@@ -16,7 +16,7 @@ from trl.chat_template_utils import qwen3_chat_template
 from trl_fsdp_qlora.scoring import cpu_linear as cpu_linear
 from trl_fsdp_qlora.tools.data.answers import completion_text
 from trl_fsdp_qlora.tools.data.datasets import read_problems, to_prompts
-from trl_fsdp_qlora.tools.small_base.text import character_tokenizer, new_model
+from trl_fsdp_qlora.tools.small_base import character_tokenizer, new_model
 
 
 def these_first(cases, *first) -> list:
@@ -139,12 +139,29 @@ def trainer(cls, config_cls, output_dir, model=None, peft_config=None, reward=di
     )
 
 
-def save_tiny_vision_model(folder, seed: int = 0) -> str:
-    """An untrained LLaVA of half a million parameters with its processor in `folder`."""
-    from trl_fsdp_qlora.tools.small_base.vision import new_vision_model, shapes_processor  # with Pillow
+def tiny_vision_model():
+    """An untrained LLaVA over the character vocabulary, float32, and its processor."""
+    from tests.core.prefix_sharing.helpers import build, llava_processor, sees  # Pillow
 
-    processor = shapes_processor()
-    new_vision_model(processor, seed).save_pretrained(folder)
+    tokenizer = character_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    make = sees(
+        "Llava",
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        vision_feature_layer=-1,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=512,
+    )
+    return build(make), llava_processor(tokenizer)
+
+
+def save_tiny_vision_model(folder) -> str:
+    """A checkpoint of [`tiny_vision_model`] with its processor in `folder`."""
+    model, processor = tiny_vision_model()
+    model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return str(folder)
 

@@ -1,16 +1,14 @@
-"""Faster linear layers on a CPU in float32: oneDNN instead of MKL, and LoRA's part in two products while decoding.
+"""Faster linear layers on a CPU in float32: oneDNN instead of MKL.
 
 On x86, torch computes float32 products by MKL. It calls oneDNN, which is in the same wheel, only from its compiler, by
 the private operator that this module borrows. On AMD's processors MKL runs at about half of oneDNN's speed
-(dev/LOG.md). A LoRA layer runs five small operations in addition to its base layer. Without gradients two products
-suffice, the second of which is added to the base's output in place; this saves 12% of generation's time with SmolLM2.
-Sums run in another order; weights are neither copied nor changed.
+(dev/LOG.md). Sums run in another order; weights are neither copied nor changed.
 """
 
 import functools
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -64,27 +62,17 @@ def add_product(sum_MN: torch.Tensor, left_MK: torch.Tensor, right_KN: torch.Ten
 
 
 @contextmanager
-def fast_linears(model: nn.Module, decoding: bool = False) -> Iterator[None]:
+def fast_linears(model: nn.Module) -> Iterator[None]:
     """Inside the block, linear layers of a model on the CPU use [`product`]; a model on another device is unchanged.
 
     If activations are checkpointed, the block has to contain the backward too, because the backward runs the forward
-    again. With `decoding`, LoRA layers compute their adapter in two products: the caller needs no gradient then, and
-    changes no weight inside the block.
+    again.
     """
     parameter = next(model.parameters(), None)
-    if parameter is None or parameter.device.type != "cpu":
+    if parameter is None or parameter.device.type != "cpu" or nn.Linear.forward is not _LINEAR:
         yield
         return
-    with ExitStack() as stack:
-        if nn.Linear.forward is _LINEAR:
-            stack.enter_context(patch.multiple(nn.Linear, forward=_linear))
-        if decoding:
-            from peft.tuners.lora.layer import Linear as LoraLinear
-
-            for layer in model.modules():
-                name = _only_adapter(layer) if type(layer) is LoraLinear else None
-                if name is not None:
-                    stack.enter_context(patch.multiple(layer, forward=_fused(layer, name)))
+    with patch.multiple(nn.Linear, forward=_linear):
         yield
 
 
@@ -123,40 +111,3 @@ class _Product(torch.autograd.Function):
         grad_weight = product(rows.t(), x.reshape(-1, x.shape[-1]).t()) if needs_weight else None
         grad_bias = rows.sum(0) if needs_bias else None
         return grad_x, grad_weight, grad_bias
-
-
-def _only_adapter(layer: nn.Module) -> str | None:
-    """The name of the one adapter whose product PEFT's LoRA `layer` adds to its base's; `None` if it does more."""
-    if layer.disable_adapters or layer.merged:
-        return None
-    active = [name for name in layer.active_adapters if name in layer.lora_A]
-    if len(active) != 1 or active[0] in layer.lora_variant:
-        return None
-    (name,) = active
-    base = layer.base_layer
-    down = layer.lora_A[name]
-    up = layer.lora_B[name]
-    are_plain = all(type(part) is nn.Linear and is_plain(part.weight) for part in (base, down, up))
-    is_hooked = any("forward" in vars(x) or x._forward_pre_hooks or x._forward_hooks for x in (layer, base, down, up))
-    has_dropout = layer.training and not isinstance(layer.lora_dropout[name], nn.Identity)
-    if not are_plain or up.bias is not None or is_hooked or has_dropout:
-        return None
-    return name
-
-
-def _fused(layer: nn.Module, name: str) -> Callable:
-    weight = layer.base_layer.weight
-    bias = layer.base_layer.bias
-    down = layer.lora_A[name].weight.t()
-    up = (layer.lora_B[name].weight * layer.scaling[name]).t().contiguous()
-    multiply = product if is_faster(weight) else nn.functional.linear
-
-    def forward(x, *args, **kwargs):
-        # Further arguments (a batch that mixes adapters) and other dtypes go to PEFT's own forward.
-        if args or kwargs or _needs_torch(x):
-            return type(layer).forward(layer, x, *args, **kwargs)
-        out = multiply(x, weight, bias)
-        out.view(-1, out.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]) @ down, up)
-        return out
-
-    return forward

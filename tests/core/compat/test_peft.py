@@ -13,7 +13,7 @@ from trl.trainer.utils import add_fused_lm_head
 from tests.tiny import lora, these_first, tiny_model
 from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.compat.peft import BY_TOKEN, looks_beyond_tokens
-from trl_fsdp_qlora.tools.small_base.text import character_tokenizer
+from trl_fsdp_qlora.tools.small_base import character_tokenizer
 
 # What a kind needs to fit layers of width 32, next to its target modules.
 OPTIONS = {

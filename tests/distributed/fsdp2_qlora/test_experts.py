@@ -25,7 +25,7 @@ from trl_fsdp_qlora.engines.vllm.dequantized_base import dequantized_base
 from trl_fsdp_qlora.fsdp2_qlora import experts, grouped_product
 from trl_fsdp_qlora.fsdp2_qlora.experts import PackedExperts, dense_experts, packed_experts
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit, experts_in_16_bit, keep_plain_kernel
-from trl_fsdp_qlora.tools.small_base.text import character_tokenizer
+from trl_fsdp_qlora.tools.small_base import character_tokenizer
 
 # Every family takes of these what it has a name for.
 SIZES = {

@@ -10,15 +10,15 @@ from functools import partial
 import pytest
 import torch
 from datasets import Dataset
+from PIL import Image
 from transformers import AutoModelForCausalLM
 
 from tests.distributed.fsdp2_qlora import tiny as qlora
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import accelerate_launch, launch
-from tests.tiny import these_first
+from tests.tiny import these_first, tiny_vision_model
 from tests.trainers.vllm.runs import figures, grpo, on_server
 from tests.trainers.vllm.sampling_server import SamplingServer
-from trl_fsdp_qlora.tools.small_base.vision import coloured_shapes, new_vision_model, shapes_processor
 
 from .helpers import asked_prompts, trained_prompts
 
@@ -95,17 +95,20 @@ def test_recurrent_layers(tmp_path, shape):
 
 
 def test_images(tmp_path):
-    processor = shapes_processor()
-    rows = coloured_shapes("train")[:16]
-    prompts = [[{"role": "user", "content": row["problem"]}] for row in rows]
-    dataset = Dataset.from_dict({"prompt": prompts, "image": [row["image"] for row in rows]})
+    _, processor = tiny_vision_model()
+    prompts = [[{"role": "user", "content": f"{i}+1="}] for i in range(16)]
+    pictures = [Image.new("RGB", (16, 16), (15 * i, 80, 120)) for i in range(16)]
+    dataset = Dataset.from_dict({"prompt": prompts, "image": pictures})
 
     def new_model():
         """One that draws digits: an untrained one would also draw `<image>`, without a picture for it."""
-        model = new_vision_model(processor, 0)
-        digits = processor.tokenizer.convert_tokens_to_ids(list("0123456789"))
+        model, _ = tiny_vision_model()
+        tokens = processor.tokenizer.convert_tokens_to_ids
+        digits = tokens(list("0123456789"))
+        weight = model.get_output_embeddings().weight
         with torch.no_grad():
-            model.get_input_embeddings().weight[digits] *= 3
+            weight[digits] *= 8
+            weight[tokens("<image>")] = weight[digits].mean(0)  # far below the likeliest digit's
         return model
 
     eos = processor.tokenizer.eos_token_id

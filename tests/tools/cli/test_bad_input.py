@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 from tests.tiny import save_recipe_files, save_tiny_model, tiny_model
 from trl_fsdp_qlora.__main__ import main
-from trl_fsdp_qlora.tools.small_base.text import character_tokenizer, new_model
+from trl_fsdp_qlora.tools.small_base import character_tokenizer, new_model
 
 QUICK = "--config small-base/grpo/quickstart"
 

@@ -10,7 +10,7 @@ from trl_fsdp_qlora.tools.data.rewards import get_reward
 from trl_fsdp_qlora.tools.evaluation.accuracy import evaluate
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.tools.recipe.problems import load_data, load_held_out
-from trl_fsdp_qlora.tools.small_base.text import character_tokenizer
+from trl_fsdp_qlora.tools.small_base import character_tokenizer
 
 from ...tiny import tiny_model
 

@@ -8,7 +8,7 @@ from tests.tiny import Answering, prompts, tiny_model
 from trl_fsdp_qlora.tools.data.answers import UnparsableGoldAnswer
 from trl_fsdp_qlora.tools.evaluation import accuracy as evaluation
 from trl_fsdp_qlora.tools.evaluation.accuracy import Evaluation, Judge, evaluate
-from trl_fsdp_qlora.tools.small_base.text import character_tokenizer
+from trl_fsdp_qlora.tools.small_base import character_tokenizer
 from trl_fsdp_qlora.utils.stats import format_accuracy, wilson_interval
 
 

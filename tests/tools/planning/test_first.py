@@ -10,7 +10,7 @@ from tests.tiny import config, prompts, save_tiny_model
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.tools.planning import first
 from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments
-from trl_fsdp_qlora.tools.small_base.text import character_tokenizer
+from trl_fsdp_qlora.tools.small_base import character_tokenizer
 
 
 def test_a_run_that_does_not_fit_is_warned_of_or_refused(tmp_path, monkeypatch, capsys):

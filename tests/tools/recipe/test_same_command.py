@@ -57,7 +57,7 @@ def test_another_verbosity_of_transformers_is_the_same_run(begun):
         ("--seed 1", "seed: 42 -> 1"),
         ("--held_out 30", "held_out: 20 -> 30"),
         ("--lora_target_modules q_proj", "lora_target_modules: "),
-        ("--dataset coloured_shapes", "dataset: addition -> coloured_shapes"),
+        ("--dataset sums.jsonl", "dataset: addition -> sums.jsonl"),
     ],
 )
 def test_another_command_is_refused_with_what_differs_also_a_second_time(words, difference, begun):

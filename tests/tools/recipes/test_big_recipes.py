@@ -12,7 +12,7 @@ pytest.importorskip("bitsandbytes")
 from tests.core.prefix_sharing.helpers import build, small
 from tests.tiny import these_first
 from trl_fsdp_qlora.tools.planning import first
-from trl_fsdp_qlora.tools.small_base.text import character_tokenizer
+from trl_fsdp_qlora.tools.small_base import character_tokenizer
 
 from .conftest import RECIPES
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tests.distributed.launch import run_launcher
 from tests.tiny import lora, save_recipe_files, save_tiny_model, tiny_model
 from trl_fsdp_qlora.errors import UserError
-from trl_fsdp_qlora.tools.small_base.text import character_tokenizer
+from trl_fsdp_qlora.tools.small_base import character_tokenizer
 
 from .conftest import RECIPES
 

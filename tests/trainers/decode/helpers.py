@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from trl_fsdp_qlora.tools.small_base.text import CHAT_TEMPLATE, character_tokenizer
+from trl_fsdp_qlora.tools.small_base import CHAT_TEMPLATE, character_tokenizer
 
 
 def calls_in_most_turns(ids: list[int], prefix: list[int]) -> bool:

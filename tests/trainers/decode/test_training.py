@@ -14,7 +14,7 @@ from tests.trainers.decode.helpers import calling_tokenizer
 from tests.trainers.helpers import make_trainer, processor
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.trl_rollouts import Turn
-from trl_fsdp_qlora.tools.small_base.text import character_tokenizer
+from trl_fsdp_qlora.tools.small_base import character_tokenizer
 
 STOCK = (GRPOTrainer, GRPOConfig)
 OURS = (EfficientGRPOTrainer, EfficientGRPOConfig)

@@ -19,7 +19,7 @@ from tests.trainers.decode.test_decoding import greedy
 from tests.trainers.decode.test_turns import OURS, STOCK
 from trl_fsdp_qlora.engines.decode.completions import complete
 from trl_fsdp_qlora.engines.decode.turns import KeptTurns
-from trl_fsdp_qlora.tools.small_base.text import CHAT_TEMPLATE
+from trl_fsdp_qlora.tools.small_base import CHAT_TEMPLATE
 
 # Of each row: its prompt's words, its images' sizes by place in `SIZES`, and whose pixels they have. Rows 0 to 2 have
 # one prompt, rows 3 and 4 the same tokens and other pixels, row 5 no image, and row 6 two images.

@@ -26,7 +26,7 @@ from trl_fsdp_qlora import (
     TSPMOTrainer,
 )
 from trl_fsdp_qlora.prefix_sharing import passes
-from trl_fsdp_qlora.tools.small_base.text import character_tokenizer, new_model
+from trl_fsdp_qlora.tools.small_base import character_tokenizer, new_model
 
 from .test_cuda import MARKS, a_star_po
 

@@ -12,7 +12,7 @@ from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.engines.decode.completions import over_ranks
 from trl_fsdp_qlora.tools.run import terminal
 from trl_fsdp_qlora.tools.run.terminal import TerminalCallback, use_terminal
-from trl_fsdp_qlora.tools.small_base.text import character_tokenizer
+from trl_fsdp_qlora.tools.small_base import character_tokenizer
 from trl_fsdp_qlora.utils import progress
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.trainers.vllm.serve import Server
-from trl_fsdp_qlora.tools.small_base.text import character_tokenizer, new_model
+from trl_fsdp_qlora.tools.small_base import character_tokenizer, new_model
 
 # Before vLLM is imported, and inherited by every process that a test starts.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

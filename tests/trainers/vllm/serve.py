@@ -18,6 +18,7 @@ from tests.distributed.launch import free_port
 
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a worker process of its own would spin while the engine waits
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
     "HF_HUB_OFFLINE": "1",
@@ -33,9 +34,8 @@ class Server:
         self.log = TemporaryFile()  # noqa: SIM115 (the process writes to it until the end)
         command = [str(Path(sys.executable).with_name("vllm")), "serve", model, "--port", str(self.port)]
         command += ["--enable-lora", "--max-lora-rank", "16", "--logprobs-mode", "processed_logprobs"]
-        command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128"]
+        command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--block-size", "32"]
         environment = {**os.environ, **SETTINGS}
-        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         self.process = subprocess.Popen(
             command, env=environment, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True
         )

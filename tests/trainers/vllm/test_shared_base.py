@@ -34,7 +34,7 @@ from trl_fsdp_qlora import (
 )
 from trl_fsdp_qlora.engines.vllm.adapter_sync import RolloutError
 from trl_fsdp_qlora.engines.vllm.sync_choice import Sync, choose_sync, why_own_base
-from trl_fsdp_qlora.tools.small_base.text import character_tokenizer
+from trl_fsdp_qlora.tools.small_base import character_tokenizer
 
 LORA = LoraConfig(r=2, target_modules=["0", "1", "2"])
 DIFFERENCE = "sampling/sampling_logp_difference/mean"

@@ -171,7 +171,7 @@ class Decoding:
         # Some rotary tables depend on the longest row. It may have ended, so no row may be dropped then.
         batch.drops = batch.drops and batch.longest <= position_limit(model)
         keeps = self.turns is not None and not self.turns.is_last and not self.has_images
-        with fast_linears(model, decoding=True):
+        with fast_linears(model):
             with self._tower_on_every_rank(model, input_ids.device, synced_gpus):
                 outputs = self._prefill(model, input_ids, prompt_R, batch, generation_config, synced_gpus)
             with tuned_for_decoding(model):

@@ -17,7 +17,7 @@ from datasets import Dataset, Image, List, concatenate_datasets, load_dataset, l
 from datasets.exceptions import DatasetsError
 
 from ...errors import mistyped_path
-from ..small_base.text import ADDITION, question_of, two_digit_pairs
+from ..small_base import ADDITION, question_of, two_digit_pairs
 from . import reasoning_gym
 from .answers import DatasetError, UnparsableGoldAnswer, parse_gold
 from .import_path import is_import_path, load_function
@@ -68,10 +68,6 @@ def read_rows(source: str, split: str = "train", config: str | None = None) -> I
             pairs = held_out
             random.Random(0).shuffle(pairs)  # so that the first hundred, for example, are a sample
         return [{"problem": question_of(a, b), "answer": a + b} for a, b in pairs]
-    if source == "coloured_shapes":
-        from ..small_base.vision import coloured_shapes  # needs Pillow, which text does not
-
-        return coloured_shapes(split)
     if is_import_path(source):
         return load_function(source)(**({"split": split} if has_splits(source) else {}))
     path = Path(source)

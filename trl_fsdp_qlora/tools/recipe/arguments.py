@@ -30,9 +30,8 @@ class ScriptArguments:
 
     dataset: str = option(
         MISSING,
-        "Hub id, local file (.jsonl, .json, .csv, .parquet) or folder, generators with their settings: "
-        "'reasoning_gym:chain_sum(max_terms=3)', 'addition' or 'coloured_shapes' (pictures), or a "
-        "function of your own that returns rows: my_data.py:load.",
+        "Hub id, local file (.jsonl, .json, .csv, .parquet) or folder, 'addition', a generator with its settings: "
+        "'reasoning_gym:chain_sum(max_terms=3)', or a function of your own that returns rows: my_data.py:load.",
     )
     dataset_config: str | None = option(None, "Configuration name of a Hub dataset.")
     dataset_split: str = option("train", "Split to train on, or several as one: `train+test`.")

@@ -10,9 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .tokenizer import word_tokenizer
-
 VOCABULARY = "0123456789+-*= "
+SPECIAL_TOKENS = ("<pad>", "<|user|>", "<|assistant|>", "<|end|>", "<unk>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
@@ -21,9 +20,7 @@ CHAT_TEMPLATE = (
 DROPPED_CARRY = 0.7  # probability that a taught answer loses its carry
 SFT_STEPS = 600
 SFT_BATCH = 128
-SHAPES_STEPS = 300
-ADDITION = "addition"  # the name of the task, and of its problems as a data set
-TAUGHT = (ADDITION, "shapes")
+ADDITION = "addition"  # the name of its problems as a data set
 
 
 def two_digit_pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -57,7 +54,18 @@ def question_of(a: int, b: int) -> str:
 
 def character_tokenizer():
     """A `PreTrainedTokenizerFast` with one token per character of [`VOCABULARY`] and the chat template above."""
-    return word_tokenizer(VOCABULARY, ".", CHAT_TEMPLATE)
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *VOCABULARY])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    special = {"pad_token": "<pad>", "eos_token": "<|end|>", "unk_token": "<unk>"}
+    special["extra_special_tokens"] = ["<|user|>", "<|assistant|>"]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **special)
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
 
 
 def new_model(tokenizer, seed: int, hidden: int = 128, layers: int = 3):
@@ -98,7 +106,7 @@ def habit_dataset(seed: int):
     return Dataset.from_list(rows)
 
 
-def build_small_base(output_dir: str | Path, seed: int = 0, task: str = ADDITION) -> Path:
+def build_small_base(output_dir: str | Path, seed: int = 0) -> Path:
     """Train the small base model with `trl.SFTTrainer` and write it, with its tokenizer, to `output_dir`.
 
     The folder is written whole or not at all.
@@ -106,47 +114,34 @@ def build_small_base(output_dir: str | Path, seed: int = 0, task: str = ADDITION
     Args:
         output_dir: folder to create; if it exists, a `FileExistsError` is raised.
         seed: for the weights, the data and the order.
-        task: one of [`TAUGHT`]; `"shapes"` for a model that sees, see [`small_vision`].
     """
     from trl import SFTConfig, SFTTrainer
 
-    from ...compat.transformers import tokenizer_of
-    from ...utils.threads import fit_threads
-    from ..run.terminal import use_terminal
+    from ..utils.threads import fit_threads
+    from .run.terminal import use_terminal
 
     output_dir = Path(output_dir)
     if output_dir.exists():
         raise FileExistsError(f"{output_dir} exists; remove it or choose another folder for the small base model")
-    if task == "shapes":
-        from .vision import new_vision_model, shapes_dataset, shapes_processor  # these need Pillow
-
-        processing = shapes_processor()
-        options = {"max_length": None, "remove_unused_columns": False}
-        model = new_vision_model(processing, seed)
-        dataset = shapes_dataset(seed, SHAPES_STEPS * SFT_BATCH)
-    else:
-        processing = character_tokenizer()
-        options = {}
-        model = new_model(processing, seed)
-        dataset = habit_dataset(seed)
+    tokenizer = character_tokenizer()
+    model = new_model(tokenizer, seed)
+    dataset = habit_dataset(seed)
     fit_threads(model)
-    tokenizer = tokenizer_of(processing)
     settings = {
-        "max_steps": len(dataset) // SFT_BATCH, "per_device_train_batch_size": SFT_BATCH,
-        "lr_scheduler_type": "cosine", "learning_rate": 2e-3 if task == "shapes" else 1e-3, "warmup_steps": 30,
-        "gradient_checkpointing": False, "bf16": False, "use_cpu": True, "seed": seed, "logging_steps": 50,
-        "logging_first_step": True, "save_strategy": "no", "report_to": "none",
+        "max_steps": SFT_STEPS, "per_device_train_batch_size": SFT_BATCH, "lr_scheduler_type": "cosine",
+        "learning_rate": 1e-3, "warmup_steps": 30, "gradient_checkpointing": False, "bf16": False, "use_cpu": True,
+        "seed": seed, "logging_steps": 50, "logging_first_step": True, "save_strategy": "no", "report_to": "none",
         "disable_tqdm": not sys.stderr.isatty(),
     }  # fmt: skip
     output_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}.") as scratch:
-        config = SFTConfig(scratch, **settings, **options)
-        trainer = SFTTrainer(model, config, train_dataset=dataset, processing_class=processing)
+        config = SFTConfig(scratch, **settings)
+        trainer = SFTTrainer(model, config, train_dataset=dataset, processing_class=tokenizer)
         use_terminal(trainer)
         trainer.train()
         whole = Path(scratch) / "whole"
         model.generation_config.eos_token_id = tokenizer.eos_token_id
         model.save_pretrained(whole)
-        processing.save_pretrained(whole)
+        tokenizer.save_pretrained(whole)
         whole.rename(output_dir)
     return output_dir

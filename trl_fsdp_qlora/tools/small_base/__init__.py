@@ -1,1 +1,0 @@
-"""Small models, made from a seed on any machine, that reinforcement learning lifts in seconds."""
