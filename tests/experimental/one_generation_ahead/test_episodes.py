@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from datasets import IterableDataset
+from transformers import TrainerCallback
 
 from tests import tiny
 from tests.trainers.decode.helpers import calling_tokenizer
@@ -13,6 +14,7 @@ from tests.trainers.vllm.runs import figures
 from tests.trainers.vllm.sampling_server import SamplingServer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.engines.decode import tools as tools_module
+from trl_fsdp_qlora.experimental.one_generation_ahead import ahead as ahead_module
 
 from .helpers import trained_prompts
 
@@ -100,13 +102,16 @@ def runs_of(folder, named=None, **changes) -> dict[int, dict]:
             trainer = make_episodes(server, folder / str(ahead), named=named, **settings)
             trained = trained_prompts(trainer)
             trainer.train()
-            runs[ahead] = {
-                "trained": trained,
-                "asked": [draw.prompts for draw in server.draws],
-                "figures": {name: figures(trainer, name) for name in SAME},
-                "staleness": figures(trainer, "sampling/staleness"),
-            }
+            runs[ahead] = {**what_happened(trainer, trained), "asked": [draw.prompts for draw in server.draws]}
     return runs
+
+
+def what_happened(trainer, trained: list) -> dict:
+    return {
+        "trained": trained,
+        "figures": {name: figures(trainer, name) for name in SAME},
+        "staleness": figures(trainer, "sampling/staleness"),
+    }
 
 
 def assert_same(runs: dict[int, dict]) -> None:
@@ -166,6 +171,44 @@ def test_a_tool_that_hangs_ends_by_its_limit(tmp_path, monkeypatch):
     released.set()
     assert figures(trainer, "tools/failure_frequency") == [1, 1]
     assert "add took longer than tool_timeout=0.02 seconds" in lines[0]
+
+
+def test_a_checkpoint_waits_for_a_tool_up_to_its_limit(tmp_path, monkeypatch):
+    """The tool answers once the checkpoint is written, so the checkpoint lacks the batch: the next step takes it, and
+    a run that resumes draws for the same prompts again.
+    """
+    lines = []
+    monkeypatch.setattr(ahead_module.logger, "warning", lines.append)
+    is_saved = threading.Event()
+    outlasted = []
+
+    class Saved(TrainerCallback):
+        def on_save(self, *_, **__):
+            is_saved.set()
+
+    def slow(a, b):
+        if trainer.ahead is not None and trainer.ahead.batch.step == 1:  # it is in flight when step 2 is saved
+            outlasted.append(is_saved.wait(20))
+            is_saved.set()
+        return str(a + b)
+
+    runs = {}
+    with SamplingServer(keeps_keys=True) as server:
+        for ahead in (0, 1, "resumed"):
+            settings = {"rollouts_ahead": int(ahead != 0), "rollouts_ahead_save_timeout": 0.1, "max_steps": 4}
+            saves = {"save_strategy": "steps", "save_steps": 2} if ahead == 1 else {}
+            trainer = make_episodes(server, tmp_path, named={"tools": [named_add(slow)]}, **settings, **saves)
+            trainer.add_callback(Saved())
+            trained = trained_prompts(trainer)
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2") if ahead == "resumed" else None)
+            runs[ahead] = what_happened(trainer, trained)
+    assert outlasted and all(outlasted)
+    assert len(lines) == 1 and "within rollouts_ahead_save_timeout=0.1 seconds" in lines[0]
+    assert_same(runs)
+    assert runs[1]["staleness"] == [0, 1, 1, 1]
+    resumed = runs["resumed"]
+    assert_same({0: runs[0], 1: {**resumed, "trained": runs[1]["trained"][:2] + resumed["trained"]}})
+    assert resumed["staleness"] == [0, 1, 0, 1]  # the log of a resumed run continues the checkpoint's
 
 
 def test_tools_run_beside_the_training(tmp_path):
