@@ -51,7 +51,7 @@ _CHARTS = (
     ("Tokens per second", "completion tokens of all processes", {"throughput/tokens_per_s": "tokens/s"}, False),
 )
 _BETWEEN_STEPS = ("time/accuracy_s", "time/evaluate_s")
-_UNINTERESTING = ("step", "epoch", "num_tokens", "total_flos", "accuracy", "accuracy/n", "step_time")
+_UNINTERESTING = ("step", "epoch", "num_tokens", "total_flos", "accuracy", "accuracy/n")
 
 
 def charts_of(run: Run) -> tuple[list[Chart], list[Chart]]:
@@ -74,7 +74,10 @@ def charts_of(run: Run) -> tuple[list[Chart], list[Chart]]:
             chart.series += _series(run, f"rewards/{name}/mean", name)
         first.insert(2, chart)
     shown.update(f"rewards/{name}/mean" for name in functions)
-    first += [_seconds(run, metrics), Chart("Memory", "highest use in any phase, MiB", _memory(run))]
+    first += [
+        Chart("Seconds of a step", "by phase, stacked", _phases(run, metrics), kind="stack"),
+        Chart("Memory", "highest use in any phase, MiB", _memory(run)),
+    ]
     shown.update(name for name in metrics if name.startswith(("time/", "memory/")))
     further = [
         Chart(name, "", _series(run, name, name))
@@ -133,14 +136,6 @@ def _accuracy(run: Run) -> Chart:
         )
         chart.series.append(Series("accuracy", steps, values, low, high))
     return chart
-
-
-def _seconds(run: Run, metrics: Iterable[str]) -> Chart:
-    """Seconds of an optimizer step: by phase if the run measured phases, otherwise in whole."""
-    phases = _phases(run, metrics)
-    if phases:
-        return Chart("Seconds of a step", "by phase, stacked", phases, kind="stack")
-    return Chart("Seconds of a step", "optimizer step", _series(run, "step_time", "seconds"))
 
 
 def _phases(run: Run, metrics: Iterable[str]) -> list[Series]:
