@@ -2,6 +2,8 @@
 
 import threading
 import time
+from contextlib import nullcontext
+from typing import ClassVar
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.engines.decode import tools as tools_module
 from trl_fsdp_qlora.experimental.one_generation_ahead import ahead as ahead_module
 
-from .helpers import trained_prompts
+from .helpers import Stop, trained_prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*environment_factory", "ignore:.*rollout_func")
 SAME = (
@@ -173,14 +175,17 @@ def test_a_tool_that_hangs_ends_by_its_limit(tmp_path, monkeypatch):
     assert "add took longer than tool_timeout=0.02 seconds" in lines[0]
 
 
-def test_a_checkpoint_waits_for_a_tool_up_to_its_limit(tmp_path, monkeypatch):
-    """The tool answers once the checkpoint is written, so the checkpoint lacks the batch: the next step takes it, and
-    a run that resumes draws for the same prompts again.
+@pytest.mark.parametrize(("way", "reason"), [
+    ("tools", "it was not drawn within rollouts_ahead_save_timeout=0.1 seconds"),
+    ("environments", "the state of an environment cannot be written"),
+])  # fmt: skip
+def test_a_checkpoint_that_lacks_the_batch_in_flight(tmp_path, monkeypatch, way, reason):
+    """A tool answers once the checkpoint is written. The next step takes the batch, and a run that resumes plays it
+    again: both train on the episodes of a run in turns.
     """
-    lines = []
-    monkeypatch.setattr(ahead_module.logger, "warning", lines.append)
+    lines, outlasted = [], []
     is_saved = threading.Event()
-    outlasted = []
+    monkeypatch.setattr(ahead_module.logger, "warning", lines.append)
 
     class Saved(TrainerCallback):
         def on_save(self, *_, **__):
@@ -192,18 +197,36 @@ def test_a_checkpoint_waits_for_a_tool_up_to_its_limit(tmp_path, monkeypatch):
             is_saved.set()
         return str(a + b)
 
+    class Slow(Counter):
+        def add(self, a: int, b: int) -> str:
+            """Add two numbers.
+
+            Args:
+                a: one.
+                b: the other.
+            """
+            super().add(a, b)
+            return slow(a, b)
+
+    def reward(prompts, completions, environments=None, **_):
+        counts = [environment.count for environment in environments or ()]
+        episodes.append((prompts, completions, counts))
+        return tiny.digit_share(completions)
+
+    named = {"tools": [named_add(slow)]} if way == "tools" else {"environment_factory": Slow}
+    limit = {"rollouts_ahead_save_timeout": 0.1} if way == "tools" else {}
     runs = {}
     with SamplingServer(keeps_keys=True) as server:
         for ahead in (0, 1, "resumed"):
-            settings = {"rollouts_ahead": int(ahead != 0), "rollouts_ahead_save_timeout": 0.1, "max_steps": 4}
+            settings = {"rollouts_ahead": int(ahead != 0), "max_steps": 4, "reward": reward, **limit}
             saves = {"save_strategy": "steps", "save_steps": 2} if ahead == 1 else {}
-            trainer = make_episodes(server, tmp_path, named={"tools": [named_add(slow)]}, **settings, **saves)
+            trainer = make_episodes(server, tmp_path, named=named, **settings, **saves)
             trainer.add_callback(Saved())
-            trained = trained_prompts(trainer)
+            episodes = []
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2") if ahead == "resumed" else None)
-            runs[ahead] = what_happened(trainer, trained)
+            runs[ahead] = what_happened(trainer, episodes)
     assert outlasted and all(outlasted)
-    assert len(lines) == 1 and "within rollouts_ahead_save_timeout=0.1 seconds" in lines[0]
+    assert len(lines) == 1 and reason in lines[0]
     assert_same(runs)
     assert runs[1]["staleness"] == [0, 1, 1, 1]
     resumed = runs["resumed"]
@@ -239,6 +262,84 @@ def test_an_environment_that_fails_ends_the_run_with_its_own_error(server, tmp_p
     named = {"environment_factory": Unready}
     with pytest.raises(ConnectionError, match="no board to play on"):
         make_episodes(server, tmp_path, named=named, rollouts_ahead=1).train()
+
+
+class Open(Counter):
+    """Notes what happens to it. A `close` that an instance alone has is no tool of TRL's."""
+
+    made: ClassVar[list] = []
+
+    def __init__(self):
+        self.events = []
+        self.close = lambda: self.events.append("closed")
+        self.made.append(self)
+
+    def reset(self, prompt, **_columns) -> str:
+        self.events.append("reset")
+        return super().reset(prompt)
+
+    def add(self, a: int, b: int) -> str:
+        """Add two numbers.
+
+        Args:
+            a: one.
+            b: the other.
+        """
+        self.events.append("asked")
+        time.sleep(0.05)
+        self.events.append("answered")
+        return str(a + b)
+
+
+class AsyncOpen(Open):
+    def __init__(self):
+        super().__init__()
+        del self.close
+
+    async def close(self) -> str:
+        """Leave; TRL offers this method to the model as well."""
+        self.events.append("closed")
+
+
+class OpenOnce(Open):
+    def reset(self, prompt, **_columns) -> str:
+        if len(self.made) > 9:  # TRL's own, and those of the first batch
+            raise ConnectionError("no board left")
+        return super().reset(prompt)
+
+
+def raises(**_):
+    raise ConnectionError("no reward today")
+
+
+ENDS = {
+    "at its last step": (Open, {}, ""),
+    "with a coroutine": (AsyncOpen, {"max_steps": 1}, ""),
+    "stopped": (Open, {"stop": 1}, ""),
+    "a reward raises": (Open, {"reward": raises}, "no reward today"),
+    "a draw raises": (OpenOnce, {}, "no board left"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_environments_are_closed_when_a_run_ends(tmp_path, monkeypatch, end):
+    """Each once, and none while its tool runs; those of a batch in flight, too."""
+    environment, changes, error = ENDS[end]
+    made = []
+    monkeypatch.setattr(Open, "made", made)
+    changes = {"rollouts_ahead": 1, "max_completion_length": 8, **changes}
+    stop = changes.pop("stop", None)
+    with SamplingServer(keeps_keys=True) as server:
+        trainer = make_episodes(server, tmp_path, named={"environment_factory": environment}, **changes)
+        if stop is not None:
+            trainer.add_callback(Stop(stop))
+        with pytest.raises(ConnectionError, match=error) if error else nullcontext():
+            trainer.train()
+    of_trl, *others = [environment.events for environment in made]
+    assert "closed" not in of_trl  # an evaluation would play in it
+    assert len(others) >= 8
+    for events in others:
+        assert events.index("closed") == len(events) - 1 and events[-2:-1] != ["asked"]
 
 
 def test_each_batch_has_environments_of_its_own(tmp_path):
