@@ -2,8 +2,8 @@
 
 import re
 import shlex
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 # Names of fields and flags that hold a secret, such as `hub_token` and `--api-key`; `eos_token` and its like do not.
@@ -22,37 +22,31 @@ def is_secret_name(name: str) -> bool:
     return _SECRET.search(name.lower()) is not None
 
 
-def without_tokens(text: str) -> str:
-    """`text` with `***` in place of tokens and logins."""
-    return _TOKEN.sub("***", text)
+def without_secrets(value: Any, with_paths: bool = True) -> Any:
+    """A copy of `value` as it may be written: `None` for what has a secret name, `***` for tokens and logins in texts.
 
-
-def text_for_others(text: str) -> str:
-    """`text` without tokens; of each absolute path in it the last part is left."""
-    return _PATH.sub(r"\1", without_tokens(text))
-
-
-def without_secrets(value: Any, text_of: Callable[[str], str] = without_tokens) -> Any:
-    """A copy of `value` as it may be written: `None` for what has a secret name, and `text_of` each text."""
+    Without paths the last part of each absolute path in a text is left.
+    """
     if isinstance(value, dict):
-        return {k: None if is_secret_name(str(k)) else without_secrets(x, text_of) for k, x in value.items()}
+        return {k: None if is_secret_name(str(k)) else without_secrets(x, with_paths) for k, x in value.items()}
     if type(value) in (list, tuple, set):
-        return type(value)(without_secrets(x, text_of) for x in value)
-    return text_of(value) if isinstance(value, str) else value
+        return type(value)(without_secrets(x, with_paths) for x in value)
+    if not isinstance(value, str):
+        return value
+    text = _TOKEN.sub("***", value)
+    return text if with_paths else _PATH.sub(r"\1", text)
 
 
 def portable(value: Any) -> Any:
-    """`value` as it may be published: without secrets, and the last part of a path of this machine."""
-    return without_secrets(value, lambda text: without_tokens(Path(text).name if text[:1] in ("/", "~") else text))
+    """`value` as it may be published: without secrets and paths of this machine."""
+    return without_secrets(value, with_paths=False)
 
 
 def command_line(words: Sequence[str]) -> str:
     """`words` as one line for a shell, as it may be published; flags that hold a secret are left out."""
-    published = []
-    hidden = False  # whether this word is the value of a secret flag
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not hidden and not is_secret_name(name):
-            published.append(f"{name}={portable(value)}" if equals and name[:2] == "--" else portable(word))
-        hidden = is_secret_name(name) and not equals
-    return shlex.join(published)
+    shown = [
+        word
+        for flag, word in pairwise(["", *words])  # a word, and the flag that may be before it
+        if not is_secret_name(flag) and not is_secret_name(word.partition("=")[0])
+    ]
+    return shlex.join(portable(shown))

@@ -2,10 +2,13 @@
 
 import threading
 import time
+from contextlib import nullcontext
+from typing import ClassVar
 
 import pytest
 import torch
 from datasets import IterableDataset
+from transformers import TrainerCallback
 
 from tests import tiny
 from tests.trainers.decode.helpers import calling_tokenizer
@@ -13,8 +16,9 @@ from tests.trainers.vllm.runs import figures
 from tests.trainers.vllm.sampling_server import SamplingServer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.engines.decode import tools as tools_module
+from trl_fsdp_qlora.experimental.one_generation_ahead import ahead as ahead_module
 
-from .helpers import trained_prompts
+from .helpers import Stop, trained_prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*environment_factory", "ignore:.*rollout_func")
 SAME = (
@@ -100,13 +104,16 @@ def runs_of(folder, named=None, **changes) -> dict[int, dict]:
             trainer = make_episodes(server, folder / str(ahead), named=named, **settings)
             trained = trained_prompts(trainer)
             trainer.train()
-            runs[ahead] = {
-                "trained": trained,
-                "asked": [draw.prompts for draw in server.draws],
-                "figures": {name: figures(trainer, name) for name in SAME},
-                "staleness": figures(trainer, "sampling/staleness"),
-            }
+            runs[ahead] = {**what_happened(trainer, trained), "asked": [draw.prompts for draw in server.draws]}
     return runs
+
+
+def what_happened(trainer, trained: list) -> dict:
+    return {
+        "trained": trained,
+        "figures": {name: figures(trainer, name) for name in SAME},
+        "staleness": figures(trainer, "sampling/staleness"),
+    }
 
 
 def assert_same(runs: dict[int, dict]) -> None:
@@ -168,6 +175,65 @@ def test_a_tool_that_hangs_ends_by_its_limit(tmp_path, monkeypatch):
     assert "add took longer than tool_timeout=0.02 seconds" in lines[0]
 
 
+@pytest.mark.parametrize(("way", "reason"), [
+    ("tools", "it was not drawn within rollouts_ahead_save_timeout=0.1 seconds"),
+    ("environments", "the state of an environment cannot be written"),
+])  # fmt: skip
+def test_a_checkpoint_that_lacks_the_batch_in_flight(tmp_path, monkeypatch, way, reason):
+    """A tool answers once the checkpoint is written. The next step takes the batch, and a run that resumes plays it
+    again: both train on the episodes of a run in turns.
+    """
+    lines, outlasted = [], []
+    is_saved = threading.Event()
+    monkeypatch.setattr(ahead_module.logger, "warning", lines.append)
+
+    class Saved(TrainerCallback):
+        def on_save(self, *_, **__):
+            is_saved.set()
+
+    def slow(a, b):
+        if trainer.ahead is not None and trainer.ahead.batch.step == 1:  # it is in flight when step 2 is saved
+            outlasted.append(is_saved.wait(20))
+            is_saved.set()
+        return str(a + b)
+
+    class Slow(Counter):
+        def add(self, a: int, b: int) -> str:
+            """Add two numbers.
+
+            Args:
+                a: one.
+                b: the other.
+            """
+            super().add(a, b)
+            return slow(a, b)
+
+    def reward(prompts, completions, environments=None, **_):
+        counts = [environment.count for environment in environments or ()]
+        episodes.append((prompts, completions, counts))
+        return tiny.digit_share(completions)
+
+    named = {"tools": [named_add(slow)]} if way == "tools" else {"environment_factory": Slow}
+    limit = {"rollouts_ahead_save_timeout": 0.1} if way == "tools" else {}
+    runs = {}
+    with SamplingServer(keeps_keys=True) as server:
+        for ahead in (0, 1, "resumed"):
+            settings = {"rollouts_ahead": int(ahead != 0), "max_steps": 4, "reward": reward, **limit}
+            saves = {"save_strategy": "steps", "save_steps": 2} if ahead == 1 else {}
+            trainer = make_episodes(server, tmp_path, named=named, **settings, **saves)
+            trainer.add_callback(Saved())
+            episodes = []
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2") if ahead == "resumed" else None)
+            runs[ahead] = what_happened(trainer, episodes)
+    assert outlasted and all(outlasted)
+    assert len(lines) == 1 and reason in lines[0]
+    assert_same(runs)
+    assert runs[1]["staleness"] == [0, 1, 1, 1]
+    resumed = runs["resumed"]
+    assert_same({0: runs[0], 1: {**resumed, "trained": runs[1]["trained"][:2] + resumed["trained"]}})
+    assert resumed["staleness"] == [0, 1, 0, 1]  # the log of a resumed run continues the checkpoint's
+
+
 def test_tools_run_beside_the_training(tmp_path):
     slow = named_add(lambda a, b: time.sleep(0.05) or str(a + b))
     threads = set()
@@ -196,6 +262,84 @@ def test_an_environment_that_fails_ends_the_run_with_its_own_error(server, tmp_p
     named = {"environment_factory": Unready}
     with pytest.raises(ConnectionError, match="no board to play on"):
         make_episodes(server, tmp_path, named=named, rollouts_ahead=1).train()
+
+
+class Open(Counter):
+    """Notes what happens to it. A `close` that an instance alone has is no tool of TRL's."""
+
+    made: ClassVar[list] = []
+
+    def __init__(self):
+        self.events = []
+        self.close = lambda: self.events.append("closed")
+        self.made.append(self)
+
+    def reset(self, prompt, **_columns) -> str:
+        self.events.append("reset")
+        return super().reset(prompt)
+
+    def add(self, a: int, b: int) -> str:
+        """Add two numbers.
+
+        Args:
+            a: one.
+            b: the other.
+        """
+        self.events.append("asked")
+        time.sleep(0.05)
+        self.events.append("answered")
+        return str(a + b)
+
+
+class AsyncOpen(Open):
+    def __init__(self):
+        super().__init__()
+        del self.close
+
+    async def close(self) -> str:
+        """Leave; TRL offers this method to the model as well."""
+        self.events.append("closed")
+
+
+class OpenOnce(Open):
+    def reset(self, prompt, **_columns) -> str:
+        if len(self.made) > 9:  # TRL's own, and those of the first batch
+            raise ConnectionError("no board left")
+        return super().reset(prompt)
+
+
+def raises(**_):
+    raise ConnectionError("no reward today")
+
+
+ENDS = {
+    "at its last step": (Open, {}, ""),
+    "with a coroutine": (AsyncOpen, {"max_steps": 1}, ""),
+    "stopped": (Open, {"stop": 1}, ""),
+    "a reward raises": (Open, {"reward": raises}, "no reward today"),
+    "a draw raises": (OpenOnce, {}, "no board left"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_environments_are_closed_when_a_run_ends(tmp_path, monkeypatch, end):
+    """Each once, and none while its tool runs; those of a batch in flight, too."""
+    environment, changes, error = ENDS[end]
+    made = []
+    monkeypatch.setattr(Open, "made", made)
+    changes = {"rollouts_ahead": 1, "max_completion_length": 8, **changes}
+    stop = changes.pop("stop", None)
+    with SamplingServer(keeps_keys=True) as server:
+        trainer = make_episodes(server, tmp_path, named={"environment_factory": environment}, **changes)
+        if stop is not None:
+            trainer.add_callback(Stop(stop))
+        with pytest.raises(ConnectionError, match=error) if error else nullcontext():
+            trainer.train()
+    of_trl, *others = [environment.events for environment in made]
+    assert "closed" not in of_trl  # an evaluation would play in it
+    assert len(others) >= 8
+    for events in others:
+        assert events.index("closed") == len(events) - 1 and events[-2:-1] != ["asked"]
 
 
 def test_each_batch_has_environments_of_its_own(tmp_path):

@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 import yaml
@@ -7,7 +8,7 @@ from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
 from trl_fsdp_qlora.tools.cli import compare as module
-from trl_fsdp_qlora.tools.cli.compare import COMPARED, OURS, PHASES, STOCK, verdict
+from trl_fsdp_qlora.tools.cli.compare import COMPARED, PHASES, verdict
 from trl_fsdp_qlora.tools.cli.scripts import method_of, with_recipe
 from trl_fsdp_qlora.trainers.step.scoring import Scoring
 
@@ -79,16 +80,15 @@ def compare(folder, monkeypatch, capsys):
     return run
 
 
-def assert_equal_and_moving(steps, phases):
+def assert_equal_and_moving(steps):
     """Both trainers agree in every step, and the weights move between steps."""
     for step in steps:
         loss_difference, gradient_difference = step.apart
         # In float32 the two differ by the order of their additions, if at all.
         assert loss_difference < 5e-6
         assert gradient_difference < 1e-4
-        assert min(step.norms[STOCK], step.norms[OURS]) > 1e-3
-        assert set(step.seconds) == {(who, phase) for who in (STOCK, OURS) for phase in phases}
-    assert steps[0].norms[STOCK] != steps[1].norms[STOCK]
+        assert min(step.norms) > 1e-3
+    assert steps[0].norms[0] != steps[1].norms[0]
 
 
 def assert_different(status, stdout):
@@ -102,13 +102,10 @@ def test_both_are_equal(compare, folder):
     assert "token_selection: uniform is taken as all here" in stdout
     assert "dropout is off here" in stdout
     assert not (folder / "runs").exists()
-    assert "step 1: losses" in stdout
-    assert "step 2: losses" in stdout
-    assert len(steps) == 2
-    assert_equal_and_moving(steps, PHASES)
+    assert re.findall(r"(?m)^step (\d): losses ", stdout) == ["0", "1", "2"]
+    assert len(steps) == 3
+    assert_equal_and_moving(steps)
     assert "reward_weights: [1.0, 0.5] is taken as None here" in stdout
-    for step in steps:
-        assert step.advantage > 0.1
 
 
 def test_a_wrong_gradient_is_different(compare, monkeypatch):
@@ -122,24 +119,23 @@ def test_a_wrong_gradient_is_different(compare, monkeypatch):
     status, stdout, steps = compare("--steps 1 --beta 0")
     assert_different(status, stdout)
     assert steps[0].apart[1] == pytest.approx(0.01, rel=0.01)
-    steps[0].norms["difference"] = float("nan")
-    equal, _ = verdict(steps, "half precision")
+    equal, _ = verdict([steps[0]._replace(difference=float("nan"))], "half precision")
     assert not equal
 
 
-def assert_prompts_are_shared(steps, stdout):
-    for step in steps:
-        assert 0.0 < step.tokens_fraction < 1.0
-    mean_fraction = sum(step.tokens_fraction for step in steps) / len(steps)
-    assert f"passes: {mean_fraction:.1%} of the padded ones" in stdout
+def assert_prompts_are_shared(stdout):
+    share = re.search(r"tokens computed by this package's passes: (.*)% of the padded ones", stdout)
+    assert 0.0 < float(share[1]) < 100.0
 
 
 def test_rloo(compare):
     status, stdout, steps = compare("--trainer rloo --steps 2")
     assert status == 0, stdout
-    assert_equal_and_moving(steps, PHASES)
-    assert_prompts_are_shared(steps, stdout)
-    assert "scoring: " in stdout
+    assert_equal_and_moving(steps)
+    assert_prompts_are_shared(stdout)
+    for phase in PHASES:
+        stock, ours, ratio = re.search(rf"(?m)^{phase}: (\S+) s and (\S+) s \((\S+)×\)$", stdout).groups()
+        assert float(stock) / float(ours) == pytest.approx(float(ratio), rel=0.05)
 
 
 def make_wrong(monkeypatch, method, field):
@@ -159,8 +155,8 @@ def make_wrong(monkeypatch, method, field):
 def test_dpo_follows_from_the_recipe_and_can_fail(compare, monkeypatch, folder):
     status, stdout, steps = compare("--steps 2", "dpo.yaml")
     assert status == 0, stdout
-    assert_equal_and_moving(steps, PHASES[1:])
-    assert all(0.0 < step.tokens_fraction < 1.0 for step in steps)
+    assert_equal_and_moving(steps)
+    assert_prompts_are_shared(stdout)
     assert "precompute_ref_log_probs: True is taken as False" in stdout
     assert "scoring: " not in stdout
     assert not (folder / "runs").exists()
@@ -184,13 +180,25 @@ def test_a_shipped_recipe_names_its_trainer():
     ("words", "message"),
     [
         ("--trainer sft", "'sft'.*'grpo', 'rloo', 'dpo'"),
-        ("--accelerate_config fsdp2_qlora", "--accelerate_config"),
         ("--steps none", "--steps: .*'none'"),
         ("--steps 0", "--steps 0"),
-        ("--value_samples 4", "--value_samples"),
-        ("--rewards nothing", "'nothing'"),
     ],
 )
 def test_what_cannot_be_compared(words, message, compare):
     with pytest.raises(UserError, match=message):
         compare(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ("--accelerate_config fsdp2_qlora", "--accelerate_config"),
+        ("--value_samples 4", "--value_samples"),
+        ("--rewards nothing", "'nothing'"),
+    ],
+)
+def test_the_script_refuses_what_it_refuses_when_it_trains(words, refused, compare, capsys):
+    with pytest.raises(SystemExit) as end:
+        compare(words)
+    assert end.value.code == 2
+    assert refused in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Activations that wait on the host, layers without checkpointing and tiles, in a plan."""
+"""Activations that wait on the host, and tiles, in a plan."""
 
 import json
 
@@ -47,17 +47,3 @@ def test_with_tiles_a_wider_mlp_takes_no_more_bytes_per_token(tmp_path):
         differences[tile] = wide - narrow
     assert differences["off"] > 2048 * 512 * 4 * 3  # three intermediates
     assert differences[16] < differences["off"] / 4
-
-
-@pytest.mark.exhaustive
-def test_every_second_layer_is_checkpointed(tmp_path):
-    """The others keep what layers keep without checkpointing, and nothing of theirs is on the host."""
-    path = folder(tmp_path, num_hidden_layers=12)
-    kwargs = {"gradient_checkpointing_kwargs": json.dumps({"every_n_layers": 2})}
-    off, every = (activations(planned(path, gradient_checkpointing=on)) for on in (False, True))
-    second = activations(planned(path, gradient_checkpointing=True, **kwargs))
-    assert every < second < off
-    assert second == pytest.approx((every + off) / 2, rel=0.1)
-    both = json.dumps({"offload": True, "every_n_layers": 2})
-    on_host = planned(path, gradient_checkpointing=True, gradient_checkpointing_kwargs=both)
-    assert activations(on_host) < second

@@ -73,7 +73,7 @@ def trained(tmp_path_factory):
 
 def block_of(text: str, language: str) -> str:
     """The first code block of a Markdown text in `language`."""
-    return re.search(rf"```{language}\n(.*?)```", text, re.DOTALL)[1]
+    return re.search(rf"(```|~~~~){language}\n(.*?)\1", text, re.DOTALL)[2]
 
 
 def test_every_card_has_metadata_and_recipe(trained):
@@ -177,12 +177,12 @@ def test_what_is_on_the_hub_is_listed_and_no_secret_enters_a_card(tmp_path, data
     assert "fill in" not in model_card.text
 
 
-STRANGE = 'it\'s "the" <b>ba`se<hr>'
+STRANGE = 'it\'s "the" <b>base<hr>'
 PROMPT = "Answer in\n```\na box\n```\n<img src=x onerror=alert(1)>\n````\nIt's {question}"
 
 
 def test_no_name_and_no_setting_leaves_its_place_on_the_card(tmp_path, monkeypatch):
-    """Names have quotes, backticks and HTML, a system prompt has code fences. An independent parser reads the card."""
+    """Names have quotes and HTML, a system prompt has code fences. An independent parser reads the card."""
     parser = pytest.importorskip("markdown_it").MarkdownIt()
     monkeypatch.chdir(tmp_path)
     base = save_tiny_model(tmp_path / STRANGE)

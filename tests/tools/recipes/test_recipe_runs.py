@@ -182,7 +182,7 @@ def test_a_run_and_its_checkpoint_have_cards(ended_run):
 
 
 def test_the_cards_line_is_the_launch_without_its_secrets(ended_run):
-    line = re.search(r"```bash\n(python .*?)\n```", ended_run.card.text, re.DOTALL)[1]
+    line = re.search(r"~~~~bash\n(python .*?)\n~~~~", ended_run.card.text, re.DOTALL)[1]
     assert "token" not in line
     words = shlex.split(line)
     assert words[:2] == ["python", "grpo.py"]
@@ -192,7 +192,7 @@ def test_the_cards_line_is_the_launch_without_its_secrets(ended_run):
 
 def test_the_cards_block_is_a_recipe_that_gives_the_arguments_of_the_run(ended_run, folder, monkeypatch):
     monkeypatch.chdir(folder)
-    block = re.search(r"```yaml\n(.*?)```", ended_run.card.text, re.DOTALL)[1]
+    block = re.search(r"~~~~yaml\n(.*?)~~~~", ended_run.card.text, re.DOTALL)[1]
     assert {"debug", "report_to", "model_init_kwargs", "generation_batch_size"}.isdisjoint(yaml.safe_load(block))
     (folder / "card.yaml").write_text(block)
     types = (ScriptArguments, EfficientGRPOConfig, ModelConfig)

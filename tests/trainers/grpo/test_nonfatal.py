@@ -63,7 +63,7 @@ def test_a_config_as_users_write_it_trains_saves_and_resumes(tmp_path, on_card, 
 # What fails at once; the last two would keep others from being reached.
 BESIDE = [
     ("trainers.run.card.changed_arguments", "trainers.run.phases.PeakMemory.read",
-     "trainers.run.phases.TelemetryCallback._read_held", "trainers.run.phases.PhaseTimer.drain_peaks",
+     "trainers.run.phases.islice", "trainers.run.phases.PhaseTimer.drain_peaks",
      "trainers.run.startup.first_prompt"),
     ("trainers.run.startup.startup_block", "tools.run.terminal._duration"),
 ]  # fmt: skip

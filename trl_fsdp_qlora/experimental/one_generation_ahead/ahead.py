@@ -121,8 +121,6 @@ class Batch:
         Raises:
             TypeError: it holds something that JSON does not.
         """
-        if self.environments is not None:
-            raise TypeError("the state of an environment cannot be written")
         generated = self.generated._asdict()
         if self._images_are_in_rows:
             del generated["images"]  # TRL then takes those of the rows
@@ -170,9 +168,12 @@ class RolloutsAhead:
             self.stop()
 
     def stop(self) -> None:
-        """Forget the batch in flight, and all environments; the server draws the current turn to its end."""
+        """Forget the batch in flight, and close all environments; the server draws the current turn to its end."""
         if self.batch is not None:
             self.batch.is_forgotten = True
+            if self.drawing.can_close:
+                self.batch.wait(PATIENCE)  # a tool may run in one of them
+        self.drawing.close()
         self.batch = None
         self.upcoming = None
         self.drawing = Drawing(self.trainer)
@@ -308,14 +309,16 @@ class RolloutsAhead:
     def state(self) -> str | None:
         """This rank's part of the batch in flight as text, once every rank's is drawn; `None` without. Collective.
 
-        It waits for `rollouts_ahead_save_timeout` seconds at most.
+        It waits for `rollouts_ahead_save_timeout` seconds at most, and not at all with environments.
         """
         text = None
         reason = None
         if self.batch is not None:
             limit = self.trainer.args.rollouts_ahead_save_timeout
             with self.trainer.clock.phase("wait_for_server"):
-                if not self.batch.wait(limit):
+                if self.trainer.has_environments:
+                    reason = "the state of an environment cannot be written"
+                elif not self.batch.wait(limit):
                     reason = f"it was not drawn within rollouts_ahead_save_timeout={limit:g} seconds"
                 elif self.batch.error is not None:  # it is raised when the batch is needed
                     reason = str(self.batch.error)

@@ -4,10 +4,13 @@ TRL's own methods draw. They run on a copy of the trainer (a *drawer*), which ha
 and tokenizer, and which is the only rank that it knows.
 """
 
+import asyncio
 import copy
+import inspect
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ import torch
 from ...compat.trl import GRPOTrainer, VLLMClient
 from ...compat.trl_rollouts import Generated, with_names
 from ...engines.vllm.adapter_sync import RolloutError
+from ...utils.nonfatal import nonfatal
 
 
 class _Instead:
@@ -127,6 +131,22 @@ class Drawing:
         calls = round(shares.get("tools/call_frequency", 0.0) * len(prompts))
         failures = round(shares.get("tools/failure_frequency", 0.0) * calls)
         return generated, (calls, failures), prompts, drawer.environments
+
+    @property
+    def can_close(self) -> bool:
+        """Whether there are environments that have a `close`."""
+        pools = vars(self.trainer).get("_environment_pool") or {}
+        return any(hasattr(environment, "close") for pool in pools.values() for environment in pool)
+
+    def close(self) -> None:
+        """Close the environments that have a `close`. TRL's own stay open, because an evaluation plays in them."""
+        for pool in self._environments:
+            for environment in chain.from_iterable(pool.values()):
+                if hasattr(environment, "close"):
+                    with nonfatal("closing an environment"):
+                        closing = environment.close()
+                        if inspect.isawaitable(closing):
+                            asyncio.run_coroutine_threadsafe(closing, self.trainer.async_loop).result()
 
     def resting(self, count: int) -> dict[str | None, list[_Resting]]:
         """Environments for TRL to reset before it gets episodes that are over."""

@@ -35,9 +35,7 @@ def plan_first(
     """
     plan = None
     refusal = None
-    if config.deepspeed_plugin is not None:
-        say("memory is not planned under DeepSpeed")
-    elif PartialState().is_main_process:
+    if PartialState().is_main_process:
         try:
             count = _PROMPTS_WITH_IMAGES if "images" in train.column_names else _PROMPTS
             sample = train.select(range(min(count, len(train))))

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import PretrainedConfig
-from transformers.modeling_layers import GradientCheckpointingLayer
 from trl.trainer.utils import disable_dropout_in_model
 
 from ...prefix_sharing.check import compared_tokens
@@ -101,7 +100,6 @@ class FakeRun:
             settings.gradient_checkpointing,
             settings.offloads,
             settings.values.get("disable_dropout"),
-            settings.every_n_layers,
             settings.mlp_tokens_per_tile,
             settings.lm_head_kernel,
             settings.launch.kind,
@@ -126,7 +124,7 @@ class FakeRun:
             for layers in kinds:
                 chosen = one_of_each if has_one_layer else [*one_of_each, layers[-1]]
                 peak, kept = self._run(chosen, shape, grad)
-                if self.settings.offloads and self.on_gpu and self._is_checkpointed(layers[0]):
+                if self.settings.offloads and self.on_gpu:
                     kept = 0  # what the second layer found is the first one's input, which the model itself holds
                 kept_by_others += (len(layers) - 1) * kept
                 peaks.append(peak - kept)
@@ -153,16 +151,11 @@ class FakeRun:
             return tracker.peak - before, kept
 
     def layers_by_kind(self) -> list[list[int]]:
-        """Indices of layers of each kind (attention with or without a window, recurrent, both, or an MLP alone);
-        those that are checkpointed are of another kind than those that are not.
-        """
-        kinds: dict[tuple[str, bool], list[int]] = {}
+        """Indices of layers of each kind: attention with or without a window, recurrent, both, or an MLP alone."""
+        kinds: dict[str, list[int]] = {}
         for i, kind in enumerate(layer_types(self.config.get_text_config())):
-            kinds.setdefault((kind, self._is_checkpointed(i)), []).append(i)
+            kinds.setdefault(kind, []).append(i)
         return list(kinds.values())
-
-    def _is_checkpointed(self, layer: int) -> bool:
-        return self.settings.gradient_checkpointing and layer % self.settings.every_n_layers == 0
 
     @contextmanager
     def few_layers(self, layers: list[int], grad: bool) -> Iterator[tuple[nn.Module, Any]]:
@@ -182,9 +175,6 @@ class FakeRun:
         fake_ops.install_tiles(model, settings.mlp_tokens_per_tile)
         if settings.gradient_checkpointing:
             causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            in_order = (x for x in causal.get_decoder().modules() if isinstance(x, GradientCheckpointingLayer))
-            for module, layer in zip(in_order, layers, strict=False):
-                module.gradient_checkpointing = self._is_checkpointed(layer)
             if model is not causal:
                 model.enable_input_require_grads()
             if settings.offloads and self.on_gpu:  # on a CPU the activations are on the host already

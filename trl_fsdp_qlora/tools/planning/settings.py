@@ -101,11 +101,6 @@ class Settings:
         return bool(self.gradient_checkpointing and self.checkpointing_kwargs.get("offload"))
 
     @property
-    def every_n_layers(self) -> int:
-        """One of so many layers is checkpointed."""
-        return self.checkpointing_kwargs.get("every_n_layers") or 1
-
-    @property
     def scores_again(self) -> bool:
         """Whether a pass without gradients comes before the loss, for the old log-probabilities or the reference."""
         reuses_rollouts = self.num_iterations > 1 or self.rollout_batches > self.gradient_accumulation_steps

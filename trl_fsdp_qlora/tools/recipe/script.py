@@ -11,7 +11,7 @@ import torch
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
-from ...utils.redaction import text_for_others
+from ...utils.redaction import portable
 from ..run import terminal
 from ..run.one_line import in_one_line
 
@@ -34,7 +34,7 @@ class RunWarnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage().removeprefix("[RANK 0] ")  # of accelerate's loggers
-        kept = text_for_others(" ".join(message.split()))[:1000]
+        kept = portable(" ".join(message.split()))[:1000]
         if kept not in self.texts:
             self.texts[kept] = None
             if not record.name.startswith("transformers."):

@@ -1,7 +1,6 @@
 """Which curves a page shows, as plain data: a chart has series."""
 
 import itertools
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -51,7 +50,7 @@ _CHARTS = (
     ("Tokens per second", "completion tokens of all processes", {"throughput/tokens_per_s": "tokens/s"}, False),
 )
 _BETWEEN_STEPS = ("time/accuracy_s", "time/evaluate_s")
-_UNINTERESTING = ("step", "epoch", "num_tokens", "total_flos", "accuracy", "accuracy/n", "step_time")
+_UNINTERESTING = ("step", "epoch", "num_tokens", "total_flos", "accuracy", "accuracy/n")
 
 
 def charts_of(run: Run) -> tuple[list[Chart], list[Chart]]:
@@ -74,7 +73,12 @@ def charts_of(run: Run) -> tuple[list[Chart], list[Chart]]:
             chart.series += _series(run, f"rewards/{name}/mean", name)
         first.insert(2, chart)
     shown.update(f"rewards/{name}/mean" for name in functions)
-    first += [_seconds(run, metrics), Chart("Memory", "highest use in any phase, MiB", _memory(run))]
+    peaks = _names(metrics, "memory/", "_peak_mib")
+    memory = [series for name in peaks for series in _series(run, f"memory/{name}_peak_mib", name.replace("_", " "))]
+    first += [
+        Chart("Seconds of a step", "by phase, stacked", _phases(run, metrics), kind="stack"),
+        Chart("Memory", "highest use in each phase, MiB", memory),
+    ]
     shown.update(name for name in metrics if name.startswith(("time/", "memory/")))
     further = [
         Chart(name, "", _series(run, name, name))
@@ -135,14 +139,6 @@ def _accuracy(run: Run) -> Chart:
     return chart
 
 
-def _seconds(run: Run, metrics: Iterable[str]) -> Chart:
-    """Seconds of an optimizer step: by phase if the run measured phases, otherwise in whole."""
-    phases = _phases(run, metrics)
-    if phases:
-        return Chart("Seconds of a step", "by phase, stacked", phases, kind="stack")
-    return Chart("Seconds of a step", "optimizer step", _series(run, "step_time", "seconds"))
-
-
 def _phases(run: Run, metrics: Iterable[str]) -> list[Series]:
     """The phases of a step, the longest first; measurements between steps are no part of a step."""
     names = [f"time/{name}_s" for name in _names(metrics, "time/", "_s")]
@@ -155,14 +151,3 @@ def _phases(run: Run, metrics: Iterable[str]) -> list[Series]:
             label = name.removeprefix("time/").removesuffix("_s").replace("_", " ")
             phases.append(Series(label, steps, values))
     return sorted(phases, key=lambda series: sum(series.values), reverse=True)
-
-
-def _memory(run: Run) -> list[Series]:
-    """The most memory in use in any phase."""
-    highest = {}
-    for entry in run.history:
-        peaks = [value for name, value in entry.items() if re.fullmatch(r"memory/.*_peak_mib", name)]
-        if peaks:
-            highest[entry["step"]] = max(peaks)
-    steps = spread(sorted(highest), MOST_POINTS)
-    return [Series("highest use", steps, _rounded(highest[step] for step in steps))] if steps else []

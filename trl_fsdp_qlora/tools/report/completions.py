@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from ...utils.redaction import without_tokens
+from ...utils.redaction import without_secrets
 from .folder import Run, spread
 
 FOLDERS = ("_completions", "completions")  # the first that has a file counts
@@ -158,7 +158,7 @@ def _number(value: Any) -> float | None:
 
 def _clipped(text: str) -> str:
     """`text` without tokens of services, and without its middle if it is long."""
-    text = without_tokens(text)
+    text = without_secrets(text)
     if len(text) <= LONGEST_TEXT:
         return text
     half = LONGEST_TEXT // 2

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...utils.plain import counted
-from ...utils.redaction import text_for_others
+from ...utils.redaction import portable
 from ...utils.stats import wilson_interval
 
 Item = TypeVar("Item")
@@ -65,16 +65,16 @@ def read_run(folder: Path) -> Run:
     logged = max(record.get("history", []), state.get("log_history", []), key=_last_step)
     if not logged:
         run.notes.append("There are no curves: neither a trainer_state.json nor a metrics.json has logged metrics.")
-    run.warnings = [text_for_others(text) for text in record.get("warnings", [])]
+    run.warnings = [portable(text) for text in record.get("warnings", [])]
     run.history = _finite(logged, run.warnings)
     run.accuracy = {when: record[when] for when in ("before", "after") if when in record}
-    run.startup = text_for_others(record.get("startup") or "")
+    run.startup = portable(record.get("startup") or "")
     run.reward_weights = record.get("reward_weights", {})
     facts = _facts(record, _json_file(folder / "adapter_config.json", run.notes))
     if logged:
         of_all = f" of {state['max_steps']:,}" if state.get("max_steps", 0) > 0 else ""
         facts["steps"] = f"{run.last_step:,}{of_all}"
-    run.facts = {label: text_for_others(str(value)) for label, value in facts.items() if value not in (None, "")}
+    run.facts = {label: portable(str(value)) for label, value in facts.items() if value not in (None, "")}
     return run
 
 
@@ -98,7 +98,7 @@ def _json_file(path: Path, notes: list[str]) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}, and a dictionary was expected")
     except (OSError, ValueError) as error:  # JSON and UTF-8 that do not decode are value errors
-        notes.append(f"{path.name} cannot be read: {text_for_others(str(error))}")
+        notes.append(f"{path.name} cannot be read: {portable(str(error))}")
         return {}
     return content
 

@@ -3,7 +3,6 @@
 import html
 import os
 import platform
-import re
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from importlib.metadata import version
@@ -57,25 +56,14 @@ def software() -> str:
     return ", ".join([f"trl-fsdp-qlora {__version__}", *libraries])
 
 
-def fence(text: str) -> str:
-    """Backticks around a block of Markdown code: more than `text` has in a row, and at least three."""
-    return "`" * max(3, 1 + _longest_run(text))
-
-
 def code(text: str) -> str:
-    """`text` as code within a line of Markdown."""
-    marks = "`" * (1 + _longest_run(text))
-    margin = " " if "`" in text else ""
-    return f"{marks}{margin}{text}{margin}{marks}"
+    """`text` as code within a line of Markdown; a backtick, which no name has, would end it."""
+    return f"`{text.replace('`', '')}`"
 
 
 def escape(text: str) -> str:
     """`text` for a line of Markdown, without HTML."""
     return html.escape(text, quote=False)
-
-
-def _longest_run(text: str) -> int:
-    return max(map(len, re.findall("`+", text)), default=0)
 
 
 def changed_arguments(args: Any) -> dict[str, Any]:
@@ -164,7 +152,6 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
     s_grpo = info.method == "GRPO" and args.token_selection == "s_grpo"
     values = {
         "code": code,
-        "fence": fence,
         "escape": escape,
         "method": "S-GRPO ([arXiv 2504.20834](https://arxiv.org/abs/2504.20834))" if s_grpo else info.method,
         "auto_class": auto_class_of(model),

@@ -27,8 +27,6 @@ _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 MIB = 2**20
 MODES = ("on", "peaks", "off")
-MAX_DEFERRED = 1000  # deferred metrics are read at the latest after this many, for runs that log seldom or never
-MAX_DEFERRED_STEPS = 100  # the same for steps, each of which holds two events per phase
 
 
 class PeakMemory:
@@ -221,10 +219,10 @@ class TelemetryCallback(TrainerCallback):
     def later(self, sums_N: torch.Tensor, finish: Callable[[list[float]], None]) -> None:
         """When metrics are logged, call `finish` with the numbers in `sums_N` `(N,)`; `finish` stores them."""
         self._held.append((sums_N.detach(), finish))
-        if len(self._held) >= MAX_DEFERRED:
-            self._read_held()
 
-    def _read_held(self) -> None:
+    @nonfatal("a deferred metric")
+    def flush(self) -> None:
+        """Put outstanding numbers among the metrics."""
         # In one transfer, and in the order in which they were added.
         held = self._held
         self._held = []
@@ -232,11 +230,6 @@ class TelemetryCallback(TrainerCallback):
             numbers = iter(torch.cat([sums_N.float() for sums_N, _ in held]).tolist())
             for sums_N, finish in held:
                 finish(list(islice(numbers, len(sums_N))))
-
-    @nonfatal("a deferred metric")
-    def flush(self) -> None:
-        """Put outstanding numbers among the metrics."""
-        self._read_held()
         steps = self._steps
         self._steps = []
         for step in steps:
@@ -268,5 +261,3 @@ class TelemetryCallback(TrainerCallback):
             self.metrics()[name].append(value)
         if self._step_started is not None:
             self._steps.append(_Step(self.clock.drain_spans(), self._step_started, self.clock.now(), tokens))
-            if len(self._steps) >= MAX_DEFERRED_STEPS:
-                self.flush()

@@ -12,7 +12,6 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from ...compat.older_gpus import lacks_bf16
-from ...fsdp2_qlora.launch_checks import is_fsdp2_launch
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import counted
 from .input_checks import columns_of
@@ -105,8 +104,6 @@ def _hardware(args: Any) -> str:
     device = args.device.type
     layout = args.distributed_state.distributed_type.value
     text = f"{ranks} process{'es' if ranks > 1 else ''} on {_DEVICES.get(device, device)}"
-    if is_fsdp2_launch() and layout != "FSDP" and device == "cpu":
-        text += ", no FSDP, which accelerate leaves out on a CPU"
     if ranks > 1 or layout in ("FSDP", "DEEPSPEED"):
         text += f", {_LAYOUTS.get(layout, layout)}"
     return text
@@ -156,11 +153,6 @@ class StartupCallback(TrainerCallback):
             return
         self.block = startup_block(args, model, state.max_steps, self._features())
         prompt = first_prompt(train_dataloader.dataset, self._tokenize, processing_class.decode)
-        _write("\n".join(filter(None, (self.block, prompt))))
-
-
-def _write(text: str) -> None:
-    encoding = sys.stdout.encoding or "utf-8"
-    # Not `print`: transformers' progress bar is there by now, and the text's first line would follow the bar.
-    tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding))
-    sys.stdout.flush()
+        # Not `print`: transformers' progress bar is there by now, and the text's first line would follow the bar.
+        tqdm.write("\n".join(filter(None, (self.block, prompt))))
+        sys.stdout.flush()
