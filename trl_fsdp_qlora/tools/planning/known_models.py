@@ -1,4 +1,4 @@
-"""The sizes of well-known dense models, so that a plan can be made of them without a download."""
+"""The sizes of a well-known dense model of each size, so that a plan can be made of it without a download."""
 
 from transformers import AutoConfig, PretrainedConfig
 
@@ -19,24 +19,12 @@ def _shape(kind: str, *sizes: int, tied: bool, **further) -> dict:
 # The sizes in each model's config.json, and the weights that its card states, in billions.
 MODELS = {
     "SmolLM2-135M": (_shape("llama", 576, 1536, 30, 9, 3, 49152, tied=True), 0.135),
-    "Qwen2.5-0.5B": (_shape("qwen2", 896, 4864, 24, 14, 2, 151936, tied=True), 0.49),
     "Qwen3-0.6B": (_shape("qwen3", 1024, 3072, 28, 16, 8, 151936, tied=True, head_dim=128), 0.596),
-    "gemma-3-1b": (
-        _shape("gemma3_text", 1152, 6912, 26, 4, 1, 262144, tied=True, head_dim=256, sliding_window=512),
-        1.0,
-    ),
     "Llama-3.2-1B": (_shape("llama", 2048, 8192, 16, 32, 8, 128256, tied=True, head_dim=64), 1.236),
-    "Qwen2.5-1.5B": (_shape("qwen2", 1536, 8960, 28, 12, 2, 151936, tied=True), 1.54),
-    "SmolLM2-1.7B": (_shape("llama", 2048, 8192, 24, 32, 32, 49152, tied=True), 1.71),
     "Qwen3-1.7B": (_shape("qwen3", 2048, 6144, 28, 16, 8, 151936, tied=True, head_dim=128), 1.72),
-    "Qwen2.5-3B": (_shape("qwen2", 2048, 11008, 36, 16, 2, 151936, tied=True), 3.09),
     "Llama-3.2-3B": (_shape("llama", 3072, 8192, 28, 24, 8, 128256, tied=True, head_dim=128), 3.21),
     "Qwen3-4B": (_shape("qwen3", 2560, 9728, 36, 32, 8, 151936, tied=True, head_dim=128), 4.02),
-    "Mistral-7B-v0.3": (_shape("mistral", 4096, 14336, 32, 32, 8, 32768, tied=False, sliding_window=None), 7.25),
-    "Qwen2.5-7B": (_shape("qwen2", 3584, 18944, 28, 28, 4, 152064, tied=False), 7.62),
     "Llama-3.1-8B": (_shape("llama", 4096, 14336, 32, 32, 8, 128256, tied=False), 8.03),
-    "Qwen3-8B": (_shape("qwen3", 4096, 12288, 36, 32, 8, 151936, tied=False, head_dim=128), 8.19),
-    "phi-4": (_shape("phi3", 5120, 17920, 40, 40, 10, 100352, tied=False, pad_token_id=0), 14.66),
     "Qwen3-14B": (_shape("qwen3", 5120, 17408, 40, 40, 8, 151936, tied=False, head_dim=128), 14.77),
     "Qwen3-32B": (_shape("qwen3", 5120, 25600, 64, 64, 8, 151936, tied=False, head_dim=128), 32.76),
     "Llama-3.1-70B": (_shape("llama", 8192, 28672, 80, 64, 8, 128256, tied=False), 70.6),
@@ -47,5 +35,5 @@ def known_config(name: str) -> PretrainedConfig:
     """The config of a model of [`MODELS`]."""
     shape = dict(MODELS[name][0])
     config = AutoConfig.for_model(shape.pop("model_type"), **shape, max_position_embeddings=32768, dtype="bfloat16")
-    config.architectures = [type(config).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"]
+    config.architectures = [type(config).__name__.removesuffix("Config") + "ForCausalLM"]
     return config

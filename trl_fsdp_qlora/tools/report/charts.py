@@ -1,7 +1,6 @@
 """Which curves a page shows, as plain data: a chart has series."""
 
 import itertools
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -74,9 +73,11 @@ def charts_of(run: Run) -> tuple[list[Chart], list[Chart]]:
             chart.series += _series(run, f"rewards/{name}/mean", name)
         first.insert(2, chart)
     shown.update(f"rewards/{name}/mean" for name in functions)
+    peaks = _names(metrics, "memory/", "_peak_mib")
+    memory = [series for name in peaks for series in _series(run, f"memory/{name}_peak_mib", name.replace("_", " "))]
     first += [
         Chart("Seconds of a step", "by phase, stacked", _phases(run, metrics), kind="stack"),
-        Chart("Memory", "highest use in any phase, MiB", _memory(run)),
+        Chart("Memory", "highest use in each phase, MiB", memory),
     ]
     shown.update(name for name in metrics if name.startswith(("time/", "memory/")))
     further = [
@@ -150,14 +151,3 @@ def _phases(run: Run, metrics: Iterable[str]) -> list[Series]:
             label = name.removeprefix("time/").removesuffix("_s").replace("_", " ")
             phases.append(Series(label, steps, values))
     return sorted(phases, key=lambda series: sum(series.values), reverse=True)
-
-
-def _memory(run: Run) -> list[Series]:
-    """The most memory in use in any phase."""
-    highest = {}
-    for entry in run.history:
-        peaks = [value for name, value in entry.items() if re.fullmatch(r"memory/.*_peak_mib", name)]
-        if peaks:
-            highest[entry["step"]] = max(peaks)
-    steps = spread(sorted(highest), MOST_POINTS)
-    return [Series("highest use", steps, _rounded(highest[step] for step in steps))] if steps else []

@@ -37,7 +37,9 @@ def in_one_line() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except KeyboardInterrupt as stop:
-        _print_stopped(str(stop) or "stopped")
+        if int(os.environ.get("RANK", "0")) == 0:
+            below = "\n" if sys.stderr.isatty() else ""  # below the terminal's ^C
+            print(f"{below}{str(stop) or 'stopped'}", file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
         # Otherwise the interpreter's end would try again to write the rest.
@@ -90,12 +92,6 @@ def _is_first_rank_to_end() -> bool:
         return store.add("trl_fsdp_qlora/user_error", 1) == 1
     except (KeyError, ValueError, RuntimeError):  # a launcher without a store: every rank prints its line
         return True
-
-
-def _print_stopped(text: str) -> None:
-    if int(os.environ.get("RANK", "0")) == 0:
-        below = "\n" if sys.stderr.isatty() else ""  # below the terminal's ^C
-        print(f"{below}{text}", file=sys.stderr, flush=True)
 
 
 # Values that argparse accepts for an option although they begin with a minus; its own pattern knows no exponent.

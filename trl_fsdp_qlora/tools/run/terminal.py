@@ -4,12 +4,8 @@ All metrics go where TRL sends them: to the trackers (`report_to`) and into `tra
 """
 
 import math
-import re
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import datasets
 import huggingface_hub.utils
@@ -63,8 +59,6 @@ class TerminalCallback(TrainerCallback):
         evaluated = [f"{name} {_number(logs[name])}" for name in ("eval_loss", "eval_reward") if name in logs]
         if "train_runtime" in logs:
             print(f"trained to step {step} in {_duration(logs['train_runtime'])}", flush=True)
-            for line in phase_line(state.log_history):
-                print(line, flush=True)
         elif evaluated:
             print(f"step {step}: {'  '.join(evaluated)}", flush=True)
         elif "loss" in logs and step > self._first_step:
@@ -75,25 +69,6 @@ class TerminalCallback(TrainerCallback):
             seconds = (time.perf_counter() - self._began) / (step - self._first_step)
             figures += [f"{seconds:.2f} s/step", f"{_duration(seconds * (state.max_steps - step))} left"]
             print("  ".join(figures), flush=True)
-
-
-def phase_line(history: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line with the mean seconds of each phase of an optimizer step, the largest first; none without such metrics.
-
-    Every entry of the log has means over the steps since the last one.
-    """
-    totals: dict[str, float] = defaultdict(float)
-    steps = 0
-    for entry in history:
-        phases = {name: value for name, value in entry.items() if re.fullmatch(r"time/\w+_s", name)}
-        if not phases:
-            continue
-        for name, value in phases.items():
-            totals[name.removeprefix("time/").removesuffix("_s")] += value * (entry["step"] - steps)
-        steps = entry["step"]
-    means = {name: total / steps for name, total in totals.items() if total}
-    ordered = sorted(means, key=means.get, reverse=True)
-    return [f"seconds of a step: {', '.join(f'{name} {_number(means[name])}' for name in ordered)}"] if means else []
 
 
 def use_terminal(trainer: Trainer) -> None:
