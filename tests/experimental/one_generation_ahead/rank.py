@@ -1,6 +1,7 @@
 """A rank of these tests: python rank.py URL OUT CHANGES, CHANGES are a config's, as JSON.
 
-With `"checkpoint": FOLDER` the model is that of the sharding tests, in 4 bits with `"quantized": true`.
+With `"checkpoint": FOLDER` the model is that of the sharding tests, in 4 bits with `"quantized": true`. With
+`"streamed": NUMBER` the data are a stream of so many prompts.
 """
 
 import json
@@ -12,6 +13,7 @@ from tests.distributed.fsdp_on_gloo import force_fsdp, without_deepspeeds_operat
 force_fsdp()
 
 import torch  # noqa: E402
+from datasets import IterableDataset  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from trl.generation import vllm_client, vllm_generation  # noqa: E402
 
@@ -27,6 +29,7 @@ def main(url: str, out: str, changes: str) -> None:
     settings = json.loads(changes)
     checkpoint = settings.pop("checkpoint", None)
     quantized = settings.pop("quantized", False)
+    streamed = settings.pop("streamed", None)
     trained = []
 
     def reward(prompts, completions, **_):
@@ -39,6 +42,9 @@ def main(url: str, out: str, changes: str) -> None:
         "use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 10.0, **settings,
     }  # fmt: skip
     if checkpoint is None:
+        if streamed is not None:
+            rows = tiny.prompts(streamed).to_list()
+            settings["dataset"] = IterableDataset.from_generator(lambda: iter(rows))
         trainer = tiny.trainer(
             EfficientGRPOTrainer, EfficientGRPOConfig, out, peft_config=tiny.lora(), reward=reward, **settings
         )

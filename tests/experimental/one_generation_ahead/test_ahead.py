@@ -162,6 +162,7 @@ def test_an_impossible_setting_is_refused_with_the_line_to_change(server, tmp_pa
         ({"rollouts_ahead": 2}, r"rollouts_ahead=2: .* use 1"),
         ({"use_vllm": False}, r"use_vllm=False: .* vllm_mode: server"),
         ({"vllm_mode": "colocate"}, r"vllm_mode='colocate': .* vllm_mode: server"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True: .* dispatch_batches: false"),
     )
     for changes, named in refused:
         with pytest.raises(ValueError, match=named):

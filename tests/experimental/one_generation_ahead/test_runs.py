@@ -111,10 +111,16 @@ def on_ranks(server, out, meanwhile=None, processes=2, check=True, environment=N
     return [json.loads(path.read_text()) for path in written if path.is_file()]
 
 
+# By where the prompts come from: the staleness of five batches. A stream's epoch has two batches of two prompts.
+DATA = {"shuffled": ({"shuffle_dataset": True}, [0, 1, 1, 1, 1]), "streamed": ({"streamed": 5}, [0, 1, 0, 1, 0])}
+
+
 @pytest.mark.exhaustive
-def test_two_ranks_train_on_the_same_prompts_in_the_same_order(tmp_path):
+@pytest.mark.parametrize("data", DATA)
+def test_two_ranks_train_on_the_same_prompts_in_the_same_order(tmp_path, data):
     """And their losses are those without the option while the policy does not change."""
-    sizes = {"per_device_train_batch_size": 4, "learning_rate": 0.0, "max_steps": 5, "shuffle_dataset": True}
+    changes, staleness = DATA[data]
+    sizes = {"per_device_train_batch_size": 4, "learning_rate": 0.0, "max_steps": 5, **changes}
     runs, asked = {}, {}
     for ahead in (0, 1):
         with SamplingServer() as server:
@@ -124,7 +130,7 @@ def test_two_ranks_train_on_the_same_prompts_in_the_same_order(tmp_path):
     for without, with_it in zip(runs[0], runs[1], strict=True):
         assert with_it["trained"] == without["trained"]
         torch.testing.assert_close(torch.tensor(with_it["loss"]), torch.tensor(without["loss"]), rtol=0, atol=1e-5)
-    assert runs[1][0]["sampling/staleness"] == [0, 1, 1, 1, 1]
+    assert runs[1][0]["sampling/staleness"] == staleness
 
 
 def test_two_ranks_under_fsdp2_learn_what_they_learn_under_ddp(tmp_path):

@@ -61,6 +61,11 @@ def check_config(args: Any) -> None:
             f"rollouts_ahead=1 with {engine}: only a vLLM server draws while this process trains. Start one and set "
             "use_vllm: true and vllm_mode: server, or rollouts_ahead: 0"
         )
+    if args.rollouts_ahead and args.accelerator_config.dispatch_batches:
+        raise ValueError(
+            "rollouts_ahead=1 with an accelerator_config of dispatch_batches=True: one process would read the rows of "
+            "all, and accelerate hands on tensors, not prompts. Use dispatch_batches: false, or leave it out"
+        )
 
 
 class Batch:
