@@ -45,12 +45,5 @@ METHODS = (
     Method("t_spmo", "T-SPMO", "TSPMO", "train with T-SPMO, credit for single tokens"),
     Method("a_star_po", "A*-PO", "AStarPO", "train with A*-PO, one completion per prompt"),
     Method("rloo", "RLOO", "EfficientRLOO", "train with RLOO", stock="RLOO"),
-    Method(
-        "dpo",
-        "DPO",
-        "EfficientDPO",
-        "train with DPO, on pairs of the model's right and wrong answers",
-        stock="DPO",
-        is_paired=True,
-    ),
+    Method("dpo", "DPO", "EfficientDPO", "train with DPO, on preference pairs", stock="DPO", is_paired=True),
 )

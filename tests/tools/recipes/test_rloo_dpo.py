@@ -1,9 +1,8 @@
-"""recipes/rloo.py and recipes/dpo.py on a small model: what they leave, pairs that are right and wrong, and going
-on.
-"""
+"""recipes/rloo.py and recipes/dpo.py on a small model: what they leave, pairs that are right and wrong, resuming."""
 
 import json
 import re
+import runpy
 from fractions import Fraction
 
 import pytest
@@ -13,9 +12,11 @@ from trl import extract_prompt
 from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.tools.data import datasets
 from trl_fsdp_qlora.tools.data.answers import DatasetError, answers_match, extract_answer
-from trl_fsdp_qlora.tools.recipe.arguments import ConfigError, ScriptArguments
-from trl_fsdp_qlora.tools.recipe.pairs import must_be_made, pair_of_problem, read_pairs, write_pairs
+from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
+from trl_fsdp_qlora.tools.recipe.pairs import read_pairs
 from trl_fsdp_qlora.tools.recipe.problems import load_held_out
+
+from .conftest import RECIPES
 
 COMMON = (
     "--model_name_or_path base --dtype float32 --dataset sums.json --held_out 30 --output_dir out "
@@ -76,15 +77,13 @@ def test_a_recipe_trains_on_tests_as_answers_with_functions_of_ones_own(folder, 
     assert "before" not in json.loads((folder / "unmeasured" / "metrics.json").read_text())
 
 
-def test_dpo_makes_its_pairs_once_trains_and_is_measured(folder, called, capsys):
-    words = (
-        f"{COMMON} --pair_problems 24 --pair_samples 2 --answer_format hash "
-        "--per_device_train_batch_size 8 --save_strategy steps --save_steps 1"
-    )
-    called("dpo", f"{words} --max_steps 1")
-    written = (folder / "pairs.jsonl").stat().st_mtime_ns
-    called("dpo", f"{words} --max_steps 2")
-    assert (folder / "pairs.jsonl").stat().st_mtime_ns == written
+def test_dpo_trains_on_pairs_that_the_example_makes_and_is_measured(folder, called, capsys, monkeypatch):
+    made = "pairs.py --model base --dataset sums.json --held-out 30 --problems 24 --samples 2 --output pairs.jsonl"
+    monkeypatch.setattr("sys.argv", made.split())
+    runpy.run_path(str(RECIPES.parent / "examples" / "preference_pairs.py"), run_name="__main__")
+    words = f"{COMMON} --pairs pairs.jsonl --answer_format hash --per_device_train_batch_size 8 --save_steps 1"
+    for steps in (1, 2):
+        called("dpo", f"{words} --max_steps {steps} --save_strategy steps")
     printed = capsys.readouterr().out
     assert "8 preference pairs in the loss" in printed
     assert re.search(r"(?m)^step 1/1  loss 0\.\d+  [\d.]+ s/step  0:00 left$", printed) and "{'loss'" not in printed
@@ -95,7 +94,7 @@ def test_dpo_makes_its_pairs_once_trains_and_is_measured(folder, called, capsys)
     assert 16 <= len(pairs) <= 24
     for pair in pairs:
         total = sum(map(int, re.findall(r"\d", pair["prompt"][-1]["content"])))
-        right, wrong = (extract_answer(pair[name][0]["content"], "hash") for name in ("chosen", "rejected"))
+        right, wrong = (extract_answer(pair[name][0]["content"]) for name in ("chosen", "rejected"))
         assert answers_match(right, Fraction(total)) and not answers_match(wrong, Fraction(total))
     record = json.loads((folder / "out" / "metrics.json").read_text())
     assert [entry["step"] for entry in record["history"] if "loss" in entry] == [1, 2]
@@ -104,18 +103,6 @@ def test_dpo_makes_its_pairs_once_trains_and_is_measured(folder, called, capsys)
     assert "rewards/margins" in (folder / "out" / "report.html").read_text()
     called("evaluate", "--adapter out --output measured.json")
     assert json.loads((folder / "measured.json").read_text())["correct"] == record["after"]["correct"]
-
-
-def test_the_models_own_right_answer_is_preferred_to_the_worked_one():
-    row = {"prompt": "1+1=", "answer": 2, "row": 0}
-    texts = ["#### 2", "#### 3", "#### 3", "", "so #### 2", "#### 4", "#### 5"]
-    pair = pair_of_problem(row, "1 + 1 = 2\n#### 2", texts, "hash", "0")
-    assert pair["chosen"] in (" #### 2", " so #### 2")
-    assert pair["rejected"].strip() in texts and "#### 2" not in pair["rejected"]
-    taught = pair_of_problem(row, "1 + 1 = 2\n#### 2", ["#### 7", "#### 8"], "hash", "0")
-    assert taught["chosen"] == " 1 + 1 = 2\n#### 2"
-    assert pair_of_problem(row, None, ["#### 7"], "hash", "0") is None
-    assert pair_of_problem(row, "#### 2", ["#### 2"], "hash", "0") is None
 
 
 def talk(question: str, answer: str) -> list[dict]:
@@ -154,7 +141,6 @@ def test_pairs_in_every_format_of_trls(name, kind, tmp_path, monkeypatch):
         Dataset.from_list(rows).save_to_disk(kind)
     else:
         monkeypatch.setattr(datasets, "load_function", lambda path: lambda: rows)
-    assert not must_be_made(kind)
     assert read_pairs(kind).to_list() == [pair] * 3
 
 
@@ -177,16 +163,16 @@ def test_dpo_on_conversations_without_a_prompt_is_dpo_on_explicit_ones(folder, c
     assert len(losses[0]) == 2 and losses[0] == losses[1]
 
 
-def test_a_file_of_pairs_that_the_user_names_is_not_made(tmp_path):
-    path = str(tmp_path / "nosuch.jsonl")
-    assert must_be_made(path, ["dpo", "--config", "x"])
-    with pytest.raises(ConfigError, match=r"--pairs .*nosuch.jsonl: there is no such file"):
-        must_be_made(path, ["dpo", "--pairs", path])
+def test_a_missing_file_of_pairs_is_named(tmp_path):
+    (tmp_path / "pairs.jsonl").touch()
+    for name, hint in (("pair.jsonl", "did you mean 'pairs.jsonl'?"), ("nosuch.jsonl", "the head of a recipe has")):
+        with pytest.raises(DatasetError, match=rf"pairs='.*{name}': there is no such file or folder; {hint}"):
+            read_pairs(tmp_path / name)
 
 
 def test_a_file_without_pairs_is_refused_by_its_name(tmp_path):
     path = tmp_path / "pairs.jsonl"
-    write_pairs(path, [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 2)
+    path.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 2)
     assert isinstance(read_pairs(path), Dataset) and len(read_pairs(path)) == 2
     for text in ('{"prompt": "a"}', '{"chosen": "b"}', ""):
         path.write_text(text)

@@ -1,6 +1,6 @@
 """Completions of tokenized prompts, by a model or by vLLM, and problems spread over the ranks.
 
-Training's rollouts call [`complete`]. Accuracy, preference pairs and V* come from [`generate`], which is
+Training's rollouts call [`complete`]. Accuracy and V* come from [`generate`], which is
 reproducible.
 """
 

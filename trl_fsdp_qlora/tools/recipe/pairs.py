@@ -1,125 +1,28 @@
-"""Preference pairs from problems with exact answers: the model's own right and wrong answers to one problem."""
+"""Preference pairs of a recipe, in any of TRL's formats."""
 
-import json
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any
 
 from datasets import Dataset
-from torch import nn
-from transformers import TrainingArguments
 from trl.data_utils import maybe_extract_prompt
 
-from ...engines.decode.completions import generate, over_ranks
 from ...errors import mistyped_path
-from ...utils.files import written_whole
-from ..data.answers import DatasetError, answers_match, extract_answer, parse_gold
-from ..data.datasets import read_rows
-from ..evaluation.accuracy import encode, generation_configs
-from ..run.one_line import pop_options
-from .arguments import ConfigError, ScriptArguments, option
+from ..data.answers import DatasetError
+from ..data.datasets import is_missing_path, read_rows
+from .arguments import ScriptArguments, option
 
 FIELDS = ("prompt", "chosen", "rejected")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DPOScriptArguments(ScriptArguments):
     """[`ScriptArguments`], and the source of the preference pairs."""
 
-    dataset: str | None = option(
-        None, "Problems to make pairs of if the file `pairs` does not exist, and to evaluate on."
-    )
+    dataset: str | None = option(None, "Problems to measure accuracy on: those of `held_out` or `eval_split`.")
     pairs: str = option(
-        "pairs.jsonl",
-        "Preference pairs in any of TRL's formats: a file, folder, Hub id or function, as for `dataset`. A .jsonl "
-        "file that does not exist is written first, from `dataset`.",
+        MISSING, "Preference pairs in any of TRL's formats: a file, folder, Hub id or function, as for `dataset`."
     )
-    pair_problems: int | None = option(None, "Make pairs of this many training problems; of all by default.")
-    pair_samples: int = option(8, "Answers that the model gives to each of them, at temperature 1.")
-    max_completion_length: int = option(256, "Length limit of the model's answers, here and for `evaluate`.")
-
-
-def sample_pairs(
-    model: nn.Module,
-    tokenizer: Any,
-    prompts: Dataset,
-    taught: Sequence[str | None],
-    script: DPOScriptArguments,
-    config: TrainingArguments,
-) -> list[dict[str, Any]]:
-    """Sample pairs of `prompt`, `chosen` and `rejected`, in TRL's form. The ranks share the work; all get all pairs.
-
-    Args:
-        model: an unwrapped causal language model, whole on every rank.
-        prompts: `prompt`, `answer` and `row`, see [`trl_fsdp_qlora.tools.data.datasets.to_prompts`].
-        taught: a right worked answer to each problem, which is chosen if none of the samples is right; or `None`.
-    """
-    rows = prompts.to_list()
-    samples = script.pair_samples
-    seed = config.seed
-    _, sampling = generation_configs(model, tokenizer, script.max_completion_length, temperature=1.0, top_p=1.0)
-
-    def draw(batch: range) -> list[list[int]]:
-        ids = encode([rows[i]["prompt"] for i in batch for _ in range(samples)], tokenizer)
-        return generate(model, ids, sampling, (seed << 20) + batch.start, synced_gpus=False)
-
-    def pair(batch: range, completions: list[list[int]]) -> list[dict | None]:
-        texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in completions]
-        of_problem = [texts[first : first + samples] for first in range(0, len(texts), samples)]
-        return [
-            pair_of_problem(rows[i], taught[i], drawn, script.answer_format, f"{seed} {i}")
-            for i, drawn in zip(batch, of_problem, strict=True)
-        ]
-
-    size = max(1, script.accuracy_batch_size // samples)
-    description = None if config.disable_tqdm else "preference pairs"
-    pairs = over_ranks(len(rows), size, draw, pair, description=description)
-    return [each for each in pairs if each is not None]
-
-
-def pair_of_problem(row: dict, work: str | None, texts: list[str], answer_format: str, seed: str) -> dict | None:
-    """A pair of one problem, from the `texts` of its samples; `work` is its worked answer, if there is one.
-
-    It is `None` if there is no right answer, or no wrong one.
-    """
-    gold = parse_gold(row["answer"], row["row"])
-    texts = [text for text in dict.fromkeys(texts) if text]
-    right = [text for text in texts if answers_match(extract_answer(text, answer_format, gold), gold)]
-    wrong = [text for text in texts if text not in right]
-    if not right and work is not None:
-        right = [work]
-    if not right or not wrong:
-        return None
-    choose = random.Random(seed).choice
-    chat = not isinstance(row["prompt"], str)
-
-    def answer(text: str) -> Any:
-        return [{"role": "assistant", "content": text}] if chat else f" {text}"
-
-    return {"prompt": row["prompt"], "chosen": answer(choose(right)), "rejected": answer(choose(wrong))}
-
-
-def write_pairs(path: str | Path, pairs: list[dict]) -> None:
-    """Write one pair per line; the file appears when it is whole."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(Path(path)) as scratch:
-        scratch.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs), encoding="utf-8")
-
-
-def must_be_made(source: str, words: Sequence[str] = ()) -> bool:
-    """Whether `pairs` names a file of JSON lines that does not exist yet, which is then made.
-
-    Raises:
-        ConfigError: the command line `words` names it, so its user has such a file.
-    """
-    if not source.endswith(".jsonl") or Path(source).is_file():
-        return False
-    if "--pairs" in pop_options(words, ("--pairs",))[0]:
-        hint = mistyped_path(source) or "; a recipe's own file, its key `pairs`, is made of its `dataset`"
-        raise ConfigError(f"--pairs {source}: there is no such file{hint}")
-    return True
+    max_completion_length: int = option(256, "Length limit of the model's answers, for accuracy and `evaluate`.")
 
 
 def read_pairs(source: str | Path, split: str = "train") -> Dataset:
@@ -136,6 +39,9 @@ def read_pairs(source: str | Path, split: str = "train") -> Dataset:
     Raises:
         DatasetError: it cannot be read, or holds no pairs.
     """
+    if is_missing_path(str(source)):
+        hint = mistyped_path(source) or "; the head of a recipe has the command that makes its pairs"
+        raise DatasetError(f"pairs={str(source)!r}: there is no such file or folder{hint}")
     rows = read_rows(str(source), split)
     dataset = rows if isinstance(rows, Dataset) else Dataset.from_list(list(rows))
     if not len(dataset) or not {"chosen", "rejected"} <= set(dataset.column_names):
