@@ -1,4 +1,4 @@
-"""500 fuzzed episodes on two ranks against those in turns, and a run with tools that is killed twenty times."""
+"""500 fuzzed episodes on two ranks against those in turns, and runs with tools that are killed again and again."""
 
 import json
 import os
@@ -52,6 +52,21 @@ def test_fuzzed_episodes_on_two_ranks_are_those_in_turns(tmp_path, fuzz, environ
     assert min(runs[0][1]["tools/call_frequency"]) > 0
 
 
+def end_one(server, out, where: str, kill: int):
+    """A function that kills one rank, another with each `kill`, in a draw, a call of a tool or a save."""
+    holds = moments(server, out)[where]
+
+    def end(processes):
+        def has_failed() -> bool:
+            return any(process.poll() is not None for process in processes)
+
+        wait_until(lambda: holds(1 + kill % 3) or has_failed(), seconds=200)
+        with suppress(ProcessLookupError):
+            os.kill(processes[kill % len(processes)].pid, signal.SIGKILL)
+
+    return end
+
+
 def moments(server, out) -> dict[str, list]:
     """What to wait for before a kill: conditions, by where it happens."""
     drawn = len(server.draws)
@@ -64,26 +79,28 @@ def moments(server, out) -> dict[str, list]:
     }
 
 
-@pytest.mark.parametrize(("where", "kills"), [("draw", 7), ("tool", 7), ("save", 6)])
-def test_a_run_that_is_killed_trains_on_each_prompt_once(tmp_path, where, kills):
+KILLS = {
+    "in draws": (1, ["draw"] * 7, {"max_steps": 40}),
+    "in tools": (1, ["tool"] * 7, {"max_steps": 40}),
+    "in saves": (1, ["save"] * 6, {"max_steps": 40}),
+    "of one rank of two": (2, ["draw", "tool", "save"], {"max_steps": 8, "per_device_train_batch_size": 4}),
+}
+
+
+@pytest.mark.parametrize("kills", KILLS)
+def test_a_run_that_is_killed_trains_on_each_prompt_once(tmp_path, kills):
+    ranks, places, sizes = KILLS[kills]
     settings = {
-        "fuzz": 0, "rollouts_ahead": 1, "max_steps": 40, "max_completion_length": 16, "learning_rate": 1e-2,
-        "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2,
+        "fuzz": 0, "rollouts_ahead": 1, "max_completion_length": 16, "learning_rate": 1e-2, "save_strategy": "steps",
+        "save_steps": 1, "save_total_limit": 2, **sizes,
     }  # fmt: skip
     with SamplingServer(keeps_keys=True, seconds=0.05) as server:
-        run(server, tmp_path / "whole", **settings)
+        run(server, tmp_path / "whole", ranks, **settings)
         out = tmp_path / "killed"
-        for kill in range(kills):
-            holds = moments(server, out)[where]
-
-            def end(processes, holds=holds, later=1 + kill % 3):
-                wait_until(lambda: holds(later) or processes[0].poll() is not None, seconds=200)
-                with suppress(ProcessLookupError):
-                    os.kill(processes[0].pid, signal.SIGKILL)
-
-            run(server, out, meanwhile=end, **settings)
-            assert not (out / "done_0.json").exists()
-        run(server, out, **settings)
-    whole, killed = trained(tmp_path / "whole"), trained(out)
-    assert sorted(killed) == list(range(40))
+        for kill, where in enumerate(places):
+            run(server, out, ranks, meanwhile=end_one(server, out, where, kill), **settings)
+            assert not list(out.glob("done_*.json"))
+        run(server, out, ranks, **settings)
+    whole, killed = trained(tmp_path / "whole", ranks), trained(out, ranks)
+    assert sorted(killed) == list(range(settings["max_steps"]))
     assert {step: parts[0] for step, parts in killed.items()} == {step: parts[0] for step, parts in whole.items()}
