@@ -3,7 +3,6 @@
 import importlib
 import json
 import pickle
-import re
 import shutil
 import sys
 from dataclasses import fields, replace
@@ -17,14 +16,11 @@ from trl import ModelConfig
 
 from tests.tiny import config, lora, save_tiny_model, these_first, tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.tools.evaluation.accuracy import Evaluation
 from trl_fsdp_qlora.tools.recipe import checks, runner
 from trl_fsdp_qlora.tools.recipe.accuracy import AccuracyCallback
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.tools.recipe.record import RunRecord, check_output_dir, next_commands, settings_in
-from trl_fsdp_qlora.trainers.run import unscored
-from trl_fsdp_qlora.utils import nonfatal
 
 
 def answered(rows: int = 8) -> Dataset:
@@ -197,39 +193,6 @@ def test_a_resumed_run_that_measures_nothing_keeps_no_figure_of_other_weights(me
     grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, measured_run.folder / "out", **settings)
     record = runner.run_recipe(grpo, script, None, "auto", ModelConfig(model_name_or_path=measured_run.base))
     assert record["before"] == measured_run.before and "after" not in record
-
-
-@pytest.mark.parametrize("nothing", [None, float("nan"), float("inf")])
-def test_a_run_without_any_reward_names_the_function_and_is_no_success(tmp_path, nothing, caplog, capsys):
-    def silent(completions, **columns):
-        return [nothing for _ in completions]
-
-    def scores(completions, **columns):
-        return [float(len(text)) for text in completions]
-
-    base = save_tiny_model(tmp_path / "base")
-
-    def run(reward, output):
-        settings = {"peft_config": lora(), "max_steps": 2, "reward": reward}
-        grpo = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / output, model=base, **settings)
-        return runner.run_recipe(grpo, ScriptArguments("addition", skip_accuracy=True), None, None)
-
-    with pytest.raises(UserError, match="silent"):
-        run(silent, "silent")
-
-    def functions_warned_of() -> list[str]:
-        messages = [record.message for record in caplog.records if record.name == unscored.__name__]
-        return [re.search(r"function (\w+) gave none of 8 ", message)[1] for message in messages]
-
-    assert functions_warned_of() == ["silent"]
-    assert nonfatal.__name__ not in {record.name for record in caplog.records}
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    reward = "reward inf" if nothing == float("inf") else "reward -"
-    assert [line.split("  ")[::2][:2] for line in lines] == [["step 1/2", reward], ["step 2/2", reward]]
-    assert (tmp_path / "silent" / "adapter_model.safetensors").is_file()  # it is whole all the same
-    caplog.clear()
-    run([scores, silent], "both")  # of several functions one is enough to learn from
-    assert functions_warned_of() == ["silent"]
 
 
 def test_evaluate_reads_how_a_run_measured_and_names_no_secret_path(tmp_path, monkeypatch):

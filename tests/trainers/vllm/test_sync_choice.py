@@ -196,7 +196,6 @@ def test_trl_refuses_the_same_adapters():
 def test_warnings(tmp_path, monkeypatch):
     assert warnings_for(args(), Sync("adapter", "")) == []
     for changes, named in (
-        ({"max_completion_length": 4096}, "token_truncate"),
         ({"top_p": 0.9}, r"under top_p=0\.9 .*too small .*\(trl#6789\)"),
         ({"generation_kwargs": {"min_p": 0.1}}, r"under min_p=0\.1"),
         ({"vllm_mode": "server", "vllm_engine_kwargs": {"quantization": "fp8"}}, "vllm_engine_kwargs"),
@@ -207,11 +206,8 @@ def test_warnings(tmp_path, monkeypatch):
     ):
         (warning,) = warnings_for(args(**changes), Sync("adapter", ""))
         assert re.search(named, warning)
-    long = {
-        "use_vllm": True, "vllm_mode": "server", "max_completion_length": 4096, "top_p": 0.9, "learning_rate": 1e-5,
-        "use_cpu": True, "bf16": False,
-    }  # fmt: skip
-    assert warnings_for(EfficientRLOOConfig(str(tmp_path), **long), Sync("adapter", "")) == []  # it has no weights
+    rloo = {"use_vllm": True, "vllm_mode": "server", "top_p": 0.9, "use_cpu": True, "bf16": False}
+    assert warnings_for(EfficientRLOOConfig(str(tmp_path), **rloo), Sync("adapter", "")) == []  # it has no weights
     monkeypatch.setattr(sync_choice, "WEIGHS_AS_1_16", False)  # TRL corrects them itself
     assert warnings_for(args(top_p=0.9), Sync("adapter", "")) == []
 

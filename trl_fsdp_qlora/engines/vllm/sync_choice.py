@@ -18,8 +18,6 @@ from .adapter_sync import RolloutError, cannot_share, check_trained, served_rank
 from .drawn_dtype import engine_options, other_dtype
 
 WEIGHS_AS_1_16 = weighs_as_1_16()
-# If a completion is longer than this, a factor exp(Σ of the tokens' differences) leaves every clip.
-LONG_COMPLETION = 512
 _ASKED_FOR = "asked for"
 
 
@@ -189,13 +187,6 @@ def warnings_for(args: Any, sync: Sync) -> list[str]:
     warnings = []
     settings = vars(args)
     corrects = settings.get("vllm_importance_sampling_correction", False)  # TRL's RLOO has no importance weights
-    mode = settings.get("vllm_importance_sampling_mode", "")
-    longest = args.max_completion_length or 0
-    if corrects and mode.startswith("sequence") and longest > LONG_COMPLETION:
-        warnings.append(
-            f"vllm_importance_sampling_mode={mode!r} with completions of up to {longest} tokens: the weight is "
-            "exp(sum of all differences), which long completions push out of any clip; consider token_truncate"
-        )
     if settings.get("rollouts_ahead") and not corrects:
         warnings.append(
             "rollouts_ahead=1 without vllm_importance_sampling_correction: completions come from the policy of one "

@@ -22,7 +22,7 @@ import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -107,30 +107,11 @@ def compare(words: list[str]) -> int:
     return 0 if equal else 1
 
 
-class Step(NamedTuple):
-    """A step of both trainers; of each pair the first is stock TRL's."""
-
-    losses: tuple[float, float]
-    norms: tuple[float, float]  # of the gradients
-    difference: float  # the norm of the gradients' difference
-
-    @property
-    def apart(self) -> tuple[float, float]:
-        """(difference of the losses, over stock's if that is more than one; of the gradients, over stock's norm)."""
-        stock, ours = self.losses
-        return abs(ours - stock) / max(1.0, abs(stock)), self.difference / max(self.norms[0], 1e-30)
-
-    def __str__(self) -> str:
-        losses, norms = ("{:.6e} and {:.6e}".format(*pair) for pair in (self.losses, self.norms))
-        loss, gradient = self.apart
-        return f"losses {losses} ({loss:.1e} apart), gradient norms {norms} (difference {gradient:.1e})"
-
-
-def verdict(steps: list[Step], precision: str) -> tuple[bool, str]:
-    """(whether both are equal within rounding, a line with the result and the allowed difference)."""
+def verdict(apart: list[tuple[float, float]], precision: str) -> tuple[bool, str]:
+    """(whether both are equal within rounding in all steps, a line with the result and the allowed difference)."""
     loss_limit, gradient_limit = LIMITS[precision]
     # NaN is not equal: every comparison with it is false.
-    equal = all(loss <= loss_limit and gradient <= gradient_limit for loss, gradient in (s.apart for s in steps))
+    equal = all(loss <= loss_limit and gradient <= gradient_limit for loss, gradient in apart)
     return equal, (
         f"{'equal' if equal else 'DIFFERENT'} ({precision}): losses may be {loss_limit:.0e} apart (of the loss, if it "
         f"is more than one), gradients {gradient_limit:.0e} of their norm"
@@ -205,15 +186,19 @@ def _trainers(method: Method, words: list[str]) -> dict[str, Any]:
     return trainers
 
 
-def _steps(trainers: dict[str, Any], steps: int, spans: Spans) -> Iterator[Step]:
-    """Step 0, which warms up, and `steps` more. Both begin each with the same weights, which ours updates."""
+def _steps(trainers: dict[str, Any], steps: int, spans: Spans) -> Iterator[tuple[float, float]]:
+    """Step 0, which warms up, and `steps` more. Both begin each with the same weights, which ours updates.
+
+    Yields for each step the difference of the losses (over stock's, if that is more than one) and of the gradients
+    (over the norm of stock's).
+    """
     ours = trainers[OURS]
     args = ours.args
     endless = itertools.chain.from_iterable(itertools.repeat(ours.get_train_dataloader()))
     for i in range(steps + 1):
         with torch.no_grad():
-            for of_stock, weight in zip(*map(_trainable, (trainers[STOCK], ours)), strict=True):
-                of_stock.copy_(weight)
+            for weight, own_weight in zip(*map(_trainable, (trainers[STOCK], ours)), strict=True):
+                weight.copy_(own_weight)
         if hasattr(ours, "num_generations"):
             # The sampler yields the prompts of a generation batch once for every time that the batch is used.
             rows, *_ = itertools.islice(endless, args.steps_per_generation * ours.num_iterations)
@@ -229,11 +214,16 @@ def _steps(trainers: dict[str, Any], steps: int, spans: Spans) -> Iterator[Step]
                 of_parts = [trainer.training_step(trainer.model_wrapped, part, None) for part in parts[who]]
             spans[who, "loss and backward"].append((start, ours.clock.now()))
             losses[who] = sum(of_parts).item()
-        stock_gradient, gradient = _gradient(trainers[STOCK]), _gradient(ours)
-        norms = (stock_gradient.norm().item(), gradient.norm().item())
-        step = Step((losses[STOCK], losses[OURS]), norms, (gradient - stock_gradient).norm().item())
-        print(f"step {i}: {step}", flush=True)
-        yield step
+        stock, own = losses[STOCK], losses[OURS]
+        of_stock, gradient = _gradient(trainers[STOCK]), _gradient(ours)
+        loss_apart = abs(own - stock) / max(1.0, abs(stock))
+        gradient_apart = ((gradient - of_stock).norm() / of_stock.norm().clamp(min=1e-30)).item()
+        print(
+            f"step {i}: losses {stock:.6e} and {own:.6e} ({loss_apart:.1e} apart), "
+            f"gradient norms {of_stock.norm():.6e} and {gradient.norm():.6e} (difference {gradient_apart:.1e})",
+            flush=True,
+        )
+        yield loss_apart, gradient_apart
         ours.optimizer.step()
         ours.lr_scheduler.step()
         trainers = dict(reversed(trainers.items()))  # what the first one pays for the second is paid by both

@@ -12,7 +12,6 @@ from datasets import Dataset
 from transformers import AutoProcessor, AutoTokenizer, ProcessorMixin, TrainingArguments
 from trl import ModelConfig, get_quantization_config
 
-from ...errors import UserError
 from ...trainers.run.checkpoints import last_step, resolve_resume, step_of
 from ...trainers.run.stopping import stopping_after_step
 from ...utils.nonfatal import nonfatal
@@ -161,7 +160,6 @@ def run_recipe(
     say(next_commands(args.output_dir, script, _is_adapter(trainer)))
     if results:
         say(results)
-    _refuse_a_run_without_rewards(trainer)
     return record.content
 
 
@@ -173,13 +171,3 @@ def _train(trainer: Any, resume: str | None, resume_command: str) -> None:
     else:
         with stopping_after_step(trainer, resume_command):
             trainer.train(resume_from_checkpoint=resume)
-
-
-def _refuse_a_run_without_rewards(trainer: Any) -> None:
-    scored = getattr(trainer, "scored_completions", None)
-    if scored is not None and scored.nothing_scored:
-        raise UserError(
-            f"nothing was learned: {', '.join(trainer.reward_func_names)} gave none of {scored.drawn:,} "
-            "completions a finite value (None, NaN or infinite for all); look at the function and at the columns "
-            "that it reads"
-        )

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
@@ -26,7 +25,6 @@ from accelerate.utils import gather_object
 from datasets.fingerprint import Hasher
 
 from ...utils.nonfatal import nonfatal
-from ...utils.plain import counted
 from ...utils.progress import progress
 from ...utils.ranks import on_main
 from ..run.phases import PhaseTimer
@@ -124,9 +122,8 @@ class ReferenceValues:
                 bar.update(len(drawn))
         for key in rows:
             self.known[key] = optimal_value(self.rewards[key][: args.value_samples], args.value_estimator, args.beta1)
-        values = np.array([self.known[key] for key in rows])
-        unscored = int(np.isnan(values).sum())
-        if unscored and all(map(math.isnan, self.known.values())):
+        unscored = sum(math.isnan(self.known[key]) for key in rows)
+        if rows and all(map(math.isnan, self.known.values())):
             raise ValueError("no prompt got a reward (None or NaN every time): does the service of the reward run?")
         if unscored:
             logger.warning(f"{unscored} of {len(rows)} prompts got no reward and do not enter the loss")
@@ -149,7 +146,6 @@ class ReferenceValues:
         unseen = [(key, row) for key, row in by_key if key not in self.known]
         unseen = dict(pair for pairs in gather_object([unseen]) for pair in pairs)
         if unseen:
-            logger.info(f"stage 1 never had {counted(len(unseen), 'prompt')}: V* is estimated now")
             self.fill(unseen)
         return torch.tensor([self.known[key] for key, _ in by_key], dtype=torch.float32)
 

@@ -4,7 +4,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from accelerate.logging import get_logger
 
 from ...compat.trl import joined_images
@@ -14,7 +13,6 @@ from ..run.arguments import adapter_and_base, check_rewards, with_base_loaded
 from ..run.input_checks import too_long
 from ..run.phases import token_counts
 from ..run.trainer_run import TrainerRun
-from ..run.unscored import ScoredCompletions
 from ..step.groups import shuffled_groups, with_epochs
 from ..step.look_ahead import LookAhead
 from ..step.scoring import Scoring
@@ -83,7 +81,6 @@ class OnPolicyRun(TrainerRun):
             selects_by_entropy=getattr(self, "top_entropy_quantile", 1.0) < 1.0,
             needs_old_policy=self._needs_old_policy,
         )
-        self.scored_completions = ScoredCompletions(self.reward_func_names)
         self.keeps_drawn_rows = False
         self.drawn_rows: dict[str, Any] | None = None
 
@@ -186,12 +183,7 @@ class OnPolicyRun(TrainerRun):
 
     def _calculate_rewards(self, *args, **kwargs):
         with self.clock.phase("reward"):
-            rewards_NK = super()._calculate_rewards(*args, **kwargs)
-        if self.model.training:
-            is_scored_NK = rewards_NK.isfinite()
-            is_drawn_N1 = is_scored_NK.new_ones(len(is_scored_NK), 1)
-            self.telemetry.later(torch.cat([is_drawn_N1, is_scored_NK], 1).sum(0), self.scored_completions.add)
-        return rewards_NK
+            return super()._calculate_rewards(*args, **kwargs)
 
     # --- the passes behind TRL's own signature -----------------------------------------------------------------------
 
