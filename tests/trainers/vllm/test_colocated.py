@@ -284,7 +284,7 @@ def test_equal_prompts_are_drawn_apart_and_again_the_same_and_prefilled_once(sha
 
 def test_a_star_po_draws_both_stages_with_vllm(start, tmp_path, monkeypatch):
     classes = {"trainer_class": AStarPOTrainer, "config_class": AStarPOConfig}
-    values = {"value_samples": 2, "value_reward_range": [0.0, 2.0], "value_cache": str(tmp_path / "values")}
+    values = {"value_samples": 2, "value_cache": str(tmp_path / "values")}
     trainer = start(max_steps=3, num_generations=1, eval_dataset=tiny.prompts(6), **classes, **values)
     adapters = []
     ask = trainer.vllm_generation.llm._llm.generate

@@ -327,7 +327,7 @@ def test_other_trainers_train_with_one_base_and_log_it(base, tmp_path, capfd, me
         "a_star_po": (
             AStarPOTrainer,
             AStarPOConfig,
-            {"num_generations": 1, "value_samples": 2, "value_reward_range": [0.0, 2.0]},
+            {"num_generations": 1, "value_samples": 2},
         ),
     }[method]
     if method == "a_star_po":

@@ -1,6 +1,6 @@
 """`AStarPOConfig`: `EfficientGRPOConfig` with one completion per prompt, and the fields of A*-PO."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from accelerate.logging import get_logger
 
@@ -65,16 +65,13 @@ class AStarPOConfig(EfficientGRPOConfig):
         "'max' (the report).",
         choices=ESTIMATORS,
     )
-    beta1: float = option(0.5, "Temperature of log_mean_exp, in units of reward; 0 means the mean.")
+    beta1: float = option(
+        0.5,
+        "Temperature of log_mean_exp, in units of reward; 0 means the mean. The default is the paper's, for rewards "
+        "from 0 to 1: take about half the range of yours.",
+    )
     beta2: float = option(1e-3, "KL strength of objective=regression, in units of reward per nat.")
     value_samples: int = option(8, "Reference samples per prompt.")
-    value_reward_range: list[float] | None = field(
-        default_factory=lambda: [0.0, 1.0],
-        metadata={
-            "help": "Smallest and largest weighted sum of rewards. Rewards outside it are an error if the "
-            "estimator assumes a range; None switches the check off."
-        },
-    )
     value_batch_size: int = option(
         8,
         "Prompts that a rank samples together in stage 1. With the seed it decides which samples are drawn; "
@@ -101,7 +98,6 @@ class AStarPOConfig(EfficientGRPOConfig):
             logger.warning(
                 f"{', '.join(ignored)} will be ignored: A*-PO has no ratio, no groups, and takes every token"
             )
-        low, high = self.value_reward_range or (0.0, 1.0)
         for name, wrong, reason in (
             ("beta", self.beta <= 0, "TRL keeps no reference policy without it; for a weak term use 1e-6"),
             (
@@ -112,7 +108,6 @@ class AStarPOConfig(EfficientGRPOConfig):
             ("beta1", self.beta1 < 0, "it is a temperature; use 0.5, or 0 for the mean"),
             ("value_samples", self.value_samples < 1, "it must be at least 1"),
             ("value_batch_size", self.value_batch_size < 1, "it must be at least 1"),
-            ("value_reward_range", not low < high, "it must be [low, high] with low < high"),
         ):
             if wrong:
                 raise ValueError(f"{name}={vars(self)[name]!r} does not fit A*-PO: {reason}")
