@@ -1,6 +1,4 @@
-"""The difference between vLLM's log-probabilities and the trainer's: a metric, a warning, and an error where it is
-another model.
-"""
+"""The difference between vLLM's log-probabilities and the trainer's: a metric and a warning."""
 
 import copy
 
@@ -12,7 +10,6 @@ from tests import tiny
 from tests.trainers.vllm.whole_engine import start_whole
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.engines.vllm import correction, engine
-from trl_fsdp_qlora.engines.vllm.adapter_sync import RolloutError
 from trl_fsdp_qlora.engines.vllm.correction import WeightSyncCheck, draws_from_policy
 
 
@@ -30,10 +27,10 @@ def judged(*means: float, tokens: float = 1000, is_enabled: bool = True) -> Weig
     return check
 
 
-def test_another_model_is_an_error_after_the_first_sync_alone(warned):
-    with pytest.raises(RolloutError, match="2 nats"):
-        judged(2.0)
-    judged(0.01, 2.0)  # later it is named, never an error
+def test_another_model_is_named_once_there_are_enough_tokens(warned):
+    judged(2.0)
+    (line,) = warned
+    assert "2 nats" in line and "another model" in line
     assert judged(float("nan"), float("inf")).first is None  # of a policy that overflows; vLLM has no part in it
     assert judged(5.0, is_enabled=False).first is None
     check = judged(2.0, tokens=8)  # two nats, of eight tokens: one of them may have been improbable
@@ -157,11 +154,10 @@ def test_a_stale_adapter_is_named(trainer_with, warned):
     assert len(logged) == 6 and warned and logged[0] < 1e-5 and logged[-1] > 0.01
 
 
-def test_another_base_ends_the_run_before_a_step(trainer_with):
+def test_another_base_is_named(trainer_with, warned):
     other = tiny.tiny_model(seed=1)
     other.lm_head.weight.data *= 20  # far from uniform
-    trainer = trainer_with(copy.deepcopy(other))
-    with pytest.raises(RolloutError):
-        trainer.train()
-    assert trainer.state.global_step == 0
+    trainer_with(copy.deepcopy(other), max_steps=1).train()
+    assert len(warned) == 1
     trainer_with(other, generation_kwargs={"min_tokens": 2}, max_steps=1).train()
+    assert len(warned) == 1

@@ -124,12 +124,6 @@ def recipe_findings(launcher: dict[str, str], rest: list[str]) -> Iterator[Findi
         check_recipe(script, config, model)
         text = f"{type(config).__name__}, {launch.processes} process{'es' * (launch.processes > 1)}"
         yield Finding("ok", "recipe", text)
-        if model.use_peft and model.lora_r >= 64 and hasattr(config, "num_generations"):
-            reason = (
-                f"lora_r: {model.lora_r}: in a published sweep GRPO collapsed at ranks of 128 and 256, and at 64 with "
-                "large batches"
-            )
-            yield Finding("warning", "adapter", f"{reason} (openreview.net/forum?id=XGZHI14m8P); 8 to 32 are usual")
     except UserError as error:
         yield Finding("error", "recipe", str(error))
 

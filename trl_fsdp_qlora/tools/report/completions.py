@@ -23,7 +23,6 @@ from ...utils.redaction import without_secrets
 from .folder import Run, spread
 
 FOLDERS = ("_completions", "completions")  # the first that has a file counts
-MOST_FILES = 200  # that are read; of more, these are spread evenly over the steps
 LONGEST_TEXT = 20_000  # characters; the middle of a longer text is left out
 _OF_A_ROW = 40  # bytes of numbers and punctuation of a completion in the page
 _OWN_COLUMNS = (
@@ -69,9 +68,8 @@ def read_completions(folder: Path, run: Run, budget: int) -> Completions:
             "There are no completions: TRL writes them with log_completions=True, in TRL 1.16 for GRPO alone."
         )
         return result
-    chosen = spread(paths, MOST_FILES)
     names: dict[str, None] = {}  # of the reward functions, in their order
-    for path in chosen:
+    for path in paths:
         try:
             rows = _rows(path)
         except (OSError, ValueError, pyarrow.ArrowException) as error:
@@ -83,13 +81,9 @@ def read_completions(folder: Path, run: Run, budget: int) -> Completions:
         result.recorded += len(rows)
         groups = list(_groups(rows, path, rewards, run.reward_weights))
         needed = sum(map(_bytes, groups))
-        result.groups += spread(groups, max(1, len(groups) * budget // max(1, len(chosen) * needed)))
+        result.groups += spread(groups, max(1, len(groups) * budget // max(1, len(paths) * needed)))
     result.groups.sort(key=lambda group: group.step)
     result.rewards = list(names)
-    if len(paths) > len(chosen):
-        result.notes.append(
-            f"Of {len(paths):,} files with completions {len(chosen):,} were read, spread over the steps."
-        )
     if result.shown < result.recorded:
         result.notes.append(
             f"The page holds {result.shown:,} of {result.recorded:,} completions that were read, in whole groups."

@@ -241,7 +241,6 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         width = len(figures_of_rank)
         figures = self.accelerator.gather(figures_of_rank)
         metrics = self._metrics["train" if self.model.training else "eval"]
-        check = self.weight_sync_check
         logged_by_trl = OLD_LOGPS in inputs and IMPORTANCE_RATIO in inputs
 
         def finish(numbers):
@@ -250,10 +249,9 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
             if not logged_by_trl:
                 for name, value in named.items():
                     metrics[name].append(value)
-            check(*sums)
+            self.weight_sync_check(*sums)
 
-        # The first check runs at once: an engine with another model must fail before the first optimizer step.
-        if self.model.training and not (check.is_enabled and check.first is None):
+        if self.model.training:
             self.telemetry.later(figures, finish)
         else:
             finish(figures.tolist())
