@@ -65,8 +65,8 @@ HIGH = 0.1  # a warning
 # A difference that has grown tenfold since the first sync is a warning too (a stale adapter), unless it is small.
 GROWN = 10.0
 SMALL = 0.01
-# One generation ahead the difference is what was learnt since the draw. Most runs of ours in which its mean over so
-# many generations was higher than this learned less than in turns (docs/learning.md).
+# One generation ahead the difference is what was learnt since the draw. Of our runs in which its mean over so many
+# generations was higher than this, some learned less than in turns (docs/learning.md).
 MOVEMENT = 0.05
 GENERATIONS = 20
 # Fewer tokens than these are not judged: one unlikely token may be off by a nat.
@@ -125,8 +125,6 @@ def draws_from_policy(args: Any) -> bool:
         or args.repetition_penalty not in (None, 1.0)
         or args.vllm_structured_outputs_regex
         or kwargs.get("temperature", args.temperature) != args.temperature
-        # A server without --logprobs-mode processed_logprobs leaves the temperature out.
-        or (args.vllm_mode == "server" and args.temperature != 1.0)
         or {"logprobs_mode", "logits_processors"}.intersection(args.vllm_engine_kwargs or {})
         or any(value and name not in _NEUTRAL for name, value in kwargs.items())
     )
@@ -157,20 +155,21 @@ class WeightSyncCheck:
         # An overflow of the policy is no error of vLLM.
         if not self.is_enabled or not tokens or not math.isfinite(total):
             return
-        if self.first is None:
+        is_first = self.first is None
+        if is_first:
             self._tokens += tokens
             self._total += total
             if self._tokens < ENOUGH_TOKENS:
                 return
             self.first = self._total / self._tokens
-        if self.draws_ahead:
+        if self.draws_ahead and not is_first:
             self._moved.append(total / tokens)
             if len(self._moved) == GENERATIONS and sum(self._moved) / GENERATIONS > MOVEMENT and not self.warned:
                 self.warned = True
                 logger.warning(
                     f"rollouts_ahead=1: over {GENERATIONS} generations the policy moved by more than {MOVEMENT} nats "
                     "per token between the draw of a batch and its training (sampling/sampling_logp_difference/mean). "
-                    "Most runs with as much learned less than in turns (docs/learning.md): lower learning_rate, or "
+                    "Runs with as much may learn less than in turns (docs/learning.md): lower learning_rate, or "
                     "set rollouts_ahead: 0"
                 )
             return
@@ -179,6 +178,6 @@ class WeightSyncCheck:
             logger.warning(
                 f"vLLM's log-probabilities differ from the trainer's by {total / tokens:.3g} nats on average (after "
                 f"the first sync: {self.first:.3g}). bf16 makes 0.04 or less; more hints at an adapter that vLLM did "
-                "not take, at another precision there, and more than 1 at another model: compare model_name_or_path "
-                "with what it serves (sampling/sampling_logp_difference/mean)"
+                "not take, at another precision there or, at a temperature, at a server without --logprobs-mode "
+                "processed_logprobs; more than 1 at another model (sampling/sampling_logp_difference/mean)"
             )
