@@ -2,6 +2,7 @@ import itertools
 import mmap
 import time
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,7 +110,7 @@ def test_a_step_on_a_device_is_read_when_it_is_logged(monkeypatch):
             with clock.phase(f"inner {seconds}"):
                 Moment.now += 1
         clock.tokens = 30.0
-        telemetry.on_step_end(None, None, None)
+        telemetry.on_step_end(None, SimpleNamespace(global_step=1), None)
     assert Moment.waits == 0 and not any(name.startswith("time/") for name in metrics)
     telemetry.flush()
     assert metrics["time/outer_s"] == [2.0, 4.0]
@@ -150,3 +151,14 @@ def test_deferred_sums_are_read_in_order():
     for _ in range(2):
         telemetry.flush()
         assert read == [[0.0], [1.0, 2.0], [2.0, 3.0, 4.0]]
+
+
+def test_a_run_that_never_logs_holds_the_numbers_of_a_thousand_steps_at_most():
+    telemetry = TelemetryCallback(PhaseTimer(torch.device("cpu")), lambda: defaultdict(list))
+    read = []
+    telemetry.later(torch.ones(1), read.append)
+    for step in (999, 1000):
+        assert not read
+        telemetry.on_step_begin(None, SimpleNamespace(global_step=step), None)
+        telemetry.on_step_end(None, SimpleNamespace(global_step=step), None)
+    assert read == [[1.0]]

@@ -261,3 +261,5 @@ class TelemetryCallback(TrainerCallback):
             self.metrics()[name].append(value)
         if self._step_started is not None:
             self._steps.append(_Step(self.clock.drain_spans(), self._step_started, self.clock.now(), tokens))
+        if state.global_step % 1000 == 0:  # a run that never logs would hold the numbers of all its steps
+            self.flush()
