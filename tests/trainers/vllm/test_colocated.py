@@ -12,7 +12,7 @@ from tests import tiny
 from tests.trainers.vllm.runs import figures, grpo, on_quantized
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer, TSPMOConfig, TSPMOTrainer
 from trl_fsdp_qlora.engines.decode.completions import EngineModel, generate
-from trl_fsdp_qlora.engines.vllm.adapter_sync import AdapterVersions, RolloutError
+from trl_fsdp_qlora.engines.vllm.adapter_sync import AdapterVersions
 from trl_fsdp_qlora.engines.vllm.engine import AdapterEngine
 
 pytestmark = pytest.mark.vllm
@@ -139,7 +139,7 @@ def test_a_wrong_adapter_shows_in_the_metric(start, fault):
     assert differences[0] < 1e-5 and differences[-1] > 1e-3
 
 
-def test_another_base_is_caught_at_the_first_sync(start, another_base, monkeypatch):
+def test_another_base_shows_in_the_metric(start, another_base, monkeypatch):
     begin = AdapterEngine._start_colocated
 
     def wrong(engine):
@@ -149,10 +149,9 @@ def test_another_base_is_caught_at_the_first_sync(start, another_base, monkeypat
     monkeypatch.setattr(AdapterEngine, "_start_colocated", wrong)
     # As many tokens as are judged, of completions whose rewards are all equal.
     whole = {"generation_kwargs": {"ignore_eos": True}, "skip_zero_advantage": False}
-    trainer = start(per_device_train_batch_size=16, **whole)
-    with pytest.raises(RolloutError):
-        trainer.train()
-    assert trainer.state.global_step == 0
+    trainer = start(per_device_train_batch_size=16, max_steps=1, **whole)
+    trainer.train()
+    assert figures(trainer, DIFFERENCE)[0] > 1 and trainer.weight_sync_check.warned
 
 
 def served(checkpoint, folder, scale, **changes):
