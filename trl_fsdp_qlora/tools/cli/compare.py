@@ -214,12 +214,12 @@ def _steps(trainers: dict[str, Any], steps: int, spans: Spans) -> Iterator[tuple
                 of_parts = [trainer.training_step(trainer.model_wrapped, part, None) for part in parts[who]]
             spans[who, "loss and backward"].append((start, ours.clock.now()))
             losses[who] = sum(of_parts).item()
-        stock, own = losses[STOCK], losses[OURS]
-        of_stock, gradient = _gradient(trainers[STOCK]), _gradient(ours)
-        loss_apart = abs(own - stock) / max(1.0, abs(stock))
+        of_stock = _gradient(trainers[STOCK])
+        gradient = _gradient(ours)
+        loss_apart = abs(losses[OURS] - losses[STOCK]) / max(1.0, abs(losses[STOCK]))
         gradient_apart = ((gradient - of_stock).norm() / of_stock.norm().clamp(min=1e-30)).item()
         print(
-            f"step {i}: losses {stock:.6e} and {own:.6e} ({loss_apart:.1e} apart), "
+            f"step {i}: losses {losses[STOCK]:.6e} and {losses[OURS]:.6e} ({loss_apart:.1e} apart), "
             f"gradient norms {of_stock.norm():.6e} and {gradient.norm():.6e} (difference {gradient_apart:.1e})",
             flush=True,
         )
