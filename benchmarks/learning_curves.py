@@ -40,7 +40,7 @@ from transformers.trainer_callback import ExportableState
 from trl_fsdp_qlora.tools.data.datasets import read_problems, to_prompts
 from trl_fsdp_qlora.tools.data.reasoning_gym import accepts
 from trl_fsdp_qlora.tools.data.rewards import get_reward
-from trl_fsdp_qlora.trainers.run.card import hardware, software
+from trl_fsdp_qlora.trainers.reporting.card import hardware, software
 from trl_fsdp_qlora.utils.stats import wilson_interval
 
 ROOT = Path(__file__).resolve().parent.parent

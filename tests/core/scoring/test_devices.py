@@ -15,7 +15,7 @@ from trl_fsdp_qlora.compat import older_gpus
 from trl_fsdp_qlora.engines.decode.decoding import RowUniforms, draw
 from trl_fsdp_qlora.scoring import token_selection, transfer
 from trl_fsdp_qlora.scoring.frozen_head import add_product
-from trl_fsdp_qlora.trainers.run.phases import token_counts
+from trl_fsdp_qlora.trainers.reporting.phases import token_counts
 
 
 class NoFloat64(TorchDispatchMode):

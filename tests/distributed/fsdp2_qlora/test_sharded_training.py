@@ -17,7 +17,7 @@ from tests.distributed.launch import launch
 from tests.tiny import save_tiny_model, these_first
 from tests.trainers.grpo.test_resume import assert_equal_runs
 from trl_fsdp_qlora import EfficientGRPOConfig
-from trl_fsdp_qlora.trainers.run.checkpoints import last_complete_checkpoint, why_not_whole
+from trl_fsdp_qlora.trainers.saving.checkpoints import last_complete_checkpoint, why_not_whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 

@@ -13,7 +13,7 @@ from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.transformers import model_class
 from trl_fsdp_qlora.tools.publishing.loading import check_loads, load_model
 from trl_fsdp_qlora.tools.publishing.merge import merge_adapter
-from trl_fsdp_qlora.trainers.run.input_checks import language_model_only
+from trl_fsdp_qlora.trainers.starting.input_checks import language_model_only
 
 EVERYTHING = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
 

@@ -33,7 +33,7 @@ from trl_fsdp_qlora.engines.vllm.adapter_sync import (
 from trl_fsdp_qlora.engines.vllm.drawn_dtype import trainer_dtype
 from trl_fsdp_qlora.engines.vllm.engine import _Serving
 from trl_fsdp_qlora.engines.vllm.sync_choice import Sync, choose_sync, warnings_for
-from trl_fsdp_qlora.trainers.run.arguments import adapter_and_base
+from trl_fsdp_qlora.trainers.starting.arguments import adapter_and_base
 
 LORA = LoraConfig(r=16, target_modules="all-linear")
 

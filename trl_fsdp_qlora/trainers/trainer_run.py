@@ -11,20 +11,20 @@ from unittest.mock import patch
 from accelerate.logging import get_logger
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ...compat.older_gpus import casting_wide_sums
-from ...compat.transformers import take_checkpointing_options_apart
-from ...compat.trl import counts_experts, is_tested
-from ...fsdp2_qlora.loading import experts_in_4bit, experts_in_16_bit, keep_plain_kernel
-from ...fsdp2_qlora.trainer import ShardedQLoRAMixin
-from ...long_rows import tiles as token_tiles
-from ...prefix_sharing.problems import Status
-from ...prefix_sharing.sharing import PromptSharing, causal_language_model, install_sharing
-from ...utils.plain import counted
-from .card_info import CardInfo
-from .checkpoints import WholeCheckpoints, describe_rollouts, describe_training
-from .phases import PhaseTimer, TelemetryCallback
-from .startup import StartupCallback
-from .stopping import stopping_after_step
+from ..compat.older_gpus import casting_wide_sums
+from ..compat.transformers import take_checkpointing_options_apart
+from ..compat.trl import counts_experts, is_tested
+from ..fsdp2_qlora.loading import experts_in_4bit, experts_in_16_bit, keep_plain_kernel
+from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
+from ..long_rows import tiles as token_tiles
+from ..prefix_sharing.problems import Status
+from ..prefix_sharing.sharing import PromptSharing, causal_language_model, install_sharing
+from ..utils.plain import counted
+from .reporting.card_info import CardInfo
+from .reporting.phases import PhaseTimer, TelemetryCallback
+from .reporting.startup import StartupCallback
+from .saving.checkpoints import WholeCheckpoints, describe_rollouts, describe_training
+from .saving.stopping import stopping_after_step
 
 logger = get_logger(__name__)
 
@@ -73,7 +73,7 @@ class TrainerRun(ShardedQLoRAMixin):
         self.startup = StartupCallback(self.features, self._tokenize_for_display())
         self._share_prompts()
         if not is_tested():
-            from .first_step import is_to_be_compared
+            from .starting.first_step import is_to_be_compared
 
             self._awaits_comparison = is_to_be_compared(self)
         self.add_callback(self.telemetry)
@@ -111,11 +111,12 @@ class TrainerRun(ShardedQLoRAMixin):
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         """Train as [`transformers.Trainer.train`]; `"auto"` resumes from the newest whole checkpoint, if any.
 
-        SIGINT and SIGTERM end it between two steps, see [`trl_fsdp_qlora.trainers.run.stopping.stopping_after_step`].
+        SIGINT and SIGTERM end it between two steps, see
+        [`trl_fsdp_qlora.trainers.saving.stopping.stopping_after_step`].
 
         Raises:
             trl_fsdp_qlora.utils.files.CheckpointError: see
-            [`trl_fsdp_qlora.trainers.run.checkpoints.WholeCheckpoints`].
+            [`trl_fsdp_qlora.trainers.saving.checkpoints.WholeCheckpoints`].
         """
         with stopping_after_step(self, self.resume_command):
             return super().train(self.checkpointing.resume_from(resume_from_checkpoint), *args, **kwargs)
@@ -138,7 +139,7 @@ class TrainerRun(ShardedQLoRAMixin):
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         if self._awaits_comparison and self.model.training:
-            from .first_step import compare_first_step
+            from .starting.first_step import compare_first_step
 
             self._awaits_comparison = False
             compare_first_step(self, model, inputs)
@@ -154,7 +155,7 @@ class TrainerRun(ShardedQLoRAMixin):
         """A block in which the linear layers of a model on a CPU use the faster of two libraries' products."""
         if self.args.device.type != "cpu":
             return nullcontext()
-        from ...scoring.cpu_linear import fast_linears
+        from ..scoring.cpu_linear import fast_linears
 
         return fast_linears(self.model)
 
@@ -188,7 +189,7 @@ class TrainerRun(ShardedQLoRAMixin):
             self._push_from_checkpoint(str(folder))
 
     def _save(self, output_dir=None, state_dict=None):
-        from .card import write_first_card
+        from .reporting.card import write_first_card
 
         # PEFT writes our card, because its own contains nothing about the run. Only PEFT's models have this method;
         # `create` is for the others.
@@ -197,8 +198,8 @@ class TrainerRun(ShardedQLoRAMixin):
             super()._save(output_dir, state_dict)
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
-        """Write the adapter's card from `card_info`; see [`trl_fsdp_qlora.trainers.run.card.card_of`]."""
-        from .card import write_card
+        """Write the adapter's card from `card_info`; see [`trl_fsdp_qlora.trainers.reporting.card.card_of`]."""
+        from .reporting.card import write_card
 
         if self.is_world_process_zero():
             self.card_info.dataset = dataset_name or self.card_info.dataset

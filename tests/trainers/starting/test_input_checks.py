@@ -12,7 +12,7 @@ from trl import ModelConfig
 from tests.tiny import config, lora, trainer
 from trl_fsdp_qlora import AStarPOConfig, EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.tools.recipe.checks import check_training
-from trl_fsdp_qlora.trainers.run import input_checks as checks
+from trl_fsdp_qlora.trainers.starting import input_checks as checks
 
 
 def test_training_stops_with_the_reward_functions_own_exception_and_takes_nan_for_none(tmp_path):

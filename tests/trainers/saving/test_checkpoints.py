@@ -10,8 +10,8 @@ from transformers import TrainerState
 from trl import GRPOConfig
 
 from tests.tiny import config
-from trl_fsdp_qlora.trainers.run import checkpoints
-from trl_fsdp_qlora.trainers.run.checkpoints import why_not_whole
+from trl_fsdp_qlora.trainers.saving import checkpoints
+from trl_fsdp_qlora.trainers.saving.checkpoints import why_not_whole
 from trl_fsdp_qlora.utils.files import CheckpointError
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.tiny import lora, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.trainers.run.phases import MIB, PhaseTimer, TelemetryCallback, token_counts
+from trl_fsdp_qlora.trainers.reporting.phases import MIB, PhaseTimer, TelemetryCallback, token_counts
 
 
 def test_nested_phases_are_not_counted_twice_and_an_exception_closes_what_it_left_open():

@@ -20,7 +20,7 @@ from ...compat.transformers import auto_class_of, model_name
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import plain
 from ...utils.redaction import command_line, is_secret_name, portable
-from .input_checks import columns_of
+from ..starting.input_checks import columns_of
 
 # Settings of a run that have no influence on the result, or that a config works out from other fields.
 _NOT_RECIPE = {

@@ -6,13 +6,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...long_rows.tiles import tile_size
-from ...prefix_sharing.attention.backends import BACKENDS
-from ...scoring.logprobs import HEAD_KERNELS
-from ...utils import redaction
-from ..experimental_fields import experiment
+from ..long_rows.tiles import tile_size
+from ..prefix_sharing.attention.backends import BACKENDS
+from ..scoring.logprobs import HEAD_KERNELS
+from ..utils import redaction
 from .config_fields import SWITCHES, option, spelled
-from .phases import MODES as CLOCKS
+from .experimental_fields import experiment
+from .reporting.phases import MODES as CLOCKS
 
 
 @dataclass(repr=False)

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from ...compat.older_gpus import lacks_bf16
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import counted
-from .input_checks import columns_of
+from ..starting.input_checks import columns_of
 
 _PROMPT_CHARACTERS = 800  # of a rendered prompt; the middle of a longer one is left out
 _DEVICES = {"cpu": "the CPU", "cuda": "CUDA"}
