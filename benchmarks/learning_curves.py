@@ -13,7 +13,7 @@ are what a step costs, also on a machine with other work. Wall seconds are kept,
 stage.
 
 `server_64` and `ahead_64` draw from a vLLM server that serves the model with `--logprobs-mode processed_logprobs`, or
-from what speaks its API (`python -m tests.trainers.vllm.sampling_server MODEL PORT`). Their
+from what speaks its API (`python -m tests.engines.vllm.sampling_server MODEL PORT`). Their
 seconds leave the server's out.
 
 Every `--every` seconds it measures 300 held-out problems, greedily, by Transformers' own `generate`. Nothing is

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from trl import ModelConfig
 
-from tests.distributed.fsdp2_qlora import tiny as qlora
+from tests.fsdp2_qlora import tiny as qlora
 from tests.tiny import character_tokenizer, lora, prompts, save_tiny_model, trainer
 from tests.tools.publishing.hub_server import TOKEN, hub
 from trl_fsdp_qlora import AStarPOConfig, EfficientGRPOConfig, EfficientGRPOTrainer

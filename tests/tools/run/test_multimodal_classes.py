@@ -7,7 +7,7 @@ import torch
 import transformers as tf
 from peft import LoraConfig, get_peft_model
 
-from tests.core.prefix_sharing.helpers import MULTIMODAL, awkward_batch, build, tokenizer
+from tests.prefix_sharing.helpers import MULTIMODAL, awkward_batch, build, tokenizer
 from tests.trainers.helpers import make_trainer
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.transformers import model_class
