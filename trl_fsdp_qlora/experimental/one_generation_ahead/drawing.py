@@ -120,7 +120,8 @@ class Drawing:
         """Draw for `rows`: the result of `_generate`, tool calls and their failures, prompts, environments."""
 
         def generate(prompts: list):
-            raise _Drawn(prompts, Generated(*GRPOTrainer._generate(drawer, prompts)))
+            draw = GRPOTrainer._generate.__get__(drawer)
+            raise _Drawn(prompts, Generated(*drawer.draw_episodes(draw, prompts)))
 
         drawer._generate = generate
         try:
