@@ -12,6 +12,7 @@ from tests.distributed.launch import REPOSITORY, free_port, launch, run_launcher
 from tests.trainers.vllm.runs import figures, on_quantized, on_server
 from trl_fsdp_qlora.engines.decode.completions import EngineModel, generate
 from trl_fsdp_qlora.tools.evaluation.accuracy import evaluate
+from trl_fsdp_qlora.tools.evaluation.measurement import Measurement
 
 pytestmark = pytest.mark.vllm
 
@@ -25,8 +26,8 @@ def test_a_run_syncs_generates_and_unloads_and_its_accuracy_is_drawn_by_the_serv
     problems = qlora.prompt_data(6).map(lambda _: {"answer": "1"})
     with trainer.generating() as (model, _synced_gpus):
         assert isinstance(model, EngineModel)
-        sizes = {"max_new_tokens": 8, "samples": 2, "batch_size": 8, "progress": False}
-        measured = evaluate(model, trainer.processing_class, problems, **sizes)
+        sizes = Measurement(max_new_tokens=8, samples=2, batch_size=8)
+        measured = evaluate(model, trainer.processing_class, problems, sizes)
     assert measured.n == 6 and measured.tokens_per_completion > 0
     # Greedy, the server draws what the policy draws, and without the adapter what the base draws.
     ids = [trainer.processing_class(f"{i}+{i}=")["input_ids"] for i in range(4)]

@@ -151,8 +151,8 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         """A context with the engine in the place of a model, and `False`: ranks draw independently of each other."""
         from ...engines.decode.completions import EngineModel
 
-        config = self.accelerator.unwrap_model(self.model).generation_config
-        return nullcontext((EngineModel(self.vllm_generation, config), False))
+        model = self.accelerator.unwrap_model(self.model)
+        return nullcontext((EngineModel(self.vllm_generation, model.generation_config, model.config), False))
 
     def _calculate_rewards(self, inputs, *args, **kwargs):
         if isinstance(inputs, ScoredRows):
