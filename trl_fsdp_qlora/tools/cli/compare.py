@@ -35,9 +35,9 @@ from ...compat.trl import joined_images
 from ...prefix_sharing.check import rounding_unit
 from ...prefix_sharing.dropout import draws, without_dropout
 from ...trainers.methods import METHODS, Method
-from ...trainers.run.input_checks import language_model_only
-from ...trainers.run.phases import Moment, seconds
-from ...trainers.run.startup import StartupCallback
+from ...trainers.reporting.phases import Moment, seconds
+from ...trainers.reporting.startup import StartupCallback
+from ...trainers.starting.input_checks import language_model_only
 from ...trainers.step.groups import micro_batches
 from ...utils.replaced import replaced
 from ...utils.resources import resource_folder

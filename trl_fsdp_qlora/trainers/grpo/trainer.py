@@ -21,10 +21,10 @@ from ...utils.replaced import replaced
 from ..rollouts.dynamic_sampling import DynamicSampling, ScoredRows, combine, to_rows
 from ..rollouts.generation_batches import generate_every
 from ..rollouts.on_policy import OnPolicyRun
-from ..run.arguments import completed
-from ..run.trainer_run import bound_to
+from ..starting.arguments import completed
 from ..step.rows import padded_batch
 from ..step.scoring import Request
+from ..trainer_run import bound_to
 from .arguments import check_call
 from .config import EfficientGRPOConfig
 from .token_budget import TokenBudget, drop_missing
@@ -36,7 +36,7 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
     """Drop-in replacement of [`trl.GRPOTrainer`]: same arguments, losses, metrics, checkpoints, options.
 
     The trainer computes the same numbers in another way. In addition to what every trainer of this package does
-    ([`trl_fsdp_qlora.trainers.run.trainer_run.TrainerRun`]) and what those do that draw completions
+    ([`trl_fsdp_qlora.trainers.trainer_run.TrainerRun`]) and what those do that draw completions
     ([`trl_fsdp_qlora.trainers.rollouts.on_policy.OnPolicyRun`]):
 
     - `budget` chooses which tokens of a micro-batch are computed;
