@@ -91,7 +91,6 @@ def _quantize(model: nn.Module, dtype: torch.dtype, stored: FourBits) -> None:
             module.weight, module.state_bytes = _pack(module.weight.shape, stored.nested)
             module.compute_dtype = dtype
         elif is_experts(module):
-            let_lora_adapt_packed_experts()
             module.state_bytes = 0
             module.layouts = {}
             module.lora = {}
@@ -102,6 +101,7 @@ def _quantize(model: nn.Module, dtype: torch.dtype, stored: FourBits) -> None:
                     of_expert = dense.shape[:0:-1] if module.is_transposed else dense.shape[1:]  # (out, in)
                     module.layouts[name] = SimpleNamespace(shape=of_expert)
                     module.state_bytes += state
+    let_lora_adapt_packed_experts(model)
 
 
 def keep_layers(text: PretrainedConfig, layers: Sequence[int]) -> None:
