@@ -10,7 +10,7 @@ from functools import partial
 from torch import nn
 
 # Kinds of adapters that change what a layer computes from one token, and look at no other token and at no row. Each
-# was compared (tests/core/compat/test_peft.py). A kind that is not here may average over a batch (Lily), choose by a
+# was compared (tests/compat/test_peft.py). A kind that is not here may average over a batch (Lily), choose by a
 # whole row (X-LoRA) or put tokens before it (prompt tuning).
 BY_TOKEN = {
     "ADALORA", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA", "GRALORA", "HIRA", "HRA", "IA3",

@@ -12,7 +12,7 @@ import trl.trainer.utils
 from peft import LoraConfig, get_peft_model
 
 from tests.benchmark_modules import benchmark
-from tests.core.prefix_sharing.helpers import closed
+from tests.prefix_sharing.helpers import closed
 from tests.tools.planning.models import LAYERS, config, folder, in_4_bits, settings
 from trl_fsdp_qlora.compat.memory import FakeTensorMode, PeakTracker
 from trl_fsdp_qlora.engines.decode.decoding import _Batch

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from tests.core.prefix_sharing.helpers import build
+from tests.prefix_sharing.helpers import build
 from tests.tools.planning.models import config, folder, settings
 from trl_fsdp_qlora.prefix_sharing.batch import Batch
 from trl_fsdp_qlora.prefix_sharing.passes import Run

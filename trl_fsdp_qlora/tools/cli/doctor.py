@@ -61,7 +61,7 @@ def machine_findings() -> Iterator[Finding]:
     """Findings that need no recipe."""
     import torch
 
-    from ...trainers.run.card import software
+    from ...trainers.reporting.card import software
 
     optional = [f"{name} {version(name)}" for name in _OPTIONAL if find_spec(name.replace("-", "_"))]
     yield Finding("ok", "versions", ", ".join([software(), *optional]))

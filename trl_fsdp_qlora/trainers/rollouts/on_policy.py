@@ -9,13 +9,13 @@ from accelerate.logging import get_logger
 from ...compat.trl import joined_images
 from ...compat.trl_rollouts import shuffling_by
 from ..experimental_fields import experiment
-from ..run.arguments import adapter_and_base, check_rewards, with_base_loaded
-from ..run.input_checks import too_long
-from ..run.phases import token_counts
-from ..run.trainer_run import TrainerRun
+from ..reporting.phases import token_counts
+from ..starting.arguments import adapter_and_base, check_rewards, with_base_loaded
+from ..starting.input_checks import too_long
 from ..step.groups import shuffled_groups, with_epochs
 from ..step.look_ahead import LookAhead
 from ..step.scoring import Scoring
+from ..trainer_run import TrainerRun
 from .generation_batches import drawn_rows, groups_feature, lengths_and_ends
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class OnPolicyRun(TrainerRun):
         if self.runs_as_stock:
             return stock(model, *args, **kwargs)
         if self._awaits_comparison:  # what the run begins with has to be right if it continues as stock
-            from ..run.first_step import forwards_as_stock
+            from ..starting.first_step import forwards_as_stock
 
             with forwards_as_stock(self):
                 return stock(model, *args, **kwargs)
