@@ -6,12 +6,12 @@ import types
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from accelerate.logging import get_logger
 from packaging.version import Version
 
+from ..utils.replaced import replaced
 from . import trl as trls
 
 logger = get_logger(__name__)
@@ -87,8 +87,8 @@ def rewards_of_rank(trainer: Any, rows: list, prompts: list, completions: list, 
     """
     from trl.trainer import grpo_trainer
 
-    unlogged = patch.multiple(trainer, _log_completion_extra=lambda *_: None, _log_metric=lambda *_: None)
-    with patch.multiple(grpo_trainer, gather=lambda rewards: rewards), unlogged:
+    unlogged = replaced(trainer, _log_completion_extra=lambda *_: None, _log_metric=lambda *_: None)
+    with replaced(grpo_trainer, gather=lambda rewards: rewards), unlogged:
         return grpo_trainer.GRPOTrainer._calculate_rewards(trainer, rows, prompts, completions, ids)
 
 
