@@ -31,7 +31,16 @@ def plan(tmp_path, monkeypatch, capsys):
     def run(*words, **config):
         (tmp_path / "model").mkdir(exist_ok=True)
         (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN_7B | config))
-        recipe = "--model_name_or_path model --use_peft true --dtype bfloat16 --max_completion_length 256".split()
+        recipe = [
+            "--model_name_or_path",
+            "model",
+            "--use_peft",
+            "true",
+            "--dtype",
+            "bfloat16",
+            "--max_completion_length",
+            "256",
+        ]
         try:
             status = main(["plan", *recipe, *words])
         except SystemExit as end:
