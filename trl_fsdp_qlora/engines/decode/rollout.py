@@ -158,7 +158,9 @@ class Rollout:
         if settings is None and self.args.use_vllm:
             return []
         if settings is None:
-            return [("as stock TRL", "rollouts: transformers' continuous batching")]
+            is_batching = self.args.use_transformers_continuous_batching
+            engine = "transformers' continuous batching" if is_batching else "not by TRL's own _generate_single_turn"
+            return [("as stock TRL", f"rollouts: {engine}")]
         reason = self.why_stock(wrapped, settings)
         if reason is not None:
             heading = "as stock TRL" if self.args.compact_generation else "off"

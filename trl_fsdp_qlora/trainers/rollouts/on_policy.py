@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.logging import get_logger
 
 from ...compat.trl import joined_images
-from ...compat.trl_rollouts import shuffling_by
+from ...compat.trl_rollouts import foreign_turn, shuffling_by
 from ..experimental_fields import experiment
 from ..reporting.phases import token_counts
 from ..starting.arguments import adapter_and_base, check_rewards, with_base_loaded
@@ -169,6 +169,8 @@ class OnPolicyRun(TrainerRun):
     def _generate_settings(self) -> "GenerateSettings | None":
         """The settings that TRL passes to transformers' `generate`; `None` if another engine generates."""
         if self.use_vllm or self.use_transformers_continuous_batching:
+            return None
+        if foreign_turn(super()._generate_single_turn) is not None:  # a user's engine, by any name
             return None
         from ...engines.decode.rollout import GenerateSettings
 
