@@ -9,7 +9,7 @@ NEWEST_VENV ?= .venv-newest
 EMULATED_VENV ?= .venv-emulated
 DOCS_VENV ?= .venv-docs
 SITE ?= site
-VLLM_TESTS ?= tests/trainers/vllm tests/trainers/decode tests/trainers/rollouts
+VLLM_TESTS ?= tests/engines/vllm tests/engines/decode tests/trainers/rollouts
 TRL ?= 1.15.0
 TRANSFORMERS ?=
 TRL_TESTS ?= tests/trainers
@@ -27,22 +27,22 @@ quickstart: $(VENV)/.quickstart
 		--config recipes/small-base/grpo/config_quickstart.yaml --model_name_or_path $(BASE) \
 		--seed $(SEED) --output_dir $(RUN) --resume_from_checkpoint auto
 
-# Files in the order of tests/conftest.py: the longest first.
+# A worker that is done takes tests from one that is not, so no list has to know which files are long.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 -m "not exhaustive"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=25 -m "not exhaustive"
 
 # The rest of the tables of which `make test` runs a few (every class of transformers, every pair of loss and layer, every recipe), what needs several
 # more processes (every accelerate config, notebooks, a wheel), and a real model.
 test-exhaustive: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 -m exhaustive
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=25 -m exhaustive
 
 # Triton's kernels without a GPU: compiled for seven kinds of cards, and interpreted next to their references. Triton is not in .venv, where it would
 # change which kernels other tests choose.
 test-kernels: $(VENV)/.dev
 	test -d $(VENV)/triton || $(BIN)/pip install --quiet --no-deps --target $(VENV)/triton -c constraints.txt triton
-	PYTHONPATH=$(abspath $(VENV)/triton) $(BIN)/python -m pytest tests/core/test_kernels_compile.py
+	PYTHONPATH=$(abspath $(VENV)/triton) $(BIN)/python -m pytest tests/compat/test_kernels_compile.py
 	PYTHONPATH=$(abspath $(VENV)/triton) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not exhaustive" -k "triton or merges or kernel" \
-		tests/core/prefix_sharing/test_attention.py tests/core/scoring/test_logprobs.py tests/distributed/fsdp2_qlora/test_experts.py
+		tests/prefix_sharing/test_attention.py tests/scoring/test_logprobs.py tests/fsdp2_qlora/test_experts.py
 
 # The tests marked `gpu` without a GPU: torch's CUDA build (6 GB) on an emulated device, then on two devices those that use
 # several. It takes a while: every operation runs twice, and Triton is interpreted.
@@ -57,14 +57,14 @@ gpu: $(VENV)/.dev
 
 # The inner loop: the core, without a trainer and without processes.
 test-core: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not exhaustive" tests/core
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not exhaustive and not processes" tests/prefix_sharing tests/scoring tests/long_rows
 
 # The tests of `make test` without constraints.txt: with what pip takes today inside the ranges of pyproject.toml. Its figures belong into docs/releasing.md.
 test-newest:
 	test -d $(NEWEST_VENV) || $(PYTHON) -m venv $(NEWEST_VENV)
 	$(NEWEST_VENV)/bin/pip install --quiet --upgrade --upgrade-strategy eager -e '.[dev]'
 	$(NEWEST_VENV)/bin/pip list | grep -E '^(torch|trl|transformers|peft|accelerate|datasets|bitsandbytes|deepspeed) '
-	$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not exhaustive"
+	$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not exhaustive"
 
 # The quick tests of the trainers with another version of TRL, and of transformers (with the huggingface_hub that it needs) if TRANSFORMERS names one, before those
 # of .venv on the path. TRL 1.15 has its kernels in Triton alone, interpreted for minutes a test on a CPU: it gets the files of .venv's TRL, which have them in torch too.
@@ -111,9 +111,9 @@ $(DOCS_VENV)/.done: pyproject.toml constraints.txt
 	$(DOCS_VENV)/bin/pip install --quiet -c constraints.txt $$($(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	touch $@
 
-$(VLLM_VENV)/.done: tests/trainers/vllm/environment.sh constraints.txt
+$(VLLM_VENV)/.done: tests/engines/vllm/environment.sh constraints.txt
 	@echo "setting up $(VLLM_VENV) (a few minutes)"
-	PYTHON=$(PYTHON) tests/trainers/vllm/environment.sh $(VLLM_VENV)
+	PYTHON=$(PYTHON) tests/engines/vllm/environment.sh $(VLLM_VENV)
 	touch $@
 
 # "===": the CUDA build from the index, not a CPU wheel of the same version.

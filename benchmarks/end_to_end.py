@@ -41,8 +41,8 @@ from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.scoring import cpu_linear as cpu_linear
 from trl_fsdp_qlora.tools.data.datasets import read_problems, to_prompts
 from trl_fsdp_qlora.tools.data.rewards import completion_text
-from trl_fsdp_qlora.trainers.run.card import hardware, software
-from trl_fsdp_qlora.trainers.run.phases import MIB, PeakMemory
+from trl_fsdp_qlora.trainers.reporting.card import hardware, software
+from trl_fsdp_qlora.trainers.reporting.phases import MIB, PeakMemory
 from trl_fsdp_qlora.utils.files import write_json
 
 # Completions per step and per prompt, tokens of a completion, solved problems in front of the question.

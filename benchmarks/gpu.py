@@ -60,7 +60,7 @@ def parts(model: str | None, data: str | None, output: Path, tiny: bool = False)
         ),
         "tests": (
             120,
-            f"{tests} 'gpu and not slow'" + " tests/distributed/fsdp2_qlora/test_packed_linear.py" * tiny,
+            f"{tests} 'gpu and not slow'" + " tests/fsdp2_qlora/test_packed_linear.py" * tiny,
         ),
     }
     if model and data:

@@ -13,7 +13,7 @@ are what a step costs, also on a machine with other work. Wall seconds are kept,
 stage.
 
 `server_64` and `ahead_64` draw from a vLLM server that serves the model with `--logprobs-mode processed_logprobs`, or
-from what speaks its API (`python -m tests.trainers.vllm.sampling_server MODEL PORT`). Their
+from what speaks its API (`python -m tests.engines.vllm.sampling_server MODEL PORT`). Their
 seconds leave the server's out.
 
 Every `--every` seconds it measures 300 held-out problems, greedily, by Transformers' own `generate`. Nothing is
@@ -40,7 +40,7 @@ from transformers.trainer_callback import ExportableState
 from trl_fsdp_qlora.tools.data.datasets import read_problems, to_prompts
 from trl_fsdp_qlora.tools.data.reasoning_gym import accepts
 from trl_fsdp_qlora.tools.data.rewards import get_reward
-from trl_fsdp_qlora.trainers.run.card import hardware, software
+from trl_fsdp_qlora.trainers.reporting.card import hardware, software
 from trl_fsdp_qlora.utils.stats import wilson_interval
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from trl_fsdp_qlora.tools.cli.scripts import config_of
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
+from trl_fsdp_qlora.trainers.config_fields import default_of, own_fields, type_name
 from trl_fsdp_qlora.trainers.methods import METHODS
-from trl_fsdp_qlora.trainers.run.config_fields import default_of, own_fields, type_name
 
 PAGE = Path(__file__).with_name("config.md")
 HEAD = """# Fields of the configs

@@ -40,7 +40,7 @@ with importing():
     from trl_fsdp_qlora.tools.recipe.runner import load_processing
     from trl_fsdp_qlora.tools.recipe.script import run_main, say
     from trl_fsdp_qlora.tools.run.one_line import pop_options
-    from trl_fsdp_qlora.trainers.run.card import hardware, software
+    from trl_fsdp_qlora.trainers.reporting.card import hardware, software
     from trl_fsdp_qlora.utils.files import write_json
     from trl_fsdp_qlora.utils.threads import fit_threads
 

@@ -19,51 +19,6 @@ importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
-# Files that take ten seconds or more, the longest first. A file that is missing here may leave a worker idle at the
-# end, and one that has gone costs nothing.
-LONGEST = [
-    "distributed/fsdp2_qlora/test_sharded_training.py",
-    "distributed/fsdp2_qlora/test_accelerate_configs.py",
-    "distributed/sharing/test_ranks.py",
-    "trainers/sharing/test_every_trainer.py",
-    "experimental/one_generation_ahead/test_runs.py",
-    "tools/recipes/test_recipe_runs.py",
-    "trainers/grpo/test_broken_off_steps.py",
-    "trainers/grpo/test_resume.py",
-    "trainers/decode/test_common_beginning.py",
-    "core/prefix_sharing/test_backbone.py",
-    "core/prefix_sharing/test_equals_stock.py",
-    "core/prefix_sharing/test_images.py",
-    "trainers/a_star_po/test_trainer.py",
-    "trainers/a_star_po/test_distributed.py",
-    "tools/planning/test_passes.py",
-    "tools/planning/test_plan.py",
-    "distributed/fsdp2_qlora/test_experts.py",
-    "trainers/sharing/test_cut_losses.py",
-    "trainers/decode/test_turns.py",
-    "experimental/one_generation_ahead/test_ahead.py",
-    "trainers/grpo/test_any_batch_size.py",
-    "tools/recipe/test_episodes.py",
-    "tools/cli/test_wheel.py",
-    "test_examples.py",
-    "test_walls.py",
-    "tools/publishing/test_publishing.py",
-    "trainers/dpo/test_ranks.py",
-    "trainers/sharing/test_share.py",
-    "trainers/grpo/test_resume_checks.py",
-    "tools/run/test_launch.py",
-]
-
-
-def pytest_collection_modifyitems(items):
-    """The longest files first, so that the last minutes are short files, which pytest's workers share evenly."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return  # one process keeps the order that it was given
-    here = Path(__file__).parent
-    places = {here / name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
-
-
 def pytest_collection_finish():
     """`Trainer.train` collects garbage, which takes half a second with torch and TRL loaded."""
     gc.freeze()

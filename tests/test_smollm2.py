@@ -10,8 +10,8 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
 
-from tests.core.prefix_sharing.helpers import assert_equal_gradients
 from tests.distributed.launch import REPOSITORY, accelerate_launch, run_code
+from tests.prefix_sharing.helpers import assert_equal_gradients
 from tests.trainers.helpers import loss_inputs, losses_of, make_trainer
 from trl_fsdp_qlora import EfficientGRPOTrainer
 

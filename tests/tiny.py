@@ -141,7 +141,7 @@ def trainer(cls, config_cls, output_dir, model=None, peft_config=None, reward=di
 
 def tiny_vision_model():
     """An untrained LLaVA over the character vocabulary, float32, and its processor."""
-    from tests.core.prefix_sharing.helpers import build, llava_processor, sees  # Pillow
+    from tests.prefix_sharing.helpers import build, llava_processor, sees  # Pillow
 
     tokenizer = character_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})

@@ -11,9 +11,9 @@ import torch
 
 pytest.importorskip("bitsandbytes")
 
-from tests.distributed.fsdp2_qlora import tiny
-from tests.distributed.fsdp2_qlora.runs import WORKER, difference, mesh_environment, scenarios_of
 from tests.distributed.launch import AGENT, REPOSITORY, Rank, end_all, free_port, launch_all, rank_environment
+from tests.fsdp2_qlora import tiny
+from tests.fsdp2_qlora.runs import WORKER, difference, mesh_environment, scenarios_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.exhaustive]
 

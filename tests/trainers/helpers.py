@@ -1,10 +1,10 @@
-"""GRPO trainers on the small models of tests/core, and what their losses take."""
+"""GRPO trainers on the small models of tests/prefix_sharing, and what their losses take."""
 
 import torch
 import transformers as tf
 from datasets import Dataset
 
-from tests.core.prefix_sharing.helpers import COMPLETION, gradients, tokenizer
+from tests.prefix_sharing.helpers import COMPLETION, gradients, tokenizer
 from trl_fsdp_qlora.tools.data.answers import completion_text
 from trl_fsdp_qlora.trainers.grpo.config import EfficientGRPOConfig
 

@@ -8,7 +8,7 @@ import trl
 import trl_fsdp_qlora
 from trl_fsdp_qlora.fsdp2_qlora.trainer import ShardedQLoRAMixin
 from trl_fsdp_qlora.trainers.rollouts.on_policy import OnPolicyRun
-from trl_fsdp_qlora.trainers.run.trainer_run import TrainerRun
+from trl_fsdp_qlora.trainers.trainer_run import TrainerRun
 
 SHARED = {ShardedQLoRAMixin, TrainerRun, OnPolicyRun}
 # The most methods that a trainer overrides, without those that every trainer of this package overrides alike.

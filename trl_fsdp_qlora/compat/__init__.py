@@ -2,5 +2,5 @@
 
 Other rooms use private attributes and methods only of the objects that they get: a trainer, a model, a config. A class
 that one of ours extends is imported in our class's file, such as TRL's vLLM engine in `vllm/engine.py`.
-`tests/trainers/compat/test_borrowed_names.py` checks that the installed libraries have the names that other rooms use.
+`tests/compat/test_borrowed_names.py` checks that the installed libraries have the names that other rooms use.
 """

@@ -85,7 +85,8 @@ def _borrow(name: str, module: str, needed_by: str) -> Any:
 def is_tested(version: str | None = None) -> bool:
     """Whether this package's tests have run with this version of TRL, the installed one if it is `None`.
 
-    A line is logged once if not; then trainers compare their first step with TRL's own (`trainers/run/first_step.py`).
+    A line is logged once if not; then trainers compare their first step with TRL's own
+    (`trainers/starting/first_step.py`).
     """
     version = version or import_module("trl").__version__
     if ".".join(map(str, Version(version).release[:2])) in TESTED_TRL:

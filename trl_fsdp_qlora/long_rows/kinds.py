@@ -1,7 +1,7 @@
 """Which modules are known to compute each token by itself: classes of transformers, by name.
 
 A class that is not here runs as before, and so does a class of the user's own that extends one of these with another
-forward. `tests/core/test_token_tiles.py` compares the forwards of all these classes with those that were proven.
+forward. `tests/long_rows/test_tiles.py` compares the forwards of all these classes with those that were proven.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 import pytest
 from trl.generation import vllm_client, vllm_generation
 
-from tests.trainers.vllm.sampling_server import SamplingServer
+from tests.engines.vllm.sampling_server import SamplingServer
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,9 @@ force_fsdp()
 
 from trl.generation import vllm_client, vllm_generation  # noqa: E402
 
+from tests.engines.vllm.runs import figures  # noqa: E402
 from tests.experimental.one_generation_ahead.test_episodes import Counter, make_episodes, named_add  # noqa: E402
 from tests.tiny import digit_share  # noqa: E402
-from tests.trainers.vllm.runs import figures  # noqa: E402
 from trl_fsdp_qlora import EfficientGRPOTrainer  # noqa: E402
 
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 from trl.generation import vllm_client, vllm_generation  # noqa: E402
 
 from tests import tiny  # noqa: E402
-from tests.trainers.vllm.runs import figures, on_quantized  # noqa: E402
-from tests.trainers.vllm.whole_engine import is_sharded  # noqa: E402
+from tests.engines.vllm.runs import figures, on_quantized  # noqa: E402
+from tests.engines.vllm.whole_engine import is_sharded  # noqa: E402
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer  # noqa: E402
 
 

@@ -10,9 +10,9 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from tests import tiny
+from tests.engines.vllm.runs import figures
+from tests.engines.vllm.sampling_server import SamplingServer
 from tests.tiny import these_first
-from tests.trainers.vllm.runs import figures
-from tests.trainers.vllm.sampling_server import SamplingServer
 from trl_fsdp_qlora import AStarPOConfig
 from trl_fsdp_qlora.engines.vllm.adapter_sync import RolloutError
 from trl_fsdp_qlora.experimental.one_generation_ahead import ahead as ahead_module

@@ -11,9 +11,9 @@ from datasets import IterableDataset
 from transformers import TrainerCallback
 
 from tests import tiny
-from tests.trainers.decode.helpers import calling_tokenizer
-from tests.trainers.vllm.runs import figures
-from tests.trainers.vllm.sampling_server import SamplingServer
+from tests.engines.decode.helpers import calling_tokenizer
+from tests.engines.vllm.runs import figures
+from tests.engines.vllm.sampling_server import SamplingServer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.engines.decode import tools as tools_module
 from trl_fsdp_qlora.experimental.one_generation_ahead import ahead as ahead_module

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from tests.distributed.launch import launch
-from tests.trainers.vllm.sampling_server import SamplingServer
+from tests.engines.vllm.sampling_server import SamplingServer
 
 from .helpers import wait_until
 

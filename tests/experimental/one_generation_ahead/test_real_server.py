@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 
 from tests import tiny
-from tests.trainers.decode.helpers import calling_tokenizer
-from tests.trainers.vllm.conftest import save
-from tests.trainers.vllm.runs import figures, on_server
-from tests.trainers.vllm.serve import Server
+from tests.engines.decode.helpers import calling_tokenizer
+from tests.engines.vllm.conftest import save
+from tests.engines.vllm.runs import figures, on_server
+from tests.engines.vllm.serve import Server
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 
 from .test_episodes import named_add

@@ -11,8 +11,8 @@ import torch
 from tests import tiny
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import launch
-from tests.trainers.vllm.runs import figures
-from tests.trainers.vllm.sampling_server import SamplingServer
+from tests.engines.vllm.runs import figures
+from tests.engines.vllm.sampling_server import SamplingServer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 
 from .helpers import HALVES, SAVES, Stop, adapter_by_step, asked_prompts, assert_drawn_by, make, wait_until, weights_of

@@ -13,12 +13,12 @@ from datasets import Dataset
 from PIL import Image
 from transformers import AutoModelForCausalLM
 
-from tests.distributed.fsdp2_qlora import tiny as qlora
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import accelerate_launch, launch
+from tests.engines.vllm.runs import figures, grpo, on_server
+from tests.engines.vllm.sampling_server import SamplingServer
+from tests.fsdp2_qlora import tiny as qlora
 from tests.tiny import these_first, tiny_vision_model
-from tests.trainers.vllm.runs import figures, grpo, on_server
-from tests.trainers.vllm.sampling_server import SamplingServer
 
 from .helpers import asked_prompts, trained_prompts
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import parse_response, supports_tool_calling
 
+from tests.engines.decode.test_turns import Counted
 from tests.tiny import save_tool_calling_model, tool_tokenizer
-from tests.trainers.decode.test_turns import Counted
 from trl_fsdp_qlora.engines.decode import tools as tools_module
 from trl_fsdp_qlora.tools.evaluation import drawing
 from trl_fsdp_qlora.tools.evaluation.accuracy import evaluate, generation_configs

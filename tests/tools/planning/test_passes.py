@@ -12,7 +12,7 @@ import trl.trainer.utils
 from peft import LoraConfig, get_peft_model
 
 from tests.benchmark_modules import benchmark
-from tests.core.prefix_sharing.helpers import closed
+from tests.prefix_sharing.helpers import closed
 from tests.tools.planning.models import LAYERS, config, folder, in_4_bits, settings
 from trl_fsdp_qlora.compat.memory import FakeTensorMode, PeakTracker
 from trl_fsdp_qlora.engines.decode.decoding import _Batch
@@ -22,8 +22,8 @@ from trl_fsdp_qlora.prefix_sharing.sharing import install_sharing
 from trl_fsdp_qlora.scoring import logprobs
 from trl_fsdp_qlora.tools.planning import fake_ops, passes, steps
 from trl_fsdp_qlora.tools.planning.generation import cache_bytes
+from trl_fsdp_qlora.tools.planning.launches import Launch
 from trl_fsdp_qlora.tools.planning.passes import FakeRun
-from trl_fsdp_qlora.tools.planning.settings import Launch
 from trl_fsdp_qlora.tools.recipe.checks import lora_config
 from trl_fsdp_qlora.trainers.step.step_scores import StepScores
 

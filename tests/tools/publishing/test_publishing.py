@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from trl import ModelConfig
 
-from tests.distributed.fsdp2_qlora import tiny as qlora
+from tests.fsdp2_qlora import tiny as qlora
 from tests.tiny import character_tokenizer, lora, prompts, save_tiny_model, trainer
 from tests.tools.publishing.hub_server import TOKEN, hub
 from trl_fsdp_qlora import AStarPOConfig, EfficientGRPOConfig, EfficientGRPOTrainer
@@ -32,9 +32,9 @@ from trl_fsdp_qlora.tools.publishing import merge, publish
 from trl_fsdp_qlora.tools.publishing.loading import load_model
 from trl_fsdp_qlora.tools.publishing.merge import merge_adapter
 from trl_fsdp_qlora.tools.recipe.arguments import ScriptArguments
-from trl_fsdp_qlora.trainers.run import card
-from trl_fsdp_qlora.trainers.run.card_info import CardInfo
-from trl_fsdp_qlora.trainers.run.checkpoints import why_not_whole
+from trl_fsdp_qlora.trainers.reporting import card
+from trl_fsdp_qlora.trainers.reporting.card_info import CardInfo
+from trl_fsdp_qlora.trainers.saving.checkpoints import why_not_whole
 
 BASE = "owner/tiny-base"
 REPO = "me/sums"

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 pytest.importorskip("bitsandbytes")
 
-from tests.core.prefix_sharing.helpers import build, small
+from tests.prefix_sharing.helpers import build, small
 from tests.tiny import these_first
 from trl_fsdp_qlora.tools.planning import first
 from trl_fsdp_qlora.tools.small_base import character_tokenizer

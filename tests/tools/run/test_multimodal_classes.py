@@ -7,13 +7,13 @@ import torch
 import transformers as tf
 from peft import LoraConfig, get_peft_model
 
-from tests.core.prefix_sharing.helpers import MULTIMODAL, awkward_batch, build, tokenizer
+from tests.prefix_sharing.helpers import MULTIMODAL, awkward_batch, build, tokenizer
 from tests.trainers.helpers import make_trainer
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.transformers import model_class
 from trl_fsdp_qlora.tools.publishing.loading import check_loads, load_model
 from trl_fsdp_qlora.tools.publishing.merge import merge_adapter
-from trl_fsdp_qlora.trainers.run.input_checks import language_model_only
+from trl_fsdp_qlora.trainers.starting.input_checks import language_model_only
 
 EVERYTHING = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
 

@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from trl_fsdp_qlora import AStarPOConfig
 from trl_fsdp_qlora.trainers.a_star_po.values import ReferenceValues, keyed
-from trl_fsdp_qlora.trainers.run.phases import PhaseTimer
+from trl_fsdp_qlora.trainers.reporting.phases import PhaseTimer
 
 CONTEXT = {"reference": "1", "sampling": 2}
 

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 
-from tests.distributed.fsdp2_qlora import tiny
 from tests.distributed.fsdp_on_gloo import force_fsdp
 from tests.distributed.rank import forget_launch, run_rank
+from tests.fsdp2_qlora import tiny
 from trl_fsdp_qlora import (
     EfficientDPOConfig,
     EfficientDPOTrainer,

@@ -6,10 +6,10 @@ The adapter is that of one process, and stock's if it can be.
 import pytest
 import torch
 
-from tests.distributed.fsdp2_qlora import tiny
-from tests.distributed.fsdp2_qlora.runs import difference
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import launch
+from tests.fsdp2_qlora import tiny
+from tests.fsdp2_qlora.runs import difference
 from tests.tiny import these_first
 
 WORKER = "tests/trainers/dpo/ranks_worker.py"

@@ -9,10 +9,10 @@ from datasets import Dataset
 from peft import LoraConfig
 from trl import DPOConfig, DPOTrainer
 
-from tests.core.prefix_sharing.helpers import assert_equal_gradients, build, gradients, tokenizer
+from tests.prefix_sharing.helpers import assert_equal_gradients, build, gradients, tokenizer
 from tests.tiny import these_first
 from trl_fsdp_qlora import EfficientDPOConfig, EfficientDPOTrainer
-from trl_fsdp_qlora.trainers.run.checkpoints import why_not_whole
+from trl_fsdp_qlora.trainers.saving.checkpoints import why_not_whole
 
 FAMILIES = ("qwen3", "gemma3", "qwen3_5")
 # PEFT refuses adapters on projections out of the state.

@@ -6,7 +6,7 @@ import sys
 
 from tests.tiny import lora, prompts, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.trainers.run import checkpoints
+from trl_fsdp_qlora.trainers.saving import checkpoints
 
 # Generation cycles of 2 × 2 = 4 micro-steps and 4-step epochs: checkpoints fall inside a cycle and past an epoch's
 # end.

@@ -9,8 +9,8 @@ from trl import GRPOConfig
 from tests.tiny import character_tokenizer, lora, new_model, prompts, save_tiny_model, these_first, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.tools.run.terminal import use_terminal
-from trl_fsdp_qlora.trainers.run import checkpoints
-from trl_fsdp_qlora.trainers.run.checkpoints import why_not_whole
+from trl_fsdp_qlora.trainers.saving import checkpoints
+from trl_fsdp_qlora.trainers.saving.checkpoints import why_not_whole
 from trl_fsdp_qlora.utils import nonfatal
 
 SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
@@ -62,10 +62,10 @@ def test_a_config_as_users_write_it_trains_saves_and_resumes(tmp_path, on_card, 
 
 # What fails at once; the last two would keep others from being reached.
 BESIDE = [
-    ("trainers.run.card.changed_arguments", "trainers.run.phases.PeakMemory.read",
-     "trainers.run.phases.islice", "trainers.run.phases.PhaseTimer.drain_peaks",
-     "trainers.run.startup.first_prompt"),
-    ("trainers.run.startup.startup_block", "tools.run.terminal._duration"),
+    ("trainers.reporting.card.changed_arguments", "trainers.reporting.phases.PeakMemory.read",
+     "trainers.reporting.phases.islice", "trainers.reporting.phases.PhaseTimer.drain_peaks",
+     "trainers.reporting.startup.first_prompt"),
+    ("trainers.reporting.startup.startup_block", "tools.run.terminal._duration"),
 ]  # fmt: skip
 
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from tests.distributed.launch import launch
 from tests.tiny import these_first
-from trl_fsdp_qlora.trainers.run import checkpoints
-from trl_fsdp_qlora.trainers.run.checkpoints import why_not_whole
+from trl_fsdp_qlora.trainers.saving import checkpoints
+from trl_fsdp_qlora.trainers.saving.checkpoints import why_not_whole
 
 KEYS = ("loss", "reward", "kl", "grad_norm", "learning_rate", "completions/mean_length")
 

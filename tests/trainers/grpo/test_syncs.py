@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+from tests.engines.decode import test_tools, test_turns
 from tests.tiny import lora, trainer
-from tests.trainers.decode import test_tools, test_turns
 from trl_fsdp_qlora import (
     EfficientGRPOConfig,
     EfficientGRPOTrainer,

@@ -14,7 +14,8 @@ from tests.distributed.rank import forget_launch, run_rank
 from tests.trainers.dpo import ranks_worker
 from tests.trainers.dpo.ranks_worker import RANK, WORLD_SIZE
 from tests.trainers.next_trl.steps import Lines
-from trl_fsdp_qlora.trainers.run import first_step, trainer_run
+from trl_fsdp_qlora.trainers import trainer_run
+from trl_fsdp_qlora.trainers.starting import first_step
 from trl_fsdp_qlora.trainers.step.scoring import Scoring
 
 

@@ -5,7 +5,8 @@ import torch
 
 from tests.trainers.next_trl import steps
 from tests.trainers.next_trl.changes import Change
-from trl_fsdp_qlora.trainers.run import first_step, trainer_run
+from trl_fsdp_qlora.trainers import trainer_run
+from trl_fsdp_qlora.trainers.starting import first_step
 from trl_fsdp_qlora.trainers.step.scoring import Scoring
 
 NOTHING = Change("nothing", lambda folder: None)

@@ -4,9 +4,9 @@ import pytest
 
 pytest.importorskip("bitsandbytes")
 
-from tests.distributed.fsdp2_qlora import tiny
-from tests.distributed.fsdp2_qlora.runs import difference
 from tests.distributed.fsdp_on_gloo import fsdp_environment
+from tests.fsdp2_qlora import tiny
+from tests.fsdp2_qlora.runs import difference
 from tests.trainers.dpo.test_ranks import runs
 
 WORKER = "tests/trainers/next_trl/ranks_worker.py"

@@ -11,7 +11,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from trl import RLOOConfig, RLOOTrainer
 
-from tests.core.prefix_sharing.helpers import COMPLETION, assert_equal_gradients, build, gradients, tokenizer
+from tests.prefix_sharing.helpers import COMPLETION, assert_equal_gradients, build, gradients, tokenizer
 from tests.tiny import these_first
 from tests.trainers.helpers import losses_of, mean_token
 from trl_fsdp_qlora import EfficientRLOOConfig, EfficientRLOOTrainer

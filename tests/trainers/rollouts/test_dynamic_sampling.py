@@ -17,9 +17,9 @@ from accelerate.utils import gather_object
 from datasets import IterableDataset
 
 from tests.distributed.launch import launch
+from tests.engines.decode.test_decoding import greedy
 from tests.tiny import even_start, lora, prompts
 from tests.tiny import trainer as tiny_trainer
-from tests.trainers.decode.test_decoding import greedy
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
 from trl_fsdp_qlora.engines.decode.completions import complete
 from trl_fsdp_qlora.trainers.rollouts.dynamic_sampling import (

@@ -4,7 +4,7 @@ import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.core.compat.test_peft import LOOK_AT_ROWS
+from tests.compat.test_peft import LOOK_AT_ROWS
 from tests.tiny import even_start, these_first, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 

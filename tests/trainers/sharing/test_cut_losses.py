@@ -11,9 +11,9 @@ import torch
 import transformers as tf
 from peft import LoraConfig
 
-from tests.core.prefix_sharing.helpers import assert_equal_gradients, build, closed, gradients, make_batch, small
-from tests.core.prefix_sharing.test_images import COMPLETION as COMPLETION_OF_IMAGES
-from tests.core.prefix_sharing.test_images import with_images
+from tests.prefix_sharing.helpers import assert_equal_gradients, build, closed, gradients, make_batch, small
+from tests.prefix_sharing.test_images import COMPLETION as COMPLETION_OF_IMAGES
+from tests.prefix_sharing.test_images import with_images
 from tests.tiny import LOSS_TYPES, these_first
 from tests.trainers.helpers import loss_inputs, make_trainer
 from tests.trainers.sharing.test_equals_stock import lora

@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 
-from tests.core.prefix_sharing.helpers import build, closed
+from tests.prefix_sharing.helpers import build, closed
 from tests.tiny import these_first
 from tests.trainers.helpers import make_trainer
 from tests.trainers.sharing.test_equals_stock import lora

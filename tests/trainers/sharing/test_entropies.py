@@ -3,8 +3,8 @@
 import torch
 from trl import GRPOTrainer
 
-from tests.core.prefix_sharing.helpers import COMPLETION as COLUMNS
-from tests.core.prefix_sharing.helpers import (
+from tests.prefix_sharing.helpers import COMPLETION as COLUMNS
+from tests.prefix_sharing.helpers import (
     COMPLETION_LENGTHS,
     MULTIMODAL,
     PROMPT_LENGTHS,
@@ -12,7 +12,7 @@ from tests.core.prefix_sharing.helpers import (
     build,
     make_batch,
 )
-from tests.core.prefix_sharing.test_images import COMPLETION, IMAGE, with_images
+from tests.prefix_sharing.test_images import COMPLETION, IMAGE, with_images
 from tests.trainers.helpers import make_trainer
 from trl_fsdp_qlora import EfficientGRPOTrainer
 

@@ -1,5 +1,5 @@
 """Losses, gradients and whole runs of GRPO equal stock TRL's, for models with code of their own, quantized ones, and
-in half precision. `tests/core/prefix_sharing/test_equals_stock.py` compares the passes of every family.
+in half precision. `tests/prefix_sharing/test_equals_stock.py` compares the passes of every family.
 """
 
 import copy
@@ -10,7 +10,7 @@ import transformers as tf
 from peft import LoraConfig
 from trl import GRPOTrainer
 
-from tests.core.prefix_sharing.helpers import (
+from tests.prefix_sharing.helpers import (
     COUNTING,
     MULTIMODAL,
     assert_equal_gradients,
@@ -18,7 +18,7 @@ from tests.core.prefix_sharing.helpers import (
     build,
     small,
 )
-from tests.core.prefix_sharing.test_equals_stock import KINDS
+from tests.prefix_sharing.test_equals_stock import KINDS
 from tests.tiny import these_first
 from tests.trainers.helpers import loss_inputs, losses_of, make_trainer, processor
 from trl_fsdp_qlora import EfficientGRPOTrainer
@@ -165,7 +165,7 @@ def test_router_loss_counts_tokens_as_stock_does(experts, tmp_path):
 
 
 def test_a_model_that_cannot_be_packed_trains_padded(tmp_path, caplog):
-    """Dropout of attention draws the masks that it draws in stock. tests/core has all such models."""
+    """Dropout of attention draws the masks that it draws in stock. tests/prefix_sharing has all such models."""
     inputs = loss_inputs(*awkward_batch())
     results = []
     for cls in BOTH:

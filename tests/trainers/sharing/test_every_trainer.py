@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from trl.experimental import a2po, cpo, gkd, gmpo, gold, iw_opd, online_dpo, orpo, sdft, sdpo, tpo
 
-from tests.core.prefix_sharing.helpers import build, llava_processor, tokenizer
-from tests.core.prefix_sharing.test_images import MORE
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import launch
+from tests.prefix_sharing.helpers import build, llava_processor, tokenizer
+from tests.prefix_sharing.test_images import MORE
 from tests.tiny import these_first, tool_tokenizer
 from tests.trainers.helpers import mean_token
 from trl_fsdp_qlora import share_prompts

@@ -8,8 +8,8 @@ from peft import LoraConfig
 from PIL import Image
 from trl import GRPOTrainer
 
-from tests.core.prefix_sharing.helpers import build, llava_processor, tokenizer
-from tests.core.prefix_sharing.test_images import MORE
+from tests.prefix_sharing.helpers import build, llava_processor, tokenizer
+from tests.prefix_sharing.test_images import MORE
 from tests.trainers.helpers import make_trainer
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.trl import rows_of_images

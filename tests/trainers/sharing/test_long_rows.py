@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from tests.core.prefix_sharing.helpers import assert_equal_gradients
-from tests.core.test_token_tiles import TILE, TOLERANCE, calls  # noqa: F401
+from tests.long_rows.test_tiles import TILE, TOLERANCE, calls  # noqa: F401
+from tests.prefix_sharing.helpers import assert_equal_gradients
 from tests.tiny import these_first
 from tests.trainers.sharing import test_cut_losses as cut_losses
 from trl_fsdp_qlora import EfficientDPOConfig, EfficientGRPOConfig

@@ -10,7 +10,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from trl.experimental import gmpo
 
-from tests.core.prefix_sharing.helpers import assert_equal_gradients, build, gradients, tokenizer
+from tests.prefix_sharing.helpers import assert_equal_gradients, build, gradients, tokenizer
 from tests.tiny import these_first
 from tests.trainers.helpers import mean_token
 from trl_fsdp_qlora import share_prompts

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from tests.core.prefix_sharing.helpers import (
+from tests.prefix_sharing.helpers import (
     RECURRENT,
     SUPPORTED,
     awkward_batch,
@@ -19,7 +19,7 @@ from tests.core.prefix_sharing.helpers import (
     completion_labels,
     prepared,
 )
-from tests.core.prefix_sharing.test_images import freeze_tower, with_images
+from tests.prefix_sharing.test_images import freeze_tower, with_images
 from tests.trainers.dpo import test_trainer as dpo_tests
 from tests.trainers.dpo.test_images import llava_trainer
 from tests.trainers.grpo.test_syncs import Waits, places

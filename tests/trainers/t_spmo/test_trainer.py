@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 from trl import GRPOTrainer
 
-from tests.core.prefix_sharing.helpers import every_level_made
 from tests.distributed.launch import launch
+from tests.prefix_sharing.helpers import every_level_made
 from tests.tiny import lora, trainer
 from trl_fsdp_qlora import TSPMOConfig, TSPMOTrainer
 from trl_fsdp_qlora.trainers.step.rows import padded_batch

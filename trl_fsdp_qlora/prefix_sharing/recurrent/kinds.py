@@ -1,7 +1,7 @@
 """The recurrent layers that are known: classes of transformers that keep their states in its cache, as `folder.Class`.
 
 `level_by_level.py` computes a packed row by the layer's own forward, which continues from states for several tokens.
-`tests/core/prefix_sharing` has compared each class with stock. A layer that is not here lets its model run as in
+`tests/prefix_sharing` has compared each class with stock. A layer that is not here lets its model run as in
 stock TRL.
 """
 

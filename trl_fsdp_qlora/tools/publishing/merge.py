@@ -12,7 +12,7 @@ from transformers.trainer_utils import align_special_tokens
 
 from ...compat.transformers import quantization_of
 from ...errors import UserError
-from ...trainers.run.card import code, escape
+from ...trainers.reporting.card import code, escape
 from ...utils.files import written_whole
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import plain

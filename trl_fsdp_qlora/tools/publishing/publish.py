@@ -13,7 +13,7 @@ from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.utils import validate_repo_id
 
 from ...errors import UserError
-from ...trainers.run.card import code
+from ...trainers.reporting.card import code
 from ..run.one_line import OneLineParser
 from .loading import TOKENIZER, check_loads
 

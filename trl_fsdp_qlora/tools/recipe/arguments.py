@@ -14,8 +14,8 @@ import yaml
 from transformers.hf_argparser import string_to_bool
 from trl import TrlParser
 
-from ...trainers.run.config_fields import option, spelled
-from ...trainers.run.input_checks import mistakes
+from ...trainers.config_fields import option, spelled
+from ...trainers.starting.input_checks import mistakes
 from ..data.answers import ANSWER_FORMATS
 from ..run.one_line import NEGATIVE_NUMBER, pop_options
 from .keys import ConfigError, check_keys, check_options, read_yaml

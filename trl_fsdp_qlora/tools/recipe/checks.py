@@ -27,8 +27,8 @@ from ...compat.transformers import model_class
 from ...errors import mistyped_path
 from ...fsdp2_qlora.launch_checks import is_fsdp_launch
 from ...prefix_sharing.sharing import CHOICES
-from ...trainers.run.checkpoints import resolve_resume
-from ...trainers.run.input_checks import check_processes, language_model_only, mistakes
+from ...trainers.saving.checkpoints import resolve_resume
+from ...trainers.starting.input_checks import check_processes, language_model_only, mistakes
 from ..data.datasets import is_missing_path
 from ..data.import_path import load_function
 from ..data.rewards import get_reward

@@ -18,7 +18,7 @@ _NEAR = 0.75  # similarity of a name that is worth a guess
 # Where the fields of all recipes are written. A field of another command is refused later, by the command's parser.
 _FILES = (
     "transformers/training_args.py", "trl/trainer/*_config.py", "trl/experimental/*/*_config.py",
-    "trl_fsdp_qlora/trainers/*/config.py", "trl_fsdp_qlora/trainers/run/options.py",
+    "trl_fsdp_qlora/trainers/*/config.py", "trl_fsdp_qlora/trainers/options.py",
     "trl_fsdp_qlora/tools/recipe/*.py",
 )  # fmt: skip
 # Commands without fields, and those whose options are other things: accelerate's, a list of findings.

@@ -15,8 +15,8 @@ from transformers import TrainerCallback
 from trl import ModelConfig
 
 from ...compat.transformers import model_name
-from ...trainers.run import checkpoints
-from ...trainers.run.card import hardware, software
+from ...trainers.reporting.card import hardware, software
+from ...trainers.saving import checkpoints
 from ...utils import files as disk
 from ...utils.nonfatal import nonfatal
 from ...utils.plain import plain
@@ -84,7 +84,7 @@ def check_output_dir(script: ScriptArguments, config: Any, model: ModelConfig) -
     The same command may train longer. In that case `config.resume_from_checkpoint` becomes `auto`.
 
     Raises:
-        CheckpointError: see [`~trl_fsdp_qlora.trainers.run.checkpoints.check_output_dir`].
+        CheckpointError: see [`~trl_fsdp_qlora.trainers.saving.checkpoints.check_output_dir`].
     """
     path = Path(config.output_dir) / ARGUMENTS
     arguments = _arguments(script, config, model)

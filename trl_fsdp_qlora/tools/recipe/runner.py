@@ -12,8 +12,8 @@ from datasets import Dataset
 from transformers import AutoProcessor, AutoTokenizer, ProcessorMixin, TrainingArguments
 from trl import ModelConfig, get_quantization_config
 
-from ...trainers.run.checkpoints import last_step, resolve_resume, step_of
-from ...trainers.run.stopping import stopping_after_step
+from ...trainers.saving.checkpoints import last_step, resolve_resume, step_of
+from ...trainers.saving.stopping import stopping_after_step
 from ...utils.nonfatal import nonfatal
 from ...utils.ranks import on_main
 from ...utils.threads import fit_threads

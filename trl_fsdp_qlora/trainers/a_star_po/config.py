@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from accelerate.logging import get_logger
 
+from ..config_fields import documented, option
 from ..grpo.config import EfficientGRPOConfig
-from ..run.config_fields import documented, option
 from .estimators import ESTIMATORS
 from .objectives import OBJECTIVES
 

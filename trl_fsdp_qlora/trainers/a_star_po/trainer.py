@@ -16,8 +16,8 @@ from ...engines.decode.completions import generate
 from ...utils.plain import counted
 from ..grpo.trainer import EfficientGRPOTrainer
 from ..rollouts.dynamic_sampling import combine
-from ..run.arguments import config_or_default
-from ..run.input_checks import columns_of
+from ..starting.arguments import config_or_default
+from ..starting.input_checks import columns_of
 from ..step.scoring import Request
 from .config import AStarPOConfig
 from .objectives import advantage_weighted_loss, normalised_advantage, regression_loss

@@ -27,7 +27,7 @@ from datasets.fingerprint import Hasher
 from ...utils.nonfatal import nonfatal
 from ...utils.progress import progress
 from ...utils.ranks import on_main
-from ..run.phases import PhaseTimer
+from ..reporting.phases import PhaseTimer
 from .config import AStarPOConfig
 from .estimators import optimal_value
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from trl import DPOConfig
 
-from ..run.config_fields import documented
-from ..run.options import EfficientConfig
+from ..config_fields import documented
+from ..options import EfficientConfig
 
 
 @documented

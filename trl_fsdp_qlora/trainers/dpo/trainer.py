@@ -3,8 +3,8 @@
 from functools import wraps
 
 from ...compat.trl import DPOTrainer
-from ..run.arguments import completed, with_base_loaded
-from ..run.trainer_run import TrainerRun, bound_to
+from ..starting.arguments import completed, with_base_loaded
+from ..trainer_run import TrainerRun, bound_to
 from .config import EfficientDPOConfig
 
 

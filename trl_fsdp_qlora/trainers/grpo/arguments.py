@@ -3,8 +3,8 @@
 from collections.abc import Sized
 from typing import Any
 
-from ..run.arguments import check_prompts
-from ..run.input_checks import columns_of
+from ..starting.arguments import check_prompts
+from ..starting.input_checks import columns_of
 
 
 def check_call(call: dict[str, Any]) -> None:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from trl import GRPOConfig
 
-from ..run.config_fields import documented, option
-from ..run.options import OnPolicyConfig
+from ..config_fields import documented, option
+from ..options import OnPolicyConfig
 from .token_budget import check_config
 
 

@@ -3,7 +3,6 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import wraps
-from unittest.mock import patch
 
 import torch
 
@@ -18,13 +17,14 @@ from ...compat.trl_rollouts import (
     weighs_as_1_16,
 )
 from ...errors import UserError
+from ...utils.replaced import replaced
 from ..rollouts.dynamic_sampling import DynamicSampling, ScoredRows, combine, to_rows
 from ..rollouts.generation_batches import generate_every
 from ..rollouts.on_policy import OnPolicyRun
-from ..run.arguments import completed
-from ..run.trainer_run import bound_to
+from ..starting.arguments import completed
 from ..step.rows import padded_batch
 from ..step.scoring import Request
+from ..trainer_run import bound_to
 from .arguments import check_call
 from .config import EfficientGRPOConfig
 from .token_budget import TokenBudget, drop_missing
@@ -36,7 +36,7 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
     """Drop-in replacement of [`trl.GRPOTrainer`]: same arguments, losses, metrics, checkpoints, options.
 
     The trainer computes the same numbers in another way. In addition to what every trainer of this package does
-    ([`trl_fsdp_qlora.trainers.run.trainer_run.TrainerRun`]) and what those do that draw completions
+    ([`trl_fsdp_qlora.trainers.trainer_run.TrainerRun`]) and what those do that draw completions
     ([`trl_fsdp_qlora.trainers.rollouts.on_policy.OnPolicyRun`]):
 
     - `budget` chooses which tokens of a micro-batch are computed;
@@ -86,7 +86,7 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
             # TRL's method asks for completions and rewards itself. It gets the ones that these rows already have.
             inputs = rows
             overrides["_generate"] = lambda *_args, **_kwargs: rows.generated()
-        with patch.multiple(self, **overrides):
+        with replaced(self, **overrides):
             batch = stock(inputs)
         if not self._needs_old_policy:
             batch.pop(OLD_LOGPS, None)

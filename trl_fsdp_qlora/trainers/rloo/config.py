@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from trl import RLOOConfig
 
-from ..run.config_fields import documented
-from ..run.options import OnPolicyConfig
+from ..config_fields import documented
+from ..options import OnPolicyConfig
 
 
 @documented

@@ -5,9 +5,9 @@ from functools import wraps
 from ...compat.trl import RLOOTrainer
 from ...compat.trl_rollouts import turn_of
 from ..rollouts.on_policy import OnPolicyRun
-from ..run.arguments import check_prompts, completed
-from ..run.trainer_run import bound_to
+from ..starting.arguments import check_prompts, completed
 from ..step.scoring import Request
+from ..trainer_run import bound_to
 from .config import EfficientRLOOConfig
 
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 from accelerate.logging import get_logger
 
 from ...compat.trl import joined_images
-from ...compat.trl_rollouts import shuffling_by
+from ...compat.trl_rollouts import foreign_turn, shuffling_by
 from ..experimental_fields import experiment
-from ..run.arguments import adapter_and_base, check_rewards, with_base_loaded
-from ..run.input_checks import too_long
-from ..run.phases import token_counts
-from ..run.trainer_run import TrainerRun
+from ..reporting.phases import token_counts
+from ..starting.arguments import adapter_and_base, check_rewards, with_base_loaded
+from ..starting.input_checks import too_long
 from ..step.groups import shuffled_groups, with_epochs
 from ..step.look_ahead import LookAhead
 from ..step.scoring import Scoring
+from ..trainer_run import TrainerRun
 from .generation_batches import drawn_rows, groups_feature, lengths_and_ends
 
 if TYPE_CHECKING:
@@ -170,6 +170,8 @@ class OnPolicyRun(TrainerRun):
         """The settings that TRL passes to transformers' `generate`; `None` if another engine generates."""
         if self.use_vllm or self.use_transformers_continuous_batching:
             return None
+        if foreign_turn(super()._generate_single_turn) is not None:  # a user's engine, by any name
+            return None
         from ...engines.decode.rollout import GenerateSettings
 
         return GenerateSettings(self.generation_config, self.generation_kwargs, self.eos_token_ids)
@@ -199,7 +201,7 @@ class OnPolicyRun(TrainerRun):
         if self.runs_as_stock:
             return stock(model, *args, **kwargs)
         if self._awaits_comparison:  # what the run begins with has to be right if it continues as stock
-            from ..run.first_step import forwards_as_stock
+            from ..starting.first_step import forwards_as_stock
 
             with forwards_as_stock(self):
                 return stock(model, *args, **kwargs)

@@ -22,7 +22,7 @@ from ...prefix_sharing.sharing import PromptSharing
 from ...prefix_sharing.wrapped_forward import Instructions
 from ...scoring.contexts import fill_masked_rows, share_values
 from ...scoring.token_selection import weight_gradient
-from ..run.phases import PhaseTimer
+from ..reporting.phases import PhaseTimer
 from .look_ahead import LookAhead
 from .rows import OF_IMAGES
 

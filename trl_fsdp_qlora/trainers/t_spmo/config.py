@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from ..config_fields import documented, option
 from ..grpo.config import EfficientGRPOConfig
-from ..run.config_fields import documented, option
 
 OBJECTIVES = ("probability", "log_probability")
 

@@ -3,7 +3,7 @@
 import torch
 
 from ..grpo.trainer import EfficientGRPOTrainer
-from ..run.arguments import config_or_default
+from ..starting.arguments import config_or_default
 from ..step.scoring import Request
 from .config import TSPMOConfig
 from .credit import group_credit

@@ -1,0 +1,1 @@
+"""What a run writes about itself: the start-up block, seconds and bytes of its phases, the adapter's card."""

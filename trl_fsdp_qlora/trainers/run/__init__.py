@@ -1,1 +1,0 @@
-"""What starting, saving, loading and logging a run are for every trainer."""

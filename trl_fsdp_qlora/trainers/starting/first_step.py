@@ -1,0 +1,174 @@
+"""The first step on a TRL that nobody has run this package with: computed by TRL's own trainer class, and by ours.
+
+The first micro-batch's loss and gradients are compared once, and all ranks decide together. If they differ by more
+than rounding, or cannot be compared, the run continues as stock TRL, with one line. This module is imported on such a
+TRL only; packed passes are compared with padded ones on every TRL (`prefix_sharing/check.py`).
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import trl
+from accelerate.logging import get_logger
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ...compat import fsdp, trl_seams
+from ...compat.trl import INSTALL
+from ...prefix_sharing.check import LIMITS_FP32, LIMITS_HALF, rounding_unit
+from ...prefix_sharing.dropout import without_dropout
+from ...prefix_sharing.problems import Status, is_out_of_memory, reason_of
+from ...prefix_sharing.ranks import reduced_over_ranks
+from ...utils.replaced import replaced
+
+logger = get_logger(__name__)
+
+# What two losses may differ by, next to one: a tenth of what single log-probabilities may.
+LOSS_LIMIT = 0.1
+
+
+def stock_of(trainer: Any) -> type | None:
+    """TRL's class whose loss a trainer of this package computes; `None` if it has a loss of its own."""
+    classes = type(trainer).__mro__
+    ours = next(cls for cls in classes if cls.__module__.startswith("trl_fsdp_qlora."))
+    names = ("compute_loss", "_compute_loss")
+    if ours.own_loss or any(getattr(classes[0], name) is not getattr(ours, name) for name in names):
+        return None
+    return next(cls for cls in classes if cls.__module__.startswith("trl."))
+
+
+def is_to_be_compared(trainer: Any) -> bool:
+    """Whether the first step of a trainer is to be compared; a line is logged for each name that its TRL lacks.
+
+    DeepSpeed steps in a backward, and FSDP1 keeps gradients in flat parameters, so under them nothing is compared.
+    """
+    stock = stock_of(trainer)
+    if stock is None:
+        return False
+    trl_seams.check(trainer, stock)
+    is_fsdp1 = trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2
+    if trainer.is_deepspeed_enabled or is_fsdp1:
+        under = "FSDP1" if is_fsdp1 else "DeepSpeed"
+        logger.warning(f"Under {under} the first step is not compared with TRL's own; tested is: {INSTALL}")
+        return False
+    return True
+
+
+def compare_first_step(trainer: Any, model: nn.Module, inputs: dict[str, Any]) -> None:
+    """Compare, and let the run continue as stock if the two ways differ. Collective.
+
+    Args:
+        trainer: one of this package.
+        model, inputs: the arguments of its `compute_loss`.
+    """
+    try:
+        reason = _difference(trainer, stock_of(trainer), model, _telling(inputs))
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        reason = f"they could not be compared ({reason_of(error)})"
+        fsdp.forget_forward(model)
+    if any(reduced_over_ranks([int(reason is not None)], trainer.accelerator.device)):
+        reason = reason or "another rank found a difference"
+        trainer.run_as_stock(f"the first step by TRL {trl.__version__} and by this package: {reason}")
+        logger.warning(
+            f"The run continues as stock TRL. Its first step was computed by TRL {trl.__version__} and by this "
+            f"package: {reason}. To train with this package, install a TRL that it was tested with: {INSTALL}"
+        )
+
+
+@contextmanager
+def forwards_as_stock(trainer: Any) -> Iterator[None]:
+    """A block in which the forwards of a trainer's models run as in stock TRL."""
+    with ExitStack() as stack:
+        for sharing in filter(None, (trainer.sharing, trainer.reference_sharing)):
+            stack.enter_context(replaced(sharing, status=Status(reason="compared with stock TRL")))
+        yield
+
+
+def _telling(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Inputs with advantages of both signs and, if there are several rows, one of zero, so that a fault has effect."""
+    advantages = inputs.get("advantages")
+    if advantages is None:  # DPO
+        return inputs
+    rows = torch.arange(1, len(advantages) + 1, dtype=advantages.dtype, device=advantages.device)
+    values = torch.where(rows % 2 == 0, rows, -rows) / len(rows)
+    values[1:2] = 0
+    return {**inputs, "advantages": values.view(-1, *[1] * (advantages.ndim - 1)).expand_as(advantages)}
+
+
+def _difference(trainer: Any, stock: type, model: nn.Module, inputs: dict[str, Any]) -> str | None:
+    """What differs between the two losses and their gradients; `None` if it may be rounding."""
+    # Two objects with the trainer's attributes, so that what a loss sets is forgotten; one has TRL's methods alone.
+    theirs, ours = (object.__new__(cls) for cls in (stock, type(trainer)))
+    for each in (theirs, ours):
+        vars(each).update(vars(trainer))
+    with trainer.accelerator.autocast():
+        limits = LIMITS_HALF if rounding_unit(trainer.sharing.base, trainer.accelerator.device) else LIMITS_FP32
+    with _separate_gradients(model) as parameters, _leaving_no_trace(trainer), without_dropout(model):
+        with forwards_as_stock(trainer):
+            loss = theirs.compute_loss(model, dict(inputs))
+        trainer.accelerator.backward(loss)
+        length = _norm(parameters)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.neg_()  # the second backward adds to it, so that the difference is left
+        own = ours.compute_loss(model, dict(inputs))
+        trainer.accelerator.backward(own)
+        apart = _norm(parameters)
+    loss, own = loss.item(), own.item()
+    if not abs(own - loss) <= limits["mean"] * LOSS_LIMIT * (1 + abs(loss)):
+        return f"the loss is {loss:.6g} by TRL and {own:.6g} by this package"
+    if not apart <= limits["gradient"] * length:
+        return f"the gradients have the norm {length:.3g} by TRL, and differ by {apart:.3g}"
+    return None
+
+
+@contextmanager
+def _separate_gradients(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+    """In the block the gradients of the yielded parameters start from nothing; afterwards they are as before."""
+    for unit, _ in fsdp.units(model):
+        unit.reshard()  # only a sharded unit has the parameters that the optimizer knows
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    before = [parameter.grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        with ExitStack() as stack:
+            if isinstance(model, DistributedDataParallel):
+                stack.enter_context(model.no_sync())
+            for group in fsdp.param_groups(model):  # accelerate's no_sync would keep these gradients for the next ones
+                stack.enter_context(replaced(group, reduce_grads=True, all_reduce_grads=True))
+            yield parameters
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+def _norm(parameters: list[nn.Parameter]) -> float:
+    """The norm of all gradients together; of this rank's shards if they are sharded."""
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    return sum(float(torch.linalg.vector_norm(grad.float())) ** 2 for grad in local) ** 0.5
+
+
+@contextmanager
+def _leaving_no_trace(trainer: Any) -> Iterator[None]:
+    """In the block a trainer plans no step and selects no tokens; then metrics and random numbers are as before."""
+    lengths = {mode: {name: len(values) for name, values in of.items()} for mode, of in trainer._metrics.items()}
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(replaced(trainer.telemetry, later=lambda *_: None))
+        if hasattr(trainer, "look_ahead"):
+            stack.enter_context(replaced(trainer.look_ahead, _step=None))
+        if hasattr(trainer, "budget"):
+            stack.enter_context(replaced(trainer.budget, strategy="all"))
+        yield
+    for mode, of in trainer._metrics.items():
+        for name in list(of):
+            del of[name][lengths[mode].get(name, 0) :]
+            if not of[name]:
+                del of[name]
