@@ -53,6 +53,7 @@ ATTRIBUTES = {
     "_pending_extra_logs": Seam("GRPO", "read", "dynamic_sampling"),
     "_step": Seam("GRPO RLOO", "read, written"),
     "_sync_tool_dicts": Seam("GRPO", "replaced", "tool_timeout"),
+    "_tokenizer": Seam("GRPO RLOO", "read, replaced", "a tokenizer for each thread, with rollouts_ahead"),
     "async_loop": Seam("GRPO", "read", "closing environments by a coroutine, with rollouts_ahead"),
     "aux_loss_enabled": Seam("GRPO RLOO DPO", "read, written"),
     "environments": Seam("GRPO", "read, written", "environments with rollouts_ahead"),
