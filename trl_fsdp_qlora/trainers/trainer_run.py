@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from accelerate.logging import get_logger
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..compat.older_gpus import casting_wide_sums
+from ..compat.peft import is_peft
 from ..compat.transformers import take_checkpointing_options_apart
 from ..compat.trl import counts_experts, is_tested
 from ..fsdp2_qlora.loading import experts_in_4bit, experts_in_16_bit, keep_plain_kernel
@@ -21,6 +21,7 @@ from ..prefix_sharing.problems import Status
 from ..prefix_sharing.sharing import PromptSharing, causal_language_model, install_sharing
 from ..utils.files import naming_full_disk
 from ..utils.plain import counted
+from ..utils.replaced import replaced
 from .reporting.card_info import CardInfo
 from .reporting.phases import PhaseTimer, TelemetryCallback
 from .reporting.startup import StartupCallback
@@ -184,7 +185,7 @@ class TrainerRun(ShardedQLoRAMixin):
         with self.checkpointing.writing(folder, self.state, self._rollouts_to_keep()):
             staging = str(self.checkpointing.staging)
             redirected = {"_get_output_dir": lambda trial: staging, "_push_from_checkpoint": lambda folder: None}
-            with patch.multiple(self, **redirected):
+            with replaced(self, **redirected):
                 yield
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
@@ -192,11 +193,10 @@ class TrainerRun(ShardedQLoRAMixin):
     def _save(self, output_dir=None, state_dict=None):
         from .reporting.card import write_first_card
 
-        # PEFT writes our card, because its own contains nothing about the run. Only PEFT's models have this method;
-        # `create` is for the others.
+        # PEFT writes our card, because its own contains nothing about the run.
         model = self.accelerator.unwrap_model(self.model)
-        card = patch.multiple(model, create=True, create_or_update_model_card=partial(write_first_card, self))
-        with card, naming_full_disk(output_dir or self.args.output_dir):
+        card = {"create_or_update_model_card": partial(write_first_card, self)} if is_peft(model) else {}
+        with replaced(model, **card), naming_full_disk(output_dir or self.args.output_dir):
             super()._save(output_dir, state_dict)
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):

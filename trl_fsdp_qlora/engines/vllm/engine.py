@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 from accelerate.utils import broadcast_object_list
 from requests.adapters import HTTPAdapter, Retry
@@ -20,6 +19,7 @@ from requests.adapters import HTTPAdapter, Retry
 from ...compat.trl import VLLMClient, VLLMGeneration
 from ...compat.vllm import llm_with, skip_destroyed_groups
 from ...utils.ranks import on_main
+from ...utils.replaced import replaced
 from ...utils.resources import cache_folder
 from .adapter_sync import (
     AdapterVersions,
@@ -261,8 +261,8 @@ class AdapterEngine(VLLMGeneration):
     def without_adapter(self) -> AbstractContextManager:
         """Context in which the engine answers with the base model: the reference policy of a LoRA run."""
         if self.mode == "colocate":
-            return patch.multiple(self.llm, adapter=None)
-        return patch.multiple(self.vllm_client, model=self.vllm_client.base)
+            return replaced(self.llm, adapter=None)
+        return replaced(self.vllm_client, model=self.vllm_client.base)
 
 
 def why_not_shared(args: Any, model, accelerator, one_base: Callable[[], ModuleType]) -> str | None:

@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import xxhash
 from accelerate.logging import get_logger
@@ -31,6 +30,7 @@ from ...compat.trl import GRPOTrainer
 from ...compat.trl_rollouts import Generated
 from ...engines.vllm.adapter_sync import RolloutError
 from ...trainers.rollouts.generation_batches import generate_every
+from ...utils.replaced import replaced
 from .drawing import Drawing
 from .upcoming import UpcomingRows
 
@@ -201,7 +201,7 @@ class RolloutsAhead:
         with self.trainer.clock.phase("generate"):
             batch = self._take(rows)
         # Environments have begun and ended their episodes, so TRL gets others to reset.
-        replaced = {} if batch.environments is None else {"_environment_pool": self.drawing.resting(len(rows))}
+        environments = {} if batch.environments is None else {"_environment_pool": self.drawing.resting(len(rows))}
         waiting = [batch]
 
         def generate(prompts: list):
@@ -209,7 +209,7 @@ class RolloutsAhead:
                 return type(self.trainer)._generate(self.trainer, prompts)
             return self._hand_in(waiting.pop(), prompts)
 
-        with patch.multiple(self.trainer, _generate=generate, **replaced):
+        with replaced(self.trainer, _generate=generate, **environments):
             yield
 
     def _take(self, rows: list[dict[str, Any]]) -> Batch:
@@ -272,7 +272,7 @@ class RolloutsAhead:
         }
         episodes = (drawn.tool_mask, drawn.completions, drawn.completion_ids, drawn.logprobs, *batch.tool_calls, [])
         finished = {"rollout_func": lambda *_: rollout, "_tool_call_loop": lambda *_: episodes}
-        with trainer.clock.phase("generate"), patch.multiple(trainer, **finished):
+        with trainer.clock.phase("generate"), replaced(trainer, **finished):
             GRPOTrainer._generate(trainer, [""] * len(prompts))
         return tuple(drawn)
 

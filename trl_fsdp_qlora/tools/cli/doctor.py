@@ -108,7 +108,7 @@ def recipe_findings(launcher: dict[str, str], rest: list[str]) -> Iterator[Findi
     """What the run's own command would refuse first, with the fields in `rest` and the options `launcher`."""
     from transformers.utils import logging
 
-    from ..planning.settings import read_launch
+    from ..planning.launches import read_launch
     from ..recipe.checks import check_recipe
 
     logging.set_verbosity_error()

@@ -3,7 +3,6 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import wraps
-from unittest.mock import patch
 
 import torch
 
@@ -18,6 +17,7 @@ from ...compat.trl_rollouts import (
     weighs_as_1_16,
 )
 from ...errors import UserError
+from ...utils.replaced import replaced
 from ..rollouts.dynamic_sampling import DynamicSampling, ScoredRows, combine, to_rows
 from ..rollouts.generation_batches import generate_every
 from ..rollouts.on_policy import OnPolicyRun
@@ -86,7 +86,7 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
             # TRL's method asks for completions and rewards itself. It gets the ones that these rows already have.
             inputs = rows
             overrides["_generate"] = lambda *_args, **_kwargs: rows.generated()
-        with patch.multiple(self, **overrides):
+        with replaced(self, **overrides):
             batch = stock(inputs)
         if not self._needs_old_policy:
             batch.pop(OLD_LOGPS, None)

@@ -3,12 +3,12 @@
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 from accelerate.logging import get_logger
 
 from ...compat.trl import joined_images
-from ...compat.trl_rollouts import shuffling_by
+from ...compat.trl_rollouts import foreign_turn, shuffling_by
+from ...utils.replaced import replaced
 from ..experimental_fields import experiment
 from ..reporting.phases import token_counts
 from ..starting.arguments import adapter_and_base, check_rewards, with_base_loaded
@@ -173,6 +173,8 @@ class OnPolicyRun(TrainerRun):
         """The settings that TRL passes to transformers' `generate`; `None` if another engine generates."""
         if self.use_vllm or self.use_transformers_continuous_batching:
             return None
+        if foreign_turn(super()._generate_single_turn) is not None:  # a user's engine, by any name
+            return None
         from ...engines.decode.rollout import GenerateSettings
 
         return GenerateSettings(self.generation_config, self.generation_kwargs, self.eos_token_ids)
@@ -186,7 +188,7 @@ class OnPolicyRun(TrainerRun):
 
     def _calculate_rewards(self, *args, **kwargs):
         functions = [checked(*named) for named in zip(self.reward_funcs, self.reward_func_names, strict=True)]
-        with self.clock.phase("reward"), patch.multiple(self, reward_funcs=functions):
+        with self.clock.phase("reward"), replaced(self, reward_funcs=functions):
             rewards_NK = super()._calculate_rewards(*args, **kwargs)
         if self.model.training:
             self.reward_values.see(rewards_NK)

@@ -41,9 +41,10 @@ class RewardValues:
         self._without_value -= {i for i, has_value in enumerate(has_value_K) if has_value}
         for i in sorted(self._without_value - self._warned_of):
             self._warned_of.add(i)
+            judged = counted(completions, "completion")
             logger.warning(
-                f"the reward function {self.names[i]} gave none of {counted(completions, 'completion')} a finite value "
-                "(None, NaN or infinite for all): nothing can be learned from it. Look at the columns that it reads"
+                f"the reward function {self.names[i]} gave none of {judged} a finite value (None, NaN or infinite for "
+                "all): nothing can be learned from it. Look at the columns that it reads"
             )
 
     def line_if_none(self) -> str | None:
