@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.logging import get_logger
 
 from ...compat.trl import joined_images
-from ...compat.trl_rollouts import foreign_turn, shuffling_by
-from ...utils.replaced import replaced
+from ...compat.trl_rollouts import foreign_turn, rewarding_with, shuffling_by
 from ..experimental_fields import experiment
 from ..reporting.phases import token_counts
 from ..starting.arguments import adapter_and_base, check_rewards, with_base_loaded
@@ -188,7 +187,7 @@ class OnPolicyRun(TrainerRun):
 
     def _calculate_rewards(self, *args, **kwargs):
         functions = [checked(*named) for named in zip(self.reward_funcs, self.reward_func_names, strict=True)]
-        with self.clock.phase("reward"), replaced(self, reward_funcs=functions):
+        with self.clock.phase("reward"), rewarding_with(self, functions):
             rewards_NK = super()._calculate_rewards(*args, **kwargs)
         if self.model.training:
             self.reward_values.see(rewards_NK)
