@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -90,6 +91,11 @@ def rewards_of_rank(trainer: Any, rows: list, prompts: list, completions: list, 
     unlogged = replaced(trainer, _log_completion_extra=lambda *_: None, _log_metric=lambda *_: None)
     with replaced(grpo_trainer, gather=lambda rewards: rewards), unlogged:
         return grpo_trainer.GRPOTrainer._calculate_rewards(trainer, rows, prompts, completions, ids)
+
+
+def rewarding_with(trainer: Any, functions: list) -> AbstractContextManager[None]:
+    """A block in which TRL's `_calculate_rewards` calls `functions` in place of the trainer's `reward_funcs`."""
+    return replaced(trainer, reward_funcs=functions)
 
 
 def has_response_format(tokenizer: Any) -> bool:

@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import AutoProcessor, AutoTokenizer, ProcessorMixin, TrainingArguments
 from trl import ModelConfig, get_quantization_config
 
+from ...errors import UserError
 from ...trainers.saving.checkpoints import last_step, resolve_resume, step_of
 from ...trainers.saving.stopping import stopping_after_step
 from ...utils.nonfatal import nonfatal
@@ -160,6 +161,9 @@ def run_recipe(
     say(next_commands(args.output_dir, script, _is_adapter(trainer)))
     if results:
         say(results)
+    rewards = getattr(trainer, "reward_values", None)
+    if rewards is not None and rewards.line_if_none():
+        raise UserError(rewards.line_if_none())
     return record.content
 
 
