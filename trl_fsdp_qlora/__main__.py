@@ -30,6 +30,7 @@ class _Command(NamedTuple):
 
 
 COMMANDS = {
+    "quickstart": _Command("tools.cli.quickstart", "quickstart", "build a small model and train it, in minutes"),
     **{method.command: _Command("tools.cli.scripts", "launched", method.does, method.room) for method in METHODS},
     "sft": _Command("tools.cli.scripts", "launched", "teach worked answers first, if a base is never right", "sft"),
     "distillation": _Command(

@@ -30,10 +30,11 @@ METHODS = {
     "_calculate_rewards": Seam("GRPO RLOO", "override, call", "seconds of rewards, dynamic_sampling"),
     "_compute_loss": Seam("GRPO RLOO DPO", "override", "one look ahead over a step, skipped completions"),
     "_generate": Seam("GRPO RLOO", "override, call", "seconds of generation, dynamic_sampling, rollouts_ahead"),
-    "_generate_and_score_completions": Seam("GRPO RLOO", "override, call", "seconds of preparation, rollouts_ahead"),
+    "_generate_and_score_completions": Seam(
+        "GRPO RLOO", "override, call", "seconds of preparation, rollouts_ahead, accuracy"
+    ),
     "_generate_single_turn": Seam("GRPO RLOO", "override", "prompts prefilled once (compact_generation)"),
     "_get_per_token_logps_and_entropies": Seam("GRPO RLOO", "override, call", "one look ahead over a step"),
-    "_get_tool_suffix_ids": Seam("GRPO", "call", "accuracy of episodes with tools"),
     "_tokenize_prompts": Seam("GRPO RLOO", "call", "the prompt in the start-up block, A*-PO"),
     "_tool_call_loop": Seam("GRPO", "override", "episodes of different length on sharded ranks"),
     "compute_ref_log_probs": Seam("DPO", "override", "packed rows in precomputed reference passes"),
@@ -52,6 +53,7 @@ ATTRIBUTES = {
     "_pending_extra_logs": Seam("GRPO", "read", "dynamic_sampling"),
     "_step": Seam("GRPO RLOO", "read, written"),
     "_sync_tool_dicts": Seam("GRPO", "replaced", "tool_timeout"),
+    "_tokenizer": Seam("GRPO RLOO", "read, replaced", "a tokenizer for each thread, with rollouts_ahead"),
     "async_loop": Seam("GRPO", "read", "closing environments by a coroutine, with rollouts_ahead"),
     "aux_loss_enabled": Seam("GRPO RLOO DPO", "read, written"),
     "environments": Seam("GRPO", "read, written", "environments with rollouts_ahead"),

@@ -15,9 +15,9 @@ from trl_fsdp_qlora.tools.planning import largest, passes
 from trl_fsdp_qlora.tools.planning import plan as module
 from trl_fsdp_qlora.tools.planning.generation import choices
 from trl_fsdp_qlora.tools.planning.hardware import CONTEXT, GIB, Hardware, read_hardware
+from trl_fsdp_qlora.tools.planning.launches import Launch
 from trl_fsdp_qlora.tools.planning.passes import FakeRun
 from trl_fsdp_qlora.tools.planning.plan import changed, make_plan, plan_recipe
-from trl_fsdp_qlora.tools.planning.settings import Launch
 
 CPU = Hardware("a host", 2**40, 1, gpu=False)
 CARD = Hardware("a card", 2**40, 1)
