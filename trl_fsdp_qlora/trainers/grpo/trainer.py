@@ -1,12 +1,12 @@
 """`EfficientGRPOTrainer`: the interface of `trl.GRPOTrainer`; it computes the same numbers in another way."""
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
-from unittest.mock import patch
 
 import torch
 
+from ...compat.transformers import model_name
 from ...compat.trl import GRPOTrainer
 from ...compat.trl_rollouts import (
     IMPORTANCE_RATIO,
@@ -19,6 +19,7 @@ from ...compat.trl_rollouts import (
     weighs_as_1_16,
 )
 from ...errors import UserError
+from ...utils.replaced import replaced
 from ..rollouts.dynamic_sampling import DynamicSampling, ScoredRows, combine, to_rows
 from ..rollouts.episodes import agreed_rows, with_rows
 from ..rollouts.generation_batches import generate_every
@@ -66,9 +67,15 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         self.dynamic_sampling = DynamicSampling(self.args, self.train_dataset, self.accelerator, self.reward_weights)
         if self.use_vllm:
             from ...engines.vllm.correction import WeightSyncCheck, draws_from_policy
+            from ...engines.vllm.engine import served_model
 
             is_comparable = self.rollout_func is None and draws_from_policy(self.args)
-            self.weight_sync_check = WeightSyncCheck(is_comparable, draws_ahead=self.args.rollouts_ahead > 0)
+            self.weight_sync_check = WeightSyncCheck(
+                is_comparable,
+                draws_ahead=self.args.rollouts_ahead > 0,
+                trained=model_name(self.model),
+                served=partial(served_model, self.vllm_generation, self.args.temperature),
+            )
         self.budget = TokenBudget(
             self.args,
             self.accelerator.process_index,
@@ -93,7 +100,7 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         elif self.may_have_rows:
             overrides["_generate"] = self._with_rows_noted(self._generate)
         try:
-            with patch.multiple(self, **overrides):
+            with replaced(self, **overrides):
                 batch = stock(inputs)
             if self.scoring.rows_of_batch is not None:
                 batch[ROWS] = self.scoring.rows_of_batch
@@ -138,17 +145,13 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
 
         return generate
 
-    def draw_episodes(self, draw, prompts):
-        """`draw`, a `_generate` of TRL's, with a `rollout_func` that may return `rows`."""
-        if self.rollout_func is None:
-            return draw(prompts)
-        with patch.multiple(self, rollout_func=with_rows(self.rollout_func)):
-            return draw(prompts)
-
-    def _generate(self, prompts, *args, **kwargs):
-        draw = partial(super()._generate, *args, **kwargs)
-        with self.rollout.episodes(self.max_tool_calling_iterations) if self.tools else nullcontext():
-            return self.draw_episodes(draw, prompts)
+    def _generate(self, *args, **kwargs):
+        with ExitStack() as stack:
+            if self.tools:
+                stack.enter_context(self.rollout.episodes(self.max_tool_calling_iterations))
+            if self.rollout_func is not None:
+                stack.enter_context(replaced(self, rollout_func=with_rows(self.rollout_func)))
+            return super()._generate(*args, **kwargs)
 
     def _generate_single_turn(self, *args, **kwargs):
         stock = super()._generate_single_turn
@@ -188,8 +191,8 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         """A context with the engine in the place of a model, and `False`: ranks draw independently of each other."""
         from ...engines.decode.completions import EngineModel
 
-        config = self.accelerator.unwrap_model(self.model).generation_config
-        return nullcontext((EngineModel(self.vllm_generation, config), False))
+        model = self.accelerator.unwrap_model(self.model)
+        return nullcontext((EngineModel(self.vllm_generation, model.generation_config, model.config), False))
 
     def _calculate_rewards(self, inputs, *args, **kwargs):
         if isinstance(inputs, ScoredRows):
@@ -288,7 +291,8 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
                     metrics[name].append(value)
             self.weight_sync_check(*sums)
 
-        if self.model.training:
+        # The first one is not deferred: a run with another model must end before its first optimizer step.
+        if self.model.training and not self.weight_sync_check.awaits_first:
             self.telemetry.later(figures, finish)
         else:
             finish(figures.tolist())
