@@ -133,7 +133,7 @@ def test_an_error_names_few_of_many_columns(tmp_path):
             datasets._known_columns(rows, "mine.jsonl", None, None, graded=True)
         assert len(str(refused.value)) < 1000
     path = write(tmp_path / "mine.jsonl", [{"problem": {"a": ["x" * 10_000]}, "answer": 1}])
-    with pytest.raises(datasets.DatasetError, match="row 0: the field 'problem' must be text or a list") as refused:
+    with pytest.raises(datasets.DatasetError, match="row 1: the field 'problem' must be text or a list") as refused:
         datasets.read_problems(path)
     assert len(str(refused.value)) < 400
 

@@ -44,7 +44,7 @@ GOLDS = [
 @pytest.mark.parametrize("gold", GOLDS, ids=range(len(GOLDS)))
 def test_a_gold_answer_without_a_value_names_its_row_in_few_words(gold):
     for reward in (rewards.exact_answer_reward(), rewards.graded_reward):
-        with pytest.raises(UnparsableGoldAnswer, match="row 17 ") as caught:
+        with pytest.raises(UnparsableGoldAnswer, match="row 18 ") as caught:
             reward(completions=["1", "2"], answer=["1", gold], row=[3, 17])
         assert len(str(caught.value)) < 400
 
