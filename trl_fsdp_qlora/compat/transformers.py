@@ -21,7 +21,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
-    Trainer,
 )
 from transformers.utils.generic import is_flash_attention_requested
 
@@ -114,6 +113,8 @@ def attention_named(config: PretrainedConfig, name: str) -> Iterator[None]:
 
 def loading_no_optimizer() -> AbstractContextManager:
     """Let transformers' own `_load_optimizer_and_scheduler` do nothing inside the block; a subclass's still runs."""
+    from transformers import Trainer  # which imports PEFT and datasets
+
     return replaced(Trainer, _load_optimizer_and_scheduler=lambda trainer, checkpoint: None)
 
 
