@@ -118,23 +118,6 @@ def training_chat_template(tokenizer: Any) -> str | None:
     return trls.get_training_chat_template(tokenizer)
 
 
-def tool_suffix_ids(tokenizer: Any, chat_template: str | None, options: dict, messages: list[dict]) -> list[int]:
-    """Token ids that `GRPOTrainer` puts between a turn's last token and the next turn.
-
-    They are the tool results and the opening of the next turn.
-    """
-    trainer = types.SimpleNamespace(
-        _is_vlm=False,
-        processing_class=tokenizer,
-        _tokenizer=tokenizer,
-        chat_template=chat_template,
-        chat_template_kwargs=options,
-    )
-    from trl import GRPOTrainer
-
-    return GRPOTrainer._get_tool_suffix_ids(trainer, messages)
-
-
 def token_types_of_images(trainer: Any, prompt_ids: list[list[int]], fields: dict) -> dict[str, list[list[int]]]:
     """The field by which a model distinguishes an image's tokens from text, for prompts that got images from tools.
 

@@ -27,6 +27,7 @@ from .reporting.phases import PhaseTimer, TelemetryCallback
 from .reporting.startup import StartupCallback
 from .saving.checkpoints import WholeCheckpoints, describe_rollouts, describe_training
 from .saving.stopping import stopping_after_step
+from .starting.same_weights import check_nodes
 
 logger = get_logger(__name__)
 
@@ -63,6 +64,7 @@ class TrainerRun(ShardedQLoRAMixin):
         self.has_environments = call.get("environment_factory") is not None  # of GRPO
         with experts_in_4bit():
             super().__init__(**call)
+        check_nodes(self.model, self.accelerator)
         keep_plain_kernel(self.model)
         take_checkpointing_options_apart(causal_language_model(self.model))
         for model in filter(None, (self.model, getattr(self, "ref_model", None))):

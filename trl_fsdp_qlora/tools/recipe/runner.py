@@ -21,9 +21,9 @@ from ...utils.threads import fit_threads
 from ..run.launch import launch_words
 from ..run.one_line import pop_options
 from ..run.terminal import use_terminal
-from .accuracy import AccuracyCallback, can_measure, completion_length
 from .arguments import ConfigError, ScriptArguments
 from .checks import lora_config, user_code
+from .measuring import AccuracyCallback, can_measure, completion_length
 from .record import RunPage, RunRecord, next_commands
 from .script import say
 
