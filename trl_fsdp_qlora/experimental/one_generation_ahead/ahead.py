@@ -45,9 +45,7 @@ _SETTINGS = (
     "structured_outputs_regex", "generation_kwargs",
 )  # fmt: skip
 # Methods that draw. One that is set on a trainer's object may use the object, which a thread must not do.
-_DRAWING_METHODS = (
-    "_generate", "_generate_single_turn", "_tool_call_loop", "_tokenize_prompts", "_get_tool_suffix_ids",
-)  # fmt: skip
+_DRAWING_METHODS = ("_generate", "_generate_single_turn", "_tool_call_loop", "_tokenize_prompts")
 # Methods that a generation batch passes on its way from the data loader.
 _PASSING_METHODS = ("get_batch_samples", "training_step", "_prepare_inputs", "_generate_and_score_completions")
 

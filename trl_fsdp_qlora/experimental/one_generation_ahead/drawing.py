@@ -24,8 +24,6 @@ from ...engines.decode.rollout import Rollout
 from ...engines.vllm.adapter_sync import RolloutError
 from ...utils.nonfatal import nonfatal
 
-# Attributes that TRL itself sets on a trainer that draws, for each batch again.
-_SET_BY_TRL = {"environments", "_batch_environments", "_sync_tool_dicts", "_async_tool_dicts"}
 # Lists by name that reward functions, tools and a `rollout_func` add to, through TRL's `log_metric` and `log_extra`.
 _PENDING = ("_pending_metrics", "_pending_extra_logs")
 _ABSENT = object()
@@ -174,11 +172,13 @@ class Drawing:
         drawer._note_generated = lambda generated: figures.append(_figures_of(Generated(*generated), metrics))
         generate = drawer._generate  # by the trainer's class, which may be a user's
 
+        before = {}
+
         def generate_alone(prompts: list):
+            before.update(vars(drawer))  # here TRL has set environments and tools
             raise _Drawn(prompts, Generated(*generate(prompts)))
 
         drawer._generate = generate_alone
-        before = dict(vars(drawer))
         try:
             GRPOTrainer._generate_and_score_completions(drawer, rows)
         except _Drawn as drawn:
@@ -194,7 +194,7 @@ class Drawing:
             attributes={
                 name: (before.get(name, _ABSENT), value)
                 for name, value in after.items()
-                if name not in _SET_BY_TRL and before.get(name, _ABSENT) is not value
+                if before.get(name, _ABSENT) is not value
             },
         )
 
