@@ -24,10 +24,9 @@ from ..rollouts.dynamic_sampling import DynamicSampling, ScoredRows, combine, to
 from ..rollouts.episodes import agreed_rows, with_rows
 from ..rollouts.generation_batches import generate_every
 from ..rollouts.on_policy import OnPolicyRun
-from ..starting.arguments import completed
+from ..starting.arguments import bound_to, completed
 from ..step.rows import padded_batch
 from ..step.scoring import Request
-from ..trainer_run import bound_to
 from .arguments import check_call
 from .config import EfficientGRPOConfig
 from .token_budget import TokenBudget, drop_missing
