@@ -1,7 +1,8 @@
-"""Comparing borrowed functions with the signatures they were written for."""
+"""Whether a function has the signature that it was borrowed with, and whose code it is."""
 
 import functools
 import inspect
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -33,3 +34,59 @@ def is_of_library(function: Any) -> bool:
     # Not its `__module__`, which `functools.wraps` copies.
     module = function.__globals__["__name__"] if inspect.isfunction(function) else type(function).__module__
     return module.partition(".")[0] in _LIBRARIES
+
+
+def users_code(owner: Any, names: Iterable[str]) -> str | None:
+    """The first method among `names` that the user wrote or wrapped, as `Class.method`; `None` if there is none.
+
+    Looks at the object itself and at each of its classes, because methods call each other by `super()`: a subclass, a
+    mixin, a patch of an object, of a class of this package, or of a class of TRL's.
+    """
+    for name in names:
+        for holder in (owner, *type(owner).__mro__):
+            function = vars(holder).get(name)
+            if function is not None and not all(map(is_of_library, _wrapped_functions(function))):
+                owning_class = holder if isinstance(holder, type) else type(holder)
+                return f"{owning_class.__qualname__}.{name}"
+    return None
+
+
+def _wrapped_functions(function: Any) -> Iterator[Any]:
+    """A function, and those that it wraps: a decorator of a library's may be around the user's function."""
+    while function is not None:
+        if isinstance(function, staticmethod | classmethod):
+            function = function.__func__
+        # `contextlib` has decorators for functions of any origin; what they wrap decides.
+        if getattr(function, "__globals__", {}).get("__name__") != "contextlib":
+            yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def named_arguments(method: Callable, args: Iterable[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a method's call, without `self`, by the names that they have in the method.
+
+    Trackers and profilers put wrappers on classes that take any arguments, often without `functools.wraps`. The names
+    then are those of the function that such a wrapper calls.
+
+    Args:
+        method: of a class or bound.
+        args, kwargs: without `self`.
+    """
+    function = getattr(method, "__func__", method)
+    while _takes_anything(function):
+        uses = inspect.getclosurevars(inspect.unwrap(function))
+        called = [x for x in {**uses.globals, **uses.nonlocals}.values() if inspect.isroutine(x)]
+        if not called:
+            break
+        inner = next((x for x in called if x.__name__ == method.__name__), called[0])
+        function = getattr(inner, "__func__", inner)
+    if not inspect.isroutine(function):  # an object in a method's place gets no `self`
+        return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+    _, *named = inspect.signature(function).bind(None, *args, **kwargs).arguments.items()
+    return dict(named)
+
+
+def _takes_anything(function: Callable) -> bool:
+    """Whether a function has no names for its arguments."""
+    kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
+    return inspect.Parameter.VAR_POSITIONAL in kinds and inspect.isfunction(inspect.unwrap(function))

@@ -11,6 +11,7 @@ import torch
 from accelerate.logging import get_logger
 from packaging.version import Version
 
+from ..errors import UserError
 from . import trl as trls
 
 logger = get_logger(__name__)
@@ -33,6 +34,8 @@ LEARNING_MEANS = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_rat
 PHI_MEAN = "vespo/phi_seq_mean"  # over completions
 GROUP_SPREAD = "frac_reward_zero_std"
 
+_OF_EVERY_BATCH = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+
 # What `_prepare_inputs` of TRL 1.15 and 1.16 calls, and what is called in its place. An image stays with its row.
 _OF_SHUFFLING = ("split_pixel_values_by_grid", "unsplit_pixel_values_by_grid")
 
@@ -49,7 +52,8 @@ def with_names(method: Callable, **names: Any) -> Callable:
 def shuffling_by(shuffle: Callable[[dict], dict], prepare_inputs: Callable) -> Callable:
     """`_prepare_inputs` of TRL's trainers, which shuffles a generation batch by `shuffle`.
 
-    If TRL shuffles by another name, `prepare_inputs` is returned as it is, and a line is logged.
+    If TRL shuffles by another name, `prepare_inputs` is returned as it is, and a line is logged. If TRL shuffles with
+    an argument that is not known, its own function shuffles, and a line is logged, too.
 
     Args:
         prepare_inputs: the bound method.
@@ -59,8 +63,32 @@ def shuffling_by(shuffle: Callable[[dict], dict], prepare_inputs: Callable) -> C
             "Rows are shuffled one by one, as in stock TRL, and not by group: this TRL has no shuffle_sequence_dict"
         )
         return prepare_inputs
+    stock = inspect.unwrap(prepare_inputs).__globals__["shuffle_sequence_dict"]
+
+    def shuffle_groups(batch, *args, **kwargs):
+        if not args and not kwargs:
+            return shuffle(batch)
+        logger.warning_once(
+            "Rows are shuffled one by one, as in stock TRL, and not by group: this TRL's shuffle_sequence_dict gets "
+            "further arguments"
+        )
+        return stock(trls.images_by_row(batch), *args, **kwargs)
+
     whole = dict.fromkeys(_OF_SHUFFLING, lambda batch: batch)
-    return with_names(prepare_inputs, shuffle_sequence_dict=shuffle, **whole)
+    return with_names(prepare_inputs, shuffle_sequence_dict=shuffle_groups, **whole)
+
+
+def check_batch(batch: dict[str, Any]) -> None:
+    """Refuse a generation batch without the tensors that every step of this package reads.
+
+    Raises:
+        UserError: this TRL names them otherwise.
+    """
+    missing = [name for name in _OF_EVERY_BATCH if name not in batch]
+    if missing:
+        raise UserError(
+            f"the batches of this TRL have no {', '.join(missing)}, which every step needs: {trls.INSTALL}"
+        )
 
 
 def weighs_as_1_16() -> bool:

@@ -200,6 +200,11 @@ class PromptSharing:
     # --- questions of a trainer -------------------------------------------------------------------------------------
 
     @property
+    def entropy_gradient(self) -> bool:
+        """Whether a loss may take a gradient of the entropies, see [`install_sharing`]."""
+        return self._of_head[1]
+
+    @property
     def is_active(self) -> bool:
         """Whether passes run packed."""
         return self.status.reason is None

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 from accelerate.logging import get_logger
 
 from ...compat.trl import joined_images
-from ...compat.trl_rollouts import shuffling_by
+from ...compat.trl_rollouts import check_batch, shuffling_by
 from ..experimental_fields import experiment
 from ..reporting.phases import token_counts
 from ..starting.arguments import adapter_and_base, check_rewards, with_base_loaded
 from ..starting.input_checks import too_long
 from ..step.groups import shuffled_groups, with_epochs
 from ..step.look_ahead import LookAhead
-from ..step.scoring import Scoring
+from ..step.rows import LossRows
+from ..step.trl_pass import Request, TrlPass
 from ..trainer_run import TrainerRun
 from .generation_batches import drawn_rows, groups_feature, lengths_and_ends
 
@@ -27,11 +28,11 @@ logger = get_logger(__name__)
 class OnPolicyRun(TrainerRun):
     """A trainer that draws completions and trains on them; put it before TRL's trainer in the bases.
 
-    Groups stay whole in micro-batches, each phase is on the clock, and passes go through `scoring`.
+    Groups stay whole in micro-batches, each phase is on the clock, and passes go through `trl_pass`.
 
     Attributes:
         sync: what is sent to vLLM after an optimizer step; only with vLLM.
-        scoring: computes shared tokens once and skips padding; `look_ahead` does so over an optimizer step.
+        trl_pass: computes shared tokens once and skips padding; `look_ahead` does so over an optimizer step.
         rollout: draws the completions.
         scored_completions: how many completions each reward function gave a finite value.
         keeps_drawn_rows: whether the completions of all ranks in the last generation batch are kept in `drawn_rows`,
@@ -39,8 +40,6 @@ class OnPolicyRun(TrainerRun):
         ahead: draws one generation batch ahead; `None` without `rollouts_ahead`.
     """
 
-    # Whether the loss reads the log-probabilities of the old policy.
-    _needs_old_policy = True
     rollout: "Rollout | None" = None  # TRL's own tests build a trainer without `__init__`
 
     def __init__(self, **call):
@@ -63,24 +62,9 @@ class OnPolicyRun(TrainerRun):
         if line := too_long(self.args.max_completion_length, self.model.config):
             logger.warning(line)
         self.look_ahead = LookAhead(
-            self.args,
-            self.accelerator,
-            router_loss=self.aux_loss_enabled,
-            one_by_one=self.is_deepspeed_enabled,
-            drawn=lambda: self._buffered_inputs,
-            scored_tokens=self._scored_tokens,
+            self.args, self.accelerator, one_by_one=self.is_deepspeed_enabled, coming=self._coming_rows
         )
-        self.scoring = Scoring(
-            self.sharing,
-            self.reference_sharing,
-            self.ref_model,
-            self.args,
-            self.clock,
-            self.look_ahead,
-            self._add_metrics,
-            selects_by_entropy=getattr(self, "top_entropy_quantile", 1.0) < 1.0,
-            needs_old_policy=self._needs_old_policy,
-        )
+        self.trl_pass = TrlPass(self.sharing, self.reference_sharing, self.clock, self.look_ahead, self._add_metrics)
         self.keeps_drawn_rows = False
         self.drawn_rows: dict[str, Any] | None = None
 
@@ -124,6 +108,8 @@ class OnPolicyRun(TrainerRun):
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def training_step(self, model, *args, **kwargs):
+        if not self.runs_as_stock and self.sharing.entropy_gradient != self._needs_entropy_gradient():
+            self._share_prompts()  # a callback has set an option, or a method was replaced
         with self.look_ahead.micro_batch(self._step, self.current_gradient_accumulation_steps):
             return super().training_step(model, *args, **kwargs)
 
@@ -152,7 +138,9 @@ class OnPolicyRun(TrainerRun):
         draws_ahead = self.ahead is not None and self.model.training
         drawn = self.ahead.handing_in(inputs) if draws_ahead else nullcontext()
         with self.clock.phase("prepare"), self.weights_gathered(), drawn:
-            return self._make_batch(lambda inputs: stock(inputs, *args, **kwargs), inputs)
+            batch = self._make_batch(lambda inputs: stock(inputs, *args, **kwargs), inputs)
+        check_batch(batch)
+        return batch
 
     def _make_batch(self, stock, inputs):
         """A generation batch by `stock`, TRL's `_generate_and_score_completions`."""
@@ -187,12 +175,27 @@ class OnPolicyRun(TrainerRun):
 
     # --- the passes behind TRL's own signature -----------------------------------------------------------------------
 
-    def _scored_tokens(self, inputs, ahead):
+    def _coming_rows(self, count: int) -> list[LossRows]:
+        """What the losses of this micro-batch and those after it score, `count` in all."""
+        first = self._step % self.args.steps_per_generation
+        drawn = [joined_images(inputs) for inputs in self._buffered_inputs[first : first + count]]
+        router_loss = self.aux_loss_enabled
+        return [
+            LossRows(inputs, self._scored_tokens(inputs, ahead), router_loss) for ahead, inputs in enumerate(drawn)
+        ]
+
+    def _scored_tokens(self, inputs, ahead=0):
         """Completion tokens `(B, C)` whose scores the loss of a micro-batch asks for; `None` for all of them.
 
+        A second call for the same micro-batch returns the same tensor, unless what the loss needs has changed.
         `ahead` is the number of micro-batches after the current one, which has 0.
         """
         return None
+
+    def _request(self, model, inputs) -> Request:
+        """What a loss asks of its pass: every token's values."""
+        keeps_ties = getattr(self, "top_entropy_quantile", 1.0) < 1.0
+        return Request(model, inputs, keeps_ties=keeps_ties, is_open=self.users_loss is not None)
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         stock = super()._get_per_token_logps_and_entropies
@@ -203,7 +206,7 @@ class OnPolicyRun(TrainerRun):
 
             with forwards_as_stock(self):
                 return stock(model, *args, **kwargs)
-        return self.scoring.score(stock, self.model.training, model, *args, **kwargs)
+        return self.trl_pass.score(stock, self.model.training, model, *args, **kwargs)
 
     # --- saving and loading ------------------------------------------------------------------------------------------
 
