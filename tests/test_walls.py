@@ -106,3 +106,7 @@ def test_what_is_imported_is_declared():
             if not installed_as & (required if is_library else declared):
                 undeclared.setdefault(name, []).append(str(path.relative_to(ROOT)))
     assert undeclared == {}
+
+
+def test_the_package_imports_no_library_for_tests():
+    assert [path for path in PACKAGE.rglob("*.py") if absolute_imports(path) & {"unittest", "pytest"}] == []

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import torch
 from accelerate.utils import fsdp_utils
@@ -16,6 +15,8 @@ from packaging.version import Version
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from ..utils.replaced import replaced
 
 # Torch 2.12 shards integer parameters as they are.
 SHARDS_INTEGERS = Version(torch.__version__).release >= (2, 12)
@@ -112,7 +113,7 @@ def integer_shards(model: nn.Module) -> Iterator[None]:
     def parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
         return nn.Parameter(data, requires_grad and data.is_floating_point())
 
-    with patch.multiple(_fsdp_param, nn=SimpleNamespace(Parameter=parameter, Module=nn.Module)):
+    with replaced(_fsdp_param, nn=SimpleNamespace(Parameter=parameter, Module=nn.Module)):
         yield
     for group in param_groups(model):
         for sharded in group.fsdp_params:

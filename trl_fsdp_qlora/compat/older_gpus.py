@@ -7,9 +7,10 @@ TRL do the same on these GPUs.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest.mock import patch
 
 import torch
+
+from ..utils.replaced import replaced
 
 FIRST_WITH_BF16 = (8, 0)
 
@@ -45,5 +46,5 @@ def casting_wide_sums() -> Iterator[None]:
         else:
             original(acc, a, b)
 
-    with patch.multiple(chunked_logprob, _addmm_fp32=addmm_fp32):
+    with replaced(chunked_logprob, _addmm_fp32=addmm_fp32):
         yield

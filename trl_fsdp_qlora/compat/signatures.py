@@ -28,12 +28,15 @@ _LIBRARIES = {"accelerate", "deepspeed", "peft", "torch", "transformers", "trl",
 
 def is_of_library(function: Any) -> bool:
     """Whether a hook or a forward was written in one of the libraries below this package, and not by the user."""
+    return module_of(function).partition(".")[0] in _LIBRARIES
+
+
+def module_of(function: Any) -> str:
+    """The module whose source has a function; not its `__module__`, which `functools.wraps` copies."""
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)  # of a bound method
-    # Not its `__module__`, which `functools.wraps` copies.
-    module = function.__globals__["__name__"] if inspect.isfunction(function) else type(function).__module__
-    return module.partition(".")[0] in _LIBRARIES
+    return getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
 
 
 def users_code(owner: Any, names: Iterable[str]) -> str | None:
@@ -57,7 +60,7 @@ def _wrapped_functions(function: Any) -> Iterator[Any]:
         if isinstance(function, staticmethod | classmethod):
             function = function.__func__
         # `contextlib` has decorators for functions of any origin; what they wrap decides.
-        if getattr(function, "__globals__", {}).get("__name__") != "contextlib":
+        if module_of(function) != "contextlib":
             yield function
         function = getattr(function, "__wrapped__", None)
 

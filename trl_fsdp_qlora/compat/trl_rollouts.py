@@ -1,18 +1,21 @@
 """TRL's rollouts: what its trainers hand from turn to turn, and what they do with prompts, tools and rewards."""
 
+import hashlib
 import inspect
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from accelerate.logging import get_logger
 from packaging.version import Version
 
 from ..errors import UserError
+from ..utils.replaced import replaced
 from . import trl as trls
+from .signatures import module_of
 
 logger = get_logger(__name__)
 
@@ -114,9 +117,14 @@ def rewards_of_rank(trainer: Any, rows: list, prompts: list, completions: list, 
     """
     from trl.trainer import grpo_trainer
 
-    unlogged = patch.multiple(trainer, _log_completion_extra=lambda *_: None, _log_metric=lambda *_: None)
-    with patch.multiple(grpo_trainer, gather=lambda rewards: rewards), unlogged:
+    unlogged = replaced(trainer, _log_completion_extra=lambda *_: None, _log_metric=lambda *_: None)
+    with replaced(grpo_trainer, gather=lambda rewards: rewards), unlogged:
         return grpo_trainer.GRPOTrainer._calculate_rewards(trainer, rows, prompts, completions, ids)
+
+
+def rewarding_with(trainer: Any, functions: list) -> AbstractContextManager[None]:
+    """A block in which TRL's `_calculate_rewards` calls `functions` in place of the trainer's `reward_funcs`."""
+    return replaced(trainer, reward_funcs=functions)
 
 
 def has_response_format(tokenizer: Any) -> bool:
@@ -137,23 +145,6 @@ def training_chat_template(tokenizer: Any) -> str | None:
     if trls.is_chat_template_prefix_preserving(tokenizer):
         return None
     return trls.get_training_chat_template(tokenizer)
-
-
-def tool_suffix_ids(tokenizer: Any, chat_template: str | None, options: dict, messages: list[dict]) -> list[int]:
-    """Token ids that `GRPOTrainer` puts between a turn's last token and the next turn.
-
-    They are the tool results and the opening of the next turn.
-    """
-    trainer = types.SimpleNamespace(
-        _is_vlm=False,
-        processing_class=tokenizer,
-        _tokenizer=tokenizer,
-        chat_template=chat_template,
-        chat_template_kwargs=options,
-    )
-    from trl import GRPOTrainer
-
-    return GRPOTrainer._get_tool_suffix_ids(trainer, messages)
 
 
 def token_types_of_images(trainer: Any, prompt_ids: list[list[int]], fields: dict) -> dict[str, list[list[int]]]:
@@ -179,14 +170,50 @@ class Turn(NamedTuple):
     has_tool_images: bool = False
 
 
-def turn_of(stock: Callable, args: tuple, kwargs: dict[str, Any], num_generations: int) -> Turn | None:
-    """The arguments of a call of `stock`, TRL's `_generate_single_turn`; `None`, and a line, if one is not known."""
-    arguments = inspect.signature(stock).bind(*args, **kwargs).arguments
-    unknown = arguments.keys() - set(Turn._fields)
-    if unknown:
-        logger.warning_once(f"Completions are drawn as in stock TRL: _generate_single_turn gets {', '.join(unknown)}")
+# Digests of the source of `_generate_single_turn` in TRL 1.16, by module. On a TRL that was not tested our loop draws
+# only if the source is this one: what a changed body does to a completion does not show in its arguments.
+_KNOWN_TURNS = {
+    "trl.trainer.grpo_trainer": "e0f02e4fc094cefd",
+    "trl.trainer.rloo_trainer": "c68ae4ca477d5382",
+}
+
+
+def foreign_turn(method: Callable) -> str | None:
+    """Why a turn is to be drawn by `method` itself, a `_generate_single_turn`; `None` if our loop does the same.
+
+    It does not if the code is not TRL's (a user's engine that replaces the method, on TRL's class or in a class
+    between), or if TRL is of a version that was not tested and has another body.
+    """
+    function = getattr(method, "__func__", method)
+    while module_of(function).startswith("trl.") and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__  # TRL's own decorators
+    module = module_of(function)
+    if module not in _KNOWN_TURNS:
+        return f"{module}.{getattr(function, '__qualname__', type(function).__name__)} draws them"
+    if trls.is_tested() or source_digest(function) == _KNOWN_TURNS[module]:
         return None
-    return Turn(**{"num_generations": num_generations, **arguments})
+    return f"{module}._generate_single_turn is not that of a TRL that was tested"
+
+
+def source_digest(function: Callable) -> str:
+    """A digest of a function's source."""
+    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+
+
+def turn_of(stock: Callable, args: tuple, kwargs: dict[str, Any], num_generations: int) -> Turn | None:
+    """The arguments of a call of `stock`, TRL's `_generate_single_turn`; `None`, and a line, if it has to draw itself.
+
+    It has to if its code is not TRL's, or if an argument is not known.
+    """
+    reason = foreign_turn(stock)
+    if reason is None:
+        arguments = inspect.signature(stock).bind(*args, **kwargs).arguments
+        unknown = arguments.keys() - set(Turn._fields)
+        if not unknown:
+            return Turn(**{"num_generations": num_generations, **arguments})
+        reason = f"_generate_single_turn gets {', '.join(unknown)}"
+    logger.warning_once(f"Completions are drawn as in stock TRL: {reason}")
+    return None
 
 
 class Generated(NamedTuple):

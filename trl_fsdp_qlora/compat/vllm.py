@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from trl.trainer import grpo_trainer
+
+from ..utils.replaced import replaced
 
 
 @contextmanager
@@ -28,10 +29,10 @@ def trl_starts(
     """
     if make_engine is None:
         make_engine = partial(_start_trls_own, grpo_trainer.VLLMGeneration, engine_kwargs)
-    with patch.multiple(grpo_trainer, VLLMGeneration=make_engine), ExitStack() as stack:
+    with replaced(grpo_trainer, VLLMGeneration=make_engine), ExitStack() as stack:
         of_rloo = sys.modules.get("trl.trainer.rloo_trainer")  # if a trainer of RLOO is what starts
         if of_rloo is not None:
-            stack.enter_context(patch.multiple(of_rloo, VLLMGeneration=make_engine))
+            stack.enter_context(replaced(of_rloo, VLLMGeneration=make_engine))
         yield
 
 
@@ -51,7 +52,7 @@ def llm_with(further: dict[str, Any], wrap: Callable[[Any], Any] = lambda llm: l
     if start is None:
         return nullcontext()
 
-    return patch.multiple(vllm_generation, LLM=lambda **trls: wrap(start(**(trls | further))))
+    return replaced(vllm_generation, LLM=lambda **trls: wrap(start(**(trls | further))))
 
 
 def skip_destroyed_groups(llm: Any) -> None:

@@ -7,7 +7,6 @@ quantized model under FSDP2 packs the 4-bit layers before `fully_shard` sees the
 import functools
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils import is_bitsandbytes_available
 
 from ..compat.fsdp import finds_final_norm, integer_shards, misfit
+from ..utils.replaced import replaced
 from .launch_checks import LaunchError
 
 logger = get_logger(__name__)
@@ -93,7 +93,7 @@ def _trained_head_in_root(model: nn.Module) -> AbstractContextManager:
     is_trained = head is not None and any(parameter.requires_grad for parameter in head.parameters())
     if not is_trained or head.weight is model.get_input_embeddings().weight or finds_final_norm(model):
         return nullcontext()
-    return patch.multiple(model, get_output_embeddings=lambda: None)
+    return replaced(model, get_output_embeddings=lambda: None)
 
 
 def _plugin_settings(plugin, reduce_dtype: torch.dtype | None = None) -> AbstractContextManager:
@@ -113,7 +113,7 @@ def _plugin_settings(plugin, reduce_dtype: torch.dtype | None = None) -> Abstrac
     if reduce_dtype is not None:
         # With True, accelerate broadcasts every weight whole; distribute.py sends shards.
         settings["cpu_ram_efficient_loading"] = False
-    return patch.multiple(plugin, **settings) if settings else nullcontext()
+    return replaced(plugin, **settings)
 
 
 def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, kwargs):

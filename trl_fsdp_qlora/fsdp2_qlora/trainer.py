@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
-from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
@@ -24,6 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_f
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from ..utils.replaced import replaced
 from .launch_checks import is_fsdp2_launch
 
 
@@ -151,7 +151,7 @@ class ShardedQLoRAMixin(_Trainer):
             self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
         # Transformers reads no optimizer then; TRL's own method restores its other states, such as its entropy
         # controller.
-        with patch.multiple(Trainer, _load_optimizer_and_scheduler=lambda trainer, checkpoint: None):
+        with replaced(Trainer, _load_optimizer_and_scheduler=lambda trainer, checkpoint: None):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
@@ -181,5 +181,5 @@ def _head_on_device(model: nn.Module, accelerator: Accelerator) -> Iterator[None
         bias = getattr(head, "bias", None)
         return SimpleNamespace(weight=head.weight.to(device), bias=None if bias is None else bias.to(device))
 
-    with patch.multiple(language_model, get_output_embeddings=moved_head):
+    with replaced(language_model, get_output_embeddings=moved_head):
         yield

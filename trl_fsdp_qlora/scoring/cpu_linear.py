@@ -10,11 +10,12 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+
+from ..utils.replaced import replaced
 
 # With fewer weights the call itself costs as much as the product.
 MANY_WEIGHTS = 2**16
@@ -72,7 +73,7 @@ def fast_linears(model: nn.Module) -> Iterator[None]:
     if parameter is None or parameter.device.type != "cpu" or nn.Linear.forward is not _LINEAR:
         yield
         return
-    with patch.multiple(nn.Linear, forward=_linear):
+    with replaced(nn.Linear, forward=_linear):
         yield
 
 

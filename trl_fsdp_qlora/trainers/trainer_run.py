@@ -5,12 +5,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from accelerate.logging import get_logger
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..compat.older_gpus import casting_wide_sums
+from ..compat.peft import is_peft
 from ..compat.signatures import named_arguments, users_code
 from ..compat.transformers import take_checkpointing_options_apart
 from ..compat.trl import counts_experts, is_tested
@@ -20,12 +20,15 @@ from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
 from ..long_rows import tiles as token_tiles
 from ..prefix_sharing.problems import Status
 from ..prefix_sharing.sharing import PromptSharing, causal_language_model, install_sharing
+from ..utils.files import naming_full_disk
 from ..utils.plain import counted
+from ..utils.replaced import replaced
 from .reporting.card_info import CardInfo
 from .reporting.phases import PhaseTimer, TelemetryCallback
 from .reporting.startup import StartupCallback
 from .saving.checkpoints import WholeCheckpoints, describe_rollouts, describe_training
 from .saving.stopping import stopping_after_step
+from .starting.same_weights import check_nodes
 
 logger = get_logger(__name__)
 
@@ -61,6 +64,7 @@ class TrainerRun(ShardedQLoRAMixin):
         self.has_environments = call.get("environment_factory") is not None  # of GRPO
         with experts_in_4bit():
             super().__init__(**call)
+        check_nodes(self.model, self.accelerator)
         keep_plain_kernel(self.model)
         take_checkpointing_options_apart(causal_language_model(self.model))
         for model in filter(None, (self.model, getattr(self, "ref_model", None))):
@@ -193,7 +197,7 @@ class TrainerRun(ShardedQLoRAMixin):
         with self.checkpointing.writing(folder, self.state, self._rollouts_to_keep()):
             staging = str(self.checkpointing.staging)
             redirected = {"_get_output_dir": lambda trial: staging, "_push_from_checkpoint": lambda folder: None}
-            with patch.multiple(self, **redirected):
+            with replaced(self, **redirected):
                 yield
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
@@ -201,10 +205,10 @@ class TrainerRun(ShardedQLoRAMixin):
     def _save(self, output_dir=None, state_dict=None):
         from .reporting.card import write_first_card
 
-        # PEFT writes our card, because its own contains nothing about the run. Only PEFT's models have this method;
-        # `create` is for the others.
+        # PEFT writes our card, because its own contains nothing about the run.
         model = self.accelerator.unwrap_model(self.model)
-        with patch.multiple(model, create=True, create_or_update_model_card=partial(write_first_card, self)):
+        card = {"create_or_update_model_card": partial(write_first_card, self)} if is_peft(model) else {}
+        with replaced(model, **card), naming_full_disk(output_dir or self.args.output_dir):
             super()._save(output_dir, state_dict)
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):

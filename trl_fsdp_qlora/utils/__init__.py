@@ -1,1 +1,1 @@
-"""Small helpers of every room: files, ranks, plain values, what may fail without ending a run."""
+"""Small helpers of every room: files, ranks, plain values, values replaced for a moment, failures that end no run."""

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, fields
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
@@ -16,6 +15,7 @@ from ...compat.trl_rollouts import Turn, unwrapped_for_generation
 from ...fsdp2_qlora.generation import FREE_SHARE, free_bytes, gathered_as, is_gathered
 from ...prefix_sharing.batch import PER_TOKEN
 from ...scoring.cpu_linear import beats_mkl
+from ...utils.replaced import replaced
 from .completions import complete, vision_tensors
 from .decoding import DecodingWork, why_stock
 from .turns import KeptTurns, why_not_kept
@@ -130,7 +130,7 @@ class Rollout:
         while self._any_rank_goes_on(False):
             # This rank's token is not used; the decoding loop continues as long as any rank's loop does.
             turn = Turn([prompt[-1:]], None, {}, num_generations=1)
-            with patch.multiple(settings.config, max_new_tokens=1):
+            with replaced(settings.config, max_new_tokens=1):
                 self._turn(stock, turn, wrapped, settings, self._turns)
             self._turns.clear()
             self._turns.number += 1
@@ -158,7 +158,9 @@ class Rollout:
         if settings is None and self.args.use_vllm:
             return []
         if settings is None:
-            return [("as stock TRL", "rollouts: transformers' continuous batching")]
+            is_batching = self.args.use_transformers_continuous_batching
+            engine = "transformers' continuous batching" if is_batching else "not by TRL's own _generate_single_turn"
+            return [("as stock TRL", f"rollouts: {engine}")]
         reason = self.why_stock(wrapped, settings)
         if reason is not None:
             heading = "as stock TRL" if self.args.compact_generation else "off"

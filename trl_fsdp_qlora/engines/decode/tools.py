@@ -7,11 +7,12 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 from accelerate.logging import get_logger
+
+from ...utils.replaced import replaced
 
 logger = get_logger(__name__)
 
@@ -57,14 +58,14 @@ def limited_tools(trainer: Any, attributes: tuple[str, ...], seconds: float | No
 
     `attributes` are lists of `{name: tool}`; without them, tools take as long as they take.
     """
-    replaced = {
+    limited_by_attribute = {
         attribute: [
             {name: limited(tool, seconds) for name, tool in tools.items()} for tools in getattr(trainer, attribute)
         ]
         for attribute in attributes
         if hasattr(trainer, attribute)
     }
-    return patch.multiple(trainer, **replaced) if replaced else nullcontext()
+    return replaced(trainer, **limited_by_attribute)
 
 
 def _in_thread(call: Callable, seconds: float, line: str) -> Any:

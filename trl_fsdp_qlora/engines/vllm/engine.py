@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 from accelerate.utils import broadcast_object_list
 from requests.adapters import HTTPAdapter, Retry
@@ -20,6 +19,7 @@ from requests.adapters import HTTPAdapter, Retry
 from ...compat.trl import VLLMClient, VLLMGeneration
 from ...compat.vllm import llm_with, skip_destroyed_groups
 from ...utils.ranks import on_main
+from ...utils.replaced import replaced
 from ...utils.resources import cache_folder
 from .adapter_sync import (
     AdapterVersions,
@@ -99,6 +99,25 @@ def _options_of(client: VLLMClient) -> dict[str, Any]:
     response = client.session.get(f"{client.base_url}/server_info", params={"config_format": "json"})
     response.raise_for_status()
     return response.json()["vllm_config"]
+
+
+def served_model(generation: VLLMGeneration, temperature: float) -> str | None:
+    """The model that an engine or its server draws from. Collective.
+
+    It is `None` for a server that returns log-probabilities before the temperature: those differ from the trainer's
+    for the same model, too.
+    """
+
+    def ask_server() -> str | None:  # on the main rank, which alone has TRL's client
+        options = _options_of(generation.vllm_client).get("model_config") or {}
+        if temperature != 1.0 and options.get("logprobs_mode") != "processed_logprobs":
+            return None
+        return f"{base or options.get('model') or 'another model'} at {generation.vllm_client.base_url}"
+
+    base = getattr(generation, "base", None)  # of our engine
+    if generation.mode == "server":
+        return on_main(ask_server)
+    return base or generation.model.name_or_path
 
 
 class AdapterServer(VLLMClient):
@@ -261,8 +280,8 @@ class AdapterEngine(VLLMGeneration):
     def without_adapter(self) -> AbstractContextManager:
         """Context in which the engine answers with the base model: the reference policy of a LoRA run."""
         if self.mode == "colocate":
-            return patch.multiple(self.llm, adapter=None)
-        return patch.multiple(self.vllm_client, model=self.vllm_client.base)
+            return replaced(self.llm, adapter=None)
+        return replaced(self.vllm_client, model=self.vllm_client.base)
 
 
 def why_not_shared(args: Any, model, accelerator, one_base: Callable[[], ModuleType]) -> str | None:

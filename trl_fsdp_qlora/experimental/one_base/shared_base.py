@@ -17,7 +17,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import groupby
-from unittest.mock import patch
 
 import torch
 from peft import PeftModel
@@ -34,6 +33,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from ...engines.vllm.adapter_sync import RolloutError, cannot_share
 from ...engines.vllm.dequantized_base import dense_weights, has_packed_base, is_of_adapter_or_state
+from ...utils.replaced import replaced
 
 # The layers whose weights are shared: on GPUs vLLM leaves these weights as they were loaded.
 _METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
@@ -286,7 +286,7 @@ class _Loader(BaseModelLoader):
 
     def load_model(self, *args, **kwargs) -> nn.Module:
         try:
-            with patch.object(linears, "dispatch_cpu_unquantized_gemm", _plain_product):
+            with replaced(linears, dispatch_cpu_unquantized_gemm=_plain_product):
                 model = super().load_model(*args, **kwargs)
         except Exception as error:  # such as of a class that writes into a weight before it is loaded
             reason = f"vLLM loads this model in another way than is known ({type(error).__name__}: {error})"
@@ -305,7 +305,7 @@ class _Loader(BaseModelLoader):
 
             return create_weights
 
-        linear, embedding = (patch.object(of, "create_weights", without_memory(of.create_weights)) for of in _METHODS)
+        linear, embedding = (replaced(of, create_weights=without_memory(of.create_weights)) for of in _METHODS)
         with linear, embedding:
             model = super().create_model(vllm_config, *args, **kwargs)
         _refuse_views(model)

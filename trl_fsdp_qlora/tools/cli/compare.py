@@ -23,7 +23,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import trl
@@ -40,6 +39,7 @@ from ...trainers.reporting.phases import Moment, seconds
 from ...trainers.reporting.startup import StartupCallback
 from ...trainers.starting.input_checks import language_model_only
 from ...trainers.step.groups import micro_batches
+from ...utils.replaced import replaced
 from ...utils.resources import resource_folder
 from ...utils.threads import fit_threads
 from ..run import terminal
@@ -136,8 +136,8 @@ def _arguments(method: Method, words: list[str]) -> dict[str, Any]:
         raise _Built(signature.bind(*args, **kwargs).arguments)
 
     with (
-        patch.object(sys, "argv", [script, *words]),
-        patch.object(getattr(this_package, method.trainer), "__init__", stop),
+        replaced(sys, argv=[script, *words]),
+        replaced(getattr(this_package, method.trainer), __init__=stop),
     ):
         try:
             runpy.run_path(script, run_name="__main__")
@@ -210,7 +210,7 @@ def _steps(trainers: dict[str, Any], steps: int, spans: Spans) -> Iterator[tuple
         for who, trainer in trainers.items():
             trainer.optimizer.zero_grad()
             start = ours.clock.now()
-            with patch.object(trainer, "_prepare_inputs", lambda part: part):
+            with replaced(trainer, _prepare_inputs=lambda part: part):
                 of_parts = [trainer.training_step(trainer.model_wrapped, part, None) for part in parts[who]]
             spans[who, "loss and backward"].append((start, ours.clock.now()))
             losses[who] = sum(of_parts).item()
@@ -241,12 +241,12 @@ def _completions(trainers: dict[str, Any], rows: list, spans: Spans) -> dict[str
             generated.append(generate(*args, **kwargs))
         return copy.deepcopy(generated[0])
 
-    with patch.object(ours, "_generate", generate_once):
+    with replaced(ours, _generate=generate_once):
         ours._generate_and_score_completions(copy.deepcopy(rows))
     for who, trainer in trainers.items():
         trainer.model.train()
         start = ours.clock.now()
-        with patch.object(trainer, "_generate", generate_once):
+        with replaced(trainer, _generate=generate_once):
             scored = trainer._generate_and_score_completions(copy.deepcopy(rows))
         spans[who, "scoring"].append((start, ours.clock.now()))
         torch.manual_seed(ours.args.seed)  # both slice in one order

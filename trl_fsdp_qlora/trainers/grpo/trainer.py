@@ -3,10 +3,10 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial, wraps
-from unittest.mock import patch
 
 import torch
 
+from ...compat.transformers import model_name
 from ...compat.trl import GRPOTrainer, is_tested
 from ...compat.trl_rollouts import (
     IMPORTANCE_RATIO,
@@ -18,6 +18,7 @@ from ...compat.trl_rollouts import (
     weighs_as_1_16,
 )
 from ...errors import UserError
+from ...utils.replaced import replaced
 from ..rollouts.dynamic_sampling import DynamicSampling, ScoredRows, combine, groups_with_variance, to_rows
 from ..rollouts.generation_batches import generate_every
 from ..rollouts.on_policy import OnPolicyRun
@@ -62,9 +63,15 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         self.dynamic_sampling = DynamicSampling(self.args, self.train_dataset, self.accelerator)
         if self.use_vllm:
             from ...engines.vllm.correction import WeightSyncCheck, draws_from_policy
+            from ...engines.vllm.engine import served_model
 
             is_comparable = self.rollout_func is None and draws_from_policy(self.args)
-            self.weight_sync_check = WeightSyncCheck(is_comparable, draws_ahead=self.args.rollouts_ahead > 0)
+            self.weight_sync_check = WeightSyncCheck(
+                is_comparable,
+                draws_ahead=self.args.rollouts_ahead > 0,
+                trained=model_name(self.model),
+                served=partial(served_model, self.vllm_generation, self.args.temperature),
+            )
         self.budget = TokenBudget(self.args, self.accelerator.process_index)
 
     # --- a generation batch ------------------------------------------------------------------------------------------
@@ -88,7 +95,7 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
             # TRL's method asks for completions and rewards itself. It gets the ones that these rows already have.
             inputs = rows
             overrides["_generate"] = lambda *_args, **_kwargs: rows.generated()
-        with patch.multiple(self, **overrides):
+        with replaced(self, **overrides):
             batch = stock(inputs)
         if self.use_vllm and OLD_LOGPS in batch and SAMPLED_LOGPS in batch:
             self._compare_with_engine(batch, batch[OLD_LOGPS])
@@ -151,8 +158,8 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
         """A context with the engine in the place of a model, and `False`: ranks draw independently of each other."""
         from ...engines.decode.completions import EngineModel
 
-        config = self.accelerator.unwrap_model(self.model).generation_config
-        return nullcontext((EngineModel(self.vllm_generation, config), False))
+        model = self.accelerator.unwrap_model(self.model)
+        return nullcontext((EngineModel(self.vllm_generation, model.generation_config, model.config), False))
 
     def _calculate_rewards(self, inputs, *args, **kwargs):
         if isinstance(inputs, ScoredRows):
@@ -275,7 +282,8 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
                     metrics[name].append(value)
             self.weight_sync_check(*sums)
 
-        if self.model.training:
+        # The first one is not deferred: a run with another model must end before its first optimizer step.
+        if self.model.training and not self.weight_sync_check.awaits_first:
             self.telemetry.later(figures, finish)
         else:
             finish(figures.tolist())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.logging import get_logger
 
 from ...compat.trl import joined_images
-from ...compat.trl_rollouts import check_batch, shuffling_by
+from ...compat.trl_rollouts import check_batch, foreign_turn, rewarding_with, shuffling_by
 from ..experimental_fields import experiment
 from ..reporting.phases import token_counts
 from ..starting.arguments import adapter_and_base, check_rewards, with_base_loaded
@@ -18,6 +18,7 @@ from ..step.rows import LossRows
 from ..step.trl_pass import Request, TrlPass
 from ..trainer_run import TrainerRun
 from .generation_batches import drawn_rows, groups_feature, lengths_and_ends
+from .rewards import RewardValues, checked
 
 if TYPE_CHECKING:
     from ...engines.decode.rollout import GenerateSettings, Rollout
@@ -34,7 +35,7 @@ class OnPolicyRun(TrainerRun):
         sync: what is sent to vLLM after an optimizer step; only with vLLM.
         trl_pass: computes shared tokens once and skips padding; `look_ahead` does so over an optimizer step.
         rollout: draws the completions.
-        scored_completions: how many completions each reward function gave a finite value.
+        reward_values: which reward functions have given any completion a finite value.
         keeps_drawn_rows: whether the completions of all ranks in the last generation batch are kept in `drawn_rows`,
             for a page of the run; the same on every rank.
         ahead: draws one generation batch ahead; `None` without `rollouts_ahead`.
@@ -65,6 +66,7 @@ class OnPolicyRun(TrainerRun):
             self.args, self.accelerator, one_by_one=self.is_deepspeed_enabled, coming=self._coming_rows
         )
         self.trl_pass = TrlPass(self.sharing, self.reference_sharing, self.clock, self.look_ahead, self._add_metrics)
+        self.reward_values = RewardValues(self.reward_func_names)
         self.keeps_drawn_rows = False
         self.drawn_rows: dict[str, Any] | None = None
 
@@ -151,12 +153,18 @@ class OnPolicyRun(TrainerRun):
             return super()._generate(*args, **kwargs)
         with self.sharing.original_attention(), self.clock.phase("generate"):
             drawn = super()._generate(*args, **kwargs)
+        self._note_generated(drawn)
         self._add_metrics(self.rollout.take_metrics())
         return drawn
+
+    def _note_generated(self, drawn: tuple) -> None:
+        """Called with what TRL's `_generate` returned; a copy of the trainer that draws ahead keeps its figures."""
 
     def _generate_settings(self) -> "GenerateSettings | None":
         """The settings that TRL passes to transformers' `generate`; `None` if another engine generates."""
         if self.use_vllm or self.use_transformers_continuous_batching:
+            return None
+        if foreign_turn(super()._generate_single_turn) is not None:  # a user's engine, by any name
             return None
         from ...engines.decode.rollout import GenerateSettings
 
@@ -170,19 +178,23 @@ class OnPolicyRun(TrainerRun):
         return self.rollout.generating(self.model_wrapped if wrapped is None else wrapped)
 
     def _calculate_rewards(self, *args, **kwargs):
-        with self.clock.phase("reward"):
-            return super()._calculate_rewards(*args, **kwargs)
+        functions = [checked(*named) for named in zip(self.reward_funcs, self.reward_func_names, strict=True)]
+        with self.clock.phase("reward"), rewarding_with(self, functions):
+            rewards_NK = super()._calculate_rewards(*args, **kwargs)
+        if self.model.training:
+            self.reward_values.see(rewards_NK)
+        return rewards_NK
 
     # --- the passes behind TRL's own signature -----------------------------------------------------------------------
 
     def _coming_rows(self, count: int) -> list[LossRows]:
         """What the losses of this micro-batch and those after it score, `count` in all."""
         first = self._step % self.args.steps_per_generation
-        drawn = [joined_images(inputs) for inputs in self._buffered_inputs[first : first + count]]
-        router_loss = self.aux_loss_enabled
-        return [
-            LossRows(inputs, self._scored_tokens(inputs, ahead), router_loss) for ahead, inputs in enumerate(drawn)
-        ]
+        coming = []
+        for ahead, drawn in enumerate(self._buffered_inputs[first : first + count]):
+            inputs = joined_images(drawn)
+            coming.append(LossRows(inputs, self._scored_tokens(inputs, ahead), self.aux_loss_enabled))
+        return coming
 
     def _scored_tokens(self, inputs, ahead=0):
         """Completion tokens `(B, C)` whose scores the loss of a micro-batch asks for; `None` for all of them.

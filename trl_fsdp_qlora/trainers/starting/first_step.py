@@ -8,7 +8,6 @@ TRL only; packed passes are compared with padded ones on every TRL (`prefix_shar
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import trl
@@ -23,6 +22,7 @@ from ...prefix_sharing.check import LIMITS_FP32, LIMITS_HALF, rounding_unit
 from ...prefix_sharing.dropout import without_dropout
 from ...prefix_sharing.problems import Status, is_out_of_memory, reason_of
 from ...prefix_sharing.ranks import reduced_over_ranks
+from ...utils.replaced import replaced
 
 logger = get_logger(__name__)
 
@@ -97,7 +97,7 @@ def forwards_as_stock(trainer: Any) -> Iterator[None]:
     """A block in which the forwards of a trainer's models run as in stock TRL."""
     with ExitStack() as stack:
         for sharing in filter(None, (trainer.sharing, trainer.reference_sharing)):
-            stack.enter_context(patch.multiple(sharing, status=Status(reason="compared with stock TRL")))
+            stack.enter_context(replaced(sharing, status=Status(reason="compared with stock TRL")))
         yield
 
 
@@ -156,7 +156,7 @@ def _separate_gradients(model: nn.Module) -> Iterator[list[nn.Parameter]]:
             if isinstance(model, DistributedDataParallel):
                 stack.enter_context(model.no_sync())
             for group in fsdp.param_groups(model):  # accelerate's no_sync would keep these gradients for the next ones
-                stack.enter_context(patch.multiple(group, reduce_grads=True, all_reduce_grads=True))
+                stack.enter_context(replaced(group, reduce_grads=True, all_reduce_grads=True))
             yield parameters
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):
@@ -176,9 +176,9 @@ def _leaving_no_trace(trainer: Any) -> Iterator[None]:
     lengths = {mode: {name: len(values) for name, values in of.items()} for mode, of in trainer._metrics.items()}
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng())
-        stack.enter_context(patch.multiple(trainer.telemetry, later=lambda *_: None))
+        stack.enter_context(replaced(trainer.telemetry, later=lambda *_: None))
         if hasattr(trainer, "look_ahead"):
-            stack.enter_context(patch.multiple(trainer.look_ahead, _step=None))
+            stack.enter_context(replaced(trainer.look_ahead, _step=None))
         yield
     for mode, of in trainer._metrics.items():
         for name in list(of):

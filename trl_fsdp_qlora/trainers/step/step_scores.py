@@ -18,7 +18,6 @@ In both cases TRL's loss sees each micro-batch unchanged.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -37,6 +36,7 @@ from ...prefix_sharing.problems import CannotPack
 from ...prefix_sharing.row import PassRecord
 from ...prefix_sharing.wrapped_forward import Instructions
 from ...utils.random_state import RandomState
+from ...utils.replaced import replaced
 
 if TYPE_CHECKING:
     from ...compat.trl import FusedCausalLMOutput
@@ -226,7 +226,7 @@ def _run_pass(
     # with a later micro-batch.
     reduces = reduces and isinstance(model, DistributedDataParallel)
     for forward in run.of_pass(number, record):
-        with patch.multiple(model, require_backward_grad_sync=True) if reduces else nullcontext():
+        with replaced(model, require_backward_grad_sync=True) if reduces else nullcontext():
             to_sharing = Instructions(num_images=batch.num_images, forward=forward)
             output = model(**batch.arguments(), sharing=to_sharing, fused_lm_head=True)
         if forward.view.trunk is not None and output.log_probs.requires_grad:
