@@ -1,8 +1,10 @@
-"""Whether a function has the signature that it was borrowed with, and whose code it is."""
+"""Parameters of borrowed functions, as they were written for and behind a patch; and whose code a function is."""
 
+import ast
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -20,6 +22,26 @@ def misfits(owner: Any, expected: dict[str, str]) -> list[str]:
         if actual != parameters:
             problems.append(f"{name}: expected ({parameters}), found ({actual})")
     return problems
+
+
+def parameters_of(cls: type, method: str) -> list[str]:
+    """Names of the parameters of a class's method, in order, without `self`.
+
+    Trackers and profilers put a wrapper of `(self, *args, **kwargs)` in its place. The names are then those in the
+    source of the class.
+    """
+    parameters = inspect.signature(getattr(cls, method)).parameters
+    if not any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()):
+        return list(parameters)[1:]
+    return _parameters_in_source(cls, method)
+
+
+@functools.cache
+def _parameters_in_source(cls: type, method: str) -> list[str]:
+    module = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
+    definition = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
+    methods = {node.name: node for node in definition.body if isinstance(node, ast.FunctionDef)}
+    return [argument.arg for argument in methods[method].args.args][1:]
 
 
 # Packages whose hooks and forwards leave what a model computes from a token as it is, so that they may come and go.
@@ -63,33 +85,3 @@ def _wrapped_functions(function: Any) -> Iterator[Any]:
         if module_of(function) != "contextlib":
             yield function
         function = getattr(function, "__wrapped__", None)
-
-
-def named_arguments(method: Callable, args: Iterable[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a method's call, without `self`, by the names that they have in the method.
-
-    Trackers and profilers put wrappers on classes that take any arguments, often without `functools.wraps`. The names
-    then are those of the function that such a wrapper calls.
-
-    Args:
-        method: of a class or bound.
-        args, kwargs: without `self`.
-    """
-    function = getattr(method, "__func__", method)
-    while _takes_anything(function):
-        uses = inspect.getclosurevars(inspect.unwrap(function))
-        called = [x for x in {**uses.globals, **uses.nonlocals}.values() if inspect.isroutine(x)]
-        if not called:
-            break
-        inner = next((x for x in called if x.__name__ == method.__name__), called[0])
-        function = getattr(inner, "__func__", inner)
-    if not inspect.isroutine(function):  # an object in a method's place gets no `self`
-        return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
-    _, *named = inspect.signature(function).bind(None, *args, **kwargs).arguments.items()
-    return dict(named)
-
-
-def _takes_anything(function: Callable) -> bool:
-    """Whether a function has no names for its arguments."""
-    kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
-    return inspect.Parameter.VAR_POSITIONAL in kinds and inspect.isfunction(inspect.unwrap(function))

@@ -355,7 +355,9 @@ def plan_call(
             passes += 1
     count = 0 if plan is None else plan.count
     most, cannot = rules.reduce([count, int(plan is None)], "MAX")
-    return None if cannot else Run(plan).filled_up(at_least=most)
+    if plan is None or cannot:
+        return None
+    return Run(plan).filled_up(at_least=most)
 
 
 def plan_step(

@@ -22,10 +22,9 @@ from ...utils.replaced import replaced
 from ..rollouts.dynamic_sampling import DynamicSampling, ScoredRows, combine, groups_with_variance, to_rows
 from ..rollouts.generation_batches import generate_every
 from ..rollouts.on_policy import OnPolicyRun
-from ..starting.arguments import completed
+from ..starting.arguments import bound_to, completed
 from ..step.rows import padded_batch
 from ..step.trl_pass import Request
-from ..trainer_run import bound_to
 from .arguments import check_call
 from .config import EfficientGRPOConfig
 from .token_budget import LossTerms, TokenBudget, correct_means, drop_missing, entropy_scale

@@ -5,8 +5,7 @@ from functools import wraps
 from ...compat.trl import RLOOTrainer
 from ...compat.trl_rollouts import turn_of
 from ..rollouts.on_policy import OnPolicyRun
-from ..starting.arguments import check_prompts, completed
-from ..trainer_run import bound_to
+from ..starting.arguments import bound_to, check_prompts, completed
 from .config import EfficientRLOOConfig
 
 

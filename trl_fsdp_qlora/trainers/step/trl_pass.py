@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...compat.peft import is_reference
-from ...compat.signatures import named_arguments
+from ...compat.signatures import parameters_of
 from ...compat.trl import INSTALL, is_tested
 from ...errors import UserError
 from ...prefix_sharing.batch import IGNORED_LABEL
@@ -191,10 +191,7 @@ class TrlPass:
         else:
             request = Request(model)
             purpose = self._purpose(model, sharing)
-        arguments = named_arguments(stock, (model, *args), kwargs)
-        if "input_ids" not in arguments:
-            return stock(model, *args, **kwargs)  # a wrapper of the user's, of which nothing is known
-        del arguments["model"]
+        arguments = _named(stock, args) | kwargs
         is_phase = is_training and purpose in ("old_policy", "reference")
         with self.clock.phase(f"{purpose}_pass") if is_phase else nullcontext():
             return self.run(stock, request, purpose, arguments)
@@ -258,6 +255,14 @@ class TrlPass:
         if request.weight_BC is not None:
             logps_BC = weight_gradient(logps_BC, request.weight_BC)
         return logps_BC, entropies_BC, *further
+
+
+def _named(stock: Callable, args: tuple) -> dict[str, Any]:
+    """Positional arguments of TRL's method, without the model, by their names."""
+    classes = type(stock.__self__).__mro__
+    trainer_class = next(cls for cls in classes if cls.__module__.startswith("trl."))
+    _, *names = parameters_of(trainer_class, "_get_per_token_logps_and_entropies")
+    return dict(zip(names, args, strict=False))
 
 
 def _as_of_padded_rows(entropies_BC: torch.Tensor, request: Request, arguments: dict[str, Any]) -> torch.Tensor:
