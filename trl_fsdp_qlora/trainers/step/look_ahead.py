@@ -15,9 +15,10 @@ from accelerate.logging import get_logger
 from torch import nn
 
 from ...compat.trl import is_tested
+from ...prefix_sharing.batch import Batch
 from ...prefix_sharing.problems import CannotPack
 from ...prefix_sharing.sharing import PromptSharing
-from .rows import LossRows
+from .rows import EpisodeRows, LossRows, episode_rows, equally_many
 from .step_scores import StepScores
 
 if TYPE_CHECKING:
@@ -63,10 +64,12 @@ class LookAhead:
     def forget(self) -> None:
         """Drop the plan of a step that ended or broke off; gradients that wait are dropped as well."""
         self.scores: StepScores | None = None
+        self._batches: list[Batch] = []  # the micro-batches as TRL's method passes them to the model
+        self._rows: list[EpisodeRows | None] = []  # of each, see `rows.py`
         self._done = 0  # micro-batches since the optimizer step before
         # The micro-batches covered by the last look ahead, whether or not they are scored together.
         self._planned = range(0)
-        self._rows: Sequence[LossRows] = []  # of each of them
+        self._losses: Sequence[LossRows] = []  # what each of them scores
         self._versions: list = []  # for each of them, the tensors its scores depend on; see `_tensor_versions`
         self._answered = -1  # the last micro-batch whose scores were returned
 
@@ -135,7 +138,7 @@ class LookAhead:
             self._drop_plan()
             return None
         try:
-            scores = self.scores.score(number, request.model)
+            output = self.scores.score(number, request.model)
         except CannotPack as error:
             from ...compat.fsdp import forget_forward
 
@@ -144,7 +147,8 @@ class LookAhead:
             self._drop_plan()
             return None
         self._answered = self._step
-        return scores
+        rows = self._rows[number]
+        return output if rows is None else rows.scores(output, self._batches[number].labels)
 
     def _drop_plan(self) -> None:
         self.scores.finish()  # what earlier passes owe to shared beginnings
@@ -158,9 +162,9 @@ class LookAhead:
                 "one out"
             )
         # The same tensor, unless a callback has changed what the loss needs.
-        if self._rows[number].scored_BC is not request.scored_BC:
+        if self._losses[number].scored_BC is not request.scored_BC:
             return "the loss needs other tokens than when its optimizer step began"
-        planned = {**self.scores.batches[number].arguments(), "fused_lm_head": True}
+        planned = {**self._batches[number].arguments(), "fused_lm_head": True}
         looks_at_values = request.is_open or not self._has_looked_at_values
         for name in arguments.keys() | (_ALWAYS & planned.keys()):
             if not _is_alike(arguments.get(name), planned.get(name), looks_at_values):
@@ -179,10 +183,17 @@ class LookAhead:
         limit = self.args.tokens_per_pass
         if limit == 0 or (count < 2 and limit is None):
             return None
-        self._rows = self._coming(count)
-        self._versions = [_tensor_versions(rows.inputs) for rows in self._rows]
-        batches = [rows.batch() for rows in self._rows]
-        plan = sharing.plan_step(batches, limit, one_by_one=self.one_by_one)
+        self._losses = self._coming(count)
+        self._versions = [_tensor_versions(loss.inputs) for loss in self._losses]
+        batches = [loss.batch() for loss in self._losses]
+        self._batches = batches
+        self._rows = [episode_rows(loss.inputs) for loss in self._losses]
+        default_limit = None
+        if self._rows[0] is not None:
+            default_limit = max(rows.padded_tokens for rows in self._rows)
+            batches = [rows.batch(batch) for rows, batch in zip(self._rows, batches, strict=True)]
+            batches = equally_many(batches)
+        plan = sharing.plan_step(batches, limit, one_by_one=self.one_by_one, default_limit=default_limit)
         if plan is None:
             return None
         return StepScores(plan, batches, count == left_in_update, sharing.packed_model.router_losses)
