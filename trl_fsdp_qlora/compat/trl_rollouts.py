@@ -72,7 +72,7 @@ def shuffling_by(shuffle: Callable[[dict], dict], prepare_inputs: types.MethodTy
 
 
 def weighs_as_1_16() -> bool:
-    """Whether TRL's importance weights of vLLM's samples have the formula in `engines/vllm/correction.py`, that of TRL 1.16.
+    """Whether TRL weighs vLLM's samples by the formula in `engines/vllm/correction.py`, that of TRL 1.16.
 
     TRL 1.17 corrects them for `top_p`, `top_k` and `min_p` (trl#6789), so a newer TRL computes its own.
     """

@@ -58,7 +58,7 @@ def llm_with(further: dict[str, object], wrap: Callable[[LLM], object] = lambda 
     """
     from trl.generation import vllm_generation
 
-    start = getattr(vllm_generation, LLM, None)  # exists only if vLLM is installed
+    start = getattr(vllm_generation, "LLM", None)  # exists only if vLLM is installed
     if start is None:
         return nullcontext()
 

@@ -223,7 +223,7 @@ def measure_base(model: nn.Module, world_size: int) -> BaseBytes:
         quantized_full=sum(parameter.numel() for parameter in packed),
         state_full=state_bytes,
         other_local=sum(_local(parameter).nbytes for parameter in unpacked),
-        other_full=sum(parameter.nbytes for parameter in unpacked),
+        other_full=sum(parameter.numel() * parameter.element_size() for parameter in unpacked),
         world_size=world_size,
     )
     allowed = 0
