@@ -46,6 +46,8 @@ class OnPolicyRun(TrainerRun):
 
     # Whether the loss reads the log-probabilities of the old policy.
     _needs_old_policy = True
+    # Whether an episode may have several rows, see `step/rows.py`; the same on every rank.
+    may_have_rows = False
     rollout: "Rollout | None" = None  # TRL's own tests build a trainer without `__init__`
 
     def __init__(self, compute_metrics: CompletionMetrics | None = None, **call):
@@ -228,14 +230,15 @@ class OnPolicyRun(TrainerRun):
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         stock = super()._get_per_token_logps_and_entropies
-        if self.runs_as_stock:
+        if self.runs_as_stock and not self.may_have_rows:
             return stock(model, *args, **kwargs)
+        score = partial(self.scoring.score, stock, self.model.training)
         if self._awaits_comparison:  # what the run begins with has to be right if it continues as stock
             from ..starting.first_step import forwards_as_stock
 
             with forwards_as_stock(self):
-                return stock(model, *args, **kwargs)
-        return self.scoring.score(stock, self.model.training, model, *args, **kwargs)
+                return (score if self.may_have_rows else stock)(model, *args, **kwargs)
+        return score(model, *args, **kwargs)
 
     # --- saving and loading ------------------------------------------------------------------------------------------
 
