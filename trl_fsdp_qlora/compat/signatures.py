@@ -6,10 +6,9 @@ import inspect
 import sys
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
-from typing import Any
 
 
-def misfits(owner: Any, expected: dict[str, str]) -> list[str]:
+def misfits(owner: object, expected: dict[str, str]) -> list[str]:
     """The differences of `owner` (a module, a class) from `expected`: dotted name -> its parameters in order."""
     problems = []
     for name, parameters in expected.items():
@@ -48,12 +47,12 @@ def _parameters_in_source(cls: type, method: str) -> list[str]:
 _LIBRARIES = {"accelerate", "deepspeed", "peft", "torch", "transformers", "trl", "trl_fsdp_qlora", "wandb"}
 
 
-def is_of_library(function: Any) -> bool:
+def is_of_library(function: object) -> bool:
     """Whether a hook or a forward was written in one of the libraries below this package, and not by the user."""
     return module_of(function).partition(".")[0] in _LIBRARIES
 
 
-def module_of(function: Any) -> str:
+def module_of(function: object) -> str:
     """The module whose source has a function; not its `__module__`, which `functools.wraps` copies."""
     while isinstance(function, functools.partial):
         function = function.func
@@ -61,7 +60,7 @@ def module_of(function: Any) -> str:
     return getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
 
 
-def users_code(owner: Any, names: Iterable[str]) -> str | None:
+def users_code(owner: object, names: Iterable[str]) -> str | None:
     """The first method among `names` that the user wrote or wrapped, as `Class.method`; `None` if there is none.
 
     Looks at the object itself and at each of its classes, because methods call each other by `super()`: a subclass, a
@@ -76,7 +75,7 @@ def users_code(owner: Any, names: Iterable[str]) -> str | None:
     return None
 
 
-def _wrapped_functions(function: Any) -> Iterator[Any]:
+def _wrapped_functions(function: object) -> Iterator[object]:
     """A function, and those that it wraps: a decorator of a library's may be around the user's function."""
     while function is not None:
         if isinstance(function, staticmethod | classmethod):

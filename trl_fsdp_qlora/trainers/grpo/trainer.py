@@ -48,6 +48,12 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
 
     An algorithm that builds on this trainer overrides methods of TRL's again, as `TSPMOTrainer` does.
 
+    Args:
+        compute_metrics: a metric next to the reward, computed once per evaluation by a function that gets what a
+            reward function gets (`prompts`, `completions` and the dataset's columns, of all ranks) and `rewards`, a
+            list for each reward function by its name. It returns numbers by name; `metric_for_best_model` may be one.
+        *positional, **named: of TRL's trainer.
+
     Raises:
         ValueError: no `prompt` column, an empty or too small dataset; before the first step.
     """
@@ -60,7 +66,7 @@ class EfficientGRPOTrainer(OnPolicyRun, GRPOTrainer):
 
     @wraps(GRPOTrainer.__init__)
     def __init__(self, *positional, **named):
-        call = completed(bound_to(GRPOTrainer, positional, named), EfficientGRPOConfig, "GRPO")
+        call = completed(bound_to(GRPOTrainer, positional, named, ("compute_metrics",)), EfficientGRPOConfig, "GRPO")
         check_call(call)
         super().__init__(**call)
         self.dynamic_sampling = DynamicSampling(self.args, self.train_dataset, self.accelerator)
