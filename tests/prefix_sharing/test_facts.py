@@ -81,9 +81,9 @@ def test_a_model_that_cannot_be_packed_is_an_error_with_a_named_backend(name):
 
 def assert_gives_up(model, reason):
     sharing = prepared(model)
-    assert sharing.is_active
+    assert sharing.status.packs
     ours = one_pass(model, sharing)
-    assert reason in sharing.describe() and not sharing.is_active
+    assert reason in sharing.describe() and not sharing.status.packs
     assert torch.equal(ours.logps_BC, stock_log_probs(model, *awkward_batch())[0])
 
 
@@ -115,7 +115,7 @@ def test_the_comparison_ignores_dropout_and_restores_modes():
     model.model.layers[1].eval()
     sharing = prepared(model)
     one_pass(model, sharing)
-    assert sharing.is_active
+    assert sharing.status.packs
     assert model.training and model.model.layers[0].training and not model.model.layers[1].training
 
 
@@ -142,7 +142,7 @@ def test_batches_that_cannot_be_packed_run_padded(make, reason, caplog):
     assert not ours.figures.tokens and ours.padded_forwards == 1
     with closed(sharing):
         assert torch.equal(ours.logps_BC, stock_log_probs(model, *batch)[0])
-    assert reason in caplog.text and sharing.is_active  # the next batch is packed again
+    assert reason in caplog.text and sharing.status.packs  # the next batch is packed again
 
 
 def test_rotary_tables_that_depend_on_the_longest_position():
@@ -225,7 +225,7 @@ DRAWING = {
 def test_attention_dropout_is_found_under_each_of_its_names(name):
     reason = attention_reason(DRAWING[name]())
     assert ("layerdrop=0.3" if "layerdrop" in name else "attention dropout") in reason
-    assert not prepared(DRAWING[name]()).is_active
+    assert not prepared(DRAWING[name]()).status.packs
 
 
 def test_dropout_set_after_the_model_was_prepared_falls_back_at_the_first_pass():

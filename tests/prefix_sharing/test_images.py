@@ -13,11 +13,10 @@ from tests.tiny import these_first
 from trl_fsdp_qlora.compat.trl import rows_of_images
 from trl_fsdp_qlora.prefix_sharing import image_keys, images, passes
 from trl_fsdp_qlora.prefix_sharing import sharing as sharing_module
-from trl_fsdp_qlora.prefix_sharing.batch import Batch
+from trl_fsdp_qlora.prefix_sharing.batch import Batch, Instructions
 from trl_fsdp_qlora.prefix_sharing.check import compared_rows
 from trl_fsdp_qlora.prefix_sharing.problems import CannotPack
 from trl_fsdp_qlora.prefix_sharing.sharing import PromptSharing
-from trl_fsdp_qlora.prefix_sharing.wrapped_forward import Instructions
 
 from .helpers import (
     LINEAR,
@@ -218,7 +217,7 @@ def test_offloaded_activations_equal_those_that_stay(name, monkeypatch):
         model, sharing, batch = pictured(name)
         model.train().activation_checkpointing_enable({"use_reentrant": False}, offload=offload)
         results.append(scored(model, batch, lambda: packed(model, sharing, batch)))  # noqa: B023
-        assert sharing.is_active and sharing.status.images is None and sharing.figures.tokens
+        assert sharing.status.packs and sharing.status.images is None and sharing.figures.tokens
         assert bool(copies) == offload
     (kept_BC, kept, reached), (moved_BC, moved, reached_too) = results
     assert reached and reached_too and torch.equal(kept_BC, moved_BC)

@@ -37,7 +37,7 @@ BOTH = (DPOTrainer, DPOConfig), (EfficientDPOTrainer, EfficientDPOConfig)
 def test_loss_metrics_and_gradients_are_stocks(tmp_path):
     trainers = [llava_trainer(*kind, tmp_path / kind[0].__name__) for kind in BOTH]
     assert_same_loss(trainers)
-    assert trainers[1].sharing.status.images is None and (True, True) in trainers[1].sharing.checked
+    assert trainers[1].sharing.status.images is None and (True, True) in trainers[1].sharing.status.compared
 
 
 def test_pictures_that_cannot_be_counted_run_as_in_stock(tmp_path, monkeypatch):
@@ -69,7 +69,7 @@ def test_a_pair_without_a_picture_trains_in_every_step(tmp_path):
             losses.append(trainer.compute_loss(trainer.model, inputs).item())
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert (
-        trainers[1].sharing.is_active
+        trainers[1].sharing.status.packs
         and trainers[1].sharing.status.images is None
         and trainers[1].sharing.figures.tokens
     )

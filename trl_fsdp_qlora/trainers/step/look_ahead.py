@@ -15,7 +15,7 @@ from accelerate.logging import get_logger
 from torch import nn
 
 from ...compat.trl import is_tested, joined_images
-from ...prefix_sharing.problems import CannotPack
+from ...prefix_sharing.problems import CannotPack, Scope
 from ...prefix_sharing.sharing import PromptSharing
 from .rows import batch_of_loss
 from .step_scores import StepScores
@@ -143,7 +143,7 @@ class LookAhead:
             from ...compat.fsdp import forget_forward
 
             forget_forward(model)
-            sharing.cannot_keep(str(error))
+            sharing.refuse(Scope.STEP, str(error))
             self._drop_plan()
             return None
 
